@@ -1,0 +1,262 @@
+"""The seam to every engine: two kinds, and no third.
+
+A `TextEngine` takes token ids and gives token ids back; templates, stop strings and output parsing are the gateway's. A
+`ChatEngine` takes a request and gives events back. An engine module `engines/<backend>` offers
+
+    Options             a pydantic model: the backend's own fields of a model definition
+    create(spec)        the engine, not yet opened
+    estimate(options)   the memory it would take, before anything is loaded
+
+An engine never queues: the scheduler hands out no more than `capacity` leases at a time.
+"""
+
+from __future__ import annotations
+
+from asyncio import Future
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+
+from msgspec import Struct, field
+
+from modelyard.core.errors import ModelyardError
+from modelyard.core.events import Event, Timings, Usage
+from modelyard.core.request import Constraint, Priority, Request, Sampling
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+# --- what goes in ---------------------------------------------------------------------------------------------------
+
+
+class TokenRun(Struct, frozen=True, tag="tokens"):
+    ids: list[int]
+
+
+class Media(Struct, frozen=True, tag="media"):
+    kind: Literal["image", "audio"]
+    sha256: str
+    data: bytes
+    n_tokens: int
+
+
+class Prompt(Struct, frozen=True, kw_only=True):
+    """One job for a TextEngine. It crosses processes: values only."""
+
+    parts: tuple[TokenRun | Media, ...]
+    sampling: Sampling = Sampling()
+    max_tokens: int = 1
+    stop_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    cache: str = ""
+    session: str | None = None
+    priority: Priority = "main"
+    adapters: tuple[tuple[str, float], ...] = ()
+    logprobs: int | None = None
+    deadline: float | None = None
+    trace: str = ""
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(p.ids) if isinstance(p, TokenRun) else p.n_tokens for p in self.parts)
+
+    @property
+    def ids(self) -> list[int]:
+        """All token ids in order; media hold none."""
+        if len(self.parts) == 1 and isinstance(self.parts[0], TokenRun):
+            return self.parts[0].ids
+        return [i for p in self.parts if isinstance(p, TokenRun) for i in p.ids]
+
+
+# --- what comes out -------------------------------------------------------------------------------------------------
+
+
+class IdLogprob(Struct, frozen=True):
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Accepted(Struct, frozen=True, tag=True):
+    """The job has its place; prefill begins. `divergence` is the first token that no cached KV covered."""
+
+    cached_tokens: int = 0
+    divergence: int | None = None
+    evicted: bool = False
+
+
+class Progress(Struct, frozen=True, tag=True):
+    done: int
+    total: int
+
+
+class Tokens(Struct, frozen=True, tag=True):
+    ids: list[int]
+    logprobs: list[IdLogprob] | None = None
+
+
+class End(Struct, frozen=True, tag=True):
+    """The job is over and its slot is free. `error` is set exactly when `reason` is "error"."""
+
+    reason: Literal["stop", "length", "window", "cancelled", "error"]
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    error: ModelyardError | None = None
+
+
+Chunk = Accepted | Progress | Tokens | End
+
+
+class Generation(Protocol[T_co]):
+    """A running job. Iterating gives what has arrived since the last look, in batches that are never empty.
+
+    Not an async generator: those die when a waiting `anext` is cancelled, and `aclose()` during `anext` raises.
+    `cancel` is synchronous, idempotent and may be called from any thread; iteration still ends with its last item.
+    """
+
+    def __aiter__(self) -> Generation[T_co]: ...
+    async def __anext__(self) -> Sequence[T_co]: ...
+    def cancel(self) -> None: ...
+
+
+# --- what an engine says of itself ----------------------------------------------------------------------------------
+
+
+class CacheInfo(Struct, frozen=True):
+    """A named KV context: `window` is ONE conversation's, never shared; `parallel` conversations fit at a time."""
+
+    window: int
+    parallel: int = 1
+    type_k: str = "f16"
+    type_v: str = "f16"
+    description: str = ""
+
+
+class Capabilities(Struct, frozen=True):
+    modalities: tuple[str, ...] = ("text",)
+    multi_turn: bool = True
+    tools: bool = True
+    structured: bool = False
+    streaming: bool = True
+    logprobs: bool = False
+    lora: bool = False
+    embeddings: bool = False
+    ignored: tuple[str, ...] = ()  # sampling fields this engine accepts and cannot honour
+
+
+class EngineInfo(Struct, frozen=True):
+    backend: str
+    caches: Mapping[str, CacheInfo] = field(default_factory=dict)
+    capabilities: Capabilities = Capabilities()
+    device: str = "cpu"
+    holds_weights: bool = True  # False: a second process may open the same engine for free
+
+    @property
+    def capacity(self) -> int:
+        return sum(c.parallel for c in self.caches.values())
+
+
+class EngineStats(Struct, frozen=True):
+    running: int = 0
+    sequences: int = 0
+    occupied_tokens: int = 0
+    reused_tokens: int = 0
+    evaluated_tokens: int = 0
+
+
+class Memory(Struct, frozen=True):
+    """Bytes. `device` is what a GPU would hold, `host` what RAM would."""
+
+    weights: int = 0
+    kv: int = 0
+    compute: int = 0
+    device: str = "cpu"
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.compute
+
+
+class EngineSpec(Struct, frozen=True):
+    """What an engine is made from: a model's definition with its caches, all names and defaults resolved."""
+
+    model: str
+    options: Any  # the engine module's own Options
+    caches: Mapping[str, CacheInfo]
+    modalities: tuple[str, ...] = ("text",)
+
+
+class Control(Struct, frozen=True):
+    op: Literal["evict", "save", "restore", "load_adapter", "unload_adapter"]
+    cache: str | None = None
+    argument: str | None = None
+
+
+OnProgress = Callable[[float, str], None]  # (fraction done, what is being done)
+
+
+@runtime_checkable
+class TextEngine(Protocol):
+    info: EngineInfo
+    lost: Future[ModelyardError]  # resolves when the engine dies: death is reported, nobody polls
+
+    async def open(self, progress: OnProgress) -> None: ...
+    def generate(self, prompt: Prompt) -> Generation[Chunk]: ...
+    def stats(self) -> EngineStats: ...
+    async def control(self, op: Control) -> None: ...
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ChatEngine(Protocol):
+    info: EngineInfo
+    lost: Future[ModelyardError]
+
+    async def open(self, progress: OnProgress) -> None: ...
+    def chat(self, request: Request) -> Generation[Event]: ...
+    async def count(self, request: Request) -> int | None: ...
+    def stats(self) -> EngineStats: ...
+    async def close(self) -> None: ...
+
+
+Engine = TextEngine | ChatEngine
+
+
+class Embeddings(Struct, frozen=True):
+    vectors: list[list[float]]
+    prompt_tokens: int
+
+
+@runtime_checkable
+class Embedder(Protocol):
+    """An engine that can also turn token runs into vectors."""
+
+    async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings: ...
+
+
+class Machine(Struct, frozen=True):
+    """What an estimate is held against: free bytes of RAM and of each GPU, by UUID."""
+
+    ram_free: int
+    gpus: Mapping[str, int] = field(default_factory=dict)
+
+
+class EngineModule(Protocol):
+    """The shape of a module in `engines/`."""
+
+    Options: type
+    KIND: Literal["text", "chat"]
+
+    def create(self, spec: EngineSpec) -> Engine: ...
+    def estimate(self, spec: EngineSpec, machine: Machine) -> Memory: ...
+
+
+class Piece(Struct, frozen=True, gc=False):
+    """A bit of detokenized text with its token, so that a marker counts only where the special token stands.
+
+    `text` may be empty: a token that ends in half a character hands its bytes on to the next piece.
+    """
+
+    text: str
+    special: bool = False
+    token: int = -1
+    logprob: IdLogprob | None = None

@@ -1,0 +1,197 @@
+"""The one event stream in which all protocols meet, and `fold`, which makes a whole reply of it.
+
+    Started · (BlockStart · BlockDelta* · BlockEnd)* · (Finished | Failed)
+
+One block index counts 0, 1, 2 …; at most one block is open at a time; exactly one Finished or Failed ends the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from msgspec import Struct
+
+from modelyard.core.errors import Incomplete, ModelyardError
+from modelyard.core.request import Text, Thinking, ToolCall
+
+BlockKind = Literal["text", "thinking", "tool_call"]
+StopReason = Literal["end", "tool_calls", "stop_string", "max_tokens", "window", "content_filter"]
+
+
+class TokenLogprob(Struct, frozen=True):
+    """A token's share of the raw model distribution. `bytes` because half a character has no text of its own."""
+
+    token: str
+    logprob: float
+    bytes: bytes = b""
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class Usage(Struct, frozen=True):
+    """`prompt` includes the cached tokens; `output` includes the reasoning tokens, shown or hidden."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    reasoning: int = 0
+
+
+class Timings(Struct, frozen=True):
+    """Seconds; None where nobody could measure."""
+
+    queue: float | None = None
+    tokenize: float | None = None
+    prefill: float | None = None
+    first_token: float | None = None
+    decode: float | None = None
+    backend: float | None = None
+    total: float | None = None
+
+
+class Started(Struct, frozen=True, tag=True):
+    id: str  # without a protocol's prefix
+    model: str  # the name the client asked for
+    created: int
+    usage: Usage = Usage()
+
+
+class BlockStart(Struct, frozen=True, tag=True):
+    index: int
+    kind: BlockKind
+    call_id: str = ""
+    name: str = ""
+    namespace: str | None = None
+    custom: bool = False
+
+
+class BlockDelta(Struct, frozen=True, tag=True):
+    index: int
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class BlockEnd(Struct, frozen=True, tag=True):
+    """`complete` is False for a tool call that was cut off: no writer may present it as a call to run."""
+
+    index: int
+    signature: str = ""
+    complete: bool = True
+
+
+class Finished(Struct, frozen=True, tag=True):
+    reason: StopReason
+    usage: Usage
+    stop_string: str | None = None
+    timings: Timings = Timings()
+
+
+class Failed(Struct, frozen=True, tag=True):
+    error: ModelyardError
+
+
+Event = Started | BlockStart | BlockDelta | BlockEnd | Finished | Failed
+
+
+class Block(Struct, frozen=True):
+    """One finished block of a reply."""
+
+    part: Text | Thinking | ToolCall
+    logprobs: tuple[TokenLogprob, ...] = ()
+    complete: bool = True
+
+
+class Reply(Struct, frozen=True):
+    started: Started
+    blocks: tuple[Block, ...]
+    finished: Finished
+
+    @property
+    def text(self) -> str:
+        return "".join(b.part.text for b in self.blocks if isinstance(b.part, Text))
+
+    @property
+    def thinking(self) -> str:
+        return "".join(b.part.text for b in self.blocks if isinstance(b.part, Thinking))
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return tuple(b.part for b in self.blocks if isinstance(b.part, ToolCall) and b.complete)
+
+
+class Fold:
+    """Collects events as they come; `reply()` when the last one has."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._finished: Finished | None = None
+        self._blocks: list[Block] = []
+        self._open: BlockStart | None = None
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def feed(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, BlockDelta):
+                self._text.append(event.text)
+                if event.logprobs:
+                    self._logprobs.extend(event.logprobs)
+            elif isinstance(event, BlockStart):
+                self._open, self._text, self._logprobs = event, [], []
+            elif isinstance(event, BlockEnd):
+                self._blocks.append(self._close(event))
+            elif isinstance(event, Started):
+                self._started = event
+            elif isinstance(event, Finished):
+                self._finished = event
+            else:
+                raise event.error
+
+    def _close(self, end: BlockEnd) -> Block:
+        start, text = self._open, "".join(self._text)
+        self._open = None
+        if start is None:
+            raise Incomplete("a block ended that never began")
+        logprobs = tuple(self._logprobs)
+        if start.kind == "text":
+            return Block(Text(text), logprobs)
+        if start.kind == "thinking":
+            return Block(Thinking(text, end.signature), logprobs)
+        call = ToolCall(start.call_id, start.name, text, start.namespace, start.custom)
+        return Block(call, logprobs, end.complete)
+
+    def reply(self) -> Reply:
+        if self._started is None or self._finished is None:
+            raise Incomplete("the engine's stream ended before it was finished")
+        return Reply(self._started, tuple(self._blocks), self._finished)
+
+
+def fold(events: Iterable[Event]) -> Reply:
+    """The whole reply. A `Failed` raises its error."""
+    folding = Fold()
+    folding.feed(events)
+    return folding.reply()
+
+
+def unfold(reply: Reply) -> Iterator[Event]:
+    """The shortest stream that folds to this reply."""
+    yield reply.started
+    for index, block in enumerate(reply.blocks):
+        yield from _unfold_block(index, block)
+    yield reply.finished
+
+
+def _unfold_block(index: int, block: Block) -> Iterator[Event]:
+    part, signature = block.part, ""
+    if isinstance(part, ToolCall):
+        yield BlockStart(index, "tool_call", part.id, part.name, part.namespace, part.custom)
+        text = part.arguments
+    elif isinstance(part, Thinking):
+        yield BlockStart(index, "thinking")
+        text, signature = part.text, part.signature
+    else:
+        yield BlockStart(index, "text")
+        text = part.text
+    if text or block.logprobs:
+        yield BlockDelta(index, text, block.logprobs)
+    yield BlockEnd(index, signature, block.complete)

@@ -1,0 +1,14 @@
+"""The seam to memory between requests: bounded, and scoped so that no API key sees another's."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Store(Protocol):
+    """Bytes by (scope, key). Old entries leave when the store is full: a miss is always possible."""
+
+    async def get(self, scope: str, key: str) -> bytes | None: ...
+    async def put(self, scope: str, key: str, value: bytes) -> None: ...
+    async def delete(self, scope: str, key: str) -> bool: ...
+    async def close(self) -> None: ...

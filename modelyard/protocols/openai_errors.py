@@ -1,0 +1,124 @@
+"""OpenAI's error body, shared by every OpenAI-shaped wire: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from modelyard.core import errors
+from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflow, Overloaded
+from modelyard.core.wire import WireError
+from modelyard.protocols.json import encode
+
+# kind → (HTTP status, OpenAI's word for it)
+STATUS: Mapping[str, tuple[int, str]] = {
+    "invalid": (400, "invalid_request_error"),
+    "unauthenticated": (401, "authentication_error"),
+    "forbidden": (403, "permission_error"),
+    "not_found": (404, "not_found_error"),
+    "conflict": (409, "conflict_error"),
+    "too_large": (413, "invalid_request_error"),
+    "rate_limited": (429, "rate_limit_error"),
+    "overloaded": (503, "server_error"),
+    "unavailable": (503, "server_error"),
+    "timeout": (504, "timeout_error"),
+    "unimplemented": (501, "not_implemented_error"),
+    "cancelled": (499, "cancelled"),
+    "internal": (500, "server_error"),
+}
+
+
+def error_body(error: ModelyardError, overflow_param: str = "messages") -> dict[str, Any]:
+    """`overflow_param` is the field that holds the conversation on this wire."""
+    body: dict[str, Any] = {
+        "message": error.message,
+        "type": STATUS[error.kind][1],
+        "param": error.param,
+        "code": error.code,
+    }
+    if isinstance(error, ContextOverflow):
+        body["message"] = (
+            f"This model's maximum context length is {error.window} tokens. However, your messages resulted in "
+            f"{error.prompt_tokens} tokens. Please reduce the length of the messages."
+        )
+        body |= {"param": overflow_param, "n_prompt_tokens": error.prompt_tokens, "n_ctx": error.window}
+    elif isinstance(error, OutputOverflow):
+        body["message"] = (
+            f"This model's maximum context length is {error.window} tokens. However, you requested "
+            f"{error.prompt_tokens + error.max_tokens} tokens ({error.prompt_tokens} in the messages, "
+            f"{error.max_tokens} in the completion). Please reduce the length of the messages or completion."
+        )
+        body |= {"param": overflow_param, "n_prompt_tokens": error.prompt_tokens, "n_ctx": error.window}
+    elif isinstance(error, Overloaded) and error.position is not None:
+        body["queue_position"] = error.position
+    return body
+
+
+def retry_headers(error: ModelyardError) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after)))
+    if isinstance(error, Overloaded) and error.position is not None:
+        headers["x-queue-position"] = str(error.position)
+    return headers
+
+
+def write_http_error(error: ModelyardError, trace: str, overflow_param: str = "messages") -> WireError:
+    status = STATUS[error.kind][0]
+    headers = {"x-request-id": trace} | retry_headers(error)
+    return WireError(status, encode({"error": error_body(error, overflow_param)}), headers)
+
+
+_BY_STATUS: Mapping[int, type[ModelyardError]] = {
+    400: errors.InvalidRequest,
+    401: errors.Unauthenticated,
+    403: errors.Forbidden,
+    404: errors.NotFound,
+    408: errors.Timeout,
+    409: errors.Conflict,
+    413: errors.TooLarge,
+    422: errors.InvalidRequest,
+    501: errors.Unimplemented,
+    504: errors.Timeout,
+}
+
+
+def read_http_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError:
+    """An upstream's answer as our error: the meaning survives, whatever the body looks like."""
+    try:
+        told = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        told = None
+    error = told.get("error") if isinstance(told, dict) else None
+    fields: dict[str, Any] = error if isinstance(error, dict) else {"message": error} if error else {}
+    return from_fields(status, fields, _retry_after(headers), body)
+
+
+def from_fields(status: int, fields: Mapping[str, Any], retry_after: float | None, body: bytes) -> ModelyardError:
+    message = str(fields.get("message") or body.decode("utf-8", "replace")[:500] or f"upstream answered {status}")
+    code = fields.get("code")
+    code = code if isinstance(code, str) else None
+    if code == "context_length_exceeded" and isinstance(fields.get("n_ctx"), int):
+        return ContextOverflow(int(fields.get("n_prompt_tokens") or 0), int(fields["n_ctx"]))
+    if status == 429:
+        return errors.RateLimited(message, retry_after=retry_after or 1.0, code=code)
+    if code == "server_is_overloaded" or status == 529:
+        position = fields.get("queue_position")
+        return Overloaded(
+            message, retry_after=retry_after or 1.0, position=position if isinstance(position, int) else None
+        )
+    if status in (502, 503):
+        return errors.Unavailable(message, retry_after=retry_after or 1.0, code=code)
+    if cls := _BY_STATUS.get(status):
+        param = fields.get("param")
+        return cls(message, code=code, param=param if isinstance(param, str) else None)
+    return errors.Internal(message, id=code or "upstream")
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    try:
+        return float(headers.get("retry-after", ""))
+    except ValueError:
+        return None

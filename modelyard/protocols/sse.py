@@ -1,0 +1,56 @@
+"""Server-sent events as bytes: written whole, read back however the network cut them."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class SseEvent(Struct, frozen=True):
+    event: str
+    data: bytes
+
+
+def frame(data: bytes, event: str | None = None) -> bytes:
+    if event is None:
+        return b"data: " + data + b"\n\n"
+    return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def comment(text: str = "keep-alive") -> bytes:
+    return b": " + text.encode() + b"\n\n"
+
+
+class SseParser:
+    """Bytes cut anywhere to whole events. Comments and unknown fields are dropped; CR, LF and CRLF all end a line."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._event = ""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[SseEvent]:
+        buffer = self._rest + data
+        held = b"\r" if buffer.endswith(b"\r") else b""  # it may be half of CRLF
+        lines = buffer[: len(buffer) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = lines.pop() + held
+        return [event for line in lines if (event := self._line(line)) is not None]
+
+    def finish(self) -> list[SseEvent]:
+        """The last event of a stream that ended without its blank line."""
+        return self.feed(b"\n\n")
+
+    def _line(self, line: bytes) -> SseEvent | None:
+        if not line:
+            return self._dispatch()
+        name, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if name == b"data":
+            self._data.append(value)
+        elif name == b"event":
+            self._event = value.decode("utf-8", "replace")
+        return None
+
+    def _dispatch(self) -> SseEvent | None:
+        event, data = self._event, self._data
+        self._event, self._data = "", []
+        return SseEvent(event, b"\n".join(data)) if data else None
