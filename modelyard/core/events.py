@@ -147,6 +147,10 @@ class Fold:
             else:
                 raise event.error
 
+    @property
+    def finished(self) -> bool:
+        return self._finished is not None
+
     def _close(self, end: BlockEnd) -> Block:
         start, text = self._open, "".join(self._text)
         self._open = None

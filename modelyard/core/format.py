@@ -1,41 +1,68 @@
-"""The seam to a model family's raw output: its markers as data, and how to read the inside of a call."""
+"""The seam to a model family's raw output: its markers as data, and who reads the inside of a call.
+
+A format is a small map. The output is always in one **region**, which shows text as visible text or as reasoning. A
+**marker** met there is never shown: it moves to another region (`Go`), starts a reader (`Read`) or is just dropped. A
+reader is a generator over the raw text; it yields while it wants more, and returns the name of the region that
+follows (None: the one it came from).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Generator, Sequence
+from typing import Literal
 
 from msgspec import Struct
 
-from modelyard.core.events import BlockKind
 from modelyard.core.request import Constraint, Tool, ToolChoice
 
-
-class Marker(Struct, frozen=True):
-    """A block of the raw stream: everything from `open` to `close`. `hold` keeps it back until it is complete."""
-
-    open: str
-    close: str
-    kind: BlockKind
-    hold: bool = False
+# (tape, calls) → steps. The types live in `scanner/`, which core does not know.
+Reader = Callable[..., Generator[None, None, str | None]]
+Grammar = Callable[[Sequence[Tool], ToolChoice], Constraint | None]
 
 
-class Call(Struct, frozen=True):
-    """A call as the format's reader found it; `arguments` is JSON text."""
+class Go(Struct, frozen=True):
+    """The marker opens or closes a region."""
+
+    region: str
+
+
+class Read(Struct, frozen=True):
+    """The marker starts a reader. After a call that broke in the middle everything up to `close` is its rubble."""
+
+    reader: Reader
+    close: tuple[str, ...] = ()
+
+
+class Region(Struct, frozen=True):
+    kind: Literal["text", "thinking"]
+    marks: dict[str, Go | Read]
+
+
+class Format(Struct, frozen=True, kw_only=True, eq=False):
+    """A module in `scanner/formats/` holds one as `FORMAT`.
+
+    `hidden` are markers that no region acts on and nobody may see; `inner` ones count only inside a call, so that
+    visible text may hold them. `framed` says that line breaks around markers belong to the markers.
+    """
 
     name: str
-    arguments: str
+    regions: dict[str, Region]
+    start: str = "text"
+    hidden: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()  # texts of the tokens that end a turn in this family
+    turn: tuple[str, ...] = ()  # what opens an assistant turn in a prompt: priming begins after the last one
+    framed: bool = True
+    template: tuple[tuple[str, ...], ...] = ()  # chat templates that hold all strings of one group are this family's
+    names: tuple[str, ...] = ()  # parts of model names, lower case, where no template says more
+    grammar: Grammar | None = None
 
+    @property
+    def reads_calls(self) -> bool:
+        return any(isinstance(act, Read) for region in self.regions.values() for act in region.marks.values())
 
-class Format(Protocol):
-    """The shape of a module in `scanner/formats/`."""
-
-    NAME: str
-    MARKERS: tuple[Marker, ...]
-    STOPS: tuple[str, ...]  # texts of the tokens that end a turn in this family
-
-    def read_calls(self, body: str, tools: Sequence[Tool]) -> list[Call] | None:
-        """The calls inside one held block, or None where no certain reading exists."""
-        ...
-
-    def grammar(self, tools: Sequence[Tool], choice: ToolChoice) -> Constraint | None: ...
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Everything that is never shown as visible text or reasoning."""
+        acted = (mark for region in self.regions.values() for mark in region.marks)
+        return tuple(dict.fromkeys((*acted, *self.hidden)))

@@ -30,9 +30,19 @@ class Demand(Struct, frozen=True, kw_only=True):
 class Lease(Protocol):
     """A place in an engine. Released exactly once, when the engine says that the slot is free."""
 
-    engine: Engine
-    cache: str
-    waited: float  # seconds in the queue
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def cache(self) -> str: ...
+    @property
+    def waited(self) -> float:
+        """Seconds in the queue."""
+        ...
+
+    @property
+    def weight(self) -> int:
+        """How many sequences may run at once: as many as were wanted, or as many as the cache has."""
+        ...
 
     def release(self) -> None: ...
 
@@ -40,8 +50,10 @@ class Lease(Protocol):
 class Ticket(Protocol):
     """A place in the queue. `lease()` returns at once where one was free; `cancel` gives back what was had."""
 
-    granted: bool
-    position: int
+    @property
+    def granted(self) -> bool: ...
+    @property
+    def position(self) -> int: ...
 
     async def lease(self) -> Lease: ...
     def cancel(self) -> None: ...
@@ -51,7 +63,8 @@ class ModelStatus(Struct, frozen=True):
     state: ModelState
     running: int = 0
     waiting: int = 0
-    reason: str = ""
+    reason: str = ""  # why it failed or was lost
+    doing: str = ""  # what loading is busy with
     progress: float = 0.0
     capabilities: Capabilities = Capabilities()
 
@@ -62,3 +75,6 @@ class Leases(Protocol):
         ...
 
     def status(self) -> Mapping[str, ModelStatus]: ...
+    def engine(self, model: str) -> Engine | None:
+        """The open engine, for side questions that need no place (counting); None while it is not up."""
+        ...

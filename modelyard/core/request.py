@@ -157,6 +157,7 @@ Priority = Literal["main", "background"]
 class Request(Struct, frozen=True, kw_only=True):
     model: str
     messages: tuple[Message, ...] = ()
+    instructions: bool = False  # the leading system message is this request's alone: no continuation inherits it
     prompts: tuple[str | tuple[int, ...], ...] = ()  # raw prompts: no template is applied, `messages` is empty
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
@@ -183,6 +184,16 @@ class Request(Struct, frozen=True, kw_only=True):
     echo: bool = False  # legacy completions: the prompt is part of the answer
     suffix: str | None = None
     warnings: tuple[str, ...] = ()  # what the reader accepted but could not carry over; the gateway logs it
+
+
+class EmbeddingRequest(Struct, frozen=True, kw_only=True):
+    """Texts or token runs to turn into vectors. `dimensions` cuts each vector short and brings it back to length 1."""
+
+    model: str
+    inputs: tuple[str | tuple[int, ...], ...]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    user: str | None = None
 
 
 class Caller(Struct, frozen=True, kw_only=True):

@@ -26,6 +26,20 @@ class WireError(Struct, frozen=True):
     content_type: str = "application/json"
 
 
+class ModelCard(Struct, frozen=True):
+    """A model as the lists of every protocol show it. `context` is one conversation's window, None where unknown."""
+
+    id: str
+    created: int
+    context: int | None
+    max_output: int | None = None
+    state: str = "ready"
+    display_name: str | None = None
+    owned_by: str = "modelyard"
+    aliases: tuple[str, ...] = ()
+    modalities: tuple[str, ...] = ("text",)
+
+
 class Writer(Protocol):
     """Events of one request to bytes of its stream. `choice` counts the `n` answers; most protocols have one only."""
 

@@ -1,0 +1,1 @@
+"""Child processes: started so that none is orphaned, watched, restarted and stopped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,23 +86,48 @@ _BY_STATUS: Mapping[int, type[ModelyardError]] = {
 }
 
 
+# What an error chunk inside a stream has instead of an HTTP status.
+_BY_CODE: Mapping[str, int] = {"server_is_overloaded": 503, "engine_unavailable": 503, "rate_limit_exceeded": 429}
+_BY_TYPE: Mapping[str, int] = {
+    word: status for status, word in STATUS.values() if word not in ("server_error", "invalid_request_error")
+} | {"invalid_request_error": 400, "exceed_context_size_error": 400, "overloaded_error": 529}
+
+
 def read_http_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError:
     """An upstream's answer as our error: the meaning survives, whatever the body looks like."""
     try:
         told = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         told = None
-    error = told.get("error") if isinstance(told, dict) else None
-    fields: dict[str, Any] = error if isinstance(error, dict) else {"message": error} if error else {}
-    return from_fields(status, fields, _retry_after(headers), body)
+    error = told.get("error", told) if isinstance(told, dict) else None
+    return from_fields(status, _fields(error), _retry_after(headers), body)
+
+
+def read_error_field(error: object) -> ModelyardError:
+    """The value of an `error` key that came without an HTTP status of its own: in a chunk, or in a 200 body."""
+    fields = _fields(error)
+    return from_fields(_status(fields), fields, None, b"the upstream reported an error")
+
+
+def _fields(error: object) -> dict[str, Any]:
+    if isinstance(error, dict):
+        return error
+    return {"message": str(error)} if error else {}
+
+
+def _status(fields: Mapping[str, Any]) -> int:
+    code = fields.get("code")
+    if isinstance(code, int):
+        return code
+    return _BY_CODE.get(str(code)) or _BY_TYPE.get(str(fields.get("type")), 500)
 
 
 def from_fields(status: int, fields: Mapping[str, Any], retry_after: float | None, body: bytes) -> ModelyardError:
     message = str(fields.get("message") or body.decode("utf-8", "replace")[:500] or f"upstream answered {status}")
-    code = fields.get("code")
-    code = code if isinstance(code, str) else None
-    if code == "context_length_exceeded" and isinstance(fields.get("n_ctx"), int):
-        return ContextOverflow(int(fields.get("n_prompt_tokens") or 0), int(fields["n_ctx"]))
+    told = fields.get("code")
+    code = told if isinstance(told, str) else None
+    if overflow := _read_overflow(fields, message):
+        return overflow
     if status == 429:
         return errors.RateLimited(message, retry_after=retry_after or 1.0, code=code)
     if code == "server_is_overloaded" or status == 529:
@@ -117,8 +143,30 @@ def from_fields(status: int, fields: Mapping[str, Any], retry_after: float | Non
     return errors.Internal(message, id=code or "upstream")
 
 
+_WINDOW = re.compile(r"maximum context length is (\d+) tokens")
+_ASKED = re.compile(r"(?:resulted in|requested|request has|contains at least) (\d+)(?: input)? tokens")
+_PARTS = re.compile(r"\((\d+) in the messages, (\d+) in the completion\)")
+
+
+def _read_overflow(fields: Mapping[str, Any], message: str) -> ModelyardError | None:
+    """Servers agree on the sentence more than on the fields; without true numbers it stays a plain refusal."""
+    window = fields.get("n_ctx") or _number(_WINDOW, message)
+    if not isinstance(window, int):
+        return None
+    if parts := _PARTS.search(message):
+        return OutputOverflow(int(parts[1]), int(parts[2]), window)
+    prompt = fields.get("n_prompt_tokens") or _number(_ASKED, message)
+    return ContextOverflow(prompt, window) if isinstance(prompt, int) else None
+
+
+def _number(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    return int(found[1]) if found else None
+
+
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     try:
-        return float(headers.get("retry-after", ""))
+        seconds = float(headers.get("retry-after", ""))
     except ValueError:
-        return None
+        return None  # a date, or nothing
+    return seconds if 0 <= seconds < float("inf") else None

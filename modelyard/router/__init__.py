@@ -1,0 +1,1 @@
+"""Which model and which of its caches a request goes to; pure."""

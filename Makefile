@@ -1,0 +1,42 @@
+# Everything a person does with the project. `make help` lists it.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make the environment in .venv, and nothing else
+
+$(STAMP): pyproject.toml modelyard/__init__.py
+	@if command -v uv >/dev/null 2>&1; then \
+		uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && uv pip install --python $(BIN)/python -e '.[dev]'; \
+	else \
+		$(PYTHON) -m venv $(VENV) && $(BIN)/pip install --disable-pip-version-check --progress-bar on -e '.[dev]'; \
+	fi
+	@touch $@
+
+serve: install ## run the server; more options with ARGS="--port 9000"
+	@$(BIN)/modelyard serve $(ARGS)
+
+test: install ## format, lint, types, layers, tests: all that must pass
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+format: install ## format the code and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+architecture: install ## write the tree in ARCHITECTURE.md anew from the docstrings
+	$(BIN)/python docs/tree.py --write
+
+bench: install ## measure the gateway beside a LiteLLM proxy (installed on demand)
+	$(BIN)/python bench/gateway.py $(ARGS)
+
+.PHONY: help install serve test format architecture bench

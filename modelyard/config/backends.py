@@ -1,0 +1,65 @@
+"""A model's engine: guessing it from the path, checking the engine's own fields, and what the engine is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from modelyard import plugins
+from modelyard.config.faults import sentence
+from modelyard.config.problems import Level, Loc, suggest
+from modelyard.core.engine import EngineSpec
+from modelyard.router.catalog import ModelEntry
+from modelyard.router.settings import MODEL_KEYS, ModelSettings
+
+Finding = tuple[Loc, str, Level]
+
+
+def guess_backend(path: Any) -> str | None:
+    """llama_cpp for a GGUF file, for a folder that holds one, and for a path that says GGUF though it is not here."""
+    if not isinstance(path, str):
+        return None
+    folder = Path(path).expanduser()
+    if "gguf" in path.lower() or (folder.is_dir() and any(folder.glob("*.gguf"))):
+        return "llama_cpp"
+    return None
+
+
+def engine_options(model: ModelSettings) -> BaseModel:
+    """The engine's own Options. A common field that they also declare (such as path) is handed on where it is set."""
+    kind: type[BaseModel] = plugins.load("engines", model.backend or "").Options
+    shared = (model.model_fields_set & kind.model_fields.keys()) - {"options"}
+    return kind.model_validate({name: getattr(model, name) for name in shared} | model.options)
+
+
+def engine_spec(entry: ModelEntry, model: ModelSettings) -> EngineSpec:
+    return EngineSpec(entry.name, engine_options(model), entry.cache_infos, entry.modalities)
+
+
+def check_options(models: dict[str, ModelSettings]) -> Iterator[Finding]:
+    for name, model in models.items():
+        if model.backend is not None:
+            yield from _check(("models", name), model, model.backend)
+
+
+def _check(loc: Loc, model: ModelSettings, backend: str) -> Iterator[Finding]:
+    build = plugins.names("engines")
+    if backend not in build:
+        message = f"{backend!r} is not one of the engines of this build: {', '.join(build) or 'none'}."
+        yield (*loc, "backend"), message + suggest(backend, build), "unavailable"
+        return
+    try:
+        engine_options(model)
+    except plugins.MissingLibrary as error:
+        yield (*loc, "backend"), error.message, "unavailable"
+    except ValidationError as error:
+        known = MODEL_KEYS | plugins.load("engines", backend).Options.model_fields.keys()
+        for fault in error.errors():
+            unknown = f"unknown key; neither common to all models nor {backend}'s own."
+            if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
+                yield (*loc, *fault["loc"]), unknown + suggest(str(fault["loc"][0]), known), "error"
+            else:
+                yield (*loc, *fault["loc"]), sentence(fault), "error"

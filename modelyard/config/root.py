@@ -1,0 +1,51 @@
+"""The root of all settings: one section for each package, and what holds when no file is found."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from modelyard.http.settings import HttpSettings, KeySettings
+from modelyard.prompt.settings import ImageSettings
+from modelyard.router.build import build
+from modelyard.router.routes import Router
+from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings, RouteSettings
+from modelyard.scheduler.settings import SchedulerSettings
+from modelyard.store.settings import StoreSettings
+from modelyard.telemetry.settings import LogSettings
+
+
+class Config(BaseModel):
+    """Everything that can be set. Only the composition root and the command line see the whole of it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    http: HttpSettings = Field(default=HttpSettings(), description="The front door.")
+    keys: list[KeySettings] = Field(
+        default_factory=list, description="API keys; none means that nobody is asked for one."
+    )
+    log: LogSettings = Field(default=LogSettings(), description="The log and the debug journal.")
+    store: StoreSettings = Field(default=StoreSettings(), description="Memory between requests.")
+    images: ImageSettings = Field(default=ImageSettings(), description="Images that requests name by URL.")
+    scheduler: SchedulerSettings = Field(default=SchedulerSettings(), description="The queue in front of the engines.")
+    decoding: DecodingSettings = Field(default=DecodingSettings(), description="Sampling defaults of all models.")
+    models: dict[str, ModelSettings] = Field(default_factory=dict, description="Models by their public ids.")
+    caches: dict[str, CacheSettings] = Field(default_factory=dict, description="Isolated KV caches by name.")
+    routes: list[RouteSettings] = Field(default_factory=list, description="Rules from asked names to caches, in order.")
+    default_model: str | None = Field(
+        default=None, description="Model for names that no route, id or alias knows; unset answers them with 404."
+    )
+
+    def router(self) -> Router:
+        return build(self.models, self.caches, self.routes, self.default_model, self.decoding)
+
+
+EMBEDDED: Final[dict[str, Any]] = {
+    "models": {"demo": {"backend": "fake", "description": "A scripted stand-in that needs no weights"}},
+    "caches": {
+        "main": {"model": "demo", "n_ctx": 8192, "parallel": 8, "description": "Conversations"},
+        "fast": {"model": "demo", "n_ctx": 4096, "parallel": 8, "description": "Background tasks"},
+    },
+    "routes": [{"match": "*haiku*", "cache": "fast"}, {"match": "*", "cache": "main"}],
+}

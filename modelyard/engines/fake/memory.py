@@ -1,0 +1,79 @@
+"""Which prompts the fake engine still «has in its KV»: real longest common prefixes, so that cached counts look real."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+_NEAR = 4  # recent sequences that a prompt without a session is compared with
+_STRIDE = 512
+
+
+class Match(Struct, frozen=True):
+    """`divergence` is None where there was nothing to diverge from."""
+
+    cached: int = 0
+    divergence: int | None = None
+    evicted: bool = False
+
+
+class Sequences:
+    """One cache's sequences, the least recently used first."""
+
+    def __init__(self, parallel: int) -> None:
+        self._parallel = max(1, parallel)
+        self._held: OrderedDict[str, Sequence[int]] = OrderedDict()
+        self._unnamed = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._held)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    def take(self, ids: Sequence[int], session: str | None) -> tuple[str, Match]:
+        """The sequence that this prompt goes on in (it is taken out until `keep`), and how much of it holds."""
+        key = session if session in self._held else self._nearest(ids)
+        held = self._held.pop(key, ()) if key is not None else ()
+        evicted = not held and len(self._held) >= self._parallel
+        if evicted:
+            self._held.popitem(last=False)
+        shared = common_prefix(held, ids)
+        cached = min(shared, len(ids) - 1)  # the last token is always evaluated: something must be sampled from
+        return session or key or self._name(), Match(max(0, cached), shared if held else None, evicted)
+
+    def keep(self, key: str, ids: Sequence[int]) -> None:
+        self._held.pop(key, None)
+        self._held[key] = ids
+        while len(self._held) > self._parallel:
+            self._held.popitem(last=False)
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    def _name(self) -> str:
+        self._unnamed += 1
+        return f"#{self._unnamed}"
+
+    def _nearest(self, ids: Sequence[int]) -> str | None:
+        """Less than half of a long sequence in common is another conversation: it keeps its place."""
+        best, length = None, 0
+        for key, _ in zip(reversed(self._held), range(_NEAR), strict=False):
+            shared = common_prefix(self._held[key], ids)
+            if shared > length and shared * 2 >= len(self._held[key]):
+                best, length = key, shared
+        return best
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Whole strides are compared in C; only the one that differs is looked at token by token."""
+    end, at = min(len(a), len(b)), 0
+    while at + _STRIDE <= end and a[at : at + _STRIDE] == b[at : at + _STRIDE]:
+        at += _STRIDE
+    while at < end and a[at] == b[at]:
+        at += 1
+    return at

@@ -1,0 +1,187 @@
+"""One choice of an answer while it runs: waits for its lease, starts the engine, hands events on, lets go.
+
+Iterating gives `(choice, events)` and ends after Finished or Failed. `cancel` may be called at any time from the loop's
+thread: in the queue, in prefill, in the stream; its one reader then hears Failed(Cancelled), and calls `close` when it
+stops reading. The lease goes back when the engine says that the slot is free, which may be a step later than the
+client's last event: `_drain` waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, cast
+
+from modelyard.core.engine import ChatEngine, End, Generation, TextEngine, Tokens
+from modelyard.core.errors import Cancelled, Incomplete, ModelyardError, Unavailable
+from modelyard.core.events import BlockDelta, Event, Failed, Finished
+from modelyard.core.lease import Lease, Leases, Ticket
+from modelyard.gateway.job import Job
+from modelyard.gateway.translate import ChatTranslation, TextTranslation, foreign
+from modelyard.telemetry.journal import Entry
+from modelyard.telemetry.metrics import Metrics
+
+log = logging.getLogger("modelyard.gateway")
+
+
+class Surroundings(Protocol):
+    """What an answer needs of the gateway."""
+
+    leases: Leases
+    metrics: Metrics
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None: ...
+
+
+def new_call_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+class Answer:
+    def __init__(
+        self,
+        job: Job,
+        choice: int,
+        ticket: Ticket,
+        around: Surroundings,
+        entry: Entry | None = None,
+        *,
+        retry: bool = True,
+    ) -> None:
+        self.job, self.choice = job, choice
+        self._ticket, self._around, self._entry = ticket, around, entry
+        self._lease: Lease | None = None
+        self._generation: Generation[Any] | None = None
+        self._translation = self._new_translation()
+        self._retried, self._cancelled = not retry, False
+        self._began = time.perf_counter()
+        self._last = 0.0
+
+    def _new_translation(self) -> TextTranslation | ChatTranslation:
+        if self.job.model.kind == "chat":
+            return ChatTranslation(self.job)
+        return TextTranslation(self.job, self.choice, new_call_id, self._entry.output if self._entry else None)
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> tuple[int, list[Event]]:
+        if self._translation.over:
+            raise StopAsyncIteration
+        try:
+            events = await self._next()
+        except ModelyardError as error:
+            events = self._translation.fail(error)
+        except Exception as error:
+            log.exception("an answer failed")
+            events = self._translation.fail(foreign(error))
+        if self._translation.over:
+            self._settle(events[-1])
+        return self.choice, events
+
+    async def _next(self) -> list[Event]:
+        while True:
+            if self._generation is None:
+                await self._begin()
+            batch = await self._batch()
+            if self._may_retry(batch):
+                self._retry()
+                continue
+            if events := self._translate(batch):
+                return events
+
+    async def _begin(self) -> None:
+        self._lease = lease = await self._ticket.lease()
+        self._around.metrics.queued(self.job.model.name, lease.waited)
+        if self._cancelled:
+            raise Cancelled("the client went away")
+        engine = lease.engine
+        # By the definition's kind, not isinstance: a runtime check of a Protocol costs more than the whole step.
+        if self.job.model.kind == "text":
+            self._generation = cast(TextEngine, engine).generate(self.job.prompt(self.choice))
+        else:
+            self._generation = cast(ChatEngine, engine).chat(self.job.request)
+
+    async def _batch(self) -> Sequence[Any]:
+        assert self._generation is not None  # noqa: S101  `_begin` has set it
+        try:
+            return await self._generation.__anext__()
+        except StopAsyncIteration:
+            raise Incomplete("the engine's stream ended without a last word") from None
+
+    def _translate(self, batch: Sequence[Any]) -> list[Event]:
+        before = self._translation.usage.output
+        events = self._translation.feed(batch)
+        self._observe(batch, self._translation.usage.output - before)
+        return events
+
+    def _observe(self, batch: Sequence[Any], tokens: int) -> None:
+        tokens = tokens or sum(isinstance(item, BlockDelta) for item in batch)
+        if not tokens:
+            return
+        now, model, metrics = time.perf_counter(), self.job.model.name, self._around.metrics
+        if not self._last:
+            metrics.first_token(model, now - self._began)
+        else:
+            metrics.inter_token(model, (now - self._last) / tokens, tokens)
+        self._last = now
+
+    # --- a second try ---------------------------------------------------------------------------------------------
+
+    def _may_retry(self, batch: Sequence[Any]) -> bool:
+        """Only an engine that was lost before it said anything, once, and only for a client that is still there."""
+        last = batch[-1]
+        error = last.error if isinstance(last, End | Failed) else None
+        if not isinstance(error, Unavailable) or self._retried or self._cancelled or self._translation.spoke:
+            return False
+        return not any(isinstance(item, Tokens | BlockDelta) for item in batch)
+
+    def _retry(self) -> None:
+        self._retried = True
+        self._generation = None
+        self._release()
+        self._ticket = self._around.leases.request(self.job.demand())
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Idempotent. The reader gets Failed(Cancelled) next, unless the answer was over already."""
+        if self._cancelled:
+            return
+        self._cancelled = True
+        if self._generation is not None:
+            self._generation.cancel()
+        else:
+            self._ticket.cancel()
+
+    def close(self) -> None:
+        """The reader has stopped reading, at the end or before it. Idempotent."""
+        if self._generation is None:
+            self._ticket.cancel()
+            return
+        generation, self._generation = self._generation, None
+        if self._translation.slot_free:
+            self._release()
+        else:
+            generation.cancel()
+            self._around.background(self._drain(generation))
+
+    async def _drain(self, generation: Generation[Any]) -> None:
+        """Tokens that the engine ran ahead are dropped; the slot goes back when it says so."""
+        async for _ in generation:
+            pass
+        self._release()
+
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+    def _settle(self, last: Event) -> None:
+        metrics, model = self._around.metrics, self.job.model.name
+        if isinstance(last, Finished):
+            metrics.finished(model, last.usage, last.reason)
+        elif isinstance(last, Failed):
+            metrics.failed(last.error.code or last.error.kind)

@@ -1,0 +1,127 @@
+"""Several answers at once (`n` > 1, or several legacy prompts) on one lease, read as one stream.
+
+The lease may be narrower than the number of choices: then they take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from modelyard.core.engine import Engine
+from modelyard.core.errors import Cancelled
+from modelyard.core.events import Event
+from modelyard.core.lease import Lease, Ticket
+from modelyard.gateway.answer import Answer, Surroundings
+from modelyard.gateway.job import Job
+from modelyard.telemetry.journal import Entry
+
+
+class Choices:
+    """The same reading surface as `Answer`: iterate, cancel, close."""
+
+    def __init__(self, job: Job, ticket: Ticket, around: Surroundings, entry: Entry | None = None) -> None:
+        self.job = job
+        share = _Share(ticket, job.choices)
+        self._share = share
+        self._answers = [Answer(job, i, _Part(share), around, entry, retry=False) for i in range(job.choices)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready: deque[tuple[int, list[Event]]] = deque()
+        self._wake = asyncio.Event()
+        self._running = job.choices
+
+    def __aiter__(self) -> Choices:
+        return self
+
+    async def __anext__(self) -> tuple[int, list[Event]]:
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(self._pump(answer)) for answer in self._answers]
+        while not self._ready:
+            if not self._running:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+        return self._ready.popleft()
+
+    async def _pump(self, answer: Answer) -> None:
+        try:
+            async for batch in answer:
+                self._ready.append(batch)
+                self._wake.set()
+        finally:
+            answer.close()
+            self._running -= 1
+            self._wake.set()
+
+    def cancel(self) -> None:
+        for answer in self._answers:
+            answer.cancel()
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if not self._tasks:
+            self._share.ticket.cancel()
+
+
+class _Share:
+    """A lease that goes back when its last part has."""
+
+    def __init__(self, ticket: Ticket, parts: int) -> None:
+        self.ticket, self._left = ticket, parts
+        self._turns: asyncio.Semaphore | None = None
+
+    async def take(self) -> Lease:
+        lease = await self.ticket.lease()
+        if self._turns is None:
+            self._turns = asyncio.Semaphore(lease.weight)
+        await self._turns.acquire()
+        return lease
+
+    def give(self, took: bool) -> None:
+        self._left -= 1
+        if took and self._turns is not None:
+            self._turns.release()
+        if self._left == 0:
+            self.ticket.cancel()
+
+
+class _Part:
+    """One choice's ticket and lease in the shared one."""
+
+    def __init__(self, share: _Share) -> None:
+        self._share = share
+        self._lease: Lease | None = None
+        self._over = False
+        self.waited = 0.0
+        self.weight = 1
+
+    @property
+    def granted(self) -> bool:
+        return self._share.ticket.granted
+
+    @property
+    def position(self) -> int:
+        return self._share.ticket.position
+
+    @property
+    def engine(self) -> Engine:
+        if self._lease is None:
+            raise Cancelled("the lease was not taken")
+        return self._lease.engine
+
+    @property
+    def cache(self) -> str:
+        return self._lease.cache if self._lease else ""
+
+    async def lease(self) -> Lease:
+        self._lease = await self._share.take()
+        self.waited = self._lease.waited
+        return self
+
+    def cancel(self) -> None:
+        if not self._over:
+            self._over = True
+            self._share.give(took=self._lease is not None)
+
+    release = cancel

@@ -1,0 +1,186 @@
+"""READ FIRST. The life of a request, in one place:
+
+    read by a protocol → resolve the route → inline the images → render · tokenize → check the window → lease
+    → engine → detokenize → scan → events → written by the same protocol
+
+`prepare` does everything that needs no engine and raises what is wrong before a byte is sent. `start` takes a place in
+the queue, or refuses at once, and returns the answer to iterate over. Counting and rendering use the same path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import msgspec
+
+from modelyard.core.engine import Embedder, Embeddings, TextEngine
+from modelyard.core.errors import Forbidden, Unimplemented, Unsupported
+from modelyard.core.lease import Demand, Leases
+from modelyard.core.request import Caller, Constraint, EmbeddingRequest, Image, Message, Request, ToolResult
+from modelyard.gateway.answer import Answer
+from modelyard.gateway.choices import Choices
+from modelyard.gateway.job import Job, Run, fit
+from modelyard.gateway.model import Model
+from modelyard.prompt.media import Images
+from modelyard.router.routes import Router, Target
+from modelyard.telemetry.journal import Entry
+from modelyard.telemetry.metrics import Metrics
+
+log = logging.getLogger("modelyard.gateway")
+
+_INLINE_CHARS = 20_000  # fresh text up to here is tokenized on the loop (about 5 ms); more goes to a thread
+
+
+class Gateway:
+    def __init__(
+        self, *, router: Router, models: Mapping[str, Model], leases: Leases, images: Images, metrics: Metrics
+    ) -> None:
+        self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
+        self._background: set[asyncio.Task[None]] = set()
+
+    # --- the main road --------------------------------------------------------------------------------------------
+
+    async def prepare(self, request: Request, caller: Caller) -> Job:
+        target, model = self._resolve(request.model, caller)
+        for warning in request.warnings:
+            self.metrics.warned(warning)
+            log.info("request: %s", warning)
+        began = time.perf_counter()
+        request = _offered(await self._with_images(request, model))
+        wanted = request.max_tokens if request.max_tokens is not None else model.max_tokens
+        runs = () if model.kind == "chat" else await self._runs(request, model, target, wanted)
+        return Job(
+            request=request,
+            caller=caller,
+            target=target,
+            model=model,
+            runs=runs,
+            sampling=request.sampling.over(model.sampling),
+            constraint=self._constraint(request, model),
+            created=int(time.time()),
+            tokenize_s=time.perf_counter() - began,
+        )
+
+    def start(self, job: Job, entry: Entry | None = None) -> Answer | Choices:
+        """A place in the queue and the answer that will come of it. Raises at once where waiting would be in vain."""
+        if entry is not None:
+            entry.prompt("\n\n".join(run.text for run in job.runs))
+        ticket = self.leases.request(job.demand())
+        if job.choices == 1:
+            return Answer(job, 0, ticket, self, entry)
+        return Choices(job, ticket, self, entry)
+
+    # --- its steps ------------------------------------------------------------------------------------------------
+
+    def _resolve(self, name: str, caller: Caller) -> tuple[Target, Model]:
+        target = self.router.resolve(name, caller.endpoint)
+        model = self.models[target.model]
+        if model.remote and not (caller.allow_remote or target.allow_remote):
+            raise Forbidden(
+                f"the model {name!r} runs on a remote service; send the header x-modelyard-allow-remote: true, or set "
+                "allow_remote = true on its route or your key",
+                code="remote_not_allowed",
+            )
+        return target, model
+
+    async def _with_images(self, request: Request, model: Model) -> Request:
+        if not any(_has_image(message) for message in request.messages):
+            return request
+        if "image" not in model.modalities:
+            raise Unsupported(
+                f"the model {model.name!r} takes text only; send the request without images or to another model",
+                code="modality_unsupported",
+                param="messages",
+            )
+        return await self.images.inline(request)
+
+    async def _runs(self, request: Request, model: Model, target: Target, wanted: int | None) -> tuple[Run, ...]:
+        rendered = await self._rendered(request, model)
+        return tuple(Run(ids, text, fit(len(ids), wanted, target.window, target.strict)) for ids, text in rendered)
+
+    async def _rendered(self, request: Request, model: Model) -> list[tuple[list[int], str]]:
+        renderer = model.parts.renderer
+        if request.prompts:
+            return [
+                (renderer.raw(p), p) if isinstance(p, str) else (list(p), model.parts.vocab.decode(p))
+                for p in request.prompts
+            ]
+        text = renderer.text(request)
+        if renderer.fresh(text) > _INLINE_CHARS:
+            return [(await asyncio.to_thread(renderer.tokens, text), text)]
+        return [(renderer.tokens(text), text)]
+
+    def _constraint(self, request: Request, model: Model) -> Constraint | None:
+        if request.constraint is not None or model.text is None:
+            return request.constraint
+        if request.tools and request.tool_choice.mode in ("required", "named"):
+            return model.text.format.grammar(request.tools, request.tool_choice)
+        return None
+
+    # --- side roads -----------------------------------------------------------------------------------------------
+
+    async def count(self, request: Request, caller: Caller) -> int:
+        """Prompt tokens of a request, by the same render path. It never queues and needs no loaded model."""
+        _, model = self._resolve(request.model, caller)
+        request = _offered(await self._with_images(request, model))
+        if model.kind == "text":
+            return sum(len(ids) for ids, _ in await self._rendered(request, model))
+        engine = self.leases.engine(model.name)
+        counted = None if engine is None or isinstance(engine, TextEngine) else await engine.count(request)
+        if counted is None:
+            raise Unimplemented(f"the engine of {model.name!r} cannot count tokens")
+        return counted
+
+    async def embed(self, request: EmbeddingRequest, caller: Caller) -> Embeddings:
+        target, model = self._resolve(request.model, caller)
+        vocab = model.parts.vocab
+        batch = [vocab.encode(i) if isinstance(i, str) else list(i) for i in request.inputs]
+        for ids in batch:
+            fit(len(ids), 1, target.window + 1, strict=False)
+        ticket = self.leases.request(
+            Demand(model=target.model, cache=target.cache, tokens=sum(map(len, batch)), key=caller.key)
+        )
+        try:
+            engine = (await ticket.lease()).engine
+            if not isinstance(engine, Embedder):
+                raise Unsupported(f"the model {model.name!r} makes no embeddings", code="embeddings_unsupported")
+            return await engine.embed(batch)
+        finally:
+            ticket.cancel()
+
+    def model_for(self, name: str, caller: Caller) -> tuple[Target, Model]:
+        return self._resolve(name, caller)
+
+    def background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work that outlives its request; held here so that it is neither lost nor forgotten."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)
+
+    async def close(self) -> None:
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+
+def _offered(request: Request) -> Request:
+    """`tool_choice: none` is kept by not offering any: a model cannot call what it never saw."""
+    if request.tools and request.tool_choice.mode == "none":
+        return msgspec.structs.replace(request, tools=())
+    return request
+
+
+def _has_image(message: Message) -> bool:
+    return any(
+        isinstance(part, Image) or (isinstance(part, ToolResult) and any(isinstance(p, Image) for p in part.content))
+        for part in message.parts
+    )

@@ -1,0 +1,106 @@
+"""A request that is ready to run: resolved, rendered, tokenized and known to fit its window."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from modelyard.core.engine import Prompt, TokenRun
+from modelyard.core.errors import ContextOverflow, OutputOverflow
+from modelyard.core.lease import Demand
+from modelyard.core.request import Caller, Constraint, Request, Sampling
+from modelyard.gateway.model import Model
+from modelyard.router.routes import Target
+
+
+class Room(Struct, frozen=True):
+    """How many tokens may be generated, and what it means to use them all."""
+
+    max_tokens: int
+    limit: Literal["max_tokens", "window"]
+
+
+def fit(prompt_tokens: int, wanted: int | None, window: int, strict: bool) -> Room:
+    """Clamp the wanted output to the window. At least one token must fit: a prompt as long as the window does not."""
+    left = window - prompt_tokens
+    if left < 1:
+        raise ContextOverflow(prompt_tokens, window)
+    if wanted is None:
+        return Room(left, "window")
+    if wanted > left:
+        if strict:
+            raise OutputOverflow(prompt_tokens, wanted, window)
+        return Room(left, "window")
+    return Room(wanted, "max_tokens")
+
+
+class Run(Struct, frozen=True):
+    """One prompt of a job; `text` is its rendered form, kept for the debug journal and the scanner's prefill."""
+
+    ids: list[int]
+    text: str
+    room: Room
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    request: Request
+    caller: Caller
+    target: Target
+    model: Model
+    runs: tuple[Run, ...]  # empty for a ChatEngine: it renders by itself
+    sampling: Sampling
+    constraint: Constraint | None
+    created: int
+    tokenize_s: float
+
+    @property
+    def choices(self) -> int:
+        return max(1, len(self.runs)) * self.request.n
+
+    def run(self, choice: int) -> Run | None:
+        """The legacy API counts choices prompt by prompt: all answers to the first, then all to the second."""
+        return self.runs[choice // self.request.n] if self.runs else None
+
+    def demand(self) -> Demand:
+        request, caller = self.request, self.caller
+        return Demand(
+            model=self.target.model,
+            cache=self.target.cache,
+            tokens=sum(len(run.ids) for run in self.runs),
+            weight=self.choices,
+            key=caller.key,
+            session=_session(request, caller),
+            priority=request.priority or "main",
+            trace=caller.trace,
+        )
+
+    def prompt(self, choice: int) -> Prompt:
+        run, request = self.run(choice), self.request
+        if run is None:
+            raise ValueError("a chat engine takes the request itself")
+        return Prompt(
+            parts=(TokenRun(run.ids),),
+            sampling=_seeded(self.sampling, choice % request.n),
+            max_tokens=run.room.max_tokens,
+            stop_ids=self.model.parts.stop_ids,
+            constraint=self.constraint,
+            cache=self.target.cache,
+            session=_session(request, self.caller),
+            priority=request.priority or "main",
+            adapters=((request.lora_adapter, 1.0),) if request.lora_adapter else (),
+            logprobs=request.logprobs,
+            trace=self.caller.trace,
+        )
+
+
+def _session(request: Request, caller: Caller) -> str | None:
+    """Session names are the client's own words: two keys that say the same must not meet."""
+    return f"{caller.key}/{request.session}" if request.session else None
+
+
+def _seeded(sampling: Sampling, answer: int) -> Sampling:
+    """The n answers to one seeded prompt differ from each other, and are the same n answers every time."""
+    if answer == 0 or sampling.seed is None:
+        return sampling
+    return Sampling(seed=sampling.seed + answer).over(sampling)

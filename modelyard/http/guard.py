@@ -1,0 +1,112 @@
+"""The first thing every request meets: it gets an id, is let in or turned away, is counted and is logged."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from modelyard.core.errors import TooLarge
+from modelyard.http.auth import Doorkeeper
+from modelyard.http.errors import ours, written
+from modelyard.http.settings import HttpSettings
+from modelyard.http.visit import Visit, respond_error
+from modelyard.telemetry.log import current_trace, event
+from modelyard.telemetry.metrics import Metrics
+
+log = logging.getLogger("modelyard.http")
+
+# Metrics name the route, never the client's own path: that would be a new series for every path anybody tries.
+_ROUTES = frozenset(
+    {
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/completions",
+        "/v1/embeddings",
+        "/v1/models",
+        "/models",
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+        "/health",
+        "/health/live",
+        "/health/ready",
+        "/metrics",
+        "/",
+    }
+)
+_QUIET = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, settings: HttpSettings, doorkeeper: Doorkeeper, metrics: Metrics) -> None:
+        self._app, self._doorkeeper, self._metrics = app, doorkeeper, metrics
+        self._max_header_bytes = settings.max_header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        visit = Visit(secrets.token_hex(12), scope["path"].rstrip("/") or "/", _headers(scope))
+        visit.enter(scope)
+        current_trace.set(visit.trace)
+        try:
+            await self._through(visit, scope, receive, send)
+        finally:
+            self._account(visit, scope["method"], time.perf_counter() - began)
+
+    async def _through(self, visit: Visit, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noting(message: Message) -> None:
+            if not visit.status and message["type"] == "http.response.start":
+                visit.status = message["status"]
+            await send(message)
+
+        try:
+            self._check_headers(scope)
+            self._doorkeeper.admit(visit)
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            if visit.status:  # a reply is under way: it cannot be taken back, only cut off
+                ours(error)
+                raise
+            refusal = ours(error)
+            self._metrics.failed(refusal.code or refusal.kind)
+            await respond_error(send, visit, written(refusal, visit))
+
+    def _check_headers(self, scope: Scope) -> None:
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > self._max_header_bytes:
+            limit = self._max_header_bytes
+            raise TooLarge(f"the request headers are larger than {limit} bytes (http.max_header_bytes)")
+
+    def _account(self, visit: Visit, method: str, seconds: float) -> None:
+        route = visit.path if visit.path in _ROUTES else _pattern(visit.path)
+        self._metrics.http(route, method, visit.status, seconds)
+        level = logging.DEBUG if visit.path in _QUIET else logging.INFO
+        event(
+            log,
+            level,
+            "request",
+            method=method,
+            path=visit.path,
+            status=visit.status,
+            ms=round(seconds * 1e3, 2),
+            key=visit.key,
+        )
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def _pattern(path: str) -> str:
+    for prefix in ("/v1/models/", "/v1/responses/", "/v1/admin/"):
+        if path.startswith(prefix):
+            return prefix + "{id}"
+    return "other"

@@ -1,0 +1,74 @@
+"""Is it well: /health for people and probes, /metrics for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from modelyard import __version__
+from modelyard.core.lease import ModelStatus
+from modelyard.gateway import Gateway
+from modelyard.http.visit import Visit
+
+Status = Literal["healthy", "degraded", "unhealthy"]
+
+
+def judge(models: Mapping[str, ModelStatus]) -> Status:
+    """Unhealthy: nothing can answer now or soon. Degraded: something that should answer cannot yet, or any more."""
+    wanted = [m for m in models.values() if m.state != "stopped"]
+    if wanted and all(m.state == "ready" for m in wanted):
+        return "healthy"
+    if any(m.state in ("ready", "loading", "draining") for m in wanted):
+        return "degraded"
+    return "unhealthy" if wanted or not models else "healthy"
+
+
+class Health:
+    def __init__(self, gateway: Gateway, scrape: Callable[[], Awaitable[bytes]]) -> None:
+        self._gateway, self._scrape = gateway, scrape
+
+    async def health(self, request: HttpRequest) -> Response:
+        models = self._gateway.leases.status()
+        status = judge(models)
+        body: dict[str, Any] = {
+            "status": status,
+            "version": __version__,
+            "scheduler_connected": True,
+            "tokenizer_loaded": all(m.text is not None for m in self._gateway.models.values() if m.kind == "text"),
+            "active_requests": self._gateway.metrics.active,
+        }
+        visit = Visit.of(request.scope)
+        if visit.key or visit.admin:  # which models run is not for strangers
+            body["models"] = {name: _row(model) for name, model in models.items()}
+        return _json(body, 503 if status == "unhealthy" else 200)
+
+    async def live(self, _request: HttpRequest) -> Response:
+        return _json({"status": "alive"}, 200)
+
+    async def ready(self, _request: HttpRequest) -> Response:
+        """Ready as soon as one model answers, and not before: what a load balancer wants to know."""
+        ready = any(m.state == "ready" for m in self._gateway.leases.status().values())
+        return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
+
+    async def metrics(self, _request: HttpRequest) -> Response:
+        return Response(await self._scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def root(self, _request: HttpRequest) -> Response:
+        return _json({"name": "modelyard", "version": __version__, "docs": "/docs"}, 200)
+
+
+def _row(model: ModelStatus) -> dict[str, Any]:
+    row: dict[str, Any] = {"state": model.state, "running": model.running, "waiting": model.waiting}
+    if model.reason:
+        row["reason"] = model.reason
+    if model.state == "loading":
+        row |= {"progress": round(model.progress, 3), "doing": model.doing}
+    return row
+
+
+def _json(body: dict[str, Any], status: int) -> Response:
+    return Response(msgspec.json.encode(body), status_code=status, media_type="application/json")

@@ -1,0 +1,81 @@
+"""GET /v1/models in each protocol's own shape, told apart by the presence of `anthropic-version`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.core.lease import ModelStatus
+from modelyard.core.wire import ModelCard
+from modelyard.gateway import Gateway
+from modelyard.http.visit import Visit
+from modelyard.protocols import anthropic_messages, openai_chat
+
+
+class Models:
+    def __init__(self, gateway: Gateway, started: int) -> None:
+        self._gateway, self._started = gateway, started
+
+    async def list(self, request: HttpRequest) -> Response:
+        cards = self._cards()
+        if request.query_params.get("loaded") == "true":
+            cards = [card for card in cards if card.state == "ready"]
+        if _is_anthropic(request):
+            query = request.query_params
+            page = anthropic_messages.write_models(
+                cards,
+                limit=_limit(query.get("limit")),
+                after_id=query.get("after_id"),
+                before_id=query.get("before_id"),
+            )
+            return _json(page)
+        return _json(openai_chat.write_models(cards))
+
+    async def one(self, request: HttpRequest) -> Response:
+        """Any name that a request could use has a card: a route's glob, an alias, the model itself."""
+        name = request.path_params["id"]
+        visit = Visit.of(request.scope)
+        listed = {card.id: card for card in self._cards()}
+        card = listed.get(name) or self._routed(name, visit)
+        return _json(anthropic_messages.write_model(card) if _is_anthropic(request) else openai_chat.write_model(card))
+
+    def _cards(self) -> list[ModelCard]:
+        status = self._gateway.leases.status()
+        return [self._card(name, status) for name in self._gateway.router.names()]
+
+    def _card(self, name: str, status: Mapping[str, ModelStatus]) -> ModelCard:
+        entry = self._gateway.router.entry(name)
+        state = status[entry.name].state if entry.name in status else "stopped"
+        window = entry.caches[entry.default_cache].window
+        aliases = tuple(entry.aliases) if name == entry.name else ()
+        return ModelCard(
+            name, self._started, window, window, state, aliases=aliases, modalities=tuple(entry.modalities)
+        )
+
+    def _routed(self, name: str, visit: Visit) -> ModelCard:
+        target, model = self._gateway.model_for(name, visit.caller)
+        status = self._gateway.leases.status()
+        if target.model not in status:
+            raise NotFound(f"no model {name!r}", code="model_not_found")
+        return ModelCard(
+            name, self._started, target.window, target.window, status[target.model].state, modalities=model.modalities
+        )
+
+
+def _is_anthropic(request: HttpRequest) -> bool:
+    return "anthropic-version" in request.headers
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return 1000
+    if not text.isdigit() or int(text) < 1:
+        raise InvalidRequest(f"limit must be a whole number from 1, got {text!r}", param="limit")
+    return int(text)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

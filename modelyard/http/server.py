@@ -1,0 +1,173 @@
+"""The front door put together: routes in a FastAPI app, the guard around it, uvicorn under it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from msgspec import Struct
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from modelyard import __version__
+from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
+from modelyard.core.store import Store
+from modelyard.gateway import Gateway
+from modelyard.http import tokens
+from modelyard.http.auth import Doorkeeper, Key
+from modelyard.http.connection import BoundedHttp
+from modelyard.http.errors import ours, wire, written
+from modelyard.http.guard import Guard
+from modelyard.http.health import Health
+from modelyard.http.inference import Inference
+from modelyard.http.models import Models
+from modelyard.http.openapi import describe
+from modelyard.http.responses import Responses
+from modelyard.http.settings import HttpSettings
+from modelyard.http.stored import StoredResponses
+from modelyard.http.visit import Visit
+from modelyard.telemetry.journal import Journal
+
+Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
+
+
+class Edge(Struct, frozen=True):
+    """What the front door is made of."""
+
+    gateway: Gateway
+    settings: HttpSettings
+    keys: tuple[Key, ...]
+    store: Store
+    scrape: Callable[[], Awaitable[bytes]]
+    journal: Journal | None = None
+
+
+def build(edge: Edge, lifespan: Lifespan | None = None) -> ASGIApp:
+    settings = edge.settings
+    app = FastAPI(
+        title="Modelyard",
+        version=__version__,
+        docs_url="/docs" if settings.docs else None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if settings.docs else None,
+        lifespan=lifespan,
+        middleware=_cors(settings),
+        exception_handlers={ModelyardError: _told, HTTPException: _told_http, Exception: _told},
+    )
+    app.router.routes[:0] = _routes(edge)  # in front: the hot paths are matched first
+    describe(app)
+    return Guard(app, settings, Doorkeeper(settings, edge.keys), edge.gateway.metrics)
+
+
+def _routes(edge: Edge) -> list[BaseRoute]:
+    stored = StoredResponses(edge.store)
+    return [*_inference(edge, stored), *_counting(edge, stored), *_lookups(edge, stored)]
+
+
+def _inference(edge: Edge, stored: StoredResponses) -> list[BaseRoute]:
+    routes: list[BaseRoute] = []
+    for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions"):
+        spoken = wire(name)
+        memory = stored if name == "openai_responses" else None
+        handler = Inference(spoken, edge.gateway, edge.settings, edge.journal, memory)
+        routes += [Route(path, handler, methods=["POST"], name=name) for path in spoken.PATHS]
+    return routes
+
+
+def _counting(edge: Edge, stored: StoredResponses) -> list[BaseRoute]:
+    chat, parts = wire("openai_chat"), (edge.gateway, edge.settings)
+    embed = tokens.Embed(chat, *parts)
+    return [
+        _post("/v1/messages/count_tokens", tokens.CountTokens(wire("anthropic_messages"), *parts)),
+        _post("/v1/responses/input_tokens", tokens.InputTokens(wire("openai_responses"), *parts, stored)),
+        _post("/v1/embeddings", embed),
+        _post("/embeddings", embed),
+        _post("/tokenize", tokens.Tokenize(chat, *parts)),
+        _post("/detokenize", tokens.Detokenize(chat, *parts)),
+        _post("/apply-template", tokens.ApplyTemplate(chat, *parts)),
+    ]
+
+
+def _post(path: str, app: ASGIApp) -> Route:
+    return Route(path, app, methods=["POST"])
+
+
+def _lookups(edge: Edge, stored: StoredResponses) -> list[BaseRoute]:
+    models, responses = Models(edge.gateway, int(time.time())), Responses(stored)
+    health = Health(edge.gateway, edge.scrape)
+    return [
+        Route("/v1/models", models.list),
+        Route("/models", models.list),
+        Route("/v1/models/{id:path}", models.one),
+        Route("/models/{id:path}", models.one),
+        Route("/v1/responses/{id}", responses.get, methods=["GET"]),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", responses.input_items),
+        Route("/health", health.health),
+        Route("/health/live", health.live),
+        Route("/health/ready", health.ready),
+        Route("/metrics", health.metrics),
+        Route("/", health.root),
+    ]
+
+
+def _cors(settings: HttpSettings) -> list[Middleware]:
+    if not settings.cors_enabled:
+        return []
+    origins = settings.cors_origins or ["*"]
+    return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
+
+
+async def _told(request: HttpRequest, error: Exception) -> Response:
+    visit = Visit.of(request.scope)
+    answer = written(ours(error), visit)
+    return Response(answer.body, answer.status, dict(answer.headers), answer.content_type)
+
+
+async def _told_http(request: HttpRequest, error: Exception) -> Response:
+    """Starlette's own refusals (no such path, wrong method), told in the protocol of the path."""
+    visit, path = Visit.of(request.scope), request.url.path
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    if status == 404:
+        told: ModelyardError = NotFound(f"there is no {path} here; /docs lists what is", code="path_not_found")
+    elif status == 405:
+        told = InvalidRequest(f"{request.method} is not a method of {path}", code="method_not_allowed")
+    else:
+        told = InvalidRequest(str(getattr(error, "detail", error)))
+    answer = written(told, visit)
+    return Response(answer.body, status, dict(answer.headers), answer.content_type)
+
+
+def server(app: ASGIApp, settings: HttpSettings, *, reuse_port: bool = False) -> uvicorn.Server:
+    """uvicorn as we want it: no access log of its own (the guard has one), bounded headers, a quick goodbye."""
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=BoundedHttp.bounded(settings.max_header_bytes),
+        loop="uvloop",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        lifespan="on",
+        timeout_graceful_shutdown=10,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+    return uvicorn.Server(config)
+
+
+def run(app: ASGIApp, settings: HttpSettings) -> None:
+    asyncio.run(server(app, settings).serve())

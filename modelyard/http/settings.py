@@ -1,0 +1,101 @@
+"""Settings of the front door: where it listens, who may enter, and how much it takes in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+
+
+class HttpSettings(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address to listen on. Anything but a loopback address needs at least one API key.",
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 takes any free one.")
+    ssl_certfile: Path | None = Field(
+        default=None, description="PEM file of the TLS certificate chain. Set together with ssl_keyfile to serve HTTPS."
+    )
+    ssl_keyfile: Path | None = Field(default=None, description="PEM file of the certificate's private key.")
+    cors_enabled: bool = Field(
+        default=False, description="Whether web pages from elsewhere may call this server from a browser."
+    )
+    cors_origins: list[str] = Field(
+        default_factory=list,
+        description="Origins that CORS admits, such as https://chat.example; empty with cors_enabled means all.",
+    )
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="More Host names to accept on a loopback address (the check keeps foreign web pages out).",
+    )
+    max_body_bytes: int = Field(
+        default=32 * 1024**2, gt=0, description="Largest request body; a larger one is answered 413."
+    )
+    max_json_depth: int = Field(default=64, gt=0, le=512, description="Deepest nesting of a JSON body.")
+    max_header_bytes: int = Field(
+        default=64 * 1024, ge=1024, description="Largest size of all request headers together."
+    )
+    keepalive_s: float = Field(
+        default=5.0,
+        gt=0,
+        le=10,
+        description="Longest silence on a stream before a ping, in seconds; clients give up after 10.",
+    )
+    stall_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="A client that reads nothing for so many seconds is cancelled, so it holds no slot.",
+    )
+    workers: int = Field(default=1, ge=1, le=256, description="Gateway processes on the one port.")
+    docs: bool = Field(default=True, description="Serve the interactive API documentation at /docs.")
+
+    @model_validator(mode="after")
+    def _tls_is_a_pair(self) -> Self:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            given, absent = ("ssl_certfile", "ssl_keyfile") if self.ssl_certfile else ("ssl_keyfile", "ssl_certfile")
+            raise ValueError(f"{given} is set but {absent} is not; TLS needs both")
+        return self
+
+
+class KeySettings(BaseModel):
+    """One API key. Exactly one of `hash`, `env` and `key` says what the secret is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, description="What logs, metrics and stored responses call the owner of this key.")
+    hash: str | None = Field(
+        default=None, description='The SHA-256 of the key as "sha256:<64 hex digits>": the file then holds no secret.'
+    )
+    env: str | None = Field(default=None, description="Name of the environment variable that holds the key.")
+    key: str | None = Field(
+        default=None,
+        min_length=1,
+        repr=False,
+        description="The key itself. It then stands in the file in plain text: prefer hash or env.",
+    )
+    admin: bool = Field(default=False, description="Whether this key may also load, unload and inspect models.")
+    allow_remote: bool = Field(
+        default=False, description="Whether this key may use models that send data to another server."
+    )
+
+    @field_validator("hash")
+    @classmethod
+    def _hash_is_sha256(cls, value: str | None) -> str | None:
+        if value is not None and not _HASH.fullmatch(value.lower()):
+            raise ValueError('a hash is written "sha256:" and 64 hex digits')
+        return value.lower() if value else value
+
+    @model_validator(mode="after")
+    def _one_secret(self) -> Self:
+        given = [name for name in ("hash", "env", "key") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise ValueError(f"a key needs exactly one of hash, env and key; found {found}")
+        return self

@@ -1,0 +1,128 @@
+"""A streamed reply: our own response, because it must notice a client that leaves, pings one that waits, and give up on
+one that stalls.
+
+Headers wait for the answer's first event, so that a refusal still gets its real status, but never longer than one
+keep-alive interval. Reading the answer happens in the request's own task with no task an event; a timer looks after
+silence and stalls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.types import Receive, Send
+
+from modelyard.core.errors import Cancelled, ModelyardError
+from modelyard.core.events import Event, Failed
+from modelyard.core.wire import WireError, Writer
+from modelyard.gateway import Answer
+from modelyard.gateway.choices import Choices
+from modelyard.http.settings import HttpSettings
+from modelyard.http.visit import Visit, headers, respond_error
+from modelyard.telemetry.journal import Entry
+
+Remember = Callable[[int, list[Event]], Awaitable[None]]
+
+
+async def watch(receive: Receive, answer: Answer | Choices) -> None:
+    """Cancel the work the moment the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answer.cancel()
+
+
+class EventStream:
+    def __init__(
+        self,
+        answer: Answer | Choices,
+        writer: Writer,
+        refusal: Callable[[ModelyardError], WireError],
+        visit: Visit,
+        settings: HttpSettings,
+        entry: Entry | None,
+        remember: Remember | None = None,
+    ) -> None:
+        self._answer, self._writer, self._refusal, self._visit = answer, writer, refusal, visit
+        self._keepalive_s, self._stall_s = settings.keepalive_s, settings.stall_s
+        self._entry, self._remember = entry, remember
+        self._started = self._over = False
+        self._sending = 0.0  # since when a send has been waiting for the client to read; 0 = none is
+        self._last = time.monotonic()
+        self._ping: asyncio.Task[None] | None = None
+
+    async def run(self, receive: Receive, send: Send) -> None:
+        self._send_raw = send
+        loop = asyncio.get_running_loop()
+        self._task, self._loop = asyncio.current_task(), loop
+        watcher = loop.create_task(watch(receive, self._answer))
+        self._timer = loop.call_later(self._keepalive_s, self._tick)
+        try:
+            await self._relay()
+        finally:
+            self._over = True
+            self._timer.cancel()
+            watcher.cancel()
+            self._answer.close()
+
+    async def _relay(self) -> None:
+        async for choice, events in self._answer:
+            if not self._started and isinstance(events[-1], Failed):
+                await self._refuse(events[-1].error)
+                return
+            if self._remember is not None:
+                await self._remember(choice, events)
+            write = self._writer.write
+            await self._send(b"".join([write(event, choice) for event in events]))
+        await self._send(self._writer.end(), last=True)
+
+    async def _refuse(self, error: ModelyardError) -> None:
+        if isinstance(error, Cancelled):
+            self._visit.status = 499  # nobody is there to read it
+            return
+        self._started = True
+        await respond_error(self._send_raw, self._visit, self._refusal(error))
+
+    async def _send(self, data: bytes, last: bool = False) -> None:
+        if self._ping is not None:
+            await asyncio.gather(self._ping, return_exceptions=True)  # never between another sender's header and body
+            self._ping = None
+        await self._write(data, last)
+
+    async def _write(self, data: bytes, last: bool = False) -> None:
+        self._last = self._sending = time.monotonic()
+        if not self._started:
+            self._started = True
+            self._visit.status = 200
+            start = headers(self._visit, b"text/event-stream; charset=utf-8", *_STREAM_HEADERS)
+            await self._send_raw({"type": "http.response.start", "status": 200, "headers": start})
+        if self._entry is not None:
+            self._entry.response(data)
+        if data or last:
+            await self._send_raw({"type": "http.response.body", "body": data, "more_body": not last})
+        self._sending = 0.0
+
+    # --- the timer ------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if self._over:
+            return
+        if self._sending:
+            if now - self._sending > self._stall_s:
+                self._answer.cancel()
+                if self._task is not None:
+                    self._task.cancel()
+                return
+        elif now - self._last >= self._keepalive_s * 0.9:
+            self._ping = self._loop.create_task(self._write(self._writer.keepalive()))
+        due = self._keepalive_s - (now - self._last) if not self._sending else self._keepalive_s
+        self._timer = self._loop.call_later(due if due > 0.05 else self._keepalive_s, self._tick)
+
+
+_STREAM_HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+)
+

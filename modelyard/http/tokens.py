@@ -1,0 +1,135 @@
+"""Counting and looking at tokens: count_tokens, input_tokens, /tokenize, /detokenize, /apply-template.
+
+None of these queues behind generation or needs a loaded model. The last three take the bodies of both servers that
+people know them from: `content` or `prompt`, `tokens`, or a whole Chat body with `messages`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.request import Request
+from modelyard.core.wire import Wire
+from modelyard.gateway import Gateway
+from modelyard.http.errors import ours
+from modelyard.http.settings import HttpSettings
+from modelyard.http.stored import StoredResponses
+from modelyard.http.visit import Visit, read_body, respond, respond_error
+from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses
+from modelyard.protocols.json import decode, encode
+
+
+class TokenBody(msgspec.Struct, kw_only=True):
+    model: str = "default"
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tokens: list[int] | None = None
+    with_pieces: bool = False
+    return_token_strs: bool = False
+    add_special: bool = False
+    add_special_tokens: bool = False
+
+
+_bodies = msgspec.json.Decoder(TokenBody)
+
+
+class Endpoint:
+    """A small ASGI app: body in, JSON bytes out, errors in its wire's own dialect."""
+
+    def __init__(self, wire: Wire, gateway: Gateway, settings: HttpSettings) -> None:
+        self._wire, self.gateway, self._settings = wire, gateway, settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        visit = Visit.of(scope)
+        try:
+            body = await read_body(receive, visit, self._settings)
+            reply = await self.answer(body, visit)
+        except Exception as error:
+            await self._refuse(ours(error), visit, send)
+        else:
+            await respond(send, visit, 200, reply)
+
+    async def _refuse(self, error: ModelyardError, visit: Visit, send: Send) -> None:
+        self.gateway.metrics.failed(error.code or error.kind)
+        await respond_error(send, visit, self._wire.write_error(error, trace=visit.trace))
+
+    async def answer(self, body: bytes, visit: Visit) -> bytes:
+        raise NotImplementedError
+
+
+class CountTokens(Endpoint):
+    async def answer(self, body: bytes, visit: Visit) -> bytes:
+        request = anthropic_messages.read_request(body, visit.headers)
+        return anthropic_messages.write_count(await self.gateway.count(request, visit.caller))
+
+
+class InputTokens(Endpoint):
+    def __init__(self, wire: Wire, gateway: Gateway, settings: HttpSettings, stored: StoredResponses) -> None:
+        super().__init__(wire, gateway, settings)
+        self._stored = stored
+
+    async def answer(self, body: bytes, visit: Visit) -> bytes:
+        request = await self._stored.recall(openai_responses.read_request(body, visit.headers), visit.key)
+        return openai_responses.write_input_tokens(await self.gateway.count(request, visit.caller))
+
+
+class Embed(Endpoint):
+    async def answer(self, body: bytes, visit: Visit) -> bytes:
+        request = openai_embeddings.read_request(body, visit.headers)
+        made = await self.gateway.embed(request, visit.caller)
+        return openai_embeddings.write_reply(made.vectors, made.prompt_tokens, request)
+
+
+class Tokenize(Endpoint):
+    async def answer(self, body: bytes, visit: Visit) -> bytes:
+        asked = decode(_bodies, body)
+        target, model = self.gateway.model_for(asked.model, visit.caller)
+        vocab = model.parts.vocab
+        if asked.messages is not None:
+            text = model.parts.renderer.text(self._chat(body, visit))
+            ids = model.parts.renderer.tokens(text)
+        else:
+            text = _text_of(asked)
+            ids = model.parts.renderer.raw(text) if asked.add_special or asked.add_special_tokens else vocab.encode(text)
+        reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": target.window}
+        if asked.with_pieces or asked.return_token_strs:
+            pieces = [vocab.token_bytes(i).decode("utf-8", "replace") for i in ids]
+            reply["token_strs"] = pieces
+        if asked.with_pieces:
+            reply["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]
+        return encode(reply)
+
+    def _chat(self, body: bytes, visit: Visit) -> Request:
+        return openai_chat.read_request(body, visit.headers)
+
+
+class Detokenize(Endpoint):
+    async def answer(self, body: bytes, visit: Visit) -> bytes:
+        asked = decode(_bodies, body)
+        if asked.tokens is None:
+            raise InvalidRequest("tokens: a list of token ids is required", param="tokens")
+        vocab = self.gateway.model_for(asked.model, visit.caller)[1].parts.vocab
+        bad = [t for t in asked.tokens if not 0 <= t < vocab.size]
+        if bad:
+            raise InvalidRequest(f"tokens: {bad[0]} is not a token of this model (0 to {vocab.size - 1})", param="tokens")
+        text = vocab.decode(asked.tokens)
+        return encode({"prompt": text, "content": text})
+
+
+class ApplyTemplate(Endpoint):
+    async def answer(self, body: bytes, visit: Visit) -> bytes:
+        asked = decode(_bodies, body)
+        model = self.gateway.model_for(asked.model, visit.caller)[1]
+        return encode({"prompt": model.parts.renderer.text(openai_chat.read_request(body, visit.headers))})
+
+
+def _text_of(asked: TokenBody) -> str:
+    text = asked.content if asked.content is not None else asked.prompt
+    if text is None:
+        raise InvalidRequest("one of content, prompt and messages is required", param="content")
+    return text

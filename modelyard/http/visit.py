@@ -1,0 +1,101 @@
+"""One HTTP request as the edge knows it, from the guard at the door to the handler; and the plain ways to answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.types import Receive, Scope, Send
+
+from modelyard.core.errors import InvalidRequest, TooLarge
+from modelyard.core.request import Caller
+from modelyard.core.wire import WireError
+from modelyard.http.depth import too_deep
+from modelyard.http.settings import HttpSettings
+
+_KEY = "modelyard.visit"
+
+
+class Visit:
+    """`key` names who asks; `status` is what was answered (0 until then); `path` is without a trailing slash."""
+
+    __slots__ = ("admin", "allow_remote", "headers", "key", "path", "route", "status", "trace")
+
+    def __init__(self, trace: str, path: str, headers: Mapping[str, str]) -> None:
+        self.trace, self.path, self.headers = trace, path, headers
+        self.key, self.admin, self.allow_remote = "", False, False
+        self.route, self.status = "other", 0
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(trace=self.trace, endpoint=self.path, key=self.key, allow_remote=self.allow_remote)
+
+    def enter(self, scope: Scope) -> None:
+        scope[_KEY] = self
+
+    @staticmethod
+    def of(scope: Scope) -> Visit:
+        visit: Visit = scope[_KEY]
+        return visit
+
+
+async def read_body(receive: Receive, visit: Visit, settings: HttpSettings) -> bytes:
+    """The whole body, or an error as soon as it is known to be too large, packed, or too deep."""
+    if visit.headers.get("content-encoding", "identity") not in ("", "identity"):
+        raise InvalidRequest("compressed request bodies are not accepted; send the JSON as it is", code="encoding")
+    limit = settings.max_body_bytes
+    declared = visit.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(limit)
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if message.get("more_body"):
+        body = await _rest(receive, body, limit)
+    if len(body) > limit:
+        raise _too_large(limit)
+    if too_deep(body, settings.max_json_depth):
+        raise InvalidRequest(
+            f"the JSON body is nested more than {settings.max_json_depth} levels deep", code="invalid_json"
+        )
+    return body
+
+
+async def _rest(receive: Receive, first: bytes, limit: int) -> bytes:
+    chunks, size = [first], len(first)
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise InvalidRequest("the client went away before the body was complete", code="disconnected")
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if size > limit:
+            raise _too_large(limit)
+        if not message.get("more_body"):
+            return b"".join(chunks)
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the request body is larger than the limit of {limit} bytes (http.max_body_bytes)")
+
+
+def headers(visit: Visit, content_type: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    """Both SDKs look for the request's id, each under a name of its own."""
+    trace = b"req_" + visit.trace.encode()
+    return [(b"content-type", content_type), (b"x-request-id", trace), (b"request-id", trace), *more]
+
+
+async def respond(send: Send, visit: Visit, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
+    visit.status = status
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": headers(visit, content_type, length)})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def respond_error(send: Send, visit: Visit, error: WireError) -> None:
+    visit.status = error.status
+    more = [(k.encode(), v.encode()) for k, v in error.headers.items() if k not in ("x-request-id", "request-id")]
+    more.append((b"content-length", str(len(error.body)).encode()))
+    if error.status == 413:
+        more.append((b"connection", b"close"))  # the rest of the body is not worth reading
+    start = headers(visit, error.content_type.encode(), *more)
+    await send({"type": "http.response.start", "status": error.status, "headers": start})
+    await send({"type": "http.response.body", "body": error.body})

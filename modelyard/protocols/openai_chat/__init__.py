@@ -1,0 +1,57 @@
+"""OpenAI Chat Completions, both roles: `POST /v1/chat/completions`, its stream, and OpenAI's list of models.
+
+data: {"id": …, "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"role": …, "content": ""}}]}
+data: {…, "choices": [{"index": 0, "delta": {"content": "Hi"}, "finish_reason": null}]}
+data: {…, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+data: {…, "choices": [], "usage": {…}}          with stream_options.include_usage
+data: [DONE]                                    never after an error chunk
+"""
+
+from __future__ import annotations
+
+from modelyard.core.errors import ModelyardError
+from modelyard.core.request import Request
+from modelyard.core.wire import WireError
+from modelyard.protocols.openai_chat.models import write_model, write_models
+from modelyard.protocols.openai_chat.reader import ChatReader
+from modelyard.protocols.openai_chat.reply import read_reply, write_reply
+from modelyard.protocols.openai_chat.request import read_request, write_request
+from modelyard.protocols.openai_chat.writer import ChatWriter
+from modelyard.protocols.openai_errors import read_http_error as read_error
+from modelyard.protocols.openai_errors import write_http_error
+
+NAME = "openai_chat"
+PATHS = ("/v1/chat/completions", "/chat/completions")
+
+__all__ = [
+    "NAME",
+    "PATHS",
+    "read_error",
+    "read_reply",
+    "read_request",
+    "reader",
+    "write_error",
+    "write_model",
+    "write_models",
+    "write_reply",
+    "write_request",
+    "writer",
+]
+
+
+def write_error(
+    error: ModelyardError,
+    *,
+    trace: str,
+    streaming: bool = False,  # noqa: ARG001 - before the first byte both kinds of request get the same HTTP error
+    request: Request | None = None,  # noqa: ARG001
+) -> WireError:
+    return write_http_error(error, trace)
+
+
+def writer(request: Request, trace: str) -> ChatWriter:
+    return ChatWriter(request, trace)
+
+
+def reader() -> ChatReader:
+    return ChatReader()

@@ -1,0 +1,144 @@
+"""A whole chat reply ⇄ its JSON body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from modelyard.core.errors import Incomplete
+from modelyard.core.events import Block, Finished, Reply, Started, StopReason
+from modelyard.core.request import Request, Text, Thinking, ToolCall
+from modelyard.protocols.json import encode
+from modelyard.protocols.openai_chat.body import CallBody, CalledFunction
+from modelyard.protocols.openai_chat.logprobs import LogprobsBody, read_logprobs, write_logprobs
+from modelyard.protocols.openai_chat.messages import read_arguments, read_call, write_call
+from modelyard.protocols.openai_errors import read_error_field
+from modelyard.protocols.openai_fields import FINGERPRINT, FINISH, UsageBody, read_usage, write_usage
+
+PREFIX = "chatcmpl-"
+
+
+def write_reply(replies: list[Reply], request: Request) -> bytes:
+    started, usages = replies[0].started, [reply.finished.usage for reply in replies]
+    return encode(
+        {
+            "id": PREFIX + started.id,
+            "object": "chat.completion",
+            "created": started.created,
+            "model": started.model,
+            "choices": [_choice(i, reply, request) for i, reply in enumerate(replies)],
+            "usage": write_usage(usages[:1], usages),
+            "system_fingerprint": FINGERPRINT,
+        }
+    )
+
+
+def _choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
+    logprobs = None
+    if request.logprobs is not None:
+        logprobs = write_logprobs(t for b in reply.blocks if isinstance(b.part, Text) for t in b.logprobs)
+    out = {
+        "index": index,
+        "message": _message(reply),
+        "logprobs": logprobs,
+        "finish_reason": FINISH[reply.finished.reason],
+    }
+    if reply.finished.stop_string is not None:
+        out["stop_reason"] = reply.finished.stop_string
+    return out
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    """`content` is null only beside calls: an empty answer is an empty string."""
+    text, thinking, calls = reply.text, reply.thinking, reply.calls
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+    if thinking:
+        message["reasoning_content"] = thinking
+    if calls:
+        message["tool_calls"] = [write_call(call) for call in calls]
+    message["annotations"] = []
+    return message
+
+
+# --- the client role ------------------------------------------------------------------------------------------------
+
+
+class ReplyMessage(Struct):
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: list[CallBody] | None = None
+    function_call: CalledFunction | None = None
+
+
+class ReplyChoice(Struct):
+    index: int = 0
+    message: ReplyMessage | None = None
+    logprobs: LogprobsBody | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+
+
+class ReplyBody(Struct):
+    id: str | None = None
+    created: float | None = None
+    model: str | None = None
+    choices: list[ReplyChoice] | None = None
+    usage: UsageBody | None = None
+    error: Any = None
+
+
+_REASONS: dict[str, StopReason] = {
+    "length": "max_tokens",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "content_filter",
+}
+_decoder = msgspec.json.Decoder(ReplyBody)
+
+
+def read_reason(finish: str | None, stop: object, has_calls: bool) -> tuple[StopReason, str | None]:
+    """Many servers end a turn that has calls with a plain `stop`; some name the stop string beside it."""
+    reason = _REASONS.get(finish or "", "end")
+    if reason == "end" and isinstance(stop, str):
+        return "stop_string", stop
+    return ("tool_calls" if reason == "end" and has_calls else reason), None
+
+
+def read_start(id: str | None, model: str | None, created: float | None) -> Started:
+    return Started((id or "").removeprefix(PREFIX), model or "", int(created or 0))
+
+
+def read_reply(body: bytes) -> Reply:
+    """The first choice of an upstream's answer; what is no such answer raises."""
+    try:
+        told = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Incomplete(f"the upstream's answer cannot be read: {error}") from None
+    if told.error:
+        raise read_error_field(told.error)
+    choice = next((c for c in told.choices or () if c.index == 0), None)
+    if choice is None or choice.message is None:
+        raise Incomplete("the upstream's answer holds no message")
+    started = read_start(told.id, told.model, told.created)
+    blocks = tuple(_read_blocks(choice, choice.message, started.id))
+    reason, stop = read_reason(
+        choice.finish_reason, choice.stop_reason, any(isinstance(b.part, ToolCall) for b in blocks)
+    )
+    return Reply(started, blocks, Finished(reason, read_usage(told.usage), stop))
+
+
+def _read_blocks(choice: ReplyChoice, message: ReplyMessage, id: str) -> list[Block]:
+    reasoning = message.reasoning_content or message.reasoning
+    blocks = [Block(Thinking(reasoning))] if isinstance(reasoning, str) and reasoning else []
+    text, logprobs = message.content or message.refusal, read_logprobs(choice.logprobs)
+    if text or logprobs:
+        blocks.append(Block(Text(text or ""), logprobs))
+    calls = (read_call(call, f"call_{id}_{i}") for i, call in enumerate(message.tool_calls or ()))
+    blocks += [Block(call) for call in calls if call is not None]
+    if old := message.function_call:
+        blocks.append(Block(ToolCall(f"call_{id}", old.name, read_arguments(old.arguments))))
+    return blocks

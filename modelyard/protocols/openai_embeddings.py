@@ -1,0 +1,101 @@
+"""OpenAI embeddings, server role: `POST /v1/embeddings`, vectors as numbers or as base64 of little-endian float32."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.request import EmbeddingRequest
+from modelyard.core.wire import WireError
+from modelyard.protocols.extensions import check_positive
+from modelyard.protocols.json import decode, encode
+from modelyard.protocols.openai_errors import write_http_error
+from modelyard.protocols.openai_fields import PromptField, Prompts, read_prompts, require_model
+
+NAME = "openai_embeddings"
+PATHS = ("/v1/embeddings", "/embeddings")
+
+
+class Body(Struct):
+    model: str | None = None
+    input: PromptField | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    user: str | None = None
+
+
+_decoder = msgspec.json.Decoder(Body)
+
+
+def read_request(body: bytes, headers: Mapping[str, str]) -> EmbeddingRequest:  # noqa: ARG001 - as every wire
+    asked = decode(_decoder, body)
+    check_positive("dimensions", asked.dimensions)
+    return EmbeddingRequest(
+        model=require_model(asked.model),
+        inputs=_read_inputs(asked.input),
+        encoding_format=_read_format(asked.encoding_format),
+        dimensions=asked.dimensions,
+        user=asked.user,
+    )
+
+
+def _read_inputs(value: PromptField | None) -> Prompts:
+    inputs = read_prompts(value, "input")
+    if "" in inputs:
+        where = "input" if isinstance(value, str) else f"input[{inputs.index('')}]"
+        raise InvalidRequest(f"{where} is an empty text: it has no embedding", param=where)
+    return inputs
+
+
+def _read_format(asked: str | None) -> Literal["float", "base64"]:
+    if asked is None or asked == "float":
+        return "float"
+    if asked == "base64":
+        return "base64"
+    raise InvalidRequest(f"encoding_format must be float or base64, got {asked!r}", param="encoding_format")
+
+
+def write_reply(vectors: Sequence[Sequence[float]], prompt_tokens: int, request: EmbeddingRequest) -> bytes:
+    data = [
+        {"object": "embedding", "index": i, "embedding": _write_vector(vector, request)}
+        for i, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return encode({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+
+def _write_vector(vector: Sequence[float], request: EmbeddingRequest) -> Any:
+    if request.dimensions is not None:
+        vector = _shorten(vector, request.dimensions)
+    if request.encoding_format == "float":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+def _shorten(vector: Sequence[float], dimensions: int) -> Sequence[float]:
+    """The first numbers, brought back to length 1, as models trained for it want it."""
+    if dimensions > len(vector):
+        raise InvalidRequest(
+            f"dimensions is {dimensions}, but this model's embeddings have {len(vector)}: ask for that many or fewer",
+            param="dimensions",
+        )
+    head = vector[:dimensions]
+    length = math.sqrt(sum(x * x for x in head))
+    return [x / length for x in head] if length else head
+
+
+def write_error(
+    error: ModelyardError,
+    *,
+    trace: str,
+    streaming: bool = False,  # noqa: ARG001 - embeddings never stream
+    request: EmbeddingRequest | None = None,  # noqa: ARG001
+) -> WireError:
+    return write_http_error(error, trace, overflow_param="input")

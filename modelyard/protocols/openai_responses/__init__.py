@@ -1,0 +1,40 @@
+"""OpenAI Responses, both roles: items in and out, a numbered event stream, stored conversations."""
+
+from modelyard.protocols.openai_responses.errors import read_error, write_error
+from modelyard.protocols.openai_responses.memory import (
+    Stored,
+    continue_from,
+    recall,
+    remember,
+    write_deleted,
+    write_input_items,
+    write_input_tokens,
+)
+from modelyard.protocols.openai_responses.outgoing import write_request
+from modelyard.protocols.openai_responses.reader import read_reply, reader
+from modelyard.protocols.openai_responses.reply import write_reply
+from modelyard.protocols.openai_responses.request import read_request
+from modelyard.protocols.openai_responses.writer import writer
+
+NAME = "openai_responses"
+PATHS: tuple[str, ...] = ("/v1/responses", "/responses")
+
+__all__ = [
+    "NAME",
+    "PATHS",
+    "Stored",
+    "continue_from",
+    "read_error",
+    "read_reply",
+    "read_request",
+    "reader",
+    "recall",
+    "remember",
+    "write_deleted",
+    "write_error",
+    "write_input_items",
+    "write_input_tokens",
+    "write_reply",
+    "write_request",
+    "writer",
+]

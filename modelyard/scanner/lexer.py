@@ -1,0 +1,179 @@
+"""The raw text as readers see it: where markers stand, and how much of the end must wait.
+
+A marker that is a special token in the model's vocabulary is spelled inside the scanner as ONE lone surrogate. No
+detokenized text holds one, so a model that merely quotes the marker's text in ordinary tokens is never misread. Where
+the vocabulary has no such token, the marker is its own spelling and is found in the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterable
+from functools import lru_cache
+from typing import TypeVar
+
+from modelyard.core.format import Format, Go, Read
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+SURROGATES = "\ud800-\udfff"
+_FIRST_CODE = 0xDC00
+_SPACE = re.compile(r"\s*")
+
+
+class Unreadable(Exception):
+    """What stands on the tape is not what this reader reads."""
+
+
+class Tape:
+    """Text that arrives in bits, with a reading head. Readers take from it; `kept` can give back what they took."""
+
+    __slots__ = ("at", "base", "codes", "cut", "ended", "kept", "text")
+
+    def __init__(self, codes: dict[str, str]) -> None:
+        self.codes = codes
+        self.text = ""
+        self.at = 0
+        self.base = 0  # how many characters were dropped in front of `text`
+        self.ended = False
+        self.cut = False  # it ended at a limit, not by the model's will
+        self.kept: list[str] | None = None
+
+    def push(self, text: str) -> None:
+        self.base += self.at
+        self.text = self.text[self.at :] + text if self.at < len(self.text) else text
+        self.at = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self.at >= len(self.text)
+
+    def mark(self, marker: str) -> str:
+        """How this marker is spelled on the tape."""
+        return self.codes.get(marker, marker)
+
+    def take(self, end: int) -> str:
+        chunk = self.text[self.at : end]
+        self.at = end
+        if self.kept is not None:
+            self.kept.append(chunk)
+        return chunk
+
+    def skip(self, count: int) -> str:
+        return self.take(self.at + count)
+
+    def peek(self) -> Steps[str]:
+        """The next character; empty at the end."""
+        while self.at >= len(self.text):
+            if self.ended:
+                return ""
+            yield
+        return self.text[self.at]
+
+    def ahead(self, count: int) -> Steps[str]:
+        """The next `count` characters without taking them; fewer only at the end."""
+        while len(self.text) - self.at < count and not self.ended:
+            yield
+        return self.text[self.at : self.at + count]
+
+    def space(self) -> Steps[str]:
+        """Take all white space that stands here."""
+        taken: list[str] = []
+        while True:
+            end = _end(_SPACE, self)
+            if end > self.at:
+                taken.append(self.take(end))
+            if not self.is_empty or self.ended:
+                return "".join(taken)
+            yield
+
+    def stands(self, options: tuple[str, ...], offset: int = 0) -> Steps[str | None]:
+        """Which of these texts stands here (none is the beginning of another); nothing is taken."""
+        longest = max(map(len, options))
+        while True:
+            rest = self.text[self.at + offset : self.at + offset + longest]
+            for option in options:
+                if rest.startswith(option):
+                    return option
+            if self.ended or not any(option.startswith(rest) for option in options):
+                return None
+            yield
+
+    def until(self, stop: re.Pattern[str], limit: int) -> Steps[str]:
+        """Take everything before the first match of one character; too much or no match at all is unreadable."""
+        taken, size = [], 0
+        while True:
+            found = stop.search(self.text, self.at)
+            taken.append(self.take(found.start() if found else len(self.text)))
+            size += len(taken[-1])
+            if size > limit or (self.ended and not found):
+                raise Unreadable(f"no {stop.pattern} within {limit} characters")
+            if found:
+                return "".join(taken)
+            yield
+
+
+def _end(pattern: re.Pattern[str], tape: Tape) -> int:
+    found = pattern.match(tape.text, tape.at)
+    return found.end() if found else tape.at
+
+
+class Alphabet:
+    """A format's markers as one vocabulary spells them, compiled once for each pair of the two."""
+
+    def __init__(self, form: Format, specials: frozenset[str]) -> None:
+        known = dict.fromkeys((*form.markers, *form.inner))
+        self.codes = {m: chr(_FIRST_CODE + i) if m in specials else m for i, m in enumerate(known)}
+        spelled = [self.codes[m] for m in form.markers]
+        self.actions = {
+            name: {self.codes[mark]: act for mark, act in region.marks.items()} for name, region in form.regions.items()
+        }
+        self.pattern = _any_of(spelled)
+        self.rubble = _any_of([*known, *self.codes.values()])
+        self._prefixes = frozenset(s[:i] for s in spelled for i in range(1, len(s)))
+        self._reach = max(map(len, spelled), default=1) - 1
+        self.starters = _starters(spelled, "\n" if form.framed else "")
+
+    def find(self, tape: Tape) -> re.Match[str] | None:
+        """The next marker, unless more text could still make it a longer one."""
+        found = self.pattern.search(tape.text, tape.at)
+        if found and not tape.ended and tape.text[found.start() :] in self._prefixes:
+            return None
+        return found
+
+    def hold(self, tape: Tape) -> int:
+        """Where the shortest suffix begins that may still become a marker."""
+        text = tape.text
+        for start in range(max(tape.at, len(text) - self._reach), len(text)):
+            if text[start:] in self._prefixes:
+                return start
+        return len(text)
+
+    def clean(self, text: str) -> str:
+        """The text of a block that could not be read, without any marker of the family."""
+        return self.rubble.sub("", text)
+
+    def encode(self, text: str) -> str:
+        """A prompt's tail: there every marker is the token that it spells."""
+        for marker, code in self.codes.items():
+            text = text.replace(marker, code)
+        return text
+
+
+@lru_cache(maxsize=256)
+def alphabet(form: Format, specials: frozenset[str]) -> Alphabet:
+    return Alphabet(form, specials)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    longest_first = sorted(set(texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _starters(spelled: Iterable[str], more: str) -> re.Pattern[str]:
+    first = sorted({s[0] for s in spelled} | set(more))
+    return re.compile(f"[{''.join(map(re.escape, first))}]" if first else r"(?!)")
+
+
+Action = Go | Read | None

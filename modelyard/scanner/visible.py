@@ -1,0 +1,107 @@
+"""What the client reads: text and reasoning without the line breaks around markers, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from modelyard.scanner.blocks import Blocks
+from modelyard.scanner.logprobs import Trail
+from modelyard.scanner.stops import Stops
+
+Shown = Literal["text", "thinking"]
+
+
+class Visible:
+    """In a framed format a run of white space that holds a line break waits: a marker may follow and own it."""
+
+    __slots__ = ("_begun", "_blocks", "_framed", "_fresh", "_show_thinking", "_space", "_stops", "seen", "stopped", "trail")
+
+    def __init__(self, blocks: Blocks, *, framed: bool, stop: Sequence[str], show_thinking: bool) -> None:
+        self._blocks = blocks
+        self._framed = framed
+        self._stops = Stops(stop) if stop else None
+        self._show_thinking = show_thinking
+        self._space: list[str] = []
+        self._begun = False  # something of this block was shown
+        self._fresh = False  # this block follows a marker: white space at its head is the marker's
+        self.seen = 0
+        self.stopped: str | None = None
+        self.trail: Trail | None = None
+
+    def is_clear(self, kind: Shown) -> bool:
+        """Nothing waits and the right block is open: text without line breaks may pass as it is."""
+        return self._blocks.kind == kind and not self._space and self._stops is None and self.trail is None
+
+    def show(self, kind: Shown, text: str) -> None:
+        self.seen += len(text)
+        if self._framed:
+            text = self._frame(text)
+        if text:
+            self._pass(kind, text)
+
+    def _frame(self, text: str) -> str:
+        body = text.rstrip()
+        if not body:
+            return self._wait(text)
+        lead = "".join(self._space)
+        self._space.clear()
+        if self._fresh and not self._begun:
+            lead, text, body = "", text.lstrip(), body.lstrip()
+        self._begun = True
+        line = text.find("\n", len(body))
+        if line >= 0:
+            self._space.append(text[line:])
+            text = text[:line]
+        return lead + text
+
+    def _wait(self, space: str) -> str:
+        if not self._begun or self._space:
+            self._space.append(space)
+            return ""
+        flows, line, rest = space.partition("\n")
+        if line:
+            self._space.append(line + rest)
+        return flows
+
+    def _pass(self, kind: Shown, text: str) -> None:
+        if kind == "text" and self._stops:
+            text, self.stopped = self._stops.feed(text)
+            if self.stopped is not None:
+                self._space.clear()
+        if kind == "thinking" and not self._show_thinking:
+            if self.trail:
+                self.trail.take(self.seen)
+            return
+        logprobs = self.trail.take(self.seen - self._waiting()) if self.trail else ()
+        if text:
+            self._blocks.say(kind, text, logprobs)
+
+    def _waiting(self) -> int:
+        held = len(self._stops.held) if self._stops else 0
+        return held + sum(map(len, self._space))
+
+    def turn(self) -> None:
+        """A marker came that ends this run of text: the white space before it goes, what follows is a new block."""
+        if self._stops and (rest := self._stops.flush()):
+            self._blocks.say("text", rest)
+        self._space.clear()
+        if self.trail:
+            self.trail.take(self.seen)
+        self._blocks.close()
+        self._begun, self._fresh = False, True
+
+    def prime(self) -> None:
+        """The prompt's own text is not repeated."""
+        self._space.clear()
+        self._begun = False
+        if self._stops:
+            self._stops.flush()
+
+    def finish(self, kind: Shown) -> None:
+        if kind == "text" and self._space and (self._begun or not self._fresh):
+            space = "".join(self._space)
+            self._space.clear()
+            self._pass(kind, space)
+        if self.stopped is None and self._stops and (rest := self._stops.flush()):
+            self._blocks.say("text", rest)

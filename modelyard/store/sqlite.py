@@ -1,0 +1,213 @@
+"""A store in one SQLite file: it outlives the process, and several gateway processes may share it.
+
+One thread owns the connection, so that the event loop never waits for the disk. Counts and order live in the file,
+kept by triggers in the same transaction as the entries: every process sees the same bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from modelyard.core.errors import Unavailable
+from modelyard.store.settings import StoreSettings
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_OURS = 0x4D595244  # SQLite's "application_id": this file is a Modelyard store
+_VERSION = 1
+_PATIENCE_S = 10.0  # how long to wait for another process that holds the file
+
+# `tick` orders the entries by use: clocks of several processes do not.
+_SCHEMA = """
+CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL, tick INTEGER NOT NULL);
+INSERT INTO totals VALUES (0, 0, 0);
+CREATE TABLE entries (
+    scope BLOB NOT NULL, key BLOB NOT NULL, value BLOB NOT NULL,
+    size INTEGER NOT NULL, used INTEGER NOT NULL, expires REAL NOT NULL, PRIMARY KEY (scope, key)
+);
+CREATE INDEX entries_by_use ON entries (used);
+CREATE INDEX entries_by_expiry ON entries (expires);
+CREATE TRIGGER entry_came AFTER INSERT ON entries BEGIN
+    UPDATE totals SET entries = entries + 1, bytes = bytes + new.size;
+END;
+CREATE TRIGGER entry_left AFTER DELETE ON entries BEGIN
+    UPDATE totals SET entries = entries - 1, bytes = bytes - old.size;
+END;
+"""
+_USE = "UPDATE totals SET tick = tick + 1"
+_TOUCH = "UPDATE entries SET used = (SELECT tick FROM totals) WHERE scope = ? AND key = ?"
+_GET = "SELECT value FROM entries WHERE scope = ? AND key = ? AND expires > ?"
+_PUT = "INSERT INTO entries VALUES (?, ?, ?, ?, (SELECT tick FROM totals), ?)"
+_DELETE = "DELETE FROM entries WHERE scope = ? AND key = ?"
+_EXPIRE = "DELETE FROM entries WHERE expires <= ?"
+_EVICT = "DELETE FROM entries WHERE rowid = (SELECT rowid FROM entries ORDER BY used LIMIT 1)"
+_FULL = "SELECT entries > ? OR bytes > ? FROM totals"
+
+
+class _File:
+    """The file and every statement on it; synchronous, for its one thread."""
+
+    def __init__(self, path: Path, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float]) -> None:
+        self._path, self._max_entries, self._max_bytes = path, max_entries, max_bytes
+        self._ttl, self._clock = ttl_s, clock
+        with self._explained():
+            self._db = _open(path)
+
+    def get(self, scope: str, key: str) -> bytes | None:
+        name = _name(scope, key)
+        with self._explained():
+            row = self._db.execute(_GET, (*name, self._clock())).fetchone()
+            if row is None:
+                return None
+            with _transaction(self._db):
+                self._db.execute(_USE)
+                self._db.execute(_TOUCH, name)
+            return bytes(row[0])
+
+    def put(self, scope: str, key: str, value: bytes) -> None:
+        name, size, now = _name(scope, key), len(scope) + len(key) + len(value), self._clock()
+        with self._explained(), _transaction(self._db):
+            self._db.execute(_EXPIRE, (now,))
+            self._db.execute(_DELETE, name)
+            if size > self._max_bytes:
+                return  # it would push out everybody else's entries and then itself
+            self._db.execute(_USE)
+            self._db.execute(_PUT, (*name, value, size, now + self._ttl))
+            while self._db.execute(_FULL, (self._max_entries, self._max_bytes)).fetchone()[0]:
+                self._db.execute(_EVICT)
+
+    def delete(self, scope: str, key: str) -> bool:
+        with self._explained(), _transaction(self._db):
+            self._db.execute(_EXPIRE, (self._clock(),))
+            return self._db.execute(_DELETE, _name(scope, key)).rowcount > 0
+
+    def close(self) -> None:
+        with self._explained():
+            self._db.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise Unavailable(
+                f"the store file {self._path} cannot be used: {error}. "
+                "Move it away, or set store.path to another file.",
+                code="store_unusable",
+            ) from error
+
+
+def _name(scope: str, key: str) -> tuple[bytes, bytes]:
+    """As bytes: a key may come from a client's path, and SQLite's text takes no lone surrogates."""
+    return scope.encode("utf-8", "surrogatepass"), key.encode("utf-8", "surrogatepass")
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # conversations are private; SQLite would obey the umask
+    db = sqlite3.connect(path, timeout=_PATIENCE_S, isolation_level=None)
+    try:
+        _prepare(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    with _transaction(db):
+        empty = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+        if empty:
+            for statement in _statements():
+                db.execute(statement)
+        found = (_pragma(db, "application_id"), _pragma(db, "user_version"))
+    if found[0] != _OURS:
+        raise sqlite3.DatabaseError("it is the database of another program")
+    if found[1] != _VERSION:
+        raise sqlite3.DatabaseError(f"it has format {found[1]}, and this version of Modelyard reads {_VERSION}")
+    _use_wal(db)
+
+
+def _statements() -> list[str]:
+    """The schema cut where a statement is complete: `executescript` would commit the transaction it runs in."""
+    done, statement = [], ""
+    for line in _SCHEMA.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            done.append(statement)
+            statement = ""
+    return [*done, f"PRAGMA application_id = {_OURS}", f"PRAGMA user_version = {_VERSION}"]
+
+
+def _use_wal(db: sqlite3.Connection) -> None:
+    """Readers do not wait for a writer. Switching needs the file alone, and SQLite's own patience does not cover it."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+    db.execute("PRAGMA synchronous = NORMAL")
+
+
+def _pragma(db: sqlite3.Connection, name: str) -> int:
+    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+@contextlib.contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """IMMEDIATE: a transaction that turns from reading to writing fails at once when another process writes."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        if db.in_transaction:  # a full disk has rolled back already, and its error is the one to see
+            db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")
+
+
+class SqliteStore:
+    def __init__(
+        self, path: Path, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        try:
+            self._file = self._thread.submit(_File, path, max_entries, max_bytes, ttl_s, clock).result()
+        except BaseException:
+            self._thread.shutdown()
+            raise
+
+    async def get(self, scope: str, key: str) -> bytes | None:
+        return await self._run(self._file.get, scope, key)
+
+    async def put(self, scope: str, key: str, value: bytes) -> None:
+        await self._run(self._file.put, scope, key, value)
+
+    async def delete(self, scope: str, key: str) -> bool:
+        return await self._run(self._file.delete, scope, key)
+
+    async def close(self) -> None:
+        await self._run(self._file.close)
+        self._thread.shutdown(wait=False)
+
+    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.wrap_future(self._thread.submit(call, *args, **kwargs))
+
+
+def create(settings: StoreSettings) -> SqliteStore:
+    if settings.path is None:
+        raise ValueError('store.backend "sqlite" needs store.path, the file to keep entries in')
+    return SqliteStore(settings.path, settings.max_entries, settings.max_bytes, settings.ttl_s)

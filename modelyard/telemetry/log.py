@@ -1,0 +1,131 @@
+"""Structured logs on the standard library: lines for people on a terminal, JSON lines for machines elsewhere.
+
+Every line carries the id of the request it belongs to, from `current_trace`: set it once where a request enters.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Final, TextIO
+
+import msgspec
+
+from modelyard.telemetry.settings import LogSettings
+
+current_trace: Final[ContextVar[str]] = ContextVar("current_trace", default="")
+
+ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
+
+_CHATTY = ("httpx", "httpcore", "asyncio", "multipart")  # a line of theirs a request, at "info" or "debug"
+_SERVER = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
+_COLOURS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[1;31m"}
+_RESET = "\x1b[0m"
+_encoder = msgspec.json.Encoder(enc_hook=str)
+
+
+def setup(settings: LogSettings, stream: TextIO | None = None) -> logging.Handler:
+    """Make `stream` (stderr if none is given) the only place where any library's log lines go."""
+    out = stream or sys.stderr
+    on_terminal = out.isatty()
+    human = settings.format == "human" or (settings.format == "auto" and on_terminal)
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(HumanLines(colour=on_terminal) if human else JsonLines())
+    level = logging.getLevelNamesMapping()[settings.level.upper()]
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    for name in _CHATTY:
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+    for name in _SERVER:
+        _hand_over(logging.getLogger(name))
+    _skip_unused_facts()
+    return handler
+
+
+def _hand_over(logger: logging.Logger) -> None:
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
+
+
+def _skip_unused_facts() -> None:
+    """No line shows them, and gathering them costs more than the rest of the record."""
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+
+
+def event(
+    logger: logging.Logger, level: int, message: str, *, error: BaseException | None = None, **fields: Any
+) -> None:
+    """Log a sentence with its facts apart. `error` adds the traceback; the caller's line number is not looked up."""
+    if not logger.isEnabledFor(level):
+        return
+    exc_info: ExcInfo | None = (type(error), error, error.__traceback__) if error is not None else None
+    record = logging.LogRecord(logger.name, level, "", 0, message, None, exc_info)
+    record.fields = fields
+    logger.handle(record)
+
+
+class JsonLines(logging.Formatter):
+    """`{"time", "level", "logger", "message", "request_id", …fields, "error"}`, one object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": _timestamp(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if trace := current_trace.get():
+            line["request_id"] = trace
+        for name, value in _fields(record).items():
+            line[name if name not in line else f"{name}_"] = value
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return _json(line)
+
+
+class HumanLines(logging.Formatter):
+    """`12:30:01 INFO    [trace] message key=value`; colour only where a terminal shows it."""
+
+    def __init__(self, *, colour: bool) -> None:
+        super().__init__()
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")  # people read local time
+        trace = current_trace.get()
+        facts = "".join(f" {name}={_shown(value)}" for name, value in _fields(record).items())
+        line = f"{clock} {record.levelname:<8}{f'[{trace}] ' if trace else ''}{_one_line(record.getMessage())}{facts}"
+        if self._colour and (colour := _COLOURS.get(record.levelname)):
+            line = f"{colour}{line}{_RESET}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", None) or {}
+
+
+def _json(line: dict[str, Any]) -> str:
+    try:
+        return _encoder.encode(line).decode()
+    except (UnicodeEncodeError, TypeError):  # a lone surrogate, or a dict with odd keys: the line matters more
+        safe = {name: str(value).encode("utf-8", "backslashreplace").decode() for name, value in line.items()}
+        return _encoder.encode(safe).decode()
+
+
+def _timestamp(created: float) -> str:
+    return datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _shown(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if text and text.isprintable() and " " not in text else repr(text)
+
+
+def _one_line(text: str) -> str:
+    """A client's text in a message must not forge a second line, nor colour the terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

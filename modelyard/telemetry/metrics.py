@@ -1,0 +1,150 @@
+"""This process's metrics: counted in plain dicts on the hot path, turned into Prometheus text when somebody asks.
+
+Why not prometheus-client's own counters: a request touches about ten series, and its labelled objects cost 0.3 µs
+(child kept) to 1.2 µs (child looked up) each under a lock; a dict entry costs 0.1 µs, and the same dicts travel to
+the other gateways as they are. The price: every method belongs to the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from modelyard import __version__
+from modelyard.core.events import Usage
+from modelyard.telemetry.exposition import expose, merge
+from modelyard.telemetry.families import FAMILIES
+from modelyard.telemetry.machine import Load, Machine
+from modelyard.telemetry.snapshot import Distribution, Labels, Series, Snapshot, encode
+
+__all__ = ["Metrics", "merge"]
+
+# A label that a client or an upstream chose (an error code, say) must not grow the memory without end.
+_MAX_SERIES = 1000
+
+
+class _Histogram:
+    """One histogram's rows by their single label."""
+
+    __slots__ = ("_buckets", "_rows")
+
+    def __init__(self, name: str, home: Snapshot) -> None:
+        self._buckets = FAMILIES[name].buckets
+        self._rows: dict[Labels, Distribution] = home.histograms.setdefault(name, {})
+
+    def observe(self, label: Labels, value: float, times: int = 1) -> None:
+        row = self._rows.get(label)
+        if row is None:
+            row = self._rows.setdefault(_bounded(self._rows, label), Distribution([0] * (len(self._buckets) + 1)))
+        row.observe(self._buckets, value, times)
+
+
+def _count(series: Series, labels: Labels, amount: float = 1) -> None:
+    if labels not in series:
+        labels = _bounded(series, labels)
+        series.setdefault(labels, 0)
+    series[labels] += amount
+
+
+def _bounded(series: Mapping[Labels, object], labels: Labels) -> Labels:
+    return labels if len(series) < _MAX_SERIES else ("other",) * len(labels)
+
+
+class Metrics:
+    def __init__(self, machine: Machine | None = None) -> None:
+        self._machine = machine or Machine()
+        self._load = Load()
+        self._depths: Callable[[], Mapping[str, int]] = dict
+        self._now = now = Snapshot()
+        counters, gauges = now.counters, now.gauges
+        self._http: Series = counters.setdefault("http_requests_total", {})
+        self._prompt: Series = counters.setdefault("prompt_tokens_total", {})
+        self._cached: Series = counters.setdefault("cached_tokens_total", {})
+        self._output: Series = counters.setdefault("output_tokens_total", {})
+        self._reasoning: Series = counters.setdefault("reasoning_tokens_total", {})
+        self._reasons: Series = counters.setdefault("finish_reasons_total", {})
+        self._errors: Series = counters.setdefault("errors_total", {})
+        self._warnings: Series = counters.setdefault("request_warnings_total", {})
+        self._active: Series = gauges.setdefault("active_requests_current", {(): 0})
+        gauges["process_start_time_seconds"] = {(): self._machine.started}
+        gauges["modelyard_build_info"] = {(__version__,): 1}
+        self._duration = _Histogram("http_request_duration_seconds", now)
+        self._first = _Histogram("time_to_first_token_seconds", now)
+        self._inter = _Histogram("inter_token_seconds", now)
+        self._queue = _Histogram("queue_wait_seconds", now)
+        self._prompts = _Histogram("request_prompt_tokens", now)
+        self._cacheds = _Histogram("request_cached_tokens", now)
+        self._outputs = _Histogram("request_output_tokens", now)
+
+    # --- the hot path -------------------------------------------------------------------------------------------
+
+    def http(self, endpoint: str, method: str, status: int, seconds: float) -> None:
+        """`endpoint` is the route's pattern, never the client's own path: that would be a series a path."""
+        _count(self._http, (endpoint, method, str(status)))
+        self._duration.observe((endpoint,), seconds)
+
+    def began(self) -> None:
+        self._active[()] += 1
+
+    def ended(self) -> None:
+        self._active[()] -= 1
+
+    def first_token(self, model: str, seconds: float) -> None:
+        self._first.observe((model,), seconds)
+
+    def inter_token(self, model: str, seconds: float, count: int = 1) -> None:
+        """`count` tokens that came `seconds` apart each."""
+        self._inter.observe((model,), seconds, count)
+
+    def queued(self, model: str, seconds: float) -> None:
+        self._queue.observe((model,), seconds)
+
+    def finished(self, model: str, usage: Usage, reason: str) -> None:
+        label = (model,)
+        _count(self._prompt, label, usage.prompt)
+        _count(self._cached, label, usage.cached)
+        _count(self._output, label, usage.output)
+        _count(self._reasoning, label, usage.reasoning)
+        _count(self._reasons, (reason,))
+        self._prompts.observe(label, usage.prompt)
+        self._cacheds.observe(label, usage.cached)
+        self._outputs.observe(label, usage.output)
+
+    def failed(self, code: str) -> None:
+        _count(self._errors, (code,))
+
+    def warned(self, kind: str) -> None:
+        _count(self._warnings, (kind,))
+
+    # --- a look at it -------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        return int(self._active[()])
+
+    def watch_queue(self, depths: Callable[[], Mapping[str, int]]) -> None:
+        """Where to look up each model's queue length: asked at a snapshot, so that queueing itself costs nothing."""
+        self._depths = depths
+
+    async def measure(self) -> None:
+        """Read the machine anew, off the event loop. Snapshots in between repeat the last reading."""
+        self._load = await asyncio.to_thread(self._machine.read)
+
+    async def scrape(self) -> bytes:
+        await self.measure()
+        return self.render()
+
+    def render(self) -> bytes:
+        return expose(self._current())
+
+    def snapshot(self) -> bytes:
+        return encode(self._current())
+
+    def _current(self) -> Snapshot:
+        gauges, load = self._now.gauges, self._load
+        gauges["queue_waiting"] = {(model,): depth for model, depth in self._depths().items()}
+        gauges["cpu_usage_percent"] = {(): load.cpu_percent}
+        gauges["memory_usage_bytes"] = {(): load.memory}
+        gauges["gpu_usage_percent"] = {(gpu.uuid,): gpu.percent for gpu in load.gpus}
+        gauges["gpu_memory_used_bytes"] = {(gpu.uuid,): gpu.memory for gpu in load.gpus}
+        return self._now

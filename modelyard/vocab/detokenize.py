@@ -1,0 +1,134 @@
+"""Token ids to text while they arrive: one detokenizer a stream, never half a character.
+
+`TableDetokenizer` knows each token's bytes and runs them through an incremental UTF-8 decoder; most tokens are whole
+characters and cost one look into a table. `PrefixDetokenizer` is for decoders that no table can express (WordPiece
+and the like): it decodes a window again for each token and emits what is new.
+
+Both emit one piece a token (its text is empty while a character is incomplete) and, before a control token and at the
+end, one piece without a token for bytes that no later token can complete.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Mapping, Sequence
+
+from modelyard.core.engine import IdLogprob, Piece
+
+_utf8 = codecs.getincrementaldecoder("utf-8")
+_UNKNOWN = "\ufffd"
+
+
+class TokenTable:
+    """The bytes and the finished pieces of a vocabulary, filled as tokens are met.
+
+    Shared by all streams of a model and safe in threads: a race only computes the same entry twice.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes], specials: Mapping[int, str]) -> None:
+        self.whole: dict[int, Piece] = {}  # tokens that are whole characters
+        self.broken: dict[int, bytes] = {}  # tokens that are not
+        self.specials = specials
+        self._bytes = token_bytes
+
+    def learn(self, token: int) -> Piece | None:
+        """The piece of a token that stands for itself, None where its bytes need their neighbours'."""
+        if token in self.broken:
+            return None
+        if token in self.specials:
+            piece = Piece(self.specials[token], True, token)
+            return self.whole.setdefault(token, piece)
+        data = self._bytes(token)
+        try:
+            return self.whole.setdefault(token, Piece(data.decode(), False, token))
+        except UnicodeDecodeError:
+            self.broken[token] = data
+            return None
+
+
+class TableDetokenizer:
+    def __init__(self, table: TokenTable) -> None:
+        self._table = table
+        self._whole = table.whole
+        self._utf8 = _utf8("replace")
+        self._pending = False
+
+    def feed(self, ids: Sequence[int], logprobs: Sequence[IdLogprob] | None = None) -> list[Piece]:
+        out: list[Piece] = []
+        whole = self._whole
+        for token in ids:
+            piece = whole.get(token)
+            if piece is None or self._pending:
+                self._careful(token, out)
+            else:
+                out.append(piece)
+        return out if logprobs is None else with_logprobs(out, logprobs)
+
+    def _careful(self, token: int, out: list[Piece]) -> None:
+        piece = self._whole.get(token) or self._table.learn(token)
+        if piece is not None and piece.special:
+            out += self.finish()
+        elif piece is None or self._pending:
+            data = self._table.broken[token] if piece is None else piece.text.encode()
+            piece = Piece(self._utf8.decode(data), False, token)
+            self._pending = bool(self._utf8.getstate()[0])
+        out.append(piece)
+
+    def finish(self) -> list[Piece]:
+        if not self._pending:
+            return []
+        rest = self._utf8.decode(b"", True)
+        self._utf8.reset()
+        self._pending = False
+        return [Piece(rest)] if rest else []
+
+
+class PrefixDetokenizer:
+    """Exact as far as a decoder looks back `_WINDOW` tokens; none is known that looks back more than one."""
+
+    _WINDOW = 32
+    _PATIENCE = 4  # bytes of the longest character: what is still broken then stays broken
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], specials: Mapping[int, str]) -> None:
+        self._decode = decode
+        self._specials = specials
+        self._ids: list[int] = []
+        self._shown = ""
+        self._held = 0
+
+    def feed(self, ids: Sequence[int], logprobs: Sequence[IdLogprob] | None = None) -> list[Piece]:
+        out: list[Piece] = []
+        for token in ids:
+            if token in self._specials:
+                out += self.finish()
+                out.append(Piece(self._specials[token], True, token))
+            else:
+                out.append(Piece(self._next(token), False, token))
+        return out if logprobs is None else with_logprobs(out, logprobs)
+
+    def _next(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if text.endswith(_UNKNOWN) and self._held + 1 < self._PATIENCE:
+            self._held += 1
+            return ""
+        return self._show(text)
+
+    def _show(self, text: str) -> str:
+        new = text[len(self._shown) :]
+        self._held, self._shown = 0, text
+        if len(self._ids) > self._WINDOW:
+            self._ids = self._ids[-self._WINDOW // 2 :]
+            self._shown = self._decode(self._ids)
+        return new
+
+    def finish(self) -> list[Piece]:
+        if not self._held:
+            return []
+        return [Piece(text)] if (text := self._show(self._decode(self._ids))) else []
+
+
+def with_logprobs(pieces: Sequence[Piece], logprobs: Sequence[IdLogprob]) -> list[Piece]:
+    """Each token's piece with its logprob; pieces without a token have none."""
+    rest = iter(logprobs)
+    return [p if p.token < 0 else Piece(p.text, p.special, p.token, next(rest, None)) for p in pieces]

@@ -1,0 +1,125 @@
+"""The token cache: a prompt is cut at control tokens and no stretch between two of them is tokenized twice.
+
+A conversation that grows by a message costs one look into a dictionary for each old stretch. The cuts must be exact
+(`vocab/cuts.py`); each stretch is encoded behind its control token, so that a tokenizer that treats the start of a text
+differently sees it as it stands, and the first stretch has keys of its own. A stretch with a shield's mark is encoded as
+plain text.
+
+Called from the event loop and from worker threads at once: reads take no lock (a dictionary look-up is atomic, and a
+generation that was just replaced still holds true answers); only a miss takes the lock, to book what it stores.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from threading import Lock
+from typing import Protocol, runtime_checkable
+
+from modelyard.core.vocab import Vocabulary
+from modelyard.vocab.shield import SENTINEL
+from modelyard.vocab.spellings import spelling_pattern
+
+_FIRST = SENTINEL * 2  # before the key of a first stretch; no stretch of text can begin like this
+_TOKEN_BYTES = 40  # a reference and an int
+
+
+@runtime_checkable
+class Cuttable(Protocol):
+    """A vocabulary that knows where text may be cut, and how plain text reads that does not start a prompt."""
+
+    cuts: frozenset[str]
+
+    def encode_plain_inside(self, text: str) -> list[int]: ...
+
+
+class Generations:
+    """Ids by stretch, bounded in bytes: what was not asked for during a whole generation is forgotten.
+
+    Two dictionaries instead of an ordered one: a hit in the young one changes nothing, so it needs no lock.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.young: dict[str, list[int]] = {}
+        self._old: dict[str, list[int]] = {}
+        self._limit = limit_bytes // 2
+        self._spent = 0
+        self._lock = Lock()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.young or key in self._old
+
+    def get(self, key: str) -> list[int] | None:
+        found = self.young.get(key)
+        if found is None and (found := self._old.get(key)) is not None:
+            self.put(key, found)
+        return found
+
+    def put(self, key: str, ids: list[int]) -> None:
+        with self._lock:
+            if key in self.young:
+                return
+            self._spent += sys.getsizeof(key) + _TOKEN_BYTES * len(ids) + 100
+            if self._spent > self._limit:
+                self._old, self.young, self._spent = self.young, {}, 0
+            self.young[key] = ids
+
+
+class PrefixTokens:
+    def __init__(self, vocab: Vocabulary, cuts: Iterable[str], *, limit_bytes: int = 32 << 20) -> None:
+        self._vocab = vocab
+        single = {cut: ids[0] for cut in cuts if len(ids := vocab.encode(cut)) == 1}
+        self._ids_of_cut = single
+        self._pattern = spelling_pattern(single, group=True)
+        self._specials = spelling_pattern((s for s in vocab.specials if len(s) > 1), group=True)
+        self._plain_inside = vocab.encode_plain_inside if isinstance(vocab, Cuttable) else vocab.encode_plain
+        self._cache = Generations(limit_bytes)
+        self._last: tuple[str, list[str]] = ("", [""])
+
+    def encode(self, text: str) -> list[int]:
+        parts = self._split(text)
+        ids = list(self._stretch("", parts[0])) if parts[0] else []
+        young, ids_of_cut = self._cache.young, self._ids_of_cut
+        for at in range(1, len(parts), 2):
+            cut, stretch = parts[at], parts[at + 1]
+            ids.append(ids_of_cut[cut])
+            if stretch:
+                ids += young.get(stretch) or self._stretch(cut, stretch)
+        return ids
+
+    def fresh(self, text: str) -> int:
+        """How many characters `encode` would have to tokenize: the caller sends long ones to a thread."""
+        parts, cache = self._split(text), self._cache
+        first = parts[0] if parts[0] and _FIRST + parts[0] not in cache else ""
+        return len(first) + sum(len(stretch) for stretch in parts[2::2] if stretch and stretch not in cache)
+
+    def _split(self, text: str) -> list[str]:
+        """Stretches and cuts in turn. The last answer is kept: `fresh` and `encode` ask for the same text."""
+        last = self._last
+        if last[0] is text:
+            return last[1]
+        parts = self._pattern.split(text) if self._pattern is not None else [text]
+        self._last = (text, parts)
+        return parts
+
+    def _stretch(self, cut: str, stretch: str) -> list[int]:
+        key = stretch if cut else _FIRST + stretch
+        ids = self._cache.get(key)
+        if ids is None:
+            ids = self._shielded(cut, stretch) if SENTINEL in stretch else self._open(cut, stretch)
+            self._cache.put(key, ids)
+        return ids
+
+    def _open(self, cut: str, stretch: str) -> list[int]:
+        return self._vocab.encode(cut + stretch)[1:] if cut else self._vocab.encode(stretch)
+
+    def _shielded(self, cut: str, stretch: str) -> list[int]:
+        """Plain text, but for control tokens that stand here unmarked because no cut could be made at them."""
+        parts = self._specials.split(stretch) if self._specials is not None else [stretch]
+        ids: list[int] = []
+        for at, part in enumerate(parts):
+            if at % 2:
+                ids.append(self._vocab.specials[part])
+            elif text := part.replace(SENTINEL, ""):
+                ids += self._plain_inside(text) if cut or at else self._vocab.encode_plain(text)
+        return ids

@@ -1,0 +1,127 @@
+"""What every store promises, run over all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from modelyard.plugins import names
+from modelyard.store import open_store
+from modelyard.store.memory import MemoryStore
+from modelyard.store.settings import StoreSettings
+from modelyard.store.sqlite import SqliteStore
+from tests.store.conftest import Clock, Open
+
+
+async def test_what_was_put_comes_back(open_one: Open) -> None:
+    store = open_one()
+    await store.put("key-1", "resp_1", b"\x00hello")
+    assert await store.get("key-1", "resp_1") == b"\x00hello"
+    assert await store.get("key-1", "resp_2") is None
+
+
+async def test_no_scope_sees_or_deletes_what_another_has(open_one: Open) -> None:
+    store = open_one()
+    await store.put("a", "x", b"mine")
+    assert await store.get("b", "x") is None
+    assert not await store.delete("b", "x")
+    await store.put("b", "x", b"yours")
+    assert await store.get("a", "x") == b"mine"
+
+
+async def test_scope_and_key_do_not_run_together(open_one: Open) -> None:
+    store = open_one()
+    await store.put("ab", "c", b"1")
+    assert await store.get("a", "bc") is None
+
+
+async def test_a_second_put_replaces_the_first(open_one: Open) -> None:
+    store = open_one(max_entries=1)
+    await store.put("s", "k", b"old")
+    await store.put("s", "k", b"new")
+    assert await store.get("s", "k") == b"new"
+
+
+async def test_delete_says_whether_there_was_something(open_one: Open) -> None:
+    store = open_one()
+    await store.put("s", "k", b"v")
+    assert await store.delete("s", "k")
+    assert not await store.delete("s", "k")
+    assert await store.get("s", "k") is None
+
+
+async def test_the_least_recently_used_leaves_first(open_one: Open) -> None:
+    store = open_one(max_entries=2)
+    await store.put("s", "a", b"1")
+    await store.put("s", "b", b"2")
+    await store.get("s", "a")
+    await store.put("s", "c", b"3")
+    assert [await store.get("s", k) for k in "abc"] == [b"1", None, b"3"]
+
+
+async def test_bytes_are_bounded_with_the_names_counted(open_one: Open) -> None:
+    store = open_one(max_bytes=30)
+    await store.put("s", "a", bytes(10))
+    await store.put("s", "b", bytes(10))
+    await store.put("s", "c", bytes(10))
+    assert [await store.get("s", k) for k in "abc"] == [None, bytes(10), bytes(10)]
+
+
+async def test_a_value_too_large_for_the_store_pushes_nobody_out(open_one: Open) -> None:
+    store = open_one(max_bytes=30)
+    await store.put("s", "a", b"small")
+    await store.put("s", "b", b"old")
+    await store.put("s", "b", bytes(31))
+    assert await store.get("s", "a") == b"small"
+    assert await store.get("s", "b") is None
+
+
+async def test_an_entry_is_forgotten_after_its_time_however_often_it_was_read(open_one: Open, clock: Clock) -> None:
+    store = open_one(ttl_s=60)
+    await store.put("s", "k", b"v")
+    clock.now += 59
+    assert await store.get("s", "k") == b"v"
+    clock.now += 1
+    assert await store.get("s", "k") is None
+    assert not await store.delete("s", "k")
+
+
+async def test_any_text_may_be_a_key(open_one: Open) -> None:
+    store = open_one()
+    for key in ("", "ü/…", "\x00", "\ud800", "'; DROP TABLE entries; --"):
+        await store.put(key, key, b"v")
+        assert await store.get(key, key) == b"v"
+
+
+_STEPS = st.lists(
+    st.tuples(st.sampled_from(["put", "get", "delete"]), st.sampled_from("ab"), st.sampled_from("wxyz"), st.binary()),
+    max_size=20,
+)
+
+
+@given(_STEPS)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_both_stores_do_the_same(tmp_path: Path, steps: list[tuple[str, str, str, bytes]]) -> None:
+    memory = MemoryStore(3, 40, 60)
+    file = SqliteStore(tmp_path / "same.db", 3, 40, 60)
+    for scope in "ab":
+        for key in "wxyz":
+            await file.delete(scope, key)  # left by the example before
+    for op, scope, key, value in steps:
+        args = (scope, key, value) if op == "put" else (scope, key)
+        assert await getattr(memory, op)(*args) == await getattr(file, op)(*args)
+    await file.close()
+
+
+def test_every_backend_of_the_settings_exists() -> None:
+    assert names("store") == ("memory", "sqlite")
+
+
+@pytest.mark.parametrize(("backend", "kind"), [("memory", MemoryStore), ("sqlite", SqliteStore)])
+async def test_the_settings_choose_the_store(tmp_path: Path, backend: str, kind: type) -> None:
+    store = open_store(StoreSettings.model_validate({"backend": backend, "path": tmp_path / "s.db"}))
+    assert isinstance(store, kind)
+    await store.close()
