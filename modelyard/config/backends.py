@@ -12,6 +12,7 @@ from modelyard import plugins
 from modelyard.config.faults import sentence
 from modelyard.config.problems import Level, Loc, suggest
 from modelyard.core.engine import EngineSpec
+from modelyard.core.errors import InvalidRequest
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import MODEL_KEYS, ModelSettings
 
@@ -55,6 +56,8 @@ def _check(loc: Loc, model: ModelSettings, backend: str) -> Iterator[Finding]:
         engine_options(model)
     except plugins.MissingLibrary as error:
         yield (*loc, "backend"), error.message, "unavailable"
+    except InvalidRequest as error:  # an option that names a file which the engine could not read
+        yield loc, error.message, "error"
     except ValidationError as error:
         known = MODEL_KEYS | plugins.load("engines", backend).Options.model_fields.keys()
         for fault in error.errors():

@@ -15,7 +15,7 @@ def check(
     config: Config, models: Collection[str], caches: Collection[str], env: Mapping[str, str]
 ) -> Iterator[Finding]:
     """`models` and `caches` are all names that were written, also of entries too broken to be in `config`."""
-    public = {*models, *(alias for model in config.models.values() for alias in model.aliases)}
+    public = [*models, *(alias for model in config.models.values() for alias in model.aliases)]
     yield from _caches(config, models)
     yield from _routes(config, public, caches)
     yield from _shadowed(config.routes)
@@ -46,12 +46,13 @@ def _caches(config: Config, models: Collection[str]) -> Iterator[Finding]:
 
 
 def _routes(config: Config, public: Collection[str], caches: Collection[str]) -> Iterator[Finding]:
-    own = {name for name in config.models if all(cache.model != name for cache in config.caches.values())}
+    with_caches = {cache.model for cache in config.caches.values()}
+    known = [*caches, *(name for name in config.models if name not in with_caches)]
     for number, route in enumerate(config.routes):
         if route.model is not None and route.model not in public:
             yield ("routes", number, "model"), _no("model", route.model, public), "error"
-        if route.cache is not None and route.cache not in {*caches, *own}:
-            yield ("routes", number, "cache"), _no("cache", route.cache, {*caches, *own}), "error"
+        if route.cache is not None and route.cache not in known:
+            yield ("routes", number, "cache"), _no("cache", route.cache, known), "error"
         yield from _disagreement(config, number, route)
 
 
@@ -102,5 +103,5 @@ def _keys(config: Config, env: Mapping[str, str]) -> Iterator[Finding]:
 def _files(config: Config) -> Iterator[Finding]:
     for field in ("ssl_certfile", "ssl_keyfile"):
         path = getattr(config.http, field)
-        if path is not None and not path.expanduser().is_file():
+        if path is not None and not path.is_file():
             yield ("http", field), f"there is no file {str(path)!r}.", "error"

@@ -143,6 +143,6 @@ def _drop(data: Any, loc: Loc, *, whole: bool) -> None:
 
 
 def _check(config: Config, merged: Table, layers: list[Layer], env: Mapping[str, str], problems: list[Problem]) -> None:
-    models, caches = merged.get("models") or {}, merged.get("caches") or {}
+    models, caches = (table if isinstance(table := merged.get(key), dict) else {} for key in ("models", "caches"))
     findings = [*check_options(config.models), *check(config, models, caches, env)]
     problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]

@@ -39,7 +39,14 @@ def _add_engine_fields(schema: dict[str, Any]) -> None:
             continue  # its fields are not known without its library, and additional ones are welcome anyway
         own = options.model_json_schema()
         schema["$defs"] |= own.get("$defs", {})
-        table["properties"] = own.get("properties", {}) | table["properties"]
+        for name, field in own.get("properties", {}).items():
+            if name not in ModelSettings.model_fields:
+                table["properties"][name] = _either(table["properties"].get(name), field)
+
+
+def _either(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]:
+    """Two engines may give one name to different things."""
+    return other if one is None or one == other else {"anyOf": [one, other]}
 
 
 def _foreign(section: str, schema: dict[str, Any]) -> dict[str, Any]:

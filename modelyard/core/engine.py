@@ -4,8 +4,14 @@ A `TextEngine` takes token ids and gives token ids back; templates, stop strings
 `ChatEngine` takes a request and gives events back. An engine module `engines/<backend>` offers
 
     Options             a pydantic model: the backend's own fields of a model definition
+    HOLDS_WEIGHTS       False where a second process may open the same engine for free
+    REMOTE              True where requests leave this machine (absent means False)
+    kind(options)       "text" or "chat"
     create(spec)        the engine, not yet opened
-    estimate(options)   the memory it would take, before anything is loaded
+    estimate(spec, …)   the memory it would take, before anything is loaded
+
+and, for token engines, `tokenizer_path(options)`, `chat_template(options)` (None: look elsewhere) and, where the engine
+has one, `PROMPT_FORMAT`, the built-in template to fall back on.
 
 An engine never queues: the scheduler hands out no more than `capacity` leases at a time.
 """
@@ -148,7 +154,6 @@ class EngineInfo(Struct, frozen=True):
     caches: Mapping[str, CacheInfo] = field(default_factory=dict)
     capabilities: Capabilities = Capabilities()
     device: str = "cpu"
-    holds_weights: bool = True  # False: a second process may open the same engine for free
 
     @property
     def capacity(self) -> int:
@@ -244,8 +249,9 @@ class EngineModule(Protocol):
     """The shape of a module in `engines/`."""
 
     Options: type
-    KIND: Literal["text", "chat"]
+    HOLDS_WEIGHTS: bool
 
+    def kind(self, options: Any) -> Literal["text", "chat"]: ...
     def create(self, spec: EngineSpec) -> Engine: ...
     def estimate(self, spec: EngineSpec, machine: Machine) -> Memory: ...
 

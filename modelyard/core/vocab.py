@@ -18,10 +18,19 @@ class Detokenizer(Protocol):
 class Vocabulary(Protocol):
     """`encode` takes special tokens for what they are; `encode_plain` reads their spelling as ordinary text."""
 
-    size: int
-    bos: int | None
-    eos: frozenset[int]  # every token that ends a turn
-    specials: Mapping[str, int]  # control tokens by their text
+    @property
+    def size(self) -> int: ...
+    @property
+    def bos(self) -> int | None: ...
+    @property
+    def eos(self) -> frozenset[int]:
+        """Every token that ends a turn."""
+        ...
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """Control tokens by their text."""
+        ...
 
     def encode(self, text: str) -> list[int]: ...
     def encode_plain(self, text: str) -> list[int]: ...

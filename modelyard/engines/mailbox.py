@@ -66,8 +66,10 @@ class Mailbox(Generic[T]):
         if self._closed:
             raise RuntimeError("items were put into a mailbox that is closed")
         self._waiting.extend(items)
-        self._closed = last
-        self._wake()
+        if last:
+            self.close()
+        else:
+            self._wake()
         return not self.full
 
     def post_many(self, items: Iterable[T], *, last: bool = False) -> None:
@@ -75,8 +77,10 @@ class Mailbox(Generic[T]):
         self._loop.call_soon_threadsafe(lambda: self.put_many(items, last=last))
 
     def close(self) -> None:
-        """Nothing more will come; what waits can still be read."""
+        """Nothing more will come and nothing is left to cancel; what waits can still be read."""
         self._closed = True
+        self._on_cancel.clear()
+        self._on_room = None
         self._wake()
 
     def _wake(self) -> None:
@@ -95,7 +99,7 @@ class Mailbox(Generic[T]):
             await self._something()
         had_no_room = self.full
         items, self._waiting = self._waiting, []
-        if had_no_room and self._on_room is not None and not self._closed:
+        if had_no_room and self._on_room is not None:
             self._on_room()
         return items if len(items) == 1 else merged(items)
 
@@ -121,8 +125,9 @@ class Mailbox(Generic[T]):
 def merged(items: list[T]) -> list[T]:
     """The same items with every run of neighbouring `Tokens` as one."""
     out: list[T] = []
-    for alike, run in groupby(items, _likeness):
-        out.extend(run if alike is None else [cast(T, _one(cast(list[Tokens], list(run))))])
+    for alike, group in groupby(items, _likeness):
+        run = list(group)
+        out += run if alike is None else [cast(T, _one(cast(list[Tokens], run)))]
     return out
 
 

@@ -77,7 +77,7 @@ class Answer:
         except Exception as error:
             log.exception("an answer failed")
             events = self._translation.fail(foreign(error))
-        if self._translation.over:
+        if isinstance(events[-1], Finished | Failed):
             self._settle(events[-1])
         return self.choice, events
 
@@ -179,9 +179,9 @@ class Answer:
         if lease is not None:
             lease.release()
 
-    def _settle(self, last: Event) -> None:
+    def _settle(self, last: Finished | Failed) -> None:
         metrics, model = self._around.metrics, self.job.model.name
         if isinstance(last, Finished):
             metrics.finished(model, last.usage, last.reason)
-        elif isinstance(last, Failed):
+        else:
             metrics.failed(last.error.code or last.error.kind)

@@ -29,6 +29,7 @@ from modelyard.prompt.media import Images
 from modelyard.router.routes import Router, Target
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.metrics import Metrics
+from modelyard.vocab.shield import unshield
 
 log = logging.getLogger("modelyard.gateway")
 
@@ -47,7 +48,7 @@ class Gateway:
     async def prepare(self, request: Request, caller: Caller) -> Job:
         target, model = self._resolve(request.model, caller)
         for warning in request.warnings:
-            self.metrics.warned(warning)
+            self.metrics.warned(warning.partition(":")[0])  # what follows is the client's own text
             log.info("request: %s", warning)
         began = time.perf_counter()
         request = _offered(await self._with_images(request, model))
@@ -68,7 +69,7 @@ class Gateway:
     def start(self, job: Job, entry: Entry | None = None) -> Answer | Choices:
         """A place in the queue and the answer that will come of it. Raises at once where waiting would be in vain."""
         if entry is not None:
-            entry.prompt("\n\n".join(run.text for run in job.runs))
+            entry.prompt("\n\n".join(unshield(run.text) for run in job.runs))
         ticket = self.leases.request(job.demand())
         if job.choices == 1:
             return Answer(job, 0, ticket, self, entry)
@@ -118,7 +119,8 @@ class Gateway:
         if request.constraint is not None or model.text is None:
             return request.constraint
         if request.tools and request.tool_choice.mode in ("required", "named"):
-            return model.text.format.grammar(request.tools, request.tool_choice)
+            grammar = model.text.format.grammar
+            return grammar(request.tools, request.tool_choice) if grammar is not None else None
         return None
 
     # --- side roads -----------------------------------------------------------------------------------------------

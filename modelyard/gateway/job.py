@@ -36,7 +36,7 @@ def fit(prompt_tokens: int, wanted: int | None, window: int, strict: bool) -> Ro
 
 
 class Run(Struct, frozen=True):
-    """One prompt of a job; `text` is its rendered form, kept for the debug journal and the scanner's prefill."""
+    """One prompt of a job; `text` is its rendered form with the shield's marks: the scanner reads its tail."""
 
     ids: list[int]
     text: str

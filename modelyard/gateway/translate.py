@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from modelyard.core.engine import Accepted, Chunk, End, IdLogprob, Tokens
+from modelyard.core.engine import Accepted, Chunk, End, Tokens
 from modelyard.core.errors import Cancelled, Internal, ModelyardError
 from modelyard.core.events import (
     BlockDelta,
@@ -21,10 +21,8 @@ from modelyard.core.events import (
     Started,
     StopReason,
     Timings,
-    TokenLogprob,
     Usage,
 )
-from modelyard.core.vocab import Vocabulary
 from modelyard.gateway.job import Job
 from modelyard.scanner.scanner import Scanner
 
@@ -57,7 +55,7 @@ class TextTranslation:
             parts.format,
             tools=request.tools,
             stop=(*job.model.stop, *request.stop),
-            prefill="" if request.prompts else run.text[-_TAIL:],
+            prefill="" if request.prompts else parts.renderer.tail(run.text),
             new_id=new_id,
             show_thinking=job.model.show_thinking if visible is None else visible,
             parallel=request.parallel_tool_calls is not False,
@@ -68,9 +66,9 @@ class TextTranslation:
         self.over = self.slot_free = self.spoke = False
         self._started = False
 
-    def _spell(self, token: IdLogprob) -> TokenLogprob:
-        top = tuple(_spelled(self._vocab, id, value, ()) for id, value in token.top)
-        return _spelled(self._vocab, token.id, token.logprob, top)
+    def _spell(self, token: int) -> tuple[str, bytes]:
+        raw = self._vocab.token_bytes(token)
+        return raw.decode("utf-8", "replace"), raw
 
     def feed(self, batch: Sequence[Chunk]) -> list[Event]:
         events: list[Event] = []
@@ -97,7 +95,8 @@ class TextTranslation:
         if scanned:
             self.spoke = True
             events.extend(scanned)
-        if self._scanner.stopped is not None or self._scanner.full:
+        if self._scanner.done:  # the verdict is ours: what the engine ran ahead is dropped
+            events.extend(self._scanner.finish())
             self._finish("stop_string" if self._scanner.stopped is not None else "tool_calls", Timings(), events)
 
     def _count(self, output: int) -> None:
@@ -126,22 +125,12 @@ class TextTranslation:
         return "tool_calls" if self._scanner.called else "end"
 
     def _finish(self, reason: StopReason, timings: Timings, events: list[Event]) -> None:
-        if reason == "stop_string" or (reason == "tool_calls" and self._scanner.full):
-            events.extend(self._scanner.finish())
         self.over = True
         events.append(Finished(reason, self.usage, self._scanner.stopped, timings))
 
     def fail(self, error: ModelyardError) -> list[Event]:
         self.over = True
         return [Failed(error)]
-
-
-_TAIL = 4096  # characters of the prompt that can matter to an open block
-
-
-def _spelled(vocab: Vocabulary, id: int, value: float, top: tuple[TokenLogprob, ...]) -> TokenLogprob:
-    raw = vocab.token_bytes(id)
-    return TokenLogprob(raw.decode("utf-8", "replace"), value, raw, top)
 
 
 class ChatTranslation:

@@ -37,5 +37,3 @@ def ours(error: Exception) -> ModelyardError:
     fault = Internal("the server made a mistake; its log has the details")
     event(log, logging.ERROR, "unexpected error", error=error, error_id=fault.id)
     return fault
-
-

@@ -76,7 +76,13 @@ class Inference:
         return request if self._stored is None else await self._stored.recall(request, visit.key)
 
     async def _stream(
-        self, answer: Answer | Choices, request: Request, visit: Visit, entry: Entry | None, receive: Receive, send: Send
+        self,
+        answer: Answer | Choices,
+        request: Request,
+        visit: Visit,
+        entry: Entry | None,
+        receive: Receive,
+        send: Send,
     ) -> None:
         writer = self._wire.writer(request, visit.trace)
         remember = self._stored.recorder(request, visit.key) if self._stored is not None else None
@@ -84,7 +90,13 @@ class Inference:
         await EventStream(answer, writer, refusal, visit, self._settings, entry, remember).run(receive, send)
 
     async def _whole(
-        self, answer: Answer | Choices, request: Request, visit: Visit, entry: Entry | None, receive: Receive, send: Send
+        self,
+        answer: Answer | Choices,
+        request: Request,
+        visit: Visit,
+        entry: Entry | None,
+        receive: Receive,
+        send: Send,
     ) -> None:
         folds = [Fold() for _ in range(answer.job.choices)]
         watcher = asyncio.get_running_loop().create_task(watch(receive, answer))

@@ -19,7 +19,7 @@ class Models:
     def __init__(self, gateway: Gateway, started: int) -> None:
         self._gateway, self._started = gateway, started
 
-    async def list(self, request: HttpRequest) -> Response:
+    async def all(self, request: HttpRequest) -> Response:
         cards = self._cards()
         if request.query_params.get("loaded") == "true":
             cards = [card for card in cards if card.state == "ready"]
@@ -47,9 +47,10 @@ class Models:
         return [self._card(name, status) for name in self._gateway.router.names()]
 
     def _card(self, name: str, status: Mapping[str, ModelStatus]) -> ModelCard:
-        entry = self._gateway.router.entry(name)
+        catalog = self._gateway.router.catalog
+        entry = catalog.models.get(name) or catalog.models[catalog.aliases[name]]
         state = status[entry.name].state if entry.name in status else "stopped"
-        window = entry.caches[entry.default_cache].window
+        window = entry.caches[entry.default_cache].info.window
         aliases = tuple(entry.aliases) if name == entry.name else ()
         return ModelCard(
             name, self._started, window, window, state, aliases=aliases, modalities=tuple(entry.modalities)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -106,8 +105,8 @@ def _lookups(edge: Edge, stored: StoredResponses) -> list[BaseRoute]:
     models, responses = Models(edge.gateway, int(time.time())), Responses(stored)
     health = Health(edge.gateway, edge.scrape)
     return [
-        Route("/v1/models", models.list),
-        Route("/models", models.list),
+        Route("/v1/models", models.all),
+        Route("/models", models.all),
         Route("/v1/models/{id:path}", models.one),
         Route("/models/{id:path}", models.one),
         Route("/v1/responses/{id}", responses.get, methods=["GET"]),
@@ -148,7 +147,7 @@ async def _told_http(request: HttpRequest, error: Exception) -> Response:
     return Response(answer.body, status, dict(answer.headers), answer.content_type)
 
 
-def server(app: ASGIApp, settings: HttpSettings, *, reuse_port: bool = False) -> uvicorn.Server:
+def server(app: ASGIApp, settings: HttpSettings) -> uvicorn.Server:
     """uvicorn as we want it: no access log of its own (the guard has one), bounded headers, a quick goodbye."""
     config = uvicorn.Config(
         app,
@@ -167,7 +166,3 @@ def server(app: ASGIApp, settings: HttpSettings, *, reuse_port: bool = False) ->
         ssl_keyfile=settings.ssl_keyfile,
     )
     return uvicorn.Server(config)
-
-
-def run(app: ASGIApp, settings: HttpSettings) -> None:
-    asyncio.run(server(app, settings).serve())

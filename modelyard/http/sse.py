@@ -125,4 +125,3 @@ _STREAM_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 )
-

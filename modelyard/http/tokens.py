@@ -95,7 +95,9 @@ class Tokenize(Endpoint):
             ids = model.parts.renderer.tokens(text)
         else:
             text = _text_of(asked)
-            ids = model.parts.renderer.raw(text) if asked.add_special or asked.add_special_tokens else vocab.encode(text)
+            ids = (
+                model.parts.renderer.raw(text) if asked.add_special or asked.add_special_tokens else vocab.encode(text)
+            )
         reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": target.window}
         if asked.with_pieces or asked.return_token_strs:
             pieces = [vocab.token_bytes(i).decode("utf-8", "replace") for i in ids]
@@ -116,7 +118,9 @@ class Detokenize(Endpoint):
         vocab = self.gateway.model_for(asked.model, visit.caller)[1].parts.vocab
         bad = [t for t in asked.tokens if not 0 <= t < vocab.size]
         if bad:
-            raise InvalidRequest(f"tokens: {bad[0]} is not a token of this model (0 to {vocab.size - 1})", param="tokens")
+            raise InvalidRequest(
+                f"tokens: {bad[0]} is not a token of this model (0 to {vocab.size - 1})", param="tokens"
+            )
         text = vocab.decode(asked.tokens)
         return encode({"prompt": text, "content": text})
 

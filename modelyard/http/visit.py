@@ -83,7 +83,9 @@ def headers(visit: Visit, content_type: bytes, *more: tuple[bytes, bytes]) -> li
     return [(b"content-type", content_type), (b"x-request-id", trace), (b"request-id", trace), *more]
 
 
-async def respond(send: Send, visit: Visit, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
+async def respond(
+    send: Send, visit: Visit, status: int, body: bytes, content_type: bytes = b"application/json"
+) -> None:
     visit.status = status
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": headers(visit, content_type, length)})

@@ -44,7 +44,7 @@ from modelyard.protocols.openai_fields import (
 from modelyard.protocols.sse import comment, frame
 
 NAME = "openai_completions"
-PATHS = ("/v1/completions", "/completions")
+PATHS: tuple[str, ...] = ("/v1/completions", "/completions")
 
 _MAX_LOGPROBS = 5
 _encode = msgspec.json.Encoder().encode

@@ -20,7 +20,7 @@ from modelyard.protocols.openai_errors import write_http_error
 from modelyard.protocols.openai_fields import PromptField, Prompts, read_prompts, require_model
 
 NAME = "openai_embeddings"
-PATHS = ("/v1/embeddings", "/embeddings")
+PATHS: tuple[str, ...] = ("/v1/embeddings", "/embeddings")
 
 
 class Body(Struct):

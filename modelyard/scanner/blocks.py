@@ -31,7 +31,9 @@ class Blocks:
         self.close()
         self._open("tool_call", call_id, name, namespace, custom)
 
-    def _open(self, kind: BlockKind, call_id: str = "", name: str = "", ns: str | None = None, custom: bool = False) -> None:
+    def _open(
+        self, kind: BlockKind, call_id: str = "", name: str = "", ns: str | None = None, custom: bool = False
+    ) -> None:
         self.index += 1
         self.kind = kind
         self._events.append(BlockStart(self.index, kind, call_id, name, ns, custom))
@@ -44,10 +46,10 @@ class Blocks:
         self.kind = None
 
     def _flush(self) -> None:
-        if self.parts:
-            self._events.append(BlockDelta(self.index, "".join(self.parts), tuple(self._logprobs)))
-            self.parts.clear()
-            self._logprobs.clear()
+        if (text := "".join(self.parts)) or self._logprobs:
+            self._events.append(BlockDelta(self.index, text, tuple(self._logprobs)))
+        self.parts.clear()
+        self._logprobs.clear()
 
     def take(self) -> list[Event]:
         """Everything since the last take."""

@@ -8,11 +8,11 @@ the vocabulary has no such token, the marker is its own spelling and is found in
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from modelyard.core.format import Format, Go, Read
+from modelyard.core.format import Format
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -29,10 +29,11 @@ class Unreadable(Exception):
 class Tape:
     """Text that arrives in bits, with a reading head. Readers take from it; `kept` can give back what they took."""
 
-    __slots__ = ("at", "base", "codes", "cut", "ended", "kept", "text")
+    __slots__ = ("at", "base", "codes", "cut", "ended", "kept", "special", "text")
 
     def __init__(self, codes: dict[str, str]) -> None:
         self.codes = codes
+        self.special = frozenset(c for c in codes.values() if "\udc00" <= c <= "\udfff")
         self.text = ""
         self.at = 0
         self.base = 0  # how many characters were dropped in front of `text`
@@ -123,7 +124,7 @@ class Alphabet:
     """A format's markers as one vocabulary spells them, compiled once for each pair of the two."""
 
     def __init__(self, form: Format, specials: frozenset[str]) -> None:
-        known = dict.fromkeys((*form.markers, *form.inner))
+        known = markers(form)
         self.codes = {m: chr(_FIRST_CODE + i) if m in specials else m for i, m in enumerate(known)}
         spelled = [self.codes[m] for m in form.markers]
         self.actions = {
@@ -133,7 +134,11 @@ class Alphabet:
         self.rubble = _any_of([*known, *self.codes.values()])
         self._prefixes = frozenset(s[:i] for s in spelled for i in range(1, len(s)))
         self._reach = max(map(len, spelled), default=1) - 1
-        self.starters = _starters(spelled, "\n" if form.framed else "")
+        self._first = frozenset(s[0] for s in spelled) | frozenset("\n" if form.framed else "")
+
+    def starters(self, stop: Sequence[str]) -> re.Pattern[str]:
+        """A piece without one of these can hold neither a marker nor a stop string, nor the beginning of one."""
+        return one_of(self._first | frozenset(s[0] for s in stop if s) if stop else self._first)
 
     def find(self, tape: Tape) -> re.Match[str] | None:
         """The next marker, unless more text could still make it a longer one."""
@@ -162,6 +167,11 @@ class Alphabet:
 
 
 @lru_cache(maxsize=256)
+def markers(form: Format) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*form.markers, *form.inner)))
+
+
+@lru_cache(maxsize=256)
 def alphabet(form: Format, specials: frozenset[str]) -> Alphabet:
     return Alphabet(form, specials)
 
@@ -171,9 +181,7 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
-def _starters(spelled: Iterable[str], more: str) -> re.Pattern[str]:
-    first = sorted({s[0] for s in spelled} | set(more))
-    return re.compile(f"[{''.join(map(re.escape, first))}]" if first else r"(?!)")
-
-
-Action = Go | Read | None
+@lru_cache(maxsize=256)
+def one_of(chars: frozenset[str]) -> re.Pattern[str]:
+    """Any of these characters."""
+    return re.compile(f"[{''.join(map(re.escape, sorted(chars)))}]" if chars else r"(?!)")

@@ -15,40 +15,59 @@ Shown = Literal["text", "thinking"]
 class Visible:
     """In a framed format a run of white space that holds a line break waits: a marker may follow and own it."""
 
-    __slots__ = ("_begun", "_blocks", "_framed", "_fresh", "_show_thinking", "_space", "_stops", "seen", "stopped", "trail")
+    __slots__ = (
+        "_begun",
+        "_blocks",
+        "_framed",
+        "_fresh",
+        "_show_thinking",
+        "_space",
+        "_spoke",
+        "_stops",
+        "seen",
+        "stopped",
+        "trail",
+    )
 
-    def __init__(self, blocks: Blocks, *, framed: bool, stop: Sequence[str], show_thinking: bool) -> None:
+    def __init__(self, blocks: Blocks, *, framed: bool, show_thinking: bool) -> None:
         self._blocks = blocks
         self._framed = framed
-        self._stops = Stops(stop) if stop else None
+        self._stops: Stops | None = None
         self._show_thinking = show_thinking
         self._space: list[str] = []
         self._begun = False  # something of this block was shown
         self._fresh = False  # this block follows a marker: white space at its head is the marker's
+        self._spoke = False  # clients that join all text would glue the words before and after a call
         self.seen = 0
         self.stopped: str | None = None
         self.trail: Trail | None = None
 
+    def watch(self, stop: Sequence[str]) -> None:
+        """From here on; what the prompt holds stops nothing."""
+        self._stops = Stops(stop) if stop else None
+
     def is_clear(self, kind: Shown) -> bool:
         """Nothing waits and the right block is open: text without line breaks may pass as it is."""
-        return self._blocks.kind == kind and not self._space and self._stops is None and self.trail is None
+        held = self._space or self.trail or (self._stops is not None and self._stops.held)
+        return self._blocks.kind == kind and not held
 
     def show(self, kind: Shown, text: str) -> None:
         self.seen += len(text)
         if self._framed:
-            text = self._frame(text)
+            text = self._frame(kind, text)
         if text:
             self._pass(kind, text)
 
-    def _frame(self, text: str) -> str:
+    def _frame(self, kind: Shown, text: str) -> str:
         body = text.rstrip()
         if not body:
             return self._wait(text)
         lead = "".join(self._space)
         self._space.clear()
-        if self._fresh and not self._begun:
+        if self._fresh and not self._begun and not (kind == "text" and self._spoke):
             lead, text, body = "", text.lstrip(), body.lstrip()
         self._begun = True
+        self._spoke = self._spoke or kind == "text"
         line = text.find("\n", len(body))
         if line >= 0:
             self._space.append(text[line:])
@@ -94,9 +113,8 @@ class Visible:
     def prime(self) -> None:
         """The prompt's own text is not repeated."""
         self._space.clear()
-        self._begun = False
-        if self._stops:
-            self._stops.flush()
+        self._begun, self._fresh = False, self._fresh and not self._begun
+        self._spoke = False
 
     def finish(self, kind: Shown) -> None:
         if kind == "text" and self._space and (self._begun or not self._fresh):

@@ -58,7 +58,7 @@ def _skip_unused_facts() -> None:
 
 
 def event(
-    logger: logging.Logger, level: int, message: str, *, error: BaseException | None = None, **fields: Any
+    logger: logging.Logger, level: int, message: str, /, *, error: BaseException | None = None, **fields: Any
 ) -> None:
     """Log a sentence with its facts apart. `error` adds the traceback; the caller's line number is not looked up."""
     if not logger.isEnabledFor(level):
@@ -129,3 +129,10 @@ def _shown(value: Any) -> str:
 def _one_line(text: str) -> str:
     """A client's text in a message must not forge a second line, nor colour the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def announce(host: str, port: int, tls: bool, models: list[str]) -> None:
+    """The first line that people look for: where to point a client."""
+    name = "localhost" if host in ("127.0.0.1", "::1", "localhost") else host
+    url = f"{'https' if tls else 'http'}://{name}:{port}"
+    event(logging.getLogger("modelyard"), logging.INFO, f"listening on {url}", models=", ".join(models))

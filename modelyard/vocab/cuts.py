@@ -18,11 +18,13 @@ from typing import Any
 
 from msgspec import Struct, field
 
-_STEPS = frozenset(
-    "BertNormalizer BertPreTokenizer ByteLevel CharDelimiterSplit Digits FixedLength Lowercase Metaspace NFC NFD NFKC "
-    "NFKD Nmt Precompiled Prepend Punctuation Replace Sequence Split Strip StripAccents UnicodeScripts Whitespace "
-    "WhitespaceSplit".split()
-)
+# fmt: off
+_STEPS = frozenset({
+    "BertNormalizer", "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Lowercase",
+    "Metaspace", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Punctuation", "Replace", "Sequence",
+    "Split", "Strip", "StripAccents", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
+})
+# fmt: on
 
 
 class Added(Struct, frozen=True):

@@ -26,8 +26,8 @@ def tokenizer_file(path: Path) -> Path:
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise InvalidRequest(
-            f"there is no tokenizer at {file}: point tokenizer_path to a folder with a tokenizer.json (download it from "
-            "the source model's repository) or to the file itself",
+            f"there is no tokenizer at {file}: point tokenizer_path to a folder with a tokenizer.json (download it "
+            "from the source model's repository) or to the file itself",
             code="tokenizer_missing",
         )
     return file

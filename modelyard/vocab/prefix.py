@@ -2,8 +2,8 @@
 
 A conversation that grows by a message costs one look into a dictionary for each old stretch. The cuts must be exact
 (`vocab/cuts.py`); each stretch is encoded behind its control token, so that a tokenizer that treats the start of a text
-differently sees it as it stands, and the first stretch has keys of its own. A stretch with a shield's mark is encoded as
-plain text.
+differently sees it as it stands, and the first stretch has keys of its own. A stretch with a shield's mark is
+encoded as plain text.
 
 Called from the event loop and from worker threads at once: reads take no lock (a dictionary look-up is atomic, and a
 generation that was just replaced still holds true answers); only a miss takes the lock, to book what it stores.

@@ -1,7 +1,7 @@
 """Text of clients that spells a control token is marked, so that it never becomes one.
 
-The mark is U+FDD0. Unicode keeps it as a noncharacter for ever: no keyboard, font or vocabulary has it, yet it is legal in
-UTF-8 and JSON and survives normalisation and templates. A control token's spelling with the mark inside matches no
+The mark is U+FDD0. Unicode keeps it as a noncharacter for ever: no keyboard, font or vocabulary has it, yet it is legal
+in UTF-8 and JSON and survives normalisation and templates. A control token's spelling with the mark inside matches no
 control token any more; the token cache takes the mark out again and encodes that stretch as ordinary text. A mark that
 a client sends is removed first, so nobody can write one.
 """

@@ -1,4 +1,4 @@
-"""Patterns that find the spellings of control tokens in text, the longest first, in time that does not grow with them."""
+"""One pattern for the spellings of all control tokens: the longest wins, and thousands cost no more than a few."""
 
 from __future__ import annotations
 

@@ -31,6 +31,10 @@ def _open(path: Path) -> SqliteStore:
     return SqliteStore(path, 100, 10_000, 60)
 
 
+def _modes(folder: Path) -> dict[str, int]:
+    return {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+
+
 async def test_entries_outlive_the_process(tmp_path: Path) -> None:
     first = _open(tmp_path / "s.db")
     await first.put("s", "k", b"v")
@@ -43,9 +47,9 @@ async def test_entries_outlive_the_process(tmp_path: Path) -> None:
 async def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
     store = _open(tmp_path / "s.db")
     await store.put("s", "k", b"v")
-    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in tmp_path.iterdir()}
+    modes = _modes(tmp_path)
     await store.close()
-    assert set(modes.values()) == {0o600}
+    assert modes == {"s.db": 0o600, "s.db-wal": 0o600, "s.db-shm": 0o600}
 
 
 async def test_several_processes_share_one_file_from_its_first_moment(tmp_path: Path) -> None:
@@ -65,7 +69,9 @@ async def test_several_processes_share_one_file_from_its_first_moment(tmp_path: 
     assert told == counted
 
 
-@pytest.mark.parametrize("content", [b"this is a text file, and a rather long one at that" * 50, b"SQLite format 3\0junk"])
+@pytest.mark.parametrize(
+    "content", [b"this is a text file, and a rather long one at that" * 50, b"SQLite format 3\0junk"]
+)
 def test_a_corrupt_file_is_a_clear_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "s.db"
     path.write_bytes(content)

@@ -97,18 +97,21 @@ async def test_any_text_may_be_a_key(open_one: Open) -> None:
 
 
 _STEPS = st.lists(
-    st.tuples(st.sampled_from(["put", "get", "delete"]), st.sampled_from("ab"), st.sampled_from("wxyz"), st.binary()),
+    st.tuples(
+        st.sampled_from(["put", "put", "get", "delete"]), st.sampled_from("ab"), st.sampled_from("xy"), st.binary()
+    ),
+    min_size=8,
     max_size=20,
 )
 
 
 @given(_STEPS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_both_stores_do_the_same(tmp_path: Path, steps: list[tuple[str, str, str, bytes]]) -> None:
-    memory = MemoryStore(3, 40, 60)
-    file = SqliteStore(tmp_path / "same.db", 3, 40, 60)
+    memory = MemoryStore(2, 40, 60)
+    file = SqliteStore(tmp_path / "same.db", 2, 40, 60)
     for scope in "ab":
-        for key in "wxyz":
+        for key in "xy":
             await file.delete(scope, key)  # left by the example before
     for op, scope, key, value in steps:
         args = (scope, key, value) if op == "put" else (scope, key)

@@ -34,7 +34,7 @@ class Base:
         self.lost: asyncio.Future[ModelyardError] = self.loop.create_future()
         self.script = Script(self.options.script)
         self.jobs: set[Job] = set()
-        self.info = EngineInfo("fake", dict(spec.caches), _capabilities(spec, embeddings), holds_weights=False)
+        self.info = EngineInfo("fake", dict(spec.caches), _capabilities(spec, embeddings))
         self._vocab: Vocabulary | None = None
         self._thread = threading.get_ident()
         self._dead: ModelyardError | None = None

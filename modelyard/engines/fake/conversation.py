@@ -100,7 +100,7 @@ def tools_in(text: str) -> dict[str, dict[str, Any]]:
     listed = _JSON_TOOLS.search(text)
     found = dict(tool for line in listed[1].splitlines() if (tool := _json_tool(line))) if listed else {}
     names = _XML_TOOL.findall(text) + _HARMONY_TOOL.findall(text)
-    return found or dict.fromkeys(names, {})
+    return found or {name: {} for name in names}
 
 
 def _json_tool(line: str) -> tuple[str, dict[str, Any]] | None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from modelyard.engines.fake.script import CallStep
 
-Dialect = Literal["hermes", "qwen3_coder", "harmony"]
 Segment = tuple[str, bool]
 
 
@@ -111,8 +110,9 @@ class Harmony:
         return [("<|return|>", True)] if self._open else []
 
 
-_WRITERS: dict[Dialect, type[Hermes | Harmony]] = {"hermes": Hermes, "qwen3_coder": Qwen3Coder, "harmony": Harmony}
+_WRITERS: dict[str, type[Hermes | Harmony]] = {"qwen3_coder": Qwen3Coder, "harmony": Harmony}
 
 
-def writer(dialect: Dialect, *, inside: bool = False) -> Writer:
-    return _WRITERS[dialect](inside)
+def writer(dialect: str, *, inside: bool = False) -> Writer:
+    """Hermes for every dialect without a writer of its own: scripts for those use `raw` steps."""
+    return _WRITERS.get(dialect, Hermes)(inside)

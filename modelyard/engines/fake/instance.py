@@ -148,8 +148,8 @@ def _number(schema: Schema, step: int) -> float | int:
     if "exclusiveMinimum" in schema:
         low = math.floor(schema["exclusiveMinimum"]) + 1 if step else _above(schema)
     high = schema.get("maximum", schema.get("exclusiveMaximum", math.inf) - (step or 1))
-    value = low if low is not None else min(0, high)
-    multiple = schema.get("multipleOf")
+    value: float | int = low if low is not None else min(0, high)
+    multiple: float | int | None = schema.get("multipleOf")
     return math.ceil(value / multiple) * multiple if multiple else value
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from modelyard.core.engine import Accepted, Chunk, End, Generation, Progress, Prompt, Tokens
@@ -14,13 +15,16 @@ from modelyard.core.events import Timings, Usage
 from modelyard.engines.fake.base import crash
 from modelyard.engines.fake.memory import Sequences
 from modelyard.engines.fake.numbers import logprob
-from modelyard.engines.fake.plan import Ending, Hang, Prefill, Say, Wait, walk
+from modelyard.engines.fake.plan import Deed, Ending, Hang, Prefill, Say, Wait, walk
 from modelyard.engines.fake.player import Beat, Paced, Pause, Player, Put, Standstill
+from modelyard.engines.fake.script import Step
 
 if TYPE_CHECKING:
     from modelyard.engines.fake.text import FakeTextEngine
 
 Reason = Literal["stop", "length", "window", "cancelled", "error"]
+
+_REPORTS = 8  # progress reports where `prefill_rate` alone says how long reading takes
 
 
 class TextJob:
@@ -28,6 +32,8 @@ class TextJob:
         self._engine, self._prompt = engine, prompt
         self._player: Player[Chunk] = Player(self._beats(), engine.options.delay, self._cancel)
         self._out: list[int] = []
+        self._limit = 0
+        self._cut: Reason = "length"
         self._cached = 0
         self._slot: tuple[Sequences, str] | None = None
         self._began = time.perf_counter()
@@ -93,20 +99,81 @@ class TextJob:
             self.fail(crash(error))
 
     def _play(self) -> Iterator[Beat]:
-        prompt = self._prompt
-        info, sequences = self._engine.cache(prompt.cache)
-        total = prompt.n_tokens
-        if total >= info.window:
-            raise ContextOverflow(total, info.window)
-        deeds = walk(self._engine.plan(prompt))
+        info, sequences = self._engine.cache(self._prompt.cache)
+        self._fit(info.window)
+        deeds = walk(self._engine.plan(self._prompt))
         first = next(deeds, None)
         if not isinstance(first, Ending):
-            yield self._accept(sequences)
-            rate = self._engine.options.prefill_rate
-            if rate is not None and not isinstance(first, Prefill):
-                yield from self._prefill(Prefill((total - self._cached) / rate, 8))
-            self._read_at = time.perf_counter()
-        room = info.window - total
-        limit, cut = (room, "window") if room < prompt.max_tokens else (prompt.max_tokens, "length")
-        while first is not None and not self._player.box.closed:
-            ...
+            yield from self._begin(sequences, first)
+        for deed in chain(() if first is None else (first,), deeds):
+            reason = yield from self._do(deed)
+            if reason is not None:
+                return self._end(reason)
+            if self._player.box.closed:
+                return None
+        return self._end("stop")
+
+    def _fit(self, window: int) -> None:
+        total, asked = self._prompt.n_tokens, self._prompt.max_tokens
+        room = window - total
+        if room < 1:
+            raise ContextOverflow(total, window)
+        self._limit, self._cut = (room, "window") if room < asked else (asked, "length")
+
+    def _begin(self, sequences: Sequences, first: Deed | None) -> Iterator[Beat]:
+        key, match = sequences.take(self._prompt.ids, self._prompt.session)
+        self._slot, self._cached = (sequences, key), match.cached
+        total, rate = self._prompt.n_tokens, self._engine.options.prefill_rate
+        self._engine.reused += match.cached
+        self._engine.evaluated += total - match.cached
+        yield Put([Accepted(match.cached, match.divergence, match.evicted)])
+        if rate is not None and not isinstance(first, Prefill):
+            yield from self._prefill(Prefill((total - match.cached) / rate, _REPORTS))
+        self._read_at = time.perf_counter()
+
+    def _do(self, deed: Deed) -> Generator[Beat, None, Reason | None]:
+        """One deed; the reason if the job is over with it."""
+        if isinstance(deed, Say):
+            return (yield from self._say(deed.ids))
+        if isinstance(deed, Wait):
+            yield Pause(deed.seconds)
+        elif isinstance(deed, Prefill):
+            yield from self._prefill(deed)
+        elif isinstance(deed, Hang):
+            yield Standstill()
+        elif isinstance(deed, Ending):
+            self._break(deed.step)
+        return None
+
+    def _say(self, ids: list[int]) -> Generator[Beat, None, Reason | None]:
+        left = self._limit - len(self._out)
+        stop = min((ids.index(token) for token in self._prompt.stop_ids if token in ids), default=len(ids))
+        said = ids[: min(left, stop)]
+        if self._first_at is None:
+            self._first_at = time.perf_counter()
+        if said:
+            self._out += said
+            yield Paced(said, Tokens if self._prompt.logprobs is None else self._with_logprobs)
+        if stop < left:
+            return "stop" if stop < len(ids) else None
+        return self._cut
+
+    def _with_logprobs(self, ids: list[int]) -> Tokens:
+        size, wanted = self._engine.vocab.size, self._prompt.logprobs or 0
+        return Tokens(ids, [logprob(token, wanted, size) for token in ids])
+
+    def _prefill(self, deed: Prefill) -> Iterator[Beat]:
+        total = self._prompt.n_tokens
+        fresh, parts = total - self._cached, max(1, deed.reports)
+        for part in range(1, parts + 1):
+            yield Pause(deed.seconds / parts)
+            if deed.reports:
+                yield Put([Progress(self._cached + fresh * part // parts, total)])
+        self._read_at = time.perf_counter()
+
+    def _break(self, step: Step) -> None:
+        error = step.error
+        if error is not None and step.die is not None:
+            self._engine.die(error)
+        elif error is not None:
+            self.fail(error)

@@ -1,4 +1,4 @@
-"""Which prompts the fake engine still «has in its KV»: real longest common prefixes, so that cached counts look real."""
+"""Which prompts the fake engine still «has in its KV»: real longest common prefixes, so cached counts look real."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STRIDE = 512
 
 
 class Match(Struct, frozen=True):
-    """`divergence` is None where there was nothing to diverge from."""
+    """`divergence` is None where there was nothing to diverge from, or no need to."""
 
     cached: int = 0
     divergence: int | None = None
@@ -44,13 +44,19 @@ class Sequences:
             self._held.popitem(last=False)
         shared = common_prefix(held, ids)
         cached = min(shared, len(ids) - 1)  # the last token is always evaluated: something must be sampled from
-        return session or key or self._name(), Match(max(0, cached), shared if held else None, evicted)
+        divergence = shared if held and shared < len(ids) else None
+        return session or key or self._name(), Match(max(0, cached), divergence, evicted)
 
     def keep(self, key: str, ids: Sequence[int]) -> None:
         self._held.pop(key, None)
         self._held[key] = ids
         while len(self._held) > self._parallel:
             self._held.popitem(last=False)
+
+    def copy(self) -> Sequences:
+        twin = Sequences(self._parallel)
+        twin._held, twin._unnamed = self._held.copy(), self._unnamed
+        return twin
 
     def clear(self) -> None:
         self._held.clear()
@@ -70,10 +76,10 @@ class Sequences:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Whole strides are compared in C; only the one that differs is looked at token by token."""
-    end, at = min(len(a), len(b)), 0
-    while at + _STRIDE <= end and a[at : at + _STRIDE] == b[at : at + _STRIDE]:
-        at += _STRIDE
-    while at < end and a[at] == b[at]:
-        at += 1
+    """Whole strides are compared in C; where one differs, by halves."""
+    end, at, stride = min(len(a), len(b)), 0, _STRIDE
+    while stride:
+        while at + stride <= end and a[at : at + stride] == b[at : at + stride]:
+            at += stride
+        stride //= 2
     return at

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from modelyard.engines.fake.dialects import Dialect
 from modelyard.engines.fake.script import Rule, read_script
 
 _SHIPPED = Path(__file__).parent / "tokenizer"
@@ -17,14 +16,23 @@ _DEMO_DELAY = 0.01  # about as fast as a good local model
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    kind: Literal["text", "chat"] = Field("text", description="Which of the two kinds of engine to play.")
-    script: tuple[Rule, ...] = Field((), description="Rules, inline or as the path of a TOML file; none: a demo.")
-    echo: bool = Field(False, description="Where no rule fits, answer with the user's own words.")
-    token_delay: float | None = Field(None, ge=0, description="Seconds between tokens; default: 0, for the demo 0.01.")
-    prefill_rate: float | None = Field(None, gt=0, description="Prompt tokens read a second; default: at once.")
-    format: Dialect = Field("hermes", description="How scripted reasoning and calls are spelled as raw output.")
-    tokenizer_path: Path | None = Field(None, description="A tokenizer.json or its folder instead of the shipped one.")
-    embedding_size: int = Field(64, ge=1, le=65536, description="Length of embedding vectors.")
+    kind: Literal["text", "chat"] = Field(default="text", description="Which of the two kinds of engine to play.")
+    script: tuple[Rule, ...] = Field(
+        default=(), description="Rules, inline or as the path of a TOML file; none: a demo."
+    )
+    echo: bool = Field(default=False, description="Where no rule fits, answer with the user's own words.")
+    token_delay: float | None = Field(
+        default=None, ge=0, description="Seconds between tokens; default: 0, for the demo 0.01."
+    )
+    prefill_rate: float | None = Field(default=None, gt=0, description="Prompt tokens read a second; default: at once.")
+    format: str = Field(
+        default="hermes",
+        description="How scripted reasoning and calls are spelled: qwen3_coder, harmony, or as hermes does.",
+    )
+    tokenizer_path: Path | None = Field(
+        default=None, description="A tokenizer.json or its folder instead of the shipped one."
+    )
+    embedding_size: int = Field(default=64, ge=1, le=65536, description="Length of embedding vectors.")
 
     @field_validator("script", mode="before")
     @classmethod
@@ -43,6 +51,6 @@ def tokenizer_path(options: Options) -> Path:
 
 
 def chat_template(options: Options) -> str | None:
-    """None: the built-in generic template. The fake reads ChatML and harmony turns; it brings no template of its own."""
+    """None: the built-in generic template. The fake reads ChatML and harmony turns and brings no template itself."""
     del options
     return None

@@ -70,6 +70,7 @@ class Player(Generic[T]):
         """Whatever was going on ends here, with these items."""
         if self._timer is not None:
             self._timer.cancel()
+        self._beats = iter(())  # a job and its beats hold each other: let go, so that no collector has to
         self.box.put_many(items, last=True)
 
     def _strike(self, beat: Beat) -> bool:

@@ -81,26 +81,30 @@ class CallStep(_Model):
 class Step(_Model):
     """Exactly one of the first eleven fields; the others belong to one of them."""
 
-    text: str | None = Field(None, description="Visible text.")
-    think: str | None = Field(None, description="Reasoning.")
-    call: CallStep | tuple[CallStep, ...] | None = Field(None, description="One tool call, or several in parallel.")
-    raw: str | None = Field(None, description="Raw model output, special tokens included.")
-    tokens: int | None = Field(None, ge=1, description="This many filler words.")
-    delay: float | None = Field(None, ge=0, description="Seconds to wait.")
-    prefill: float | None = Field(None, ge=0, description="Seconds that reading the prompt takes.")
-    fail: str | None = Field(None, description="The job fails with this message.")
-    die: str | None = Field(None, description="The engine is lost with this message.")
-    repeat: int | None = Field(None, ge=0, description="How often `steps` are played.")
-    hang: bool | None = Field(None, description="Wait until cancelled.")
-    progress: int = Field(0, ge=0, description="With prefill: how many progress reports.")
-    kind: Kind = Field("internal", description="With fail: the kind of error.")
-    steps: tuple[Step, ...] = Field((), description="With repeat: what is repeated.")
+    text: str | None = Field(default=None, description="Visible text.")
+    think: str | None = Field(default=None, description="Reasoning.")
+    call: CallStep | tuple[CallStep, ...] | None = Field(
+        default=None, description="One tool call, or several in parallel."
+    )
+    raw: str | None = Field(default=None, description="Raw model output, special tokens included.")
+    tokens: int | None = Field(default=None, ge=1, description="This many filler words.")
+    delay: float | None = Field(default=None, ge=0, description="Seconds to wait.")
+    prefill: float | None = Field(default=None, ge=0, description="Seconds that reading the prompt takes.")
+    fail: str | None = Field(default=None, description="The job fails with this message.")
+    die: str | None = Field(default=None, description="The engine is lost with this message.")
+    repeat: int | None = Field(default=None, ge=0, description="How often `steps` are played.")
+    hang: bool | None = Field(default=None, description="Wait until cancelled.")
+    progress: int = Field(default=0, ge=0, description="With prefill: how many progress reports.")
+    kind: Kind = Field(default="internal", description="With fail: the kind of error.")
+    steps: tuple[Step, ...] = Field(default=(), description="With repeat: what is repeated.")
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Step:
         named = [name for name in _DEEDS if getattr(self, name) is not None]
         if len(named) != 1:
-            raise ValueError(f"a step has exactly one of {', '.join(_DEEDS)}; this one has {' and '.join(named) or 'none'}")
+            raise ValueError(
+                f"a step has exactly one of {', '.join(_DEEDS)}; this one has {' and '.join(named) or 'none'}"
+            )
         for extra, owner in _BELONGS.items():
             if extra in self.model_fields_set and named != [owner]:
                 raise ValueError(f"{extra!r} belongs to a {owner!r} step")
@@ -127,9 +131,11 @@ _BELONGS = {"progress": "prefill", "kind": "fail", "steps": "repeat"}
 
 
 class Rule(_Model):
-    when: str | None = Field(None, description="Regex searched in the last user turn; absent: always.")
-    turn: int | None = Field(None, ge=1, description="Only the n-th time that the pattern matches in a session.")
-    result: str | None = Field(None, description="Regex searched in the tool results after the last user turn.")
+    when: str | None = Field(default=None, description="Regex searched in the last user turn; absent: always.")
+    turn: int | None = Field(
+        default=None, ge=1, description="Only the n-th time that the pattern matches in a session."
+    )
+    result: str | None = Field(default=None, description="Regex searched in the tool results after the last user turn.")
     steps: tuple[Step, ...] = Field(description="The answer.")
 
     @field_validator("when", "result")

@@ -19,7 +19,7 @@ from modelyard.protocols.anthropic_messages.stream_in import Reader
 from modelyard.protocols.anthropic_messages.stream_out import Writer
 
 NAME = "anthropic_messages"
-PATHS = ("/v1/messages",)
+PATHS: tuple[str, ...] = ("/v1/messages",)
 
 
 def writer(request: Request, trace: str) -> Writer:

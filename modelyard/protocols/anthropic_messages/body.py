@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 
 from modelyard.protocols.extensions import Extensions
@@ -73,7 +73,7 @@ class OutputConfig(Struct):
 
 class Body(Extensions, kw_only=True):
     model: str = ""
-    messages: list[Turn] = []
+    messages: list[Turn] = field(default_factory=list)
     system: Content = None
     max_tokens: int | None = None
     stop_sequences: list[str] | None = None
@@ -92,7 +92,7 @@ class ToolFields(Struct):
     tools: list[dict[str, Any]]
 
 
-class UsageBody(Struct):
+class UsageBody(Struct, frozen=True):
     """Missing counts stay None: a later event may know only some of them."""
 
     input_tokens: int | None = None
@@ -102,7 +102,7 @@ class UsageBody(Struct):
     output_tokens_details: dict[str, Any] | None = None
 
 
-class ReplyBody(Struct):
+class ReplyBody(Struct, frozen=True):
     id: str = ""
     model: str = ""
     content: list[ContentBlock] = []
@@ -114,4 +114,4 @@ class ReplyBody(Struct):
 body_decoder = Decoder(Body)
 tool_fields_decoder = Decoder(ToolFields)
 reply_decoder = Decoder(ReplyBody)
-content_decoder: Decoder[Content] = Decoder(Content)  # type: ignore[arg-type]  # a union is no `type` to mypy
+content_decoder: Decoder[Content] = Decoder(Content)

@@ -71,6 +71,11 @@ def read_content(content: Content, warnings: Warnings) -> list[Part]:
     return parts
 
 
+def says_something(parts: Iterable[Part]) -> bool:
+    """An empty system prompt, as a string or as a block, is none."""
+    return any(not isinstance(part, Text) or part.text for part in parts)
+
+
 def _string(value: Any, field: str) -> str:
     if isinstance(value, str):
         return value

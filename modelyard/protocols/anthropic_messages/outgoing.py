@@ -21,7 +21,7 @@ from modelyard.core.request import (
     ToolCall,
     ToolReference,
 )
-from modelyard.protocols.anthropic_messages.content import FILE_ID, UNPARSED
+from modelyard.protocols.anthropic_messages.content import FILE_ID, UNPARSED, says_something
 from modelyard.protocols.extensions import write_extensions
 from modelyard.protocols.json import dumps, encode
 
@@ -57,7 +57,7 @@ def _split_head(messages: tuple[Message, ...]) -> tuple[Message | None, tuple[Me
     for place, message in enumerate(messages):
         if message.role not in ("system", "developer"):
             return None, messages[place:]
-        if message.parts:
+        if says_something(message.parts):
             return message, messages[place + 1 :]
     return None, ()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -15,20 +15,16 @@ from modelyard.core.request import (
     Request,
     Role,
     Text,
-    Tool,
-    ToolChoice,
     ToolResult,
 )
 from modelyard.protocols.anthropic_messages.body import (
     Body,
     OutputFormat,
-    ToolBody,
-    ToolChoiceBody,
     Turn,
     body_decoder,
-    tool_fields_decoder,
 )
-from modelyard.protocols.anthropic_messages.content import Warnings, read_content, within
+from modelyard.protocols.anthropic_messages.content import Warnings, read_content, says_something, within
+from modelyard.protocols.anthropic_messages.tools import read_tool_choice, read_tools
 from modelyard.protocols.extensions import check_positive, read_constraint, read_priority, read_sampling
 from modelyard.protocols.json import decode
 
@@ -42,7 +38,6 @@ _ROLES: Mapping[str, Role] = {
 # `adaptive` lets the model decide how much, not whether: clients that want none leave it out or say `disabled`.
 _THINKING_SWITCH = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 _NO_REASONING = Reasoning()
-_AUTO = ToolChoice()
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
@@ -51,11 +46,11 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     _check(asked)
     warnings: Warnings = {}
     user = _user(asked.metadata)
-    choice, parallel = _tool_choice(asked.tool_choice, warnings)
+    choice, parallel = read_tool_choice(asked.tool_choice, warnings)
     return Request(
         model=asked.model,
         messages=_messages(asked, warnings),
-        tools=_tools(asked.tools, body) if asked.tools else (),
+        tools=read_tools(asked.tools, body) if asked.tools else (),
         tool_choice=choice,
         parallel_tool_calls=parallel,
         sampling=read_sampling(asked),
@@ -92,7 +87,7 @@ def _check(asked: Body) -> None:
 
 def _messages(asked: Body, warnings: Warnings) -> tuple[Message, ...]:
     messages: list[Message] = []
-    if asked.system and (head := _system(asked, warnings)):
+    if asked.system and says_something(head := _system(asked, warnings)):
         messages.append(Message("system", tuple(head)))
     for place, turn in enumerate(asked.messages):
         try:
@@ -146,59 +141,6 @@ def _unbilled(part: Part, warnings: Warnings) -> Part | None:
     warnings["billing_header_dropped"] = None
     rest = part.text.partition("\n")[2].lstrip("\n")
     return Text(rest) if rest else None
-
-
-# --- tools ----------------------------------------------------------------------------------------------------------
-
-
-def _tools(tools: list[ToolBody], body: bytes) -> tuple[Tool, ...]:
-    fields: list[dict[str, Any]] = []
-    if any(_is_server(tool) for tool in tools):
-        fields = decode(tool_fields_decoder, body).tools
-    return tuple(_each_tool(tools, fields))
-
-
-def _is_server(tool: ToolBody) -> bool:
-    return tool.type is not None and tool.type != "custom"
-
-
-_NOT_SETTINGS = frozenset({"type", "name", "cache_control", "defer_loading"})
-
-
-def _each_tool(tools: list[ToolBody], fields: list[dict[str, Any]]) -> Iterator[Tool]:
-    for place, tool in enumerate(tools):
-        deferred = tool.defer_loading is True
-        if _is_server(tool):
-            settings = {name: value for name, value in fields[place].items() if name not in _NOT_SETTINGS}
-            yield Tool(tool.name or tool.type or "", "", settings, "server", tool.type, deferred=deferred)
-        elif tool.name:
-            schema = tool.input_schema or {}
-            yield Tool(tool.name, tool.description or "", schema, strict=tool.strict, deferred=deferred)
-        else:
-            raise InvalidRequest(f"tools[{place}].name: a tool needs a name", param=f"tools[{place}].name")
-
-
-def _tool_choice(choice: ToolChoiceBody | str | None, warnings: Warnings) -> tuple[ToolChoice, bool | None]:
-    if choice is None:
-        return _AUTO, None
-    if isinstance(choice, str):
-        choice = ToolChoiceBody(choice)
-    serial = choice.disable_parallel_tool_use
-    return _choice_mode(choice, warnings), None if serial is None else not serial
-
-
-def _choice_mode(choice: ToolChoiceBody, warnings: Warnings) -> ToolChoice:
-    if choice.type == "tool":
-        if not choice.name:
-            raise InvalidRequest("tool_choice.name: which tool must be called?", param="tool_choice.name")
-        return ToolChoice("named", choice.name)
-    if choice.type == "any":
-        return ToolChoice("required")
-    if choice.type == "none":
-        return ToolChoice("none")
-    if choice.type != "auto":
-        warnings[f"tool_choice_unknown:{choice.type}"] = None
-    return _AUTO
 
 
 # --- the rest -------------------------------------------------------------------------------------------------------

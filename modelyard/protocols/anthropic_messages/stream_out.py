@@ -46,7 +46,7 @@ class Writer:
         self._kept: list[str] | None = None
         self._silent = False
 
-    def write(self, event: Event, choice: int = 0) -> bytes:
+    def write(self, event: Event, choice: int = 0) -> bytes:  # noqa: ARG002  # this wire has one answer only
         if isinstance(event, BlockDelta):
             return self._delta(event.text)
         if isinstance(event, BlockStart):
@@ -66,7 +66,7 @@ class Writer:
         return b""  # message_stop or error has closed the stream
 
     def _begin(self, event: Started) -> bytes:
-        message = {
+        message: dict[str, Any] = {
             "id": message_id(event),
             "type": "message",
             "role": "assistant",

@@ -21,7 +21,7 @@ from modelyard.protocols.openai_errors import read_http_error as read_error
 from modelyard.protocols.openai_errors import write_http_error
 
 NAME = "openai_chat"
-PATHS = ("/v1/chat/completions", "/chat/completions")
+PATHS: tuple[str, ...] = ("/v1/chat/completions", "/chat/completions")
 
 __all__ = [
     "NAME",

@@ -88,9 +88,12 @@ class ChoiceBody(Struct):
     allowed_tools: Allowed | None = None
 
 
+_ABSENT = Raw(b"")  # Raw may stand in no union: `null` arrives as the text it is
+
+
 class SchemaBody(Struct):
     name: str | None = None
-    schema: Raw | None = None
+    schema: Raw = _ABSENT
     strict: bool | None = None
     description: str | None = None
 
@@ -100,7 +103,7 @@ class FormatBody(Struct):
 
     type: str = "text"
     json_schema: SchemaBody | None = None
-    schema: Raw | None = None
+    schema: Raw = _ABSENT
 
 
 class StreamOptions(Struct):

@@ -145,7 +145,8 @@ def _text(value: Any, where: str, field: str) -> str:
 
 
 def _read_image(part: PartBody, where: str) -> Image:
-    url, detail = part.image_url, part.detail
+    url: Any = part.image_url
+    detail: Any = part.detail
     if isinstance(url, dict):
         url, detail = url.get("url"), url.get("detail", detail)
     if not isinstance(url, str) or not url:
@@ -202,7 +203,7 @@ def _write_result(result: ToolResult) -> dict[str, Any]:
 
 def _write_content(parts: tuple[Part, ...]) -> str | list[dict[str, Any]]:
     """A plain string wherever it says the same: many servers know nothing else."""
-    shown = [p for p in parts if isinstance(p, Text | Image | ToolReference)]
+    shown = [_in_words(p) for p in parts if isinstance(p, Text | Image | ToolReference)]
     if not shown:
         return ""
     if len(shown) == 1 and isinstance(shown[0], Text) and shown[0].text:
@@ -210,10 +211,13 @@ def _write_content(parts: tuple[Part, ...]) -> str | list[dict[str, Any]]:
     return [_write_part(part) for part in shown]
 
 
-def _write_part(part: Text | Image | ToolReference) -> dict[str, Any]:
+def _in_words(part: Text | Image | ToolReference) -> Text | Image:
+    """Chat cannot add a tool in mid-conversation: its definition goes into `tools`, and this is left in its place."""
+    return Text(f"The tool {part.name} is now available.") if isinstance(part, ToolReference) else part
+
+
+def _write_part(part: Text | Image) -> dict[str, Any]:
     if isinstance(part, Text):
         return {"type": "text", "text": part.text}
-    if isinstance(part, ToolReference):  # its definition goes into `tools`: Chat cannot add a tool in mid-conversation
-        return {"type": "text", "text": f"The tool {part.name} is now available."}
     image = {"url": part.url} if part.detail is None else {"url": part.url, "detail": part.detail}
     return {"type": "image_url", "image_url": image}

@@ -8,10 +8,8 @@ ends is settled then.
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from modelyard.core.errors import Incomplete, ModelyardError
 from modelyard.core.events import (
@@ -26,56 +24,12 @@ from modelyard.core.events import (
     TokenLogprob,
     Usage,
 )
-from modelyard.protocols.openai_chat.logprobs import LogprobsBody, read_logprobs
-from modelyard.protocols.openai_chat.messages import read_arguments
+from modelyard.protocols.openai_chat.chunk import CallDelta, CalledDelta, ChunkBody, ChunkChoice, Delta
+from modelyard.protocols.openai_chat.logprobs import read_logprobs
 from modelyard.protocols.openai_chat.reply import read_reason, read_start
 from modelyard.protocols.openai_errors import read_error_field
-from modelyard.protocols.openai_fields import UsageBody, read_usage
+from modelyard.protocols.openai_fields import read_usage
 from modelyard.protocols.sse import SseParser
-
-
-class CalledDelta(Struct):
-    name: str | None = None
-    arguments: Any = None
-    input: str | None = None
-
-    @property
-    def text(self) -> str:
-        return self.input if self.input is not None else read_arguments(self.arguments)
-
-
-class CallDelta(Struct):
-    index: int | None = None
-    id: str | None = None
-    function: CalledDelta | None = None
-    custom: CalledDelta | None = None
-
-
-class Delta(Struct):
-    content: str | None = None
-    refusal: str | None = None
-    reasoning_content: Any = None
-    reasoning: Any = None
-    tool_calls: list[CallDelta] | None = None
-    function_call: CalledDelta | None = None
-
-
-class ChunkChoice(Struct):
-    index: int = 0
-    delta: Delta | None = None
-    logprobs: LogprobsBody | None = None
-    finish_reason: str | None = None
-    stop_reason: Any = None
-
-
-class ChunkBody(Struct):
-    id: str | None = None
-    created: float | None = None
-    model: str | None = None
-    choices: list[ChunkChoice] | None = None
-    usage: UsageBody | None = None
-    error: Any = None
-
 
 _decoder = msgspec.json.Decoder(ChunkBody)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])

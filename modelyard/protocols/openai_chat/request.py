@@ -87,14 +87,15 @@ def _read_format(asked: FormatBody | None, warnings: list[str]) -> Constraint | 
     if asked.type == "json_schema":
         return _read_schema(asked.json_schema or SchemaBody(schema=asked.schema))
     if asked.type == "json_object":
-        return Constraint("json_object") if asked.schema is None else _read_schema(SchemaBody(schema=asked.schema))
+        has_schema = bytes(asked.schema).startswith(b"{")
+        return _read_schema(SchemaBody(schema=asked.schema)) if has_schema else Constraint("json_object")
     warnings.append(f"response_format_ignored: type {asked.type!r} is none of text, json_object, json_schema")
     return None
 
 
 def _read_schema(asked: SchemaBody) -> Constraint:
     """The schema stays the text it was: re-encoding would lose the form of its numbers."""
-    text = bytes(asked.schema or Raw()).decode()
+    text = bytes(asked.schema).decode()
     if not text.startswith("{"):
         where = "response_format.json_schema.schema"
         raise InvalidRequest(f"{where} is required and must be an object", param=where)

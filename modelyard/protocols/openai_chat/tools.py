@@ -88,8 +88,8 @@ def write_tools(request: Request) -> dict[str, Any]:
     if not offered:
         return {}
     out: dict[str, Any] = {"tools": [_write_tool(tool) for tool in offered]}
-    if request.tool_choice.mode != "auto":
-        out["tool_choice"] = _write_choice(request.tool_choice, offered)
+    if choice := _write_choice(request.tool_choice, offered):
+        out["tool_choice"] = choice
     if request.parallel_tool_calls is not None:
         out["parallel_tool_calls"] = request.parallel_tool_calls
     return out
@@ -122,8 +122,12 @@ def _nest(grammar: dict[str, Any]) -> dict[str, Any]:
     return {"type": "grammar", "grammar": {key: value for key, value in grammar.items() if key != "type"}}
 
 
-def _write_choice(choice: ToolChoice, offered: list[Tool]) -> str | dict[str, Any]:
+def _write_choice(choice: ToolChoice, offered: list[Tool]) -> str | dict[str, Any] | None:
+    """None where nothing need be said. Servers refuse a choice that names a tool which is not on offer."""
     if choice.mode != "named":
-        return choice.mode
-    kind = "custom" if any(t.kind == "custom" and t.name == choice.name for t in offered) else "function"
-    return {"type": kind, kind: {"name": choice.name}}
+        return None if choice.mode == "auto" else choice.mode
+    for tool in offered:
+        if tool.name == choice.name:
+            kind = "custom" if tool.kind == "custom" else "function"
+            return {"type": kind, kind: {"name": tool.name}}
+    return None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from modelyard.core.events import BlockStart, StopReason, TokenLogprob, Usage
 
@@ -13,10 +13,13 @@ CALLS = frozenset({"function_call", "custom_tool_call"})
 KNOWN = CALLS | {"message", "reasoning"}
 
 
+Byte = Annotated[int, Meta(ge=0, le=255)]
+
+
 class LogprobEntry(Struct):
     token: str = ""
     logprob: float = 0.0
-    bytes: list[int] | None = None
+    bytes: list[Byte] | None = None
     top_logprobs: list[LogprobEntry] | None = None
 
 
@@ -74,15 +77,15 @@ class OutputTokens(Struct):
 
 
 class UsageEntry(Struct):
-    input_tokens: int = 0
-    output_tokens: int = 0
+    input_tokens: int | None = None
+    output_tokens: int | None = None
     input_tokens_details: InputTokens | None = None
     output_tokens_details: OutputTokens | None = None
 
     def read(self) -> Usage:
         cached = self.input_tokens_details.cached_tokens if self.input_tokens_details else None
         reasoning = self.output_tokens_details.reasoning_tokens if self.output_tokens_details else None
-        return Usage(self.input_tokens, cached or 0, self.output_tokens, reasoning or 0)
+        return Usage(self.input_tokens or 0, cached or 0, self.output_tokens or 0, reasoning or 0)
 
 
 class IncompleteDetails(Struct):
@@ -90,8 +93,8 @@ class IncompleteDetails(Struct):
 
 
 class Response(Struct):
-    id: str = ""
-    model: str = ""
+    id: str | None = None
+    model: str | None = None
     created_at: float | None = None
     status: str | None = None
     error: Any = None

@@ -6,7 +6,7 @@ assistant message with parts in order, neighbouring outputs one tool message. Wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 from modelyard.core.errors import InvalidRequest
@@ -21,22 +21,23 @@ TEXT_TYPES = frozenset({"input_text", "output_text", "text", "summary_text", "re
 IMAGE_TYPES = frozenset({"input_image", "image_url"})
 
 
-def read_items(items: list[Item], warnings: list[str]) -> list[Message]:
-    messages: list[Message] = []
-    for index, item in enumerate(items):
-        if (turn := _read_item(item, f"input[{index}]", warnings)) is not None:
-            append_turn(messages, *turn)
-    return messages
-
-
-def append_turn(messages: list[Message], role: Role, parts: tuple[Part, ...]) -> None:
-    """What an assistant says, or tools answer, without anybody else between is one message."""
-    if role in ("assistant", "tool") and messages and messages[-1].role == role:
-        parts = messages.pop().parts + parts
-    messages.append(Message(role, parts))
-
-
 Turn = tuple[Role, tuple[Part, ...]]
+
+
+def read_items(items: list[Item], warnings: list[str]) -> list[Message]:
+    read = (_read_item(item, f"input[{index}]", warnings) for index, item in enumerate(items))
+    return join_turns(turn for turn in read if turn is not None)
+
+
+def join_turns(turns: Iterable[Turn]) -> list[Message]:
+    """What an assistant says, or tools answer, without anybody else between is one message."""
+    joined: list[tuple[Role, list[Part]]] = []
+    for role, parts in turns:
+        if role in ("assistant", "tool") and joined and joined[-1][0] == role:
+            joined[-1][1].extend(parts)
+        else:
+            joined.append((role, list(parts)))
+    return [Message(role, tuple(parts)) for role, parts in joined]
 
 
 def _read_item(item: Item, path: str, warnings: list[str]) -> Turn | None:
@@ -81,7 +82,8 @@ def _read_part(part: WirePart, path: str, warnings: list[str]) -> Iterator[Resul
 def _read_image(part: WirePart, path: str, warnings: list[str]) -> Iterator[Image]:
     url, detail = part.image_url, part.detail
     if isinstance(url, ImageUrl):
-        url, detail = url.url, url.detail or detail
+        detail = url.detail or detail
+        url = url.url
     if url:
         yield Image(url, detail)
     else:

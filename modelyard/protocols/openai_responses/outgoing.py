@@ -23,7 +23,7 @@ from modelyard.core.request import (
 )
 from modelyard.protocols.extensions import write_extensions
 from modelyard.protocols.json import encode
-from modelyard.protocols.openai_responses.items import append_turn, read_thinking
+from modelyard.protocols.openai_responses.items import join_turns, read_thinking
 from modelyard.protocols.openai_responses.request import ENCRYPTED, LOGPROBS
 from modelyard.protocols.openai_responses.tools import write_choice, write_tools
 
@@ -103,7 +103,7 @@ def _write_reasoning(reasoning: Reasoning) -> Wire | None:
 
 
 def write_items(messages: tuple[Message, ...]) -> Iterator[Wire]:
-    for message in _joined(messages):
+    for message in join_turns((message.role, message.parts) for message in messages):
         if not message.parts:
             yield _write_message(message.role, ())
         for is_content, parts in groupby(message.parts, key=_is_content):
@@ -111,14 +111,6 @@ def write_items(messages: tuple[Message, ...]) -> Iterator[Wire]:
                 yield _write_message(message.role, tuple(parts))
             else:
                 yield from map(_write_part, parts)
-
-
-def _joined(messages: tuple[Message, ...]) -> list[Message]:
-    """Neighbours that the wire cannot tell apart, as one."""
-    joined: list[Message] = []
-    for message in messages:
-        append_turn(joined, message.role, message.parts)
-    return joined
 
 
 def _is_content(part: Part) -> bool:

@@ -97,7 +97,8 @@ class ResponsesReader:
     def _start(self, response: Response) -> Iterator[Event]:
         if not self._is_started:
             self._is_started = True
-            yield Started(response.id.removeprefix("resp_"), response.model, int(response.created_at or 0))
+            key = (response.id or "").removeprefix("resp_")
+            yield Started(key, response.model or "", int(response.created_at or 0))
 
     def _end(self, response: Response) -> Iterator[Event]:
         yield from self._start(response)

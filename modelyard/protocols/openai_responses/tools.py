@@ -97,7 +97,7 @@ def read_choice(
     if wire.get("type") in ("function", "custom") and isinstance(wire.get("name"), str):
         return ToolChoice("named", wire["name"]), tools
     if wire.get("type") == "allowed_tools" and isinstance(wire.get("tools"), list):
-        allowed = {tool.get("name") or tool.get("type") for tool in wire["tools"] if isinstance(tool, dict)}
+        allowed = [tool.get("name") or tool.get("type") for tool in wire["tools"] if isinstance(tool, dict)]
         return _read_mode(wire.get("mode"), warnings), tuple(tool for tool in tools if tool.name in allowed)
     warnings.append(f"tool_choice of type {wire.get('type')!r} is taken as 'auto'")
     return ToolChoice(), tools

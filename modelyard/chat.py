@@ -1,0 +1,93 @@
+"""The terminal chat: our own client role of the Chat protocol against any server, streamed as it comes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import httpx
+from rich.console import Console
+
+from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
+from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Fold
+from modelyard.core.request import Message, Request, Text
+from modelyard.protocols import openai_chat
+
+
+class Screen:
+    """Where the conversation is typed and shown; reasoning is dim, calls are named."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._kind = "text"
+
+    def ask(self) -> str | None:
+        try:
+            return self._console.input("[bold cyan]› [/bold cyan]")
+        except (EOFError, KeyboardInterrupt):
+            return None
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, BlockStart):
+            self._kind = event.kind
+            if event.kind == "tool_call":
+                self._console.print(f"\n[yellow]calls {event.name}[/yellow] ", end="")
+        elif isinstance(event, BlockDelta):
+            style = {"thinking": "dim italic", "tool_call": "yellow"}.get(self._kind)
+            self._console.print(event.text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        self._console.print(f"\n[dim]{text}[/dim]", highlight=False)
+
+    def complain(self, error: ModelyardError) -> None:
+        self._console.print(f"\n[red]{error.message}[/red]", highlight=False)
+
+
+class Conversation:
+    def __init__(self, url: str, model: str, *, key: str | None = None, system: str | None = None) -> None:
+        self._url, self._model = url.rstrip("/"), model
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.messages: list[Message] = [Message("system", (Text(system),))] if system else []
+
+    def run(self, screen: Screen) -> None:
+        """Until the person has had enough. What was asked in vain is forgotten, so that it can be asked again."""
+        with httpx.Client(timeout=httpx.Timeout(10, read=None), headers=self._headers) as client:
+            while (asked := screen.ask()) is not None:
+                if not asked.strip():
+                    continue
+                self.messages.append(Message("user", (Text(asked),)))
+                try:
+                    self._turn(client, screen)
+                except ModelyardError as error:
+                    self.messages.pop()
+                    screen.complain(error)
+
+    def _turn(self, client: httpx.Client, screen: Screen) -> None:
+        fold = Fold()
+        with contextlib.suppress(KeyboardInterrupt):
+            for event in self._events(client):
+                if isinstance(event, Failed):
+                    raise event.error
+                fold.feed([event])
+                screen.show(event)
+                if isinstance(event, Finished):
+                    screen.note(f"{event.usage.prompt} + {event.usage.output} tokens, {event.reason}")
+        if fold.finished:
+            self.messages.append(Message("assistant", tuple(block.part for block in fold.reply().blocks)))
+
+    def _events(self, client: httpx.Client) -> Iterator[Event]:
+        request = Request(model=self._model, messages=tuple(self.messages), stream=True, include_usage=True)
+        body, reader = openai_chat.write_request(request), openai_chat.reader()
+        try:
+            with client.stream("POST", f"{self._url}/v1/chat/completions", content=body) as reply:
+                if reply.status_code != 200:
+                    raise openai_chat.read_error(reply.status_code, reply.headers, reply.read())
+                for data in reply.iter_bytes():
+                    yield from reader.feed(data)
+                yield from reader.finish()
+        except httpx.ConnectError:
+            raise Unavailable(f"no server answers at {self._url}; start one with: modelyard serve") from None
+        except httpx.InvalidURL as error:
+            raise InvalidRequest(f"{self._url} is not a URL: {error}") from None
+        except httpx.HTTPError as error:
+            raise Unavailable(f"the connection to {self._url} broke: {error}") from None

@@ -1,0 +1,183 @@
+"""The command line: parsing and printing only."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from modelyard import __version__
+from modelyard.config import ConfigError, Description, Loaded, Problem, describe, json_schema, load
+from modelyard.core.errors import ModelyardError
+
+app = typer.Typer(
+    name="modelyard",
+    help="One port, every client, every engine: a local LLM gateway and model pool.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+out, err = Console(), Console(stderr=True)
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="TOML or JSON file. Without it: config/settings.json, modelyard.toml, a demo."),
+]
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Gateway processes on the one port.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Keep four files of each request in ./debug.")] = False,
+) -> None:
+    """Run the server.
+
+    Then point a client at it, for example: [bold]ANTHROPIC_BASE_URL=http://localhost:8000 claude[/bold]
+    """
+    import modelyard.app as composition
+
+    http = {"host": host, "port": port, "workers": workers}
+    log = {"debug_dir": "debug"} if debug else {}
+    loaded = _load(config, {"http": http, "log": log})
+    for problem in loaded.problems:
+        _print_problem(problem)
+    raise typer.Exit(_guarded(composition.serve, loaded.config, config, http, debug))
+
+
+@app.command()
+def check(config: ConfigOption = None) -> None:
+    """Show what a configuration comes to: models, caches, resolved routes, and problems."""
+    seen = describe(_load(config))
+    out.print(f"[dim]from {', '.join(seen.sources)}[/dim]")
+    _print_tables(seen)
+    for problem in seen.problems:
+        _print_problem(problem)
+    raise typer.Exit(1 if any(p.level != "warning" for p in seen.problems) else 0)
+
+
+@app.command()
+def schema() -> None:
+    """Print the configuration's JSON Schema, for editors that complete from it."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n")
+
+
+models_app = typer.Typer(
+    help="Look at the models that a configuration or a running server knows.", no_args_is_help=True
+)
+app.add_typer(models_app, name="models")
+
+UrlOption = Annotated[str, typer.Option(help="Where the server runs.", envvar="MODELYARD_URL")]
+KeyOption = Annotated[str | None, typer.Option(help="API key, where the server wants one.", envvar="MODELYARD_API_KEY")]
+
+
+@models_app.command("list")
+def models_list(config: ConfigOption = None) -> None:
+    """The models of the configuration."""
+    _print_models(describe(_load(config)))
+
+
+@models_app.command("show")
+def models_show(name: str, config: ConfigOption = None) -> None:
+    """One model: its caches, its template and where that comes from, its output format and why."""
+    import modelyard.app as composition
+
+    loaded = _load(config)
+    rows = _guarded(composition.explain_model, loaded.config, name)
+    table = Table(show_header=False, box=None)
+    for label, value in rows:
+        table.add_row(f"[bold]{label}[/bold]", escape(value))
+    out.print(table)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help="Any name that the server routes.")] = "default",
+    url: UrlOption = "http://127.0.0.1:8000",
+    key: KeyOption = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+) -> None:
+    """Talk to a running server in the terminal. Ctrl-D ends it, Ctrl-C stops an answer."""
+    from modelyard.chat import Conversation, Screen
+
+    talk = Conversation(url, model, key=key, system=system)
+    _guarded(talk.run, Screen(out))
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    if version:
+        out.print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    app()
+
+
+# --- printing ---------------------------------------------------------------------------------------------------------
+
+
+def _load(path: Path | None, overrides: dict[str, Any] | None = None) -> Loaded:
+    try:
+        return load(path, overrides=overrides)
+    except ConfigError as error:
+        for problem in error.problems:
+            _print_problem(problem)
+        raise typer.Exit(2) from None
+    except ModelyardError as error:
+        _fail(error)
+
+
+def _guarded(work: Any, *args: Any) -> Any:
+    try:
+        return work(*args)
+    except ModelyardError as error:
+        _fail(error)
+
+
+def _fail(error: ModelyardError) -> NoReturn:
+    err.print(f"[red]error[/red] {escape(error.message)}", soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def _print_problem(problem: Problem) -> None:
+    colour = {"error": "red", "unavailable": "yellow", "warning": "yellow"}[problem.level]
+    err.print(f"[{colour}]{problem.level}[/{colour}] {escape(str(problem))}", soft_wrap=True)
+
+
+def _print_tables(seen: Description) -> None:
+    _print_models(seen)
+    caches = _table("cache", "model", "window", "parallel", "tokens in all", "overflow", "for")
+    for c in seen.caches:
+        caches.add_row(c.name, c.model, str(c.window), str(c.parallel), str(c.tokens), c.overflow, c.description)
+    out.print(caches)
+    routes = _table("asked for", "endpoint", "model", "cache", "window")
+    for r in seen.routes:
+        routes.add_row(r.match, r.endpoint, r.model, r.cache, str(r.window))
+    out.print(routes)
+
+
+def _print_models(seen: Description) -> None:
+    models = _table("model", "engine", "aliases", "loaded", "")
+    for m in seen.models:
+        models.add_row(m.name, m.backend, ", ".join(m.aliases), m.starts, m.description)
+    out.print(models)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        table.add_column(column)
+    return table

@@ -1,0 +1,103 @@
+"""A model's definition made from its settings: tokenizer, template, output format, and where each came from.
+
+It needs no engine and no weights. One that cannot be made keeps its fault, which fails that model alone when it loads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+
+from modelyard import plugins
+from modelyard.config import engine_options
+from modelyard.core.errors import ModelyardError
+from modelyard.gateway.model import Model, TextParts
+from modelyard.prompt.render import Renderer
+from modelyard.prompt.source import TemplateSource, find_template
+from modelyard.prompt.template import ChatTemplate
+from modelyard.router.catalog import ModelEntry
+from modelyard.router.settings import ModelSettings
+from modelyard.scanner.detect import detect
+from modelyard.scanner.formats import load as load_format
+from modelyard.vocab.hf import HfVocabulary
+
+
+class Definition(Struct):
+    model: Model
+    fault: ModelyardError | None = None
+    notes: list[tuple[str, str]] = field(default_factory=list)  # what people may want to know, as rows
+
+
+def define(entry: ModelEntry, settings: ModelSettings) -> Definition:
+    notes = _cache_notes(entry)
+    try:
+        module = plugins.load("engines", entry.backend)
+        options = engine_options(settings)
+        kind = module.kind(options)
+        text = _text_parts(entry, settings, module, options, notes) if kind == "text" else None
+    except ModelyardError as error:
+        return Definition(_model(entry, "text", None, False), error, [*notes, ("fault", error.message)])
+    return Definition(_model(entry, kind, text, getattr(module, "REMOTE", False)), None, notes)
+
+
+def _model(entry: ModelEntry, kind: Any, text: TextParts | None, remote: bool) -> Model:
+    return Model(
+        name=entry.name,
+        kind=kind,
+        remote=remote,
+        text=text,
+        sampling=entry.sampling,
+        max_tokens=entry.max_tokens,
+        stop=entry.stop,
+        show_thinking=entry.show_thinking,
+        modalities=entry.modalities,
+    )
+
+
+def _text_parts(
+    entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
+) -> TextParts:
+    where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
+    vocab = HfVocabulary.load(where)
+    source = _template(entry, settings, module.chat_template(options), getattr(module, "PROMPT_FORMAT", None), where)
+    format_ = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
+    form = load_format(format_.format)
+    notes += [
+        ("tokenizer", f"{where}, {vocab.size} tokens"),
+        ("template", f"from {source.origin}"),
+        ("format", f"{form.name}: {format_.why}"),
+    ]
+    stops = {vocab.specials[text] for text in form.stops if text in vocab.specials}
+    renderer = Renderer(
+        _compiled(source.text, vocab),
+        vocab,
+        thinking_default=entry.enable_thinking,
+        tools_template=_compiled(source.for_tools, vocab) if source.for_tools else None,
+    )
+    return TextParts(renderer, vocab, form, tuple(sorted(vocab.eos | stops)))
+
+
+def _template(
+    entry: ModelEntry, settings: ModelSettings, embedded: str | None, fallback: str | None, where: Path
+) -> TemplateSource:
+    return find_template(
+        chat_template=settings.chat_template,
+        prompt_format=settings.prompt_format,
+        embedded=embedded,
+        folder=where if where.is_dir() else where.parent,
+        name=entry.name,
+        fallback=fallback,
+    )
+
+
+def _compiled(text: str, vocab: HfVocabulary) -> ChatTemplate:
+    return ChatTemplate(text, bos_token=vocab.bos_token, eos_token=vocab.eos_token)
+
+
+def _cache_notes(entry: ModelEntry) -> list[tuple[str, str]]:
+    return [
+        (f"cache {name}", f"{cache.info.parallel} × {cache.info.window} tokens {cache.info.description}".rstrip())
+        for name, cache in entry.caches.items()
+    ]

@@ -1,0 +1,81 @@
+"""The hot routes in the API documentation: FastAPI does not see them, so their bodies are described from the structs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from modelyard.http.tokens import TokenBody
+from modelyard.protocols import openai_completions, openai_embeddings
+from modelyard.protocols.anthropic_messages import body as anthropic_messages
+from modelyard.protocols.openai_chat import body as openai_chat
+from modelyard.protocols.openai_responses import body as openai_responses
+
+_TAKES: tuple[tuple[str, str, str, type], ...] = (
+    ("/v1/messages", "Anthropic Messages", "AnthropicMessages", anthropic_messages.Body),
+    (
+        "/v1/messages/count_tokens",
+        "Count the tokens of a Messages request",
+        "AnthropicMessages",
+        anthropic_messages.Body,
+    ),
+    ("/v1/chat/completions", "OpenAI Chat Completions", "OpenaiChat", openai_chat.Body),
+    ("/v1/responses", "OpenAI Responses", "OpenaiResponses", openai_responses.Body),
+    ("/v1/responses/input_tokens", "Count the tokens of a Responses request", "OpenaiResponses", openai_responses.Body),
+    ("/v1/completions", "OpenAI Completions (legacy)", "OpenaiCompletions", openai_completions.Body),
+    ("/v1/embeddings", "OpenAI Embeddings", "OpenaiEmbeddings", openai_embeddings.Body),
+    ("/tokenize", "Text or messages to token ids", "Tokens", TokenBody),
+    ("/detokenize", "Token ids to text", "Tokens", TokenBody),
+    ("/apply-template", "Messages to the prompt that the model reads", "OpenaiChat", openai_chat.Body),
+)
+_GIVES = (
+    ("get", "/v1/models", "The models, in the shape of the protocol that asks"),
+    ("get", "/v1/models/{id}", "One model; any name that a route knows"),
+    ("get", "/v1/responses/{id}", "A stored response"),
+    ("delete", "/v1/responses/{id}", "Forget a stored response"),
+    ("get", "/v1/responses/{id}/input_items", "What a stored response was asked"),
+    ("get", "/health", "Is the server well, and each model"),
+    ("get", "/health/live", "Is the process alive"),
+    ("get", "/health/ready", "Can a model answer"),
+    ("get", "/metrics", "Prometheus metrics of all gateway processes"),
+)
+
+
+def describe(app: FastAPI) -> None:
+    """Replace the app's schema with one that has every route in it; made at the first look, then kept."""
+
+    def schema() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _add(made)
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = schema  # type: ignore[method-assign]
+
+
+def _add(schema: dict[str, Any]) -> None:
+    components = schema.setdefault("components", {}).setdefault("schemas", {})
+    paths = schema.setdefault("paths", {})
+    for path, summary, name, body in _TAKES:
+        inner, defined = msgspec.json.schema_components([body], ref_template=f"#/components/schemas/{name}.{{name}}")
+        components |= {f"{name}.{key}": value for key, value in defined.items()}
+        content = {"application/json": {"schema": inner[0]}}
+        paths.setdefault(path, {})["post"] = _operation(
+            summary, {"requestBody": {"required": True, "content": content}}
+        )
+    for method, path, summary in _GIVES:
+        paths.setdefault(path, {})[method] = _operation(summary, _path_parameters(path))
+
+
+def _operation(summary: str, more: dict[str, Any]) -> dict[str, Any]:
+    return {"summary": summary, "responses": {"200": {"description": "OK"}}} | more
+
+
+def _path_parameters(path: str) -> dict[str, Any]:
+    if "{id}" not in path:
+        return {}
+    return {"parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]}

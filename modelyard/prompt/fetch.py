@@ -1,0 +1,213 @@
+"""Fetch one image from an allowed host or folder, and from nowhere else.
+
+The dangers are requests that make the gateway read its owner's network or disk. So a host is checked by name, then by
+every address it resolves to, and the connection goes to the address that was checked: a second lookup could answer
+differently. Each redirect goes through the same gate. A file is checked after its symbolic links are resolved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+from fnmatch import fnmatchcase
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
+
+from msgspec import Struct
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.prompt.settings import ImageSettings
+
+if TYPE_CHECKING:
+    import httpx
+
+_REDIRECTS = 3
+_NAT64 = ip_network("64:ff9b::/96")
+_MAGIC = (
+    (b"\x89PNG\r\n\x1a\n", "image/png"),
+    (b"\xff\xd8\xff", "image/jpeg"),
+    (b"GIF87a", "image/gif"),
+    (b"GIF89a", "image/gif"),
+    (b"BM", "image/bmp"),
+    (b"II*\x00", "image/tiff"),
+    (b"MM\x00*", "image/tiff"),
+)
+
+
+class Picture(Struct, frozen=True):
+    media_type: str
+    data: bytes
+
+
+class Fetcher:
+    def __init__(self, settings: ImageSettings) -> None:
+        self._settings = settings
+        self._hosts = [allowed.lower() for allowed in settings.allow if not allowed.startswith("file://")]
+        self._folders = [Path(unquote(urlsplit(a).path)) for a in settings.allow if a.startswith("file://")]
+        self._client: httpx.AsyncClient | None = None
+
+    async def fetch(self, url: str) -> Picture:
+        scheme = url.partition(":")[0].lower()
+        if scheme == "file":
+            return await asyncio.to_thread(self._read, url)
+        if scheme not in ("http", "https"):
+            raise refused(f"an image URL begins with data:, http:, https: or file:, not {url[:40]!r}")
+        return await self._get(url)
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+
+    # --- http -------------------------------------------------------------------------------------------------------
+
+    async def _get(self, url: str) -> Picture:
+        import httpx
+
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                return await self._follow(httpx.URL(url))
+        except TimeoutError:
+            raise unreachable(
+                f"{url[:200]} did not arrive within {self._settings.timeout_s:g} s (the setting images.timeout_s)"
+            ) from None
+        except httpx.InvalidURL as error:
+            raise unreachable(f"{url[:200]!r} is not a URL: {error}") from None
+        except httpx.HTTPError as error:
+            raise unreachable(f"{url[:200]} cannot be fetched: {error or type(error).__name__}") from None
+
+    async def _follow(self, url: httpx.URL) -> Picture:
+        for _ in range(_REDIRECTS + 1):
+            found = await self._hop(url)
+            if isinstance(found, Picture):
+                return found
+            url = url.join(found)
+            if url.scheme not in ("http", "https"):
+                raise refused(f"the image's host redirects to {str(url)[:80]!r}: only http(s) is followed")
+        raise unreachable(f"the image's host redirects more than {_REDIRECTS} times")
+
+    async def _hop(self, url: httpx.URL) -> Picture | str:
+        """One request: the picture, or where it is said to be."""
+        host = url.raw_host.decode("ascii").lower().rstrip(".")
+        self._check_host(host)
+        address = await self._resolve(host)
+        client = self._connect()
+        async with client.stream(
+            "GET",
+            url.copy_with(host=address),
+            headers={"host": url.netloc.decode("ascii"), "accept": "image/*", "accept-encoding": "identity"},
+            extensions={"sni_hostname": host},
+        ) as response:
+            if response.is_redirect:
+                return response.headers["location"]
+            return await self._body(response, host)
+
+    def _connect(self) -> httpx.AsyncClient:
+        """No proxy: it would look the name up again. No kept connection: it would serve another name of the address."""
+        import httpx
+
+        if self._client is None:
+            limits = httpx.Limits(max_keepalive_connections=0)
+            self._client = httpx.AsyncClient(
+                trust_env=False, follow_redirects=False, limits=limits, timeout=self._settings.timeout_s
+            )
+        return self._client
+
+    def _check_host(self, host: str) -> None:
+        if not any(fnmatchcase(host, allowed) for allowed in self._hosts):
+            raise refused(f"images from {host!r} are not allowed; the setting images.allow lists the hosts that are")
+
+    async def _resolve(self, host: str) -> str:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise unreachable(f"the image's host {host!r} has no address: {error.strerror}") from None
+        addresses = [str(info[4][0]).partition("%")[0] for info in found]
+        if not self._settings.allow_private and not all(is_public(ip_address(a)) for a in addresses):
+            raise refused(
+                f"the image's host {host!r} has a private address; the setting images.allow_private permits that"
+            )
+        return addresses[0]
+
+    async def _body(self, response: httpx.Response, host: str) -> Picture:
+        limit = self._settings.max_bytes
+        if response.status_code != 200:
+            raise unreachable(f"the image's host {host!r} answered with status {response.status_code}")
+        media_type = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not media_type.startswith("image/") or response.headers.get("content-encoding", "identity") != "identity":
+            raise unreachable(f"the image's host {host!r} sent {media_type or 'no content type'!r}, not a plain image")
+        data = bytearray()
+        async for chunk in response.aiter_raw():
+            data += chunk
+            if len(data) > limit:
+                raise too_large(limit)
+        return Picture(media_type, bytes(data))
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def _read(self, url: str) -> Picture:
+        """The path is checked before it is touched: a refusal says nothing about what is there."""
+        parts = urlsplit(url)
+        path = Path(os.path.realpath(unquote(parts.path).replace("\0", "")))
+        folders = [Path(os.path.realpath(folder)) for folder in self._folders]
+        if parts.netloc not in ("", "localhost") or not any(path.is_relative_to(folder) for folder in folders):
+            raise refused('that file is not allowed; the setting images.allow lists folders as "file:///folder/"')
+        try:
+            data = _regular(path, self._settings.max_bytes)
+        except OSError as error:
+            raise unreachable(f"the image {path.name!r} cannot be read: {error.strerror}") from None
+        media_type = sniff(data)
+        if media_type is None:
+            raise unreachable(f"{path.name!r} is no image of a known kind (PNG, JPEG, GIF, WebP, BMP, TIFF)")
+        return Picture(media_type, data)
+
+
+def _regular(path: Path, limit: int) -> bytes:
+    """Never a pipe or a device: opening one could wait for ever, reading one might never end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise unreachable(f"the image {path.name!r} is not a regular file")
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise too_large(limit)
+    return data
+
+
+def sniff(data: bytes) -> str | None:
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "image/webp"
+    return next((kind for magic, kind in _MAGIC if data.startswith(magic)), None)
+
+
+def is_public(address: IPv4Address | IPv6Address) -> bool:
+    """Also looks at the IPv4 address that some IPv6 addresses carry inside."""
+    if isinstance(address, IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in _NAT64:
+            inner = IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(inner)
+    return address.is_global and not address.is_multicast
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refused(message: str) -> InvalidRequest:
+    return InvalidRequest(message, code="image_not_allowed", param="messages")
+
+
+def unreachable(message: str) -> InvalidRequest:
+    return InvalidRequest(message, code="image_unreachable", param="messages")
+
+
+def too_large(limit: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"an image is larger than {limit} bytes (the setting images.max_bytes)",
+        code="image_too_large",
+        param="messages",
+    )

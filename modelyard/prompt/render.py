@@ -1,0 +1,165 @@
+"""A request to the prompt that a model reads: template, shield and token cache of one model, held together.
+
+Needs no running engine: prompts are counted, checked and cut off before anything is leased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import Request
+from modelyard.core.vocab import Vocabulary
+from modelyard.prompt.conversation import Conversation, Entry
+from modelyard.prompt.sandbox import Frozen
+from modelyard.prompt.taming import TamedTemplate
+from modelyard.prompt.template import ChatTemplate, TemplateFailed
+from modelyard.prompt.tools import Toolbox, instructions
+from modelyard.vocab.prefix import Cuttable, PrefixTokens
+from modelyard.vocab.shield import Shield, unshield
+
+_HERE = "\ufdd1"  # marks where a prefilled reply ends; a noncharacter like the shield's own
+_OURS = frozenset({"messages", "range", "raise_exception", "strftime_now"})
+
+
+class Rendered(Struct, frozen=True):
+    """`text` as people may read it. `tail` is what the assistant's turn already holds: see `Renderer.tail`."""
+
+    text: str
+    ids: list[int]
+    tail: str
+
+
+class Renderer:
+    """`template_kwargs` are the model's own settings for its template; a request's win over them.
+
+    `tools_template` is the variant that some models bring for requests with tools.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        vocab: Vocabulary,
+        *,
+        thinking_default: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools_template: ChatTemplate | None = None,
+        cache_bytes: int = 32 << 20,
+    ) -> None:
+        self.vocab = vocab
+        self._plain = TamedTemplate(template)
+        self._with_tools = TamedTemplate(tools_template) if tools_template is not None else self._plain
+        self._thinking, self._kwargs = thinking_default, dict(template_kwargs or {})
+        self._shield = Shield(vocab.specials)
+        self._toolbox = Toolbox(self._shield)
+        images = any(template.mentions(word) for word in ("image", "image_url"))
+        self._conversation = Conversation(tuple(vocab.specials), self._toolbox, self._shield, images=images)
+        sources = template.source + (tools_template.source if tools_template else "")
+        self._tokens = PrefixTokens(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
+        self._opening = self._find_opening(template)
+
+    def __repr__(self) -> str:
+        return f"<Renderer {self._plain!r}>"
+
+    def text(self, request: Request) -> str:
+        """The prompt, with the shield's marks: for `tokens` and `fresh`. People get `unshield(text)`."""
+        tools = self._toolbox.offered(request.tools) if request.tools else []
+        tamed = self._with_tools if tools else self._plain
+        entries = self._conversation.entries(request)
+        variables = self._variables(request, tamed.template, tools)
+        if tools and not tamed.template.mentions("tools"):
+            entries = [{"role": "system", "content": instructions(tools)}, *entries]
+        if entries and _is_prefill(entries[-1]):
+            return _continued(tamed, entries, variables)
+        if entries and _is_empty_reply(entries[-1]):
+            entries = entries[:-1]
+        return tamed.render(entries, variables)
+
+    def _variables(self, request: Request, template: ChatTemplate, tools: list[Frozen]) -> dict[str, Any]:
+        out: dict[str, Any] = {"tools": tools or None, "documents": None, "add_generation_prompt": True}
+        reasoning = request.reasoning
+        enabled = reasoning.enabled if reasoning.enabled is not None else self._thinking
+        asked = {
+            "enable_thinking": enabled,
+            "thinking": enabled,
+            "reasoning_effort": reasoning.effort,
+            "thinking_budget": reasoning.budget,
+        }
+        out |= {name: value for name, value in asked.items() if value is not None and template.mentions(name)}
+        if request.documents:
+            out["documents"] = self._shield.deep(request.documents)
+        if self._kwargs or request.chat_template_kwargs:
+            out |= self._kwargs | self._checked(request.chat_template_kwargs)
+        return out
+
+    def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if taken := _OURS & kwargs.keys():
+            name = min(taken)
+            raise InvalidRequest(f"chat_template_kwargs may not set {name!r}", param=f"chat_template_kwargs.{name}")
+        return {name: self._shield.deep(value) for name, value in kwargs.items()}
+
+    def tokens(self, text: str) -> list[int]:
+        return self._tokens.encode(text)
+
+    def fresh(self, text: str) -> int:
+        """How many characters of it were never tokenized: the caller sends long ones to a thread."""
+        return self._tokens.fresh(text)
+
+    def raw(self, prompt: str) -> list[int]:
+        """A prompt without a template, as legacy completions send it. Control tokens in it are meant."""
+        ids = self._tokens.encode(unshield(prompt))
+        bos = self.vocab.bos
+        return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+    def apply(self, request: Request) -> Rendered:
+        text = self.text(request)
+        return Rendered(unshield(text), self.tokens(text), self.tail(text))
+
+    def tail(self, text: str) -> str:
+        """The end of the prompt from where the assistant's turn opens: whether reasoning is open is read from it."""
+        at = text.rfind(self._opening) if self._opening else -1
+        return unshield(text[at:]) if at >= 0 else ""
+
+    def _find_opening(self, template: ChatTemplate) -> str:
+        """What opens an assistant's turn, from a small prompt with and without it."""
+        entries: list[Entry] = [{"role": "user", "content": "probe one"}]
+        try:
+            with_it = template.render({"messages": entries, "tools": None, "add_generation_prompt": True})
+            without = template.render({"messages": entries, "tools": None, "add_generation_prompt": False})
+        except TemplateFailed:
+            return ""
+        opening = with_it[len(without) :] if with_it.startswith(without) else ""
+        opening = opening or with_it.rpartition("probe one")[2]
+        found = [text for text in self.vocab.specials if opening.startswith(text)]
+        return max(found, key=len) if found else opening.partition("\n")[0]
+
+
+def _cuts(vocab: Vocabulary, sources: str) -> list[str]:
+    """Only control tokens that the template writes: others are rare in prompts, and each one costs a little."""
+    if not isinstance(vocab, Cuttable):
+        return []
+    named = (getattr(vocab, "bos_token", ""), getattr(vocab, "eos_token", ""))
+    return [cut for cut in sorted(vocab.cuts) if cut in sources or cut in named]
+
+
+def _is_prefill(entry: Entry) -> bool:
+    return entry["role"] == "assistant" and "tool_calls" not in entry and bool(entry["content"])
+
+
+def _is_empty_reply(entry: Entry) -> bool:
+    return entry["role"] == "assistant" and len(entry) == 2 and not entry["content"]
+
+
+def _continued(tamed: TamedTemplate, entries: list[Entry], variables: dict[str, Any]) -> str:
+    """The prompt cut after the last message's text, so that the model goes on where it ends."""
+    reply = entries[-1]["content"]
+    marked = entries[-1] | {"content": reply + _HERE, "prefix": True}
+    try:
+        text = tamed.render([*entries[:-1], marked], variables | {"add_generation_prompt": False})
+    except TemplateFailed:
+        text = ""  # the template wants no reply at the end: it is put there by hand
+    head, found, _ = text.rpartition(_HERE)
+    return head if found else str(tamed.render(entries[:-1], variables)) + reply

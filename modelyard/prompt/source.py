@@ -1,0 +1,147 @@
+"""Where a model's chat template comes from: the first of these that has one.
+
+1. `chat_template` of the model: the text itself or the path of a file
+2. `prompt_format` of the model: the name of a template in `prompt/templates/`
+3. the model file's own metadata
+4. `chat_template.jinja`, `chat_template.json` or `tokenizer_config.json` in the model's folder
+5. the family, by the model's name
+6. the engine's own default (`fallback`), where it has one
+"""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from modelyard.core.errors import InvalidRequest
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_ALSO = {"chatml": "generic"}
+# what a model's name may hold → the built-in template of that family; the first one wins
+_FAMILIES = (
+    ("qwen", "qwen3_template"),
+    ("qwq", "qwen3_template"),
+    ("llama-3", "llama3_template"),
+    ("llama3", "llama3_template"),
+    ("mistral", "mistral_template"),
+    ("mixtral", "mistral_template"),
+    ("ministral", "mistral_template"),
+    ("devstral", "mistral_template"),
+    ("gemma-4", "gemma4_template"),
+    ("gemma4", "gemma4_template"),
+    ("smollm", "generic"),
+    ("hermes", "generic"),
+    ("chatml", "generic"),
+)
+
+
+class TemplateSource(NamedTuple):
+    """`for_tools` is the variant that some models bring for requests with tools."""
+
+    text: str
+    origin: str
+    for_tools: str | None = None
+
+
+def find_template(
+    *,
+    chat_template: str | None = None,
+    prompt_format: str | None = None,
+    embedded: str | None = None,
+    embedded_for_tools: str | None = None,
+    folder: Path | None = None,
+    name: str = "",
+    fallback: str | None = None,
+) -> TemplateSource:
+    if chat_template:
+        return _given(chat_template, folder)
+    if prompt_format:
+        return TemplateSource(builtin(prompt_format), f"prompt_format {prompt_format}")
+    if embedded:
+        return TemplateSource(embedded, "the model file's metadata", embedded_for_tools)
+    if folder is not None and (found := _in_folder(folder)) is not None:
+        return found
+    for part, family in _FAMILIES:
+        if part in name.lower():
+            return TemplateSource(builtin(family), f"the built-in {family}, for the name {name!r} holds {part!r}")
+    if fallback:
+        return TemplateSource(builtin(fallback), f"the engine's default, {fallback}")
+    raise _nothing(name, folder)
+
+
+def formats() -> tuple[str, ...]:
+    return tuple(sorted({path.stem for path in _TEMPLATES.glob("*.jinja")} | {"chatml"}))
+
+
+@cache
+def builtin(name: str) -> str:
+    known = _ALSO.get(name, name)
+    for stem in (known, f"{known}_template"):
+        if known.replace("_", "").isalnum() and (path := _TEMPLATES / f"{stem}.jinja").is_file():
+            return path.read_text("utf-8")
+    close = difflib.get_close_matches(name, formats(), 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise InvalidRequest(
+        f"there is no prompt_format {name!r}; known are {', '.join(formats())}.{hint}", code="unknown_prompt_format"
+    )
+
+
+def _given(chat_template: str, folder: Path | None) -> TemplateSource:
+    if "{" in chat_template or "\n" in chat_template:
+        return TemplateSource(chat_template, "chat_template")
+    path = Path(chat_template).expanduser()
+    for place in (path, folder / path if folder is not None else path):
+        if place.is_file():
+            return TemplateSource(_read(place), f"chat_template {place}")
+    raise InvalidRequest(
+        f"chat_template {chat_template!r} is neither a template (it has no braces) nor a file that exists",
+        code="template_missing",
+        param="chat_template",
+    )
+
+
+def _in_folder(folder: Path) -> TemplateSource | None:
+    if (path := folder / "chat_template.jinja").is_file():
+        return TemplateSource(_read(path), str(path))
+    for file in ("chat_template.json", "tokenizer_config.json"):
+        path = folder / file
+        if path.is_file() and (found := _in_json(path)) is not None:
+            return found
+    return None
+
+
+def _in_json(path: Path) -> TemplateSource | None:
+    try:
+        value: Any = msgspec.json.decode(_read(path))
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{path} is not valid JSON: {error}. Download it again", code="template_broken") from error
+    template = value.get("chat_template") if isinstance(value, dict) else None
+    if isinstance(template, str):
+        return TemplateSource(template, str(path))
+    if not isinstance(template, list):
+        return None
+    named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+    default = named.get("default") or next(iter(named.values()), None)
+    return TemplateSource(default, str(path), named.get("tool_use")) if isinstance(default, str) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{path} cannot be read: {error}", code="template_broken") from error
+
+
+def _nothing(name: str, folder: Path | None) -> InvalidRequest:
+    where = f" in {folder}" if folder is not None else ""
+    return InvalidRequest(
+        f"the model {name!r} brings no chat template{where}. What to do: 1. find the source model it was made from; "
+        "2. look for its chat_template.jinja, chat_template.json or the chat_template in its tokenizer_config.json; "
+        "3. compare it with the model's documentation; 4. set chat_template to its text or path, or set prompt_format "
+        f"to one of {', '.join(formats())}",
+        code="template_missing",
+    )

@@ -1,0 +1,146 @@
+"""The steps that bring a history into a form that a template takes: pure, each one a list of entries to another.
+
+None loses a word: what has no place of its own is told as text, in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from modelyard.prompt.conversation import Entry
+from modelyard.prompt.sandbox import tojson
+
+Step = Callable[[list[Entry]], list[Entry]]
+
+
+def developer_as_system(entries: list[Entry]) -> list[Entry]:
+    return [entry | {"role": "system"} if entry["role"] == "developer" else entry for entry in entries]
+
+
+def short_call_ids(entries: list[Entry]) -> list[Entry]:
+    """Some templates insist on nine letters and digits."""
+    return [_with_short_ids(entry) for entry in entries]
+
+
+def _with_short_ids(entry: Entry) -> Entry:
+    if "tool_call_id" in entry:
+        return entry | {"tool_call_id": _short(entry["tool_call_id"])}
+    if "tool_calls" in entry:
+        return entry | {"tool_calls": [call | {"id": _short(call["id"])} for call in entry["tool_calls"]]}
+    return entry
+
+
+def _short(id: str) -> str:
+    if len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    return hashlib.blake2b(id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]
+
+
+def one_system_first(entries: list[Entry]) -> list[Entry]:
+    """Leading system messages become one; later ones stay in their place as a reminder in the user's turn."""
+    start = _after_systems(entries)
+    head: list[Entry] = []
+    for entry in entries[:start]:
+        head = [_joined(head[0], entry)] if head else [entry]
+    return head + [_reminder(entry) if entry["role"] in _SYSTEM else entry for entry in entries[start:]]
+
+
+_SYSTEM = ("system", "developer")
+
+
+def _after_systems(entries: Sequence[Entry]) -> int:
+    return next((at for at, entry in enumerate(entries) if entry["role"] not in _SYSTEM), len(entries))
+
+
+def _reminder(entry: Entry) -> Entry:
+    return {"role": "user", "content": f"<system-reminder>\n{_text(entry['content'])}\n</system-reminder>"}
+
+
+def user_opens(entries: list[Entry]) -> list[Entry]:
+    start = _after_systems(entries)
+    if start < len(entries) and entries[start]["role"] == "user":
+        return entries
+    return [*entries[:start], {"role": "user", "content": "(the conversation goes on)"}, *entries[start:]]
+
+
+def one_message_a_turn(entries: list[Entry]) -> list[Entry]:
+    out: list[Entry] = []
+    for entry in entries:
+        if out and entry["role"] == out[-1]["role"] and entry["role"] in ("user", "assistant"):
+            out[-1] = _joined(out[-1], entry)
+        else:
+            out.append(entry)
+    return out
+
+
+def tools_as_text(entries: list[Entry]) -> list[Entry]:
+    return [_told(entry) for entry in entries]
+
+
+def _told(entry: Entry) -> Entry:
+    if entry["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{_text(entry['content'])}\n</tool_response>"}
+    if "tool_calls" not in entry:
+        return entry
+    calls = "\n".join(f"<tool_call>\n{tojson(call['function'])}\n</tool_call>" for call in entry["tool_calls"])
+    content = f"{entry['content']}\n{calls}" if entry["content"] else calls
+    return {key: value for key, value in entry.items() if key != "tool_calls"} | {"content": content}
+
+
+def system_in_first_user(entries: list[Entry]) -> list[Entry]:
+    head = one_system_first(entries)
+    if not head or head[0]["role"] not in _SYSTEM:
+        return head
+    system, rest = head[0] | {"role": "user"}, head[1:]
+    return [_joined(system, rest[0]), *rest[1:]] if rest and rest[0]["role"] == "user" else [system, *rest]
+
+
+# Applied in this order, whichever are on: a later step tidies up what an earlier one left.
+STEPS: tuple[Step, ...] = (
+    developer_as_system,
+    short_call_ids,
+    tools_as_text,
+    one_system_first,
+    user_opens,
+    system_in_first_user,
+    one_message_a_turn,
+)
+# Added in this order, for a history that still fails: the tools go last, for the model loses most with them.
+LADDER: tuple[Step, ...] = (
+    developer_as_system,
+    short_call_ids,
+    one_system_first,
+    user_opens,
+    one_message_a_turn,
+    tools_as_text,
+    system_in_first_user,
+)
+
+
+def _joined(first: Entry, second: Entry) -> Entry:
+    """Two messages of one role as one; nothing of either is lost."""
+    both = first | second | {"content": _joined_content(first["content"], second["content"])}
+    if "tool_calls" in both:
+        both["tool_calls"] = first.get("tool_calls", []) + second.get("tool_calls", [])
+    if "reasoning_content" in first and "reasoning_content" in second:
+        both["reasoning_content"] = first["reasoning_content"] + "\n" + second["reasoning_content"]
+    return both
+
+
+def _joined_content(first: str | list[Entry], second: str | list[Entry]) -> str | list[Entry]:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}" if first and second else first or second
+    return _listed(first) + _listed(second)
+
+
+def _listed(content: str | list[Entry]) -> list[Entry]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return content
+
+
+def _text(content: str | list[Entry]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(item.get("text", "[image]") for item in content)

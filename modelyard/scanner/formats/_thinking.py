@@ -1,0 +1,25 @@
+"""Reasoning between tags, as most families write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from modelyard.core.format import Go, Read, Region
+
+THINK = (("<think>", "</think>"),)
+EVERY_TAG = (
+    *THINK,
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+)
+
+
+def regions(pairs: tuple[tuple[str, str], ...], calls: Mapping[str, Read] | None = None) -> dict[str, Region]:
+    """Visible text and one region a pair of tags; calls are honoured in all of them."""
+    marks = dict(calls or {})
+    found = {"text": Region("text", {**{tag: Go(tag) for tag, _ in pairs}, **marks})}
+    for tag, close in pairs:
+        found[tag] = Region("thinking", {close: Go("text"), **marks})
+    return found

@@ -1,0 +1,32 @@
+"""Calls as JSON objects between tags: Hermes, Qwen 2.5 and Qwen 3, and every model that is taught by system text.
+
+<think>
+I need the weather.
+</think>
+
+Let me look.
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
+<tool_call>
+{"name": "get_time", "arguments": {}}
+</tool_call>
+"""
+
+from __future__ import annotations
+
+from modelyard.core.format import Format, Read
+from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.json_calls import json_calls
+
+_TAGS = (*THINK, ("<thinking>", "</thinking>"))
+
+FORMAT = Format(
+    name="hermes",
+    regions=regions(_TAGS, {"<tool_call>": Read(json_calls, ("</tool_call>",))}),
+    hidden=("</tool_call>", "<|im_end|>", *(close for _, close in _TAGS)),
+    stops=("<|im_end|>",),
+    turn=("<|im_start|>assistant",),
+    template=(("<tool_call>",),),
+    names=("hermes", "qwen2.5", "qwen-2.5", "qwen3", "qwen-3"),
+)

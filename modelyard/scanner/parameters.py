@@ -1,0 +1,119 @@
+"""Values between tags, as text: where such a value really ends, though it may hold the same tags itself.
+
+Code that is written into a file may contain the closing tag. It ends the value only where the next parameter that the
+schema knows, or the end of the call, follows. White space inside is exact: only the one line break on either side
+belongs to the tags.
+"""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+
+from modelyard.scanner.lexer import SURROGATES, Steps, Tape
+from modelyard.scanner.typed import TypedArguments
+
+_TAG = re.compile(f"[<{SURROGATES}]")
+_NAME_LIMIT = 128
+_SPACE_LIMIT = 512
+
+
+class Tags(Struct, frozen=True):
+    """`opening` begins a parameter's name, `named` ends it; `ends` close the whole call, `after` follow a call."""
+
+    opening: str
+    named: str
+    closing: str
+    ends: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+class Value:
+    """Reads one value into `arguments`, streaming what is certain to belong to it."""
+
+    def __init__(self, tape: Tape, tags: Tags, arguments: TypedArguments) -> None:
+        self._tape, self._tags, self._arguments = tape, tags, arguments
+        self._ends = tuple(map(tape.mark, tags.ends))
+        self._after = tuple(map(tape.mark, tags.after))
+        self._tokens = tuple(t for t in self._after if t in tape.special)  # certain: no text spells them
+        self._line = ""  # a line break that belongs to the closing tag, if one follows
+
+    def read(self) -> Steps[bool]:
+        """True: closed by its tag or by what follows. False: the output ended inside it."""
+        tape = self._tape
+        if (yield from tape.peek()) == "\n":
+            tape.skip(1)
+        while True:
+            found = _TAG.search(tape.text, tape.at)
+            self._say(tape.take(found.start() if found else len(tape.text)))
+            if (yield from tape.peek()) == "":
+                return False
+            if found and (yield from self._closes()):
+                return True
+            if found:
+                char = tape.skip(1)
+                self._say("" if char in tape.special else char)
+
+    def _say(self, text: str) -> None:
+        if not text:
+            return
+        text = self._line + text
+        self._line = "\n" if text.endswith("\n") else ""
+        if text := text.removesuffix("\n"):
+            self._arguments.text(text)
+
+    def _closes(self) -> Steps[bool]:
+        """A tag stands here. Does it end the value?"""
+        tags, tape = self._tags, self._tape
+        here = yield from tape.stands((tags.closing, tags.opening, *self._ends, *self._tokens))
+        if here == tags.closing:
+            if (yield from self._is_end(len(here))):
+                tape.skip(len(here))
+                return True
+            return False
+        if here == tags.opening:  # the closing tag was forgotten
+            return bool(self._line) and (yield from self._names_next(0))
+        return here is not None and (len(here) == 1 or (yield from self._is_over(len(here))))
+
+    def _is_end(self, offset: int) -> Steps[bool]:
+        offset = yield from self._past_space(offset)
+        if self._tape.ended and self._tape.at + offset >= len(self._tape.text):
+            return True
+        here = yield from self._tape.stands((self._tags.opening, *self._ends, *self._after), offset)
+        return here is not None and (here != self._tags.opening or (yield from self._names_next(offset)))
+
+    def _is_over(self, offset: int) -> Steps[bool]:
+        """The call's end without the value's: believed only where nothing but another call can follow."""
+        offset = yield from self._past_space(offset)
+        if self._tape.ended and self._tape.at + offset >= len(self._tape.text):
+            return True
+        return (yield from self._tape.stands((*self._after, *self._ends), offset)) is not None
+
+    def _past_space(self, offset: int) -> Steps[int]:
+        tape = self._tape
+        while offset < _SPACE_LIMIT:
+            if tape.at + offset < len(tape.text):
+                if not tape.text[tape.at + offset].isspace():
+                    break
+                offset += 1
+            elif tape.ended:
+                break
+            else:
+                yield
+        return offset
+
+    def _names_next(self, offset: int) -> Steps[bool]:
+        """A parameter tag stands there, with a name that the schema still waits for."""
+        tape, start = self._tape, offset + len(self._tags.opening)
+        while True:
+            end = tape.text.find(self._tags.named, tape.at + start, tape.at + start + _NAME_LIMIT)
+            if end >= 0:
+                return self._arguments.may_begin(parameter_name(tape.text[tape.at + start : end]))
+            if tape.ended or len(tape.text) - tape.at - start >= _NAME_LIMIT:
+                return False
+            yield
+
+
+def parameter_name(raw: str) -> str:
+    return raw.strip().strip("\"'")

@@ -1,0 +1,234 @@
+"""A model's raw output, piece by piece, into events: reasoning, text and tool calls, and nothing else.
+
+The machine is in one region of its format, or a reader is at work inside a call. Whatever cannot yet be decided waits,
+and never more than that: the events do not depend on how the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+
+from modelyard.core.engine import Piece
+from modelyard.core.events import Event
+from modelyard.core.format import Format, Go, Read
+from modelyard.core.request import Tool
+from modelyard.scanner.blocks import Blocks
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.lexer import Tape, Unreadable, alphabet, markers
+from modelyard.scanner.logprobs import Spell, Trail
+from modelyard.scanner.visible import Visible
+
+_ENOUGH_PROMPT = 4096
+
+
+class Scanner:
+    """`tools` are the ones on offer (None: any name is a call). `specials` holds the vocabulary's special tokens by
+    their text. `prefill` is the tail of the prompt, from the beginning of the turn that the model continues. `spell`
+    names token ids and is needed only where pieces carry log probabilities.
+    """
+
+    def __init__(
+        self,
+        format: Format,
+        *,
+        tools: Sequence[Tool] | None = (),
+        stop: Sequence[str] = (),
+        prefill: str = "",
+        new_id: Callable[[], str],
+        show_thinking: bool = True,
+        tool_stream: bool = True,
+        parallel: bool = True,
+        specials: Collection[str] = (),
+        spell: Spell | None = None,
+    ) -> None:
+        self._format = format
+        present = frozenset(m for m in markers(format) if m in specials) if specials else frozenset()
+        self._alphabet = alphabet(format, present)
+        self._tape = Tape(self._alphabet.codes)
+        self._blocks = Blocks()
+        self._visible = Visible(self._blocks, framed=format.framed, show_thinking=show_thinking)
+        self._calls = Calls(
+            self._tape,
+            self._blocks,
+            self._visible,
+            self._alphabet.clean,
+            tools=tools,
+            new_id=new_id,
+            stream=tool_stream,
+        )
+        self._reader: Generator[None, None, str | None] | None = None
+        self._reading: Read | None = None
+        self._spell = spell
+        self.reasoning_tokens = 0
+        self._enter(format.start)
+        if prefill:
+            self._prime(prefill)
+        self._visible.watch(stop)
+        self._starters = self._alphabet.starters(stop)
+        self._calls.parallel = parallel
+        self._quick = False
+
+    # --- what the gateway asks --------------------------------------------------------------------------------------
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string that ended the visible text."""
+        return self._visible.stopped
+
+    @property
+    def called(self) -> bool:
+        """A complete call was made."""
+        return self._calls.count > 0
+
+    @property
+    def done(self) -> bool:
+        """Nothing that may still come will be shown: the model can be stopped."""
+        return self._visible.stopped is not None or self._calls.is_enough
+
+    @property
+    def warnings(self) -> list[str]:
+        return self._calls.warnings
+
+    def feed(self, pieces: Sequence[Piece]) -> list[Event]:
+        search, say = self._starters.search, self._blocks.parts.append
+        for piece in pieces:
+            if self._quick and not piece.special and not search(piece.text) and piece.logprob is None:
+                say(piece.text)
+            elif self.done:
+                break
+            else:
+                self._step(piece)
+            if self._reader is None and self._region.kind == "thinking":
+                self.reasoning_tokens += 1
+        return self._blocks.take()
+
+    def finish(self, cut: bool = False) -> list[Event]:
+        """The output is over: everything is settled. `cut` says that a limit ended it, not the model."""
+        self._tape.ended, self._tape.cut = True, cut
+        if not self.done:
+            self._advance()
+        if not self.done:
+            self._visible.finish(self._region.kind)
+        self._blocks.close()
+        return self._blocks.take()
+
+    # --- the machine ------------------------------------------------------------------------------------------------
+
+    def _step(self, piece: Piece) -> None:
+        text = self._spelled(piece) if piece.special else piece.text
+        tape = self._tape
+        tape.push(text)
+        if piece.logprob is not None and self._spell:
+            self._visible.trail = self._visible.trail or Trail(self._spell)
+            self._visible.trail.note(tape.base + len(tape.text), piece.logprob)
+        self._advance()
+        self._quick = (
+            self._reader is None and not self.done and tape.is_empty and self._visible.is_clear(self._region.kind)
+        )
+
+    def _spelled(self, piece: Piece) -> str:
+        """A control token that is no marker of this family is never shown."""
+        return self._alphabet.codes.get(piece.text, "")
+
+    def _advance(self) -> None:
+        while not self.done and (self._scan() if self._reader is None else self._read()):
+            pass
+
+    def _scan(self) -> bool:
+        """Show text up to the next marker and act on it. False: more is needed."""
+        tape = self._tape
+        found = self._alphabet.find(tape)
+        if found is None:
+            self._show(len(tape.text) if tape.ended else self._alphabet.hold(tape))
+            return False
+        self._show(found.start())
+        if self._visible.stopped is None:
+            tape.at = found.end()
+            self._pass_over()
+            self._act(found.group())
+        return True
+
+    def _show(self, end: int) -> None:
+        tape, visible = self._tape, self._visible
+        if end > tape.at:
+            start, text = tape.base + tape.at, tape.text[tape.at : end]
+            tape.at = end
+            if visible.trail:
+                visible.trail.show(start, tape.base + end, visible.seen)
+            visible.show(self._region.kind, text)
+
+    def _pass_over(self) -> None:
+        if self._visible.trail:
+            self._visible.trail.pass_over(self._tape.base + self._tape.at)
+
+    def _act(self, marker: str) -> None:
+        action = self._actions.get(marker)
+        if isinstance(action, Go):
+            self._visible.turn()
+            self._enter(action.region)
+        elif isinstance(action, Read):
+            self._tape.kept = []
+            self._reading = action
+            self._reader = action.reader(self._tape, self._calls)
+
+    def _enter(self, region: str) -> None:
+        self._region = self._format.regions[region]
+        self._actions = self._alphabet.actions[region]
+        self._calls.kind = self._region.kind
+
+    def _read(self) -> bool:
+        assert self._reader is not None  # noqa: S101
+        try:
+            next(self._reader)
+        except StopIteration as over:
+            self._leave(over.value)
+        except Unreadable:
+            self._give_up()
+        else:
+            return False
+        finally:
+            self._pass_over()
+        return True
+
+    def _leave(self, region: str | None) -> None:
+        self._reader, self._tape.kept = None, None
+        if region is not None:
+            self._visible.turn()
+            self._enter(region)
+
+    def _give_up(self) -> None:
+        """The call is no call: what was sent of it ends there, else its text is given back."""
+        kept = "".join(self._tape.kept or ())
+        was_sent = self._calls.fail()
+        self._reader, self._tape.kept = None, None
+        if was_sent:
+            self._reader = self._skip(self._reading.close if self._reading else ())
+        elif text := self._alphabet.clean(kept):
+            self._visible.show(self._region.kind, text)
+
+    def _skip(self, close: tuple[str, ...]) -> Generator[None, None, str | None]:
+        """The rest of a broken call, up to its end or the next marker of any kind."""
+        tape = self._tape
+        while (found := self._alphabet.find(tape)) is None:
+            tape.at = self._alphabet.hold(tape)
+            if tape.ended:
+                tape.at = len(tape.text)
+                return None
+            yield
+        tape.at = found.end() if found.group() in map(tape.mark, close) else found.start()
+        return None
+
+    # --- the prompt's tail ------------------------------------------------------------------------------------------
+
+    def _prime(self, prefill: str) -> None:
+        """Learn what the prompt left open. The end of the input never closes anything."""
+        starts = [at + len(t) for t in self._format.turn if (at := prefill.rfind(t)) >= 0]
+        self._tape.push(self._alphabet.encode(prefill[max(starts, default=-_ENOUGH_PROMPT) :]))
+        self._advance()
+        self._blocks.forget()
+        self._visible.prime()
+        self._calls.count = 0
+        if self._reader is None:
+            self._tape.at = len(self._tape.text)
+        elif self._tape.kept is not None:
+            self._tape.kept.clear()

@@ -1,0 +1,149 @@
+"""Arguments of formats that write every value as text: what JSON they mean, by the tool's own schema.
+
+Text stays text unless the schema says otherwise. A value that fits none of its types is passed on as a string: the
+tool can say what is wrong with it better than we can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from modelyard.core.request import Tool
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.lexer import Unreadable
+from modelyard.scanner.repair import mend, mended
+
+_NAMES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_TYPES = frozenset({"string", "boolean", "integer", "number", "null", "object", "array"})
+_BOOLEANS = {"true": "true", "false": "false", "1": "true", "0": "false"}
+_MAX_REFS = 32
+
+
+def quoted(text: str) -> str:
+    """The text as a JSON string, without its quotes; half characters become the replacement character."""
+    try:
+        return msgspec.json.encode(text)[1:-1].decode()
+    except UnicodeEncodeError:
+        return quoted(text.encode("utf-8", "replace").decode())
+
+
+def types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, ...]:
+    """The JSON types that a schema allows, in its own order; empty: it does not say."""
+    if not isinstance(schema, Mapping) or depth > _MAX_REFS:
+        return ()
+    return tuple(dict.fromkeys(_named(schema, root, depth)))
+
+
+def _named(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    declared = schema.get("type")
+    if isinstance(declared, str | list):
+        yield from (t for t in ([declared] if isinstance(declared, str) else declared) if t in _TYPES)
+    elif "const" in schema or isinstance(schema.get("enum"), list):
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        yield from (_NAMES.get(type(v), "object" if isinstance(v, dict) else "array") for v in values)
+    elif isinstance(ref := schema.get("$ref"), str):
+        yield from types(_resolve(ref, root), root, depth + 1)
+    else:
+        yield from _combined(schema, root, depth)
+    if schema.get("nullable") is True:
+        yield "null"
+
+
+def _combined(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    for word in ("anyOf", "oneOf", "allOf"):
+        for one in schema.get(word) or ():
+            yield from types(one, root, depth + 1)
+    if "properties" in schema or "additionalProperties" in schema:
+        yield "object"
+    if "items" in schema:
+        yield "array"
+
+
+def _resolve(ref: str, root: Mapping[str, Any]) -> Any:
+    found: Any = root
+    for step in ref.removeprefix("#").split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def convert(raw: str, allowed: tuple[str, ...]) -> str:
+    """The JSON text of a raw value that may be of these types."""
+    text = raw.strip()
+    if "null" in allowed and text.lower() in ("null", "none"):
+        return "null"
+    for one in allowed:
+        if (found := _as(one, raw, text)) is not None:
+            return found
+    return f'"{quoted(raw)}"'
+
+
+def _as(one: str, raw: str, text: str) -> str | None:
+    if one == "string":
+        return f'"{quoted(raw)}"'
+    if one == "boolean":
+        return _BOOLEANS.get(text.lower())
+    if one in ("integer", "number"):
+        return _number(text, whole=one == "integer")
+    if one in ("object", "array"):
+        found = mend(text)
+        return found if found and found.startswith("{" if one == "object" else "[") else None
+    return None
+
+
+def _number(text: str, *, whole: bool) -> str | None:
+    try:
+        found = mended(text)
+    except Unreadable:
+        return None
+    if found in ("true", "false", "null"):
+        return None
+    if not whole or found.lstrip("-").isdigit():
+        return found
+    head, _, tail = found.partition(".")
+    return head if tail and not tail.strip("0") else None
+
+
+class TypedArguments:
+    """Writes a call's arguments object member by member; values that are certainly text are streamed."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        tool: Tool | None = calls.tool
+        self._root: Mapping[str, Any] = tool.parameters if tool else {}
+        properties = self._root.get("properties")
+        self.properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._opened = False
+        self._raw: list[str] | None = None
+        self._types: tuple[str, ...] = ()
+        self.given: set[str] = set()
+
+    def begin(self, name: str) -> None:
+        self._calls.put(f'{", " if self._opened else "{"}"{quoted(name)}": ')
+        self._opened = True
+        self.given.add(name)
+        self._types = types(self.properties.get(name), self._root)
+        if self._types in ((), ("string",)):
+            self._raw = None
+            self._calls.put('"')
+        else:
+            self._raw = []
+
+    def text(self, chunk: str) -> None:
+        if self._raw is None:
+            self._calls.put(quoted(chunk))
+        else:
+            self._raw.append(chunk)
+
+    def end(self) -> None:
+        self._calls.put('"' if self._raw is None else convert("".join(self._raw), self._types))
+
+    def close(self) -> None:
+        self._calls.put("}" if self._opened else "{}")
+        self._calls.close()
+
+    def may_begin(self, name: str) -> bool:
+        """A parameter of that name can come next, as far as the schema knows."""
+        return name not in self.given and (not self.properties or name in self.properties)

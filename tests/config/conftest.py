@@ -1,0 +1,56 @@
+"""A build with one engine, `toy`, so that nothing here depends on the engines that really exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from modelyard import plugins
+from modelyard.config import Loaded, load
+from modelyard.core.errors import InvalidRequest
+
+
+class ToyOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    speed: float = Field(default=1.0, gt=0)
+    path: str | None = None
+    wiring: str = ""
+
+    @field_validator("wiring")
+    @classmethod
+    def _exists(cls, value: str) -> str:
+        if value == "gone.toml":
+            raise InvalidRequest("gone.toml cannot be read")
+        return value
+
+
+def _load(package: str, name: str) -> Any:
+    if name == "bare":
+        raise plugins.MissingLibrary("bare needs the Python package 'bones'")
+    return SimpleNamespace(Options=ToyOptions)
+
+
+@pytest.fixture(autouse=True)
+def toy_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugins, "names", lambda package: ("bare", "toy"))
+    monkeypatch.setattr(plugins, "load", _load)
+
+
+Loader = Callable[..., Loaded]
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Loader:
+    """Load TOML text as a file named c.toml."""
+
+    def loader(text: str, **env: str) -> Loaded:
+        (tmp_path / "c.toml").write_text(text)
+        return load(Path("c.toml"), env=env, cwd=tmp_path)
+
+    return loader

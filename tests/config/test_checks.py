@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from modelyard.config import ConfigError
+from tests.config.conftest import Loader
+
+BASE = """
+[models.m]
+backend = "toy"
+aliases = ["big"]
+[models.n]
+backend = "toy"
+[caches.main]
+model = "m"
+n_ctx = 100
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '[caches.c]\nmodel = "mm"\nn_ctx = 1',
+            "caches.c.model: there is no model 'mm'; known: m, n. Did you mean 'm'?",
+        ),
+        ('[caches.n]\nmodel = "m"\nn_ctx = 1', "caches.n: has the name of a model but is a cache of 'm'"),
+        (
+            '[[routes]]\ncache = "mian"',
+            "routes[0].cache: there is no cache 'mian'; known: main, n. Did you mean 'main'?",
+        ),
+        ('[[routes]]\nmodel = "x"', "routes[0].model: there is no model 'x'"),
+        ('[[routes]]\nmodel = "n"\ncache = "main"', "routes[0].model: cache 'main' belongs to 'm', not to 'n'"),
+        ("[[routes]]\nmatch = 'x'", "routes[0]: a route needs cache or model"),
+        ('[models.o]\nbackend = "toy"\naliases = ["big"]', "models.o.aliases[0]: 'big' is already an alias of 'm'."),
+        ('[models.o]\nbackend = "toy"\naliases = ["n"]', "models.o.aliases[0]: 'n' is already the id of a model."),
+        ('[[keys]]\nname = "a"', "keys[0]: a key needs exactly one of hash, env and key; found none of them."),
+        ('[[keys]]\nname = "a"\nenv = "NOPE"', "keys[0].env: the environment variable 'NOPE' is not set."),
+        ('[http]\nssl_certfile = "c.pem"', "http: ssl_certfile is set but ssl_keyfile is not; TLS needs both."),
+        ('[http]\nssl_certfile = "c"\nssl_keyfile = "k"', "http.ssl_certfile: there is no file 'c'."),
+    ],
+)
+def test_what_cannot_work_is_an_error(text: str, message: str, toml: Loader) -> None:
+    with pytest.raises(ConfigError) as error:
+        toml(BASE + text)
+    assert message in str(error.value)
+
+
+def test_a_default_model_must_exist(toml: Loader) -> None:
+    with pytest.raises(ConfigError, match="default_model: there is no model 'x'; known: "):
+        toml('default_model = "x"\n' + BASE)
+    assert toml('default_model = "big"\n' + BASE).config.default_model == "big"
+
+
+def test_two_keys_of_one_name_are_an_error(toml: Loader) -> None:
+    digest = hashlib.sha256(b"x").hexdigest()
+    key = f'[[keys]]\nname = "a"\nhash = "sha256:{digest}"\n'
+    with pytest.raises(ConfigError, match=r"keys\[1\]\.name: two keys are named 'a'"):
+        toml(BASE + key + key)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[[keys]]\nname = "a"\nkey = "plain"', "keys[0].key: stands in the file in plain text."),
+        ('[scheduler]\nendpoint = "tcp://h:1"', "scheduler.endpoint: is not used by this build"),
+        ('[[routes]]\ncache = "main"\n[[routes]]\nmatch = "X*"\nmodel = "n"', "routes[1]: is never reached: routes[0]"),
+        (
+            '[[routes]]\nmatch = ["*a*", "b"]\ncache = "main"\n[[routes]]\nmatch = ["B", "xA"]\nmodel = "n"',
+            "routes[1]: is never reached: routes[0]",
+        ),
+        ('[caches.two]\nmodel = "n"\nn_ctx = 1\n[models.n]\nn_ctx = 5', "models.n.n_ctx: is not used"),
+    ],
+)
+def test_what_is_odd_is_a_warning(text: str, message: str, toml: Loader) -> None:
+    base = BASE.replace('[models.n]\nbackend = "toy"\n', "") if "[models.n]" in text else BASE
+    text = text.replace("[models.n]", '[models.n]\nbackend = "toy"')
+    (problem,) = toml(base + text).problems
+    assert problem.level == "warning"
+    assert message in str(problem)
+    assert 'plain"' not in problem.message
+
+
+def test_a_route_with_another_endpoint_is_not_shadowed(toml: Loader) -> None:
+    routes = '[[routes]]\nendpoint = "/v1/messages*"\ncache = "main"\n[[routes]]\nmodel = "n"'
+    assert toml(BASE + routes).problems == []

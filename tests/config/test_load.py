@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard import plugins
+from modelyard.config import ConfigError, load
+from modelyard.config.layers import merge
+from tests.config.conftest import Loader
+
+TOY = '[models.m]\nbackend = "toy"\n'
+
+
+def told(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
+    return [f"{problem.path}: {problem.message}" for problem in error.value.problems]
+
+
+def test_without_files_the_embedded_demo_is_loaded(tmp_path: Path) -> None:
+    loaded = load(env={}, cwd=tmp_path)
+    assert loaded.source == ["embedded default"]
+    assert {name: cache.n_ctx for name, cache in loaded.config.caches.items()} == {"main": 8192, "fast": 4096}
+    assert [route.match for route in loaded.config.routes] == [["*haiku*"], ["*"]]
+    assert loaded.config.models["demo"].backend == "fake"
+
+
+def test_the_embedded_demo_stands_aside_for_a_file_with_models(toml: Loader) -> None:
+    config = toml(TOY).config
+    assert (list(config.models), config.caches, config.routes) == (["m"], {}, [])
+
+
+def test_a_file_without_models_keeps_the_embedded_demo(toml: Loader) -> None:
+    loaded = toml("[http]\nport = 9001\n")
+    assert loaded.config.http.port == 9001
+    assert list(loaded.config.models) == ["demo"]
+
+
+def test_environment_goes_over_files_and_the_command_line_over_both(tmp_path: Path) -> None:
+    (tmp_path / "modelyard.toml").write_text('[http]\nport = 1\nhost = "a"\n[log]\nlevel = "error"\n')
+    env = {"MODELYARD_HTTP_PORT": "2", "MODELYARD_HTTP_HOST": "b"}
+    config = load(env=env, cwd=tmp_path, overrides={"http": {"port": 3, "workers": None}}).config
+    assert (config.http.port, config.http.host, config.log.level, config.http.workers) == (3, "b", "error", 1)
+
+
+def test_options_left_out_on_the_command_line_are_no_layer(tmp_path: Path) -> None:
+    assert load(env={}, cwd=tmp_path, overrides={"http": {"port": None}}).source == ["embedded default"]
+
+
+def test_every_error_is_told_at_once_with_file_path_and_suggestion(toml: Loader, tmp_path: Path) -> None:
+    text = """
+        htpp = 1
+        [http]
+        prot = 8
+        port = "abc"
+        [models.m]
+        backend = "toy"
+        spede = 2.0
+        [caches.c]
+        model = "n"
+        n_ctx = 0
+        [[routes]]
+        match = "x"
+        cache = "d"
+    """
+    with pytest.raises(ConfigError) as error:
+        toml(text)
+    assert told(error) == [
+        "htpp: unknown key. Did you mean 'http'?",
+        "http.port: must be a valid integer, unable to parse string as an integer, got 'abc'.",
+        "http.prot: unknown key. Did you mean 'port'?",
+        "caches.c.n_ctx: must be greater than 0, got 0.",
+        "models.m.spede: unknown key; neither common to all models nor toy's own. Did you mean 'speed'?",
+        "routes[0].cache: there is no cache 'd'; known: c, m.",
+    ]
+    assert {problem.source for problem in error.value.problems} == {str(tmp_path / "c.toml")}
+    assert str(error.value).splitlines()[0] == f"{tmp_path / 'c.toml'}: htpp: unknown key. Did you mean 'http'?"
+
+
+def test_an_error_speaks_the_style_of_the_file_that_caused_it(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(
+        json.dumps({"service": {"port": "x"}, "engine": {"models": {"m": {"backend": "toy", "model_path": 5}}}})
+    )
+    with pytest.raises(ConfigError) as error:
+        load(Path("a.json"), env={"MODELYARD_LOG_LEVEL": "loud"}, cwd=tmp_path)
+    by_path = {problem.path: problem.source for problem in error.value.problems}
+    file = str(tmp_path / "a.json")
+    assert by_path == {
+        "service.port": file,
+        "engine.models.m.model_path": file,
+        "MODELYARD_LOG_LEVEL": "environment",
+    }
+
+
+def test_an_error_names_the_one_of_two_files_that_holds_the_value(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/settings.json").write_text('{"service": {"port": 1}}')
+    (tmp_path / "config/local.json").write_text('{"service": {"port": -1}}')
+    with pytest.raises(ConfigError) as error:
+        load(env={}, cwd=tmp_path)
+    assert [problem.source for problem in error.value.problems] == [str(tmp_path / "config/local.json")]
+
+
+def test_a_secret_is_never_quoted(toml: Loader) -> None:
+    with pytest.raises(ConfigError) as error:
+        toml('[[keys]]\nname = "a"\nkey = ["hush"]\n')
+    assert "hush" not in str(error.value)
+
+
+def test_local_settings_win_key_by_key(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    base = {"engine": {"backend": "toy", "models": {"m": {"model_path": "/x", "replicas": 2}, "n": {}}}}
+    (tmp_path / "config/settings.json").write_text(json.dumps(base))
+    (tmp_path / "config/local.json").write_text('{"engine": {"models": {"m": {"enabled": true}}}}')
+    models = load(env={}, cwd=tmp_path).config.models
+    assert (models["m"].path, models["m"].replicas, models["m"].enabled) == ("/x", 2, True)
+    assert models["n"].enabled is False
+
+
+def test_keys_of_the_environment_add_to_those_of_the_file(toml: Loader) -> None:
+    config = toml(f'{TOY}[[keys]]\nname = "a"\nhash = "sha256:{"0" * 64}"\n', MODELYARD_API_KEY="k").config
+    assert [(key.name, key.admin) for key in config.keys] == [("a", False), ("env", False)]
+    config = toml(TOY, MODELYARD_ADMIN_KEY="k").config
+    assert [(key.name, key.env, key.admin) for key in config.keys] == [("env-admin", "MODELYARD_ADMIN_KEY", True)]
+
+
+def test_an_engine_that_the_build_lacks_is_one_problem_and_no_error(toml: Loader) -> None:
+    loaded = toml('[models.m]\nbackend = "llama_cpp"\ngguf_n_ctx = 8\nany = "thing"\n')
+    assert [(p.path, p.level) for p in loaded.problems] == [("models.m.backend", "unavailable")]
+    assert loaded.problems[0].message == "'llama_cpp' is not one of the engines of this build: bare, toy."
+    assert loaded.config.models["m"].options == {"gguf_n_ctx": 8, "any": "thing"}
+
+
+@pytest.mark.parametrize("name", ["claude-code.toml", "demo.toml", "pool-settings.json"])
+def test_each_example_loads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # with the engines that really exist
+    folder = Path(__file__).parents[2] / "configs"
+    assert {file.name for file in folder.iterdir()} >= {name}
+    loaded = load(folder / name, env={})
+    lacking = [n for n, model in loaded.config.models.items() if model.backend not in plugins.names("engines")]
+    assert [p.path for p in loaded.problems] == [f"models.{name}.backend" for name in lacking]
+    assert loaded.config.router().resolve("demo-small" if "pool" in name else "claude-haiku", "/v1/messages")
+
+
+def test_every_file_in_configs_is_tested() -> None:
+    folder = Path(__file__).parents[2] / "configs"
+    assert sorted(file.name for file in folder.iterdir()) == ["claude-code.toml", "demo.toml", "pool-settings.json"]
+
+
+def test_the_example_for_claude_code_sends_haiku_to_the_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = load(Path(__file__).parents[2] / "configs/claude-code.toml", env={}).config.router()
+    haiku, sonnet = (router.resolve(name, "/v1/messages") for name in ("claude-3-5-haiku", "claude-sonnet-4"))
+    assert (haiku.cache, haiku.window, sonnet.cache, sonnet.window) == ("fast", 8192, "main", 32768)
+
+
+TREES: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
+    st.sampled_from("abc"),
+    st.recursive(st.integers() | st.lists(st.integers()), lambda c: st.dictionaries(st.sampled_from("abc"), c)),
+)
+
+
+@given(TREES, TREES, TREES)
+@settings(deadline=None, max_examples=60)
+def test_the_later_layer_wins_and_merging_again_changes_nothing(a: Any, b: Any, c: Any) -> None:
+    assert merge(merge(a, b), {}) == merge(a, b)
+    assert merge(b, b) == b
+    for key, value in c.items():
+        if not isinstance(value, dict):
+            assert merge(merge(a, b), c)[key] == value

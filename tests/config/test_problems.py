@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import pytest
+
+from modelyard.config import Problem
+from modelyard.config.problems import Loc, spell, suggest
+
+
+@pytest.mark.parametrize(
+    ("loc", "text"),
+    [
+        (("http", "port"), "http.port"),
+        (("routes", 0, "match"), "routes[0].match"),
+        (("models", "qwen2.5", "path"), 'models."qwen2.5".path'),
+        ((), ""),
+    ],
+)
+def test_a_place_is_spelled_as_in_toml(loc: Loc, text: str) -> None:
+    assert spell(loc) == text
+
+
+def test_a_problem_leaves_out_what_it_does_not_have() -> None:
+    assert str(Problem("f", "a.b", "is wrong.")) == "f: a.b: is wrong."
+    assert str(Problem("f", "", "is wrong.")) == "f: is wrong."
+
+
+def test_nothing_near_gives_no_suggestion() -> None:
+    assert suggest("zzz", ["port", "host"]) == ""
+    assert suggest("prt", ["port", "host"]) == " Did you mean 'port'?"

@@ -1,0 +1,13 @@
+"""A small real vocabulary and the pieces that prompts are made of."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelyard.vocab.hf import HfVocabulary
+from tests.vocab import tokenizers_made as made
+
+
+@pytest.fixture(scope="session")
+def vocab() -> HfVocabulary:
+    return HfVocabulary.from_text(made.byte_level())

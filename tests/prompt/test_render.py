@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import Image, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolReference, ToolResult
+from modelyard.prompt.render import Renderer
+from modelyard.prompt.source import builtin, formats
+from modelyard.prompt.template import ChatTemplate
+from modelyard.vocab.folder import Ends
+from modelyard.vocab.hf import HfVocabulary
+from tests.prompt.histories import TOOL, ask, call, result, say
+from tests.vocab import tokenizers_made as made
+
+VOCAB = HfVocabulary.from_text(made.byte_level())
+CHATML = Renderer(ChatTemplate(builtin("generic")), VOCAB)
+
+
+def echo(source: str, **settings: Any) -> Renderer:
+    return Renderer(ChatTemplate(source), VOCAB, **settings)
+
+
+def test_two_messages_become_chatml() -> None:
+    rendered = CHATML.apply(ask(say("system", "Be brief."), say("user", "Hi")))
+    assert (
+        rendered.text
+        == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert rendered.ids == VOCAB.encode(rendered.text)
+    assert rendered.tail == "<|im_start|>assistant\n"
+
+
+SPELLING = st.lists(
+    st.sampled_from([*made.CONTROLS, *made.MARKERS, "<|im_", "end|>", " ", "x", "\ufdd0", "\n"]), max_size=6
+).map("".join)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SPELLING, SPELLING, SPELLING)
+def test_text_that_spells_a_control_token_never_becomes_one(user: str, tool: str, system: str) -> None:
+    def ids(user: str, tool: str, system: str) -> list[int]:
+        asked = (
+            say("system", system),
+            say("user", "q", user),
+            say("assistant", call(arguments=f'{{"path": {_json(tool)}}}')),
+        )
+        request = ask(*asked, result(text=tool), tools=(Tool("read_file", user, {"title": tool}),))
+        return [id for id in CHATML.apply(request).ids if id in VOCAB.specials.values()]
+
+    assert ids(user + ".", tool + ".", system + ".") == ids(".", ".", ".")
+
+
+def _json(text: str) -> str:
+    return '"' + "".join(f"\\u{ord(character):04x}" for character in text) + '"'
+
+
+def test_a_quoted_end_of_turn_reads_back_as_it_was_written() -> None:
+    rendered = CHATML.apply(ask(say("user", "what is <|im_end|>?")))
+    assert "what is <|im_end|>?" in rendered.text
+    assert VOCAB.decode(rendered.ids) == rendered.text
+    assert rendered.ids.count(VOCAB.specials["<|im_end|>"]) == 1
+
+
+def test_a_growing_conversation_keeps_its_prefix_and_is_not_tokenized_again() -> None:
+    first = ask(say("system", "rules"), say("user", "one"), say("assistant", "two"), say("user", "three"))
+    grown = ask(*first.messages, say("assistant", "four"), say("user", "five five"))
+    renderer = echo(builtin("generic"))
+    renderer.apply(first)
+    text = renderer.text(grown)
+    assert text.startswith(renderer.text(first))
+    assert renderer.fresh(text) <= len("assistant\nfouruser\nfive five")
+
+
+def test_calls_results_and_reasoning_reach_the_template() -> None:
+    source = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+    asked = say("assistant", Thinking("hm"), "let me", call()), result()
+    lines = echo(source).text(ask(*asked)).splitlines()
+    assert lines == [
+        '{"role": "assistant", "content": "let me", "reasoning_content": "hm", "tool_calls": [{"id": "call_0123456789", '
+        '"type": "function", "function": {"name": "read_file", "arguments": {"path": "a.txt"}}}]}',
+        '{"role": "tool", "name": "read_file", "tool_call_id": "call_0123456789", "content": "WORD-RESULT"}',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("made_call", "arguments"),
+    [
+        (ToolCall("1", "f", ""), "{}"),
+        (ToolCall("1", "f", "[1]"), '{"__raw": "[1]"}'),
+        (ToolCall("1", "f", '{"a": '), '{"__raw": "{\\"a\\": "}'),
+        (ToolCall("1", "f", "patch", custom=True), '{"input": "patch"}'),
+        (ToolCall("1", "f", '{"x": 5000.0}'), '{"x": 5000.0}'),
+    ],
+)
+def test_arguments_are_a_dictionary_whatever_the_client_sent(made_call: ToolCall, arguments: str) -> None:
+    source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    assert (
+        echo("{% if false %}tools{% endif %}" + source).text(ask(say("assistant", made_call), say("user", "")))
+        == arguments
+    )
+
+
+def test_deferred_tools_stand_where_they_were_found_and_server_tools_nowhere() -> None:
+    tools = (
+        TOOL,
+        Tool("late_one", "Later.", deferred=True),
+        Tool("cloud_search", kind="server"),
+        Tool("patch", kind="custom"),
+    )
+    found = say("tool", ToolResult("1", (Text("found"), ToolReference("late_one"))))
+    text = CHATML.text(ask(say("user", "WORD-ONE"), say("assistant", call("1")), found, tools=tools))
+    assert text.index("WORD-ONE") < text.index("late_one")
+    assert text.index("patch") < text.index("WORD-ONE")
+    assert "cloud_search" not in text
+    assert '"input": {"type": "string"}' in text
+
+
+def test_tools_are_told_in_words_where_the_template_knows_none() -> None:
+    text = echo("{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}").text(
+        ask(say("user", "x"), tools=(TOOL,))
+    )
+    assert text.startswith("system:")
+    assert '"name": "read_file"' in text
+
+
+def test_a_tools_template_is_used_only_with_tools() -> None:
+    renderer = echo("plain", tools_template=ChatTemplate("{{ tools | length }} tools"))
+    assert renderer.text(ask(say("user", "x"))) == "plain"
+    assert renderer.text(ask(say("user", "x"), tools=(TOOL,))) == "1 tools"
+
+
+def test_images_are_parts_where_the_template_has_them_and_a_word_elsewhere() -> None:
+    request = ask(say("user", "look", Image("data:image/png;base64,")))
+    with_images = "{% for m in messages %}{% for p in m.content %}[{{ 'PIC' if p.type == 'image' else p.text }}]{% endfor %}{% endfor %}"
+    assert echo(with_images).text(request) == "[look][PIC]"
+    assert echo("{% for m in messages %}{{ m.content }}{% endfor %}").text(request) == "look\n[image]"
+
+
+@pytest.mark.parametrize(
+    ("asked", "default", "kwargs", "seen"),
+    [
+        (None, None, {}, "unset"),
+        (True, None, {}, "True"),
+        (None, False, {}, "False"),
+        (True, False, {}, "True"),
+        (True, True, {"enable_thinking": False}, "False"),
+    ],
+)
+def test_thinking_is_the_requests_then_the_models(
+    asked: bool | None, default: bool | None, kwargs: dict[str, Any], seen: str
+) -> None:
+    renderer = echo("{{ enable_thinking | default('unset') }}", thinking_default=default)
+    request = Request(
+        model="m", messages=(say("user", "x"),), reasoning=Reasoning(enabled=asked), chat_template_kwargs=kwargs
+    )
+    assert renderer.text(request) == seen
+
+
+def test_effort_and_documents_and_settings_reach_the_template() -> None:
+    renderer = echo("{{ reasoning_effort }} {{ documents[0].title }} {{ style }}", template_kwargs={"style": "terse"})
+    request = Request(model="m", reasoning=Reasoning(effort="low"), documents=({"title": "T"},))
+    assert renderer.text(request) == "low T terse"
+
+
+def test_a_client_cannot_replace_the_messages() -> None:
+    with pytest.raises(InvalidRequest, match="messages"):
+        CHATML.text(Request(model="m", chat_template_kwargs={"messages": []}))
+
+
+@pytest.mark.parametrize("name", formats())
+def test_a_prefilled_reply_goes_on_where_it_ends(name: str) -> None:
+    renderer = echo(builtin(name))
+    rendered = renderer.apply(ask(say("user", "WORD-ONE"), say("assistant", "Sure, here")))
+    assert rendered.text.endswith("Sure, here")
+    assert rendered.tail.endswith("Sure, here")
+    assert "WORD-ONE" not in rendered.tail
+
+
+def test_a_prefill_that_the_template_refuses_is_put_there_by_hand() -> None:
+    source = (
+        "{% if messages[-1].role == 'assistant' %}{{ raise_exception('last must be user') }}{% endif %}"
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
+    )
+    assert echo(source).text(ask(say("user", "a"), say("assistant", "b"))) == "<a>bot:b"
+
+
+def test_an_empty_reply_at_the_end_is_no_turn() -> None:
+    asked = ask(say("user", "a"))
+    assert CHATML.text(ask(*asked.messages, say("assistant", ""))) == CHATML.text(asked)
+
+
+def test_the_tail_tells_whether_reasoning_is_open() -> None:
+    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    assert echo(source).apply(ask(say("user", "a"))).tail == "<|im_start|>assistant\n<think>\n"
+
+
+def test_raw_prompts_take_control_tokens_for_what_they_are_and_begin_once() -> None:
+    vocab = HfVocabulary.from_text(made.byte_level(), ends=Ends("<|endoftext|>", adds_bos=True))
+    renderer = Renderer(ChatTemplate("x"), vocab)
+    assert renderer.raw("a<|im_end|>") == [0, *vocab.encode("a"), 2]
+    assert renderer.raw("<|endoftext|>a") == [0, *vocab.encode("a")]
+    assert CHATML.raw("a") == VOCAB.encode("a")

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.prompt.source import builtin, find_template, formats
+from modelyard.prompt.template import ChatTemplate
+
+
+def test_the_order_of_the_sources(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("folder")
+    all_of_them = {"prompt_format": "generic", "embedded": "metadata", "folder": tmp_path, "name": "qwen3-8b"}
+    assert find_template(chat_template="{{ x }}", **all_of_them).text == "{{ x }}"  # type: ignore[arg-type]
+    assert find_template(**all_of_them).text == builtin("generic")  # type: ignore[arg-type]
+    assert find_template(embedded="metadata", folder=tmp_path).origin == "the model file's metadata"
+    assert find_template(folder=tmp_path, name="qwen3-8b").text == "folder"
+    assert find_template(name="Qwen3-8B-Q4").text == builtin("qwen3_template")
+
+
+def test_a_template_may_be_a_path(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("own")
+    found = find_template(chat_template="own.jinja", folder=tmp_path)
+    assert (found.text, found.origin) == ("own", f"chat_template {tmp_path / 'own.jinja'}")
+    with pytest.raises(InvalidRequest, match=r"other\.jinja"):
+        find_template(chat_template="other.jinja", folder=tmp_path)
+
+
+@pytest.mark.parametrize("file", ["chat_template.json", "tokenizer_config.json"])
+def test_json_files_hold_one_template_or_a_list(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_text(json.dumps({"chat_template": "one"}))
+    assert find_template(folder=tmp_path)[:2] == ("one", str(tmp_path / file))
+    several = [{"name": "tool_use", "template": "with tools"}, {"name": "default", "template": "plain"}]
+    (tmp_path / file).write_text(json.dumps({"chat_template": several}))
+    found = find_template(folder=tmp_path)
+    assert (found.text, found.for_tools) == ("plain", "with tools")
+
+
+def test_a_broken_json_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text("{")
+    with pytest.raises(InvalidRequest, match=r"chat_template\.json"):
+        find_template(folder=tmp_path)
+
+
+def test_nothing_found_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match=r"tokenizer_config\.json.*set chat_template.*generic"):
+        find_template(folder=tmp_path, name="mystery")
+
+
+@pytest.mark.parametrize("name", formats())
+def test_every_built_in_template_compiles(name: str) -> None:
+    assert ChatTemplate(builtin(name)).render({"messages": [{"role": "user", "content": "WORD"}]}).count("WORD") == 1
+
+
+def test_formats_go_by_file_name_with_or_without_its_ending() -> None:
+    assert builtin("llama3") == builtin("llama3_template")
+    assert builtin("chatml") == builtin("generic")
+    for wrong in ("qwen4_template", "../source", "generic.jinja"):
+        with pytest.raises(InvalidRequest, match="prompt_format"):
+            builtin(wrong)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from modelyard.prompt.render import Renderer
+from modelyard.prompt.source import builtin, formats
+from modelyard.prompt.taming import TamedTemplate
+from modelyard.prompt.template import ChatTemplate, TemplateRefused
+from modelyard.vocab.hf import HfVocabulary
+from tests.prompt.histories import HISTORIES, ask, say
+
+STRICT = """{{ bos_token }}
+{%- for m in messages -%}
+  {%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}
+    {{- raise_exception('roles must alternate user/assistant/user/assistant') -}}
+  {%- endif -%}
+  {%- if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% elif m.role == 'assistant' %}{{ m.content }}</s>
+  {%- else -%}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif -%}
+{%- endfor -%}"""
+DROPS = """{%- for m in messages -%}
+  {%- if m.role == 'system' and loop.first %}<sys>{{ m.content }}</sys>{% endif -%}
+  {%- if m.role == 'user' %}<user>{{ m.content }}</user>{% endif -%}
+  {%- if m.role == 'assistant' %}<bot>{{ m.content }}</bot>{% endif -%}
+{%- endfor -%}{% if add_generation_prompt %}<bot>{% endif %}"""
+NINE = """{%- for m in messages -%}
+  {%- for c in m.tool_calls or [] -%}
+    {%- if c.id | length != 9 %}{{ raise_exception('Tool call IDs should have length 9!') }}{% endif -%}
+    [CALL {{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]
+  {%- endfor -%}
+  {{ m.role }}: {{ m.content }} {{ m.tool_call_id }}
+{%- endfor -%}"""
+TEMPLATES = {"strict": STRICT, "drops": DROPS, "nine": NINE} | {name: builtin(name) for name in formats()}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_no_template_fails_on_a_history_or_loses_a_word(vocab: HfVocabulary, template: str, history: str) -> None:
+    request, words = HISTORIES[history]
+    text = Renderer(ChatTemplate(TEMPLATES[template]), vocab).text(request)
+    places = [text.find(word) for word in words]
+    assert -1 not in places, text
+    assert places == sorted(places), text
+
+
+def steps(source: str) -> list[str]:
+    return [step.__name__ for step in TamedTemplate(ChatTemplate(source)).steps]
+
+
+def test_what_a_template_needs_is_found_by_probes() -> None:
+    assert steps(NINE) == ["short_call_ids"]
+    assert steps(builtin("generic")) == []
+    assert steps(DROPS) == ["developer_as_system", "short_call_ids", "tools_as_text", "one_system_first"]
+    assert set(steps(STRICT)) >= {"tools_as_text", "system_in_first_user", "one_message_a_turn", "user_opens"}
+
+
+def test_repr_tells_the_steps() -> None:
+    assert repr(TamedTemplate(ChatTemplate(NINE))) == "<TamedTemplate [short_call_ids]>"
+
+
+def test_a_late_system_message_stays_in_its_place_as_a_reminder(vocab: HfVocabulary) -> None:
+    request, _ = HISTORIES["system in the middle"]
+    text = Renderer(ChatTemplate(DROPS), vocab).text(request)
+    assert "<user><system-reminder>\nWORD-LATE\n</system-reminder></user><user>WORD-THREE</user>" in text
+
+
+def test_a_strict_template_gets_its_alternation(vocab: HfVocabulary) -> None:
+    text = Renderer(ChatTemplate(STRICT), vocab).text(ask(say("system", "S"), say("user", "A"), say("user", "B")))
+    assert text == "[INST] S\n\nA\n\nB [/INST]"
+
+
+def test_the_form_of_a_prompt_does_not_depend_on_what_was_asked_before(vocab: HfVocabulary) -> None:
+    renderer = Renderer(ChatTemplate(STRICT), vocab)
+    simple = ask(say("user", "A"))
+    before = renderer.text(simple)
+    for request, _ in HISTORIES.values():
+        renderer.text(request)
+    assert renderer.text(simple) == before
+
+
+def test_a_history_that_still_fails_climbs_the_ladder(vocab: HfVocabulary) -> None:
+    picky = "{% if messages | length > 5 %}{{ raise_exception('too many turns') }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    request = ask(*[say("user", f"word{n} ") for n in range(8)])
+    assert Renderer(ChatTemplate(picky), vocab).text(request) == "\n\n".join(f"word{n} " for n in range(8))
+
+
+def test_a_template_that_refuses_everything_says_why(vocab: HfVocabulary) -> None:
+    with pytest.raises(TemplateRefused, match="never"):
+        Renderer(ChatTemplate("{{ raise_exception('never') }}"), vocab).text(ask(say("user", "x")))

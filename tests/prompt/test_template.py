@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.prompt import template as template_module
+from modelyard.prompt.template import ChatTemplate, TemplateFailed, TemplateRefused
+
+
+def render(source: str, **variables: Any) -> str:
+    return ChatTemplate(source).render(variables)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ x | tojson }}", '{"b": "<é>", "a": 1}'),
+        ("{{ x | tojson(sort_keys=true) }}", '{"a": 1, "b": "<é>"}'),
+        ("{{ x | tojson(indent=1) }}", '{\n "b": "<é>",\n "a": 1\n}'),
+        ("{{ x | tojson(separators=(',', ':')) }}", '{"b":"<é>","a":1}'),
+        ("{{ x | tojson(ensure_ascii=true) }}", '{"b": "<\\u00e9>", "a": 1}'),
+    ],
+)
+def test_tojson_is_plain_json(source: str, text: str) -> None:
+    assert render(source, x={"b": "<é>", "a": 1}) == text
+
+
+def test_blocks_leave_no_blank_lines() -> None:
+    assert render("  {% if true %}\na\n  {% endif %}\nb") == "a\nb"
+
+
+def test_loops_can_break_and_continue() -> None:
+    source = "{% for x in [1,2,3,4] %}{% if x == 2 %}{% continue %}{% endif %}{% if x == 4 %}{% break %}{% endif %}{{ x }}{% endfor %}"
+    assert render(source) == "13"
+
+
+def test_generation_blocks_are_their_body_and_keep_their_names_to_themselves() -> None:
+    source = "{% set y = 1 %}a{% generation %}{% set y = 2 %}{{ x }}{{ y }}{% endgeneration %}{{ y }}"
+    assert render(source, x="b") == "ab21"
+
+
+def test_the_clock_is_asked_by_strftime_now() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2031, 2, 3))
+    assert template.render({}) == "03 Feb 2031"
+
+
+def test_named_tokens_are_there() -> None:
+    template = ChatTemplate(
+        "{{ bos_token }}{{ eos_token }}{{ pad_token }}",
+        bos_token="<s>",
+        eos_token="</s>",
+        extra_tokens={"pad_token": "<p>"},
+    )
+    assert template.render({}) == "<s></s><p>"
+
+
+def test_a_broken_template_names_its_line() -> None:
+    with pytest.raises(InvalidRequest, match="line 2"):
+        ChatTemplate("fine\n{% if %}")
+
+
+def test_an_unknown_filter_is_a_broken_template() -> None:
+    with pytest.raises(InvalidRequest, match="line 1.*nope"):
+        ChatTemplate("{{ x | nope }}")
+
+
+def test_a_template_refuses_in_its_own_words() -> None:
+    with pytest.raises(TemplateRefused, match="roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+
+
+def test_a_failure_names_its_line() -> None:
+    with pytest.raises(TemplateFailed, match="line 3"):
+        render("a\nb\n{{ missing.attribute }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append(1) }}",
+        "{{ '{0.__class__.__init__}'.format(x) }}",
+        "{{ x.__init__ }}{{ x._json.y }}",
+    ],
+)
+def test_no_way_out_of_the_sandbox(source: str) -> None:
+    with pytest.raises(TemplateFailed):
+        render(source, messages=[], x=ChatTemplate(""))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(10000000000) %}{% endfor %}",
+        "{{ 'x' * 1000000000 }}",
+        "{{ [1] * 1000000000 }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '%*d' % (999999999, 1) }}",
+        "{{ '%999999999d' | format(1) }}",
+        "{{ '{:999999999}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 999999999) }}",
+        "{{ 'x'.ljust(999999999) }}",
+        "{{ 'x' | center(999999999) }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ],
+)
+def test_bombs_are_refused(source: str) -> None:
+    with pytest.raises(TemplateFailed):
+        render(source)
+
+
+def test_output_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "MAX_OUTPUT", 1000)
+    with pytest.raises(TemplateFailed, match="longer than"):
+        render("{% for a in range(2000) %}x{% endfor %}")
+
+
+def test_a_template_tells_what_it_mentions() -> None:
+    template = ChatTemplate(
+        "{% if tools %}{{ messages[0]['role'] == 'system' }}{{ m.reasoning_content }}{% endif %}developer"
+    )
+    assert [template.mentions(n) for n in ("tools", "system", "role", "reasoning_content")] == [True] * 4
+    assert not template.mentions("developer")
+    assert not template.mentions("enable_thinking")

@@ -1,0 +1,122 @@
+"""Whole replies: written for clients, read from upstreams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
+
+from modelyard.core.errors import Incomplete
+from modelyard.core.events import Block, Finished, Reply, Started, StopReason, Usage
+from modelyard.core.request import Reasoning, Request, Text, Thinking, ToolCall
+from modelyard.protocols.anthropic_messages import read_reply, write_reply
+from modelyard.protocols.sealing import seal
+from tests import strategies
+
+REQUEST = Request(model="m")
+
+
+def reply(*blocks: Block, reason: StopReason = "end", usage: Usage = Usage(), stop: str | None = None) -> Reply:
+    return Reply(Started("1", "m", 7), blocks, Finished(reason, usage, stop))
+
+
+def written(of: Reply, request: Request = REQUEST) -> dict[str, Any]:
+    body: dict[str, Any] = msgspec.json.decode(write_reply([of], request))
+    return body
+
+
+def normal(reply: Reply) -> Reply:
+    """What comes back: no time of creation, every thought signed, no call that was cut off."""
+    blocks = tuple(
+        replace(block, part=replace(block.part, signature=block.part.signature or seal(block.part.text)))
+        if isinstance(block.part, Thinking)
+        else block
+        for block in reply.blocks
+        if block.complete
+    )
+    return Reply(replace(reply.started, created=0), blocks or (Block(Text("")),), reply.finished)
+
+
+@settings(deadline=None, max_examples=100)
+@given(strategies.replies(incomplete=True, empty=True))
+def test_a_reply_comes_back_as_it_was(reply: Reply) -> None:
+    assert read_reply(write_reply([reply], REQUEST)) == normal(reply)
+
+
+@settings(deadline=None, max_examples=50)
+@given(strategies.replies(incomplete=True, empty=True, custom=True, namespaces=True, logprobs=True))
+def test_any_reply_is_written_the_same_way_twice(reply: Reply) -> None:
+    once = write_reply([reply], REQUEST)
+    assert write_reply([read_reply(once)], REQUEST) == once
+
+
+def test_input_tokens_are_the_uncached_part_only() -> None:
+    usage = written(reply(usage=Usage(100, 60, 20, 5)))["usage"]
+    assert usage == {
+        "input_tokens": 40,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 60,
+        "output_tokens": 20,
+        "output_tokens_details": {"thinking_tokens": 5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "word"),
+    [
+        ("end", "end_turn"),
+        ("tool_calls", "tool_use"),
+        ("stop_string", "stop_sequence"),
+        ("max_tokens", "max_tokens"),
+        ("window", "model_context_window_exceeded"),
+        ("content_filter", "refusal"),
+    ],
+)
+def test_every_stop_reason_has_its_word(reason: StopReason, word: str) -> None:
+    body = written(reply(reason=reason))
+    assert body["stop_reason"] == word
+    assert read_reply(msgspec.json.encode(body)).finished.reason == reason
+
+
+def test_the_stop_string_is_named() -> None:
+    assert written(reply(reason="stop_string", stop="END"))["stop_sequence"] == "END"
+    assert written(reply())["stop_sequence"] is None
+
+
+def test_an_empty_reply_is_one_empty_text() -> None:
+    assert written(reply())["content"] == [{"type": "text", "text": ""}]
+
+
+def test_a_call_that_was_cut_off_is_left_out() -> None:
+    cut = Block(ToolCall("c", "f", '{"a'), (), complete=False)
+    body = written(reply(Block(Text("so")), cut, reason="max_tokens"))
+    assert body["content"] == [{"type": "text", "text": "so"}]
+    assert body["stop_reason"] == "max_tokens"
+
+
+def test_omitted_thinking_travels_in_its_signature() -> None:
+    request = Request(model="m", reasoning=Reasoning(enabled=True, summary="omitted"))
+    body = written(reply(Block(Thinking("secret"))), request)
+    assert body["content"] == [{"type": "thinking", "thinking": "", "signature": seal("secret")}]
+    assert read_reply(msgspec.json.encode(body)).thinking == "secret"
+
+
+def test_free_text_calls_are_wrapped_in_an_object() -> None:
+    body = written(reply(Block(ToolCall("c", "patch", 'a "b"', custom=True)), reason="tool_calls"))
+    assert body["content"][0]["input"] == {"input": 'a "b"'}
+
+
+def test_an_upstream_reply_with_new_words_is_read() -> None:
+    body = {"id": "x", "stop_reason": "bored", "content": [{"type": "smell"}, {"type": "text", "text": "a"}]}
+    assert read_reply(msgspec.json.encode(body)) == Reply(
+        Started("x", "", 0), (Block(Text("a")),), Finished("end", Usage())
+    )
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"content":5}'])
+def test_an_unreadable_upstream_reply_is_not_the_clients_fault(body: bytes) -> None:
+    with pytest.raises(Incomplete, match="the upstream's reply cannot be read"):
+        read_reply(body)

@@ -1,0 +1,272 @@
+"""Reading Messages bodies: what real clients send, and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import (
+    Constraint,
+    Message,
+    Reasoning,
+    Request,
+    Sampling,
+    Text,
+    Tool,
+    ToolChoice,
+    ToolResult,
+)
+from modelyard.core.wire import Wire
+from modelyard.protocols import anthropic_messages
+
+USER = {"role": "user", "content": "hi"}
+
+
+def read(headers: dict[str, str] | None = None, **fields: Any) -> Request:
+    body = {"model": "m", "messages": [USER], "max_tokens": 10} | fields
+    return anthropic_messages.read_request(msgspec.json.encode(body), headers or {})
+
+
+def refused(**fields: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        read(**fields)
+    return caught.value
+
+
+def test_the_module_has_the_shape_of_a_wire() -> None:
+    wire: Wire = anthropic_messages
+    assert wire.NAME == "anthropic_messages"
+    assert wire.PATHS == ("/v1/messages",)
+
+
+def test_a_short_request_is_read_whole() -> None:
+    request = read(system="be brief", stream=True, stop_sequences=["END"], temperature=0.5, top_k=3)
+    assert request == Request(
+        model="m",
+        messages=(Message("system", (Text("be brief"),)), Message("user", (Text("hi"),))),
+        max_tokens=10,
+        stop=("END",),
+        stream=True,
+        sampling=Sampling(temperature=0.5, top_k=3),
+    )
+
+
+def test_a_count_tokens_body_needs_no_max_tokens() -> None:
+    assert read(max_tokens=None).max_tokens is None
+    assert anthropic_messages.read_request(b'{"model":"m","messages":[{"role":"user"}]}', {}).messages[0].parts == ()
+
+
+def test_a_string_equals_one_text_block_and_cache_control_leaves_no_trace() -> None:
+    block = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    assert read(messages=[{"role": "user", "content": [block]}], system=[block]) == read(system="hi")
+
+
+def test_unknown_fields_betas_and_enum_values_are_no_error() -> None:
+    request = read(
+        context_management={"edits": []},
+        safeguards=[{"type": "x"}],
+        service_tier="auto",
+        thinking={"type": "dreaming", "display": "updates"},
+        tool_choice={"type": "perhaps"},
+        output_config={"effort": "astronomic", "format": {"type": "poem"}},
+    )
+    assert request.reasoning == Reasoning(effort="astronomic", summary="updates")
+    assert request.tool_choice == ToolChoice()
+    assert request.constraint is None
+    assert request.warnings == ("tool_choice_unknown:perhaps",)
+
+
+# --- the system prompt ----------------------------------------------------------------------------------------------
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.177; cch=9f3a1;"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [{"type": "text", "text": BILLING}, {"type": "text", "text": "be brief"}],
+        f"{BILLING}\nbe brief",
+        [{"type": "text", "text": f"{BILLING}\n\nbe brief"}],
+    ],
+)
+def test_the_billing_header_is_dropped_from_the_system_prompt(system: Any) -> None:
+    request = read(system=system)
+    assert request.messages[0] == Message("system", (Text("be brief"),))
+    assert request.warnings == ("billing_header_dropped",)
+
+
+def test_a_system_prompt_of_nothing_but_billing_leaves_no_message() -> None:
+    request = read(system=BILLING, messages=[USER, {"role": "system", "content": BILLING}])
+    assert request.messages == (Message("user", (Text("hi"),)),)
+
+
+@pytest.mark.parametrize("system", ["", None, [], [{"type": "text", "text": ""}]])
+def test_an_empty_system_prompt_is_none(system: Any) -> None:
+    assert read(system=system) == read()
+
+
+def test_user_text_that_looks_like_billing_is_kept() -> None:
+    assert read(messages=[{"role": "user", "content": BILLING}]).messages[0].parts == (Text(BILLING),)
+
+
+def test_a_system_message_stays_where_it_stands() -> None:
+    request = read(system="head", messages=[USER, {"role": "system", "content": "later"}])
+    assert [message.role for message in request.messages] == ["system", "user", "system"]
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+
+def test_tools_keep_their_schema_and_deferred_ones_are_marked() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tools = [
+        {"name": "a", "description": "d", "input_schema": schema, "strict": True, "eager_input_streaming": True},
+        {"type": "custom", "name": "b", "input_schema": schema, "defer_loading": True},
+    ]
+    assert read(tools=tools).tools == (
+        Tool("a", "d", schema, strict=True),
+        Tool("b", "", schema, deferred=True),
+    )
+
+
+def test_server_tools_are_accepted_with_their_settings() -> None:
+    tools = [
+        {"name": "a"},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+        {"type": "mcp_toolset"},
+    ]
+    assert read(tools=tools).tools[1:] == (
+        Tool("web_search", "", {"max_uses": 8}, "server", "web_search_20250305"),
+        Tool("mcp_toolset", "", {}, "server", "mcp_toolset"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "parallel"),
+    [
+        ({"type": "auto"}, ToolChoice(), None),
+        ({"type": "any", "disable_parallel_tool_use": True}, ToolChoice("required"), False),
+        ({"type": "tool", "name": "a", "disable_parallel_tool_use": False}, ToolChoice("named", "a"), True),
+        ({"type": "none"}, ToolChoice("none"), None),
+        ("auto", ToolChoice(), None),
+    ],
+)
+def test_every_tool_choice_has_its_mode(choice: Any, mode: ToolChoice, parallel: bool | None) -> None:
+    request = read(tool_choice=choice)
+    assert (request.tool_choice, request.parallel_tool_calls) == (mode, parallel)
+
+
+def test_results_get_a_message_of_their_own_in_their_place() -> None:
+    def result(id: str) -> dict[str, str]:
+        return {"type": "tool_result", "tool_use_id": id, "content": "ok"}
+
+    text = {"type": "text", "text": "and?"}
+    turns = [{"role": "user", "content": [result("1")]}, {"role": "user", "content": [result("2"), text]}]
+    done = (Text("ok"),)
+    assert read(messages=turns).messages == (
+        Message("tool", (ToolResult("1", done), ToolResult("2", done))),
+        Message("user", (Text("and?"),)),
+    )
+
+
+# --- thinking, structure, identity ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("thinking", "reasoning"),
+    [
+        ({"type": "enabled", "budget_tokens": 2048}, Reasoning(enabled=True, budget=2048)),
+        ({"type": "adaptive", "display": "omitted"}, Reasoning(enabled=True, summary="omitted")),
+        ({"type": "disabled"}, Reasoning(enabled=False)),
+        (None, Reasoning()),
+    ],
+)
+def test_every_thinking_switch_is_understood(thinking: Any, reasoning: Reasoning) -> None:
+    assert read(thinking=thinking).reasoning == reasoning
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        {"output_format": {"type": "json_schema", "schema": {"type": "object"}}},
+        {"json_schema": {"type": "object"}},
+    ],
+)
+def test_structured_output_becomes_a_constraint(fields: Any) -> None:
+    assert read(**fields).constraint == Constraint("json_schema", '{"type":"object"}')
+
+
+def test_metadata_names_the_user_and_is_kept() -> None:
+    request = read(metadata={"user_id": "u", "more": 1})
+    assert (request.user, request.session, request.metadata) == ("u", "u", {"user_id": "u", "more": 1})
+
+
+@pytest.mark.parametrize(
+    ("headers", "session"),
+    [
+        ({"x-claude-code-session-id": "s"}, "s"),
+        ({"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a", "x-session-id": "o"}, "s:a"),
+        ({"x-session-id": "i", "x-session-affinity": "f"}, "i"),
+        ({"x-session-affinity": "f"}, "f"),
+        ({}, "u"),
+    ],
+)
+def test_the_session_key_comes_from_the_best_header(headers: dict[str, str], session: str) -> None:
+    assert read(headers, metadata={"user_id": "u"}).session == session
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": []}, "messages", "messages: at least one message is required"),
+        ({"messages": [USER, {"role": "wizard"}]}, "messages[1].role", "unknown role 'wizard', expected one of user,"),
+        ({"messages": "hi"}, "messages", "Expected `array`"),
+        ({"messages": [{"content": "hi"}]}, "messages[0]", "missing required field `role`"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[...].content", "Expected"),
+        ({"model": ""}, "model", "model: the name of a model is required"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": -5}, "max_tokens", "got -5"),
+        ({"max_tokens": "many"}, "max_tokens", "Expected `int | null`"),
+        ({"stop_sequences": ["a", ""]}, "stop_sequences[1]", "empty string"),
+        ({"tools": [{"description": "d"}]}, "tools[0].name", "a tool needs a name"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "which tool"),
+        ({"system": [{"type": "text"}]}, "system[0].text", "system[0].text: a string is required"),
+        ({"temperature": -1}, "temperature", "between 0 and 100"),
+    ],
+)
+def test_bad_input_is_named_with_its_path(fields: Any, param: str, words: str) -> None:
+    error = refused(**fields)
+    assert words in error.message
+    assert (error.param or "").replace("[0]", "[...]") == param.replace("[0]", "[...]")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"nonsense",
+        b"[]",
+        b'{"model":"m","messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"model":"m","temperature":NaN,"messages":[{"role":"user","content":"a"}]}',
+        b'{"model":"m","messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+        b'{"model":"m","metadata":' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b',"messages":[]}',
+        b'{"model":"m","messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"b","input":'
+        b'{"x":"\xff"}}]}]}',
+        b'{"model":"m","messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":5}]}]}',
+    ],
+)
+def test_broken_bodies_are_refused_and_never_crash(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        anthropic_messages.read_request(body, {})
+
+
+def test_ten_thousand_tools_are_read() -> None:
+    tools = [{"name": f"t{i}", "input_schema": {"type": "object"}} for i in range(10_000)]
+    assert len(read(tools=tools).tools) == 10_000

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from msgspec.structs import replace
+
+from modelyard.core.errors import Incomplete, Overloaded
+from modelyard.core.events import Block, Event, Reply, TokenLogprob, Usage, fold, unfold
+from modelyard.core.request import Request, Text, Thinking, ToolCall
+from modelyard.protocols import openai_chat
+from tests.protocols.golden import check_golden
+from tests.protocols.openai_chat.streams import carried, stream
+from tests.protocols.openai_chat.streams import read as read_stream
+from tests.protocols.openai_chat.test_writer import CASES
+from tests.strategies import replies
+
+WHOLE = {name: case for name, case in CASES.items() if name != "error_mid_stream"}
+
+
+def written(reply: Reply, request: Request = Request(model="tiny")) -> dict[str, Any]:
+    out: dict[str, Any] = msgspec.json.decode(openai_chat.write_reply([reply], request))
+    return out
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_reply_is_written_to_the_letter(name: str) -> None:
+    events, request = WHOLE[name]
+    check_golden("openai_chat", f"reply_{name}", openai_chat.write_reply([fold(events)], request))
+
+
+def test_several_answers_are_several_choices() -> None:
+    one, two = fold(CASES["text"][0]), fold(CASES["length"][0])
+    check_golden("openai_chat", "reply_two_answers", openai_chat.write_reply([one, two], Request(model="tiny", n=2)))
+
+
+def test_content_is_null_only_beside_calls() -> None:
+    assert written(fold(CASES["one_tool"][0]))["choices"][0]["message"]["content"] is None
+    assert written(fold(CASES["empty"][0]))["choices"][0]["message"]["content"] == ""
+
+
+def test_a_call_that_was_cut_off_is_no_call() -> None:
+    choice = written(fold(CASES["length"][0]))["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert "tool_calls" not in choice["message"]
+
+
+def test_a_token_without_probability_is_still_a_number() -> None:
+    reply = fold(CASES["text"][0])
+    never = TokenLogprob("x", float("-inf"))
+    scored = replace(reply, blocks=(Block(Text("x"), (never,)),))
+    logprobs = written(scored, Request(model="tiny", logprobs=0))["choices"][0]["logprobs"]
+    assert logprobs["content"][0] == {"token": "x", "logprob": -9999.0, "bytes": None, "top_logprobs": []}
+
+
+def test_an_upstreams_reply_is_read_in_many_dialects() -> None:
+    message = {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "hmm",
+        "refusal": "no",
+        "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
+        "function_call": {"name": "g", "arguments": "{}"},
+    }
+    body = {"id": "x", "model": "m", "created": 5.5, "choices": [{"message": message, "finish_reason": "stop"}]}
+    reply = openai_chat.read_reply(msgspec.json.encode(body))
+    assert [block.part for block in reply.blocks] == [
+        Thinking("hmm"),
+        Text("no"),
+        ToolCall("call_x_0", "f", '{"a":1}'),
+        ToolCall("call_x", "g", "{}"),
+    ]
+    assert (reply.finished.reason, reply.started.created) == ("tool_calls", 5)
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'{"choices":[]}', b'{"choices":[{"index":0}]}', b"\xff"])
+def test_what_is_no_reply_is_told_as_incomplete(body: bytes) -> None:
+    with pytest.raises(Incomplete):
+        openai_chat.read_reply(body)
+
+
+def test_an_error_inside_a_good_status_is_raised() -> None:
+    with pytest.raises(Overloaded, match="busy"):
+        openai_chat.read_reply(b'{"error":{"message":"busy","code":"server_is_overloaded"}}')
+
+
+def in_chats_order(reply: Reply) -> Reply:
+    """A whole reply has one reasoning, one text and then the calls that may be run."""
+    thinking = "".join(b.part.text for b in reply.blocks if isinstance(b.part, Thinking))
+    texts = [b for b in reply.blocks if isinstance(b.part, Text)]
+    said = Block(Text(reply.text), tuple(t for b in texts for t in b.logprobs))
+    calls = [b for b in reply.blocks if isinstance(b.part, ToolCall) and b.complete]
+    blocks = [*([Block(Thinking(thinking))] if thinking else []), *([said] if texts else []), *calls]
+    limited = reply.finished.reason == "window"
+    finished = replace(reply.finished, reason="max_tokens") if limited else reply.finished
+    return Reply(replace(reply.started, usage=Usage()), tuple(blocks), finished)
+
+
+@settings(max_examples=100, deadline=None)
+@given(replies(custom=True, logprobs=True, incomplete=True, signatures=False, empty=True))
+def test_a_reply_is_read_back_as_it_was(reply: Reply) -> None:
+    asked = Request(model="m", logprobs=2)
+    once = openai_chat.write_reply([reply], asked)
+    found = openai_chat.read_reply(once)
+    assert found == in_chats_order(reply)
+    assert openai_chat.write_reply([found], asked) == once
+
+
+@settings(max_examples=60, deadline=None)
+@given(replies(custom=True, incomplete=True, signatures=False, empty=True))
+def test_streamed_and_whole_say_the_same(reply: Reply) -> None:
+    events: list[Event] = read_stream(stream(unfold(reply), Request(model="m", stream=True, include_usage=True)))
+    whole = openai_chat.read_reply(openai_chat.write_reply([carried(reply)], Request(model="m")))
+    assert in_chats_order(fold(events)) == whole

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from modelyard.core.errors import ContextOverflow, InvalidRequest, NotFound, OutputOverflow, Overloaded
+from modelyard.protocols import openai_responses as wire
+from modelyard.protocols.openai_responses.failure import OVERFLOW
+from tests.protocols.golden import check_golden
+from tests.protocols.openai_responses.cases import CODEX, TRACE, data_of
+
+
+def test_a_streamed_overflow_is_a_failed_response() -> None:
+    told = wire.write_error(ContextOverflow(40123, 32768), trace=TRACE, streaming=True, request=CODEX)
+    assert (told.status, told.content_type) == (200, "text/event-stream")
+    assert [data["type"] for data in data_of(told.body)] == ["response.created", "response.failed"]
+    assert data_of(told.body)[1]["response"]["error"]["message"] == OVERFLOW
+    check_golden("openai_responses", "overflow.sse", told.body)
+
+
+def test_an_overflow_without_a_stream_is_told_as_on_chat() -> None:
+    told = wire.write_error(ContextOverflow(40123, 32768), trace=TRACE, request=CODEX)
+    error = msgspec.json.decode(told.body)["error"]
+    assert told.status == 400
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (40123, 32768)
+    check_golden("openai_responses", "overflow.json", told.body)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_full_queue_is_503_with_the_time_to_come_back(streaming: bool) -> None:
+    told = wire.write_error(Overloaded("full", retry_after=3, position=7), trace=TRACE, streaming=streaming)
+    assert told.status == 503
+    assert (told.headers["retry-after"], told.headers["x-queue-position"]) == ("3", "7")
+    assert msgspec.json.decode(told.body)["error"]["code"] == "server_is_overloaded"
+
+
+def test_an_output_that_cannot_fit_is_400_even_on_a_stream() -> None:
+    assert wire.write_error(OutputOverflow(10, 20, 16), trace=TRACE, streaming=True).status == 400
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("bad", param="input", code="c"),
+        NotFound("no such model"),
+        Overloaded("full", retry_after=2.0, position=3),
+        ContextOverflow(9, 8),
+    ],
+)
+def test_an_upstream_of_our_kind_is_understood(error: InvalidRequest) -> None:
+    told = wire.write_error(error, trace=TRACE)
+    assert wire.read_error(told.status, told.headers, told.body) == error

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from modelyard.core.errors import Incomplete, InvalidRequest, Overloaded, RateLimited, Unavailable
+from modelyard.core.events import BlockEnd, BlockStart, Event, Failed, Finished, Started, fold
+from modelyard.core.request import Reasoning, Text, Thinking, ToolCall
+from modelyard.protocols import openai_responses as wire
+from tests.protocols.openai_responses.cases import ASKED, CASES, TRACE, stream
+from tests.protocols.openai_responses.test_reply import expressible
+from tests.strategies import chunkings, events, merged
+
+SCORED = replace(ASKED, logprobs=2)
+
+
+def read(*chunks: bytes) -> list[Event]:
+    reader = wire.reader()
+    return [event for chunk in chunks for event in reader.feed(chunk)] + reader.finish()
+
+
+def sse(*events: dict[str, Any]) -> bytes:
+    """The barest of streams: no `event:` lines, no numbers."""
+    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+
+
+def item(index: int, kind: str, done: bool = True, **fields: Any) -> dict[str, Any]:
+    name = "done" if done else "added"
+    return {"type": f"response.output_item.{name}", "output_index": index, "item": {"type": kind} | fields}
+
+
+def message(text: str) -> dict[str, Any]:
+    return {"content": [{"type": "output_text", "text": text}]}
+
+
+COMPLETED = {"type": "response.completed", "response": {"id": "resp_1"}}
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), events(custom=True, namespaces=True, logprobs=True, incomplete=True, empty=True, signatures=False))
+def test_events_survive_the_wire_however_it_is_cut(data: st.DataObject, told: list[Event]) -> None:
+    started = told[0]
+    assert isinstance(started, Started)
+    writer = wire.writer(SCORED, started.id)
+    written = b"".join(writer.write(event) for event in told)
+    back = read(*data.draw(chunkings(written)))
+    assert fold(back) == expressible(fold(told))
+    if any(isinstance(event, BlockStart) for event in told):
+        assert merged(back)[1:-1] == merged(told)[1:-1]
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed", "empty"}))
+def test_every_golden_stream_folds_to_what_was_said(name: str) -> None:
+    request, told = CASES[name]
+    back = fold(read(stream(request, told)))
+    assert [block.complete for block in back.blocks] == [block.complete for block in fold(told).blocks]
+    assert (back.text, back.thinking, back.calls) == (fold(told).text, fold(told).thinking, fold(told).calls)
+
+
+def test_items_without_deltas_are_told_whole() -> None:
+    reply = fold(
+        read(
+            sse(
+                item(0, "reasoning", summary=[{"type": "summary_text", "text": "hm"}], encrypted_content="enc"),
+                item(1, "message", **message("hi")),
+                item(2, "function_call", call_id="call_1", name="shell", arguments="{}", namespace="n"),
+                COMPLETED,
+            )
+        )
+    )
+    assert [block.part for block in reply.blocks] == [
+        Thinking("hm", "enc"),
+        Text("hi"),
+        ToolCall("call_1", "shell", "{}", "n"),
+    ]
+    assert reply.finished.reason == "tool_calls"
+
+
+def test_items_need_no_index() -> None:
+    bare = [item(0, "message", **message("a")), item(0, "message", **message("b"))]
+    for event in bare:
+        del event["output_index"]
+    assert [block.part for block in fold(read(sse(*bare, COMPLETED))).blocks] == [Text("a"), Text("b")]
+
+
+def test_output_that_stands_only_in_the_last_event_is_told() -> None:
+    last = {"type": "response.completed", "response": {"id": "resp_1", "output": [{"type": "message"} | message("x")]}}
+    assert fold(read(sse(last))).text == "x"
+
+
+def test_nothing_is_told_twice() -> None:
+    delta = {"type": "response.output_text.delta", "output_index": 0, "delta": "he"}
+    last = {"type": "response.completed", "response": {"id": "r", "output": [{"type": "message"} | message("hello")]}}
+    written = sse(item(0, "message", done=False), delta, item(0, "message", **message("hello")), last)
+    assert fold(read(written)).text == "hello"
+
+
+def test_reasoning_and_its_summary_are_not_both_told() -> None:
+    request = replace(ASKED, reasoning=Reasoning(summary="auto"))
+    told = CASES["reasoning"][1]
+    assert fold(read(stream(request, told))).thinking == "Thinking."
+
+
+def test_summary_parts_are_kept_apart() -> None:
+    def part(index: int, text: str) -> list[dict[str, Any]]:
+        return [
+            {"type": "response.reasoning_summary_part.added", "output_index": 0, "summary_index": index},
+            {"type": "response.reasoning_summary_text.delta", "output_index": 0, "delta": text},
+        ]
+
+    summary = [{"type": "summary_text", "text": text} for text in ("one", "two")]
+    done = item(0, "reasoning", summary=summary)
+    written = sse(item(0, "reasoning", done=False), *part(0, "one"), *part(1, "two"), done, COMPLETED)
+    assert fold(read(written)).thinking == "one\n\ntwo"
+
+
+def test_calls_that_overlap_are_told_one_after_the_other() -> None:
+    def delta(index: int, text: str) -> dict[str, Any]:
+        return {"type": "response.function_call_arguments.delta", "output_index": index, "delta": text}
+
+    call: dict[str, Any] = {"name": "f", "arguments": "{}"}
+    written = sse(
+        item(0, "function_call", done=False, call_id="a", name="f"),
+        item(1, "function_call", done=False, call_id="b", name="f"),
+        delta(1, "{"),
+        delta(0, "{"),
+        delta(1, "}"),
+        item(1, "function_call", call_id="b", **call),
+        delta(0, "}"),
+        item(0, "function_call", call_id="a", **call),
+        COMPLETED,
+    )
+    back = read(written)
+    assert [event.index for event in back if isinstance(event, BlockStart | BlockEnd)] == [0, 0, 1, 1]
+    assert fold(back).calls == (ToolCall("a", "f", "{}"), ToolCall("b", "f", "{}"))
+
+
+def test_a_call_that_nobody_finished_is_not_complete() -> None:
+    begun = item(0, "function_call", done=False, call_id="a", name="f")
+    last = {"type": "response.incomplete", "response": {"incomplete_details": {"reason": "max_output_tokens"}}}
+    reply = fold(read(sse(begun, last)))
+    assert (reply.calls, reply.finished.reason) == ((), "max_tokens")
+
+
+def test_unknown_events_and_items_are_passed_over() -> None:
+    unknown = {"type": "response.hologram.delta", "delta": {"x": 1}, "output_index": 0}
+    written = sse(item(0, "web_search_call"), unknown, item(1, "message", **message("hi")), COMPLETED)
+    assert fold(read(b": ping\n\n" + written + b"data: [DONE]\n\n")).text == "hi"
+
+
+def test_a_content_filter_is_its_own_reason() -> None:
+    assert fold(read(stream(*CASES["content_filter"]))).finished.reason == "content_filter"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("server_error", Unavailable),
+        ("rate_limit_exceeded", RateLimited),
+        ("server_is_overloaded", Overloaded),
+        ("context_length_exceeded", InvalidRequest),
+        ("invalid_prompt", InvalidRequest),
+        ("hologram_missing", Unavailable),
+    ],
+)
+def test_a_failed_response_is_our_error(code: str, kind: type) -> None:
+    failed = {"type": "response.failed", "response": {"id": "r", "error": {"code": code, "message": "so it is"}}}
+    (event,) = read(sse(failed))
+    assert isinstance(event, Failed)
+    assert (type(event.error), event.error.message) == (kind, "so it is")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"type": "error", "code": "server_error", "message": "gone"},
+        {"error": {"code": "server_error", "message": "gone"}},
+    ],
+)
+def test_bare_error_events_are_failures(event: dict[str, Any]) -> None:
+    assert read(sse(event, COMPLETED)) == [Failed(Unavailable("gone", code="server_error"))]
+
+
+def test_an_abrupt_end_is_a_failure() -> None:
+    whole = stream(*CASES["text"])
+    (*_, last) = read(whole[: whole.index(b"event: response.completed")])
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, Incomplete)
+
+
+def test_garbage_is_a_failure_and_ends_the_stream() -> None:
+    back = read(b"data: {nonsense\n\n" + sse(COMPLETED))
+    assert [type(event) for event in back] == [Failed]
+
+
+def test_nothing_follows_the_last_event() -> None:
+    whole = stream(*CASES["text"])
+    back = read(whole + whole)
+    assert [type(event) for event in back].count(Finished) == 1
+    assert back[0] == Started(TRACE, "tiny", 1_700_000_000)

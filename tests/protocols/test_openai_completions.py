@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from modelyard.core.errors import ContextOverflow, InvalidRequest, Unavailable
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage, fold
+from modelyard.core.request import Request, Sampling
+from modelyard.protocols import openai_completions
+from modelyard.protocols.sse import SseParser
+from tests.protocols.golden import check_golden
+from tests.protocols.openai_chat.streams import STARTED, USAGE, answer, call, text, thinking, token
+
+ONE = Request(model="tiny", prompts=("Say hi",))
+SCORED: list[Event] = [
+    STARTED,
+    BlockStart(0, "text"),
+    BlockDelta(0, "Hi", (token("H", "J"), token("i"))),
+    BlockDelta(0, "!", (token("!", "?"),)),
+    BlockEnd(0),
+    Finished("end", USAGE),
+]
+
+
+def read(**fields: Any) -> Request:
+    body = msgspec.json.encode({"model": "m", "prompt": "Say hi"} | fields)
+    return openai_completions.read_request(body, {"x-session-id": "s"})
+
+
+def stream(events: list[Event], request: Request) -> bytes:
+    writer = openai_completions.writer(request, "trace")
+    return b"".join(writer.write(event) for event in events) + writer.end()
+
+
+def test_a_short_request_reads_as_its_defaults() -> None:
+    assert read() == Request(model="m", prompts=("Say hi",), session="s")
+
+
+def test_every_field_is_read() -> None:
+    request = read(
+        prompt=[[1, 2], [3]], suffix="end", n=2, best_of=2, logprobs=5, max_tokens=7, stop="x", stream=True, user="u",
+        stream_options={"include_usage": True}, temperature=0.5, regex="a+", priority="batch", lora_adapter="l",
+    )  # fmt: skip
+    assert request.prompts == ((1, 2), (3,))
+    assert (request.suffix, request.n, request.logprobs, request.max_tokens) == ("end", 2, 5, 7)
+    assert (request.stop, request.stream, request.include_usage, request.user) == (("x",), True, True, "u")
+    assert (request.sampling, request.priority, request.lora_adapter) == (Sampling(temperature=0.5), "background", "l")
+    assert request.constraint is not None
+
+
+def test_what_cannot_be_done_is_a_warning() -> None:
+    request = read(prompt=[1, 2], echo=True, best_of=3)
+    assert request.echo
+    assert [warning.split(":")[0] for warning in request.warnings] == ["best_of_ignored", "echo_ignored"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {}}, "prompt"),
+        ({"model": None}, "model"),
+        ({"n": 0}, "n"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"max_tokens": -5}, "max_tokens"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read(**fields)
+    assert caught.value.param == param
+
+
+def test_the_reply_is_written_to_the_letter() -> None:
+    events = answer(text(0, "Hi"), reason="stop_string", stop="END")
+    check_golden("openai_completions", "reply_text", openai_completions.write_reply([fold(events)], ONE))
+
+
+def test_the_stream_is_written_to_the_letter() -> None:
+    asked = Request(model="tiny", prompts=("Say hi",), stream=True, include_usage=True, echo=True)
+    check_golden("openai_completions", "stream_text", stream(answer(text(0, "Hi", "!"), reason="max_tokens"), asked))
+
+
+def test_logprobs_have_their_old_shape_and_count_from_the_echo() -> None:
+    asked = Request(model="tiny", prompts=("abc",), echo=True, logprobs=2)
+    choice = msgspec.json.decode(openai_completions.write_reply([fold(SCORED)], asked))["choices"][0]
+    assert choice["text"] == "abcHi!"
+    assert choice["logprobs"] == {
+        "tokens": ["H", "i", "!"],
+        "token_logprobs": [-0.25, -0.25, -0.25],
+        "top_logprobs": [{"H": -1.5, "J": -1.5}, {"i": -0.25}, {"!": -1.5, "?": -1.5}],
+        "text_offset": [3, 4, 5],
+    }
+
+
+def test_streamed_logprobs_go_on_counting() -> None:
+    data = stream(SCORED, Request(model="tiny", prompts=("abc",), stream=True, logprobs=0))
+    told = [msgspec.json.decode(e.data)["choices"][0] for e in SseParser().feed(data)[:-1]]
+    assert [choice["logprobs"] and choice["logprobs"]["text_offset"] for choice in told] == [[0, 1], [2], None]
+    assert told[0]["logprobs"]["top_logprobs"] is None
+
+
+def test_choices_count_over_prompts_and_answers() -> None:
+    asked = Request(model="tiny", prompts=("a", "b"), n=2, echo=True)
+    prompts = (Usage(1, 0, 5), Usage(1, 0, 6), Usage(10, 0, 7), Usage(10, 0, 8))
+    replies = [fold([STARTED, *text(0, str(i)), Finished("end", usage)]) for i, usage in enumerate(prompts)]
+    told = msgspec.json.decode(openai_completions.write_reply(replies, asked))
+    assert [choice["text"] for choice in told["choices"]] == ["a0", "a1", "b2", "b3"]
+    assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (11, 26)
+
+
+def test_several_streams_share_one_id_and_add_up_their_usage() -> None:
+    asked = Request(model="tiny", prompts=("a", "b"), stream=True, include_usage=True)
+    writer = openai_completions.writer(asked, "trace")
+    data = b""
+    for choice in (1, 0):
+        events = [Started(f"id{choice}", "tiny", 1), *text(0, "x"), Finished("end", Usage(5 + choice, 0, 2))]
+        data += b"".join(writer.write(event, choice) for event in events)
+    told = [msgspec.json.decode(e.data) for e in SseParser().feed(data + writer.end())[:-1]]
+    assert {chunk["id"] for chunk in told} == {"cmpl-id1"}
+    assert (told[-1]["usage"]["prompt_tokens"], told[-1]["usage"]["completion_tokens"]) == (11, 4)
+
+
+def test_whatever_kind_a_block_is_its_text_is_the_answer() -> None:
+    events = answer(thinking(0, "hm "), text(1, "Hi "), call(2, "a", "f", "{}"), reason="tool_calls")
+    choice = msgspec.json.decode(openai_completions.write_reply([fold(events)], ONE))["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("hm Hi {}", "stop")
+    told = [msgspec.json.decode(e.data)["choices"][0] for e in SseParser().feed(stream(events, ONE))[:-1]]
+    assert "".join(part["text"] for part in told) == "hm Hi {}"
+
+
+def test_after_an_error_nothing_follows() -> None:
+    data = stream([STARTED, BlockStart(0, "text"), Failed(Unavailable("lost")), BlockDelta(0, "x")], ONE)
+    assert [msgspec.json.decode(e.data)["error"]["code"] for e in SseParser().feed(data)] == ["engine_unavailable"]
+
+
+def test_a_stream_that_broke_off_never_looks_done() -> None:
+    assert b"incomplete_stream" in stream([STARTED], ONE)
+    assert b"incomplete_stream" in stream([], ONE)
+    assert b"[DONE]" not in stream([STARTED], ONE)
+
+
+def test_a_keepalive_is_a_comment() -> None:
+    assert openai_completions.writer(ONE, "t").keepalive().startswith(b": ")
+
+
+def test_overflow_blames_the_prompt() -> None:
+    told = openai_completions.write_error(ContextOverflow(40, 32), trace="t")
+    assert told.status == 400
+    assert msgspec.json.decode(told.body)["error"]["param"] == "prompt"

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from modelyard.telemetry.log import current_trace, event, setup
+from modelyard.telemetry.settings import LogSettings
+
+_log = logging.getLogger("modelyard.test")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _unchanged_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    switches = logging.logThreads, logging.logProcesses, logging.logMultiprocessing
+    token = current_trace.set("")
+    yield
+    current_trace.reset(token)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.logThreads, logging.logProcesses, logging.logMultiprocessing = switches
+
+
+def _json_log(level: str = "info") -> io.StringIO:
+    stream = io.StringIO()
+    setup(LogSettings.model_validate({"level": level}), stream)
+    return stream
+
+
+def test_a_pipe_gets_json_lines_with_the_request_id_and_the_fields() -> None:
+    stream = _json_log()
+    current_trace.set("req1")
+    event(_log, logging.INFO, "answered", status=200, seconds=0.5)
+    line = json.loads(stream.getvalue())
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "info",
+        "logger": "modelyard.test",
+        "message": "answered",
+        "request_id": "req1",
+        "status": 200,
+        "seconds": 0.5,
+    }
+
+
+def test_a_line_outside_any_request_has_no_request_id() -> None:
+    stream = _json_log()
+    event(_log, logging.INFO, "started")
+    assert "request_id" not in json.loads(stream.getvalue())
+
+
+def test_a_field_never_hides_a_fixed_one() -> None:
+    stream = _json_log()
+    event(_log, logging.INFO, "answered", level="high", time=3)
+    line = json.loads(stream.getvalue())
+    assert (line["level"], line["level_"], line["time_"]) == ("info", "high", 3)
+
+
+def test_a_terminal_gets_lines_for_people() -> None:
+    stream = Terminal()
+    setup(LogSettings(), stream)
+    current_trace.set("req1")
+    event(_log, logging.INFO, "answered", status=200, seconds=0.123456789, note="two words")
+    assert stream.getvalue()[8:] == " INFO    [req1] answered status=200 seconds=0.123457 note='two words'\n"
+
+
+def test_only_a_terminal_gets_colours() -> None:
+    stream, plain = Terminal(), io.StringIO()
+    setup(LogSettings(), stream)
+    event(_log, logging.ERROR, "broken")
+    setup(LogSettings(format="human"), plain)
+    event(_log, logging.ERROR, "broken")
+    assert stream.getvalue().startswith("\x1b[31m")
+    assert "\x1b" not in plain.getvalue()
+
+
+def test_the_settings_overrule_the_terminal() -> None:
+    stream = Terminal()
+    setup(LogSettings(format="json"), stream)
+    event(_log, logging.INFO, "hello")
+    assert json.loads(stream.getvalue())["message"] == "hello"
+
+
+def test_what_a_client_wrote_cannot_forge_a_second_line() -> None:
+    stream = io.StringIO()
+    setup(LogSettings(format="human"), stream)
+    event(_log, logging.INFO, "model é\nERROR forged \x1b[31m", name="a\nb\x1b")
+    assert len(stream.getvalue().splitlines()) == 1
+    assert "model é\\nERROR" in stream.getvalue()
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_less_severe_lines_are_left_out() -> None:
+    stream = _json_log("warning")
+    event(_log, logging.INFO, "quiet")
+    event(_log, logging.WARNING, "loud")
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["loud"]
+
+
+def test_an_error_brings_its_traceback() -> None:
+    stream = _json_log()
+    try:
+        raise ValueError("no such thing")
+    except ValueError as error:
+        event(_log, logging.ERROR, "failed", error=error)
+    assert "ValueError: no such thing" in json.loads(stream.getvalue())["error"]
+    stream = io.StringIO()
+    setup(LogSettings(format="human"), stream)
+    try:
+        raise ValueError("no such thing")
+    except ValueError as error:
+        event(_log, logging.ERROR, "failed", error=error)
+    assert stream.getvalue().endswith("ValueError: no such thing\n")
+
+
+@pytest.mark.parametrize("odd", ["\ud800", object(), {(1, 2): 3}, b"\xff", float("nan")])
+def test_an_odd_field_never_costs_the_line(odd: object) -> None:
+    stream = _json_log()
+    event(_log, logging.INFO, "kept", odd=odd)
+    assert json.loads(stream.getvalue())["message"] == "kept"
+
+
+def test_uvicorns_lines_and_any_librarys_come_the_same_way_once() -> None:
+    uvicorn = logging.getLogger("uvicorn")
+    uvicorn.addHandler(logging.StreamHandler(io.StringIO()))
+    uvicorn.propagate = False
+    stream = _json_log()
+    logging.getLogger("uvicorn.error").info("Started server process [%d]", 7)
+    assert uvicorn.handlers == []
+    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["Started server process [7]"]
+
+
+def test_chatty_libraries_are_quiet_below_a_warning() -> None:
+    stream = _json_log("debug")
+    logging.getLogger("httpx").info("HTTP Request: POST …")
+    logging.getLogger("httpx").warning("retrying")
+    assert len(stream.getvalue().splitlines()) == 1
+
+
+def test_a_second_setup_replaces_the_first() -> None:
+    first = _json_log()
+    second = _json_log()
+    event(_log, logging.INFO, "once")
+    assert first.getvalue() == ""
+    assert len(second.getvalue().splitlines()) == 1

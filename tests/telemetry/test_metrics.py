@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from modelyard import __version__
+from modelyard.core.events import Usage
+from modelyard.telemetry.machine import GpuLoad, Load, Machine
+from modelyard.telemetry.metrics import Metrics, merge
+from tests.telemetry.reading import values
+
+
+class StillMachine(Machine):
+    def __init__(self) -> None:
+        self.started = 1000.0
+
+    def read(self) -> Load:
+        return Load(75.5, 8 << 30, (GpuLoad("GPU-1", 42.0, 1000),))
+
+
+def _metrics() -> Metrics:
+    return Metrics(StillMachine())
+
+
+def test_requests_are_counted_by_endpoint_method_and_status() -> None:
+    metrics = _metrics()
+    for status in (200, 200, 503):
+        metrics.http("/v1/messages", "POST", status, 0.2)
+    text = metrics.render()
+    assert values(text, "http_requests_total") == {
+        ("/v1/messages", "POST", "200"): 2,
+        ("/v1/messages", "POST", "503"): 1,
+    }
+    assert values(text, "http_request_duration_seconds_count") == {("/v1/messages",): 3}
+    assert values(text, "http_request_duration_seconds_bucket")["/v1/messages", "0.1"] == 0
+    assert values(text, "http_request_duration_seconds_bucket")["/v1/messages", "0.25"] == 3
+
+
+def test_active_requests_go_up_and_down() -> None:
+    metrics = _metrics()
+    assert values(metrics.render(), "active_requests_current") == {(): 0}
+    metrics.began()
+    metrics.began()
+    metrics.ended()
+    assert values(metrics.render(), "active_requests_current") == {(): 1}
+    assert metrics.active == 1
+
+
+def test_a_finished_request_counts_its_tokens_its_reason_and_the_cache_hits() -> None:
+    metrics = _metrics()
+    metrics.finished("m", Usage(prompt=100, cached=75, output=20, reasoning=5), "end")
+    metrics.finished("m", Usage(prompt=100, cached=0, output=1), "max_tokens")
+    text = metrics.render()
+    names = ("prompt_tokens_total", "cached_tokens_total", "output_tokens_total", "reasoning_tokens_total")
+    assert [values(text, name)["m",] for name in names] == [200, 75, 21, 5]
+    assert values(text, "finish_reasons_total") == {("end",): 1, ("max_tokens",): 1}
+    assert values(text, "cache_hit_ratio") == {("m",): 0.375}
+    for name in ("prompt", "cached", "output"):
+        assert values(text, f"request_{name}_tokens_count") == {("m",): 2}
+
+
+def test_latencies_have_histograms_of_their_own_per_model() -> None:
+    metrics = _metrics()
+    metrics.first_token("a", 0.3)
+    metrics.queued("a", 1.5)
+    metrics.inter_token("b", 0.02, count=4)
+    text = metrics.render()
+    assert values(text, "time_to_first_token_seconds_sum") == {("a",): 0.3}
+    assert values(text, "queue_wait_seconds_sum") == {("a",): 1.5}
+    assert values(text, "inter_token_seconds_count") == {("b",): 4}
+    assert values(text, "inter_token_seconds_sum") == {("b",): 0.08}
+
+
+def test_errors_and_warnings_are_counted_by_their_word() -> None:
+    metrics = _metrics()
+    metrics.failed("context_length_exceeded")
+    metrics.warned("billing_header")
+    assert values(metrics.render(), "errors_total") == {("context_length_exceeded",): 1}
+    assert values(metrics.render(), "request_warnings_total") == {("billing_header",): 1}
+
+
+def test_labels_that_others_choose_cannot_grow_the_memory_without_end() -> None:
+    metrics = _metrics()
+    for n in range(1500):
+        metrics.failed(f"code-{n}")
+        metrics.queued(f"model-{n}", 0.1)
+    metrics.failed("code-0")
+    errors = values(metrics.render(), "errors_total")
+    assert len(errors) == 1001
+    assert errors["other",] == 500
+    assert errors["code-0",] == 2
+    assert values(metrics.render(), "queue_wait_seconds_count")["other",] == 500
+
+
+def test_the_queue_is_looked_up_when_somebody_asks() -> None:
+    metrics = _metrics()
+    depths = {"m": 1}
+    metrics.watch_queue(lambda: depths)
+    depths["m"] = 3
+    assert values(metrics.render(), "queue_waiting") == {("m",): 3}
+    depths.clear()
+    assert values(metrics.render(), "queue_waiting") == {}
+
+
+async def test_a_scrape_measures_the_machine_anew() -> None:
+    text = await _metrics().scrape()
+    assert values(text, "cpu_usage_percent") == {(): 75.5}
+    assert values(text, "memory_usage_bytes") == {(): 8 << 30}
+    assert values(text, "gpu_usage_percent") == {("GPU-1",): 42}
+    assert values(text, "gpu_memory_used_bytes") == {("GPU-1",): 1000}
+    assert values(text, "process_start_time_seconds") == {(): 1000}
+    assert values(text, "modelyard_build_info") == {(__version__,): 1}
+
+
+async def test_a_fleet_of_one_renders_as_the_process_itself() -> None:
+    metrics = _metrics()
+    metrics.http("/v1/messages", "POST", 200, 0.2)
+    metrics.finished("m", Usage(10, 5, 3), "end")
+    assert merge([metrics.snapshot()]) == metrics.render()
+
+
+async def test_a_fleet_adds_load_but_sees_each_gpu_once() -> None:
+    both = [_metrics(), _metrics()]
+    for metrics in both:
+        await metrics.measure()
+        metrics.began()
+    text = merge([metrics.snapshot() for metrics in both])
+    assert values(text, "active_requests_current") == {(): 2}
+    assert values(text, "cpu_usage_percent") == {(): 151}
+    assert values(text, "memory_usage_bytes") == {(): 16 << 30}
+    assert values(text, "gpu_memory_used_bytes") == {("GPU-1",): 1000}
+    assert values(text, "modelyard_build_info") == {(__version__,): 1}

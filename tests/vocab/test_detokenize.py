@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.engine import IdLogprob
+from modelyard.core.vocab import Detokenizer
+from modelyard.vocab.hf import HfVocabulary
+from tests.vocab import tokenizers_made as made
+
+BYTES = HfVocabulary.from_text(made.byte_level())
+PIECES = HfVocabulary.from_text(made.metaspace("first"))
+WORDS = HfVocabulary.from_text(made.word_piece())
+
+
+def stream(detokenizer: Detokenizer, ids: list[int]) -> str:
+    pieces = [piece for id in ids for piece in detokenizer.feed([id])] + detokenizer.finish()
+    return "".join(piece.text for piece in pieces)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, BYTES.size - 1), max_size=40))
+def test_streamed_text_equals_the_full_decode_of_any_ids(ids: list[int]) -> None:
+    assert stream(BYTES.detokenizer(), ids) == BYTES.decode(ids)
+    one_batch = BYTES.detokenizer()
+    assert "".join(p.text for p in one_batch.feed(ids) + one_batch.finish()) == BYTES.decode(ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30))
+def test_sentencepiece_text_streams_with_the_space_its_first_token_has(text: str) -> None:
+    ids = PIECES.encode(text)
+    assert stream(PIECES.detokenizer(), ids) == b"".join(map(PIECES.token_bytes, ids)).decode()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(3, WORDS.size - 1), max_size=100))
+def test_decoders_without_a_table_stream_exactly_too(ids: list[int]) -> None:
+    assert stream(WORDS.detokenizer(), ids) == WORDS.decode(ids)
+
+
+def test_half_a_character_waits_for_its_other_half() -> None:
+    ids = BYTES.encode("€")
+    assert len(ids) > 1
+    pieces = BYTES.detokenizer().feed(ids)
+    assert [piece.text for piece in pieces] == [""] * (len(ids) - 1) + ["€"]
+    assert [piece.token for piece in pieces] == ids
+
+
+def test_a_stream_cut_inside_a_character_says_so_once_at_the_end() -> None:
+    detokenizer = BYTES.detokenizer()
+    assert [p.text for p in detokenizer.feed(BYTES.encode("€")[:1])] == [""]
+    assert [(p.text, p.token) for p in detokenizer.finish()] == [("\ufffd", -1)]
+    assert detokenizer.finish() == []
+
+
+def test_a_control_token_flushes_and_stands_alone() -> None:
+    end = BYTES.specials["<|im_end|>"]
+    pieces = BYTES.detokenizer().feed([BYTES.encode("€")[0], end])
+    assert [(p.text, p.special, p.token) for p in pieces[1:]] == [("\ufffd", False, -1), ("<|im_end|>", True, end)]
+
+
+def test_a_quoted_marker_is_not_special() -> None:
+    pieces = BYTES.detokenizer().feed(BYTES.encode_plain("<tool_call>"))
+    assert "".join(p.text for p in pieces) == "<tool_call>"
+    assert not any(p.special for p in pieces)
+    assert [p.special for p in BYTES.detokenizer().feed(BYTES.encode("<tool_call>"))] == [True]
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    ids = [BYTES.encode("€")[0], BYTES.specials["<|im_end|>"]]
+    pieces = BYTES.detokenizer().feed(ids, [IdLogprob(id, -0.5) for id in ids])
+    assert [p.logprob.id if p.logprob else None for p in pieces] == [ids[0], None, ids[1]]
+
+
+def test_streams_do_not_share_state() -> None:
+    first, second = BYTES.detokenizer(), BYTES.detokenizer()
+    first.feed(BYTES.encode("€")[:1])
+    assert second.feed(BYTES.encode("a"))[0].text == "a"
+
+
+def test_the_slow_path_flags_control_tokens_and_keeps_the_words_apart() -> None:
+    ids = [*WORDS.encode("fox"), WORDS.specials["[SEP]"], *WORDS.encode("dog")]
+    pieces = WORDS.detokenizer().feed(ids)
+    assert [p.text for p in pieces if p.special] == ["[SEP]"]
+    assert "".join(p.text for p in pieces if not p.special) == WORDS.decode(ids, specials=False)
