@@ -80,8 +80,8 @@ def test_calls_results_and_reasoning_reach_the_template() -> None:
     asked = say("assistant", Thinking("hm"), "let me", call()), result()
     lines = echo(source).text(ask(*asked)).splitlines()
     assert lines == [
-        '{"role": "assistant", "content": "let me", "reasoning_content": "hm", "tool_calls": [{"id": "call_0123456789", '
-        '"type": "function", "function": {"name": "read_file", "arguments": {"path": "a.txt"}}}]}',
+        '{"role": "assistant", "content": "let me", "reasoning_content": "hm", "tool_calls": [{"id": '
+        '"call_0123456789", "type": "function", "function": {"name": "read_file", "arguments": {"path": "a.txt"}}}]}',
         '{"role": "tool", "name": "read_file", "tool_call_id": "call_0123456789", "content": "WORD-RESULT"}',
     ]
 
@@ -97,11 +97,8 @@ def test_calls_results_and_reasoning_reach_the_template() -> None:
     ],
 )
 def test_arguments_are_a_dictionary_whatever_the_client_sent(made_call: ToolCall, arguments: str) -> None:
-    source = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
-    assert (
-        echo("{% if false %}tools{% endif %}" + source).text(ask(say("assistant", made_call), say("user", "")))
-        == arguments
-    )
+    text = echo("{% for m in messages %}{{ m | tojson }}{% endfor %}").text(ask(say("assistant", made_call)))
+    assert f'"arguments": {arguments}}}' in text
 
 
 def test_deferred_tools_stand_where_they_were_found_and_server_tools_nowhere() -> None:
@@ -135,7 +132,10 @@ def test_a_tools_template_is_used_only_with_tools() -> None:
 
 def test_images_are_parts_where_the_template_has_them_and_a_word_elsewhere() -> None:
     request = ask(say("user", "look", Image("data:image/png;base64,")))
-    with_images = "{% for m in messages %}{% for p in m.content %}[{{ 'PIC' if p.type == 'image' else p.text }}]{% endfor %}{% endfor %}"
+    with_images = (
+        "{% for m in messages %}{% for p in m.content %}"
+        "[{{ 'PIC' if p.type == 'image' else p.text }}]{% endfor %}{% endfor %}"
+    )
     assert echo(with_images).text(request) == "[look][PIC]"
     assert echo("{% for m in messages %}{{ m.content }}{% endfor %}").text(request) == "look\n[image]"
 
@@ -194,7 +194,10 @@ def test_an_empty_reply_at_the_end_is_no_turn() -> None:
 
 
 def test_the_tail_tells_whether_reasoning_is_open() -> None:
-    source = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
     assert echo(source).apply(ask(say("user", "a"))).tail == "<|im_start|>assistant\n<think>\n"
 
 

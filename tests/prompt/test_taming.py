@@ -23,11 +23,11 @@ DROPS = """{%- for m in messages -%}
   {%- if m.role == 'assistant' %}<bot>{{ m.content }}</bot>{% endif -%}
 {%- endfor -%}{% if add_generation_prompt %}<bot>{% endif %}"""
 NINE = """{%- for m in messages -%}
+  {{ m.role }}: {{ m.content }} {{ m.tool_call_id }}
   {%- for c in m.tool_calls or [] -%}
     {%- if c.id | length != 9 %}{{ raise_exception('Tool call IDs should have length 9!') }}{% endif -%}
     [CALL {{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]
   {%- endfor -%}
-  {{ m.role }}: {{ m.content }} {{ m.tool_call_id }}
 {%- endfor -%}"""
 TEMPLATES = {"strict": STRICT, "drops": DROPS, "nine": NINE} | {name: builtin(name) for name in formats()}
 
@@ -37,9 +37,10 @@ TEMPLATES = {"strict": STRICT, "drops": DROPS, "nine": NINE} | {name: builtin(na
 def test_no_template_fails_on_a_history_or_loses_a_word(vocab: HfVocabulary, template: str, history: str) -> None:
     request, words = HISTORIES[history]
     text = Renderer(ChatTemplate(TEMPLATES[template]), vocab).text(request)
-    places = [text.find(word) for word in words]
-    assert -1 not in places, text
-    assert places == sorted(places), text
+    at = 0
+    for word in words:
+        at = text.find(word, at)
+        assert at >= 0, f"{word} is missing or out of order in {text}"
 
 
 def steps(source: str) -> list[str]:
@@ -78,7 +79,10 @@ def test_the_form_of_a_prompt_does_not_depend_on_what_was_asked_before(vocab: Hf
 
 
 def test_a_history_that_still_fails_climbs_the_ladder(vocab: HfVocabulary) -> None:
-    picky = "{% if messages | length > 5 %}{{ raise_exception('too many turns') }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    picky = (
+        "{% if messages | length > 5 %}{{ raise_exception('too many turns') }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     request = ask(*[say("user", f"word{n} ") for n in range(8)])
     assert Renderer(ChatTemplate(picky), vocab).text(request) == "\n\n".join(f"word{n} " for n in range(8))
 

@@ -1,0 +1,104 @@
+"""Run a scanner over a text that was cut in some way, and hold its events to the contract."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import Any
+
+from msgspec import Struct
+
+from modelyard.core.engine import Piece
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
+from modelyard.core.format import Format
+from modelyard.core.request import Tool
+from modelyard.scanner import Scanner
+from modelyard.scanner.formats import load
+
+TOOLS = (
+    Tool(
+        "get_weather",
+        parameters={"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    ),
+    Tool("write_file", parameters={"properties": {"path": {"type": "string"}, "content": {"type": "string"}}}),
+    Tool(
+        "search",
+        parameters={
+            "properties": {
+                "query": {"type": "string"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+                "options": {"type": "object"},
+                "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+                "exact": {"type": "boolean"},
+                "ratio": {"type": "number"},
+            }
+        },
+    ),
+    Tool("now", parameters={"type": "object", "properties": {}}),
+)
+
+
+class Heard(Struct):
+    """A block as the client saw it."""
+
+    kind: str
+    text: str = ""
+    name: str = ""
+    complete: bool = True
+
+
+def pieces(text: str, form: Format, specials: Iterable[str] = ()) -> list[Piece]:
+    """The text as one piece, or with each of these markers as the special token that it is."""
+    if not specials:
+        return [Piece(text)]
+    split = re.split("(" + "|".join(map(re.escape, specials)) + ")", text)
+    return [Piece(part, special=i % 2 == 1) for i, part in enumerate(split) if part]
+
+
+def tokens(form: Format) -> list[str]:
+    """The markers that a vocabulary can hold as tokens, the longest first."""
+    return sorted((m for m in form.markers if not m.endswith("=")), key=len, reverse=True)
+
+
+def scan(chunks: Sequence[Piece | str], format: str | Format, *, cut: bool = False, **options: Any) -> list[Heard]:
+    ids = count()
+    form = load(format) if isinstance(format, str) else format
+    scanner = Scanner(form, **{"tools": TOOLS, "new_id": lambda: f"call_{next(ids)}"} | options)
+    events: list[Event] = []
+    for chunk in chunks:
+        events += scanner.feed([chunk if isinstance(chunk, Piece) else Piece(chunk)])
+    return heard(events + scanner.finish(cut))
+
+
+def heard(events: Iterable[Event]) -> list[Heard]:
+    """The blocks of a stream that keeps the contract: counted from 0, one open at a time, no empty delta."""
+    blocks: list[Heard] = []
+    is_open = False
+    for event in events:
+        if isinstance(event, BlockStart):
+            assert not is_open
+            assert event.index == len(blocks)
+            blocks.append(Heard(event.kind, name=event.name))
+            is_open = True
+        elif isinstance(event, BlockDelta):
+            assert is_open
+            assert event.text or event.logprobs
+            blocks[event.index].text += event.text
+        elif isinstance(event, BlockEnd):
+            assert is_open
+            assert event.index == len(blocks) - 1
+            blocks[-1].complete = event.complete
+            is_open = False
+        else:
+            raise AssertionError(event)
+    assert not is_open
+    return blocks
+
+
+def text_of(blocks: Iterable[Heard], kind: str = "text") -> str:
+    return "".join(b.text for b in blocks if b.kind == kind)
+
+
+def calls_of(blocks: Iterable[Heard], complete: bool = True) -> list[tuple[str, str]]:
+    return [(b.name, b.text) for b in blocks if b.kind == "tool_call" and b.complete == complete]
