@@ -21,6 +21,7 @@ from modelyard.http.stored import StoredResponses
 from modelyard.http.visit import Visit, read_body, respond, respond_error
 from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses
 from modelyard.protocols.json import decode, encode
+from modelyard.vocab.shield import unshield
 
 
 class TokenBody(msgspec.Struct, kw_only=True):
@@ -129,7 +130,8 @@ class ApplyTemplate(Endpoint):
     async def answer(self, body: bytes, visit: Visit) -> bytes:
         asked = decode(_bodies, body)
         model = self.gateway.model_for(asked.model, visit.caller)[1]
-        return encode({"prompt": model.parts.renderer.text(openai_chat.read_request(body, visit.headers))})
+        text = model.parts.renderer.text(openai_chat.read_request(body, visit.headers))
+        return encode({"prompt": unshield(text)})
 
 
 def _text_of(asked: TokenBody) -> str:

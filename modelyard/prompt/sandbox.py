@@ -22,7 +22,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_STEPS = 1_000_000
 MAX_REPEAT = 1_000_000
 _PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill", "format_map"})
-_WIDE = re.compile(r"\d{5}|%[^a-zA-Z%]*\*|:[^{}]*\{")  # widths of five digits, or given by an argument
+_WIDE = re.compile(
+    r"%[^a-zA-Z%]*(?:\d{5}|\*)|\{[^{}]*:[^{}]*(?:\d{5}|\{)"
+)  # widths of five digits, or given by an argument
 
 
 class Refusal(TemplateRuntimeError):

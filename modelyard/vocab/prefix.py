@@ -111,7 +111,7 @@ class PrefixTokens:
         return ids
 
     def _open(self, cut: str, stretch: str) -> list[int]:
-        return self._vocab.encode(stretch)
+        return self._vocab.encode(cut + stretch)[1:] if cut else self._vocab.encode(stretch)
 
     def _shielded(self, cut: str, stretch: str) -> list[int]:
         """Plain text, but for control tokens that stand here unmarked because no cut could be made at them."""

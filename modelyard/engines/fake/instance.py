@@ -35,6 +35,12 @@ class _Endless(InvalidRequest):
     default_code = "invalid_json_schema"
 
 
+def _bounded(count: int) -> int:
+    if count > _NODES:
+        raise _Endless("the JSON schema asks for a value that is too large to make up")
+    return count
+
+
 class _Maker:
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -52,8 +58,7 @@ class _Maker:
     def make(self, schema: Schema | bool, path: tuple[str, ...]) -> Any:
         """`path` holds the references being followed: coming back to one of them would never end."""
         self._made += 1
-        if self._made > _NODES:
-            raise _Endless("the JSON schema is too large for a minimal value of it")
+        _bounded(self._made)
         if not isinstance(schema, dict):
             return "text"
         if "$ref" in schema:
@@ -105,14 +110,14 @@ class _Maker:
     def _object(self, schema: Schema, path: tuple[str, ...]) -> Any:
         properties = schema.get("properties", {})
         made = {name: self.make(properties.get(name, {}), path) for name in schema.get("required", ())}
-        missing = max(0, schema.get("minProperties", 0) - len(made))
+        missing = _bounded(max(0, schema.get("minProperties", 0) - len(made)))
         spare = [name for name in properties if name not in made]
         spare += [f"key{i}" for i in range(missing)] if len(spare) < missing else []
         return made | {name: self.make(properties.get(name, {}), path) for name in spare[:missing]}
 
     def _array(self, schema: Schema, path: tuple[str, ...]) -> Any:
         first = list(schema.get("prefixItems", ()))
-        count = max(schema.get("minItems", 0), 0)
+        count = _bounded(max(schema.get("minItems", 0), 0))
         kinds = (first + [schema.get("items", {})] * max(0, count - len(first)))[: max(count, len(first))]
         kinds = kinds[: schema.get("maxItems", len(kinds))]
         if not schema.get("uniqueItems"):
@@ -139,7 +144,7 @@ def _string(schema: Schema, _: tuple[str, ...]) -> str:
     if "pattern" in schema:
         return sample(schema["pattern"])
     text = "text"[: schema.get("maxLength", 4)]
-    return text.ljust(schema.get("minLength", 0), "x")
+    return text.ljust(_bounded(schema.get("minLength", 0)), "x")
 
 
 def _number(schema: Schema, step: int) -> float | int:

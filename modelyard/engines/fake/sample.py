@@ -18,6 +18,7 @@ _CATEGORIES = {
     "CATEGORY_NOT_SPACE": string.ascii_letters,
     "CATEGORY_NOT_WORD": " -",
 }
+_LONGEST = 100_000
 _PLAIN = string.ascii_letters + string.digits + string.punctuation + " "
 
 
@@ -44,7 +45,7 @@ class _Sampler:
             return _letter(op, argument)
         if op in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
             least, _, body = argument
-            return "".join(self.text(body) for _ in range(least))
+            return self._times(self.text(body), least)
         if op == "SUBPATTERN":
             return self._group(argument[0], argument[-1])
         if op == "BRANCH":
@@ -52,6 +53,11 @@ class _Sampler:
         if op == "ATOMIC_GROUP":
             return self.text(argument)
         return self._groups.get(argument, "") if op == "GROUPREF" else ""
+
+    def _times(self, text: str, times: int) -> str:
+        if len(text) * times > _LONGEST:
+            raise InvalidRequest("a match of the regular expression is too long to make up", code="invalid_regex")
+        return text * times
 
     def _group(self, number: int | None, body: Any) -> str:
         text = self.text(body)
