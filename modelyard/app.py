@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from modelyard import plugins
 from modelyard.config import Config, engine_spec
 from modelyard.core.engine import Engine
-from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
 from modelyard.definition import Definition, define
 from modelyard.gateway import Gateway
 from modelyard.http import server as front
@@ -43,6 +43,15 @@ class Yard(Struct):
     scheduler: Scheduler
     gateway: Gateway
     app: ASGIApp
+
+    async def stop(self) -> None:
+        await _stop(self.gateway, self.scheduler)
+
+
+async def _stop(gateway: Gateway, scheduler: Scheduler) -> None:
+    """Every answer under way ends in an error that its client can read, and nothing new begins."""
+    gateway.stop(Unavailable("the server is shutting down", code="shutting_down"))
+    await scheduler.close()
 
 
 def compose(config: Config, env: Mapping[str, str] = os.environ) -> Yard:
@@ -96,7 +105,7 @@ def _front(
             if model.enabled:
                 scheduler.load(name)
         yield
-        await scheduler.close()
+        await _stop(gateway, scheduler)  # not everybody who runs this app says goodbye first
         await gateway.close()
         await store.close()
         if peer is not None:
@@ -117,13 +126,15 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     log.setup(config.log)
     if config.http.workers > 1 and INDEX_VARIABLE not in os.environ:
         return _serve_fleet(config, path, http, debug)
-    return asyncio.run(_serve_one(config))
+    with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
+        return runner.run(_serve_one(config))
 
 
 async def _serve_one(config: Config) -> int:
     yard = compose(config)
-    server = front.server(yard.app, config.http)
-    listening = listen(config.http.host, config.http.port)
+    server = front.server(yard.app, config.http, yard.stop)
+    # Alone, it shares its port with nobody: SO_REUSEPORT would let a second server take half of the requests.
+    listening = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
     log.announce(
         config.http.host, listening.getsockname()[1], config.http.ssl_certfile is not None, list(config.models)
     )

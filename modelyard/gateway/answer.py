@@ -56,6 +56,7 @@ class Answer:
         self._generation: Generation[Any] | None = None
         self._translation = self._new_translation()
         self._retried, self._cancelled = not retry, False
+        self._why: ModelyardError | None = None
         self._began = time.perf_counter()
         self._last = 0.0
 
@@ -78,8 +79,14 @@ class Answer:
             log.exception("an answer failed")
             events = self._translation.fail(foreign(error))
         if isinstance(events[-1], Finished | Failed):
+            events[-1] = self._told(events[-1])
             self._settle(events[-1])
         return self.choice, events
+
+    def _told(self, last: Finished | Failed) -> Finished | Failed:
+        """An engine knows only that it was cancelled, not why."""
+        cancelled = isinstance(last, Failed) and isinstance(last.error, Cancelled)
+        return Failed(self._why) if cancelled and self._why is not None else last
 
     async def _next(self) -> list[Event]:
         while True:
@@ -146,11 +153,11 @@ class Answer:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def cancel(self) -> None:
-        """Idempotent. The reader gets Failed(Cancelled) next, unless the answer was over already."""
+    def cancel(self, why: ModelyardError | None = None) -> None:
+        """Idempotent. The reader gets Failed(why or Cancelled) next, unless the answer was over already."""
         if self._cancelled:
             return
-        self._cancelled = True
+        self._cancelled, self._why = True, why
         if self._generation is not None:
             self._generation.cancel()
         else:

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 
 from modelyard.core.engine import Engine
-from modelyard.core.errors import Cancelled
+from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event
 from modelyard.core.lease import Lease, Ticket
 from modelyard.gateway.answer import Answer, Surroundings
@@ -53,9 +53,9 @@ class Choices:
             self._running -= 1
             self._wake.set()
 
-    def cancel(self) -> None:
+    def cancel(self, why: ModelyardError | None = None) -> None:
         for answer in self._answers:
-            answer.cancel()
+            answer.cancel(why)
 
     def close(self) -> None:
         for task in self._tasks:

@@ -14,11 +14,12 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 
 from modelyard.core.engine import Embedder, Embeddings, TextEngine
-from modelyard.core.errors import Forbidden, Unimplemented, Unsupported
+from modelyard.core.errors import Forbidden, ModelyardError, Unimplemented, Unsupported
 from modelyard.core.lease import Demand, Leases
 from modelyard.core.request import Caller, Constraint, EmbeddingRequest, Image, Message, Request, ToolResult
 from modelyard.gateway.answer import Answer
@@ -42,6 +43,7 @@ class Gateway:
     ) -> None:
         self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
         self._background: set[asyncio.Task[None]] = set()
+        self._answers: WeakSet[Answer | Choices] = WeakSet()
 
     # --- the main road --------------------------------------------------------------------------------------------
 
@@ -71,9 +73,10 @@ class Gateway:
         if entry is not None:
             entry.prompt("\n\n".join(unshield(run.text) for run in job.runs))
         ticket = self.leases.request(job.demand())
-        if job.choices == 1:
-            return Answer(job, 0, ticket, self, entry)
-        return Choices(job, ticket, self, entry)
+        one = job.choices == 1
+        answer = Answer(job, 0, ticket, self, entry) if one else Choices(job, ticket, self, entry)
+        self._answers.add(answer)
+        return answer
 
     # --- its steps ------------------------------------------------------------------------------------------------
 
@@ -167,6 +170,11 @@ class Gateway:
         self._background.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("background work failed", exc_info=error)
+
+    def stop(self, why: ModelyardError) -> None:
+        """End every answer that waits or runs; its client is told why."""
+        for answer in list(self._answers):
+            answer.cancel(why)
 
     async def close(self) -> None:
         for task in self._background:

@@ -7,6 +7,7 @@ import hmac
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from msgspec import Struct
@@ -39,6 +40,7 @@ def _digest(key: KeySettings, env: Mapping[str, str]) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
+@lru_cache(maxsize=256)  # asked at every request, nearly always about the same name
 def is_loopback(host: str) -> bool:
     if host in ("localhost", "") or host.endswith(".localhost"):
         return host != ""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.telemetry import TelemetryConfig
 from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -17,6 +22,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
+from uvicorn.loops.auto import auto_loop_factory
 
 from modelyard import __version__
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
@@ -40,6 +46,10 @@ from modelyard.telemetry.journal import Journal
 Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 
 
+# The guard counts and logs; FastAPI's own telemetry would look at the environment for exporters at every request.
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+
+
 class Edge(Struct, frozen=True):
     """What the front door is made of."""
 
@@ -59,6 +69,7 @@ def build(edge: Edge, lifespan: Lifespan | None = None) -> ASGIApp:
         docs_url="/docs" if settings.docs else None,
         redoc_url=None,
         openapi_url="/openapi.json" if settings.docs else None,
+        telemetry=_NO_TELEMETRY,
         lifespan=lifespan,
         middleware=_cors(settings),
         exception_handlers={ModelyardError: _told, HTTPException: _told_http, Exception: _told},
@@ -147,22 +158,49 @@ async def _told_http(request: HttpRequest, error: Exception) -> Response:
     return Response(answer.body, status, dict(answer.headers), answer.content_type)
 
 
-def server(app: ASGIApp, settings: HttpSettings) -> uvicorn.Server:
+async def _nothing() -> None:
+    pass
+
+
+class Server(uvicorn.Server):
+    """uvicorn that asks its work to end before it waits for it, and for which having been stopped is success."""
+
+    def __init__(self, config: uvicorn.Config, goodbye: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(config)
+        self._goodbye = goodbye
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Together: what the goodbye makes the handlers write needs connections that still wait for it.
+        await asyncio.gather(super().shutdown(sockets), self._goodbye())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn would raise the signal once more at the end, and the exit code would speak of a crash."""
+        del frame
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self.should_exit = True
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop where there is one: not on Windows."""
+    return auto_loop_factory()
+
+
+def server(app: ASGIApp, settings: HttpSettings, goodbye: Callable[[], Awaitable[None]] = _nothing) -> Server:
     """uvicorn as we want it: no access log of its own (the guard has one), bounded headers, a quick goodbye."""
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
         http=BoundedHttp.bounded(settings.max_header_bytes),
-        loop="uvloop",
+        loop="none",  # whoever runs us has made the loop
         ws="none",
         log_config=None,
         access_log=False,
         server_header=False,
         date_header=False,
         lifespan="on",
-        timeout_graceful_shutdown=10,
+        timeout_graceful_shutdown=5,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )
-    return uvicorn.Server(config)
+    return Server(config, goodbye)

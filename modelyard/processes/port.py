@@ -25,9 +25,9 @@ def reserve(host: str, port: int) -> socket.socket:
     return _bind(host, port, shared=True)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket of this process; the kernel deals the connections out among all that listen."""
-    bound = _bind(host, port, shared=True)
+def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
+    """A listening socket of this process; on a shared port the kernel deals connections out among all that listen."""
+    bound = _bind(host, port, shared=shared)
     bound.listen(_BACKLOG)
     bound.setblocking(False)
     return bound

@@ -90,19 +90,28 @@ class Fetcher:
         raise unreachable(f"the image's host redirects more than {_REDIRECTS} times")
 
     async def _hop(self, url: httpx.URL) -> Picture | str:
-        """One request: the picture, or where it is said to be."""
+        """One request: the picture, or where it is said to be. Of several addresses the first that answers."""
+        import httpx
+
         host = url.raw_host.decode("ascii").lower().rstrip(".")
         self._check_host(host)
-        address = await self._resolve(host)
-        client = self._connect()
-        async with client.stream(
+        *others, last = await self._resolve(host)
+        for address in others:
+            try:
+                return await self._ask(url, host, address)
+            except httpx.ConnectError:
+                continue
+        return await self._ask(url, host, last)
+
+    async def _ask(self, url: httpx.URL, host: str, address: str) -> Picture | str:
+        async with self._connect().stream(
             "GET",
             url.copy_with(host=address),
             headers={"host": url.netloc.decode("ascii"), "accept": "image/*", "accept-encoding": "identity"},
             extensions={"sni_hostname": host},
         ) as response:
             if response.is_redirect:
-                return response.headers["location"]
+                return str(response.headers.get("location", ""))
             return await self._body(response, host)
 
     def _connect(self) -> httpx.AsyncClient:
@@ -120,17 +129,17 @@ class Fetcher:
         if not any(fnmatchcase(host, allowed) for allowed in self._hosts):
             raise refused(f"images from {host!r} are not allowed; the setting images.allow lists the hosts that are")
 
-    async def _resolve(self, host: str) -> str:
+    async def _resolve(self, host: str) -> list[str]:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise unreachable(f"the image's host {host!r} has no address: {error.strerror}") from None
-        addresses = [str(info[4][0]).partition("%")[0] for info in found]
+        except (OSError, UnicodeError) as error:  # the second for names that no lookup can be made of
+            raise unreachable(f"the image's host {host[:100]!r} has no address: {error}") from None
+        addresses = list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in found))
         if not self._settings.allow_private and not all(is_public(ip_address(a)) for a in addresses):
             raise refused(
                 f"the image's host {host!r} has a private address; the setting images.allow_private permits that"
             )
-        return addresses[0]
+        return addresses
 
     async def _body(self, response: httpx.Response, host: str) -> Picture:
         limit = self._settings.max_bytes
@@ -150,7 +159,10 @@ class Fetcher:
 
     def _read(self, url: str) -> Picture:
         """The path is checked before it is touched: a refusal says nothing about what is there."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise unreachable(f"{url[:200]!r} is not a URL: {error}") from None
         path = Path(os.path.realpath(unquote(parts.path).replace("\0", "")))
         folders = [Path(os.path.realpath(folder)) for folder in self._folders]
         if parts.netloc not in ("", "localhost") or not any(path.is_relative_to(folder) for folder in folders):

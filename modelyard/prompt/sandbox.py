@@ -60,8 +60,17 @@ class GenerationBlocks(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+_OF_EVERY_DICT = frozenset(dir(dict))
+
+
 class PromptEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%"})
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.role` on a dictionary, which is most of what templates do, without a failed attribute look-up."""
+        if type(obj) is dict and attribute not in _OF_EVERY_DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":

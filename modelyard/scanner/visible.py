@@ -66,6 +66,7 @@ class Visible:
         self._space.clear()
         if self._fresh and not self._begun and not (kind == "text" and self._spoke):
             lead, text, body = "", text.lstrip(), body.lstrip()
+            self._forget(self.seen - len(text))
         self._begun = True
         self._spoke = self._spoke or kind == "text"
         line = text.find("\n", len(body))
@@ -89,8 +90,7 @@ class Visible:
             if self.stopped is not None:
                 self._space.clear()
         if kind == "thinking" and not self._show_thinking:
-            if self.trail:
-                self.trail.take(self.seen)
+            self._forget(self.seen)
             return
         logprobs = self.trail.take(self.seen - self._waiting()) if self.trail else ()
         if text:
@@ -100,13 +100,17 @@ class Visible:
         held = len(self._stops.held) if self._stops else 0
         return held + sum(map(len, self._space))
 
+    def _forget(self, seen: int) -> None:
+        """These first characters will never be shown, nor their log probabilities."""
+        if self.trail:
+            self.trail.take(seen)
+
     def turn(self) -> None:
         """A marker came that ends this run of text: the white space before it goes, what follows is a new block."""
         if self._stops and (rest := self._stops.flush()):
             self._blocks.say("text", rest)
         self._space.clear()
-        if self.trail:
-            self.trail.take(self.seen)
+        self._forget(self.seen)
         self._blocks.close()
         self._begun, self._fresh = False, True
 

@@ -6,12 +6,13 @@ no lock in the package.
 
 A demand meets, in this order:
 
-    1. unknown model                          → NotFound
-    2. stopped, and nobody loads it           → Conflict
-    3. failed, or down for longer than timeout → Unavailable
-    4. a free place and nobody in front       → lease at once
-    5. the queue is full                      → Overloaded
-    6. otherwise                              → it waits: for a place, for loading or for a restart
+    1. the scheduler is closed                → Unavailable
+    2. unknown model                          → NotFound
+    3. stopped, and nobody loads it           → Conflict
+    4. failed, or down for longer than timeout → Unavailable
+    5. a free place and nobody in front       → lease at once
+    6. the queue is full                      → Overloaded
+    7. otherwise                              → it waits: for a place, for loading or for a restart
 """
 
 from __future__ import annotations
@@ -109,12 +110,17 @@ class _Model:
         self.down_since: float | None = None
         self.restarts = 0
 
+    @property
+    def living(self) -> Engine | None:
+        """The engine, unless it is lost: its jobs hear of that before its replica does, and come back at once."""
+        return None if self.engine is None or self.engine.lost.done() else self.engine
+
     def admit(self, lane: Lane[Place]) -> None:
-        if self.engine is None:
+        if (engine := self.living) is None:
             return
         for place in lane.admit():
             self.running += place.weight
-            place.grant(Grant(self, lane, place, self.engine))
+            place.grant(Grant(self, lane, place, engine))
 
     def refuse_all(self, error: ModelyardError) -> None:
         for lane in self.lanes.values():
@@ -136,10 +142,15 @@ class Bounds(Struct, frozen=True):
     timeout: float = 30.0
 
 
+def _shutting_down() -> Unavailable:
+    return Unavailable("the server is shutting down", code="shutting_down")
+
+
 class Scheduler:
     def __init__(self, bounds: Bounds = Bounds()) -> None:
         self._bounds = bounds
         self._models: dict[str, _Model] = {}
+        self._closed = False
 
     def __repr__(self) -> str:
         rows = (
@@ -170,21 +181,25 @@ class Scheduler:
             model.replica.start()
 
     async def close(self) -> None:
+        """Idempotent."""
+        self._closed = True
         for model in self._models.values():
-            model.refuse_all(Unavailable("the server is shutting down"))
+            model.refuse_all(_shutting_down())
             model.engine, model.state = None, "stopped"
         await asyncio.gather(*(m.replica.close() for m in self._models.values() if m.replica))
 
     def request(self, demand: Demand) -> Place:
+        if self._closed:
+            raise _shutting_down()
         model = self._models.get(demand.model)
         if model is None:
             raise NotFound(f"the scheduler knows no model {demand.model!r}", code="model_not_found")
         self._check_up(model)
         lane = model.lanes[demand.cache]
         place = Place(demand, lane)
-        if model.engine is not None and lane.take(place):
+        if (engine := model.living) is not None and lane.take(place):
             model.running += place.weight
-            place.grant(Grant(model, lane, place, model.engine))
+            place.grant(Grant(model, lane, place, engine))
         else:
             place.wait(lane.join(place))
         return place
@@ -193,7 +208,7 @@ class Scheduler:
         return {name: model.status for name, model in self._models.items()}
 
     def engine(self, model: str) -> Engine | None:
-        return self._models[model].engine
+        return self._models[model].living
 
     def _check_up(self, model: _Model) -> None:
         if model.state == "stopped":

@@ -40,16 +40,16 @@ def setup(settings: LogSettings, stream: TextIO | None = None) -> logging.Handle
     root.setLevel(level)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
-    for name in _SERVER:
-        _hand_over(logging.getLogger(name))
+    for name in _SERVER:  # its own news («Started server process») say nothing that ours do not
+        _hand_over(logging.getLogger(name), max(level, logging.WARNING))
     _skip_unused_facts()
     return handler
 
 
-def _hand_over(logger: logging.Logger) -> None:
+def _hand_over(logger: logging.Logger, level: int) -> None:
     logger.handlers.clear()
     logger.propagate = True
-    logger.setLevel(logging.NOTSET)
+    logger.setLevel(level)
 
 
 def _skip_unused_facts() -> None:

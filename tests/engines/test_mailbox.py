@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -189,4 +190,4 @@ def test_merging_keeps_every_token_in_order_and_leaves_no_neighbours(items: list
         return [x for c in chunks for x in (c.ids if isinstance(c, Tokens) else [c])]
 
     assert flat(out) == flat(items)
-    assert not any(isinstance(a, Tokens) and isinstance(b, Tokens) for a, b in zip(out, out[1:], strict=False))
+    assert not any(isinstance(a, Tokens) and isinstance(b, Tokens) for a, b in pairwise(out))

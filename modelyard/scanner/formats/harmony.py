@@ -28,6 +28,7 @@ _HEADER_LIMIT = 256
 _REGIONS = {"analysis": "thinking", "final": "text", "commentary": "text", "": "text"}
 _RECIPIENT = re.compile(r"\bto=([\w.:/-]+)")
 _SHAPE = re.compile(r"\s*(?:assistant)?\s*(?:to=\S*)?\s*")
+_WORDS = ("assistant", "to=", "analysis", "final", "commentary")
 
 
 def _header(tape: Tape, calls: Calls, *, in_channel: bool) -> Steps[str | None]:
@@ -66,7 +67,7 @@ def _part(tape: Tape, limit: int) -> Steps[tuple[str, str]]:
 def _unfinished(header: str) -> str:
     """A message that has no body. Its header is protocol, unless it looks like something that was meant to be read."""
     words = _SHAPE.sub("", header, count=1).split()
-    if words and words[0] not in _REGIONS:
+    if words and not any(known.startswith(words[0]) for known in _WORDS):
         raise Unreadable("no header")
     return "text"
 

@@ -40,9 +40,7 @@ async def test_harmony() -> None:
 
 async def test_harmony_goes_on_in_an_open_message_and_closes_it() -> None:
     steps: list[dict[str, Any]] = [{"repeat": 3, "steps": [{"text": "a "}]}]
-    assert await answer(script=[{"steps": steps}], format="harmony") == (
-        "<|channel|>final<|message|>a a a <|return|>"
-    )
+    assert await answer(script=[{"steps": steps}], format="harmony") == ("<|channel|>final<|message|>a a a <|return|>")
 
 
 @pytest.mark.parametrize(

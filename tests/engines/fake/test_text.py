@@ -53,7 +53,6 @@ async def test_engine_satisfies_both_protocols() -> None:
     engine = await text_engine()
     assert isinstance(engine, TextEngine)
     assert isinstance(engine, Embedder)
-    assert not engine.info.holds_weights
     assert engine.info.capacity == 8
 
 

@@ -1,0 +1,36 @@
+"""Steps compiled to deeds."""
+
+from modelyard.engines.fake.dialects import writer
+from modelyard.engines.fake.plan import Compiler, Hang, Prefill, Repeat, Say, Wait, filler, walk, words
+from modelyard.engines.fake.script import Step
+from tests.engines.fake.stage import vocabulary
+
+
+def compile_steps(*steps: Step) -> list[object]:
+    return list(Compiler(vocabulary()).compile(steps, writer("hermes")))
+
+
+def test_neighbouring_words_are_said_in_one_go() -> None:
+    (say,) = compile_steps(Step(text="a"), Step(think="b"), Step(tokens=3))
+    assert isinstance(say, Say)
+
+
+def test_waits_stay_between_words() -> None:
+    kinds = [
+        type(d) for d in compile_steps(Step(prefill=1, progress=2), Step(text="a"), Step(delay=1), Step(hang=True))
+    ]
+    assert kinds == [Prefill, Say, Wait, Hang]
+
+
+def test_repeats_are_unrolled_only_when_played() -> None:
+    deeds = compile_steps(Step(repeat=10**12, steps=(Step(text="a"),)))
+    assert [type(d) for d in deeds] == [Say, Repeat]
+    played = walk(deeds)
+    assert [type(next(played)) for _ in range(5)] == [Say] * 5
+
+
+def test_filler_words_are_one_token_each_and_survive_a_round_trip() -> None:
+    made = words(filler(vocabulary()), 500)
+    assert len(made) == 500
+    text = vocabulary().decode(made)
+    assert len(text.split()) == 500

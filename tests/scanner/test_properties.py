@@ -1,0 +1,139 @@
+"""What holds for every format: calls come back as they were written, junk harms nobody, markers are never shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.request import Tool
+from modelyard.scanner.formats import load, names
+from tests.scanner.reading import calls_of, scan, text_of
+
+Arguments = dict[str, Any]
+
+_quiet = settings(max_examples=2500, deadline=None)
+_text = st.text(max_size=30)
+_numbers = st.integers(-(10**12), 10**12)
+_leaves = st.none() | st.booleans() | _numbers | st.floats(allow_nan=False, allow_infinity=False) | _text
+_json = st.recursive(
+    _leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_text, inner, max_size=3), max_leaves=6
+)
+_value_of = {
+    "string": _text,
+    "integer": _numbers,
+    "number": st.floats(allow_nan=False, allow_infinity=False),
+    "boolean": st.booleans(),
+    "array": st.lists(_json, max_size=3),
+    "object": st.dictionaries(_text, _json, max_size=3),
+}
+_names = st.from_regex(r"[a-z][a-z0-9_-]{0,11}", fullmatch=True)
+
+
+@st.composite
+def _call(draw: st.DrawFn) -> tuple[Tool, Arguments]:
+    kinds = draw(st.dictionaries(_names, st.sampled_from(sorted(_value_of)), max_size=4))
+    tool = Tool(draw(_names), parameters={"type": "object", "properties": {k: {"type": t} for k, t in kinds.items()}})
+    return tool, {k: draw(_value_of[t]) for k, t in kinds.items()}
+
+
+_calls = st.lists(_call(), min_size=1, max_size=3, unique_by=lambda c: c[0].name)
+
+
+def _hermes(tool: Tool, arguments: Arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': tool.name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
+
+
+def _raw(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _qwen3_coder(tool: Tool, arguments: Arguments) -> str:
+    given_ = "".join(f"<parameter={k}>\n{_raw(v)}\n</parameter>\n" for k, v in arguments.items())
+    return f"<tool_call>\n<function={tool.name}>\n{given_}</function>\n</tool_call>"
+
+
+def _harmony(tool: Tool, arguments: Arguments) -> str:
+    head = f"<|start|>assistant<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
+    return f"{head}{json.dumps(arguments)}<|call|>"
+
+
+def _plain(tool: Tool, arguments: Arguments) -> str:
+    return f"<tool_code>{json.dumps({'name': tool.name, 'arguments': arguments})}</tool_code>"
+
+
+WRITERS: dict[str, Callable[[Tool, Arguments], str]] = {
+    "hermes": _hermes,
+    "qwen3_coder": _qwen3_coder,
+    "harmony": _harmony,
+    "plain": _plain,
+}
+
+
+def test_every_format_with_calls_has_a_writer_here() -> None:
+    assert set(WRITERS) == {name for name in names() if load(name).reads_calls}
+
+
+@pytest.mark.parametrize("format", sorted(WRITERS))
+@_quiet
+@given(data=st.data())
+def test_calls_come_back_as_they_were_written(format: str, data: st.DataObject) -> None:
+    made = data.draw(_calls)
+    raw = "\n".join(WRITERS[format](tool, arguments) for tool, arguments in made)
+    size, stream = data.draw(st.integers(1, 9)), data.draw(st.booleans())
+    chunks = [raw[i : i + size] for i in range(0, len(raw), size)]
+    blocks = scan(chunks, format, tools=[tool for tool, _ in made], tool_stream=stream)
+    assert [(n, json.loads(a)) for n, a in calls_of(blocks)] == [(tool.name, a) for tool, a in made]
+    assert text_of(blocks).strip() == ""
+
+
+def _fragments(format: str) -> list[str]:
+    form = load(format)
+    json_bits = ['{"name": "now"', ', "arguments": {', '"x": 1', "}", "}}", "'", '"', "[", "]", ",", ":", "\\", "\\u12"]
+    xml_bits = ["now>", "get_weather>", "city>", "\n", " ", "to=functions.now", "analysis", "final"]
+    markers = [*form.markers, *form.inner]
+    return [*markers, *json_bits, *xml_bits, *(m[: len(m) // 2] for m in markers), "word", "ü😀"]
+
+
+@pytest.mark.parametrize("format", names())
+@_quiet
+@given(data=st.data())
+def test_junk_never_raises_and_reads_the_same_in_every_cutting(format: str, data: st.DataObject) -> None:
+    raw = "".join(data.draw(st.lists(st.sampled_from(_fragments(format)) | st.text(max_size=4), max_size=14)))
+    options: dict[str, Any] = {
+        "cut": data.draw(st.booleans()),
+        "tool_stream": data.draw(st.booleans()),
+        "stop": data.draw(st.lists(st.sampled_from(["\n", "wor", "}}", "ord", "<"]), max_size=2)),
+        "tools": data.draw(st.sampled_from([None, (), (Tool("now"), Tool("get_weather"))])),
+    }
+    whole = scan([raw], format, **options)
+    assert scan(list(raw), format, **options) == whole
+    at = data.draw(st.integers(0, len(raw)))
+    assert scan([raw[:at], raw[at:]], format, **options) == whole
+
+
+@pytest.mark.parametrize("format", names())
+@_quiet
+@given(data=st.data())
+def test_no_marker_is_ever_shown(format: str, data: st.DataObject) -> None:
+    form = load(format)
+    parts = [*form.markers, *form.inner, "word", '{"name": "now", "arguments": {', "}}", "now>", "\n"]
+    raw = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=14)))
+    for block in scan([raw], format, cut=data.draw(st.booleans())):
+        assert block.kind == "tool_call" or not any(marker in block.text for marker in form.markers)
+
+
+@pytest.mark.parametrize("format", names())
+@_quiet
+@given(data=st.data())
+def test_no_word_is_ever_lost(format: str, data: st.DataObject) -> None:
+    """Words in a header of harmony are protocol, so none is opened here."""
+    markers = [m for m in load(format).markers if m not in ("<|start|>", "<|channel|>")]
+    parts = data.draw(st.lists(st.sampled_from(markers) | st.just(None), max_size=14))
+    raw = "".join(part or f" w{i}. " for i, part in enumerate(parts))
+    shown = "".join(block.text for block in scan([raw], format))
+    assert [f"w{i}." for i, part in enumerate(parts) if part is None] == shown.split()
