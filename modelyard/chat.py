@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 
 import httpx
 from rich.console import Console
+from rich.text import Text as Styled
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
-from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Fold
+from modelyard.core.events import BlockDelta, BlockKind, BlockStart, Event, Finished, Fold
 from modelyard.core.request import Message, Request, Text
 from modelyard.protocols import openai_chat
 
@@ -19,7 +19,7 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._kind = "text"
+        self._kind: BlockKind = "text"
 
     def ask(self) -> str | None:
         try:
@@ -29,18 +29,38 @@ class Screen:
 
     def show(self, event: Event) -> None:
         if isinstance(event, BlockStart):
+            self._print("\n" if event.index else "")
             self._kind = event.kind
             if event.kind == "tool_call":
-                self._console.print(f"\n[yellow]calls {event.name}[/yellow] ", end="")
+                self._print(f"calls {event.name} ", _STYLES["tool_call"])
         elif isinstance(event, BlockDelta):
-            style = {"thinking": "dim italic", "tool_call": "yellow"}.get(self._kind)
-            self._console.print(event.text, style=style, end="", markup=False, highlight=False, soft_wrap=True)
+            self._print(event.text, _STYLES[self._kind])
 
     def note(self, text: str) -> None:
-        self._console.print(f"\n[dim]{text}[/dim]", highlight=False)
+        self._print(f"\n{text}\n", "dim")
 
     def complain(self, error: ModelyardError) -> None:
-        self._console.print(f"\n[red]{error.message}[/red]", highlight=False)
+        self._print(f"\n{error.message}\n", "red")
+
+    def _print(self, text: str, style: str = "") -> None:
+        """As it stands: what looks like markup or an emoji's name is the model's own, and no escape moves the cursor."""
+        self._console.print(Styled(text.replace("\x1b", "␛"), style), end="", soft_wrap=True)
+
+
+_STYLES: dict[BlockKind, str] = {"text": "", "thinking": "dim italic", "tool_call": "yellow"}
+
+
+class _Shown:
+    """The visible text so far: what the model has said when it is interrupted."""
+
+    def __init__(self) -> None:
+        self.text, self._visible = "", False
+
+    def feed(self, event: Event) -> None:
+        if isinstance(event, BlockStart):
+            self._visible = event.kind == "text"
+        elif isinstance(event, BlockDelta) and self._visible:
+            self.text += event.text
 
 
 class Conversation:
@@ -63,17 +83,18 @@ class Conversation:
                     screen.complain(error)
 
     def _turn(self, client: httpx.Client, screen: Screen) -> None:
-        fold = Fold()
-        with contextlib.suppress(KeyboardInterrupt):
+        fold, shown = Fold(), _Shown()
+        try:
             for event in self._events(client):
-                if isinstance(event, Failed):
-                    raise event.error
-                fold.feed([event])
+                fold.feed([event])  # raises what a Failed says
+                shown.feed(event)
                 screen.show(event)
                 if isinstance(event, Finished):
                     screen.note(f"{event.usage.prompt} + {event.usage.output} tokens, {event.reason}")
-        if fold.finished:
-            self.messages.append(Message("assistant", tuple(block.part for block in fold.reply().blocks)))
+        except KeyboardInterrupt:
+            screen.note("stopped")
+        parts = tuple(b.part for b in fold.reply().blocks) if fold.finished else (Text(shown.text),)
+        self.messages.append(Message("assistant", parts))
 
     def _events(self, client: httpx.Client) -> Iterator[Event]:
         request = Request(model=self._model, messages=tuple(self.messages), stream=True, include_usage=True)

@@ -28,17 +28,29 @@ out, err = Console(), Console(stderr=True)
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option("--config", "-c", help="TOML or JSON file. Without it: config/settings.json, modelyard.toml, a demo."),
+    typer.Option(
+        "--config",
+        "-c",
+        help="TOML or JSON file. Without it the first that exists: config/settings.json, modelyard.toml, a demo.",
+    ),
 ]
 
 
 @app.command()
 def serve(
     config: ConfigOption = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Gateway processes on the one port.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Keep four files of each request in ./debug.")] = False,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on, 127.0.0.1 if not set; one that others can reach needs an API key."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, 8000 if not set; 0 takes a free one.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="How many gateway processes share the port; for engines outside them.")
+    ] = None,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Keep four files of each request in ./debug: both sides of it, prompt, output."),
+    ] = False,
 ) -> None:
     """Run the server.
 
@@ -71,24 +83,24 @@ def schema() -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n")
 
 
-models_app = typer.Typer(
-    help="Look at the models that a configuration or a running server knows.", no_args_is_help=True
-)
+models_app = typer.Typer(help="Look at the models of a configuration; nothing is loaded for it.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 
-UrlOption = Annotated[str, typer.Option(help="Where the server runs.", envvar="MODELYARD_URL")]
+UrlOption = Annotated[str, typer.Option(help="Where the server runs, without /v1.", envvar="MODELYARD_URL")]
 KeyOption = Annotated[str | None, typer.Option(help="API key, where the server wants one.", envvar="MODELYARD_API_KEY")]
 
 
 @models_app.command("list")
 def models_list(config: ConfigOption = None) -> None:
-    """The models of the configuration."""
+    """List the models with their engines, aliases and when they are loaded."""
     _print_models(describe(_load(config)))
 
 
 @models_app.command("show")
-def models_show(name: str, config: ConfigOption = None) -> None:
-    """One model: its caches, its template and where that comes from, its output format and why."""
+def models_show(
+    name: Annotated[str, typer.Argument(help="A model's name or one of its aliases.")], config: ConfigOption = None
+) -> None:
+    """Explain one model: its caches, its template and where that comes from, its output format and why."""
     import modelyard.app as composition
 
     loaded = _load(config)
@@ -104,7 +116,7 @@ def chat(
     model: Annotated[str, typer.Argument(help="Any name that the server routes.")] = "default",
     url: UrlOption = "http://127.0.0.1:8000",
     key: KeyOption = None,
-    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt, said before the first message.")] = None,
 ) -> None:
     """Talk to a running server in the terminal. Ctrl-D ends it, Ctrl-C stops an answer."""
     from modelyard.chat import Conversation, Screen

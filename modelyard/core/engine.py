@@ -58,7 +58,7 @@ class Prompt(Struct, frozen=True, kw_only=True):
     priority: Priority = "main"
     adapters: tuple[tuple[str, float], ...] = ()
     logprobs: int | None = None
-    deadline: float | None = None
+    deadline: float | None = None  # unix time: it crosses processes
     trace: str = ""
 
     @property

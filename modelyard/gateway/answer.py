@@ -187,8 +187,5 @@ class Answer:
             lease.release()
 
     def _settle(self, last: Finished | Failed) -> None:
-        metrics, model = self._around.metrics, self.job.model.name
         if isinstance(last, Finished):
-            metrics.finished(model, last.usage, last.reason)
-        else:
-            metrics.failed(last.error.code or last.error.kind)
+            self._around.metrics.finished(self.job.model.name, last.usage, last.reason)

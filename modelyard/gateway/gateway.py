@@ -123,7 +123,8 @@ class Gateway:
             return request.constraint
         if request.tools and request.tool_choice.mode in ("required", "named"):
             grammar = model.text.format.grammar
-            return grammar(request.tools, request.tool_choice) if grammar is not None else None
+            made = grammar(request.tools, request.tool_choice) if grammar is not None else None
+            return made or Constraint("tools", tools=_wanted(request))
         return None
 
     # --- side roads -----------------------------------------------------------------------------------------------
@@ -180,6 +181,7 @@ class Gateway:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self.images.close()
 
 
 def _offered(request: Request) -> Request:
@@ -187,6 +189,12 @@ def _offered(request: Request) -> Request:
     if request.tools and request.tool_choice.mode == "none":
         return msgspec.structs.replace(request, tools=())
     return request
+
+
+def _wanted(request: Request) -> tuple[str, ...]:
+    """The tools that may be called where one must be: the named one, or all on offer."""
+    choice = request.tool_choice
+    return (choice.name or "",) if choice.mode == "named" else tuple(tool.name for tool in request.tools)
 
 
 def _has_image(message: Message) -> bool:

@@ -73,10 +73,10 @@ class Guard:
             await self._app(scope, receive, noting)
         except Exception as error:
             if visit.status:  # a reply is under way: it cannot be taken back, only cut off
-                ours(error)
+                visit.failed(ours(error))
                 raise
             refusal = ours(error)
-            self._metrics.failed(refusal.code or refusal.kind)
+            visit.failed(refusal)
             await respond_error(send, visit, written(refusal, visit))
 
     def _check_headers(self, scope: Scope) -> None:
@@ -88,6 +88,8 @@ class Guard:
     def _account(self, visit: Visit, method: str, seconds: float) -> None:
         route = visit.path if visit.path in _ROUTES else _pattern(visit.path)
         self._metrics.http(route, method, visit.status, seconds)
+        if visit.error:
+            self._metrics.failed(visit.error)
         level = logging.DEBUG if visit.path in _QUIET else logging.INFO
         event(
             log,

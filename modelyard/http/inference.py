@@ -121,10 +121,10 @@ class Inference:
     async def _refuse(
         self, error: ModelyardError, request: Request | None, visit: Visit, entry: Entry | None, send: Send
     ) -> None:
+        visit.failed(error)
         if isinstance(error, Cancelled):
             visit.status = 499  # the client is gone: counted, not answered
             return
-        self._gateway.metrics.failed(error.code or error.kind)
         answer = self._refusal(request, visit)(error)
         if entry is not None:
             entry.response(answer.body)

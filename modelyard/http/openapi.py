@@ -1,4 +1,4 @@
-"""The hot routes in the API documentation: FastAPI does not see them, so their bodies are described from the structs."""
+"""The hot routes in the API documentation: FastAPI does not see them, so their bodies come from the structs."""
 
 from __future__ import annotations
 

@@ -139,8 +139,9 @@ def _cors(settings: HttpSettings) -> list[Middleware]:
 
 
 async def _told(request: HttpRequest, error: Exception) -> Response:
-    visit = Visit.of(request.scope)
-    answer = written(ours(error), visit)
+    visit, told = Visit.of(request.scope), ours(error)
+    visit.failed(told)
+    answer = written(told, visit)
     return Response(answer.body, answer.status, dict(answer.headers), answer.content_type)
 
 
@@ -154,6 +155,7 @@ async def _told_http(request: HttpRequest, error: Exception) -> Response:
         told = InvalidRequest(f"{request.method} is not a method of {path}", code="method_not_allowed")
     else:
         told = InvalidRequest(str(getattr(error, "detail", error)))
+    visit.failed(told)
     answer = written(told, visit)
     return Response(answer.body, status, dict(answer.headers), answer.content_type)
 

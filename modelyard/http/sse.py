@@ -68,9 +68,11 @@ class EventStream:
 
     async def _relay(self) -> None:
         async for choice, events in self._answer:
-            if not self._started and isinstance(events[-1], Failed):
-                await self._refuse(events[-1].error)
-                return
+            if isinstance(events[-1], Failed):
+                self._visit.failed(events[-1].error)
+                if not self._started:
+                    await self._refuse(events[-1].error)
+                    return
             if self._remember is not None:
                 await self._remember(choice, events)
             write = self._writer.write
@@ -82,7 +84,10 @@ class EventStream:
             self._visit.status = 499  # nobody is there to read it
             return
         self._started = True
-        await respond_error(self._send_raw, self._visit, self._refusal(error))
+        refusal = self._refusal(error)
+        if self._entry is not None:
+            self._entry.response(refusal.body)
+        await respond_error(self._send_raw, self._visit, refusal)
 
     async def _send(self, data: bytes, last: bool = False) -> None:
         if self._ping is not None:

@@ -56,7 +56,7 @@ class Endpoint:
             await respond(send, visit, 200, reply)
 
     async def _refuse(self, error: ModelyardError, visit: Visit, send: Send) -> None:
-        self.gateway.metrics.failed(error.code or error.kind)
+        visit.failed(error)
         await respond_error(send, visit, self._wire.write_error(error, trace=visit.trace))
 
     async def answer(self, body: bytes, visit: Visit) -> bytes:

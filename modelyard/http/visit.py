@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from starlette.types import Receive, Scope, Send
 
-from modelyard.core.errors import InvalidRequest, TooLarge
+from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.request import Caller
 from modelyard.core.wire import WireError
 from modelyard.http.depth import too_deep
@@ -16,18 +16,24 @@ _KEY = "modelyard.visit"
 
 
 class Visit:
-    """`key` names who asks; `status` is what was answered (0 until then); `path` is without a trailing slash."""
+    """`key` names who asks; `status` is what was answered (0 until then); `path` is without a trailing slash.
 
-    __slots__ = ("admin", "allow_remote", "headers", "key", "path", "route", "status", "trace")
+    `error` is the code of what went wrong, if anything did: noted by whoever tells the client, counted by the guard.
+    """
+
+    __slots__ = ("admin", "allow_remote", "error", "headers", "key", "path", "status", "trace")
 
     def __init__(self, trace: str, path: str, headers: Mapping[str, str]) -> None:
         self.trace, self.path, self.headers = trace, path, headers
         self.key, self.admin, self.allow_remote = "", False, False
-        self.route, self.status = "other", 0
+        self.status, self.error = 0, ""
 
     @property
     def caller(self) -> Caller:
         return Caller(trace=self.trace, endpoint=self.path, key=self.key, allow_remote=self.allow_remote)
+
+    def failed(self, error: ModelyardError) -> None:
+        self.error = self.error or error.code or error.kind
 
     def enter(self, scope: Scope) -> None:
         scope[_KEY] = self

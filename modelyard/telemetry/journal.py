@@ -92,14 +92,19 @@ class _Growing:
 class FileEntry:
     def __init__(self, journal: Journal, prefix: str) -> None:
         self._journal, self._prefix = journal, prefix
+        self._due = {_REQUEST, _PROMPT}
         self._output = _Growing(f"{prefix}.{_OUTPUT}")
         self._response: _Growing | None = None
 
     def request(self, body: bytes) -> None:
-        self._journal.submit(_Part(f"{self._prefix}.{_REQUEST}", body))
+        self._write(_REQUEST, body)
 
     def prompt(self, text: str) -> None:
-        self._journal.submit(_Part(f"{self._prefix}.{_PROMPT}", _utf8(text)))
+        self._write(_PROMPT, _utf8(text))
+
+    def _write(self, name: str, data: bytes) -> None:
+        self._due.discard(name)
+        self._journal.submit(_Part(f"{self._prefix}.{name}", data))
 
     def output(self, text: str) -> None:
         if self._output.add(_utf8(text)):
@@ -112,7 +117,9 @@ class FileEntry:
             self._journal.submit(self._response.take())
 
     def close(self) -> None:
-        """Called once, however the request ended; the four files are on disk soon after."""
+        """Called once, however the request ended; four files are on disk soon after, empty where it never got to."""
+        for name in tuple(self._due):
+            self._write(name, b"")
         self._journal.submit(self._output.take())
         reply = (self._response or _Growing(f"{self._prefix}.{_REPLY}")).take()
         self._journal.submit(_Part(reply.name, reply.data, last=True))

@@ -84,9 +84,13 @@ class HfVocabulary:
         return begun[0] if begun and id in (None, begun[0]) and begun[0] in self._added else None
 
     def _eos(self, ends: Ends) -> frozenset[int]:
-        texts = (ends.eos_token, *(text for text in _TURN_ENDS if text in self.specials))
+        texts = (ends.eos_token, *(text for text in _TURN_ENDS if text in self.specials and self._ends_a_turn(text)))
         found = {self._tokenizer.token_to_id(text) for text in texts if text}
         return frozenset(id for id in found | set(ends.eos_ids) if id is not None)
+
+    def _ends_a_turn(self, text: str) -> bool:
+        """Where messages have channels, `<|end|>` ends one message of several in a turn."""
+        return text != "<|end|>" or "<|channel|>" not in self.specials
 
     def encode(self, text: str) -> list[int]:
         try:

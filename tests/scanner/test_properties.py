@@ -16,7 +16,7 @@ from tests.scanner.reading import calls_of, scan, text_of
 
 Arguments = dict[str, Any]
 
-_quiet = settings(max_examples=2500, deadline=None)
+_quiet = settings(max_examples=60, deadline=None)
 _text = st.text(max_size=30)
 _numbers = st.integers(-(10**12), 10**12)
 _leaves = st.none() | st.booleans() | _numbers | st.floats(allow_nan=False, allow_infinity=False) | _text

@@ -135,15 +135,17 @@ def test_uvicorns_lines_and_any_librarys_come_the_same_way_once() -> None:
     uvicorn.addHandler(logging.StreamHandler(io.StringIO()))
     uvicorn.propagate = False
     stream = _json_log()
-    logging.getLogger("uvicorn.error").info("Started server process [%d]", 7)
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request of %d bytes", 7)
     assert uvicorn.handlers == []
-    assert [json.loads(line)["message"] for line in stream.getvalue().splitlines()] == ["Started server process [7]"]
+    messages = [json.loads(line)["message"] for line in stream.getvalue().splitlines()]
+    assert messages == ["Invalid HTTP request of 7 bytes"]
 
 
-def test_chatty_libraries_are_quiet_below_a_warning() -> None:
+@pytest.mark.parametrize("name", ["httpx", "uvicorn.error"])
+def test_chatty_libraries_are_quiet_below_a_warning(name: str) -> None:
     stream = _json_log("debug")
-    logging.getLogger("httpx").info("HTTP Request: POST …")
-    logging.getLogger("httpx").warning("retrying")
+    logging.getLogger(name).info("HTTP Request: POST …")
+    logging.getLogger(name).warning("retrying")
     assert len(stream.getvalue().splitlines()) == 1
 
 

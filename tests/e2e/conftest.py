@@ -1,0 +1,34 @@
+"""One server for every test that leaves it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.servers import config
+from tests.e2e.wires import WIRES, Wire
+from tests.serving import Served, serving
+
+
+@pytest.fixture(scope="package")
+def served() -> Iterator[Served]:
+    with serving(config()) as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url) as client:
+        yield client
+
+
+@pytest.fixture(params=list(WIRES))
+def wire(request: pytest.FixtureRequest) -> Wire:
+    return WIRES[request.param]
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "streamed"])
+def stream(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)

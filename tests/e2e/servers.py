@@ -1,0 +1,121 @@
+"""The servers that the end-to-end tests talk to, and how the tests wait for what happens in them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from tests.e2e.frames import Frame, arriving
+from tests.serving import Served, demo
+
+SCRIPT: list[dict[str, Any]] = [
+    {"result": "sunny", "steps": [{"text": "Take a hat: it is sunny."}]},
+    {"when": "^text", "steps": [{"text": "Hello there, friend."}]},
+    {"when": "^thinking", "steps": [{"think": "Let me see."}, {"text": "Forty-two."}]},
+    {
+        "when": "^one tool",
+        "steps": [{"text": "I look."}, {"call": {"name": "get_weather", "arguments": {"city": "Rome"}}}],
+    },
+    {
+        "when": "^parallel tools",
+        "steps": [
+            {
+                "call": [
+                    {"name": "get_weather", "arguments": {"city": "Rome"}},
+                    {"name": "get_time", "arguments": {"zone": "CET"}},
+                ]
+            }
+        ],
+    },
+    {"when": "^length", "steps": [{"tokens": 50}]},
+    {"when": "^stop string", "steps": [{"text": "one two STOP three"}]},
+    {"when": "^nothing", "steps": [{"text": ""}]},
+    {"when": "^error before", "steps": [{"fail": "out of memory"}]},
+    {"when": "^busy before", "steps": [{"fail": "the worker is gone", "kind": "unavailable"}]},
+    {"when": "^error during", "steps": [{"text": "Half an"}, {"delay": 0.2}, {"fail": "out of memory"}]},
+    {"when": "^death during", "steps": [{"text": "Half an"}, {"delay": 0.2}, {"die": "segmentation fault"}]},
+    {"when": "^slow prefill", "steps": [{"prefill": 0.4}, {"text": "done"}]},
+    {"when": "^endless prefill", "steps": [{"prefill": 600}, {"text": "never"}]},
+    {"when": "^endless stream", "steps": [{"text": "so far"}, {"hang": True}]},
+]
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return demo(SCRIPT) | more
+
+
+def narrow(**more: Any) -> dict[str, Any]:
+    """One place only: whoever comes second waits."""
+    return config(caches={"main": {"model": "demo", "n_ctx": 4096}}, routes=[{"match": "*", "cache": "main"}], **more)
+
+
+def until(true: Callable[[], object], what: str, patience_s: float = 10.0) -> None:
+    """Wait for something that happens in the server's own thread."""
+    deadline = time.monotonic() + patience_s
+    while not true():
+        assert time.monotonic() < deadline, f"it did not happen: {what}"
+        time.sleep(0.001)
+
+
+def is_running(served: Served, count: int) -> None:
+    until(lambda: served.status("demo").running == count, f"{count} running")
+
+
+def is_waiting(served: Served, count: int) -> None:
+    until(lambda: served.status("demo").waiting == count, f"{count} waiting")
+
+
+def is_idle(served: Served) -> None:
+    """No lease, nobody queued, no job in the engine, and no request that the edge still works on."""
+    status = lambda: served.status("demo")  # noqa: E731
+    until(lambda: (status().running, status().waiting) == (0, 0), "all places free")
+    until(lambda: stats(served).running == 0, "no job in the engine")
+    until(lambda: httpx.get(served.url + "/health").json()["active_requests"] == 0, "no request in the gateway")
+
+
+def stats(served: Served) -> Any:
+    engine: Any = served.yard.scheduler.engine("demo")
+    return engine.stats()
+
+
+class Caller:
+    """A client on a raw socket: it can leave at any moment, and leaving is a closed connection and nothing else."""
+
+    def __init__(self, served: Served, path: str, body: dict[str, Any]) -> None:
+        host, port = served.url.removeprefix("http://").split(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=10)
+        data = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+        self._socket.sendall(head.encode() + b"\r\n\r\n" + data)
+
+    def reads(self, wanted: bytes) -> None:
+        got = b""
+        while wanted not in got:
+            piece = self._socket.recv(65536)
+            assert piece, f"the server closed the connection after {got!r}"
+            got += piece
+
+    def leaves(self) -> None:
+        self._socket.close()
+
+
+@contextmanager
+def calling(served: Served, path: str, body: dict[str, Any]) -> Iterator[Caller]:
+    caller = Caller(served, path, body)
+    try:
+        yield caller
+    finally:
+        caller.leaves()
+
+
+@contextmanager
+def streaming(served: Served, path: str, body: dict[str, Any]) -> Iterator[Iterator[Frame]]:
+    """The frames of a streamed answer as they arrive."""
+    with httpx.Client(timeout=10) as client, client.stream("POST", served.url + path, json=body) as response:
+        yield arriving(response.iter_text())

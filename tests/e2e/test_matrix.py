@@ -1,0 +1,97 @@
+"""Every protocol × every way an answer can go, streamed and whole, over a real socket."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.frames import frames
+from tests.e2e.wires import WIRES, Seen, Wire
+
+ROME = ("get_weather", {"city": "Rome"})
+CET = ("get_time", {"zone": "CET"})
+
+# case → (what is asked for besides the text, text, thinking, calls, the stop word of each wire)
+CASES: dict[str, tuple[dict[str, Any], str, str, list[Any], tuple[str, str, str]]] = {
+    "text": ({}, "Hello there, friend.", "", [], ("end_turn", "stop", "completed")),
+    "thinking": ({}, "Forty-two.", "Let me see.", [], ("end_turn", "stop", "completed")),
+    "one tool": ({"tools": True}, "I look.", "", [ROME], ("tool_use", "tool_calls", "completed")),
+    "parallel tools": ({"tools": True}, "", "", [ROME, CET], ("tool_use", "tool_calls", "completed")),
+    "length": (
+        {"limit": 5},
+        " the and for file return",
+        "",
+        [],
+        ("max_tokens", "length", "incomplete max_output_tokens"),
+    ),
+    "stop string": ({"stop": "STOP"}, "one two ", "", [], ("stop_sequence STOP", "stop", "completed")),
+    "nothing": ({}, "", "", [], ("end_turn", "stop", "completed")),
+}
+WORD = {name: place for place, name in enumerate(WIRES)}
+
+
+def ask(client: httpx.Client, wire: Wire, stream: bool, text: str, **asked: Any) -> Seen:
+    reply = client.post(wire.path, json=wire.body(text, stream=stream, **asked))
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["request-id"] == reply.headers["x-request-id"]
+    if not stream:
+        assert reply.headers["content-type"] == "application/json"
+        return wire.whole(reply.json())
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    return wire.streamed(frames(reply.text))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", WIRES)
+def test_an_answer_arrives_as_the_model_gave_it(client: httpx.Client, name: str, case: str, stream: bool) -> None:
+    asked, text, thinking, calls, stops = CASES[case]
+    seen = ask(client, WIRES[name], stream, case, **asked)
+    assert (seen.text, seen.thinking, seen.calls, seen.stop) == (text, thinking, calls, stops[WORD[name]])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_protocol_counts_the_same_tokens(client: httpx.Client, case: str) -> None:
+    seen = [ask(client, w, s, case, **CASES[case][0]).usage for w in WIRES.values() for s in (False, True)]
+    assert len({(usage.prompt, usage.output, usage.reasoning) for usage in seen}) == 1
+
+
+def test_usage_counts_what_was_really_asked_and_said(client: httpx.Client, wire: Wire, stream: bool) -> None:
+    said = client.post("/tokenize", json={"content": "Hello there, friend."}).json()["count"]
+    asked = client.post("/v1/messages/count_tokens", json=WIRES["messages"].body("text")).json()["input_tokens"]
+    usage = ask(client, wire, stream, "text").usage
+    assert (usage.prompt, usage.output, usage.reasoning) == (asked, said, 0)
+
+
+def test_reasoning_is_counted_within_the_output(client: httpx.Client, wire: Wire, stream: bool) -> None:
+    usage = ask(client, wire, stream, "thinking").usage
+    assert 0 < usage.reasoning < usage.output
+
+
+def test_a_prompt_that_was_just_sent_is_read_from_the_cache(client: httpx.Client, wire: Wire, stream: bool) -> None:
+    first = ask(client, wire, stream, "text that comes twice").usage
+    again = ask(client, wire, stream, "text that comes twice").usage
+    assert again.prompt == first.prompt
+    assert again.cached == first.prompt - 1  # the last token is always evaluated
+
+
+def test_an_answer_longer_than_the_window_is_cut_where_it_is_full(client: httpx.Client, stream: bool) -> None:
+    """Agents ask for 32k tokens by default: that is clamped, not refused."""
+    words = {"messages": "model_context_window_exceeded", "chat": "length", "responses": "incomplete max_output_tokens"}
+    text = "length " + "a b " * 2020
+    for name, wire in WIRES.items():
+        seen = ask(client, wire, stream, text, limit=32_000)
+        assert seen.stop == words[name]
+        assert seen.usage.prompt + seen.usage.output == 4096
+
+
+def test_a_call_cut_off_by_the_limit_is_never_run(client: httpx.Client, wire: Wire) -> None:
+    """It is either left out or does not parse; the stop reason is the limit's."""
+    reply = client.post(wire.path, json=wire.body("one tool", tools=True, limit=16)).json()
+    assert "max" in str(reply) or "length" in str(reply)
+    if "output" in reply:
+        statuses = [item["status"] for item in reply["output"] if item["type"] == "function_call"]
+        assert "completed" not in statuses
+    else:
+        assert wire.whole(reply).calls == []

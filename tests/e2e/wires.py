@@ -1,0 +1,176 @@
+"""The three protocols as a client sees them: how each asks, and what its answers say in common terms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tests.e2e.frames import DONE, Frame
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    "get_time": {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]},
+}
+
+
+class Usage(NamedTuple):
+    prompt: int
+    cached: int
+    output: int
+    reasoning: int
+
+
+@dataclass
+class Seen:
+    """An answer in common terms; `stop` is the wire's own word for why it ended."""
+
+    text: str = ""
+    thinking: str = ""
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+    stop: str = ""
+    usage: Usage = Usage(0, 0, 0, 0)
+
+
+class Messages:
+    path = "/v1/messages"
+
+    def body(self, text: str, *, tools: bool = False, limit: int = 200, stop: str = "", **more: Any) -> dict[str, Any]:
+        offered = [{"name": name, "input_schema": schema} for name, schema in TOOLS.items()] if tools else []
+        asked = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": limit, **more}
+        return asked | ({"tools": offered} if tools else {}) | ({"stop_sequences": [stop]} if stop else {})
+
+    def whole(self, reply: dict[str, Any]) -> Seen:
+        seen = Seen(stop=self._stop(reply), usage=self._usage(reply["usage"]))
+        for block in reply["content"]:
+            self._add(seen, block)
+        return seen
+
+    def streamed(self, stream: Sequence[Frame]) -> Seen:
+        blocks: list[dict[str, Any]] = []
+        for _, data in stream:
+            if data["type"] == "content_block_start":
+                blocks.append(dict(data["content_block"]) | {"json": ""})
+            elif data["type"] == "content_block_delta":
+                self._grow(blocks[-1], data["delta"])
+            elif data["type"] == "message_delta":
+                ended = data
+        seen = Seen(stop=self._stop(ended["delta"]), usage=self._usage(ended["usage"]))
+        for block in blocks:
+            self._add(seen, block | ({"input": json.loads(block["json"])} if block["json"] else {}))
+        return seen
+
+    def _grow(self, block: dict[str, Any], delta: dict[str, Any]) -> None:
+        for name, value in delta.items():
+            if name != "type":
+                block["json" if name == "partial_json" else name] += value
+
+    def _add(self, seen: Seen, block: dict[str, Any]) -> None:
+        if block["type"] == "tool_use":
+            seen.calls.append((block["name"], block["input"]))
+        else:
+            seen.text += block.get("text", "")
+            seen.thinking += block.get("thinking", "")
+
+    def _stop(self, told: dict[str, Any]) -> str:
+        """Both keys are always there."""
+        which = told["stop_sequence"]
+        return told["stop_reason"] + (f" {which}" if which is not None else "")
+
+    def _usage(self, told: dict[str, Any]) -> Usage:
+        cached = told["cache_read_input_tokens"]
+        prompt = told["input_tokens"] + cached + told["cache_creation_input_tokens"]
+        return Usage(prompt, cached, told["output_tokens"], told["output_tokens_details"]["thinking_tokens"])
+
+
+class Chat:
+    path = "/v1/chat/completions"
+
+    def body(self, text: str, *, tools: bool = False, limit: int = 200, stop: str = "", **more: Any) -> dict[str, Any]:
+        functions = [{"name": name, "parameters": schema} for name, schema in TOOLS.items()] if tools else []
+        asked = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": limit, **more}
+        if more.get("stream"):
+            asked["stream_options"] = {"include_usage": True}
+        offered = [{"type": "function", "function": function} for function in functions]
+        return asked | ({"tools": offered} if tools else {}) | ({"stop": [stop]} if stop else {})
+
+    def whole(self, reply: dict[str, Any]) -> Seen:
+        (choice,) = reply["choices"]
+        return self._seen(choice["message"], choice["finish_reason"], reply["usage"])
+
+    def streamed(self, stream: Sequence[Frame]) -> Seen:
+        message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+        *chunks, last, done = [frame.data for frame in stream]
+        assert done == DONE
+        for chunk in chunks:
+            (choice,) = chunk["choices"]
+            for name, value in choice["delta"].items():
+                if name == "tool_calls":
+                    self._grow(message["tool_calls"], value[0])
+                elif name != "role":
+                    message[name] += value
+        return self._seen(message, choice["finish_reason"], last["usage"])
+
+    def _grow(self, calls: list[dict[str, Any]], delta: dict[str, Any]) -> None:
+        if delta["index"] == len(calls):
+            calls.append({"function": dict(delta["function"])})
+        else:
+            calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+
+    def _seen(self, message: dict[str, Any], stop: str, usage: dict[str, Any]) -> Seen:
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
+        return Seen(message["content"] or "", message.get("reasoning_content") or "", calls, stop, self._usage(usage))
+
+    def _usage(self, told: dict[str, Any]) -> Usage:
+        prompt, output = told["prompt_tokens"], told["completion_tokens"]
+        assert told["total_tokens"] == prompt + output
+        cached, reasoning = told["prompt_tokens_details"], told["completion_tokens_details"]
+        return Usage(prompt, cached["cached_tokens"], output, reasoning["reasoning_tokens"])
+
+
+class Responses:
+    path = "/v1/responses"
+
+    def body(self, text: str, *, tools: bool = False, limit: int = 200, stop: str = "", **more: Any) -> dict[str, Any]:
+        asked = {"model": "demo", "input": text, "max_output_tokens": limit, **more}
+        offered = [{"type": "function", "name": name, "parameters": schema} for name, schema in TOOLS.items()]
+        return asked | ({"tools": offered} if tools else {}) | ({"stop": [stop]} if stop else {})
+
+    def whole(self, reply: dict[str, Any]) -> Seen:
+        details = reply["incomplete_details"]
+        stop = reply["status"] + (f" {details['reason']}" if details else "")
+        seen = Seen(stop=stop, usage=self._usage(reply["usage"]))
+        for item in reply["output"]:
+            if item["type"] == "function_call":
+                seen.calls.append((item["name"], json.loads(item["arguments"])))
+            elif item["type"] == "reasoning":
+                seen.thinking += "".join(part["text"] for part in item["content"])
+            else:
+                seen.text += "".join(part["text"] for part in item["content"])
+        return seen
+
+    def streamed(self, stream: Sequence[Frame]) -> Seen:
+        """What the finished response says must also be what the items and the deltas said on the way."""
+        last = stream[-1].data
+        items = [data["item"] for event, data in stream if event == "response.output_item.done"]
+        assert items == last["response"]["output"]
+        seen = self.whole(last["response"])
+        assert seen.text == self._joined(stream, "response.output_text.delta")
+        assert seen.thinking == self._joined(stream, "response.reasoning_text.delta")
+        assert last["type"] == f"response.{last['response']['status']}"
+        return seen
+
+    def _joined(self, stream: Sequence[Frame], event: str) -> str:
+        return "".join(data["delta"] for name, data in stream if name == event)
+
+    def _usage(self, told: dict[str, Any]) -> Usage:
+        prompt, output = told["input_tokens"], told["output_tokens"]
+        assert told["total_tokens"] == prompt + output
+        cached, reasoning = told["input_tokens_details"], told["output_tokens_details"]
+        return Usage(prompt, cached["cached_tokens"], output, reasoning["reasoning_tokens"])
+
+
+Wire = Messages | Chat | Responses
+WIRES: dict[str, Wire] = {"messages": Messages(), "chat": Chat(), "responses": Responses()}
