@@ -1,7 +1,7 @@
 """Writes the tree of ARCHITECTURE.md from the first docstring line of each module; a test checks that it is current.
 
-    python docs/tree.py            print it
-    python docs/tree.py --write    put it into ARCHITECTURE.md
+python docs/tree.py            print it
+python docs/tree.py --write    put it into ARCHITECTURE.md
 """
 
 from __future__ import annotations

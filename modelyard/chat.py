@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
+import msgspec
 from rich.console import Console
 from rich.text import Text as Styled
 
-from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
+from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unavailable
 from modelyard.core.events import BlockDelta, BlockKind, BlockStart, Event, Finished, Fold
 from modelyard.core.request import Message, Request, Text
 from modelyard.protocols import openai_chat
@@ -43,11 +45,19 @@ class Screen:
         self._print(f"\n{error.message}\n", "red")
 
     def _print(self, text: str, style: str = "") -> None:
-        """As it stands: what looks like markup or an emoji's name is the model's own, and no escape moves the cursor."""
+        """As it stands: what looks like markup or an emoji is the model's own text, and no escape moves the cursor."""
         self._console.print(Styled(text.replace("\x1b", "␛"), style), end="", soft_wrap=True)
 
 
 _STYLES: dict[BlockKind, str] = {"text": "", "thinking": "dim italic", "tool_call": "yellow"}
+
+
+class _Named(msgspec.Struct):
+    id: str
+
+
+class _Listed(msgspec.Struct):
+    data: list[_Named]
 
 
 class _Shown:
@@ -64,7 +74,11 @@ class _Shown:
 
 
 class Conversation:
-    def __init__(self, url: str, model: str, *, key: str | None = None, system: str | None = None) -> None:
+    """Without a model it talks to the first that the server lists."""
+
+    def __init__(
+        self, url: str, model: str | None = None, *, key: str | None = None, system: str | None = None
+    ) -> None:
         self._url, self._model = url.rstrip("/"), model
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self.messages: list[Message] = [Message("system", (Text(system),))] if system else []
@@ -93,22 +107,44 @@ class Conversation:
                     screen.note(f"{event.usage.prompt} + {event.usage.output} tokens, {event.reason}")
         except KeyboardInterrupt:
             screen.note("stopped")
-        parts = tuple(b.part for b in fold.reply().blocks) if fold.finished else (Text(shown.text),)
-        self.messages.append(Message("assistant", parts))
+        if fold.finished:
+            self.messages.append(Message("assistant", tuple(block.part for block in fold.reply().blocks)))
+        elif shown.text:
+            self.messages.append(Message("assistant", (Text(shown.text),)))
+        else:
+            self.messages.pop()
 
     def _events(self, client: httpx.Client) -> Iterator[Event]:
-        request = Request(model=self._model, messages=tuple(self.messages), stream=True, include_usage=True)
-        body, reader = openai_chat.write_request(request), openai_chat.reader()
-        try:
+        with self._plain_words():
+            model = self._model = self._model or self._first(client)
+            request = Request(model=model, messages=tuple(self.messages), stream=True, include_usage=True)
+            body, reader = openai_chat.write_request(request), openai_chat.reader()
             with client.stream("POST", f"{self._url}/v1/chat/completions", content=body) as reply:
-                if reply.status_code != 200:
-                    raise openai_chat.read_error(reply.status_code, reply.headers, reply.read())
+                _check(reply)
                 for data in reply.iter_bytes():
                     yield from reader.feed(data)
                 yield from reader.finish()
+
+    def _first(self, client: httpx.Client) -> str:
+        reply = client.get(f"{self._url}/v1/models")
+        _check(reply)
+        try:
+            return msgspec.json.decode(reply.content, type=_Listed).data[0].id
+        except (msgspec.MsgspecError, IndexError):
+            raise NotFound(f"{self._url} lists no models; name one: modelyard chat NAME") from None
+
+    @contextmanager
+    def _plain_words(self) -> Iterator[None]:
+        try:
+            yield
         except httpx.ConnectError:
             raise Unavailable(f"no server answers at {self._url}; start one with: modelyard serve") from None
         except httpx.InvalidURL as error:
             raise InvalidRequest(f"{self._url} is not a URL: {error}") from None
         except httpx.HTTPError as error:
             raise Unavailable(f"the connection to {self._url} broke: {error}") from None
+
+
+def _check(reply: httpx.Response) -> None:
+    if reply.status_code != 200:
+        raise openai_chat.read_error(reply.status_code, reply.headers, reply.read())

@@ -113,7 +113,9 @@ def models_show(
 
 @app.command()
 def chat(
-    model: Annotated[str, typer.Argument(help="Any name that the server routes.")] = "default",
+    model: Annotated[
+        str | None, typer.Argument(help="Any name that the server knows; without one, the first that it lists.")
+    ] = None,
     url: UrlOption = "http://127.0.0.1:8000",
     key: KeyOption = None,
     system: Annotated[str | None, typer.Option(help="A system prompt, said before the first message.")] = None,

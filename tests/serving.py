@@ -44,7 +44,9 @@ def serving(config: dict[str, Any], env: dict[str, str] | None = None, *, ready:
     loaded = load(env=env or {}, overrides={**config, "http": {"port": 0, **config.get("http", {})}})
     began, ended = threading.Event(), threading.Event()
     held: list[Any] = []
-    thread = threading.Thread(target=lambda: asyncio.run(_run(loaded.config, env or {}, held, began, ended)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(_run(loaded.config, env or {}, held, began, ended)), daemon=True
+    )
     thread.start()
     if not began.wait(10) or isinstance(held[0], BaseException):
         raise held[0] if held else TimeoutError("the server did not start")

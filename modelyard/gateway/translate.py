@@ -35,6 +35,8 @@ class Translation(Protocol[T_contra]):
     spoke: bool  # content went to the client: nothing may be tried again
     usage: Usage
 
+    @property
+    def warnings(self) -> Sequence[str]: ...
     def feed(self, batch: Sequence[T_contra]) -> list[Event]: ...
     def fail(self, error: ModelyardError) -> list[Event]: ...
 
@@ -65,6 +67,11 @@ class TextTranslation:
         self.usage = Usage(prompt=len(run.ids))
         self.over = self.slot_free = self.spoke = False
         self._started = False
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What the model said that could not be taken as it was meant."""
+        return self._scanner.warnings
 
     def _spell(self, token: int) -> tuple[str, bytes]:
         raw = self._vocab.token_bytes(token)
@@ -135,6 +142,8 @@ class TextTranslation:
 
 class ChatTranslation:
     """Events pass through under our own id and the client's name for the model; the contract is checked."""
+
+    warnings: Sequence[str] = ()
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -1,0 +1,1 @@
+"""Token ids of text and text of token ids: tokenizers, the token cache, streaming detokenizers."""

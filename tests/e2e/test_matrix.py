@@ -86,12 +86,41 @@ def test_an_answer_longer_than_the_window_is_cut_where_it_is_full(client: httpx.
         assert seen.usage.prompt + seen.usage.output == 4096
 
 
-def test_a_call_cut_off_by_the_limit_is_never_run(client: httpx.Client, wire: Wire) -> None:
-    """It is either left out or does not parse; the stop reason is the limit's."""
-    reply = client.post(wire.path, json=wire.body("one tool", tools=True, limit=16)).json()
-    assert "max" in str(reply) or "length" in str(reply)
-    if "output" in reply:
-        statuses = [item["status"] for item in reply["output"] if item["type"] == "function_call"]
-        assert "completed" not in statuses
-    else:
-        assert wire.whole(reply).calls == []
+LIMITS = ("max_tokens", "length", "incomplete max_output_tokens")
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_a_call_that_was_whole_when_the_limit_came_counts(client: httpx.Client, name: str, stream: bool) -> None:
+    seen = ask(client, WIRES[name], stream, "one tool", tools=True, limit=23)
+    assert (seen.calls, seen.stop) == ([ROME], LIMITS[WORD[name]])
+
+
+def test_a_call_cut_off_by_the_limit_is_no_call(client: httpx.Client) -> None:
+    """Left out where the wire has no word for it; Responses has one."""
+    bodies = [client.post(w.path, json=w.body("one tool", tools=True, limit=18)).json() for w in WIRES.values()]
+    message, chat, response = bodies
+    assert [block["type"] for block in message["content"]] == ["text"]
+    assert "tool_calls" not in chat["choices"][0]["message"]
+    assert [(item["type"], item["status"]) for item in response["output"]][1:] == [("function_call", "incomplete")]
+    stops = message["stop_reason"], chat["choices"][0]["finish_reason"], response["status"]
+    assert stops == ("max_tokens", "length", "incomplete")
+
+
+def test_a_streamed_call_that_is_cut_off_cannot_be_parsed(client: httpx.Client) -> None:
+    whole = '{"city": "Rome"}'
+    for wire in WIRES.values():
+        reply = client.post(wire.path, json=wire.body("one tool", tools=True, limit=18, stream=True))
+        arguments = "".join(_arguments(data) for _, data in frames(reply.text) if isinstance(data, dict))
+        assert whole.startswith(arguments)
+        assert 0 < len(arguments) < len(whole)
+        assert "function_call_arguments.done" not in reply.text
+
+
+def _arguments(data: dict[str, Any]) -> str:
+    """The piece of a call's arguments in this event of any wire."""
+    if data.get("type") == "content_block_delta":
+        return str(data["delta"].get("partial_json", ""))
+    if data.get("type") == "response.function_call_arguments.delta":
+        return str(data["delta"])
+    calls = [c for choice in data.get("choices", ()) for c in choice["delta"].get("tool_calls", ())]
+    return "".join(call["function"]["arguments"] for call in calls)

@@ -80,7 +80,7 @@ def test_one_certain_reading_is_taken(broken: str, meant: str) -> None:
         "{]",
         '{"a"}',
         '{"a": }',
-        "{,}",
+        '{, "a": 1}',
         '{"a": oops}',
         '"abc',
         '{"a": "b',

@@ -145,7 +145,8 @@ def test_truncation_and_padding_of_the_file_are_switched_off() -> None:
 def test_the_end_of_a_message_ends_a_turn_only_where_there_are_no_channels(extra: list[str], ends: bool) -> None:
     text = json.loads(made.byte_level())
     last = text["added_tokens"][-1]
-    for number, token in enumerate(["<|end|>", "<|return|>", *extra], start=900):
+    free = HfVocabulary.from_text(json.dumps(text)).size
+    for number, token in enumerate(["<|end|>", "<|return|>", *extra], start=free):
         text["added_tokens"].append(last | {"id": number, "content": token, "special": True})
     vocab = HfVocabulary.from_text(json.dumps(text))
     assert (vocab.specials["<|end|>"] in vocab.eos) is ends

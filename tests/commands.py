@@ -1,0 +1,100 @@
+"""The `modelyard` command as a child process, for what only a process of its own can show: signals, exit codes, ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+MODELYARD = [sys.executable, "-m", "modelyard"]
+DEADLINE = 60.0  # for a busy machine; nothing here waits for it when all is well
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours without settings of whoever runs the tests."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MODELYARD_", "LLM_POOL_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "160", **more}
+
+
+def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """A command that is expected to end by itself."""
+    return subprocess.run(
+        [*MODELYARD, *arguments],
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+class Serving:
+    """`modelyard serve` that listens. `lines` are those of its log so far, decoded."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[dict[str, Any]] = []
+        self.raw: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        found = re.search(r"http://\S+", self.until("listening on")["message"])
+        assert found is not None
+        self.url = found.group().replace("localhost", "127.0.0.1")
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._queue.put(line)
+        self._queue.put(None)
+
+    def until(self, text: str) -> dict[str, Any]:
+        """The next log line with this text in its message."""
+        while (line := self._queue.get(timeout=DEADLINE)) is not None:
+            self.raw.append(line)
+            self.lines.append(json.loads(line))
+            if text in self.lines[-1]["message"]:
+                return self.lines[-1]
+        raise AssertionError(f"the server ended without saying {text!r}: {''.join(self.raw)}")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.code()
+
+    def code(self) -> int:
+        """Its exit code, once it has ended by itself; its last lines are in `raw` then."""
+        code = self.process.wait(DEADLINE)
+        while (line := self._queue.get(timeout=DEADLINE)) is not None:
+            self.raw.append(line)
+        return code
+
+
+@contextmanager
+def serve(folder: Path, *arguments: str, config: str = "", **env: str) -> Iterator[Serving]:
+    """On a free port, in `folder`, with `config` (TOML) as its modelyard.toml."""
+    if config:
+        (folder / "modelyard.toml").write_text(config)
+    process = subprocess.Popen(
+        [*MODELYARD, "serve", "--port", "0", *arguments],
+        cwd=folder,
+        env=environment(**env),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Serving(process)
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()

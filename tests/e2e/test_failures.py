@@ -1,0 +1,150 @@
+"""What a client hears when the model fails, before its first word and in the middle of one; and when a prompt is too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.frames import frames, names
+from tests.e2e.wires import WIRES, Wire
+
+MESSAGES, CHAT, RESPONSES = WIRES.values()
+
+
+def openai(message: str, code: str, type: str = "server_error") -> dict[str, Any]:
+    return {"error": {"message": message, "type": type, "param": None, "code": code}}
+
+
+def anthropic(message: str, type: str, code: str, reply: httpx.Response) -> dict[str, Any]:
+    error = {"type": type, "message": message, "code": code}
+    return {"type": "error", "error": error, "request_id": reply.headers["request-id"]}
+
+
+def post(client: httpx.Client, wire: Wire, text: str, **asked: Any) -> httpx.Response:
+    return client.post(wire.path, json=wire.body(text, **asked))
+
+
+# --- before the first byte ------------------------------------------------------------------------------------------
+
+
+def test_a_failure_before_the_first_byte_is_an_http_error(client: httpx.Client, wire: Wire, stream: bool) -> None:
+    reply = post(client, wire, "error before", stream=stream)
+    assert (reply.status_code, reply.headers["content-type"]) == (500, "application/json")
+    expected = openai("out of memory", "internal_error")
+    if wire is MESSAGES:
+        expected = anthropic("out of memory", "api_error", "internal_error", reply)
+    assert reply.json() == expected
+
+
+def test_a_lost_engine_says_when_to_come_back(client: httpx.Client, wire: Wire, stream: bool) -> None:
+    reply = post(client, wire, "busy before", stream=stream)
+    assert reply.status_code == (529 if wire is MESSAGES else 503)
+    assert int(reply.headers["retry-after"]) >= 1
+    expected = openai("the worker is gone", "engine_unavailable")
+    if wire is MESSAGES:
+        expected = anthropic("the worker is gone", "overloaded_error", "engine_unavailable", reply)
+    assert reply.json() == expected
+
+
+def test_a_whole_reply_that_fails_half_way_is_an_http_error(client: httpx.Client, wire: Wire) -> None:
+    reply = post(client, wire, "error during")
+    assert reply.status_code == 500
+    assert reply.json()["error"]["message"] == "out of memory"
+
+
+# --- in the middle of a stream --------------------------------------------------------------------------------------
+
+
+def test_messages_fails_in_a_stream_with_an_error_event(client: httpx.Client) -> None:
+    reply = post(client, MESSAGES, "error during", stream=True)
+    got = frames(reply.text)
+    assert names(got) == ["message_start", "ping", "content_block_start", "content_block_delta", "error"]
+    assert got[-1].data == anthropic("out of memory", "api_error", "internal_error", reply)
+
+
+def test_chat_fails_in_a_stream_with_an_error_chunk_and_no_done(client: httpx.Client) -> None:
+    got = frames(post(client, CHAT, "error during", stream=True).text)
+    assert got[1].data["choices"][0]["delta"] == {"content": "Half an"}
+    assert [frame.data for frame in got[2:]] == [openai("out of memory", "internal_error")]
+
+
+def test_responses_fails_in_a_stream_with_response_failed(client: httpx.Client) -> None:
+    got = frames(post(client, RESPONSES, "error during", stream=True).text)
+    assert names(got)[-2:] == ["response.output_text.delta", "response.failed"]
+    failed = got[-1].data["response"]
+    assert (failed["status"], failed["id"]) == ("failed", got[0].data["response"]["id"])
+    assert failed["error"] == {"code": "server_error", "message": "out of memory"}
+    assert [frame.data["sequence_number"] for frame in got] == list(range(len(got)))
+
+
+# --- overflow: three dialects, both numbers true --------------------------------------------------------------------
+
+LONG = "text " + "word " * 5000
+
+
+@pytest.fixture(scope="module")
+def counted(client: httpx.Client) -> int:
+    count: int = client.post("/v1/messages/count_tokens", json=MESSAGES.body(LONG)).json()["input_tokens"]
+    assert count > 4096
+    return count
+
+
+def test_messages_overflows_in_the_words_that_claude_code_knows(
+    client: httpx.Client, counted: int, stream: bool
+) -> None:
+    reply = post(client, MESSAGES, LONG, stream=stream)
+    assert (reply.status_code, reply.headers["content-type"]) == (400, "application/json")
+    told = reply.json()
+    assert (told["type"], told["request_id"]) == ("error", reply.headers["request-id"])
+    assert told["request_id"].startswith("req_")
+    assert told["error"]["type"] == "invalid_request_error"
+    assert told["error"]["message"] == f"prompt is too long: {counted} tokens > 4096 maximum"
+
+
+def overflow(counted: int, param: str) -> dict[str, Any]:
+    message = (
+        f"This model's maximum context length is 4096 tokens. However, your messages resulted in {counted} tokens. "
+        "Please reduce the length of the messages."
+    )
+    error = {"message": message, "type": "invalid_request_error", "param": param, "code": "context_length_exceeded"}
+    return {"error": error | {"n_prompt_tokens": counted, "n_ctx": 4096}}
+
+
+def test_chat_overflows_with_a_code_and_both_numbers(client: httpx.Client, counted: int, stream: bool) -> None:
+    reply = post(client, CHAT, LONG, stream=stream)
+    assert (reply.status_code, reply.json()) == (400, overflow(counted, "messages"))
+
+
+def test_responses_overflows_as_chat_does_where_nothing_is_streamed(client: httpx.Client, counted: int) -> None:
+    reply = post(client, RESPONSES, LONG)
+    assert (reply.status_code, reply.json()) == (400, overflow(counted, "input"))
+
+
+def test_responses_overflows_in_a_stream_as_a_failed_response(client: httpx.Client) -> None:
+    reply = post(client, RESPONSES, LONG, stream=True)
+    assert reply.status_code == 200
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    created, failed = frames(reply.text)
+    assert (created.event, failed.event) == ("response.created", "response.failed")
+    assert created.data["response"]["id"] == failed.data["response"]["id"]
+    assert failed.data["response"]["error"] == {
+        "code": "context_length_exceeded",
+        "message": "Your input exceeds the context window of this model. Please adjust your input and try again.",
+    }
+
+
+def test_a_prompt_as_long_as_the_window_overflows_and_one_token_less_does_not(client: httpx.Client) -> None:
+    base = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
+    for missing, status in ((0, 400), (1, 200)):
+        text = "text" + " word" * (4096 - base - missing)
+        assert client.post("/v1/messages/count_tokens", json=MESSAGES.body(text)).json() == {
+            "input_tokens": 4096 - missing
+        }
+        assert post(client, MESSAGES, text).status_code == status
+
+
+def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, wire: Wire) -> None:
+    post(client, wire, "error before")
+    assert wire.whole(post(client, wire, "text").json()).text == "Hello there, friend."
