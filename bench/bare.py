@@ -1,4 +1,4 @@
-"""The least that can answer: a raw socket server with canned answers, as the baseline of a latency and as LiteLLM's upstream.
+"""The least that can answer: a raw socket server with canned answers, a latency's baseline and LiteLLM's upstream.
 
 `python -m bench.bare PORT DELAY`: a body that asks for a stream gets 16 events, DELAY seconds apart (0: in one write),
 any other body the whole answer. Nothing is parsed but the end of the request.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from typing import cast
 
 import uvloop
 
@@ -49,8 +50,7 @@ class Bare(asyncio.Protocol):
         self._delay, self._seen = delay, b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._seen += data
@@ -60,20 +60,20 @@ class Bare(asyncio.Protocol):
         streams = b'"stream":true' in self._seen or b'"stream": true' in self._seen
         self._seen = b""
         if not streams:
-            self._transport.write(WHOLE)
+            self.transport.write(WHOLE)
         elif not self._delay:
-            self._transport.write(STREAM)
+            self.transport.write(STREAM)
         else:
-            self._transport.write(HEAD + EVENTS[0])
+            self.transport.write(HEAD + EVENTS[0])
             self._say(1)
 
     def _say(self, at: int) -> None:
-        if self._transport.is_closing():
+        if self.transport.is_closing():
             return
         if at == len(EVENTS):
-            self._transport.write(LAST)
+            self.transport.write(LAST)
             return
-        self._transport.write(EVENTS[at])
+        self.transport.write(EVENTS[at])
         asyncio.get_running_loop().call_later(self._delay, self._say, at + 1)
 
 

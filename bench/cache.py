@@ -1,4 +1,4 @@
-"""What a benchmark fetches once and keeps: a wheel by its checksum, and a virtual environment of its own for LiteLLM."""
+"""What a benchmark fetches once and keeps: a wheel by its checksum, and a virtual environment for LiteLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the metadata at the head of a GGUF file: names to numbers, texts and lists; the tensors behind it stay unread."""
+"""Reads the metadata at the head of a GGUF file: names to numbers, texts and lists, without the tensors."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from time import perf_counter
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 import uvloop
@@ -86,8 +86,7 @@ class Connection(asyncio.Protocol):
         self._busy = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)
 
     def send(self) -> None:
         self.parts, self._tail, self._answer, self._length = [], b"", b"", None
@@ -127,6 +126,7 @@ class Connection(asyncio.Protocol):
         self.transport.close()
 
     def connection_lost(self, error: Exception | None) -> None:
+        del error
         if self._busy:
             self._break()
 
@@ -211,6 +211,8 @@ class Turns:
         for _ in range(self.job.count):
             for connection, times in pair:
                 times.append(await self._once(connection) * 1000)
+        for connection, _ in pair:
+            connection.transport.abort()
         return out
 
     def _sides(self, out: Outcome) -> list[tuple[int, list[float]]]:
@@ -218,8 +220,10 @@ class Turns:
 
     async def _connect(self, port: int) -> Connection:
         loop, asked = asyncio.get_running_loop(), requests(port, self.job.body)
-        make = lambda: Connection(asked, True, lambda c: self._answer.set_result(c))  # noqa: E731
-        return (await loop.create_connection(make, "127.0.0.1", port))[1]
+        return (await loop.create_connection(lambda: Connection(asked, True, self._hear), "127.0.0.1", port))[1]
+
+    def _hear(self, connection: Connection) -> None:
+        self._answer.set_result(connection)
 
     async def _once(self, connection: Connection) -> float:
         self._answer = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Servers under test: started on a free port of 127.0.0.1, watched by CPU time and memory, stopped by their process id."""
+"""Servers under test: started on a free port of 127.0.0.1, watched for CPU time and memory, stopped by process id."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from statistics import median
 
 from msgspec import Struct
@@ -87,7 +88,7 @@ def latencies(streams: Iterable[Stream]) -> Latencies:
     for stream in streams:
         if times := stream.token_times():
             firsts.append((times[0] - stream.sent) * 1000)
-            gaps += [(later - earlier) * 1000 for earlier, later in zip(times, times[1:], strict=False)]
+            gaps += [(later - earlier) * 1000 for earlier, later in pairwise(times)]
     return Latencies(*(percentile(values, share) for values in (firsts, gaps) for share in (50, 99)))
 
 

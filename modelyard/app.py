@@ -78,8 +78,8 @@ def _maker(config: Config, entry: ModelEntry, definition: Definition) -> Callabl
     """Makes the engine when it is loaded. A definition that is broken fails there, with its reason, and alone."""
 
     def make() -> Engine:
-        if definition.fault is not None:
-            raise definition.fault
+        if definition.model.fault is not None:
+            raise definition.model.fault
         engine: Engine = plugins.load("engines", entry.backend).create(engine_spec(entry, config.models[entry.name]))
         return engine
 

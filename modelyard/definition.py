@@ -19,14 +19,13 @@ from modelyard.prompt.source import TemplateSource, find_template
 from modelyard.prompt.template import ChatTemplate
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
-from modelyard.scanner.detect import detect
+from modelyard.scanner.detect import detect, taught
 from modelyard.scanner.formats import load as load_format
 from modelyard.vocab.hf import HfVocabulary
 
 
 class Definition(Struct):
     model: Model
-    fault: ModelyardError | None = None
     notes: list[tuple[str, str]] = field(default_factory=list)  # what people may want to know, as rows
 
 
@@ -38,11 +37,17 @@ def define(entry: ModelEntry, settings: ModelSettings) -> Definition:
         kind = module.kind(options)
         text = _text_parts(entry, settings, module, options, notes) if kind == "text" else None
     except ModelyardError as error:
-        return Definition(_model(entry, "text", None, False), error, [*notes, ("fault", error.message)])
-    return Definition(_model(entry, kind, text, getattr(module, "REMOTE", False)), None, notes)
+        return Definition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
+    return Definition(_model(entry, kind, text, getattr(module, "REMOTE", False)), notes)
 
 
-def _model(entry: ModelEntry, kind: Any, text: TextParts | None, remote: bool) -> Model:
+def _model(
+    entry: ModelEntry,
+    kind: Any,
+    text: TextParts | None = None,
+    remote: bool = False,
+    fault: ModelyardError | None = None,
+) -> Model:
     return Model(
         name=entry.name,
         kind=kind,
@@ -52,7 +57,10 @@ def _model(entry: ModelEntry, kind: Any, text: TextParts | None, remote: bool) -
         max_tokens=entry.max_tokens,
         stop=entry.stop,
         show_thinking=entry.show_thinking,
+        tool_stream=entry.tool_stream,
+        constrain_calls=entry.constrain_calls,
         modalities=entry.modalities,
+        fault=fault,
     )
 
 
@@ -64,19 +72,22 @@ def _text_parts(
     source = _template(entry, settings, module.chat_template(options), getattr(module, "PROMPT_FORMAT", None), where)
     format_ = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
     form = load_format(format_.format)
-    notes += [
-        ("tokenizer", f"{where}, {vocab.size} tokens"),
-        ("template", f"from {source.origin}"),
-        ("format", f"{form.name}: {format_.why}"),
-    ]
     stops = {vocab.specials[text] for text in form.stops if text in vocab.specials}
     renderer = Renderer(
         _compiled(source.text, vocab),
         vocab,
         thinking_default=entry.enable_thinking,
         tools_template=_compiled(source.for_tools, vocab) if source.for_tools else None,
+        tools_prompt=settings.tools_prompt,
     )
-    return TextParts(renderer, vocab, form, tuple(sorted(vocab.eos | stops)))
+    notes += [
+        ("tokenizer", f"{where}, {vocab.size} tokens"),
+        ("template", f"from {source.origin}"),
+        ("format", f"{form.name}: {format_.why}"),
+        ("tools", "told in words, called as hermes does" if renderer.tells_tools else "by the template"),
+    ]
+    told = taught(form) if renderer.tells_tools else None
+    return TextParts(renderer, vocab, form, tuple(sorted(vocab.eos | stops)), told)
 
 
 def _template(

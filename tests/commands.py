@@ -1,4 +1,4 @@
-"""The `modelyard` command as a child process, for what only a process of its own can show: signals, exit codes, ports."""
+"""The `modelyard` command in a process of its own, for what only that can show: signals, exit codes, ports."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Serving:
         """The next log line with this text in its message."""
         while (line := self._queue.get(timeout=DEADLINE)) is not None:
             self.raw.append(line)
-            self.lines.append(json.loads(line))
+            self.lines.append(_decoded(line))
             if text in self.lines[-1]["message"]:
                 return self.lines[-1]
         raise AssertionError(f"the server ended without saying {text!r}: {''.join(self.raw)}")
@@ -77,6 +77,12 @@ class Serving:
         while (line := self._queue.get(timeout=DEADLINE)) is not None:
             self.raw.append(line)
         return code
+
+
+def _decoded(line: str) -> dict[str, Any]:
+    """What comes before the log, such as a problem of the configuration, is plain text."""
+    decoded: dict[str, Any] = json.loads(line) if line.startswith("{") else {"message": line, "logger": ""}
+    return decoded
 
 
 @contextmanager

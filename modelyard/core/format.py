@@ -8,16 +8,29 @@ follows (None: the one it came from).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import Literal
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Literal, Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from modelyard.core.request import Constraint, Tool, ToolChoice
 
 # (tape, calls) → steps. The types live in `scanner/`, which core does not know.
 Reader = Callable[..., Generator[None, None, str | None]]
-Grammar = Callable[[Sequence[Tool], ToolChoice], Constraint | None]
+
+
+class Place(Struct, frozen=True):
+    """Where a grammar begins: which texts are tokens in this vocabulary, and whether the prompt left reasoning open."""
+
+    specials: Mapping[str, int] = field(default_factory=dict)
+    thinking: bool = False
+    parallel: bool = True  # several calls may follow each other
+
+
+class Grammar(Protocol):
+    """The family's own call syntax for these tools. None: it cannot be said, or not without disturbing plain text."""
+
+    def __call__(self, tools: Sequence[Tool], choice: ToolChoice, place: Place = ..., /) -> Constraint | None: ...
 
 
 class Go(Struct, frozen=True):
@@ -27,10 +40,15 @@ class Go(Struct, frozen=True):
 
 
 class Read(Struct, frozen=True):
-    """The marker starts a reader. After a call that broke in the middle everything up to `close` is its rubble."""
+    """The marker starts a reader. After a call that broke in the middle everything up to `close` is its rubble.
+
+    A `naked` marker is ordinary text, such as a bracket, that opens a call only if the reader finds one behind it. If
+    not, it is shown with all the rest.
+    """
 
     reader: Reader
     close: tuple[str, ...] = ()
+    naked: bool = False
 
 
 class Region(Struct, frozen=True):
@@ -59,10 +77,19 @@ class Format(Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def reads_calls(self) -> bool:
-        return any(isinstance(act, Read) for region in self.regions.values() for act in region.marks.values())
+        return any(isinstance(act, Read) for _, act in self._acts)
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Everything that is never shown as visible text or reasoning."""
-        acted = (mark for region in self.regions.values() for mark in region.marks)
+        acted = (mark for mark, act in self._acts if not (isinstance(act, Read) and act.naked))
         return tuple(dict.fromkeys((*acted, *self.hidden)))
+
+    @property
+    def naked(self) -> tuple[str, ...]:
+        """Ordinary text that may open a call."""
+        return tuple(dict.fromkeys(mark for mark, act in self._acts if isinstance(act, Read) and act.naked))
+
+    @property
+    def _acts(self) -> list[tuple[str, Go | Read]]:
+        return [each for region in self.regions.values() for each in region.marks.items()]

@@ -129,7 +129,8 @@ _UNSET = Sampling()
 class Constraint(Struct, frozen=True):
     """What the output must look like, as data: compiled where it is used, never an object that crosses a process.
 
-    `text` is the schema (JSON) or the grammar. `trigger` delays it until that text was generated.
+    `text` is the schema (JSON) or the grammar. With a `trigger` the output is free until that text (or the token of
+    that text) was generated; then the grammar holds for what comes after it, and when it is complete all is free again.
     """
 
     kind: Literal["json_object", "json_schema", "gbnf", "regex", "lark", "tools"]

@@ -14,6 +14,8 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, cast
 
+import msgspec
+
 from modelyard.core.engine import ChatEngine, End, Generation, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Incomplete, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
@@ -55,7 +57,7 @@ class Answer:
         self._lease: Lease | None = None
         self._generation: Generation[Any] | None = None
         self._translation = self._new_translation()
-        self._retried, self._cancelled = not retry, False
+        self._retried, self._cancelled, self._closed = not retry, False, False
         self._why: ModelyardError | None = None
         self._began = time.perf_counter()
         self._last = 0.0
@@ -165,21 +167,24 @@ class Answer:
 
     def close(self) -> None:
         """The reader has stopped reading, at the end or before it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         if self._generation is None:
             self._ticket.cancel()
-            return
-        generation, self._generation = self._generation, None
-        if self._translation.slot_free:
+        elif self._translation.slot_free:
             self._release()
         else:
-            generation.cancel()
-            self._around.background(self._drain(generation))
+            self._generation.cancel()
+            self._around.background(self._drain(self._generation))
 
     async def _drain(self, generation: Generation[Any]) -> None:
-        """Tokens that the engine ran ahead are dropped; the slot goes back when it says so."""
-        async for _ in generation:
-            pass
-        self._release()
+        """Tokens that the engine ran ahead are dropped; the slot goes back when it says so, or breaks."""
+        try:
+            async for _ in generation:
+                pass
+        finally:
+            self._release()
 
     def _release(self) -> None:
         lease, self._lease = self._lease, None
@@ -188,4 +193,7 @@ class Answer:
 
     def _settle(self, last: Finished | Failed) -> None:
         if isinstance(last, Finished):
-            self._around.metrics.finished(self.job.model.name, last.usage, last.reason)
+            usage = last.usage
+            if self.choice % self.job.request.n:  # the first answer to a prompt has counted it
+                usage = msgspec.structs.replace(usage, prompt=0, cached=0)
+            self._around.metrics.finished(self.job.model.name, usage, last.reason)

@@ -35,7 +35,7 @@ class Choices:
 
     async def __anext__(self) -> tuple[int, list[Event]]:
         if not self._tasks:
-            self._tasks = [asyncio.create_task(self._pump(answer)) for answer in self._answers]
+            self._tasks = [self._begin(answer) for answer in self._answers]
         while not self._ready:
             if not self._running:
                 raise StopAsyncIteration
@@ -43,15 +43,21 @@ class Choices:
             await self._wake.wait()
         return self._ready.popleft()
 
+    def _begin(self, answer: Answer) -> asyncio.Task[None]:
+        """Its end is a callback: a task that is cancelled before it began would run no `finally`."""
+        task = asyncio.create_task(self._pump(answer))
+        task.add_done_callback(lambda _: self._ended(answer))
+        return task
+
     async def _pump(self, answer: Answer) -> None:
-        try:
-            async for batch in answer:
-                self._ready.append(batch)
-                self._wake.set()
-        finally:
-            answer.close()
-            self._running -= 1
+        async for batch in answer:
+            self._ready.append(batch)
             self._wake.set()
+
+    def _ended(self, answer: Answer) -> None:
+        answer.close()
+        self._running -= 1
+        self._wake.set()
 
     def cancel(self, why: ModelyardError | None = None) -> None:
         for answer in self._answers:
@@ -78,10 +84,13 @@ class _Share:
         await self._turns.acquire()
         return lease
 
-    def give(self, took: bool) -> None:
-        self._left -= 1
-        if took and self._turns is not None:
+    def pass_on(self) -> None:
+        """The turn goes to the next in line."""
+        if self._turns is not None:
             self._turns.release()
+
+    def leave(self) -> None:
+        self._left -= 1
         if self._left == 0:
             self.ticket.cancel()
 
@@ -115,13 +124,18 @@ class _Part:
         return self._lease.cache if self._lease else ""
 
     async def lease(self) -> Lease:
-        self._lease = await self._share.take()
-        self.waited = self._lease.waited
+        lease = await self._share.take()
+        if self._over:  # given up while it stood in line
+            self._share.pass_on()
+            raise Cancelled("the request was given up while it waited")
+        self._lease, self.waited = lease, lease.waited
         return self
 
     def cancel(self) -> None:
         if not self._over:
             self._over = True
-            self._share.give(took=self._lease is not None)
+            if self._lease is not None:
+                self._share.pass_on()
+            self._share.leave()
 
     release = cancel

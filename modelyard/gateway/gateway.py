@@ -12,18 +12,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import msgspec
 
 from modelyard.core.engine import Embedder, Embeddings, TextEngine
-from modelyard.core.errors import Forbidden, ModelyardError, Unimplemented, Unsupported
+from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unimplemented, Unsupported
 from modelyard.core.lease import Demand, Leases
-from modelyard.core.request import Caller, Constraint, EmbeddingRequest, Image, Message, Request, ToolResult
+from modelyard.core.request import Caller, EmbeddingRequest, Image, Message, Request, ToolResult
 from modelyard.gateway.answer import Answer
 from modelyard.gateway.choices import Choices
+from modelyard.gateway.constrain import constrain
 from modelyard.gateway.job import Job, Run, fit
 from modelyard.gateway.model import Model
 from modelyard.prompt.media import Images
@@ -35,6 +36,7 @@ from modelyard.vocab.shield import unshield
 log = logging.getLogger("modelyard.gateway")
 
 _INLINE_CHARS = 20_000  # fresh text up to here is tokenized on the loop (about 5 ms); more goes to a thread
+_INLINE_MESSAGES = 300  # messages and tools up to here are rendered on the loop (about 5 ms); more in a thread
 
 
 class Gateway:
@@ -49,13 +51,12 @@ class Gateway:
 
     async def prepare(self, request: Request, caller: Caller) -> Job:
         target, model = self._resolve(request.model, caller)
-        for warning in request.warnings:
-            self.metrics.warned(warning.partition(":")[0])  # what follows is the client's own text
-            log.info("request: %s", warning)
         began = time.perf_counter()
         request = _offered(await self._with_images(request, model))
         wanted = request.max_tokens if request.max_tokens is not None else model.max_tokens
         runs = () if model.kind == "chat" else await self._runs(request, model, target, wanted)
+        constraint, dropped = constrain(request, model, runs[0].text if runs else "")
+        self._tell((*request.warnings, *dropped))
         return Job(
             request=request,
             caller=caller,
@@ -63,7 +64,7 @@ class Gateway:
             model=model,
             runs=runs,
             sampling=request.sampling.over(model.sampling),
-            constraint=self._constraint(request, model),
+            constraint=constraint,
             created=int(time.time()),
             tokenize_s=time.perf_counter() - began,
         )
@@ -91,6 +92,11 @@ class Gateway:
             )
         return target, model
 
+    def _tell(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
+            self.metrics.warned(warning.partition(":")[0])  # what follows is the client's own text
+            log.info("request: %s", warning)
+
     async def _with_images(self, request: Request, model: Model) -> Request:
         if not any(_has_image(message) for message in request.messages):
             return request
@@ -109,23 +115,13 @@ class Gateway:
     async def _rendered(self, request: Request, model: Model) -> list[tuple[list[int], str]]:
         renderer = model.parts.renderer
         if request.prompts:
-            return [
-                (renderer.raw(p), p) if isinstance(p, str) else (list(p), model.parts.vocab.decode(p))
-                for p in request.prompts
-            ]
-        text = renderer.text(request)
+            long = sum(map(len, request.prompts)) > _INLINE_CHARS
+            return await asyncio.to_thread(_raw, request, model) if long else _raw(request, model)
+        many = len(request.messages) + len(request.tools) > _INLINE_MESSAGES
+        text = await asyncio.to_thread(renderer.text, request) if many else renderer.text(request)
         if renderer.fresh(text) > _INLINE_CHARS:
             return [(await asyncio.to_thread(renderer.tokens, text), text)]
         return [(renderer.tokens(text), text)]
-
-    def _constraint(self, request: Request, model: Model) -> Constraint | None:
-        if request.constraint is not None or model.text is None:
-            return request.constraint
-        if request.tools and request.tool_choice.mode in ("required", "named"):
-            grammar = model.text.format.grammar
-            made = grammar(request.tools, request.tool_choice) if grammar is not None else None
-            return made or Constraint("tools", tools=_wanted(request))
-        return None
 
     # --- side roads -----------------------------------------------------------------------------------------------
 
@@ -143,8 +139,8 @@ class Gateway:
 
     async def embed(self, request: EmbeddingRequest, caller: Caller) -> Embeddings:
         target, model = self._resolve(request.model, caller)
-        vocab = model.parts.vocab
-        batch = [vocab.encode(i) if isinstance(i, str) else list(i) for i in request.inputs]
+        long = sum(map(len, request.inputs)) > _INLINE_CHARS
+        batch = await asyncio.to_thread(_batch, request, model) if long else _batch(request, model)
         for ids in batch:
             fit(len(ids), 1, target.window + 1, strict=False)
         ticket = self.leases.request(
@@ -186,15 +182,32 @@ class Gateway:
 
 def _offered(request: Request) -> Request:
     """`tool_choice: none` is kept by not offering any: a model cannot call what it never saw."""
-    if request.tools and request.tool_choice.mode == "none":
+    choice = request.tool_choice
+    if request.tools and choice.mode == "none":
         return msgspec.structs.replace(request, tools=())
+    if choice.mode == "named" and not any(tool.name == choice.name for tool in request.tools):
+        raise InvalidRequest(f"tool_choice names the tool {choice.name!r}, which is not in tools", param="tool_choice")
     return request
 
 
-def _wanted(request: Request) -> tuple[str, ...]:
-    """The tools that may be called where one must be: the named one, or all on offer."""
-    choice = request.tool_choice
-    return (choice.name or "",) if choice.mode == "named" else tuple(tool.name for tool in request.tools)
+def _raw(request: Request, model: Model) -> list[tuple[list[int], str]]:
+    """Prompts as they are, in texts or in ids, with what they say."""
+    renderer, vocab = model.parts.renderer, model.parts.vocab
+    return [
+        (renderer.raw(p), p) if isinstance(p, str) else (_ids(p, model, "prompt"), vocab.decode(p))
+        for p in request.prompts
+    ]
+
+
+def _batch(request: EmbeddingRequest, model: Model) -> list[list[int]]:
+    return [model.parts.vocab.encode(i) if isinstance(i, str) else _ids(i, model, "input") for i in request.inputs]
+
+
+def _ids(ids: Sequence[int], model: Model, param: str) -> list[int]:
+    """A client's own ids: one that the model does not have would be read from beyond its tables."""
+    if (highest := max(ids)) >= (size := model.parts.vocab.size):
+        raise InvalidRequest(f"{param}: {highest} is not a token of this model (0 to {size - 1})", param=param)
+    return list(ids)
 
 
 def _has_image(message: Message) -> bool:

@@ -6,20 +6,27 @@ from typing import Literal
 
 from msgspec import Struct
 
-from modelyard.core.errors import Unimplemented
+from modelyard.core.errors import ModelyardError, Unavailable, Unimplemented
 from modelyard.core.format import Format
-from modelyard.core.request import Sampling
+from modelyard.core.request import Request, Sampling
 from modelyard.core.vocab import Vocabulary
 from modelyard.prompt.render import Renderer
 
 
 class TextParts(Struct, frozen=True):
-    """What only a token engine needs of us: template and tokenizer, and how its raw output reads."""
+    """What only a token engine needs of us: template and tokenizer, and how its raw output reads.
+
+    `taught` is how it reads where the prompt has told the model in words how to call tools.
+    """
 
     renderer: Renderer
     vocab: Vocabulary
     format: Format
     stop_ids: tuple[int, ...]
+    taught: Format | None = None
+
+    def format_for(self, request: Request) -> Format:
+        return self.taught if self.taught is not None and request.tools else self.format
 
 
 class Model(Struct, frozen=True, kw_only=True):
@@ -31,10 +38,15 @@ class Model(Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     show_thinking: bool = True
+    tool_stream: bool = True
+    constrain_calls: bool = False
     modalities: tuple[str, ...] = ("text",)
+    fault: ModelyardError | None = None  # why it could not be defined: whoever asks for it is told
 
     @property
     def parts(self) -> TextParts:
+        if self.fault is not None:
+            raise Unavailable(f"the model {self.name!r} could not be loaded: {self.fault.message}", code="model_failed")
         if self.text is None:
             raise Unimplemented(
                 f"the model {self.name!r} runs elsewhere: its tokenizer and template are not known here"

@@ -54,12 +54,13 @@ class TextTranslation:
         self._on_text = on_text
         visible = request.reasoning.visible
         self._scanner = Scanner(
-            parts.format,
+            parts.format_for(request),
             tools=request.tools,
             stop=(*job.model.stop, *request.stop),
             prefill="" if request.prompts else parts.renderer.tail(run.text),
             new_id=new_id,
             show_thinking=job.model.show_thinking if visible is None else visible,
+            tool_stream=job.model.tool_stream,
             parallel=request.parallel_tool_calls is not False,
             specials=parts.vocab.specials,
             spell=self._spell if request.logprobs is not None else None,
@@ -154,6 +155,8 @@ class ChatTranslation:
     def feed(self, batch: Sequence[Event]) -> list[Event]:
         events: list[Event] = []
         for event in batch:
+            if self.over:
+                break
             if isinstance(event, BlockDelta):
                 self.spoke = True
             elif isinstance(event, Started):

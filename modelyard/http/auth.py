@@ -8,7 +8,6 @@ import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 
@@ -18,6 +17,7 @@ from modelyard.http.visit import Visit
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 _ADMIN = "/v1/admin"
+_LONGEST = 256  # of a client's own words in our sentences
 
 
 class Key(Struct, frozen=True):
@@ -67,9 +67,7 @@ class Doorkeeper:
         self._keys = tuple(keys)
         self._guarded = is_loopback(settings.host)
         self._hosts = frozenset(h.lower() for h in (settings.host, *settings.allowed_hosts))
-        self._origins = frozenset(settings.cors_origins)
-        self._any_origin = settings.cors_enabled and not settings.cors_origins
-        self._cors = settings.cors_enabled
+        self._origins = frozenset(settings.cors_origins or ("*",)) if settings.cors_enabled else frozenset()
 
     def admit(self, visit: Visit) -> None:
         if self._guarded:
@@ -86,18 +84,20 @@ class Doorkeeper:
         if not host or is_loopback(host) or host in self._hosts:
             return
         raise Forbidden(
-            f"the Host {host!r} is not one of this server's names; use localhost, or add it to http.allowed_hosts",
+            f"the Host {host[:_LONGEST]!r} is not one of this server's names; "
+            "use localhost, or add it to http.allowed_hosts",
             code="host_not_allowed",
         )
 
     def _check_origin(self, origin: str, host: str) -> None:
         """CORS hides a reply from a foreign page but would still run its request: refuse the request itself."""
-        if self._any_origin or origin in self._origins:
+        if "*" in self._origins or origin in self._origins:
             return
-        if urlsplit(origin).netloc.lower() == host.lower():
+        if host and origin.partition("://")[2].lower() == host.lower():
             return
         raise Forbidden(
-            f"requests from web pages of {origin} are not allowed; add it to http.cors_origins and set cors_enabled",
+            f"requests from web pages of {origin[:_LONGEST]} are not allowed; "
+            "add it to http.cors_origins and set cors_enabled",
             code="origin_not_allowed",
         )
 

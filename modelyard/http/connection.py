@@ -1,28 +1,30 @@
-"""A connection that bounds what a client may send before its headers are complete, in bytes and in time.
+"""A connection that bounds what a client may send before it is answered, in bytes and in time.
 
-uvicorn's httptools protocol has neither limit: a client that never ends its headers would hold memory for ever.
+uvicorn's httptools protocol has no such limits: a client that never ends its headers would hold memory for ever. And
+it refuses what is not HTTP in plain text: here every refusal has a protocol's own shape.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-_PATIENCE_S = 30.0
-_TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%s"
-)
-_BODY = (
-    b'{"error":{"message":"the request headers are too large (http.max_header_bytes)",'
-    b'"type":"invalid_request_error","param":null,"code":"headers_too_large"}}'
-)
+from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
+from modelyard.http.errors import written
+from modelyard.http.visit import Visit
+
+_HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
 
 
 class BoundedHttp(HttpToolsProtocol):
+    """`patience_s` is for all headers together, and for each silence in the body that follows."""
+
     max_header_bytes = 64 * 1024
+    patience_s = 30.0
 
     @classmethod
     def bounded(cls, max_header_bytes: int) -> type[BoundedHttp]:
@@ -30,12 +32,13 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.url, self.headers = b"", []
         self._header_bytes, self._reading_headers = 0, True
         self._patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._patience = self.loop.call_later(_PATIENCE_S, transport.close)
+        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._calm()
@@ -46,21 +49,51 @@ class BoundedHttp(HttpToolsProtocol):
         if self._reading_headers:
             self._header_bytes += len(data)
             if self._header_bytes > self.max_header_bytes:
-                self.transport.write(_TOO_LARGE % (len(_BODY), _BODY))
-                self.transport.close()
+                too_large = f"the request headers are larger than {self.max_header_bytes} bytes (http.max_header_bytes)"
+                self._refuse(431, TooLarge(too_large, code="headers_too_large"))
+        elif self._patience is not None:  # a body that still comes
+            self._wait()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._header_bytes, self._reading_headers = 0, True
         if self._patience is None:
-            self._patience = self.loop.call_later(_PATIENCE_S, self.transport.close)
+            self._wait()
 
     def on_headers_complete(self) -> None:
         self._reading_headers = False
-        self._calm()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._calm()
+        super().on_message_complete()
+
+    # --- running out of patience ----------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        self._calm()
+        self._patience = self.loop.call_later(self.patience_s, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.flow.read_paused:  # the silence is ours
+            self._wait()
+        else:
+            self.transport.close()
 
     def _calm(self) -> None:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+    # --- refusing what never becomes a request --------------------------------------------------------------------
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, InvalidRequest(msg, code="invalid_http"))
+
+    def _refuse(self, status: int, error: ModelyardError) -> None:
+        if self.transport.is_closing():
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+        body = written(error, Visit(secrets.token_hex(12), self.url.decode("latin-1"), headers)).body
+        self.transport.write(_HEAD.format(status, HTTPStatus(status).phrase, len(body)).encode() + body)
+        self.transport.close()

@@ -40,6 +40,7 @@ _ROUTES = frozenset(
         "/",
     }
 )
+_UNPREFIXED = frozenset({"/chat/completions", "/completions", "/embeddings", "/responses"})
 _QUIET = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
 
 
@@ -53,7 +54,8 @@ class Guard:
             await self._app(scope, receive, send)
             return
         began = time.perf_counter()
-        visit = Visit(secrets.token_hex(12), scope["path"].rstrip("/") or "/", _headers(scope))
+        visit = Visit(secrets.token_hex(12), _canonical(scope["path"]), _headers(scope))
+        scope["path"] = visit.path
         visit.enter(scope)
         current_trace.set(visit.trace)
         try:
@@ -73,14 +75,16 @@ class Guard:
             await self._app(scope, receive, noting)
         except Exception as error:
             if visit.status:  # a reply is under way: it cannot be taken back, only cut off
-                visit.failed(ours(error))
+                if not visit.error:
+                    visit.failed(ours(error))
                 raise
             refusal = ours(error)
             visit.failed(refusal)
             await respond_error(send, visit, written(refusal, visit))
 
     def _check_headers(self, scope: Scope) -> None:
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in scope["headers"])
         if size > self._max_header_bytes:
             limit = self._max_header_bytes
             raise TooLarge(f"the request headers are larger than {limit} bytes (http.max_header_bytes)")
@@ -107,8 +111,14 @@ def _headers(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
+def _canonical(path: str) -> str:
+    """A slash too many or a /v1 too few leads to the same place, with the same routes, errors and metrics."""
+    path = path.rstrip("/") or "/"
+    return f"/v1{path}" if path in _UNPREFIXED else path
+
+
 def _pattern(path: str) -> str:
-    for prefix in ("/v1/models/", "/v1/responses/", "/v1/admin/"):
+    for prefix in ("/v1/models/", "/models/", "/v1/responses/", "/v1/admin/"):
         if path.startswith(prefix):
             return prefix + "{id}"
     return "other"

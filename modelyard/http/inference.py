@@ -17,10 +17,8 @@ from modelyard.http.errors import ours
 from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream, watch
 from modelyard.http.stored import StoredResponses
-from modelyard.http.visit import Visit, read_body, respond, respond_error
+from modelyard.http.visit import Visit, aside, read_body, respond, respond_error
 from modelyard.telemetry.journal import Entry, Journal
-
-_INLINE_BYTES = 1 << 20  # a larger body is parsed in a thread: it would hold up every stream
 
 
 class Inference:
@@ -69,10 +67,7 @@ class Inference:
                 entry.close()
 
     async def _read(self, body: bytes, visit: Visit) -> Request:
-        if len(body) > _INLINE_BYTES:
-            request = await asyncio.to_thread(self._wire.read_request, body, visit.headers)
-        else:
-            request = self._wire.read_request(body, visit.headers)
+        request = await aside(len(body), self._wire.read_request, body, visit.headers)
         return request if self._stored is None else await self._stored.recall(request, visit.key)
 
     async def _stream(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from starlette.requests import Request as HttpRequest
@@ -73,8 +74,8 @@ def _is_anthropic(request: HttpRequest) -> bool:
 def _limit(text: str | None) -> int:
     if text is None:
         return 1000
-    if not text.isdigit() or int(text) < 1:
-        raise InvalidRequest(f"limit must be a whole number from 1, got {text!r}", param="limit")
+    if not re.fullmatch("0*[1-9][0-9]{0,3}", text):
+        raise InvalidRequest(f"limit must be a whole number from 1 to 9999, got {text[:40]!r}", param="limit")
     return int(text)
 
 

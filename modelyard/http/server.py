@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from fastapi.telemetry import TelemetryConfig
 from msgspec import Struct
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -48,6 +47,7 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 
 # The guard counts and logs; FastAPI's own telemetry would look at the environment for exporters at every request.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+_TOLD = ("x-request-id", "request-id", "retry-after", "x-queue-position")  # what pages elsewhere may read of a reply
 
 
 class Edge(Struct, frozen=True):
@@ -71,12 +71,11 @@ def build(edge: Edge, lifespan: Lifespan | None = None) -> ASGIApp:
         openapi_url="/openapi.json" if settings.docs else None,
         telemetry=_NO_TELEMETRY,
         lifespan=lifespan,
-        middleware=_cors(settings),
         exception_handlers={ModelyardError: _told, HTTPException: _told_http, Exception: _told},
     )
     app.router.routes[:0] = _routes(edge)  # in front: the hot paths are matched first
     describe(app)
-    return Guard(app, settings, Doorkeeper(settings, edge.keys), edge.gateway.metrics)
+    return _cors(Guard(app, settings, Doorkeeper(settings, edge.keys), edge.gateway.metrics), settings)
 
 
 def _routes(edge: Edge) -> list[BaseRoute]:
@@ -131,11 +130,12 @@ def _lookups(edge: Edge, stored: StoredResponses) -> list[BaseRoute]:
     ]
 
 
-def _cors(settings: HttpSettings) -> list[Middleware]:
+def _cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:
+    """Around the guard: a browser's preflight carries no key, and a page may read why its request was refused."""
     if not settings.cors_enabled:
-        return []
+        return app
     origins = settings.cors_origins or ["*"]
-    return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
+    return CORSMiddleware(app, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=_TOLD)
 
 
 async def _told(request: HttpRequest, error: Exception) -> Response:
@@ -147,7 +147,7 @@ async def _told(request: HttpRequest, error: Exception) -> Response:
 
 async def _told_http(request: HttpRequest, error: Exception) -> Response:
     """Starlette's own refusals (no such path, wrong method), told in the protocol of the path."""
-    visit, path = Visit.of(request.scope), request.url.path
+    visit, path = Visit.of(request.scope), request.scope["path"]
     status = error.status_code if isinstance(error, HTTPException) else 500
     if status == 404:
         told: ModelyardError = NotFound(f"there is no {path} here; /docs lists what is", code="path_not_found")
@@ -157,7 +157,8 @@ async def _told_http(request: HttpRequest, error: Exception) -> Response:
         told = InvalidRequest(str(getattr(error, "detail", error)))
     visit.failed(told)
     answer = written(told, visit)
-    return Response(answer.body, status, dict(answer.headers), answer.content_type)
+    more = getattr(error, "headers", None) or {}  # which methods there are
+    return Response(answer.body, status, {**answer.headers, **more}, answer.content_type)
 
 
 async def _nothing() -> None:
@@ -196,6 +197,7 @@ def server(app: ASGIApp, settings: HttpSettings, goodbye: Callable[[], Awaitable
         http=BoundedHttp.bounded(settings.max_header_bytes),
         loop="none",  # whoever runs us has made the loop
         ws="none",
+        proxy_headers=False,
         log_config=None,
         access_log=False,
         server_header=False,

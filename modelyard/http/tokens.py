@@ -6,6 +6,7 @@ people know them from: `content` or `prompt`, `tokens`, or a whole Chat body wit
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.request import Request
 from modelyard.core.wire import Wire
-from modelyard.gateway import Gateway
+from modelyard.gateway import Gateway, Model
 from modelyard.http.errors import ours
 from modelyard.http.settings import HttpSettings
 from modelyard.http.stored import StoredResponses
-from modelyard.http.visit import Visit, read_body, respond, respond_error
+from modelyard.http.visit import Visit, aside, read_body, respond, respond_error
 from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses
 from modelyard.protocols.json import decode, encode
 from modelyard.vocab.shield import unshield
@@ -37,6 +38,20 @@ class TokenBody(msgspec.Struct, kw_only=True):
 
 
 _bodies = msgspec.json.Decoder(TokenBody)
+_WORK = 12  # tokenizing a byte costs about as much as parsing a dozen
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What was asked, of which model; the body may be a whole Chat request too."""
+
+    asked: TokenBody
+    model: Model
+    window: int
+    body: bytes
+    headers: Mapping[str, str]
+
+    def chat(self) -> Request:
+        return openai_chat.read_request(self.body, self.headers)
 
 
 class Endpoint:
@@ -65,7 +80,7 @@ class Endpoint:
 
 class CountTokens(Endpoint):
     async def answer(self, body: bytes, visit: Visit) -> bytes:
-        request = anthropic_messages.read_request(body, visit.headers)
+        request = await aside(len(body), anthropic_messages.read_request, body, visit.headers)
         return anthropic_messages.write_count(await self.gateway.count(request, visit.caller))
 
 
@@ -75,63 +90,66 @@ class InputTokens(Endpoint):
         self._stored = stored
 
     async def answer(self, body: bytes, visit: Visit) -> bytes:
-        request = await self._stored.recall(openai_responses.read_request(body, visit.headers), visit.key)
+        asked = await aside(len(body), openai_responses.read_request, body, visit.headers)
+        request = await self._stored.recall(asked, visit.key)
         return openai_responses.write_input_tokens(await self.gateway.count(request, visit.caller))
 
 
 class Embed(Endpoint):
     async def answer(self, body: bytes, visit: Visit) -> bytes:
-        request = openai_embeddings.read_request(body, visit.headers)
+        request = await aside(len(body), openai_embeddings.read_request, body, visit.headers)
         made = await self.gateway.embed(request, visit.caller)
         return openai_embeddings.write_reply(made.vectors, made.prompt_tokens, request)
 
 
-class Tokenize(Endpoint):
+class Look(Endpoint):
+    """Work that is the tokenizer's and the template's alone: a long body's is done in a thread."""
+
     async def answer(self, body: bytes, visit: Visit) -> bytes:
-        asked = decode(_bodies, body)
+        asked = await aside(len(body), decode, _bodies, body)
         target, model = self.gateway.model_for(asked.model, visit.caller)
-        vocab = model.parts.vocab
-        if asked.messages is not None:
-            text = model.parts.renderer.text(self._chat(body, visit))
-            ids = model.parts.renderer.tokens(text)
-        else:
-            text = _text_of(asked)
-            ids = (
-                model.parts.renderer.raw(text) if asked.add_special or asked.add_special_tokens else vocab.encode(text)
-            )
-        reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": target.window}
+        question = Question(asked, model, target.window, body, visit.headers)
+        return encode(await aside(len(body) * _WORK, self.look, question))
+
+    def look(self, question: Question) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class Tokenize(Look):
+    def look(self, question: Question) -> dict[str, Any]:
+        asked, ids = question.asked, self._ids(question)
+        reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": question.window}
         if asked.with_pieces or asked.return_token_strs:
-            pieces = [vocab.token_bytes(i).decode("utf-8", "replace") for i in ids]
+            pieces = [question.model.parts.vocab.token_bytes(i).decode("utf-8", "replace") for i in ids]
             reply["token_strs"] = pieces
         if asked.with_pieces:
             reply["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]
-        return encode(reply)
+        return reply
 
-    def _chat(self, body: bytes, visit: Visit) -> Request:
-        return openai_chat.read_request(body, visit.headers)
+    def _ids(self, question: Question) -> list[int]:
+        asked, parts = question.asked, question.model.parts
+        if asked.messages is not None:
+            return parts.renderer.tokens(parts.renderer.text(question.chat()))
+        text, special = _text_of(asked), asked.add_special or asked.add_special_tokens
+        return parts.renderer.raw(text) if special else parts.vocab.encode(text)
 
 
-class Detokenize(Endpoint):
-    async def answer(self, body: bytes, visit: Visit) -> bytes:
-        asked = decode(_bodies, body)
-        if asked.tokens is None:
+class Detokenize(Look):
+    def look(self, question: Question) -> dict[str, Any]:
+        tokens, vocab = question.asked.tokens, question.model.parts.vocab
+        if tokens is None:
             raise InvalidRequest("tokens: a list of token ids is required", param="tokens")
-        vocab = self.gateway.model_for(asked.model, visit.caller)[1].parts.vocab
-        bad = [t for t in asked.tokens if not 0 <= t < vocab.size]
-        if bad:
+        if bad := [t for t in tokens if not 0 <= t < vocab.size]:
             raise InvalidRequest(
-                f"tokens: {bad[0]} is not a token of this model (0 to {vocab.size - 1})", param="tokens"
+                f"tokens: {str(bad[0])[:40]} is not a token of this model (0 to {vocab.size - 1})", param="tokens"
             )
-        text = vocab.decode(asked.tokens)
-        return encode({"prompt": text, "content": text})
+        text = vocab.decode(tokens)
+        return {"prompt": text, "content": text}
 
 
-class ApplyTemplate(Endpoint):
-    async def answer(self, body: bytes, visit: Visit) -> bytes:
-        asked = decode(_bodies, body)
-        model = self.gateway.model_for(asked.model, visit.caller)[1]
-        text = model.parts.renderer.text(openai_chat.read_request(body, visit.headers))
-        return encode({"prompt": unshield(text)})
+class ApplyTemplate(Look):
+    def look(self, question: Question) -> dict[str, Any]:
+        return {"prompt": unshield(question.model.parts.renderer.text(question.chat()))}
 
 
 def _text_of(asked: TokenBody) -> str:

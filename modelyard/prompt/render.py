@@ -6,7 +6,7 @@ Needs no running engine: prompts are counted, checked and cut off before anythin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -15,6 +15,7 @@ from modelyard.core.request import Request
 from modelyard.core.vocab import Vocabulary
 from modelyard.prompt.conversation import Conversation, Entry
 from modelyard.prompt.sandbox import Frozen
+from modelyard.prompt.steps import tools_as_text
 from modelyard.prompt.taming import TamedTemplate
 from modelyard.prompt.template import ChatTemplate, TemplateFailed
 from modelyard.prompt.tools import Toolbox, instructions
@@ -36,7 +37,8 @@ class Rendered(Struct, frozen=True):
 class Renderer:
     """`template_kwargs` are the model's own settings for its template; a request's win over them.
 
-    `tools_template` is the variant that some models bring for requests with tools.
+    `tools_template` is the variant that some models bring for requests with tools. `tools_prompt` says when the tools
+    are told in words instead: where the template has no place for them (auto), always or never.
     """
 
     def __init__(
@@ -47,11 +49,15 @@ class Renderer:
         thinking_default: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         tools_template: ChatTemplate | None = None,
+        tools_prompt: Literal["auto", "always", "never"] = "auto",
         cache_bytes: int = 32 << 20,
     ) -> None:
         self.vocab = vocab
         self._plain = TamedTemplate(template)
         self._with_tools = TamedTemplate(tools_template) if tools_template is not None else self._plain
+        knows_tools = self._with_tools.template.mentions("tools")
+        self._overrules = tools_prompt == "always"
+        self.tells_tools = self._overrules or (tools_prompt == "auto" and not knows_tools)
         self._thinking, self._kwargs = thinking_default, dict(template_kwargs or {})
         self._shield = Shield(vocab.specials)
         self._toolbox = Toolbox(self._shield)
@@ -69,9 +75,11 @@ class Renderer:
         tools = self._toolbox.offered(request.tools) if request.tools else []
         tamed = self._with_tools if tools else self._plain
         entries = self._conversation.entries(request)
+        if self._overrules:
+            entries = tools_as_text(entries)
+        if tools and self.tells_tools:
+            entries, tools = [{"role": "system", "content": instructions(tools)}, *entries], []
         variables = self._variables(request, tamed.template, tools)
-        if tools and not tamed.template.mentions("tools"):
-            entries = [{"role": "system", "content": instructions(tools)}, *entries]
         if entries and _is_prefill(entries[-1]):
             return _continued(tamed, entries, variables)
         if entries and _is_empty_reply(entries[-1]):

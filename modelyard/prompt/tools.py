@@ -11,7 +11,7 @@ from modelyard.core.request import Tool
 from modelyard.prompt.sandbox import Frozen, tojson
 from modelyard.vocab.shield import Shield
 
-_REMEMBERED = 64  # lists of tools: an agent sends the same one with each request
+_REMEMBERED = 4 << 20  # bytes of JSON: an agent sends the same list with each request
 _encode = msgspec.json.Encoder().encode
 _FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -33,6 +33,7 @@ class Toolbox:
     def __init__(self, shield: Shield) -> None:
         self._shield = shield
         self._known: dict[bytes, list[Frozen]] = {}
+        self._held = 0
 
     def offered(self, tools: Sequence[Tool]) -> list[Frozen]:
         shown = [tool for tool in tools if not tool.deferred and tool.kind != "server"]
@@ -41,8 +42,9 @@ class Toolbox:
         key = _encode(shown)
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
+            self._held += len(key)
+            if self._held > _REMEMBERED:
+                self._known, self._held = {}, len(key)
             found = self._known[key] = [definition(tool, self._shield) for tool in shown]
         return found
 

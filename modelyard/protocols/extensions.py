@@ -68,7 +68,8 @@ def read_sampling(body: Extensions) -> Sampling:
     for name in asked.keys() & _RANGES.keys():
         low, high = _RANGES[name]
         if not low <= asked[name] <= high:
-            raise InvalidRequest(f"{name} must lie between {low:g} and {high:g}, got {asked[name]:g}", param=name)
+            got = str(asked[name])[:40]
+            raise InvalidRequest(f"{name} must lie between {low:g} and {high:g}, got {got}", param=name)
     if body.logit_bias:
         asked["logit_bias"] = _read_bias(body.logit_bias)
     return Sampling(**asked) if asked else _NOTHING

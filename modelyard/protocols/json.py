@@ -12,6 +12,7 @@ from modelyard.core.errors import InvalidRequest
 T = TypeVar("T")
 
 _AT = re.compile(r" - at `(?P<path>[^`]+)`$")
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _encoder = msgspec.json.Encoder()
 
 
@@ -24,13 +25,22 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     except RecursionError:
         raise InvalidRequest("the JSON body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise InvalidRequest(f"the body is not valid JSON: {_why(body, error)}", code="invalid_json") from None
+
+
+def _why(body: bytes, error: Exception) -> str:
+    """The library calls both of these truncated."""
+    if not body.strip():
+        return "it is empty"
+    if found := _LONE_SURROGATE.search(body):
+        return f"{found[0].decode()} is half of a surrogate pair (byte {found.start()})"
+    return str(error)
 
 
 def _invalid(message: str) -> InvalidRequest:
     found = _AT.search(message)
     if not found:
-        return InvalidRequest(message, code="invalid_type")
+        return InvalidRequest(f"body: {message}", code="invalid_type")
     param = found["path"].removeprefix("$").lstrip(".")
     return InvalidRequest(f"{param or 'body'}: {_AT.sub('', message)}", param=param or None, code="invalid_type")
 

@@ -47,6 +47,7 @@ NAME = "openai_completions"
 PATHS: tuple[str, ...] = ("/v1/completions", "/completions")
 
 _MAX_LOGPROBS = 5
+_MAX_CHOICES = 2048  # each one is a stream of its own in here
 _encode = msgspec.json.Encoder().encode
 
 
@@ -85,7 +86,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
         sampling=read_sampling(asked),
         max_tokens=asked.max_tokens,
         stop=read_stop(asked.stop, warnings),
-        n=_read_n(asked, warnings),
+        n=_read_n(asked, len(prompts), warnings),
         logprobs=asked.logprobs,
         constraint=read_constraint(asked),
         stream=asked.stream is True,
@@ -100,9 +101,13 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     )
 
 
-def _read_n(asked: Body, warnings: list[str]) -> int:
+def _read_n(asked: Body, prompts: int, warnings: list[str]) -> int:
     check_range("n", asked.n, 1, MAX_ANSWERS)
     n = 1 if asked.n is None else asked.n
+    if prompts * n > _MAX_CHOICES:
+        raise InvalidRequest(
+            f"{prompts} prompts with n = {n} make {prompts * n} answers; at most {_MAX_CHOICES} are allowed", param="n"
+        )
     if asked.best_of is not None and asked.best_of < n:
         raise InvalidRequest(f"best_of must be at least n ({n}), got {asked.best_of}", param="best_of")
     if asked.best_of is not None and asked.best_of > n:

@@ -46,6 +46,8 @@ def _model(
         description=model.description,
         enable_thinking=model.enable_thinking,
         show_thinking=model.show_thinking,
+        tool_stream=model.tool_stream,
+        constrain_calls=model.constrain_calls,
         sampling=decoding.sampling().over(general.sampling().over(DEFAULT_SAMPLING)),
         max_tokens=decoding.max_tokens or general.max_tokens,
         stop=tuple(decoding.stop or general.stop),

@@ -33,6 +33,8 @@ class ModelEntry(Struct, frozen=True, kw_only=True):
     description: str = ""
     enable_thinking: bool | None = None
     show_thinking: bool = True
+    tool_stream: bool = True
+    constrain_calls: bool = False
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()

@@ -184,6 +184,20 @@ class ModelSettings(BaseModel):
     format: str | None = Field(
         default=None, description="How the model writes reasoning and tool calls, such as hermes; unset is found out."
     )
+    tools_prompt: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether the system prompt tells in words how to call tools: where the template knows none (auto), "
+        "always (in place of the template's own way), or never.",
+    )
+    tool_stream: bool = Field(
+        default=True,
+        description="Whether a tool call's arguments are sent as they come; false holds each call until it is whole.",
+    )
+    constrain_calls: bool = Field(
+        default=False,
+        description="Whether every tool call is held to its schema; else only where the client demands a call or marks "
+        "a tool as strict.",
+    )
     enable_thinking: bool | None = Field(
         default=None, description="Template's thinking switch where the client sets none."
     )

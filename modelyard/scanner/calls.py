@@ -60,6 +60,11 @@ class Calls:
     def is_known(self) -> bool:
         return self._tools is None or self.tool is not None
 
+    @property
+    def is_first(self) -> bool:
+        """Nothing but white space stands before this in its block of text or reasoning."""
+        return self._visible.is_blank
+
     def name(self, name: str) -> None:
         if not name:
             raise Unreadable("a call without a name")

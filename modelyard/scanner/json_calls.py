@@ -1,8 +1,8 @@
 """Calls written as JSON objects: `{"name": …, "arguments": {…}}`, one or several, in a list or not.
 
 Arguments that follow the name are passed on as they come; those that stand before it wait for it. Also read are
-`parameters` or `args` for `arguments`, arguments written as a string of JSON, and the OpenAI shape `{"type":
-"function", "function": {…}}`.
+`tool_name` for `name`, `parameters` or `args` for `arguments`, arguments written as a string of JSON, and the OpenAI
+shape `{"type": "function", "function": {…}}`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from modelyard.scanner.calls import Calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
 from modelyard.scanner.repair import JsonValue, mend
 
+_NAMES = frozenset({"name", "function", "tool_name"})
 _ARGUMENTS = frozenset({"arguments", "parameters", "args"})
 _EMPTY = frozenset({"null", "[]", '""'})
 
@@ -53,6 +54,10 @@ class JsonCall:
 
     def read(self) -> Steps[None]:
         self._tape.skip(1)
+        yield from self.opened()
+
+    def opened(self) -> Steps[None]:
+        """After the opening bracket."""
         yield from self._members()
         if not self._closed:
             self._settle()
@@ -92,7 +97,7 @@ class JsonCall:
         elif key == "function" and char == "{":
             self._tape.skip(1)
             yield from self._members()
-        elif key in ("name", "function"):
+        elif key in _NAMES:
             self._name(msgspec.json.decode((yield from self._whole())))
         elif key in _ARGUMENTS:
             yield from self._arguments(char)

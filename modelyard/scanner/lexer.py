@@ -125,10 +125,12 @@ class Alphabet:
 
     def __init__(self, form: Format, specials: frozenset[str]) -> None:
         known = markers(form)
-        self.codes = {m: chr(_FIRST_CODE + i) if m in specials else m for i, m in enumerate(known)}
-        spelled = [self.codes[m] for m in form.markers]
+        self.codes = _codes(known, specials)
+        spelled = [*(self.codes[m] for m in form.markers), *form.naked]
+        self.naked = frozenset(form.naked)
         self.actions = {
-            name: {self.codes[mark]: act for mark, act in region.marks.items()} for name, region in form.regions.items()
+            name: {self.codes.get(mark, mark): act for mark, act in region.marks.items()}
+            for name, region in form.regions.items()
         }
         self.pattern = _any_of(spelled)
         self.rubble = _any_of([*known, *self.codes.values()])
@@ -141,9 +143,9 @@ class Alphabet:
         return one_of(self._first | frozenset(s[0] for s in stop if s) if stop else self._first)
 
     def find(self, tape: Tape) -> re.Match[str] | None:
-        """The next marker, unless more text could still make it a longer one."""
+        """The next marker, unless more text could still make it a longer one, or part of one that began before it."""
         found = self.pattern.search(tape.text, tape.at)
-        if found and not tape.ended and tape.text[found.start() :] in self._prefixes:
+        if found and not tape.ended and self.hold(tape) <= found.start():
             return None
         return found
 
@@ -161,8 +163,8 @@ class Alphabet:
 
     def encode(self, text: str) -> str:
         """A prompt's tail: there every marker is the token that it spells."""
-        for marker, code in self.codes.items():
-            text = text.replace(marker, code)
+        for marker in sorted(self.codes, key=len, reverse=True):
+            text = text.replace(marker, self.codes[marker])
         return text
 
 
@@ -174,6 +176,13 @@ def markers(form: Format) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def alphabet(form: Format, specials: frozenset[str]) -> Alphabet:
     return Alphabet(form, specials)
+
+
+def _codes(known: Sequence[str], specials: frozenset[str]) -> dict[str, str]:
+    """How each marker is spelled. One that holds a token, as `<｜DSML｜invoke` does, has that token's code inside."""
+    tokens = {m: chr(_FIRST_CODE + i) for i, m in enumerate(known) if m in specials}
+    inside = _any_of(tokens)
+    return {m: inside.sub(lambda found: tokens[found.group()], m) for m in known}
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:

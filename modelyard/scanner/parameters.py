@@ -1,8 +1,9 @@
 """Values between tags, as text: where such a value really ends, though it may hold the same tags itself.
 
 Code that is written into a file may contain the closing tag. It ends the value only where the next parameter that the
-schema knows, or the end of the call, follows. White space inside is exact: only the one line break on either side
-belongs to the tags.
+schema knows, or the end of the call, follows; a tag that is a token of the vocabulary is always itself. White space
+inside is exact: only where a family writes values on lines of their own does the line break on either side belong to
+the tags.
 """
 
 from __future__ import annotations
@@ -27,22 +28,25 @@ class Tags(Struct, frozen=True):
     closing: str
     ends: tuple[str, ...]
     after: tuple[str, ...]
+    lines: bool = True  # a value stands on lines of its own
 
 
 class Value:
     """Reads one value into `arguments`, streaming what is certain to belong to it."""
 
     def __init__(self, tape: Tape, tags: Tags, arguments: TypedArguments) -> None:
-        self._tape, self._tags, self._arguments = tape, tags, arguments
+        self._tape, self._arguments, self._lines = tape, arguments, tags.lines
+        self._opening, self._named, self._closing = map(tape.mark, (tags.opening, tags.named, tags.closing))
         self._ends = tuple(map(tape.mark, tags.ends))
         self._after = tuple(map(tape.mark, tags.after))
-        self._tokens = tuple(t for t in self._after if t in tape.special)  # certain: no text spells them
+        self._tokens = tuple(filter(self._is_token, self._after))
         self._line = ""  # a line break that belongs to the closing tag, if one follows
+        self._on_new_line = False
 
     def read(self) -> Steps[bool]:
         """True: closed by its tag or by what follows. False: the output ended inside it."""
         tape = self._tape
-        if (yield from tape.peek()) == "\n":
+        if self._lines and (yield from tape.peek()) == "\n":
             tape.skip(1)
         while True:
             found = _TAG.search(tape.text, tape.at)
@@ -58,30 +62,41 @@ class Value:
     def _say(self, text: str) -> None:
         if not text:
             return
-        text = self._line + text
-        self._line = "\n" if text.endswith("\n") else ""
-        if text := text.removesuffix("\n"):
+        self._on_new_line = text.endswith("\n")
+        if self._lines:
+            text = self._line + text
+            self._line = "\n" if self._on_new_line else ""
+            text = text.removesuffix("\n")
+        if text:
             self._arguments.text(text)
+
+    def _is_token(self, tag: str) -> bool:
+        """Certain: no text spells it."""
+        return not self._tape.special.isdisjoint(tag)
 
     def _closes(self) -> Steps[bool]:
         """A tag stands here. Does it end the value?"""
-        tags, tape = self._tags, self._tape
-        here = yield from tape.stands((tags.closing, tags.opening, *self._ends, *self._tokens))
-        if here == tags.closing:
-            if (yield from self._is_end(len(here))):
+        tape = self._tape
+        here = yield from tape.stands((self._closing, self._opening, *self._ends, *self._tokens))
+        if here is None:
+            return False
+        if here == self._closing:
+            if self._is_token(here) or (yield from self._is_end(len(here))):
                 tape.skip(len(here))
                 return True
             return False
-        if here == tags.opening:  # the closing tag was forgotten
-            return bool(self._line) and (yield from self._names_next(0))
-        return here is not None and (len(here) == 1 or (yield from self._is_over(len(here))))
+        if self._is_token(here):
+            return True
+        if here == self._opening:  # the closing tag was forgotten
+            return self._on_new_line and (yield from self._names_next(0))
+        return (yield from self._is_over(len(here)))
 
     def _is_end(self, offset: int) -> Steps[bool]:
         offset = yield from self._past_space(offset)
         if self._tape.ended and self._tape.at + offset >= len(self._tape.text):
             return True
-        here = yield from self._tape.stands((self._tags.opening, *self._ends, *self._after), offset)
-        return here is not None and (here != self._tags.opening or (yield from self._names_next(offset)))
+        here = yield from self._tape.stands((self._opening, *self._ends, *self._after), offset)
+        return here is not None and (here != self._opening or (yield from self._names_next(offset)))
 
     def _is_over(self, offset: int) -> Steps[bool]:
         """The call's end without the value's: believed only where nothing but another call can follow."""
@@ -105,9 +120,9 @@ class Value:
 
     def _names_next(self, offset: int) -> Steps[bool]:
         """A parameter tag stands there, with a name that the schema still waits for."""
-        tape, start = self._tape, offset + len(self._tags.opening)
+        tape, start = self._tape, offset + len(self._opening)
         while True:
-            end = tape.text.find(self._tags.named, tape.at + start, tape.at + start + _NAME_LIMIT)
+            end = tape.text.find(self._named, tape.at + start, tape.at + start + _NAME_LIMIT)
             if end >= 0:
                 return self._arguments.may_begin(parameter_name(tape.text[tape.at + start : end]))
             if tape.ended or len(tape.text) - tape.at - start >= _NAME_LIMIT:

@@ -86,6 +86,11 @@ class Scanner:
         return self._visible.stopped is not None or self._calls.is_enough
 
     @property
+    def is_thinking(self) -> bool:
+        """Reasoning is open."""
+        return self._region.kind == "thinking"
+
+    @property
     def warnings(self) -> list[str]:
         return self._calls.warnings
 
@@ -167,7 +172,7 @@ class Scanner:
             self._visible.turn()
             self._enter(action.region)
         elif isinstance(action, Read):
-            self._tape.kept = []
+            self._tape.kept = [marker] if action.naked else []
             self._reading = action
             self._reader = action.reader(self._tape, self._calls)
 
@@ -209,7 +214,10 @@ class Scanner:
     def _skip(self, close: tuple[str, ...]) -> Generator[None, None, str | None]:
         """The rest of a broken call, up to its end or the next marker of any kind."""
         tape = self._tape
-        while (found := self._alphabet.find(tape)) is None:
+        while (found := self._alphabet.find(tape)) is None or found.group() in self._alphabet.naked:
+            if found:
+                tape.at = found.end()
+                continue
             tape.at = self._alphabet.hold(tape)
             if tape.ended:
                 tape.at = len(tape.text)

@@ -20,6 +20,8 @@ _NAMES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float
 _TYPES = frozenset({"string", "boolean", "integer", "number", "null", "object", "array"})
 _BOOLEANS = {"true": "true", "false": "false", "1": "true", "0": "false"}
 _MAX_REFS = 32
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+ANY = ("any",)  # what the value looks like; for families that write everything but text as JSON
 
 
 def quoted(text: str) -> str:
@@ -45,7 +47,7 @@ def _named(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> It
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         yield from (_NAMES.get(type(v), "object" if isinstance(v, dict) else "array") for v in values)
     elif isinstance(ref := schema.get("$ref"), str):
-        yield from types(_resolve(ref, root), root, depth + 1)
+        yield from types(resolve(ref, root), root, depth + 1)
     else:
         yield from _combined(schema, root, depth)
     if schema.get("nullable") is True:
@@ -62,7 +64,7 @@ def _combined(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) ->
         yield "array"
 
 
-def _resolve(ref: str, root: Mapping[str, Any]) -> Any:
+def resolve(ref: str, root: Mapping[str, Any]) -> Any:
     found: Any = root
     for step in ref.removeprefix("#").split("/")[1:]:
         found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
@@ -90,7 +92,16 @@ def _as(one: str, raw: str, text: str) -> str | None:
     if one in ("object", "array"):
         found = mend(text)
         return found if found and found.startswith("{" if one == "object" else "[") else None
-    return None
+    return _looks(text) if one == "any" else None
+
+
+def _looks(text: str) -> str | None:
+    """The JSON that a value of unknown type spells, if it does."""
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return mend(text) if text[:1] in ("{", "[") else _WORDS.get(text)
+    return text
 
 
 def _number(text: str, *, whole: bool) -> str | None:
@@ -120,11 +131,16 @@ class TypedArguments:
         self._types: tuple[str, ...] = ()
         self.given: set[str] = set()
 
-    def begin(self, name: str) -> None:
+    def allowed(self, name: str) -> tuple[str, ...]:
+        """The types that the schema allows a parameter; empty: it does not say."""
+        return types(self.properties.get(name), self._root)
+
+    def begin(self, name: str, allowed: tuple[str, ...] | None = None) -> None:
+        """`allowed` is for families that know better than the schema what type they wrote."""
         self._calls.put(f'{", " if self._opened else "{"}"{quoted(name)}": ')
         self._opened = True
         self.given.add(name)
-        self._types = types(self.properties.get(name), self._root)
+        self._types = self.allowed(name) if allowed is None else allowed
         if self._types in ((), ("string",)):
             self._raw = None
             self._calls.put('"')

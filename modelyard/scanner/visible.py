@@ -51,6 +51,11 @@ class Visible:
         held = self._space or self.trail or (self._stops is not None and self._stops.held)
         return self._blocks.kind == kind and not held
 
+    @property
+    def is_blank(self) -> bool:
+        """Nothing of this block was shown yet."""
+        return not self._begun
+
     def show(self, kind: Shown, text: str) -> None:
         self.seen += len(text)
         if self._framed:

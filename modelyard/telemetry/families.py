@@ -52,7 +52,7 @@ _ALL = (
     _counter("reasoning_tokens_total", "Output tokens spent on reasoning", "model"),
     _histogram("request_prompt_tokens", "Prompt tokens of a request", "model", _TOKENS),
     _histogram("request_cached_tokens", "Cached prompt tokens of a request", "model", _TOKENS),
-    _histogram("request_output_tokens", "Output tokens of a request", "model", _TOKENS),
+    _histogram("request_output_tokens", "Output tokens of one answer", "model", _TOKENS),
     _counter("finish_reasons_total", "Answers by what ended them", "reason"),
     _counter("errors_total", "Failed requests by error code", "code"),
     _counter("request_warnings_total", "Requests served with something in them left out", "kind"),

@@ -106,8 +106,9 @@ class Metrics:
         _count(self._output, label, usage.output)
         _count(self._reasoning, label, usage.reasoning)
         _count(self._reasons, (reason,))
-        self._prompts.observe(label, usage.prompt)
-        self._cacheds.observe(label, usage.cached)
+        if usage.prompt:  # 0: counted by another answer to it, or not told by a server elsewhere
+            self._prompts.observe(label, usage.prompt)
+            self._cacheds.observe(label, usage.cached)
         self._outputs.observe(label, usage.output)
 
     def failed(self, code: str) -> None:

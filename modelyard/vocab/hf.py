@@ -94,9 +94,13 @@ class HfVocabulary:
 
     def encode(self, text: str) -> list[int]:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._encode(text)
         except (TypeError, UnicodeEncodeError):
-            return self._tokenizer.encode(_well_formed(text), add_special_tokens=False).ids
+            return self._encode(_well_formed(text))
+
+    def _encode(self, text: str) -> list[int]:
+        """As a batch of one: the library's plain `encode` keeps the interpreter locked while it works."""
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_plain(self, text: str) -> list[int]:
         return self._plain.encode(_well_formed(text))

@@ -52,7 +52,11 @@ def config(**more: Any) -> dict[str, Any]:
 
 def narrow(**more: Any) -> dict[str, Any]:
     """One place only: whoever comes second waits."""
-    return config(caches={"main": {"model": "demo", "n_ctx": 4096}}, routes=[{"match": "*", "cache": "main"}], **more)
+    return config(
+        caches={"main": {"model": "demo", "n_ctx": 4096, "parallel": 1}},
+        routes=[{"match": "*", "cache": "main"}],
+        **more,
+    )
 
 
 def until(true: Callable[[], object], what: str, patience_s: float = 10.0) -> None:
@@ -95,8 +99,9 @@ class Caller:
         self._socket.sendall(head.encode() + b"\r\n\r\n" + data)
 
     def reads(self, wanted: bytes) -> None:
-        got = b""
+        got, deadline = b"", time.monotonic() + 10
         while wanted not in got:
+            assert time.monotonic() < deadline, f"{wanted!r} did not come, only {got[-1000:]!r}"
             piece = self._socket.recv(65536)
             assert piece, f"the server closed the connection after {got!r}"
             got += piece

@@ -1,4 +1,4 @@
-"""What a client hears when the model fails, before its first word and in the middle of one; and when a prompt is too long."""
+"""What a client hears when the model fails, early or in mid-word, and when its prompt is too long."""
 
 from __future__ import annotations
 

@@ -22,6 +22,9 @@ class Usage(NamedTuple):
     reasoning: int
 
 
+NO_USAGE = Usage(0, 0, 0, 0)
+
+
 @dataclass
 class Seen:
     """An answer in common terms; `stop` is the wire's own word for why it ended."""
@@ -30,7 +33,7 @@ class Seen:
     thinking: str = ""
     calls: list[tuple[str, Any]] = field(default_factory=list)
     stop: str = ""
-    usage: Usage = Usage(0, 0, 0, 0)
+    usage: Usage = NO_USAGE
 
 
 class Messages:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from modelyard.core.request import Tool
 from modelyard.scanner.formats import load, names
 from tests.scanner.reading import calls_of, scan, text_of
+from tests.scanner.writers import Write, written
 
 Arguments = dict[str, Any]
 
@@ -31,6 +32,7 @@ _value_of = {
     "array": st.lists(_json, max_size=3),
     "object": st.dictionaries(_text, _json, max_size=3),
 }
+_words = st.lists(st.sampled_from(["Hm.", "ü😀", "so", "a < b", "{x}"]), min_size=1, max_size=4).map(" ".join)
 _names = st.from_regex(r"[a-z][a-z0-9_-]{0,11}", fullmatch=True)
 
 
@@ -66,12 +68,16 @@ def _plain(tool: Tool, arguments: Arguments) -> str:
     return f"<tool_code>{json.dumps({'name': tool.name, 'arguments': arguments})}</tool_code>"
 
 
-WRITERS: dict[str, Callable[[Tool, Arguments], str]] = {
-    "hermes": _hermes,
-    "qwen3_coder": _qwen3_coder,
-    "harmony": _harmony,
-    "plain": _plain,
-}
+def _calls_only(one: Callable[[Tool, Arguments], str]) -> Write:
+    return lambda reasoning, text, calls: "\n".join(one(tool, arguments) for tool, arguments in calls)
+
+
+WRITERS: dict[str, Write] = {
+    "hermes": _calls_only(_hermes),
+    "qwen3_coder": _calls_only(_qwen3_coder),
+    "harmony": _calls_only(_harmony),
+    "plain": _calls_only(_plain),
+} | written()
 
 
 def test_every_format_with_calls_has_a_writer_here() -> None:
@@ -83,12 +89,27 @@ def test_every_format_with_calls_has_a_writer_here() -> None:
 @given(data=st.data())
 def test_calls_come_back_as_they_were_written(format: str, data: st.DataObject) -> None:
     made = data.draw(_calls)
-    raw = "\n".join(WRITERS[format](tool, arguments) for tool, arguments in made)
+    raw = WRITERS[format]("", "", made)
     size, stream = data.draw(st.integers(1, 9)), data.draw(st.booleans())
     chunks = [raw[i : i + size] for i in range(0, len(raw), size)]
     blocks = scan(chunks, format, tools=[tool for tool, _ in made], tool_stream=stream)
     assert [(n, json.loads(a)) for n, a in calls_of(blocks)] == [(tool.name, a) for tool, a in made]
     assert text_of(blocks).strip() == ""
+
+
+@pytest.mark.parametrize("format", sorted(written()))
+@_quiet
+@given(data=st.data())
+def test_a_whole_turn_comes_back_as_it_was_written(format: str, data: st.DataObject) -> None:
+    reasoning, text = data.draw(_words), data.draw(_words)
+    made = data.draw(st.lists(_call(), max_size=2, unique_by=lambda c: c[0].name))
+    raw, size = written()[format](reasoning, text, made), data.draw(st.integers(1, 9))
+    chunks = [raw[i : i + size] for i in range(0, len(raw), size)]
+    blocks = scan(chunks, format, tools=[tool for tool, _ in made])
+    thinks = any(region.kind == "thinking" for region in load(format).regions.values())
+    assert text_of(blocks, "thinking") == (reasoning if thinks else "")
+    assert text_of(blocks) == text
+    assert [(n, json.loads(a)) for n, a in calls_of(blocks)] == [(tool.name, a) for tool, a in made]
 
 
 def _fragments(format: str) -> list[str]:

@@ -76,7 +76,7 @@ def constrained(constraint: Constraint, talk: Conversation) -> Steps | None:
         return (Step(text=json.dumps(instance(_schema(constraint.text)), ensure_ascii=False)),)
     if constraint.kind == "regex":
         return (Step(text=sample(constraint.text)),)
-    return forced_call(constraint.tools, talk) if constraint.kind == "tools" else None
+    return forced_call(constraint.tools, talk) if constraint.kind == "tools" or constraint.tools else None
 
 
 def forced_call(names: tuple[str, ...], talk: Conversation) -> Steps | None:

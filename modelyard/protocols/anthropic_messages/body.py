@@ -22,14 +22,14 @@ class ContentBlock(Struct):
     data: Any = None
     id: Any = None
     name: Any = None
-    input: Raw = Raw()
+    input: Raw = field(default_factory=Raw)
     tool_use_id: Any = None
     tool_name: Any = None
     is_error: Any = None
     title: Any = None
     context: Any = None
-    source: Raw = Raw()
-    content: Raw = Raw()
+    source: Raw = field(default_factory=Raw)
+    content: Raw = field(default_factory=Raw)
 
 
 Content = str | list[ContentBlock] | None
@@ -63,7 +63,7 @@ class ThinkingBody(Struct):
 
 class OutputFormat(Struct):
     type: str = ""
-    schema: Raw = Raw()
+    schema: Raw = field(default_factory=Raw)
 
 
 class OutputConfig(Struct):

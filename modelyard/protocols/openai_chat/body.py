@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, field
 
 from modelyard.protocols.extensions import Extensions
 
@@ -88,12 +88,11 @@ class ChoiceBody(Struct):
     allowed_tools: Allowed | None = None
 
 
-_ABSENT = Raw(b"")  # Raw may stand in no union: `null` arrives as the text it is
-
-
 class SchemaBody(Struct):
+    """`Raw` may stand in no union: `null` arrives as the text it is. A factory, because no schema can show a Raw."""
+
     name: str | None = None
-    schema: Raw = _ABSENT
+    schema: Raw = field(default_factory=Raw)
     strict: bool | None = None
     description: str | None = None
 
@@ -103,7 +102,7 @@ class FormatBody(Struct):
 
     type: str = "text"
     json_schema: SchemaBody | None = None
-    schema: Raw = _ABSENT
+    schema: Raw = field(default_factory=Raw)
 
 
 class StreamOptions(Struct):

@@ -18,6 +18,7 @@ from functools import partial
 
 from modelyard.core.format import Format, Go, Read, Region
 from modelyard.scanner.calls import Calls
+from modelyard.scanner.grammar import JsonBody, Shape
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import Steps, Tape, Unreadable, one_of
 
@@ -121,6 +122,15 @@ _MARKS: dict[str, Go | Read] = {
     **{end: Go("text") for end in _ENDS},
 }
 
+_CALL = Shape(
+    body=JsonBody("", " <|constrain|>json<|message|>"),
+    opening="<|channel|>commentary to=functions.",
+    closing="<|call|>",
+    trigger="<|channel|>commentary to=functions.",
+    thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    several=False,
+)
+
 FORMAT = Format(
     name="harmony",
     regions={"text": Region("text", _MARKS), "thinking": Region("thinking", _MARKS)},
@@ -129,4 +139,5 @@ FORMAT = Format(
     stops=("<|return|>", "<|call|>"),
     template=((_CHANNEL, _MESSAGE),),
     names=("gpt-oss", "gpt_oss", "harmony"),
+    grammar=_CALL.grammar,
 )

@@ -17,9 +17,17 @@ from __future__ import annotations
 
 from modelyard.core.format import Format, Read
 from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.grammar import JsonBody, Shape
 from modelyard.scanner.json_calls import json_calls
 
 _TAGS = (*THINK, ("<thinking>", "</thinking>"))
+
+_CALL = Shape(
+    body=JsonBody('\n{"name": "', '", "arguments": ', "}\n"),
+    opening="<tool_call>",
+    closing="</tool_call>",
+    trigger="<tool_call>",
+)
 
 FORMAT = Format(
     name="hermes",
@@ -29,4 +37,5 @@ FORMAT = Format(
     turn=("<|im_start|>assistant",),
     template=(("<tool_call>",),),
     names=("hermes", "qwen2.5", "qwen-2.5", "qwen3", "qwen-3"),
+    grammar=_CALL.grammar,
 )

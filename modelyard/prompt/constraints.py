@@ -1,0 +1,172 @@
+"""Tool schemas as a grammar can hold a model to them: what it cannot enforce is dropped, and said, never refused.
+
+A schema comes from whoever wrote the tool. A keyword that is unknown to the grammar's language, or that makes no sense,
+must not fail the request: the arguments are then held to the rest of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from modelyard.core.request import Tool
+
+_TYPES = frozenset({"string", "boolean", "integer", "number", "null", "object", "array"})
+_FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+_SIZES = frozenset({"int32", "int64", "float", "double"})  # how a number is stored: true of any that a model writes
+_BRANCHING = {"not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
+_COUNTING = {"contains", "minContains", "maxContains", "uniqueItems", "unevaluatedProperties", "unevaluatedItems"}
+_UNENFORCEABLE = frozenset({*_BRANCHING, *_COUNTING, "propertyNames", "$dynamicRef", "$recursiveRef"})
+_BOUNDS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
+_NUMBER_BOUNDS = (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum"))
+# Looking around, backward references, word boundaries and possessive repetition: no automaton does these.
+_UNREGULAR = re.compile(r"\(\?(?!:)|\\[1-9bBAZzGkKpPQE]|[*+?}]\+")
+_MAX_DEPTH = 64
+_DROP = object()
+
+
+def enforceable(tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], list[str]]:
+    """The tools with schemas that a grammar can take, and a warning for each keyword that was dropped."""
+    warnings: list[str] = []
+    return tuple(_tool(tool, warnings) for tool in tools), warnings
+
+
+def _tool(tool: Tool, warnings: list[str]) -> Tool:
+    reduced = Reduction(tool, warnings).reduced()
+    return msgspec.structs.replace(tool, parameters=reduced if isinstance(reduced, dict) else {})
+
+
+class Reduction:
+    """One tool's schema, keyword by keyword. A method that returns `_DROP` leaves its keyword out."""
+
+    def __init__(self, tool: Tool, warnings: list[str]) -> None:
+        self._tool, self._root, self._warnings = tool.name, tool.parameters, warnings
+
+    def reduced(self) -> Any:
+        return self._schema(self._root, "", 0)
+
+    def _schema(self, schema: Any, path: str, depth: int) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            self._warn(path)
+            return {}
+        out: dict[str, Any] = {}
+        for word, value in schema.items():
+            kept = self._keyword(word, value, f"{path}/{word}", depth)
+            if kept is not _DROP:
+                out[word] = kept
+        return self._settled(out, schema, path)
+
+    def _keyword(self, word: str, value: Any, path: str, depth: int) -> Any:
+        if word in _LISTS_OF_SCHEMAS:
+            return self._all(value, path, depth)
+        if word in _MAPS_OF_SCHEMAS:
+            return self._each(value, path, depth)
+        if word in _SCHEMAS:
+            return self._schema(value, path, depth + 1)
+        if word == "items":  # a list in the older drafts
+            return (self._all if isinstance(value, list) else self._schema)(value, path, depth + 1)
+        if word == "$ref":
+            return value if self._is_here(value) else self._warn(path)
+        if check := _CHECKS.get(word):
+            return value if check(value) else self._warn(path)
+        forbids = word in _UNENFORCEABLE and value is not False
+        return self._warn(path) if forbids else _DROP  # the others say nothing about values
+
+    def _all(self, value: Any, path: str, depth: int) -> Any:
+        if not isinstance(value, list) or not value:
+            return self._warn(path)
+        return [self._schema(one, f"{path}/{at}", depth + 1) for at, one in enumerate(value)]
+
+    def _each(self, value: Any, path: str, depth: int) -> Any:
+        if not isinstance(value, Mapping):
+            return self._warn(path)
+        return {key: self._schema(one, f"{path}/{key}", depth + 1) for key, one in value.items()}
+
+    def _settled(self, out: dict[str, Any], schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """What single keywords cannot know of each other."""
+        for low, high in (*_BOUNDS, *_NUMBER_BOUNDS):
+            if low in out and high in out and out[low] > out[high]:
+                self._drop(out, high, path)
+        if not set(out.get("properties", ())) <= set(out.get("required", ())):
+            self._drop(out, "minProperties", path)
+            self._drop(out, "maxProperties", path)
+        patterns = out.get("patternProperties", {})
+        if len(patterns) > 1 or not all(map(_is_regular, patterns)):  # two might fit one key
+            self._drop(out, "patternProperties", path)
+        if "oneOf" in out:
+            self._widen(out, path)
+        if schema.get("nullable") is True and isinstance(out.get("type"), str):
+            out["type"] = [out["type"], "null"]
+        return out
+
+    def _widen(self, out: dict[str, Any], path: str) -> None:
+        """Exactly one of several is beyond a grammar; any of them is not."""
+        if "anyOf" in out:
+            self._drop(out, "oneOf", path)
+        else:
+            out["anyOf"] = out.pop("oneOf")
+
+    def _drop(self, out: dict[str, Any], word: str, path: str) -> None:
+        if word in out:
+            del out[word]
+            self._warn(f"{path}/{word}")
+
+    def _is_here(self, ref: Any) -> bool:
+        """Inside this very schema, where it can be found."""
+        found: Any = self._root
+        if not isinstance(ref, str) or not ref.startswith("#"):
+            return False
+        for step in ref.split("/")[1:]:
+            key = step.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, Mapping) or key not in found:
+                return False
+            found = found[key]
+        return isinstance(found, Mapping)
+
+    def _warn(self, path: str) -> Any:
+        self._warnings.append(f"schema keyword not enforced: {self._tool}{path}")
+        return _DROP
+
+
+def _is_regular(pattern: Any) -> bool:
+    if not isinstance(pattern, str) or _UNREGULAR.search(pattern):
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_type(value: Any) -> bool:
+    named = value if isinstance(value, list) and value else [value]
+    return all(isinstance(one, str) and one in _TYPES for one in named)
+
+
+_LISTS_OF_SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_MAPS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_SCHEMAS = frozenset({"additionalProperties", "additionalItems"})
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "type": _is_type,
+    "enum": lambda value: isinstance(value, list) and bool(value),
+    "const": lambda _: True,
+    "required": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    "pattern": _is_regular,
+    "format": lambda value: isinstance(value, str) and value in _FORMATS | _SIZES,
+    "multipleOf": lambda value: _is_number(value) and value > 0,
+    **{word: _is_number for pair in _NUMBER_BOUNDS for word in pair},
+    **{word: _is_count for pair in _BOUNDS for word in pair},
+}

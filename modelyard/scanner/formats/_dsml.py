@@ -1,0 +1,43 @@
+"""DeepSeek's markup: `invoke` tags with the token `｜DSML｜` in each, and an attribute that tells text from JSON.
+
+    <｜DSML｜invoke name="get_weather">
+    <｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>
+    <｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>
+    </｜DSML｜invoke>
+
+Around the calls stands a block whose name depends on the version. Models confuse the two names, misspell them, forget
+the block, and at times leave the token out of every tag.
+"""
+
+from __future__ import annotations
+
+import re
+
+from modelyard.core.format import Read
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.formats._common import closable
+from modelyard.scanner.formats._invoke import tagged
+from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
+
+DSML = "｜DSML｜"
+_BLOCKS = ("function_calls", "tool_calls")
+_END_OF_TURN = "<｜end▁of▁sentence｜>"
+_OTHER_TAG = re.compile(rf"[^\w ]|[{SURROGATES}]")
+_OWN = tagged(f"<{DSML}", f"</{DSML}", _BLOCKS)
+_BARE = tagged("<", "</", _BLOCKS, naked=("<invoke name=", *(f"<{b}>" for b in _BLOCKS)))
+
+
+def _other(tape: Tape, _: Calls) -> Steps[str | None]:
+    """A tag that opens or closes nothing we know, such as a misspelled block, is protocol all the same."""
+    yield from tape.until(_OTHER_TAG, 32)
+    if (yield from tape.peek()) != ">":
+        raise Unreadable("no tag")
+    tape.skip(1)
+    return None
+
+
+REGIONS = closable({**_OWN.marks(), **_BARE.marks(), f"<{DSML}": Read(_other), f"</{DSML}": Read(_other)})
+HIDDEN = (*_OWN.tags.ends, DSML, _END_OF_TURN)
+INNER = (_OWN.tags.opening, _OWN.tags.closing)
+STOPS = (_END_OF_TURN,)
+TURN = ("<｜Assistant｜>", "</function_results>")

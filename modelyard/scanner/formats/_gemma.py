@@ -1,0 +1,170 @@
+"""Gemma's own notation for calls, almost JSON: bare keys, and a token of its own in place of the quotes.
+
+    call:get_weather{city:<|"|>Paris<|"|>,days:3,options:{exact:true,tags:[<|"|>a<|"|>]}}
+
+Between two such tokens text stands as it is, without escapes. Keys, and the strings of careless models, may also be
+quoted in JSON's way; a bare word is a string.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
+from modelyard.scanner.repair import JsonValue, mended
+from modelyard.scanner.typed import TypedArguments, convert, quoted
+from modelyard.scanner.verbatim import verbatim
+
+_CALL = "call:"
+_NAME_END = re.compile(rf"[{{\n<{SURROGATES}]")
+_QUOTED_END = re.compile('["\n]')
+_KEY_END = re.compile(rf"[:,{{}}\[\]\n<{SURROGATES}]")
+_BARE_END = re.compile(rf"[,{{}}\[\]<{SURROGATES}]")
+_NAME_LIMIT = 256
+_DEPTH = 64
+_NOTHING = ("nil", "none", "None", "null")
+
+
+class Notation:
+    """One family's spelling: what stands for a quote, and what ends a call."""
+
+    def __init__(self, quote: str, close: str) -> None:
+        self._quote, self._close = quote, close
+
+    def read(self, tape: Tape, calls: Calls) -> Steps[str | None]:
+        """After the token that opens calls: one or several."""
+        yield from tape.space()
+        while True:
+            if here := (yield from tape.stands((_CALL,))):
+                tape.skip(len(here))
+            name = (yield from tape.until(_NAME_END, _NAME_LIMIT)).strip()
+            if (yield from tape.peek()) != "{" or " " in name:
+                raise Unreadable("no call stands here")
+            calls.name(name)
+            yield from _Arguments(tape, calls, tape.mark(self._quote), tape.mark(self._close)).read()
+            calls.close()
+            yield from tape.space()
+            if not (yield from tape.stands((_CALL,))):
+                return None
+
+
+class _Arguments:
+    def __init__(self, tape: Tape, calls: Calls, quote: str, close: str) -> None:
+        self._tape, self._put = tape, calls.put
+        self._quote, self._close = quote, close
+        self._types = TypedArguments(calls).allowed
+
+    def read(self) -> Steps[None]:
+        yield from self._object(1)
+
+    def _object(self, depth: int) -> Steps[None]:
+        """At the opening bracket."""
+        self._put(self._tape.skip(1))
+        comma = ""
+        while not (yield from self._ends("}")):
+            key = yield from self._key()
+            self._put(f'{comma}"{quoted(key)}": ')
+            yield from self._value(depth, self._types(key) if depth == 1 else ())
+            comma = ", "
+        self._put("}")
+
+    def _list(self, depth: int) -> Steps[None]:
+        self._put(self._tape.skip(1))
+        comma = ""
+        while not (yield from self._ends("]")):
+            self._put(comma)
+            yield from self._value(depth, ())
+            comma = ", "
+        self._put("]")
+
+    def _ends(self, bracket: str) -> Steps[bool]:
+        """Move to the next member. True: there is none; at the end of it all brackets may be missing."""
+        tape = self._tape
+        while True:
+            yield from tape.space()
+            char = yield from tape.peek()
+            if char == ",":
+                tape.skip(1)
+            elif char == bracket:
+                tape.skip(1)
+                return True
+            elif not char and tape.cut:
+                raise Unreadable("cut off inside a call")
+            else:
+                return not char or (yield from tape.stands((self._close,))) is not None
+
+    def _key(self) -> Steps[str]:
+        tape = self._tape
+        if (yield from tape.stands((self._quote,))):
+            parts: list[str] = []
+            yield from self._text(parts.append)
+            key = "".join(parts)
+        elif (yield from tape.peek()) == '"':
+            tape.skip(1)
+            key = yield from tape.until(_QUOTED_END, _NAME_LIMIT)
+            tape.skip(1)
+        else:
+            key = (yield from tape.until(_KEY_END, _NAME_LIMIT)).strip()
+        yield from tape.space()
+        if not key or (yield from tape.peek()) != ":":
+            raise Unreadable("no key stands here")
+        tape.skip(1)
+        yield from tape.space()
+        return key
+
+    def _value(self, depth: int, allowed: tuple[str, ...]) -> Steps[None]:
+        tape = self._tape
+        char = yield from tape.peek()
+        if char in ("{", "["):
+            if depth >= _DEPTH:
+                raise Unreadable("too deep")
+            yield from (self._object if char == "{" else self._list)(depth + 1)
+        elif char and char in "\"'":
+            yield from JsonValue(tape, self._put).read()
+        elif not (yield from tape.stands((self._quote,))):
+            self._put(_bare((yield from self._word()), allowed))
+        elif allowed and "string" not in allowed:
+            parts: list[str] = []
+            yield from self._text(parts.append)
+            self._put(convert("".join(parts), allowed))
+        else:
+            self._put('"')
+            yield from self._text(lambda text: self._put(quoted(text)))
+            self._put('"')
+
+    def _word(self) -> Steps[str]:
+        parts: list[str] = []
+        tape = self._tape
+        while True:
+            found = _BARE_END.search(tape.text, tape.at)
+            parts.append(tape.take(found.start() if found else len(tape.text)))
+            if not found and tape.ended and tape.cut:
+                raise Unreadable("cut off inside a value")
+            if found or tape.ended:
+                return "".join(parts).strip()
+            yield
+
+    def _text(self, say: Callable[[str], None]) -> Steps[None]:
+        """From quote to quote, as it comes."""
+        tape = self._tape
+        tape.skip(len(self._quote))
+        ends = (self._quote, self._close) if self._close in tape.special else (self._quote,)
+        end = yield from verbatim(tape, ends, say)
+        if end == self._quote:
+            tape.skip(len(end))
+        elif end or tape.cut:
+            raise Unreadable("a text without an end")
+
+
+def _bare(word: str, allowed: tuple[str, ...]) -> str:
+    """A number, a truth value, or a string that lost its quotes."""
+    if allowed:
+        return convert(word, allowed)
+    if word in _NOTHING:
+        return "null"
+    try:
+        return mended(word)
+    except Unreadable:
+        return f'"{quoted(word)}"'

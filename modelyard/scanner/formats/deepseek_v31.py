@@ -1,0 +1,23 @@
+"""DeepSeek V3.1: the name stands before the separator and the JSON has no fence; reasoning where it was switched on.
+
+    I need the weather.</think>Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city":
+    "Paris"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+The prompt ends with `<think>`, or with `<think></think>` where there shall be no reasoning.
+"""
+
+from __future__ import annotations
+
+from modelyard.core.format import Format
+from modelyard.scanner.formats._common import closable
+from modelyard.scanner.formats._deepseek import BEGIN, CALLS, HIDDEN, SEPARATOR, STOPS, TURN
+
+FORMAT = Format(
+    name="deepseek_v31",
+    regions=closable(CALLS),
+    hidden=HIDDEN,
+    stops=STOPS,
+    turn=TURN,
+    template=((BEGIN, SEPARATOR),),
+    names=("deepseek-v3.1", "deepseek-v31", "deepseek_v31"),
+)

@@ -1,0 +1,27 @@
+"""GLM 4.5 and 4.6: each tag of a call on a line of its own.
+
+    <think>I need the weather.</think>
+    Let me look.
+    <tool_call>get_weather
+    <arg_key>city</arg_key>
+    <arg_value>Paris</arg_value>
+    <arg_key>days</arg_key>
+    <arg_value>3</arg_value>
+    </tool_call>
+"""
+
+from __future__ import annotations
+
+from modelyard.core.format import Format
+from modelyard.scanner.formats._glm import HIDDEN, INNER, KEY, REGIONS, STOPS, TURN, VALUE
+
+FORMAT = Format(
+    name="glm45",
+    regions=REGIONS,
+    hidden=HIDDEN,
+    inner=INNER,
+    stops=STOPS,
+    turn=TURN,
+    template=((KEY, VALUE),),
+    names=("glm-4.5", "glm-4.6", "glm4.5", "glm4.6"),
+)

@@ -1,0 +1,50 @@
+"""A JSON list of calls between tags, inside the answer: Hunyuan A13B.
+
+    <think>
+    I need the weather.
+    </think>
+    <answer>
+    I will look.
+    <tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>
+    </answer>
+
+The role that the template writes in Chinese sometimes comes back as the first word of the reply.
+"""
+
+from __future__ import annotations
+
+from modelyard.core.format import Format, Go, Read, Region
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.json_calls import json_calls
+from modelyard.scanner.lexer import Steps, Tape, Unreadable
+
+_ANSWER, _END_ANSWER = "<answer>", "</answer>"
+_ROLE = "助手："  # noqa: RUF001
+
+
+def _role(tape: Tape, calls: Calls) -> Steps[str | None]:
+    """Said by nobody if it is the first word, text otherwise."""
+    yield from ()
+    if calls.kind != "text" or not calls.is_first:
+        raise Unreadable("a word like any other")
+    return None
+
+
+_MARKS: dict[str, Go | Read] = {
+    "<tool_calls>": Read(json_calls, ("</tool_calls>",)),
+    _ROLE: Read(_role, naked=True),
+    _ANSWER: Go("text"),
+}
+
+FORMAT = Format(
+    name="hunyuan_a13b",
+    regions={
+        "text": Region("text", {"<think>": Go("thinking"), _END_ANSWER: Go("text"), **_MARKS}),
+        "thinking": Region("thinking", {"</think>": Go("text"), **_MARKS}),
+    },
+    hidden=("</tool_calls>", "<|eos|>", "<|startoftext|>", "<|extra_0|>", "<|extra_4|>"),
+    stops=("<|eos|>", "<|endoftext|>"),
+    turn=("<|extra_0|>",),
+    template=(("<tool_calls>", "<|extra_0|>"), ("<answer>", "<|extra_0|>")),
+    names=("hunyuan-a13b", "hunyuan_a13b"),
+)

@@ -1,0 +1,53 @@
+"""Kimi K2: every call between tokens, its name in an id that counts the calls.
+
+    <think>I need the weather.</think>Let me look.<|tool_calls_section_begin|>
+    <|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|>
+    <|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>
+
+The tokens around the section, and those that end a call, are often missing. Some versions write `tool_call_section`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from modelyard.core.format import Format, Read
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.json_calls import json_arguments
+from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
+
+_BEGIN, _ARGUMENTS, _END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_SECTIONS = tuple(f"<|{word}_section_{end}|>" for word in ("tool_calls", "tool_call") for end in ("begin", "end"))
+_ID_END = re.compile(rf"[<{{\n{SURROGATES}]")
+_ID_LIMIT = 256
+_COUNT = re.compile(r":\d+\Z")
+
+
+def _call(tape: Tape, calls: Calls) -> Steps[str | None]:
+    yield from tape.space()
+    name = _COUNT.sub("", (yield from tape.until(_ID_END, _ID_LIMIT)).strip()).removeprefix("functions.")
+    yield from tape.space()
+    here = yield from tape.stands((tape.mark(_ARGUMENTS),))
+    if not here or " " in name:
+        raise Unreadable("no id stands here")
+    tape.skip(len(here))
+    calls.name(name)
+    yield from tape.space()
+    if (yield from tape.stands((tape.mark(_END), tape.mark(_BEGIN)))):
+        calls.put("{}")
+        calls.close()
+    else:
+        yield from json_arguments(tape, calls)
+    return None
+
+
+FORMAT = Format(
+    name="kimi_k2",
+    regions=regions(THINK, {_BEGIN: Read(_call, (_END,))}),
+    hidden=(_ARGUMENTS, _END, *_SECTIONS, "</think>", "<|im_end|>"),
+    stops=("<|im_end|>",),
+    turn=("<|im_middle|>",),
+    template=((_BEGIN, _ARGUMENTS),),
+    names=("kimi-k2", "kimi_k2"),
+)

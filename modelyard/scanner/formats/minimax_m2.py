@@ -1,0 +1,36 @@
+"""MiniMax M2, M2.1, M2.5 and M2.7: a block of `invoke` tags, every value as text.
+
+    I need the weather.
+    </think>
+
+    Let me look.
+    <minimax:tool_call>
+    <invoke name="get_weather">
+    <parameter name="city">Paris</parameter>
+    <parameter name="days">3</parameter>
+    </invoke>
+    <invoke name="now">
+    </invoke>
+    </minimax:tool_call>[e~[
+
+The prompt opens the reasoning.
+"""
+
+from __future__ import annotations
+
+from modelyard.core.format import Format
+from modelyard.scanner.formats._common import closable
+from modelyard.scanner.formats._invoke import tagged
+
+_DIALECT = tagged("<", "</", ("minimax:tool_call",), naked=("<invoke name=",))
+
+FORMAT = Format(
+    name="minimax_m2",
+    regions=closable(_DIALECT.marks()),
+    hidden=("</minimax:tool_call>", "[e~["),
+    inner=("</invoke>", "<parameter name=", "</parameter>"),
+    stops=("[e~[",),
+    turn=("]~b]ai",),
+    template=(("<minimax:tool_call>", "<invoke name="),),
+    names=("minimax-m2", "minimax_m2"),
+)

@@ -1,0 +1,61 @@
+"""Mistral, in all its generations: calls after `[TOOL_CALLS]`, reasoning between `[THINK]` tags.
+
+    [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "abc123def"}]
+    [TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}
+    [TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{"city": "Paris"}
+    [THINK]I need the weather.[/THINK]Let me look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}
+
+Some detokenizers lose `[ARGS]`, so the arguments may follow the name at once. The first Magistral wrote `<think>`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from modelyard.core.format import Format, Read
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.json_calls import json_arguments, json_calls
+from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
+
+_CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_TAGS = (("[THINK]", "[/THINK]"), *THINK)
+_NAME_END = re.compile(rf"[\[{{\n{SURROGATES}]")
+_NAME_LIMIT = 128
+
+
+def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
+    yield from tape.space()
+    if (yield from tape.peek()) in ("{", "["):
+        return (yield from json_calls(tape, calls))
+    name = yield from _word(tape)
+    if here := (yield from tape.stands((tape.mark(_ID),))):
+        tape.skip(len(here))
+        yield from _word(tape)
+    if here := (yield from tape.stands((tape.mark(_ARGS),))):
+        tape.skip(len(here))
+    yield from tape.space()
+    if (yield from tape.peek()) != "{":
+        raise Unreadable("a name without arguments")
+    calls.name(name)
+    yield from json_arguments(tape, calls)
+    return None
+
+
+def _word(tape: Tape) -> Steps[str]:
+    """A name or an id, without spaces inside."""
+    word = (yield from tape.until(_NAME_END, _NAME_LIMIT)).strip()
+    if not word or " " in word:
+        raise Unreadable("no name stands here")
+    return word
+
+
+FORMAT = Format(
+    name="mistral",
+    regions=regions(_TAGS, {_CALLS: Read(_calls)}),
+    hidden=(_ARGS, _ID, "[/THINK]", "</think>", "</s>"),
+    stops=("</s>",),
+    turn=("[/INST]", "[/TOOL_RESULTS]", "</s>"),
+    template=((_CALLS,), (_CALLS, "[AVAILABLE_TOOLS]"), ("[SYSTEM_PROMPT]", "[THINK]")),
+    names=("mistral", "ministral", "devstral", "magistral", "mixtral", "codestral"),
+)

@@ -1,0 +1,48 @@
+"""A JSON list of calls behind one word or between tokens: Phi 4 mini.
+
+    functools[{"name": "get_weather", "arguments": {"city": "Paris"}}]
+    <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]<|/tool_call|>
+
+Sometimes the list comes alone. The word and the list are ordinary text wherever no call stands in them.
+"""
+
+from __future__ import annotations
+
+from modelyard.core.format import Format, Read
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.json_calls import json_calls
+from modelyard.scanner.lexer import Steps, Tape, Unreadable
+from modelyard.scanner.naked_json import naked_list
+
+_CLOSE = ("<|/tool_call|>", "</|tool_call|>")
+
+
+def _functools(tape: Tape, calls: Calls) -> Steps[str | None]:
+    """After the word: a list of objects can be nothing but calls."""
+    yield from tape.space()
+    if (yield from tape.peek()) != "[":
+        raise Unreadable("a word like any other")
+    tape.skip(1)
+    yield from tape.space()
+    if (yield from tape.peek()) != "{":
+        raise Unreadable("a word like any other")
+    return (yield from json_calls(tape, calls))
+
+
+FORMAT = Format(
+    name="phi4mini",
+    regions=regions(
+        THINK,
+        {
+            "<|tool_call|>": Read(json_calls, _CLOSE),
+            "functools": Read(_functools, naked=True),
+            "[": Read(naked_list, naked=True),
+        },
+    ),
+    hidden=(*_CLOSE, "<|end|>", "<|assistant|>"),
+    stops=("<|end|>", "<|endoftext|>"),
+    turn=("<|assistant|>",),
+    template=(("<|tool|>", "<|/tool|>"), ("functools[", "<|end|>")),
+    names=("phi-4-mini", "phi4-mini", "phi4mini", "phi-4-multimodal"),
+)

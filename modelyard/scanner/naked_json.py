@@ -1,0 +1,79 @@
+"""Calls as bare JSON with nothing around them that says so, for `naked` markers: brackets and code fences.
+
+Such JSON is a call only if it names a tool on offer and has arguments. Anything else is the text that it looks like,
+down to the last character.
+"""
+
+from __future__ import annotations
+
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.json_calls import JsonCall
+from modelyard.scanner.lexer import Steps, Tape, Unreadable
+
+_FENCE = "```"
+_KEYS = frozenset({"name", "function", "tool_name", "arguments", "parameters", "args", "tool_calls"})
+_BESIDE = frozenset({"id", "type", "tool_call_id", "thought"})
+
+
+def naked_list(tape: Tape, calls: Calls) -> Steps[str | None]:
+    """After `[`."""
+    read = False
+    while True:
+        yield from tape.space()
+        char = yield from tape.peek()
+        if char == "{":
+            yield from CertainCall(tape, calls).read()
+            read = True
+        elif not read:
+            raise Unreadable("no call stands here")
+        elif char == ",":
+            tape.skip(1)
+        else:
+            tape.skip(1 if char == "]" else 0)
+            return None
+
+
+def naked_object(tape: Tape, calls: Calls) -> Steps[str | None]:
+    """After `{`."""
+    yield from CertainCall(tape, calls).opened()
+    return None
+
+
+def fenced(tape: Tape, calls: Calls) -> Steps[str | None]:
+    """After three backticks: a block of code that holds nothing but calls."""
+    if here := (yield from tape.stands(("json",))):
+        tape.skip(len(here))
+    yield from tape.space()
+    char = yield from tape.peek()
+    if char not in ("[", "{"):
+        raise Unreadable("code, no calls")
+    tape.skip(1)
+    yield from (naked_list if char == "[" else naked_object)(tape, calls)
+    yield from tape.space()
+    if here := (yield from tape.stands((_FENCE,))):
+        tape.skip(len(here))
+    return None
+
+
+class CertainCall(JsonCall):
+    """Also an object that lists its calls under `tool_calls`."""
+
+    def _name(self, name: object) -> None:
+        if isinstance(name, str):
+            self._calls.name(name.strip())
+        if not self._calls.is_known:
+            raise Unreadable("nobody offered this tool")
+        super()._name(name)
+
+    def _settle(self) -> None:
+        raise Unreadable("JSON, but no call")
+
+    def _member(self, key: str) -> Steps[None]:
+        if key not in _KEYS and key not in _BESIDE and not self._closed:
+            raise Unreadable("JSON, but no call")  # at once: what is just text should flow
+        if key == "tool_calls" and not self._closed and (yield from self._tape.peek()) == "[":
+            self._tape.skip(1)
+            yield from naked_list(self._tape, self._calls)
+            self._closed = True
+        else:
+            yield from super()._member(key)

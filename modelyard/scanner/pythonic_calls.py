@@ -1,0 +1,188 @@
+"""Calls written as Python: `[get_weather(city="Paris"), now()]`, one or several, in a list or one a line.
+
+Arguments become JSON as they come. Values are Python's literals or JSON's. Arguments without a name get the names of
+the tool's properties, in their order; where nobody knows these, such a call is unreadable.
+"""
+
+from __future__ import annotations
+
+import re
+
+from modelyard.scanner.calls import Calls
+from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
+from modelyard.scanner.repair import JsonValue, mended
+from modelyard.scanner.typed import TypedArguments, quoted
+
+_NAME = re.compile(r"[\w.-]*")
+_WORD_LIMIT = 512
+_LITERAL = re.compile(rf"[^\s,:=()\[\]{{}}\"'<{SURROGATES}]*")
+_PLAIN = re.compile(rf'[^"\\\x00-\x1f\'{SURROGATES}]*')
+_ESCAPED = {"\n": "", "'": "'", "a": "\\u0007", "v": "\\u000b"}
+_HEX_DIGITS = {"x": 2, "U": 8}
+_SAME_IN_JSON = '"\\bfnrt'
+
+
+def pythonic_calls(tape: Tape, calls: Calls) -> Steps[str | None]:
+    """After a family's marker: calls in brackets, or without."""
+    yield from tape.space()
+    if (yield from tape.peek()) == "[":
+        tape.skip(1)
+    return (yield from listed_calls(tape, calls))
+
+
+def listed_calls(tape: Tape, calls: Calls, *, strict: bool = False) -> Steps[str | None]:
+    """After the opening bracket. Where that is all there is (`strict`), a tool that nobody offered is just text."""
+    read = 0
+    while True:
+        yield from tape.space()
+        char = yield from tape.peek()
+        if read and char == "]":
+            tape.skip(1)
+            return None
+        if read and char and char in ",;":
+            tape.skip(1)
+        elif not (char.isalpha() or char == "_"):
+            if not read:
+                raise Unreadable("no call stands here")
+            return None
+        else:
+            yield from _call(tape, calls, strict)
+            read += 1
+
+
+def _call(tape: Tape, calls: Calls, strict: bool) -> Steps[None]:
+    name = yield from _word(tape, _NAME)
+    if (yield from tape.peek()) != "(":
+        raise Unreadable("a name without brackets")
+    tape.skip(1)
+    calls.name(name)
+    if strict and not calls.is_known:
+        raise Unreadable("nobody offered this tool")
+    yield from call_arguments(tape, calls)
+
+
+def call_arguments(tape: Tape, calls: Calls) -> Steps[None]:
+    """After the bracket that follows a name."""
+    yield from _Arguments(tape, calls).read()
+
+
+def _word(tape: Tape, pattern: re.Pattern[str]) -> Steps[str]:
+    taken = ""
+    while True:
+        found = pattern.match(tape.text, tape.at)
+        taken += tape.take(found.end() if found else tape.at)
+        if len(taken) > _WORD_LIMIT:
+            raise Unreadable("too long for a name or a number")
+        if not tape.is_empty or tape.ended:
+            return taken
+        yield
+
+
+class _Arguments:
+    def __init__(self, tape: Tape, calls: Calls) -> None:
+        self._tape, self._calls = tape, calls
+        self._names = list(TypedArguments(calls).properties)
+        self._count = 0
+
+    def read(self) -> Steps[None]:
+        tape = self._tape
+        while True:
+            yield from tape.space()
+            char = yield from tape.peek()
+            if char in ("", "<", ")") or char in tape.special:
+                return self._close(char)
+            if char == ",":
+                tape.skip(1)
+            else:
+                yield from self._argument(char)
+
+    def _close(self, char: str) -> None:
+        if char == ")":
+            self._tape.skip(1)
+        elif self._tape.cut and not char:
+            raise Unreadable("cut off inside a call")
+        self._calls.put("}" if self._count else "{}")
+        self._calls.close()
+
+    def _argument(self, char: str) -> Steps[None]:
+        if not (char.isalpha() or char == "_"):
+            self._begin(self._nth())
+            yield from PythonValue(self._tape, self._calls.put).read()
+            return
+        word = yield from _word(self._tape, _NAME)
+        yield from self._tape.space()
+        if (yield from self._tape.peek()) == "=":
+            self._tape.skip(1)
+            yield from self._tape.space()
+            self._begin(word)
+            yield from PythonValue(self._tape, self._calls.put).read()
+        else:
+            value = mended(word)
+            self._begin(self._nth())
+            self._calls.put(value)
+
+    def _nth(self) -> str:
+        if self._count >= len(self._names):
+            raise Unreadable("an argument without a name")
+        return self._names[self._count]
+
+    def _begin(self, name: str) -> None:
+        self._calls.put(f'{", " if self._count else "{"}"{quoted(name)}": ')
+        self._count += 1
+
+
+class PythonValue(JsonValue):
+    """Python's literals, which are almost JSON's: other escapes, and strings between three quotes."""
+
+    def _literal(self) -> Steps[str]:
+        return (yield from _word(self._tape, _LITERAL))
+
+    def _string(self, quote: str) -> Steps[None]:
+        if (yield from self._tape.ahead(3)) == quote * 3:
+            yield from self._block(quote * 3)
+        else:
+            yield from super()._string(quote)
+
+    def _block(self, quotes: str) -> Steps[None]:
+        tape = self._tape
+        tape.skip(3)
+        self._put('"')
+        while (yield from tape.ahead(3)) != quotes:
+            char = yield from tape.peek()
+            found = _PLAIN.match(tape.text, tape.at)
+            if found and found.end() > tape.at:
+                self._put(tape.take(found.end()))
+            elif char == "\\":
+                yield from self._escape()
+            elif not char or char in tape.special:
+                raise Unreadable("a string without an end")
+            else:
+                self._put(quoted(tape.skip(1)))
+        tape.skip(3)
+        self._put('"')
+
+    def _escape(self) -> Steps[None]:
+        two = yield from self._tape.ahead(2)
+        kind = two[1:]
+        if kind == "u":
+            yield from self._unicode()
+        elif kind in _HEX_DIGITS:
+            yield from self._code(_HEX_DIGITS[kind])
+        elif kind and (kind in _SAME_IN_JSON or kind in _ESCAPED):
+            self._tape.skip(2)
+            self._put(_ESCAPED.get(kind, two))
+        elif kind:  # a backslash that escapes nothing is one
+            self._tape.skip(1)
+            self._put("\\\\")
+        else:
+            raise Unreadable("a string without an end")
+
+    def _code(self, digits: int) -> Steps[None]:
+        """A character by its number."""
+        text = (yield from self._tape.ahead(2 + digits))[2:]
+        if len(text) == digits and all(c in "0123456789abcdefABCDEF" for c in text) and int(text, 16) < 0x110000:
+            self._tape.skip(2 + digits)
+            self._put(quoted(chr(int(text, 16))))
+        else:
+            self._tape.skip(1)
+            self._put("\\\\")

@@ -1,0 +1,87 @@
+"""The reader of GGUF metadata, and the tokenizer that is built from it."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from bench.gguf import read_metadata
+from bench.smollm import build_tokenizer, write_folder
+from modelyard.vocab.hf import HfVocabulary
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def file(*entries: bytes, magic: bytes = b"GGUF", version: int = 3) -> io.BytesIO:
+    return io.BytesIO(magic + struct.pack("<IQQ", version, 0, len(entries)) + b"".join(entries) + b"tensors follow")
+
+
+def test_numbers_texts_and_lists_are_read():
+    found = read_metadata(
+        file(
+            text("name") + struct.pack("<I", 8) + text("Ġsmöl"),
+            text("size") + struct.pack("<IQ", 10, 2**40),
+            text("adds") + struct.pack("<I?", 7, True),
+            text("words") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b"),
+            text("kinds") + struct.pack("<IIQ2i", 9, 5, 2, -1, 3),
+        )
+    )
+    assert found == {"name": "Ġsmöl", "size": 2**40, "adds": True, "words": ["a", "b"], "kinds": [-1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (file(magic=b"GGML"), "not a GGUF file"),
+        (file(version=1), "version 1"),
+        (file(text("x") + struct.pack("<I", 99)), "unknown kind 99"),
+        (io.BytesIO(b"GGUF\x03"), "ends in the middle"),
+    ],
+)
+def test_what_is_no_such_file_is_refused(broken: io.BytesIO, why: str):
+    with pytest.raises(ValueError, match=why):
+        read_metadata(broken)
+
+
+def metadata(**changed: Any) -> dict[str, Any]:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<|im_start|>", "<|im_end|>", *letters, "he", "Ġhe"]
+    return {
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2),
+        "tokenizer.ggml.merges": ["h e", "Ġ he"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": "{{ messages }}",
+    } | changed
+
+
+def test_the_tokenizer_merges_splits_digits_and_knows_its_control_tokens():
+    tokenizer = build_tokenizer(metadata())
+    assert tokenizer.encode("<|im_start|> he 42<|im_end|>").tokens == [
+        *("<|im_start|>", "Ġhe", "Ġ", "4", "2", "<|im_end|>")
+    ]
+
+
+def test_another_pre_tokenizer_is_refused():
+    with pytest.raises(ValueError, match="llama-bpe"):
+        build_tokenizer(metadata(**{"tokenizer.ggml.pre": "llama-bpe"}))
+
+
+def test_the_folder_is_one_that_the_gateway_reads(tmp_path: Path):
+    write_folder(tmp_path / "made", metadata())
+    vocab = HfVocabulary.load(tmp_path / "made")
+    assert vocab.specials == {"<|im_start|>": 0, "<|im_end|>": 1}
+    assert (vocab.bos_token, vocab.eos_token, vocab.bos) == ("<|im_start|>", "<|im_end|>", None)
+    assert vocab.decode(vocab.encode("he höhe 7")) == "he höhe 7"
+    assert json.loads((tmp_path / "made/tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"

@@ -1,0 +1,122 @@
+"""`fold` and `unfold`: the whole reply and the stream are the same thing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelyard.core.errors import Incomplete, Unavailable
+from modelyard.core.events import (
+    Block,
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Fold,
+    Reply,
+    Started,
+    TokenLogprob,
+    Usage,
+    fold,
+    unfold,
+)
+from modelyard.core.request import Text, Thinking, ToolCall
+
+STARTED = Started("1", "m", 7)
+FINISHED = Finished("end", Usage(3, 1, 2))
+
+texts = st.text(max_size=8)
+parts = st.one_of(
+    st.builds(Text, texts),
+    st.builds(Thinking, texts, texts),
+    st.builds(ToolCall, texts, texts, texts, st.none() | texts, st.booleans()),
+)
+logprobs = st.lists(st.builds(TokenLogprob, texts, st.floats(-9, 0)), max_size=2).map(tuple)
+
+
+def _block(part: Text | Thinking | ToolCall, said: tuple[TokenLogprob, ...], complete: bool) -> Block:
+    """Only a call can be incomplete."""
+    return Block(part, said, complete or not isinstance(part, ToolCall))
+
+
+blocks = st.builds(_block, parts, logprobs, st.booleans())
+replies = st.builds(Reply, st.just(STARTED), st.lists(blocks, max_size=4).map(tuple), st.just(FINISHED))
+
+
+@given(replies)
+def test_a_reply_unfolds_to_a_stream_that_folds_to_it(reply: Reply):
+    assert fold(unfold(reply)) == reply
+
+
+@given(replies, st.integers(1, 5))
+def test_where_the_stream_is_cut_makes_no_difference(reply: Reply, size: int):
+    events, folding = list(unfold(reply)), Fold()
+    for at in range(0, len(events), size):
+        assert not folding.finished
+        folding.feed(events[at : at + size])
+    assert folding.finished
+    assert folding.reply() == reply
+
+
+@given(replies)
+def test_an_unfolded_stream_keeps_the_contract(reply: Reply):
+    events = list(unfold(reply))
+    indexes = [event.index for event in events if isinstance(event, BlockStart)]
+    opened = [event.index for event in events if isinstance(event, BlockStart | BlockEnd)]
+    assert indexes == list(range(len(reply.blocks)))
+    assert opened == [index for index in indexes for _ in (0, 1)]
+    assert (events[0], events[-1]) == (STARTED, FINISHED)
+
+
+def test_deltas_add_up_with_their_logprobs():
+    one, two = TokenLogprob("a", -0.5), TokenLogprob("b", -1.0)
+    reply = fold(
+        [
+            STARTED,
+            BlockStart(0, "text"),
+            BlockDelta(0, "a", (one,)),
+            BlockDelta(0, "b", (two,)),
+            BlockEnd(0),
+            FINISHED,
+        ]
+    )
+    assert reply.blocks == (Block(Text("ab"), (one, two)),)
+
+
+def test_text_thinking_and_calls_are_found_by_their_kind():
+    cut = ToolCall("c2", "cut", '{"a')
+    reply = Reply(
+        STARTED,
+        (
+            Block(Thinking("hm", "sig")),
+            Block(Text("a")),
+            Block(ToolCall("c1", "look", "{}")),
+            Block(cut, complete=False),
+            Block(Text("b")),
+        ),
+        FINISHED,
+    )
+    assert reply.text == "ab"
+    assert reply.thinking == "hm"
+    assert [call.name for call in reply.calls] == ["look"], "a call that was cut off is none to run"
+
+
+def test_a_failure_is_raised_as_itself():
+    error = Unavailable("lost")
+    with pytest.raises(Unavailable) as told:
+        fold([STARTED, BlockStart(0, "text"), BlockDelta(0, "half"), Failed(error)])
+    assert told.value is error
+
+
+@pytest.mark.parametrize("events", [[], [STARTED], [FINISHED], [STARTED, BlockStart(0, "text"), BlockDelta(0, "half")]])
+def test_a_stream_without_its_beginning_or_end_is_incomplete(events: list[Event]):
+    with pytest.raises(Incomplete):
+        fold(events)
+
+
+def test_a_block_that_never_began_cannot_end():
+    with pytest.raises(Incomplete, match="never began"):
+        fold([STARTED, BlockEnd(0), FINISHED])

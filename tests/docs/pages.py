@@ -1,0 +1,50 @@
+"""Code blocks of a page, and its curl commands as requests."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return [text for name, text in _BLOCK.findall((DOCS / page).read_text()) if name == language]
+
+
+class Call(NamedTuple):
+    """What one curl command sends; `path` has its query."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: str
+
+
+def calls(page: str) -> list[Call]:
+    commands = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    return [_call(shlex.split(command)) for command in commands]
+
+
+def _call(words: list[str]) -> Call:
+    """The few options that the pages use: anything else is a mistake in the page."""
+    assert words[0] == "curl", words
+    method, url, headers, body = "", "", {}, ""
+    rest = iter(words[1:])
+    for word in rest:
+        if word == "-d":
+            body = next(rest)
+        elif word == "-X":
+            method = next(rest)
+        elif word == "-H":
+            name, value = next(rest).split(": ")
+            headers[name] = value
+        elif word == "-I":
+            method = "HEAD"
+        elif word != "-N":
+            assert word.startswith("http://localhost:8000/"), word
+            url = word
+    return Call(method or ("POST" if body else "GET"), url.removeprefix("http://localhost:8000"), headers, body)

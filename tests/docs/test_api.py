@@ -1,0 +1,56 @@
+"""docs/api.md: every endpoint is in it, every path in it is an endpoint, and every command in it works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from tests.docs.pages import DOCS, Call, calls
+from tests.serving import Served, serving
+
+_UNLISTED = {"/docs/oauth2-redirect"}  # FastAPI's own, for keys that are OAuth
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving({}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def response_id(served: Served) -> str:
+    made: str = httpx.post(served.url + "/v1/responses", json={"model": "demo", "input": "Hi"}).json()["id"]
+    return made
+
+
+def endpoints(served: Served) -> set[tuple[str, str]]:
+    app: Any = served.yard.app
+    while not hasattr(app, "routes"):
+        app = app._app
+    found = [route for route in app.routes if isinstance(route, Route) and route.path not in _UNLISTED]
+    return {(m, r.path.replace(":path", "")) for r in found for m in r.methods or () if m != "HEAD"}
+
+
+def test_the_page_lists_every_endpoint_and_no_other(served: Served):
+    listed = set(re.findall(r"`(GET|POST|DELETE) (/[^ `]*)`", (DOCS / "api.md").read_text()))
+    assert listed == endpoints(served)
+
+
+def test_every_endpoint_has_a_command(served: Served):
+    shown = {(call.method, re.sub(r"\?.*", "", call.path).replace("$ID", "{id}")) for call in calls("api.md")}
+    for method, path in endpoints(served):
+        pattern = re.escape(path).replace(r"\{id\}", r"[^?]+") + "$"
+        assert any(m == method and re.match(pattern, p) for m, p in shown), (method, path)
+
+
+@pytest.mark.parametrize("call", calls("api.md"), ids=lambda call: f"{call.method} {call.path}")
+def test_every_command_works(served: Served, response_id: str, call: Call):
+    path, body = call.path.replace("$ID", response_id), call.body.replace("$ID", response_id)
+    reply = httpx.request(call.method, served.url + path, content=body, headers=call.headers)
+    assert reply.status_code == 200, reply.text
+    assert "error" not in reply.text[:20]

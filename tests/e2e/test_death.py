@@ -1,0 +1,73 @@
+"""An engine that dies: its streams end in an error, those it had not answered yet start again, and it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.e2e.frames import frames, names
+from tests.e2e.servers import config, is_idle, is_running
+from tests.e2e.wires import WIRES, Wire
+from tests.serving import Served, serving
+
+MESSAGES, CHAT, RESPONSES = WIRES.values()
+
+
+@pytest.fixture(scope="module")
+def mortal() -> Iterator[Served]:
+    with serving(config()) as running:
+        yield running
+
+
+def kill(served: Served, wire: Wire = CHAT) -> httpx.Response:
+    return httpx.post(served.url + wire.path, json=wire.body("death during", stream=True))
+
+
+def test_a_stream_ends_in_its_protocols_error(mortal: Served) -> None:
+    error = {"type": "overloaded_error", "message": "segmentation fault", "code": "engine_unavailable"}
+    reply = kill(mortal, MESSAGES)
+    last = frames(reply.text)[-1]
+    assert last.event == "error"
+    assert last.data == {"type": "error", "error": error, "request_id": reply.headers["request-id"]}
+
+    error = {"message": "segmentation fault", "type": "server_error", "param": None, "code": "engine_unavailable"}
+    assert frames(kill(mortal, CHAT).text)[-1].data == {"error": error}
+
+    failed = frames(kill(mortal, RESPONSES).text)[-1]
+    assert failed.event == "response.failed"
+    assert failed.data["response"]["error"] == {"code": "server_error", "message": "segmentation fault"}
+
+
+def test_a_whole_reply_is_refused_with_when_to_come_back(mortal: Served, wire: Wire) -> None:
+    reply = httpx.post(mortal.url + wire.path, json=wire.body("death during"))
+    assert reply.status_code == (529 if wire is MESSAGES else 503)
+    assert int(reply.headers["retry-after"]) >= 1
+    assert reply.json()["error"]["message"] == "segmentation fault"
+
+
+def test_the_next_request_is_answered_by_the_engine_that_came_back(mortal: Served, wire: Wire, stream: bool) -> None:
+    kill(mortal)
+    reply = httpx.post(mortal.url + wire.path, json=wire.body("text", stream=stream))
+    seen = wire.streamed(frames(reply.text)) if stream else wire.whole(reply.json())
+    assert seen.text == "Hello there, friend."
+    is_idle(mortal)
+
+
+def test_a_request_that_had_no_word_yet_starts_again_unseen(mortal: Served, wire: Wire, stream: bool) -> None:
+    with ThreadPoolExecutor(1) as others:
+        body = wire.body("slow prefill", stream=stream)
+        reading = others.submit(httpx.post, mortal.url + wire.path, json=body, timeout=10)
+        is_running(mortal, 1)
+        kill(mortal)
+        reply = reading.result()
+    assert reply.status_code == 200
+    if stream:
+        got = frames(reply.text)
+        assert wire.streamed(got).text == "done"
+        assert len([name for name in names(got) if name in ("message_start", "response.created")]) == (wire is not CHAT)
+    else:
+        assert wire.whole(reply.json()).text == "done"
+    is_idle(mortal)

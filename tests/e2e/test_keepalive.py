@@ -1,0 +1,86 @@
+"""Silence is broken by a sign of life: in the queue and in prefill, in the form that each protocol's clients count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+
+from tests.e2e.frames import Frame, names
+from tests.e2e.servers import calling, is_idle, is_waiting, narrow, streaming
+from tests.e2e.wires import WIRES, Wire
+from tests.serving import Served, serving
+
+MESSAGES, CHAT, RESPONSES = WIRES.values()
+SIGN = {"messages": "ping", "chat": ":", "responses": "response.in_progress"}
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Served]:
+    with serving(narrow(http={"keepalive_s": 0.05})) as running:
+        yield running
+        is_idle(running)
+
+
+def waited_in_the_queue(quick: Served, wire: Wire, sign: str) -> list[Frame]:
+    """A stream whose place came free only after it had been pinged three times."""
+    got: list[Frame] = []
+    with calling(quick, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+        holder.reads(b"so far")
+        with streaming(quick, wire.path, wire.body("text", stream=True)) as stream:
+            is_waiting(quick, 1)
+            for frame in stream:
+                got.append(frame)
+                if names(got).count(sign) == 3:
+                    holder.leaves()
+    return got
+
+
+def slow(quick: Served, wire: Wire) -> list[Frame]:
+    with streaming(quick, wire.path, wire.body("slow prefill", stream=True)) as stream:
+        return list(stream)
+
+
+def test_messages_pings_even_before_the_message_starts(quick: Served) -> None:
+    got = waited_in_the_queue(quick, MESSAGES, "ping")
+    assert names(got)[:3] == ["ping", "ping", "ping"]
+    assert {str(frame.data) for frame in got if frame.event == "ping"} == {"{'type': 'ping'}"}
+    rest = [frame for frame in got if frame.event != "ping"]
+    assert rest[0].event == "message_start"
+    assert MESSAGES.streamed(rest).text == "Hello there, friend."
+
+
+def test_chat_sends_comments_before_its_first_chunk(quick: Served) -> None:
+    got = waited_in_the_queue(quick, CHAT, ":")
+    assert names(got)[:3] == [":", ":", ":"]
+    assert CHAT.streamed([frame for frame in got if frame.event != ":"]).text == "Hello there, friend."
+
+
+def test_responses_repeats_that_it_is_in_progress(quick: Served) -> None:
+    got = waited_in_the_queue(quick, RESPONSES, "response.in_progress")
+    assert names(got)[:4] == ["response.created", *["response.in_progress"] * 3]
+    assert names(got).count("response.created") == 1
+    assert [frame.data["sequence_number"] for frame in got] == list(range(len(got)))
+    assert len({frame.data["response"]["id"] for frame in got if "response" in frame.data}) == 1
+    assert RESPONSES.streamed(got).text == "Hello there, friend."
+
+
+@pytest.mark.parametrize("name", WIRES)
+def test_prefill_is_not_silent(quick: Served, name: str) -> None:
+    got = slow(quick, WIRES[name])
+    signs = [place for place, frame in enumerate(got) if frame.event == SIGN[name]]
+    assert len(signs) >= 4
+    assert all(after - before == 1 for before, after in pairwise(signs[1:]))
+    rest = [frame for frame in got if frame.event != ":"]
+    assert WIRES[name].streamed(rest).text == "done"
+
+
+def test_a_refusal_after_the_first_sign_of_life_is_told_in_the_stream(quick: Served, wire: Wire) -> None:
+    """The status is out: only an event can still say it."""
+    with calling(quick, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+        holder.reads(b"so far")
+        with calling(quick, wire.path, wire.body("error before", stream=True)) as caller:
+            caller.reads(b"ping" if wire is MESSAGES else b"in_progress" if wire is RESPONSES else b": keep-alive")
+            holder.leaves()
+            caller.reads(b"out of memory")

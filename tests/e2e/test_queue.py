@@ -1,0 +1,73 @@
+"""A full queue refuses at once: in each protocol's own words, with when to come back and how long the queue is."""
+
+from __future__ import annotations
+
+import httpx
+
+from tests.e2e.servers import calling, is_idle, is_waiting, narrow
+from tests.e2e.wires import WIRES, Wire
+from tests.serving import Served, serving
+
+MESSAGES, CHAT, _ = WIRES.values()
+
+
+def refused(served: Served, wire: Wire, stream: bool, position: int) -> None:
+    reply = httpx.post(served.url + wire.path, json=wire.body("text", stream=stream))
+    assert (reply.headers["content-type"], reply.headers["x-queue-position"]) == ("application/json", str(position))
+    assert int(reply.headers["retry-after"]) >= 1
+    error = reply.json()["error"]
+    if wire is MESSAGES:
+        assert (reply.status_code, error["type"]) == (529, "overloaded_error")
+        assert reply.json()["type"] == "error"
+    else:
+        assert (reply.status_code, error["type"], error["code"]) == (503, "server_error", "server_is_overloaded")
+        assert error["queue_position"] == position
+    assert "queue is full" in error["message"]
+
+
+def test_nobody_may_wait_where_the_queue_has_no_room() -> None:
+    with serving(narrow(scheduler={"max_waiting": 0})) as served:
+        with calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+            holder.reads(b"so far")
+            for wire in WIRES.values():
+                refused(served, wire, stream=False, position=1)
+                refused(served, wire, stream=True, position=1)
+        is_idle(served)
+
+
+def test_the_one_who_waits_is_served_and_the_one_behind_is_refused() -> None:
+    with serving(narrow(scheduler={"max_waiting": 1})) as served:
+        for wire in WIRES.values():
+            with (
+                calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder,
+                calling(served, wire.path, wire.body("text")) as waiter,
+            ):
+                is_waiting(served, 1)
+                refused(served, wire, stream=False, position=2)
+                refused(served, wire, stream=True, position=2)
+                holder.leaves()
+                waiter.reads(b"Hello there, friend.")
+            is_idle(served)
+
+
+def test_waiting_prompts_are_bounded_by_their_tokens_too() -> None:
+    with serving(narrow(scheduler={"max_waiting_tokens": 20})) as served:
+        with calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+            holder.reads(b"so far")
+            reply = httpx.post(served.url + CHAT.path, json=CHAT.body("text " * 50))
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "server_is_overloaded")
+            with calling(served, CHAT.path, CHAT.body("text")):
+                is_waiting(served, 1)
+        is_idle(served)
+
+
+def test_counting_does_not_queue() -> None:
+    with serving(narrow(scheduler={"max_waiting": 0})) as served:
+        with calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
+            holder.reads(b"so far")
+            for path, wire in (
+                ("/v1/messages/count_tokens", MESSAGES),
+                ("/v1/responses/input_tokens", WIRES["responses"]),
+            ):
+                assert httpx.post(served.url + path, json=wire.body("text")).json()["input_tokens"] > 0
+        is_idle(served)

@@ -1,0 +1,20 @@
+"""Gemma's notation: bare keys, and the family's own quotes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def value(given: Any, quote: str) -> str:
+    if isinstance(given, str):
+        return quote + given + quote
+    if isinstance(given, dict):
+        return f"{{{','.join(f'{quote}{k}{quote}:{value(v, quote)}' for k, v in given.items())}}}"
+    if isinstance(given, list):
+        return f"[{','.join(value(v, quote) for v in given)}]"
+    return json.dumps(given)
+
+
+def call(name: str, arguments: dict[str, Any], quote: str) -> str:
+    return f"call:{name}{{{','.join(f'{k}:{value(v, quote)}' for k, v in arguments.items())}}}"

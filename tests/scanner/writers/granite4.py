@@ -1,0 +1,8 @@
+from __future__ import annotations
+
+from tests.scanner.writers import Calls
+from tests.scanner.writers._objects import objects, thought
+
+
+def write(reasoning: str, text: str, calls: Calls) -> str:
+    return "\n".join([thought(reasoning) + text, *(f"<tool_call>\n{one}\n</tool_call>" for one in objects(calls))]).rstrip()

@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+from tests.scanner.writers import Calls
+from tests.scanner.writers._pythonic import listed
+
+
+def write(reasoning: str, text: str, calls: Calls) -> str:
+    thought = f"<think>\n{reasoning}\n</think>\n\n" if reasoning else ""
+    given = f"<|python_start|>{listed(calls)}<|python_end|>" if calls else ""
+    return f"{thought}{text}{given}<|eot|>"

@@ -1,0 +1,5 @@
+from __future__ import annotations
+
+from tests.scanner.writers._functions import turn as write
+
+__all__ = ["write"]

@@ -1,0 +1,243 @@
+"""The command line by its own runner; what needs a process of its own is in test_app.py."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import typer
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+import modelyard.engines.fake
+from modelyard import __version__, cli
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+BROKEN = """
+[http]
+prot = 8001
+keepalive_s = "soon"
+
+[models.demo]
+backend = "fakee"
+
+[[routes]]
+match = "*"
+cache = "mian"
+
+[caches.main]
+model = "demo"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, with no settings in the environment, on a wide screen; the tests' own logging stays."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("modelyard.app.log.setup", lambda settings: None)
+    monkeypatch.setattr(cli, "out", Console(width=200))
+    monkeypatch.setattr(cli, "err", Console(width=200, stderr=True))
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments)
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(cli.app)))
+
+
+def test_the_commands_are_those_that_are_promised():
+    assert set(COMMANDS) == {
+        (),
+        ("serve",),
+        ("check",),
+        ("schema",),
+        ("models",),
+        ("models", "list"),
+        ("models", "show"),
+        ("chat",),
+    }
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids="-".join)
+def test_every_command_and_every_option_has_a_sentence(path: tuple[str, ...]):
+    command = COMMANDS[path]
+    shown = invoke(*path, "--help")
+    assert shown.exit_code == 0
+    told = [command.help, *(getattr(parameter, "help", "") for parameter in command.params)]
+    assert all(text and text[0].isupper() and text.rstrip()[-1] in ".]" for text in told), told
+    for parameter in command.params:
+        assert max(parameter.opts, key=len) in shown.stdout
+
+
+def test_the_version_is_printed_alone():
+    shown = invoke("--version")
+    assert (shown.exit_code, shown.stdout) == (0, f"{__version__}\n")
+
+
+def test_nothing_said_is_answered_with_help():
+    assert "serve" in invoke().output
+
+
+def test_an_unknown_command_is_a_mistake_of_use():
+    shown = invoke("sevre")
+    assert shown.exit_code == 2
+    assert "sevre" in shown.stderr
+
+
+# --- check ------------------------------------------------------------------------------------------------------------
+
+
+def test_check_shows_what_a_file_comes_to():
+    shown = invoke("check", "--config", str(CONFIGS / "demo.toml"))
+    rows = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    assert shown.exit_code == 0
+    assert "demo fake gpt-demo at start Scripted answers" in rows
+    assert "fast demo 4096 8 32768 strict Background tasks" in rows
+    assert "*haiku* | *mini* * demo fast 4096" in rows
+    assert "* * demo main 8192" in rows
+    assert "not batched together" in shown.stderr
+
+
+def test_check_without_a_file_shows_the_demo():
+    shown = invoke("check")
+    assert shown.exit_code == 0
+    assert "embedded default" in shown.stdout
+
+
+def test_check_tells_all_problems_at_once_and_what_was_meant(tmp_path: Path):
+    (tmp_path / "modelyard.toml").write_text(BROKEN)
+    shown = invoke("check")
+    assert shown.exit_code == 2
+    assert shown.stdout == ""
+    assert "'port'" in shown.stderr
+    assert "keepalive_s" in shown.stderr
+    assert "'main'" in shown.stderr
+    assert all(line.startswith("error") and "modelyard.toml" in line for line in shown.stderr.splitlines())
+
+
+def test_check_of_an_engine_that_is_not_there_ends_in_one_and_still_shows_the_routes(tmp_path: Path):
+    (tmp_path / "modelyard.toml").write_text('[models.big]\nbackend = "fake"\n[models.other]\nbackend = "warp_drive"\n')
+    shown = invoke("check")
+    assert shown.exit_code == 1
+    assert "warp_drive" in shown.stderr
+    assert "big" in shown.stdout
+
+
+def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path):
+    shown = invoke("check", "--config", "nowhere.toml")
+    assert shown.exit_code == 2
+    assert "nowhere.toml" in shown.stderr
+    assert shown.stderr.count("\n") == 1
+
+
+def test_the_chats_own_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MODELYARD_URL", "http://127.0.0.1:9")
+    assert invoke("check").exit_code == 0
+
+
+# --- schema -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    schema = json.loads(CliRunner().invoke(cli.app, ["schema"]).stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.iterdir()), ids=lambda file: file.name)
+def test_every_example_is_valid_by_the_printed_schema(validator: Any, file: Path):
+    text = file.read_text()
+    validator.validate(tomllib.loads(text) if file.suffix == ".toml" else json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "broken", [{"http": {"prot": 1}}, {"htpp": {}}, {"http": {"port": "x"}}, {"caches": {"a": {}}}]
+)
+def test_the_printed_schema_refuses_what_the_program_would(validator: Any, broken: dict[str, Any]):
+    assert not validator.is_valid(broken)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_list_shows_engine_aliases_and_description():
+    shown = invoke("models", "list", "--config", str(CONFIGS / "demo.toml"))
+    assert shown.exit_code == 0
+    assert "demo fake gpt-demo at start Scripted answers" in " ".join(shown.stdout.split())
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt-demo"])
+def test_models_show_explains_where_everything_comes_from(name: str):
+    shown = invoke("models", "show", name, "--config", str(CONFIGS / "demo.toml"))
+    rows = {line.split()[0] for line in shown.stdout.splitlines()}
+    assert shown.exit_code == 0
+    assert {"model", "engine", "cache", "tokenizer", "template", "format"} <= rows
+    assert "8 × 8192 tokens Conversations" in shown.stdout
+
+
+def test_an_unknown_model_is_told_which_there_are():
+    shown = invoke("models", "show", "demmo", "--config", str(CONFIGS / "demo.toml"))
+    assert shown.exit_code == 2
+    assert shown.stderr == "error no model 'demmo'; there are demo, gpt-demo\n"
+
+
+# --- serve, as far as it does not serve -------------------------------------------------------------------------------
+
+
+def test_serve_with_a_broken_file_tells_every_problem_and_does_not_start(tmp_path: Path):
+    (tmp_path / "modelyard.toml").write_text(BROKEN)
+    shown = invoke("serve")
+    assert shown.exit_code == 2
+    assert "'port'" in shown.stderr
+    assert "'main'" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_serve_on_a_taken_port_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        shown = invoke("serve", "--port", str(port))
+    assert shown.exit_code == 2
+    assert shown.stderr.splitlines()[-1] == (
+        f"error port {port} on 127.0.0.1 is in use by another program: stop it, or choose another with --port"
+    )
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_serve_for_everybody_without_a_key_is_refused(workers: str):
+    shown = invoke("serve", "--host", "0.0.0.0", "--port", "0", "--workers", workers)
+    assert shown.exit_code == 2
+    assert "without an API key" in shown.stderr
+    assert "MODELYARD_API_KEY" in shown.stderr
+
+
+def test_a_port_that_cannot_be_is_a_problem_of_the_command_line():
+    shown = invoke("serve", "--port", "99999")
+    assert shown.exit_code == 2
+    assert "command line" in shown.stderr
+    assert "65535" in shown.stderr
+
+
+def test_several_processes_of_an_engine_that_holds_weights_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(modelyard.engines.fake, "HOLDS_WEIGHTS", True)
+    shown = invoke("serve", "--port", "0", "--workers", "2")
+    assert shown.exit_code == 2
+    assert "would load the weights of 'demo' 2 times" in shown.stderr
+    assert "Use --workers 1." in shown.stderr
