@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
 import subprocess
 import sys
 import termios
@@ -178,6 +179,8 @@ class Terminal:
     def shows(self, wanted: str) -> None:
         """Waits for it, and forgets what came before."""
         while wanted not in self.text:
+            readable, _, _ = select.select([self._ours], [], [], commands.DEADLINE)
+            assert readable, f"it never showed {wanted!r}, only {self.text!r}"
             self.text += os.read(self._ours, 65536).decode(errors="replace")
         self.text = self.text.partition(wanted)[2]
 

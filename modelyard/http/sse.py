@@ -70,6 +70,8 @@ class EventStream:
         async for choice, events in self._answer:
             if isinstance(events[-1], Failed):
                 self._visit.failed(events[-1].error)
+                if self._ping is not None:
+                    await self._after(self._ping)
                 if not self._started:
                     await self._refuse(events[-1].error)
                     return
@@ -91,9 +93,13 @@ class EventStream:
 
     async def _send(self, data: bytes, last: bool = False) -> None:
         if self._ping is not None:
-            await asyncio.gather(self._ping, return_exceptions=True)  # never between another sender's header and body
-            self._ping = None
+            await self._after(self._ping)
         await self._write(data, last)
+
+    async def _after(self, ping: asyncio.Task[None]) -> None:
+        """A ping under way goes first: it may bring the headers, and nothing may come between them and its body."""
+        await asyncio.gather(ping, return_exceptions=True)
+        self._ping = None
 
     async def _write(self, data: bytes, last: bool = False) -> None:
         self._last = self._sending = time.monotonic()

@@ -7,7 +7,7 @@ down to the last character.
 from __future__ import annotations
 
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.json_calls import JsonCall
+from modelyard.scanner.json_calls import JsonCall, json_calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
 
 _FENCE = "```"
@@ -15,14 +15,23 @@ _KEYS = frozenset({"name", "function", "tool_name", "arguments", "parameters", "
 _BESIDE = frozenset({"id", "type", "tool_call_id", "thought"})
 
 
-def naked_list(tape: Tape, calls: Calls) -> Steps[str | None]:
+def open_list(tape: Tape, calls: Calls) -> Steps[str | None]:
+    """After a marker that has no counterpart: the calls end with their list."""
+    yield from tape.space()
+    if (yield from tape.peek()) != "[":
+        return (yield from json_calls(tape, calls))
+    tape.skip(1)
+    return (yield from naked_list(tape, calls, JsonCall))
+
+
+def naked_list(tape: Tape, calls: Calls, kind: type[JsonCall] | None = None) -> Steps[str | None]:
     """After `[`."""
     read = False
     while True:
         yield from tape.space()
         char = yield from tape.peek()
         if char == "{":
-            yield from CertainCall(tape, calls).read()
+            yield from (kind or CertainCall)(tape, calls).read()
             read = True
         elif not read:
             raise Unreadable("no call stands here")

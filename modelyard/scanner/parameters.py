@@ -131,4 +131,6 @@ class Value:
 
 
 def parameter_name(raw: str) -> str:
-    return raw.strip().strip("\"'")
+    """Without quotes, and without the attributes that may follow them."""
+    name = raw.strip()
+    return name[1:].partition(name[0])[0] if name[:1] in ("'", '"') else name.strip("\"'")

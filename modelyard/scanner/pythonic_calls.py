@@ -15,6 +15,7 @@ from modelyard.scanner.typed import TypedArguments, quoted
 
 _NAME = re.compile(r"[\w.-]*")
 _WORD_LIMIT = 512
+_PADDING = re.compile(r"^(-?)0+(?=[1-9])")
 _LITERAL = re.compile(rf"[^\s,:=()\[\]{{}}\"'<{SURROGATES}]*")
 _PLAIN = re.compile(rf'[^"\\\x00-\x1f\'{SURROGATES}]*')
 _ESCAPED = {"\n": "", "'": "'", "a": "\\u0007", "v": "\\u000b"}
@@ -135,7 +136,8 @@ class PythonValue(JsonValue):
     """Python's literals, which are almost JSON's: other escapes, and strings between three quotes."""
 
     def _literal(self) -> Steps[str]:
-        return (yield from _word(self._tape, _LITERAL))
+        """Numbers may be padded (`month=07`), which neither language allows."""
+        return _PADDING.sub(r"\1", (yield from _word(self._tape, _LITERAL)))
 
     def _string(self, quote: str) -> Steps[None]:
         if (yield from self._tape.ahead(3)) == quote * 3:

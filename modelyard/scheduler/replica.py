@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Internal, ModelyardError
+
+log = logging.getLogger(__name__)
 
 MakeEngine = Callable[[], Engine]
 
@@ -51,9 +54,13 @@ class Replica:
         self._on_lost(lost)
 
     async def _discard(self) -> None:
+        """An engine that cannot even be closed must not keep its successor from being opened."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            await engine.close()
+            try:
+                await engine.close()
+            except Exception:
+                log.exception("an engine could not be closed")
 
     async def close(self) -> None:
         if self._task is not None:

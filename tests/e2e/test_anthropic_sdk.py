@@ -131,14 +131,14 @@ def test_tokens_are_counted_as_a_message_would(sdk: Anthropic) -> None:
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_models_are_listed_page_by_page_and_found(sdk: Anthropic) -> None:
+def test_models_are_listed_page_by_page_and_found() -> None:
     settings = config()
     settings["models"]["demo"]["aliases"] = ["team/demo"]
-    with serving(settings) as served, Anthropic(base_url=served.url, api_key="none", max_retries=0) as other:
-        page = other.models.list(limit=1)
+    with serving(settings) as served, Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
+        page = sdk.models.list(limit=1)
         assert (len(page.data), page.has_more) == (1, True)
         assert {model.id for model in page} == {"demo", "team/demo"}
-        found = other.models.retrieve("team/demo")
+        found = sdk.models.retrieve("team/demo")
         assert (found.id, found.type, found.to_dict()["max_input_tokens"]) == ("team/demo", "model", 4096)
 
 
@@ -163,10 +163,11 @@ def test_a_failure_in_mid_stream_is_raised(sdk: Anthropic) -> None:
 
 
 def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
-    with serving(config(routes=[{"match": "demo", "cache": "main"}])) as served:
-        with Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
+    settings = config(routes=[{"match": "demo", "cache": "main"}])
+    with serving(settings) as served, Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
+        for stream in (False, True):
             with pytest.raises(anthropic.NotFoundError, match="demo"):
-                sdk.messages.create(**asked("text") | {"model": "claude-9"})
+                sdk.messages.create(**asked("text", stream=stream) | {"model": "claude-9"})
 
 
 def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> None:
@@ -189,9 +190,9 @@ def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
     with serving(narrow(scheduler={"max_waiting": 0})) as served:
         with calling(served, chat.path, chat.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
-            with Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
-                with pytest.raises(anthropic.APIStatusError) as caught:
-                    sdk.messages.create(**asked("text"))
+            sdk = Anthropic(base_url=served.url, api_key="none", max_retries=0)
+            with sdk, pytest.raises(anthropic.APIStatusError) as caught:
+                sdk.messages.create(**asked("text"))
         assert caught.value.status_code == 529
         assert int(caught.value.response.headers["retry-after"]) >= 1
         is_idle(served)

@@ -8,7 +8,9 @@ import httpx
 import pytest
 
 from tests.e2e.frames import frames, names
+from tests.e2e.servers import config
 from tests.e2e.wires import WIRES, Wire
+from tests.serving import serving
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 
@@ -143,6 +145,20 @@ def test_a_prompt_as_long_as_the_window_overflows_and_one_token_less_does_not(cl
             "input_tokens": 4096 - missing
         }
         assert post(client, MESSAGES, text).status_code == status
+
+
+def test_a_strict_cache_refuses_an_answer_that_would_not_fit() -> None:
+    caches = {"main": {"model": "demo", "n_ctx": 4096, "parallel": 4, "overflow": "strict"}}
+    with serving(config(caches=caches)) as served, httpx.Client(base_url=served.url) as client:
+        counted = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
+        told = [post(client, wire, "text", limit=4096) for wire in WIRES.values()]
+        assert [reply.status_code for reply in told] == [400, 400, 400]
+        assert told[0].json()["error"]["message"] == (
+            f"input length and `max_tokens` exceed context limit: {counted} + 4096 > 4096, decrease input length or "
+            "`max_tokens` and try again"
+        )
+        assert [reply.json()["error"]["code"] for reply in told[1:]] == ["context_length_exceeded"] * 2
+        assert post(client, MESSAGES, "text", limit=4096 - counted).status_code == 200
 
 
 def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, wire: Wire) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.frames import frames
+from tests.e2e.servers import config
 from tests.e2e.wires import WIRES, Seen, Wire
+from tests.serving import serving
 
 ROME = ("get_weather", {"city": "Rome"})
 CET = ("get_time", {"zone": "CET"})
@@ -43,11 +46,20 @@ def ask(client: httpx.Client, wire: Wire, stream: bool, text: str, **asked: Any)
     return wire.streamed(frames(reply.text))
 
 
+@pytest.fixture(scope="module", params=["text", "chat"])
+def either(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    """The two kinds of engine must not be told apart by what a client sees."""
+    settings = config()
+    settings["models"]["demo"]["kind"] = request.param
+    with serving(settings) as served, httpx.Client(base_url=served.url) as client:
+        yield client
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", WIRES)
-def test_an_answer_arrives_as_the_model_gave_it(client: httpx.Client, name: str, case: str, stream: bool) -> None:
+def test_an_answer_arrives_as_the_model_gave_it(either: httpx.Client, name: str, case: str, stream: bool) -> None:
     asked, text, thinking, calls, stops = CASES[case]
-    seen = ask(client, WIRES[name], stream, case, **asked)
+    seen = ask(either, WIRES[name], stream, case, **asked)
     assert (seen.text, seen.thinking, seen.calls, seen.stop) == (text, thinking, calls, stops[WORD[name]])
 
 

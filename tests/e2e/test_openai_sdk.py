@@ -285,9 +285,9 @@ def test_a_full_queue_is_an_internal_server_error_that_says_when_to_come_back() 
     with serving(narrow(scheduler={"max_waiting": 0})) as served:
         with calling(served, chat.path, chat.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
-            with OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as sdk:
-                with pytest.raises(openai.InternalServerError) as caught:
-                    sdk.responses.create(model=MODEL, input="text")
+            sdk = OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)
+            with sdk, pytest.raises(openai.InternalServerError) as caught:
+                sdk.responses.create(model=MODEL, input="text")
         assert (caught.value.status_code, caught.value.code) == (503, "server_is_overloaded")
         assert int(caught.value.response.headers["retry-after"]) >= 1
         is_idle(served)

@@ -24,7 +24,7 @@ def test_memory_of_tool_lists_is_bounded() -> None:
     box = Toolbox(Shield([]))
     first = box.offered([Tool("a")])
     for number in range(100):
-        box.offered([Tool(f"tool{number}")])
+        box.offered([Tool(f"tool{number}", "d" * 100_000)])
     assert box.offered([Tool("a")]) == first
     assert box.offered([Tool("a")]) is not first
 

@@ -23,6 +23,7 @@ class Puppet:
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
         self._gate, self._fault = gate, fault
         self.closed = 0
+        self.stuck = False
 
     async def open(self, progress: Any) -> None:
         progress(0.5, "half way")
@@ -32,6 +33,8 @@ class Puppet:
 
     async def close(self) -> None:
         self.closed += 1
+        if self.stuck:
+            raise RuntimeError("the device is gone")
 
 
 class Stage:
@@ -184,6 +187,17 @@ async def test_a_lost_engine_is_reopened_and_those_who_waited_get_the_new_one():
     await stage.scheduler.close()
 
 
+async def test_a_lost_engine_is_granted_to_nobody_even_before_its_replica_has_noticed():
+    """Its jobs hear of the death first and ask for another place at once."""
+    stage = await Stage().up()
+    stage.engines[0].lost.set_result(Unavailable("killed"))
+    ticket = stage.ask()
+    assert not ticket.granted
+    assert stage.scheduler.engine("m") is None
+    assert (await ticket.lease()).engine is stage.engines[1]
+    await stage.scheduler.close()
+
+
 async def test_a_lost_engine_that_does_not_come_back_in_time_is_unavailable():
     stage = await Stage(bounds=Bounds(timeout=0.0)).up()
     stage.gate.clear()
@@ -207,6 +221,15 @@ async def test_closing_refuses_those_who_wait_and_closes_every_engine():
     assert stage.engines[0].closed == 1
 
 
+async def test_a_closed_scheduler_takes_nobody_and_may_be_closed_again():
+    stage = await Stage().up()
+    await stage.scheduler.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        stage.ask()
+    await stage.scheduler.close()
+    assert stage.engines[0].closed == 1
+
+
 async def test_a_full_queue_is_overloaded():
     stage = await Stage(bounds=Bounds(max_waiting=1)).up()
     stage.ask()
@@ -220,4 +243,13 @@ async def test_more_choices_than_places_get_a_narrower_lease():
     stage = await Stage().up()
     lease = await stage.ask("fast", weight=5).lease()
     assert lease.weight == 2
+    await stage.scheduler.close()
+
+
+async def test_an_engine_that_cannot_be_closed_is_replaced_all_the_same():
+    stage = await Stage().up()
+    stage.engines[0].stuck = True
+    stage.engines[0].lost.set_result(Unavailable("killed"))
+    await until(lambda: len(stage.engines) == 2 and stage.state == "ready")
+    assert (await stage.ask().lease()).engine is stage.engines[1]
     await stage.scheduler.close()

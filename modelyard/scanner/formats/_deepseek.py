@@ -19,14 +19,14 @@ from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
 BEGIN, ONE, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 _END_OF_TURN = "<｜end▁of▁sentence｜>"
-_OUTPUTS = ("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>")
+OUTPUTS = ("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>")
 _FENCE = "```"
 _HEAD_END = re.compile(rf"[<{{\n{SURROGATES}]")
 _NAME_END = re.compile(rf"[\n`{{<{SURROGATES}]")
 
-HIDDEN = (SEPARATOR, *_ENDS, _END_OF_TURN, *_OUTPUTS)
+HIDDEN = (SEPARATOR, *_ENDS, _END_OF_TURN, *OUTPUTS)
 STOPS = (_END_OF_TURN,)
-TURN = ("<｜Assistant｜>", *_OUTPUTS[2:])
+TURN = ("<｜Assistant｜>", *OUTPUTS[2:])
 
 
 def _block(tape: Tape, calls: Calls) -> Steps[str | None]:
@@ -48,7 +48,7 @@ def _call(tape: Tape, calls: Calls) -> Steps[str | None]:
     yield from _fence(tape)
     if (yield from tape.peek()) == "{":
         yield from json_arguments(tape, calls)
-    elif (yield from _is_over(tape)):
+    elif (yield from _is_over(tape, calls)):
         calls.put("{}")
         calls.close()
     else:
@@ -84,9 +84,11 @@ def _fence(tape: Tape) -> Steps[None]:
         yield from tape.space()
 
 
-def _is_over(tape: Tape) -> Steps[bool]:
-    """Nothing more belongs to this call: it has no arguments."""
-    return bool((yield from tape.stands(_marked(tape)))) or (tape.ended and tape.is_empty and not tape.cut)
+def _is_over(tape: Tape, calls: Calls) -> Steps[bool]:
+    """Nothing more belongs to this call: it has no arguments. At the end of the output only a tool on offer is sure."""
+    if (yield from tape.stands(_marked(tape))):
+        return True
+    return (yield from tape.peek()) == "" and not tape.cut and calls.tool is not None
 
 
 def _marked(tape: Tape) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ DSML = "｜DSML｜"
 _BLOCKS = ("function_calls", "tool_calls")
 _END_OF_TURN = "<｜end▁of▁sentence｜>"
 _OTHER_TAG = re.compile(rf"[^\w ]|[{SURROGATES}]")
-_OWN = tagged(f"<{DSML}", f"</{DSML}", _BLOCKS)
-_BARE = tagged("<", "</", _BLOCKS, naked=("<invoke name=", *(f"<{b}>" for b in _BLOCKS)))
+_OWN = tagged(f"<{DSML}", f"</{DSML}", _BLOCKS, plain_block=False, plain_invoke=False)
+_BARE = tagged("<", "</", _BLOCKS, plain_block=True, plain_invoke=True)
 
 
 def _other(tape: Tape, _: Calls) -> Steps[str | None]:

@@ -106,12 +106,18 @@ class _Arguments:
             key = yield from tape.until(_QUOTED_END, _NAME_LIMIT)
             tape.skip(1)
         else:
-            key = (yield from tape.until(_KEY_END, _NAME_LIMIT)).strip()
+            key = yield from self._bare_key()
         yield from tape.space()
-        if not key or (yield from tape.peek()) != ":":
+        if (yield from tape.peek()) != ":":
             raise Unreadable("no key stands here")
         tape.skip(1)
         yield from tape.space()
+        return key
+
+    def _bare_key(self) -> Steps[str]:
+        key = (yield from self._tape.until(_KEY_END, _NAME_LIMIT)).strip()
+        if not key:
+            raise Unreadable("no key stands here")
         return key
 
     def _value(self, depth: int, allowed: tuple[str, ...]) -> Steps[None]:

@@ -30,24 +30,28 @@ _WRAPPERS = ("arguments", "input", "parameters")
 
 
 class Dialect(Struct, frozen=True):
-    """The tags of one family. `naked` tags are ordinary text: they open a call only for a tool that was offered."""
+    """The tags of one family. Plain ones are ordinary text: they open a call only for a tool that was offered."""
 
     invoke: str
     tags: Tags
     blocks: tuple[str, ...]
-    naked: tuple[str, ...] = ()
+    plain_block: bool
+    plain_invoke: bool
 
     def marks(self) -> dict[str, Read]:
-        both = {**dict.fromkeys(self.blocks, _block), self.invoke: _invoke}
-        return {m: Read(partial(read, self), self.tags.ends, m in self.naked) for m, read in both.items()}
+        ends = self.tags.ends
+        return {
+            **dict.fromkeys(self.blocks, Read(partial(_block, self), ends, self.plain_block)),
+            self.invoke: Read(partial(_invoke, self, self.plain_invoke), ends, self.plain_invoke),
+        }
 
 
-def tagged(opening: str, closing: str, blocks: tuple[str, ...], naked: tuple[str, ...] = ()) -> Dialect:
+def tagged(opening: str, closing: str, blocks: tuple[str, ...], *, plain_block: bool, plain_invoke: bool) -> Dialect:
     """`opening` and `closing` begin every tag."""
     invoke, ends = f"{opening}invoke name=", (f"{closing}invoke>", *(f"{closing}{b}>" for b in blocks))
     opened = tuple(f"{opening}{b}>" for b in blocks)
     tags = Tags(f"{opening}parameter name=", ">", f"{closing}parameter>", ends, (invoke, *opened), lines=False)
-    return Dialect(invoke, tags, opened, naked)
+    return Dialect(invoke, tags, opened, plain_block, plain_invoke)
 
 
 def _block(of: Dialect, tape: Tape, calls: Calls) -> Steps[str | None]:
@@ -58,16 +62,16 @@ def _block(of: Dialect, tape: Tape, calls: Calls) -> Steps[str | None]:
         raise Unreadable("no call stands here")
     while (yield from tape.stands((invoke,))):
         tape.skip(len(invoke))
-        yield from _invoke(of, tape, calls)
+        yield from _invoke(of, of.plain_block, tape, calls)
         yield from tape.space()
     if here := (yield from tape.stands(ends)):
         tape.skip(len(here))
     return None
 
 
-def _invoke(of: Dialect, tape: Tape, calls: Calls) -> Steps[str | None]:
+def _invoke(of: Dialect, plain: bool, tape: Tape, calls: Calls) -> Steps[str | None]:
     calls.name(function_name((yield from _tag(tape))[0]))
-    if of.invoke in of.naked and not calls.is_known:
+    if plain and not calls.is_known:
         raise Unreadable("no call, but talk of one")
     yield from tape.space()
     if (yield from tape.peek()) == "{":

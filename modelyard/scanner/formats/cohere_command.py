@@ -47,7 +47,7 @@ def _fence(tape: Tape, fence: str) -> Steps[bool]:
     return here is not None
 
 
-def _sources(tape: Tape, calls: Calls) -> Steps[str | None]:
+def _sources(tape: Tape, _: Calls) -> Steps[str | None]:
     """After `<co:` or `</co:`: numbers, up to the bracket."""
     yield from tape.until(_SOURCES_END, _SOURCES_LIMIT)
     if (yield from tape.peek()) != ">":

@@ -19,19 +19,22 @@ once. Distillations have no tokens for the markers and misspell the first one in
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.format import Format, Go, Region
 from modelyard.scanner.formats._common import closable
-from modelyard.scanner.formats._deepseek import BEGIN, CALLS, HIDDEN, SEPARATOR, STOPS, TURN
+from modelyard.scanner.formats._deepseek import BEGIN, CALLS, HIDDEN, OUTPUTS, SEPARATOR, STOPS
 
 _MISSPELLED = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool\\_calls\\_begin｜>", "<｜tool▁calls｜>")
+_START = "<think>"  # also without a prompt that says so
+_REGIONS = closable(CALLS | dict.fromkeys(_MISSPELLED, CALLS[BEGIN]))
+_THOUGHT = {**_REGIONS[_START].marks, _START: Go(_START), OUTPUTS[-1]: Go("text")}
 
 FORMAT = Format(
     name="deepseek_r1",
-    regions=closable(CALLS | dict.fromkeys(_MISSPELLED, CALLS[BEGIN])),
-    start="<think>",
+    regions=_REGIONS | {_START: Region("thinking", _THOUGHT)},
+    start=_START,
     hidden=HIDDEN,
     stops=STOPS,
-    turn=TURN,
+    turn=("<｜Assistant｜>",),
     template=((BEGIN, SEPARATOR, "```json", "</think>"),),
     names=("deepseek-r1-0", "deepseek-r1-671b", "deepseek-r1-ud"),
 )

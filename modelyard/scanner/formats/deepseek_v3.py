@@ -1,13 +1,13 @@
 """DeepSeek V3 and V3-0324: text, then calls with fenced JSON; no reasoning of its own.
 
-    Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
-    ```json
-    {"city": "Paris"}
-    ```<｜tool▁call▁end｜>
-    <｜tool▁call▁begin｜>function<｜tool▁sep｜>now
-    ```json
-    {}
-    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>
+Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
+```json
+{"city": "Paris"}
+```<｜tool▁call▁end｜>
+<｜tool▁call▁begin｜>function<｜tool▁sep｜>now
+```json
+{}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>
 """
 
 from __future__ import annotations

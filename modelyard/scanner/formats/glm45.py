@@ -1,13 +1,13 @@
 """GLM 4.5 and 4.6: each tag of a call on a line of its own.
 
-    <think>I need the weather.</think>
-    Let me look.
-    <tool_call>get_weather
-    <arg_key>city</arg_key>
-    <arg_value>Paris</arg_value>
-    <arg_key>days</arg_key>
-    <arg_value>3</arg_value>
-    </tool_call>
+<think>I need the weather.</think>
+Let me look.
+<tool_call>get_weather
+<arg_key>city</arg_key>
+<arg_value>Paris</arg_value>
+<arg_key>days</arg_key>
+<arg_value>3</arg_value>
+</tool_call>
 """
 
 from __future__ import annotations

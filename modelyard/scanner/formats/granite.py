@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from modelyard.core.format import Format, Go, Read, Region
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
-from modelyard.scanner.naked_json import naked_list
+from modelyard.scanner.naked_json import naked_list, open_list
 
 _THINK, _END_THINK, _RESPONSE, _END_RESPONSE = "<think>", "</think>", "<response>", "</response>"
 
 
-def _thoughts(tape: Tape, calls: Calls) -> Steps[str | None]:
+def _thoughts(_: Tape, calls: Calls) -> Steps[str | None]:
     """The sentence opens the reasoning only as the first words of a reply."""
     yield from ()
     if calls.kind != "text" or not calls.is_first:
@@ -29,7 +28,7 @@ def _thoughts(tape: Tape, calls: Calls) -> Steps[str | None]:
     return "thinking"
 
 
-def _response(tape: Tape, calls: Calls) -> Steps[str | None]:
+def _response(_: Tape, calls: Calls) -> Steps[str | None]:
     yield from ()
     if calls.kind != "thinking":
         raise Unreadable("a sentence like any other")
@@ -37,8 +36,8 @@ def _response(tape: Tape, calls: Calls) -> Steps[str | None]:
 
 
 _CALLS: dict[str, Go | Read] = {
-    "<|tool_call|>": Read(json_calls),
-    "<tool_call>": Read(json_calls, ("</tool_call>",)),
+    "<|tool_call|>": Read(open_list),
+    "<tool_call>": Read(open_list, ("</tool_call>",)),
     "[": Read(naked_list, naked=True),
     "Here is my thought process:": Read(_thoughts, naked=True),
     "Here's my thought process:": Read(_thoughts, naked=True),

@@ -1,12 +1,12 @@
 """Calls as JSON objects between tags, in turns with a role: Granite 4.
 
-    I will look.
-    <tool_call>
-    {"name": "get_weather", "arguments": {"city": "Paris"}}
-    </tool_call>
-    <tool_call>
-    {"name": "get_time", "arguments": {}}
-    </tool_call><|end_of_text|>
+I will look.
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Paris"}}
+</tool_call>
+<tool_call>
+{"name": "get_time", "arguments": {}}
+</tool_call><|end_of_text|>
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
 
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"
-_ROLE = "助手："  # noqa: RUF001
+_ROLE = "助手："
 
 
-def _role(tape: Tape, calls: Calls) -> Steps[str | None]:
+def _role(_: Tape, calls: Calls) -> Steps[str | None]:
     """Said by nobody if it is the first word, text otherwise."""
     yield from ()
     if calls.kind != "text" or not calls.is_first:

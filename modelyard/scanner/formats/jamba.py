@@ -1,9 +1,9 @@
 """A JSON list of calls between tags: Jamba.
 
-    I will look.<tool_calls>[
-        {"name": "get_weather", "arguments": {"city": "Paris"}},
-        {"name": "get_time", "arguments": {}}
-    ]</tool_calls>
+I will look.<tool_calls>[
+    {"name": "get_weather", "arguments": {"city": "Paris"}},
+    {"name": "get_time", "arguments": {}}
+]</tool_calls>
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ _SECTIONS = tuple(f"<|{word}_section_{end}|>" for word in ("tool_calls", "tool_c
 _ID_END = re.compile(rf"[<{{\n{SURROGATES}]")
 _ID_LIMIT = 256
 _COUNT = re.compile(r":\d+\Z")
+_NAME = re.compile(r"[\w.:/-]*[\w-]\Z")
 
 
 def _call(tape: Tape, calls: Calls) -> Steps[str | None]:
@@ -29,7 +30,7 @@ def _call(tape: Tape, calls: Calls) -> Steps[str | None]:
     name = _COUNT.sub("", (yield from tape.until(_ID_END, _ID_LIMIT)).strip()).removeprefix("functions.")
     yield from tape.space()
     here = yield from tape.stands((tape.mark(_ARGUMENTS),))
-    if not here or " " in name:
+    if not here or not _NAME.match(name):
         raise Unreadable("no id stands here")
     tape.skip(len(here))
     calls.name(name)

@@ -19,6 +19,7 @@ import re
 
 from modelyard.core.format import Format, Read
 from modelyard.scanner.calls import Calls
+from modelyard.scanner.formats._common import NAME_LIMIT, function_name
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
@@ -30,18 +31,13 @@ _KEY, _KEY_END = "<longcat_arg_key>", "</longcat_arg_key>"
 _VALUE, _VALUE_END = "<longcat_arg_value>", "</longcat_arg_value>"
 _TAGS = Tags(_KEY, _KEY_END, _VALUE_END, (_END,), (_CALL,), lines=False)
 _NAME_END = re.compile(rf"[<\n{SURROGATES}]")
-_NAME = re.compile(r"[\w.:/-]+\Z")
-_NAME_LIMIT = 128
 
 
 def _call(tape: Tape, calls: Calls) -> Steps[str | None]:
     yield from tape.space()
     if (yield from tape.peek()) in ("{", "["):
         return (yield from json_calls(tape, calls))
-    name = (yield from tape.until(_NAME_END, _NAME_LIMIT)).strip()
-    if not _NAME.match(name):
-        raise Unreadable("no name")
-    calls.name(name)
+    calls.name(function_name((yield from tape.until(_NAME_END, NAME_LIMIT))))
     yield from _pairs(tape, TypedArguments(calls))
     return None
 
@@ -61,7 +57,7 @@ def _pairs(tape: Tape, arguments: TypedArguments) -> Steps[None]:
 
 
 def _pair(tape: Tape, arguments: TypedArguments) -> Steps[None]:
-    name = (yield from tape.until(_NAME_END, _NAME_LIMIT)).strip()
+    name = (yield from tape.until(_NAME_END, NAME_LIMIT)).strip()
     yield from _expect(tape, _KEY_END)
     yield from tape.space()
     yield from _expect(tape, _VALUE)

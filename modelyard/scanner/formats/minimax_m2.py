@@ -22,7 +22,7 @@ from modelyard.core.format import Format
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._invoke import tagged
 
-_DIALECT = tagged("<", "</", ("minimax:tool_call",), naked=("<invoke name=",))
+_DIALECT = tagged("<", "</", ("minimax:tool_call",), plain_block=False, plain_invoke=True)
 
 FORMAT = Format(
     name="minimax_m2",

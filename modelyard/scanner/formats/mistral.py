@@ -26,7 +26,7 @@ _NAME_LIMIT = 128
 
 def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
     yield from tape.space()
-    if (yield from tape.peek()) in ("{", "["):
+    if (yield from _is_json(tape)):
         return (yield from json_calls(tape, calls))
     name = yield from _word(tape)
     if here := (yield from tape.stands((tape.mark(_ID),))):
@@ -40,6 +40,12 @@ def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
     calls.name(name)
     yield from json_arguments(tape, calls)
     return None
+
+
+def _is_json(tape: Tape) -> Steps[bool]:
+    """An object or a list of them; other brackets may be the family's tokens."""
+    two = (yield from tape.ahead(2)) if (yield from tape.peek()) in ("{", "[") else ""
+    return two[:1] == "{" or (two[:1] == "[" and two[1:] in ("", "{", " ", "\n"))
 
 
 def _word(tape: Tape) -> Steps[str]:

@@ -13,7 +13,7 @@ from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
-from modelyard.scanner.naked_json import naked_list
+from modelyard.scanner.naked_json import naked_list, open_list
 
 _CLOSE = ("<|/tool_call|>", "</|tool_call|>")
 
@@ -23,11 +23,7 @@ def _functools(tape: Tape, calls: Calls) -> Steps[str | None]:
     yield from tape.space()
     if (yield from tape.peek()) != "[":
         raise Unreadable("a word like any other")
-    tape.skip(1)
-    yield from tape.space()
-    if (yield from tape.peek()) != "{":
-        raise Unreadable("a word like any other")
-    return (yield from json_calls(tape, calls))
+    return (yield from open_list(tape, calls))
 
 
 FORMAT = Format(

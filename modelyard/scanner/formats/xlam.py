@@ -11,7 +11,7 @@ from __future__ import annotations
 from modelyard.core.format import Format, Read
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
-from modelyard.scanner.naked_json import fenced, naked_list, naked_object
+from modelyard.scanner.naked_json import fenced, naked_list, naked_object, open_list
 
 FORMAT = Format(
     name="xlam",
@@ -19,7 +19,7 @@ FORMAT = Format(
         THINK,
         {
             "<tool_call>": Read(json_calls, ("</tool_call>",)),
-            "[TOOL_CALLS]": Read(json_calls),
+            "[TOOL_CALLS]": Read(open_list, naked=True),
             "[": Read(naked_list, naked=True),
             "{": Read(naked_object, naked=True),
             "```": Read(fenced, naked=True),

@@ -14,7 +14,7 @@ def turn(reasoning: str, text: str, calls: Calls) -> str:
     """As the relatives of Qwen 3 Coder write it."""
     thought = f"<think>\n{reasoning}\n</think>\n" if reasoning else ""
     given = "".join(f"<tool_call>\n{function(t.name, arguments, _LINE)}\n</tool_call>\n" for t, arguments in calls)
-    return f"{thought}{text}\n{given}<|im_end|>"
+    return f"{thought}{text}\n{given}<|im_end|>" if calls else f"{thought}{text}<|im_end|>"
 
 
 def function(name: str, arguments: dict[str, Any], line: str) -> str:

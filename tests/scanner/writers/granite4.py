@@ -5,4 +5,5 @@ from tests.scanner.writers._objects import objects, thought
 
 
 def write(reasoning: str, text: str, calls: Calls) -> str:
-    return "\n".join([thought(reasoning) + text, *(f"<tool_call>\n{one}\n</tool_call>" for one in objects(calls))]).rstrip()
+    tagged = (f"<tool_call>\n{one}\n</tool_call>" for one in objects(calls))
+    return "\n".join([thought(reasoning) + text, *tagged]).rstrip()
