@@ -127,6 +127,32 @@ def chat(
     _guarded(talk.run, Screen(out))
 
 
+@app.command()
+def parse(
+    format: Annotated[str, typer.Option(help="The model's output format, or auto to detect it from --template.")],
+    template: Annotated[Path | None, typer.Option(help="A chat template, for --format auto.", exists=True)] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="JSON list of the tools on offer; without it any name is a call.", exists=True)
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="Feed so many characters at a time.", min=1)] = None,
+    prefill: Annotated[str, typer.Option(help="The prompt's tail, where it opened the reasoning, say.")] = "",
+) -> None:
+    """Read a model's raw output from standard input and print its reasoning, content and tool calls as JSON."""
+    from modelyard.scanner.command import parse_output
+
+    def work() -> str:
+        return parse_output(
+            sys.stdin.buffer.read().decode("utf-8", "replace"),
+            format=format,
+            template=template.read_text("utf-8") if template else None,
+            tools=tools.read_bytes() if tools else None,
+            chunk=chunks,
+            prefill=prefill,
+        )
+
+    sys.stdout.write(_guarded(work) + "\n")
+
+
 @app.callback(invoke_without_command=True)
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,

@@ -70,7 +70,7 @@ async def _run(
         server = front.server(yard.app, config.http)
         server.install_signal_handlers = lambda: None
         task = asyncio.create_task(server._serve())
-        while not server.started and not task.done():
+        while not server.started and not task.done():  # noqa: ASYNC110  uvicorn only sets a flag
             await asyncio.sleep(0.001)
         port = server.servers[0].sockets[0].getsockname()[1]
         scheme = "https" if config.http.ssl_certfile else "http"
@@ -85,7 +85,7 @@ async def _run(
 
 
 def _until_ready(served: Served) -> None:
-    with httpx.Client(verify=False) as client:  # noqa: S501  a test's own certificate
+    with httpx.Client(verify=False) as client:  # a test's own certificate
         for _ in range(2000):
             if all(s.state in ("ready", "failed", "stopped") for s in served.yard.scheduler.status().values()):
                 return

@@ -9,6 +9,7 @@ import pytest
 
 from modelyard.config import load
 from modelyard.core.errors import Unavailable
+from modelyard.core.request import Request, Tool
 from modelyard.definition import Definition, define
 
 
@@ -67,3 +68,30 @@ def test_defaults_of_the_model_reach_the_gateway():
     model = defined(decoding={"temperature": 0.3, "max_tokens": 77}).model
     assert model.max_tokens == 77
     assert model.sampling.temperature == 0.3
+
+
+NAIVE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def test_a_model_whose_template_knows_no_tools_is_told_them_and_understood():
+    made = defined(chat_template=NAIVE)
+    parts = made.model.parts
+    assert parts.format.name == "plain"
+    assert parts.format_for(Request(model="demo", tools=(Tool("now"),))) is parts.taught
+    assert parts.format_for(Request(model="demo")) is parts.format
+    assert "in words" in dict(made.notes)["tools"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"chat_template": NAIVE, "tools_prompt": "never"}])
+def test_a_model_that_is_told_nothing_is_read_as_it_is(settings: dict[str, Any]):
+    made = defined(**settings)
+    assert made.model.parts.taught is None
+    assert dict(made.notes)["tools"] == "by the template"
+
+
+def test_how_calls_are_sent_and_held_is_a_setting():
+    assert (defined().model.tool_stream, defined().model.constrain_calls) == (True, False)
+    model = defined(tool_stream=False, constrain_calls=True).model
+    assert (model.tool_stream, model.constrain_calls) == (False, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -45,8 +46,19 @@ _QUIET = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"}
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, settings: HttpSettings, doorkeeper: Doorkeeper, metrics: Metrics) -> None:
-        self._app, self._doorkeeper, self._metrics = app, doorkeeper, metrics
+    """`hot` are handlers of POST routes that need nothing of the app around them: they keep `visit.status` and answer
+    their own errors. Going through the app's layers would cost them 9 µs a request and 1 µs an event.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        hot: Mapping[str, ASGIApp],
+        settings: HttpSettings,
+        doorkeeper: Doorkeeper,
+        metrics: Metrics,
+    ) -> None:
+        self._app, self._hot, self._doorkeeper, self._metrics = app, hot, doorkeeper, metrics
         self._max_header_bytes = settings.max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +84,10 @@ class Guard:
         try:
             self._check_headers(scope)
             self._doorkeeper.admit(visit)
-            await self._app(scope, receive, noting)
+            if scope["method"] == "POST" and (handler := self._hot.get(visit.path)) is not None:
+                await handler(scope, receive, send)
+            else:
+                await self._app(scope, receive, noting)
         except Exception as error:
             if visit.status:  # a reply is under way: it cannot be taken back, only cut off
                 if not visit.error:

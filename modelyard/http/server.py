@@ -73,9 +73,11 @@ def build(edge: Edge, lifespan: Lifespan | None = None) -> ASGIApp:
         lifespan=lifespan,
         exception_handlers={ModelyardError: _told, HTTPException: _told_http, Exception: _told},
     )
-    app.router.routes[:0] = _routes(edge)  # in front: the hot paths are matched first
+    routes = _routes(edge)
+    app.router.routes[:0] = routes
     describe(app)
-    return _cors(Guard(app, settings, Doorkeeper(settings, edge.keys), edge.gateway.metrics), settings)
+    hot = {r.path: r.app for r in routes if isinstance(r, Route) and isinstance(r.app, Inference)}
+    return _cors(Guard(app, hot, settings, Doorkeeper(settings, edge.keys), edge.gateway.metrics), settings)
 
 
 def _routes(edge: Edge) -> list[BaseRoute]:
@@ -139,26 +141,30 @@ def _cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:
 
 
 async def _told(request: HttpRequest, error: Exception) -> Response:
-    visit, told = Visit.of(request.scope), ours(error)
-    visit.failed(told)
-    answer = written(told, visit)
-    return Response(answer.body, answer.status, dict(answer.headers), answer.content_type)
+    return _refusal(request, ours(error))
 
 
 async def _told_http(request: HttpRequest, error: Exception) -> Response:
     """Starlette's own refusals (no such path, wrong method), told in the protocol of the path."""
-    visit, path = Visit.of(request.scope), request.scope["path"]
-    status = error.status_code if isinstance(error, HTTPException) else 500
+    path, status = request.scope["path"][:256], error.status_code if isinstance(error, HTTPException) else 500
     if status == 404:
         told: ModelyardError = NotFound(f"there is no {path} here; /docs lists what is", code="path_not_found")
     elif status == 405:
         told = InvalidRequest(f"{request.method} is not a method of {path}", code="method_not_allowed")
     else:
         told = InvalidRequest(str(getattr(error, "detail", error)))
-    visit.failed(told)
-    answer = written(told, visit)
-    more = getattr(error, "headers", None) or {}  # which methods there are
-    return Response(answer.body, status, {**answer.headers, **more}, answer.content_type)
+    reply = _refusal(request, told)
+    reply.status_code = status
+    reply.headers.update(getattr(error, "headers", None) or {})  # which methods there are
+    return reply
+
+
+def _refusal(request: HttpRequest, error: ModelyardError) -> Response:
+    visit = Visit.of(request.scope)
+    visit.failed(error)
+    answer = written(error, visit)
+    ids = dict.fromkeys(("x-request-id", "request-id"), f"req_{visit.trace}")
+    return Response(answer.body, answer.status, {**answer.headers, **ids}, answer.content_type)
 
 
 async def _nothing() -> None:

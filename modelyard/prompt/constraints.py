@@ -16,7 +16,7 @@ from modelyard.core.request import Tool
 
 _TYPES = frozenset({"string", "boolean", "integer", "number", "null", "object", "array"})
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-_SIZES = frozenset({"int32", "int64", "float", "double"})  # how a number is stored: true of any that a model writes
+_SIZES = ("int32", "int64", "float", "double")  # how a number is stored: true of any that a model writes
 _BRANCHING = {"not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
 _COUNTING = {"contains", "minContains", "maxContains", "uniqueItems", "unevaluatedProperties", "unevaluatedItems"}
 _UNENFORCEABLE = frozenset({*_BRANCHING, *_COUNTING, "propertyNames", "$dynamicRef", "$recursiveRef"})
@@ -24,6 +24,8 @@ _BOUNDS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties
 _NUMBER_BOUNDS = (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum"))
 # Looking around, backward references, word boundaries and possessive repetition: no automaton does these.
 _UNREGULAR = re.compile(r"\(\?(?!:)|\\[1-9bBAZzGkKpPQE]|[*+?}]\+")
+# Where ^ and $ are no anchors, or stand at either end: anywhere else no automaton does them either.
+_UNANCHORED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\A\^|\$\Z", re.DOTALL)
 _MAX_DEPTH = 64
 _DROP = object()
 
@@ -72,6 +74,8 @@ class Reduction:
             return (self._all if isinstance(value, list) else self._schema)(value, path, depth + 1)
         if word == "$ref":
             return value if self._is_here(value) else self._warn(path)
+        if word == "format" and value in _SIZES:
+            return _DROP
         if check := _CHECKS.get(word):
             return value if check(value) else self._warn(path)
         forbids = word in _UNENFORCEABLE and value is not False
@@ -136,6 +140,8 @@ class Reduction:
 def _is_regular(pattern: Any) -> bool:
     if not isinstance(pattern, str) or _UNREGULAR.search(pattern):
         return False
+    if {"^", "$"} & set(_UNANCHORED.sub("", pattern)):
+        return False
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError):
@@ -165,7 +171,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "const": lambda _: True,
     "required": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
     "pattern": _is_regular,
-    "format": lambda value: isinstance(value, str) and value in _FORMATS | _SIZES,
+    "format": lambda value: isinstance(value, str) and value in _FORMATS,
     "multipleOf": lambda value: _is_number(value) and value > 0,
     **{word: _is_number for pair in _NUMBER_BOUNDS for word in pair},
     **{word: _is_count for pair in _BOUNDS for word in pair},

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.format import Format, Read, Region
+from modelyard.core.format import Format, Go, Read, Region
+from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats import load, names
+from modelyard.scanner.lexer import Steps, Tape
 
 _FALLBACK = "plain"
 
@@ -30,12 +33,30 @@ def detect(setting: str | None, template: str, name: str) -> Detected:
 def taught(form: Format) -> Format:
     """The same, of a model that was told in words to call as hermes does: its own markers count as before."""
     hermes = load("hermes")
-    calls = {mark: act for mark, act in hermes.regions["text"].marks.items() if isinstance(act, Read)}
-    if calls.keys() <= form.regions[form.start].marks.keys():
+    if form is hermes:
         return form
-    regions = {name: Region(region.kind, {**region.marks, **calls}) for name, region in form.regions.items()}
-    closing = tuple(close for act in calls.values() for close in act.close)
+    told = {mark: act for mark, act in hermes.regions["text"].marks.items() if isinstance(act, Read)}
+    regions = {name: Region(region.kind, _with(told, region.marks)) for name, region in form.regions.items()}
+    closing = tuple(close for act in told.values() for close in act.close)
     return replace(form, regions=regions, hidden=(*form.hidden, *closing), framed=True, grammar=hermes.grammar)
+
+
+def _with(told: Mapping[str, Read], marks: Mapping[str, Go | Read]) -> dict[str, Go | Read]:
+    return {**marks, **{mark: _either(act, marks.get(mark)) for mark, act in told.items()}}
+
+
+def _either(told: Read, own: Go | Read | None) -> Read:
+    """What was told is JSON; a family that has another use for the same marker keeps it."""
+    if not isinstance(own, Read):
+        return told
+    other = own.reader
+
+    def read(tape: Tape, calls: Calls) -> Steps[str | None]:
+        yield from tape.space()
+        reader = told.reader if (yield from tape.peek()) in ("{", "[") else other
+        return (yield from reader(tape, calls))
+
+    return Read(read, (*own.close, *told.close))
 
 
 def _by_template(formats: list[Format], template: str) -> Detected | None:

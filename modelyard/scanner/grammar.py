@@ -156,7 +156,8 @@ class TaggedBody(Struct, frozen=True):
             return f"({' | '.join(map(quoted, texts))}) {close}"
         allowed = types(schema, root)
         if not allowed or "string" in allowed or _refers_elsewhere(schema):
-            return lark.until(self.closing)
+            tag = self.closing.rstrip("\n")  # it ends the text by itself
+            return f"{lark.until(tag)} {lark.spelled(self.closing.removeprefix(tag))}"
         return f"{lark.json({**{k: root[k] for k in _SHARED if k in root}, **schema})} {close}"
 
 

@@ -126,7 +126,8 @@ class Alphabet:
     def __init__(self, form: Format, specials: frozenset[str]) -> None:
         known = markers(form)
         self.codes = _codes(known, specials)
-        spelled = [*(self.codes[m] for m in form.markers), *form.naked]
+        shown_never = [*form.markers, *(m for m in form.inner if m in specials)]
+        spelled = [*(self.codes[m] for m in shown_never), *form.naked]
         self.naked = frozenset(form.naked)
         self.actions = {
             name: {self.codes.get(mark, mark): act for mark, act in region.marks.items()}

@@ -15,6 +15,8 @@ from modelyard.scanner.typed import TypedArguments, quoted
 
 _NAME = re.compile(r"[\w.-]*")
 _WORD_LIMIT = 512
+_GAP = 64
+_AFTER_VALUE = frozenset({"", ",", ")", "]", "}", ":", "<"})
 _PADDING = re.compile(r"^(-?)0+(?=[1-9])")
 _LITERAL = re.compile(rf"[^\s,:=()\[\]{{}}\"'<{SURROGATES}]*")
 _PLAIN = re.compile(rf'[^"\\\x00-\x1f\'{SURROGATES}]*')
@@ -144,6 +146,15 @@ class PythonValue(JsonValue):
             yield from self._block(quote * 3)
         else:
             yield from super()._string(quote)
+
+    def _closes(self) -> Steps[bool]:
+        """Commands for a shell hold quotes that nobody escaped (`'sed -n '1,9p' f.py'`): the last one is the one that
+        is followed by what can follow a value."""
+        for offset in range(1, _GAP):
+            char = (yield from self._tape.ahead(offset + 1))[offset:]
+            if not char.isspace():
+                return char in _AFTER_VALUE or char in self._tape.special
+        return True
 
     def _block(self, quotes: str) -> Steps[None]:
         tape = self._tape

@@ -131,7 +131,7 @@ class JsonValue:
             if found and found.end() > tape.at:
                 put(tape.take(found.end()))
             char = yield from tape.peek()
-            if char == quote:
+            if char == quote and (yield from self._closes()):
                 tape.skip(1)
                 put('"')
                 return
@@ -139,9 +139,14 @@ class JsonValue:
                 yield from self._escape()
             elif not char or char in tape.special:
                 raise Unreadable("a string without an end")
-            elif char == '"' or char < " " or "\ud800" <= char <= "\udfff":
+            elif char in _PLAIN or char < " " or "\ud800" <= char <= "\udfff":
                 tape.skip(1)
                 put(_inside(char))
+
+    def _closes(self) -> Steps[bool]:
+        """The string's own quote stands here: in JSON that is its end."""
+        yield from ()
+        return True
 
     def _escape(self) -> Steps[None]:
         tape = self._tape
@@ -181,8 +186,8 @@ def _is_pair(both: str) -> bool:
 
 def _inside(char: str) -> str:
     """A character that JSON wants escaped in a string."""
-    if char == '"':
-        return '\\"'
+    if char in _PLAIN:
+        return '\\"' if char == '"' else char
     if char >= "\ud800":
         return _LONE
     return _CONTROLS.get(char) or f"\\u{ord(char):04x}"

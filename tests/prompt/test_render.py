@@ -124,6 +124,42 @@ def test_tools_are_told_in_words_where_the_template_knows_none() -> None:
     assert '"name": "read_file"' in text
 
 
+NAIVE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+NATIVE = "{{ tools | tojson if tools else 'none' }}\n{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "setting", "tells"),
+    [
+        (NAIVE, "auto", True),
+        (NAIVE, "always", True),
+        (NAIVE, "never", False),
+        (NATIVE, "auto", False),
+        (NATIVE, "always", True),
+        (NATIVE, "never", False),
+    ],
+)
+def test_tools_are_told_in_words_as_the_setting_says(template: str, setting: Any, tells: bool) -> None:
+    renderer = echo(template, tools_prompt=setting)
+    text = renderer.text(ask(say("user", "x"), tools=(TOOL,)))
+    assert renderer.tells_tools is tells
+    assert ("<tool_call>" in text) is tells
+    assert ("<tool_call>" in renderer.text(ask(say("user", "x")))) is False
+
+
+def test_tools_that_are_told_in_words_are_called_so_in_the_history_too() -> None:
+    asked = ask(say("user", "x"), say("assistant", call("1")), result(), tools=(TOOL,))
+    told, native = echo(NATIVE, tools_prompt="always").text(asked), echo(NATIVE).text(asked)
+    assert told.startswith("none")
+    assert "tool_calls" not in told
+    assert told.count("<tool_call>") == 2
+    assert "tool_calls" in native
+
+
+def test_a_tools_template_knows_tools_for_both() -> None:
+    assert not echo("plain", tools_template=ChatTemplate("{{ tools | length }} tools")).tells_tools
+
+
 def test_a_tools_template_is_used_only_with_tools() -> None:
     renderer = echo("plain", tools_template=ChatTemplate("{{ tools | length }} tools"))
     assert renderer.text(ask(say("user", "x"))) == "plain"

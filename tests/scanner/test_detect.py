@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from modelyard.plugins import UnknownPlugin
-from modelyard.scanner.detect import Detected, detect
+from modelyard.scanner.detect import Detected, detect, taught
+from modelyard.scanner.formats import load, names
+from tests.scanner.reading import Heard, scan
 
 QWEN3 = "{%- if tools %}<tool_call>{{ x }}</tool_call>{% endif %}<think>\n"
 CODER = "<tool_call>\n<function=a>\n<parameter=b>\n</tool_call><think>"
@@ -42,5 +44,34 @@ def test_it_says_why() -> None:
 
 
 def test_an_unknown_setting_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownPlugin, match=r"'hermez' is none of .*hermes, plain, .*Did you mean 'hermes'"):
+    with pytest.raises(UnknownPlugin, match=r"'hermez' is none of .*hermes, .*plain, .*Did you mean 'hermes'"):
         detect("hermez", "", "")
+
+
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_model_that_was_told_how_to_call_is_understood(name: str) -> None:
+    heard = scan([f"I look.\n{CALL}\nDone."], taught(load(name)))
+    assert [(block.kind, block.name) for block in heard if block.kind == "tool_call"] == [("tool_call", "now")]
+    assert not any("tool_call" in block.text for block in heard)
+
+
+def test_a_taught_format_keeps_its_own_markers() -> None:
+    form = taught(load("think"))
+    assert scan([f"<reasoning>hm</reasoning>{CALL}"], form) == [
+        Heard("thinking", "hm"),
+        Heard("tool_call", "{}", "now"),
+    ]
+    assert scan(["<text>a\n\n</text>"], taught(load("plain"))) == [Heard("text", "a\n\n")]
+
+
+def test_a_family_that_uses_the_same_marker_otherwise_is_still_read() -> None:
+    own = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    assert scan([own, CALL], taught(load("qwen3_coder"))) == [Heard("tool_call", "{}", "now")] * 2
+
+
+def test_a_format_is_taught_once() -> None:
+    assert taught(load("hermes")) is load("hermes")
+    assert taught(load("plain")) is taught(load("plain"))

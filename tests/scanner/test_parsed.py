@@ -32,5 +32,5 @@ def test_parse_returns_a_broken_call_as_text() -> None:
 
 
 def test_an_unknown_format_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownPlugin, match="harmony, hermes, plain, qwen3_coder, think"):
+    with pytest.raises(UnknownPlugin, match=r"harmony, hermes, .*plain, .*qwen3_coder, .*think"):
         parse([""], format="xml")

@@ -11,6 +11,8 @@ from modelyard.scanner.lexer import Unreadable
 
 _NAME = re.compile(r"\w[\w-]*(?:[.:/][\w-]+)*")
 NAME_LIMIT = 128
+DEEPSEEK_TURN_END = "<｜end▁of▁sentence｜>"
+DEEPSEEK_ROLES = ("<｜User｜>", "<｜Assistant｜>")
 
 
 def function_name(raw: str) -> str:

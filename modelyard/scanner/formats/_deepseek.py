@@ -12,20 +12,19 @@ import re
 
 from modelyard.core.format import Read
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.formats._common import NAME_LIMIT, function_name
+from modelyard.scanner.formats._common import DEEPSEEK_ROLES, DEEPSEEK_TURN_END, NAME_LIMIT, function_name
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
 
 BEGIN, ONE, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-_END_OF_TURN = "<｜end▁of▁sentence｜>"
 OUTPUTS = ("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>")
 _FENCE = "```"
 _HEAD_END = re.compile(rf"[<{{\n{SURROGATES}]")
 _NAME_END = re.compile(rf"[\n`{{<{SURROGATES}]")
 
-HIDDEN = (SEPARATOR, *_ENDS, _END_OF_TURN, *OUTPUTS)
-STOPS = (_END_OF_TURN,)
+HIDDEN = (SEPARATOR, *_ENDS, *OUTPUTS, DEEPSEEK_TURN_END, *DEEPSEEK_ROLES)
+STOPS = (DEEPSEEK_TURN_END,)
 TURN = ("<｜Assistant｜>", *OUTPUTS[2:])
 
 
@@ -48,7 +47,7 @@ def _call(tape: Tape, calls: Calls) -> Steps[str | None]:
     yield from _fence(tape)
     if (yield from tape.peek()) == "{":
         yield from json_arguments(tape, calls)
-    elif (yield from _is_over(tape, calls)):
+    elif (yield from _is_over(tape, calls)):  # perhaps behind an empty code block
         calls.put("{}")
         calls.close()
     else:
@@ -86,6 +85,7 @@ def _fence(tape: Tape) -> Steps[None]:
 
 def _is_over(tape: Tape, calls: Calls) -> Steps[bool]:
     """Nothing more belongs to this call: it has no arguments. At the end of the output only a tool on offer is sure."""
+    yield from _fence(tape)
     if (yield from tape.stands(_marked(tape))):
         return True
     return (yield from tape.peek()) == "" and not tape.cut and calls.tool is not None

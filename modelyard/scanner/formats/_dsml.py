@@ -15,29 +15,29 @@ import re
 
 from modelyard.core.format import Read
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.formats._common import closable
+from modelyard.scanner.formats._common import DEEPSEEK_ROLES, DEEPSEEK_TURN_END, NAME_LIMIT, closable
 from modelyard.scanner.formats._invoke import tagged
 from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
 
 DSML = "｜DSML｜"
 _BLOCKS = ("function_calls", "tool_calls")
-_END_OF_TURN = "<｜end▁of▁sentence｜>"
-_OTHER_TAG = re.compile(rf"[^\w ]|[{SURROGATES}]")
+_TAG_END = re.compile(rf"[>\n<{SURROGATES}]")
+_TAG = re.compile(r"\s*\w+(?:\s+\w+=.*)?")
 _OWN = tagged(f"<{DSML}", f"</{DSML}", _BLOCKS, plain_block=False, plain_invoke=False)
 _BARE = tagged("<", "</", _BLOCKS, plain_block=True, plain_invoke=True)
 
 
 def _other(tape: Tape, _: Calls) -> Steps[str | None]:
-    """A tag that opens or closes nothing we know, such as a misspelled block, is protocol all the same."""
-    yield from tape.until(_OTHER_TAG, 32)
-    if (yield from tape.peek()) != ">":
+    """A tag that opens or closes nothing here, such as a misspelled block, is protocol all the same."""
+    tag = yield from tape.until(_TAG_END, NAME_LIMIT)
+    if not _TAG.fullmatch(tag) or (yield from tape.peek()) != ">":
         raise Unreadable("no tag")
     tape.skip(1)
     return None
 
 
 REGIONS = closable({**_OWN.marks(), **_BARE.marks(), f"<{DSML}": Read(_other), f"</{DSML}": Read(_other)})
-HIDDEN = (*_OWN.tags.ends, DSML, _END_OF_TURN)
+HIDDEN = (*_OWN.tags.ends, DSML, DEEPSEEK_TURN_END, *DEEPSEEK_ROLES)
 INNER = (_OWN.tags.opening, _OWN.tags.closing)
-STOPS = (_END_OF_TURN,)
+STOPS = (DEEPSEEK_TURN_END,)
 TURN = ("<｜Assistant｜>", "</function_results>")

@@ -135,7 +135,7 @@ class Elements:
     def _is_closing(self) -> Steps[bool]:
         """After a namespace that stands here; one that begins no tag is dropped."""
         after = yield from self._ahead(2)
-        if after == "</":
+        if after == "</" or after[:1] in self._tape.special:
             return True
         self._tape.skip(len(self._namespace))
         return False
@@ -166,12 +166,19 @@ class Elements:
         self._tape.skip(1)
         return name.strip()
 
+    def _closing(self) -> Steps[str]:
+        """The name of a closing tag. That of the block may be a token: it stays for whoever reads blocks."""
+        after = yield from self._ahead(2)
+        if after[:1] in self._tape.special:
+            return self._open[0]
+        if after != "</":
+            raise Unreadable("neither an element nor the end of one")
+        return (yield from self._tag()).removeprefix("/").strip()
+
     def _shut(self, name: str) -> Steps[None]:
         """The element is over: by its own closing tag, by one that is nobody's, or by that of an outer one."""
         if self._closed is None:
-            if (yield from self._ahead(2)) != "</":
-                raise Unreadable("neither an element nor the end of one")
-            self._closed = (yield from self._tag()).removeprefix("/").strip()
+            self._closed = yield from self._closing()
         self._open.pop()
         if self._closed == name or self._closed not in self._open:
             self._closed = None

@@ -83,5 +83,5 @@ FORMAT = Format(
     stops=("<|END_OF_TURN_TOKEN|>",),
     turn=("<|CHATBOT_TOKEN|>",),
     template=(("<|CHATBOT_TOKEN|>",), ("<|CHATBOT_TOKEN|>", "Action:"), ("<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>")),
-    names=("command-r", "command-a", "c4ai-command", "aya"),
+    names=("command-r", "command-a", "c4ai-command"),
 )

@@ -10,7 +10,18 @@ from __future__ import annotations
 
 from modelyard.core.format import Format
 from modelyard.scanner.formats._common import closable
-from modelyard.scanner.formats._deepseek import BEGIN, CALLS, HIDDEN, SEPARATOR, STOPS, TURN
+from modelyard.scanner.formats._deepseek import BEGIN, CALLS, HIDDEN, ONE, SEPARATOR, STOPS, TURN
+from modelyard.scanner.grammar import JsonBody, Shape
+
+_CALL = Shape(
+    body=JsonBody("", SEPARATOR),
+    begin=BEGIN,
+    opening=ONE,
+    closing="<｜tool▁call▁end｜>",
+    between="",
+    end="<｜tool▁calls▁end｜>",
+    trigger=BEGIN,
+)
 
 FORMAT = Format(
     name="deepseek_v31",
@@ -20,4 +31,5 @@ FORMAT = Format(
     turn=TURN,
     template=((BEGIN, SEPARATOR),),
     names=("deepseek-v3.1", "deepseek-v31", "deepseek_v31"),
+    grammar=_CALL.grammar,
 )

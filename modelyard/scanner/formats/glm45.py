@@ -14,6 +14,14 @@ from __future__ import annotations
 
 from modelyard.core.format import Format
 from modelyard.scanner.formats._glm import HIDDEN, INNER, KEY, REGIONS, STOPS, TURN, VALUE
+from modelyard.scanner.grammar import Shape, TaggedBody
+
+_CALL = Shape(
+    body=TaggedBody("{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n"),
+    opening="<tool_call>",
+    closing="</tool_call>",
+    trigger="<tool_call>",
+)
 
 FORMAT = Format(
     name="glm45",
@@ -24,4 +32,5 @@ FORMAT = Format(
     turn=TURN,
     template=((KEY, VALUE),),
     names=("glm-4.5", "glm-4.6", "glm4.5", "glm4.6"),
+    grammar=_CALL.grammar,
 )

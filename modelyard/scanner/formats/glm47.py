@@ -12,10 +12,20 @@ from msgspec.structs import replace
 
 from modelyard.scanner.formats import glm45
 from modelyard.scanner.formats._glm import KEY, VALUE
+from modelyard.scanner.grammar import Shape, TaggedBody
+
+_CALL = Shape(
+    body=TaggedBody("{}", "<arg_key>{}</arg_key><arg_value>", "</arg_value>"),
+    opening="<tool_call>",
+    closing="</tool_call>",
+    between="",
+    trigger="<tool_call>",
+)
 
 FORMAT = replace(
     glm45.FORMAT,
     name="glm47",
     template=(("{function-name}" + KEY, VALUE),),
     names=("glm-4.7", "glm4.7", "glm-5", "glm5"),
+    grammar=_CALL.grammar,
 )

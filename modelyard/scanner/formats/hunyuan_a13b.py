@@ -45,6 +45,6 @@ FORMAT = Format(
     hidden=("</tool_calls>", "<|eos|>", "<|startoftext|>", "<|extra_0|>", "<|extra_4|>"),
     stops=("<|eos|>", "<|endoftext|>"),
     turn=("<|extra_0|>",),
-    template=(("<tool_calls>", "<|extra_0|>"), ("<answer>", "<|extra_0|>")),
+    template=(("<tool_calls>", "<|extra_0|>"), ("<|extra_0|>", "<|extra_4|>")),
     names=("hunyuan-a13b", "hunyuan_a13b"),
 )

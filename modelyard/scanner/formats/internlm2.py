@@ -31,5 +31,5 @@ FORMAT = Format(
     stops=("<|im_end|>",),
     turn=("<|im_start|>assistant",),
     template=(("<|action_start|>",),),
-    names=("internlm", "intern-s1"),
+    names=("internlm",),
 )

@@ -4,10 +4,11 @@
     <|python_tag|>{"type": "function", "name": "now", "parameters": {}}
     <|python_tag|>brave_search.call(query="weather in Paris")
     <|python_tag|>print(2 + 2)
+    <function=get_weather>{"city": "Paris"}</function>
 
 Without the token, JSON is a call only if it names a tool on offer and has arguments. After the token also come the
 tools that Llama was trained with, and code: a call of the tool `python`, `ipython` or `code_interpreter`, if one of
-them is on offer, else text.
+them is on offer, else text. The last form is the one that Meta's guide teaches for custom tools.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import re
 
 from modelyard.core.format import Format, Read
 from modelyard.scanner.calls import Calls
+from modelyard.scanner.formats._functions import END, FUNCTION, Functions
 from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.grammar import JsonBody, Shape
 from modelyard.scanner.json_calls import JsonCall
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
 from modelyard.scanner.naked_json import CertainCall
@@ -97,12 +100,22 @@ def _code(tape: Tape, calls: Calls) -> Steps[None]:
     arguments.close()
 
 
+_CALL = Shape(body=JsonBody('{"name": "', '", "parameters": ', "}"), between="; ")
+
+_MARKS = {
+    _TAG: Read(_tagged, _ENDS),
+    FUNCTION: Functions(_TAG, _ENDS[0]).marks[FUNCTION],
+    "{": Read(_object, naked=True),
+    "[": Read(_list, naked=True),
+}
+
 FORMAT = Format(
     name="llama3_json",
-    regions=regions(THINK, {_TAG: Read(_tagged, _ENDS), "{": Read(_object, naked=True), "[": Read(_list, naked=True)}),
-    hidden=("</think>", *_ENDS),
+    regions=regions(THINK, _MARKS),
+    hidden=("</think>", END, *_ENDS),
     stops=_ENDS,
     turn=("<|start_header_id|>assistant<|end_header_id|>",),
     template=(("<|start_header_id|>", '"parameters": '), ("<|start_header_id|>", _TAG)),
     names=("llama-3.1", "llama-3.2", "llama-3.3", "llama3.1", "llama3.2", "llama3.3"),
+    grammar=_CALL.grammar,
 )

@@ -21,8 +21,18 @@ from __future__ import annotations
 from modelyard.core.format import Format
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._invoke import tagged
+from modelyard.scanner.grammar import Shape, TaggedBody
 
 _DIALECT = tagged("<", "</", ("minimax:tool_call",), plain_block=False, plain_invoke=True)
+
+_CALL = Shape(
+    body=TaggedBody('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n"),
+    begin="<minimax:tool_call>\n",
+    closing="</invoke>\n",
+    between="",
+    end="</minimax:tool_call>",
+    trigger="<minimax:tool_call>",
+)
 
 FORMAT = Format(
     name="minimax_m2",
@@ -33,4 +43,5 @@ FORMAT = Format(
     turn=("]~b]ai",),
     template=(("<minimax:tool_call>", "<invoke name="),),
     names=("minimax-m2", "minimax_m2"),
+    grammar=_CALL.grammar,
 )

@@ -11,10 +11,13 @@ Some detokenizers lose `[ARGS]`, so the arguments may follow the name at once. T
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from modelyard.core.format import Format, Read
+from modelyard.core.format import Format, Place, Read
+from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.grammar import JsonBody, Shape
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
 
@@ -56,6 +59,28 @@ def _word(tape: Tape) -> Steps[str]:
     return word
 
 
+_NAMED = Shape(
+    body=JsonBody("", _ARGS),
+    opening=_CALLS,
+    between="",
+    trigger=_CALLS,
+    thought=_TAGS[0],
+)
+_LISTED = Shape(
+    body=JsonBody('{"name": "', '", "arguments": ', "}"),
+    begin=f"{_CALLS}[",
+    between=", ",
+    end="]",
+    trigger=_CALLS,
+    thought=_TAGS[0],
+)
+
+
+def _grammar(tools: Sequence[Tool], choice: ToolChoice, place: Place = Place()) -> Constraint | None:
+    """As this generation writes it: the newer ones have a token before the arguments."""
+    return (_NAMED if _ARGS in place.specials else _LISTED).grammar(tools, choice, place)
+
+
 FORMAT = Format(
     name="mistral",
     regions=regions(_TAGS, {_CALLS: Read(_calls)}),
@@ -64,4 +89,5 @@ FORMAT = Format(
     turn=("[/INST]", "[/TOOL_RESULTS]", "</s>"),
     template=((_CALLS,), (_CALLS, "[AVAILABLE_TOOLS]"), ("[SYSTEM_PROMPT]", "[THINK]")),
     names=("mistral", "ministral", "devstral", "magistral", "mixtral", "codestral"),
+    grammar=_grammar,
 )

@@ -1,0 +1,13 @@
+"""Markers that end a message: the line breaks before them are theirs, and so are those after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from modelyard.core.format import Go, Region
+
+
+def ended(regions: Mapping[str, Region], ends: tuple[str, ...]) -> dict[str, Region]:
+    """The same regions; each of these markers leads out of all of them."""
+    out = {end: Go("text") for end in ends}
+    return {name: Region(region.kind, {**region.marks, **out}) for name, region in regions.items()}

@@ -1,0 +1,394 @@
+"""Bad input on every endpoint: a clear error in that protocol's own shape, never a 500, and a server that lives on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.shapes import VALID, refusal
+from tests.serving import Served, demo, serving
+
+HI = [{"role": "user", "content": "hi"}]
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+TALKS = (MESSAGES, "/v1/messages/count_tokens", CHAT, RESPONSES, "/v1/responses/input_tokens", "/apply-template")
+GENERATES = (MESSAGES, CHAT, RESPONSES, "/v1/completions")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    config = demo()
+    config["models"]["seer"] = config["models"]["demo"] | {"modalities": ["text", "image"]}
+    config["routes"] = [{"match": "*haiku*", "cache": "fast"}]
+    config["images"] = {"max_bytes": 1000, "allow": ["pictures.example"]}
+    with serving(config) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as made:
+        yield made
+
+
+def refused(client: httpx.Client, path: str, body: Any, status: int = 400, **headers: str) -> dict[str, Any]:
+    """The refusal of this body, after which the same connection answers as ever."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    told = refusal(client.post(path, content=content, headers=headers), path, status)
+    assert client.post(path, json=VALID[path]).status_code == 200, "it no longer answers"
+    return told
+
+
+def spelled(path: str, more: bytes) -> bytes:
+    """A good body with something added that no JSON library would write."""
+    return json.dumps(VALID[path]).encode()[:-1] + b"," + more + b"}"
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_the_good_bodies_are_good(client: httpx.Client, path: str) -> None:
+    assert client.post(path, json=VALID[path]).status_code == 200
+
+
+# --- bodies that are no request at all --------------------------------------------------------------------------------
+
+NO_JSON = {
+    "words": (b"hello", "not valid JSON"),
+    "nothing": (b"", "it is empty"),
+    "blanks": (b" \n ", "it is empty"),
+    "half": (b'{"model":', "not valid JSON"),
+    "two": (b"{} {}", "not valid JSON"),
+    "a form": (b"model=demo&messages=hi", "not valid JSON"),
+    "bytes": (bytes(range(256)), "not valid JSON"),
+    "latin-1": (b'{"model":"\xff"}', "not valid JSON"),
+    "a mark": (b"\xef\xbb\xbf{}", "not valid JSON"),
+    "single quotes": (b"{'model':'demo'}", "not valid JSON"),
+    "10,000 deep": (b"[" * 10_000 + b"]" * 10_000, "levels deep"),
+    "10,000 open": (b'{"a":' * 10_000, "levels deep"),
+    "a million lists": (b"[" + b"[]," * 1_000_000 + b"[]]", "arrays and objects"),
+}
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("name", NO_JSON)
+def test_what_is_no_json_is_said_to_be_none(client: httpx.Client, path: str, name: str) -> None:
+    body, words = NO_JSON[name]
+    told = refused(client, path, body)
+    assert told["code"] == "invalid_json"
+    assert words in told["message"]
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("body", [b"[]", b"null", b"1", b'"hi"', b"true", b"[{}]"])
+def test_a_body_that_is_no_object_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
+    assert "Expected `object`" in refused(client, path, body)["message"]
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"01", b"1.", b"+1", b"0x10"])
+def test_numbers_that_json_does_not_have_are_refused(client: httpx.Client, path: str, number: bytes) -> None:
+    assert refused(client, path, spelled(path, b'"temperature":' + number))["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("half", [b"\\ud800", b"\\udfff", b"\\ud800\\ud800", b"\\ud800x"])
+def test_half_a_surrogate_pair_is_named(client: httpx.Client, path: str, half: bytes) -> None:
+    told = refused(client, path, spelled(path, b'"model":"' + half + b'"'))
+    assert told["code"] == "invalid_json"
+    assert "surrogate" in told["message"]
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_a_deep_field_is_refused_and_a_shallow_one_is_not(client: httpx.Client, path: str) -> None:
+    deep = b'"novel":' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000
+    assert "levels deep" in refused(client, path, spelled(path, deep))["message"]
+    assert client.post(path, content=spelled(path, b'"novel":' + b"[" * 60 + b"]" * 60)).status_code == 200
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_a_packed_body_is_refused(client: httpx.Client, path: str) -> None:
+    assert "compressed" in refused(client, path, VALID[path], **{"content-encoding": "gzip"})["message"]
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_of_two_equal_keys_the_last_one_counts(client: httpx.Client, path: str) -> None:
+    twice = b'{"model":"nobody",' + json.dumps(VALID[path]).encode()[1:]
+    assert client.post(path, content=twice).status_code == 200
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_fields_that_nobody_knows_yet_are_no_error(client: httpx.Client, path: str) -> None:
+    novel = spelled(path, b'"novel":{"a":[1e308,"\\u0000\\u001b",' + b"9" * 400 + b"]}")
+    assert client.post(path, content=novel).status_code == 200
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize(
+    "name", ["nobody", "x" * 1_000_000, "../../etc/passwd", "demo\x00", "\n\r\x1b[31m", "模型", "*"]
+)
+def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(client: httpx.Client, path: str, name: str) -> None:
+    told = refused(client, path, VALID[path] | {"model": name}, 404)
+    assert (told["code"], told["param"]) == ("model_not_found", "model")
+    assert "demo" in told["message"]
+    assert len(told["message"]) < 2000
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("name", [5, [], {}, True, 1.5])
+def test_a_model_that_is_no_name_is_refused(client: httpx.Client, path: str, name: Any) -> None:
+    assert refused(client, path, VALID[path] | {"model": name})["param"] == "model"
+
+
+@pytest.mark.parametrize("path", [path for path in VALID if path.startswith("/v1/")])
+@pytest.mark.parametrize("change", [{"model": ""}, {"model": None}, {}])
+def test_a_model_must_be_named(client: httpx.Client, path: str, change: dict[str, Any]) -> None:
+    body = {name: value for name, value in VALID[path].items() if name != "model"} | change
+    assert refused(client, path, body)["param"] == "model"
+
+
+# --- fields of the wrong kind -----------------------------------------------------------------------------------------
+
+FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    *((path, {"messages": bad}, "messages") for path in (MESSAGES, CHAT) for bad in ("hi", 5, {}, [])),
+    *((path, {"messages": [bad]}, "messages[0]") for path in (MESSAGES, CHAT) for bad in ("hi", 5, None, [])),
+    *((path, {"messages": [{"role": bad, "content": "x"}]}, "messages[0].role") for path in (MESSAGES, CHAT)
+      for bad in ("alien", 5, None, "")),
+    *((path, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content") for path in (MESSAGES, CHAT)),
+    *((path, {"tools": bad}, "tools") for path in (MESSAGES, CHAT, RESPONSES) for bad in ("look", 5, {})),
+    *((path, {"tools": [5]}, "tools[0]") for path in (MESSAGES, CHAT, RESPONSES)),
+    *((path, {"stream": "yes"}, "stream") for path in GENERATES),
+    *((path, {"temperature": bad}, "temperature") for path in GENERATES for bad in ("hot", -1, 101, [], True)),
+    *((path, {"top_p": bad}, "top_p") for path in GENERATES for bad in (-0.1, 1.1, "x")),
+    *((path, {"top_k": bad}, "top_k") for path in GENERATES for bad in (1.5, -2, 10**400)),
+    *((path, {"min_p": 2}, "min_p") for path in GENERATES),
+    *((path, {"seed": "x"}, "seed") for path in GENERATES),
+    *((path, {"logit_bias": bad}, "logit_bias") for path in GENERATES for bad in ({"a": 1}, {"9" * 5000: 1}, [])),
+    *((path, {"max_tokens": bad}, "max_tokens") for path in (MESSAGES, CHAT, "/v1/completions")
+      for bad in (-1, 0, 1.5, "many", [])),
+    *((CHAT, {"max_completion_tokens": bad}, "max_completion_tokens") for bad in (-1, 0, "many")),
+    *((RESPONSES, {"max_output_tokens": bad}, "max_output_tokens") for bad in (-1, 0, "many")),
+    *((path, {"n": bad}, "n") for path in (CHAT, "/v1/completions") for bad in (0, -1, 129, "two")),
+    *((path, {"stop": bad}, "stop") for path in (CHAT, "/v1/completions") for bad in (5, {}, ["x"] * 200)),
+    (MESSAGES, {"stop_sequences": "x"}, "stop_sequences"),
+    (MESSAGES, {"stop_sequences": [""]}, "stop_sequences[0]"),
+    (MESSAGES, {"system": 5}, "system"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (MESSAGES, {"thinking": "yes"}, "thinking"),
+    (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT, {"top_logprobs": 1000, "logprobs": True}, "top_logprobs"),
+    (CHAT, {"response_format": "json"}, "response_format"),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    (RESPONSES, {"input": []}, "input"),
+    (RESPONSES, {"input": 5}, "input"),
+    (RESPONSES, {"input": [5]}, "input[0]"),
+    (RESPONSES, {"background": True}, "background"),
+    (RESPONSES, {"top_logprobs": 21}, "top_logprobs"),
+    (RESPONSES, {"previous_response_id": 5}, "previous_response_id"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ("/v1/completions", {"prompt": {}}, "prompt"),
+    ("/v1/completions", {"prompt": []}, "prompt"),
+    ("/v1/completions", {"prompt": [-1]}, "prompt"),
+    ("/v1/completions", {"prompt": [10**9]}, "prompt"),
+    ("/v1/completions", {"prompt": [2**70]}, "prompt"),
+    ("/v1/completions", {"logprobs": 6}, "logprobs"),
+    ("/v1/completions", {"prompt": ["x"] * 2049}, "prompt"),
+    ("/v1/completions", {"prompt": ["x"] * 2000, "n": 2}, "n"),
+    ("/v1/embeddings", {"input": ""}, "input"),
+    ("/v1/embeddings", {"input": []}, "input"),
+    ("/v1/embeddings", {"input": {}}, "input"),
+    ("/v1/embeddings", {"input": [10**9]}, "input"),
+    ("/v1/embeddings", {"dimensions": 0}, "dimensions"),
+    ("/v1/embeddings", {"dimensions": 10**9}, "dimensions"),
+    ("/v1/embeddings", {"encoding_format": "hex"}, "encoding_format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "change", "param"), FIELDS, ids=lambda value: str(value)[:50])
+def test_a_wrong_field_is_named(client: httpx.Client, path: str, change: dict[str, Any], param: str) -> None:
+    told = refused(client, path, VALID[path] | change)
+    assert told["param"] == param
+    assert param.partition("[")[0].partition(".")[0] in told["message"]
+    assert len(told["message"]) < 500
+
+
+@pytest.mark.parametrize("path", GENERATES)
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"9" * 5000])
+def test_numbers_out_of_range_are_named(client: httpx.Client, path: str, number: bytes) -> None:
+    assert refused(client, path, spelled(path, b'"temperature":' + number))["param"] == "temperature"
+
+
+@pytest.mark.parametrize("path", [MESSAGES, CHAT, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_refusal_is_the_same_for_a_stream(client: httpx.Client, path: str, stream: bool) -> None:
+    refused(client, path, VALID[path] | {"stream": stream, "temperature": -1})
+    refused(client, path, VALID[path] | {"stream": stream, "model": "nobody"}, 404)
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def tools(path: str, count: int) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": {"at": {"type": "string", "description": f"of {count}"}}}
+    names = [f"tool_{number}" for number in range(count)]
+    if path == MESSAGES:
+        return [{"name": name, "input_schema": schema} for name in names]
+    if path == CHAT:
+        return [{"type": "function", "function": {"name": name, "parameters": schema}} for name in names]
+    return [{"type": "function", "name": name, "parameters": schema} for name in names]
+
+
+NAMED = {
+    MESSAGES: {"type": "tool", "name": "tool_7"},
+    CHAT: {"type": "function", "function": {"name": "tool_7"}},
+    RESPONSES: {"type": "function", "name": "tool_7"},
+}
+
+
+@pytest.mark.parametrize("path", NAMED)
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_tool_that_is_not_offered_cannot_be_chosen(client: httpx.Client, path: str, count: int) -> None:
+    told = refused(client, path, VALID[path] | {"tools": tools(path, count), "tool_choice": NAMED[path]})
+    assert told["param"] == "tool_choice"
+    assert "tool_7" in told["message"]
+    offered = client.post(path, json=VALID[path] | {"tools": tools(path, 8), "tool_choice": NAMED[path]})
+    assert offered.status_code == 200
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_ten_thousand_tools_do_not_fit_and_hold_nobody_up(client: httpx.Client, path: str, served: Served) -> None:
+    heavy = json.dumps(VALID[path] | {"tools": tools(path, 10_000)}).encode()
+    assert others_meanwhile(served, lambda: refused(client, path, heavy)) >= 5
+
+
+@pytest.mark.parametrize("path", [MESSAGES, "/v1/completions", "/tokenize", "/v1/embeddings"])
+def test_a_text_of_a_megabyte_holds_nobody_up(client: httpx.Client, path: str, served: Served) -> None:
+    field = {MESSAGES: "messages", "/v1/completions": "prompt", "/tokenize": "content", "/v1/embeddings": "input"}[path]
+    text = f"{path} and so on " * 25_000
+    heavy = VALID[path] | {field: [{"role": "user", "content": text}] if field == "messages" else text}
+    assert others_meanwhile(served, lambda: client.post(path, json=heavy)) >= 5
+
+
+def others_meanwhile(served: Served, deed: Any) -> int:
+    """How many small requests were answered while the deed was done."""
+    done, answered = threading.Event(), 0
+    work = threading.Thread(target=lambda: (deed(), done.set()))
+    with httpx.Client(base_url=served.url, timeout=60) as other:
+        work.start()
+        while not done.is_set():
+            assert other.get("/health/live").status_code == 200
+            answered += 1
+    work.join()
+    return answered
+
+
+# --- images -----------------------------------------------------------------------------------------------------------
+
+
+def seeing(path: str, url: str, model: str) -> dict[str, Any]:
+    if path == CHAT:
+        part: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+    elif path == RESPONSES:
+        part = {"type": "input_image", "image_url": url}
+    elif url.startswith("data:") and ";base64," in url:
+        media, _, data = url.removeprefix("data:").partition(";base64,")
+        part = {"type": "image", "source": {"type": "base64", "media_type": media, "data": data}}
+    else:
+        part = {"type": "image", "source": {"type": "url", "url": url}}
+    field = "input" if path == RESPONSES else "messages"
+    return VALID[path] | {"model": model, field: [{"role": "user", "content": [part]}]}
+
+
+IMAGES = {
+    "data:image/png;base64,!!!": "invalid_image",
+    "data:image/png;base64,AAA": "invalid_image",
+    "data:image/png;base64,": "invalid_image",
+    "data:text/html;base64,AAAA": "invalid_image",
+    "data:image/png;base64," + "AAAA" * 1000: "image_too_large",
+    "http://evil.example/cat.png": "image_not_allowed",
+    "http://127.0.0.1/cat.png": "image_not_allowed",
+    "http://[": "image_not_allowed",
+    "file:///etc/passwd": "image_not_allowed",
+    "ftp://pictures.example/cat.png": "image_not_allowed",
+    "cat.png": "image_not_allowed",
+}
+
+
+@pytest.mark.parametrize("path", NAMED)
+@pytest.mark.parametrize("url", IMAGES, ids=lambda url: url[:30])
+def test_an_unfit_image_is_refused(client: httpx.Client, path: str, url: str) -> None:
+    assert refused(client, path, seeing(path, url, "seer"))["code"] == IMAGES[url]
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_an_image_for_a_model_that_reads_only_text_is_refused(client: httpx.Client, path: str) -> None:
+    told = refused(client, path, seeing(path, "data:image/png;base64,AAAA", "demo"))
+    assert told["code"] == "modality_unsupported"
+    assert client.post(path, json=seeing(path, "data:image/png;base64,AAAA", "seer")).status_code == 200
+
+
+# --- size -------------------------------------------------------------------------------------------------------------
+
+
+class Flood:
+    """A hundred megabytes, one at a time; `sent` tells how many were asked for."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for _ in range(100):
+            self.sent += 1
+            yield b" " * 1_000_000
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("headers", [{"content-length": "100000000"}, {}], ids=["announced", "chunked"])
+def test_a_hundred_megabytes_are_not_taken(client: httpx.Client, path: str, headers: dict[str, str]) -> None:
+    flood = Flood()
+    reply = client.post(path, content=iter(flood), headers=headers)
+    told = refusal(reply, path, 413)
+    assert "http.max_body_bytes" in told["message"]
+    assert reply.headers["connection"] == "close"
+    assert flood.sent < 70, "it was read to its end"
+    assert client.post(path, json=VALID[path]).status_code == 200
+
+
+# --- paths and keys ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", VALID)
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+def test_a_wrong_method_is_refused(client: httpx.Client, path: str, method: str) -> None:
+    assert refusal(client.request(method, path), path, 405)["code"] == "method_not_allowed"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messages/x", "/v1/chat", "/v1", "/%00", "/%ff/..", "/v1/messages%2Fx", "/a" * 500]
+)
+def test_an_unknown_path_is_not_found(client: httpx.Client, path: str) -> None:
+    shape = MESSAGES if path.startswith("/v1/messages") else CHAT
+    assert refusal(client.post(path, json={}), shape, 404)["code"] == "path_not_found"
+    assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", VALID)
+def test_a_missing_and_a_wrong_key_are_refused_before_the_body_is_looked_at(path: str, keyed: httpx.Client) -> None:
+    for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer wrong"}, {"authorization": "Basic x"}):
+        told = refusal(keyed.post(path, content=b"not json", headers=headers), path, 401)
+        assert told["code"] == "invalid_api_key"
+    assert keyed.post(path, json=VALID[path], headers={"x-api-key": "right"}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[httpx.Client]:
+    config = demo() | {"keys": [{"name": "ann", "key": "right"}]}
+    with serving(config) as running, httpx.Client(base_url=running.url, timeout=60) as made:
+        yield made

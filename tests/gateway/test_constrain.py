@@ -1,0 +1,89 @@
+"""When an answer is held to a grammar, and to which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from modelyard.core.request import Constraint, Tool, ToolChoice
+from modelyard.gateway.constrain import constrain
+from modelyard.scanner.formats import load
+from tests.gateway.stage import CALLER, Stage, asked, model
+
+LOOK = Tool("look_at", "Looks.", {"type": "object", "properties": {"at": {"type": "string", "not": {}}}})
+NOW = Tool("now")
+MUST = ToolChoice("required")
+TAIL = "<|im_start|>assistant\n"
+
+
+def made(prompt: str = TAIL, format: str = "hermes", calls: bool = False, **request: Any) -> Constraint | None:
+    parts = msgspec.structs.replace(model().parts, format=load(format))
+    changed = msgspec.structs.replace(model(), text=parts, constrain_calls=calls)
+    return constrain(asked(**{"tools": (LOOK, NOW)} | request), changed, prompt)[0]
+
+
+def test_a_call_that_must_come_is_a_grammar_from_the_first_token() -> None:
+    found = made(tool_choice=MUST)
+    assert found
+    assert (found.kind, found.trigger, found.tools) == ("lark", None, ("look_at", "now"))
+    assert f"<[{model().parts.vocab.specials['<tool_call>']}]>" in found.text
+
+
+def test_a_named_tool_is_the_only_one() -> None:
+    found = made(tool_choice=ToolChoice("named", "now"))
+    assert found
+    assert found.tools == ("now",)
+
+
+def test_a_call_that_may_come_is_free() -> None:
+    assert made() is None
+
+
+@pytest.mark.parametrize("asks", [{"calls": True}, {"tools": (LOOK, Tool("now", strict=True))}])
+def test_it_is_held_to_its_schema_where_somebody_wants_that(asks: dict[str, Any]) -> None:
+    found = made(**asks)
+    assert found
+    assert found.trigger == "<tool_call>"
+
+
+def test_the_clients_own_constraint_wins() -> None:
+    own = Constraint("regex", "a+")
+    assert made(tool_choice=MUST, constraint=own) is own
+
+
+def test_without_tools_there_is_nothing_to_hold() -> None:
+    assert made(tools=(), calls=True) is None
+
+
+def test_a_family_without_a_grammar_names_the_tools_that_must_be_called() -> None:
+    found = made(format="think", tool_choice=MUST)
+    assert found == Constraint("tools", tools=("look_at", "now"))
+    assert made(format="think", calls=True) is None
+
+
+def test_reasoning_that_the_prompt_left_open_may_be_finished() -> None:
+    opened, closed = made(TAIL + "<think>\n", tool_choice=MUST), made(TAIL + "<think>\n</think>", tool_choice=MUST)
+    assert opened
+    assert closed
+    assert opened.text.startswith("start: ANY")
+    assert not closed.text.startswith("start: ANY")
+
+
+def test_one_call_is_enough_where_the_client_says_so() -> None:
+    one, many = made(tool_choice=MUST, parallel_tool_calls=False), made(tool_choice=MUST)
+    assert one
+    assert many
+    assert ")*" in many.text
+    assert ")*" not in one.text
+
+
+async def test_what_cannot_be_enforced_is_counted_and_never_refused(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage()
+    caplog.set_level("INFO", "modelyard.gateway")
+    job = await stage.gateway.prepare(asked(tools=(LOOK,), tool_choice=MUST), CALLER)
+    assert job.constraint
+    assert '"not"' not in job.constraint.text
+    assert "schema keyword not enforced: look_at/properties/at/not" in caplog.text
+    assert job.request.tools == (LOOK,)

@@ -1,0 +1,111 @@
+"""A job is fitted to its window, scoped to its key, and gives each choice a prompt of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelyard.core.errors import ContextOverflow, OutputOverflow
+from modelyard.core.request import Caller, Request, Sampling
+from modelyard.gateway.job import Job, Room, Run, fit
+from modelyard.router.routes import Target
+from tests.gateway.stage import asked, model
+
+
+def job(request: Request, key: str = "", runs: int = 1) -> Job:
+    return Job(
+        request=request,
+        caller=Caller(trace="t", endpoint="/v1/completions", key=key),
+        target=Target("demo", "main", 4096),
+        model=model(),
+        runs=tuple(Run([number] * 3, "", Room(5, "max_tokens")) for number in range(runs)),
+        sampling=request.sampling,
+        constraint=None,
+        created=0,
+        tokenize_s=0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "strict", "room"),
+    [
+        (10, None, False, Room(90, "window")),
+        (10, 5, False, Room(5, "max_tokens")),
+        (10, 90, False, Room(90, "max_tokens")),
+        (10, 91, False, Room(90, "window")),
+        (10, 90, True, Room(90, "max_tokens")),
+        (10, None, True, Room(90, "window")),
+        (99, 32_000, False, Room(1, "window")),
+    ],
+)
+def test_the_wanted_output_is_clamped_to_the_window(prompt: int, wanted: int | None, strict: bool, room: Room) -> None:
+    assert fit(prompt, wanted, 100, strict) == room
+
+
+@pytest.mark.parametrize("prompt", [100, 101, 10**9])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_prompt_that_leaves_no_room_overflows_with_true_numbers(prompt: int, strict: bool) -> None:
+    with pytest.raises(ContextOverflow) as caught:
+        fit(prompt, 1, 100, strict)
+    assert (caught.value.prompt_tokens, caught.value.window) == (prompt, 100)
+
+
+def test_a_strict_window_refuses_what_it_would_have_to_clamp() -> None:
+    with pytest.raises(OutputOverflow) as caught:
+        fit(10, 91, 100, strict=True)
+    assert (caught.value.prompt_tokens, caught.value.max_tokens, caught.value.window) == (10, 91, 100)
+
+
+@given(st.integers(0, 200), st.none() | st.integers(1, 200), st.integers(1, 200))
+def test_what_fits_never_exceeds_the_window_or_the_wish(prompt: int, wanted: int | None, window: int) -> None:
+    try:
+        room = fit(prompt, wanted, window, strict=False)
+    except ContextOverflow:
+        assert prompt >= window
+        return
+    assert 1 <= room.max_tokens <= window - prompt
+    assert wanted is None or room.max_tokens <= wanted
+    assert (room.limit == "max_tokens") == (room.max_tokens == wanted)
+
+
+def test_a_demand_weighs_its_choices_and_counts_its_tokens() -> None:
+    demand = job(asked(n=3), key="ann", runs=2).demand()
+    assert (demand.model, demand.cache, demand.weight, demand.tokens, demand.key) == ("demo", "main", 6, 6, "ann")
+    assert (demand.priority, demand.trace) == ("main", "t")
+
+
+def test_two_keys_that_name_the_same_session_do_not_meet() -> None:
+    ann, bob = (job(asked(session="s"), key=key) for key in ("ann", "bob"))
+    assert ann.demand().session != bob.demand().session
+    assert ann.prompt(0).session == ann.demand().session
+    assert job(asked(), key="ann").demand().session is None
+
+
+def test_choices_are_counted_prompt_by_prompt() -> None:
+    two = job(asked(n=2), runs=2)
+    assert two.choices == 4
+    assert [two.prompt(choice).ids[0] for choice in range(4)] == [0, 0, 1, 1]
+
+
+def test_the_answers_to_a_seeded_prompt_differ_and_repeat() -> None:
+    seeded = job(asked(n=3, sampling=Sampling(seed=7, temperature=0.5)), runs=2)
+    assert [seeded.prompt(choice).sampling.seed for choice in range(6)] == [7, 8, 9, 7, 8, 9]
+    assert {seeded.prompt(choice).sampling.temperature for choice in range(6)} == {0.5}
+    assert job(asked(n=2)).prompt(1).sampling.seed is None
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "prompt_field", "value"),
+    [
+        ({"priority": "background"}, "priority", "background"),
+        ({"lora_adapter": "pirate"}, "adapters", (("pirate", 1.0),)),
+        ({"logprobs": 2}, "logprobs", 2),
+    ],
+)
+def test_what_the_engine_must_know_reaches_its_prompt(request_fields: Any, prompt_field: str, value: object) -> None:
+    prompt = job(asked(**request_fields)).prompt(0)
+    assert getattr(prompt, prompt_field) == value
+    assert (prompt.max_tokens, prompt.cache, prompt.stop_ids) == (5, "main", model().parts.stop_ids)

@@ -1,0 +1,66 @@
+"""An error is told in the protocol whose path was called."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from modelyard.core.errors import ContextOverflow, Internal, NotFound
+from modelyard.http.errors import dialect, ours, written
+from modelyard.http.visit import Visit
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "name"),
+    [
+        ("/v1/messages", {}, "anthropic_messages"),
+        ("/v1/messages/count_tokens", {}, "anthropic_messages"),
+        ("/v1/messages/nonsense", {}, "anthropic_messages"),
+        ("/v1/models", {"anthropic-version": "2023-06-01"}, "anthropic_messages"),
+        ("/v1/models", {}, "openai_chat"),
+        ("/v1/responses", {}, "openai_responses"),
+        ("/v1/responses/resp_1", {}, "openai_responses"),
+        ("/v1/chat/completions", {}, "openai_chat"),
+        ("/v1/completions", {}, "openai_chat"),
+        ("/v1/embeddings", {}, "openai_chat"),
+        ("/tokenize", {}, "openai_chat"),
+        ("/", {}, "openai_chat"),
+        ("/nonsense", {}, "openai_chat"),
+    ],
+)
+def test_the_path_and_the_version_header_choose_the_dialect(path: str, headers: dict[str, str], name: str) -> None:
+    assert name == dialect(Visit("t", path, headers)).NAME
+
+
+def test_the_same_error_in_two_shapes() -> None:
+    error = NotFound("no such model", code="model_not_found")
+    anthropic, openai = (written(error, Visit("t", path, {})) for path in ("/v1/messages", "/v1/completions"))
+    assert anthropic.status == openai.status == 404
+    told = json.loads(anthropic.body)
+    assert (told["type"], told["error"]["type"], told["request_id"]) == ("error", "not_found_error", "req_t")
+    assert json.loads(openai.body)["error"]["code"] == "model_not_found"
+
+
+def test_an_overflow_names_the_field_of_its_wire() -> None:
+    params = [
+        json.loads(written(ContextOverflow(9, 8), Visit("t", path, {})).body)["error"]["param"]
+        for path in ("/v1/chat/completions", "/v1/responses")
+    ]
+    assert params == ["messages", "input"]
+
+
+def test_our_own_errors_stay_what_they_are() -> None:
+    error = NotFound("x")
+    assert ours(error) is error
+
+
+def test_a_foreign_error_is_logged_under_an_id_and_told_without_its_details(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        told = ours(ZeroDivisionError("the secret plan"))
+    assert isinstance(told, Internal)
+    assert "secret" not in told.message
+    assert told.id in told.message
+    assert caplog.records[-1].exc_info is not None
+    assert "secret plan" in str(caplog.records[-1].exc_info[1])

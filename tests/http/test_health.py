@@ -1,0 +1,75 @@
+"""Health as people and probes see it, from every mixture of states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelyard.core.lease import ModelStatus
+from modelyard.http.health import judge
+from tests.http.front import door
+from tests.serving import demo
+
+
+@pytest.mark.parametrize(
+    ("states", "verdict"),
+    [
+        ([], "unhealthy"),
+        (["ready"], "healthy"),
+        (["ready", "ready"], "healthy"),
+        (["ready", "stopped"], "healthy"),
+        (["stopped"], "healthy"),
+        (["ready", "loading"], "degraded"),
+        (["ready", "failed"], "degraded"),
+        (["loading"], "degraded"),
+        (["loading", "failed"], "degraded"),
+        (["draining"], "degraded"),
+        (["failed"], "unhealthy"),
+        (["failed", "failed"], "unhealthy"),
+        (["failed", "stopped"], "unhealthy"),
+    ],
+)
+def test_the_verdict_on_all_models_together(states: list[Any], verdict: str) -> None:
+    assert judge({str(number): ModelStatus(state) for number, state in enumerate(states)}) == verdict
+
+
+async def test_a_well_server_says_so_with_every_field() -> None:
+    async with door(loaded=True) as client:
+        reply = await client.get("/health")
+        assert reply.status_code == 200
+        told = reply.json()
+        assert told.pop("version")
+        assert told == {
+            "status": "healthy",
+            "scheduler_connected": True,
+            "tokenizer_loaded": True,
+            "active_requests": 0,
+            "models": {"demo": {"state": "ready", "running": 0, "waiting": 0}},
+        }
+        assert (await client.get("/health/live")).json() == {"status": "alive"}
+        assert (await client.get("/health/ready")).status_code == 200
+
+
+async def test_a_server_without_a_model_that_answers_is_not_ready() -> None:
+    broken = demo(tokenizer_path="/nowhere/at/all")
+    async with door(broken, loaded=True) as client:
+        reply = await client.get("/health")
+        assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")
+        assert reply.json()["tokenizer_loaded"] is False
+        assert "/nowhere/at/all" in reply.json()["models"]["demo"]["reason"]
+        assert (await client.get("/health/ready")).status_code == 503
+        assert (await client.get("/health/live")).status_code == 200
+
+
+async def test_strangers_learn_that_it_is_well_and_not_what_runs() -> None:
+    async with door(demo() | {"keys": [{"name": "ann", "key": "hush"}]}, loaded=True) as client:
+        assert "models" not in (await client.get("/health")).json()
+        assert "models" in (await client.get("/health", headers={"x-api-key": "hush"})).json()
+
+
+async def test_a_load_balancer_may_ask_by_head() -> None:
+    async with door(loaded=True) as client:
+        for path in ("/", "/health", "/health/live", "/health/ready"):
+            reply = await client.head(path)
+            assert (reply.status_code, reply.content) == (200, b"")

@@ -1,0 +1,100 @@
+"""The list of models in both shapes, and a card for every name that a request could use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.http.front import door
+from tests.serving import demo
+
+ANTHROPIC = {"anthropic-version": "2023-06-01"}
+
+
+def config() -> dict[str, Any]:
+    made = demo()
+    made["models"] = {
+        "org/big-model": made["models"]["demo"] | {"aliases": ["big", "claude-x"]},
+        "small": made["models"]["demo"] | {"n_ctx": 512},
+    }
+    made["caches"] = {"main": {"model": "org/big-model", "n_ctx": 4096, "parallel": 4}}
+    made["routes"] = [{"match": "gpt-*", "cache": "main"}, {"match": "*haiku*", "model": "small"}]
+    return made
+
+
+async def test_the_openai_list_has_ids_aliases_windows_and_states() -> None:
+    async with door(config()) as client:
+        told = (await client.get("/v1/models")).json()
+        assert told["object"] == "list"
+        assert [card["id"] for card in told["data"]] == ["org/big-model", "big", "claude-x", "small"]
+        assert {card["object"] for card in told["data"]} == {"model"}
+        assert [card["context_length"] for card in told["data"]] == [4096, 4096, 4096, 512]
+        assert all(card["owned_by"] and card["created"] for card in told["data"])
+
+
+async def test_the_version_header_switches_the_shape() -> None:
+    async with door(config()) as client:
+        told = (await client.get("/v1/models", headers=ANTHROPIC)).json()
+        assert [card["id"] for card in told["data"]] == ["org/big-model", "big", "claude-x", "small"]
+        assert {card["type"] for card in told["data"]} == {"model"}
+        assert (told["first_id"], told["last_id"], told["has_more"]) == ("org/big-model", "small", False)
+
+
+async def test_an_anthropic_list_comes_in_pages() -> None:
+    async with door(config()) as client:
+        first = (await client.get("/v1/models?limit=3", headers=ANTHROPIC)).json()
+        assert ([card["id"] for card in first["data"]], first["has_more"]) == (
+            ["org/big-model", "big", "claude-x"],
+            True,
+        )
+        rest = (await client.get(f"/v1/models?limit=3&after_id={first['last_id']}", headers=ANTHROPIC)).json()
+        assert ([card["id"] for card in rest["data"]], rest["has_more"]) == (["small"], False)
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "abc", "1.5", "", "²", "9" * 5000])
+async def test_a_limit_that_is_none_is_named(limit: str) -> None:
+    async with door(config()) as client:
+        reply = await client.get("/v1/models", params={"limit": limit}, headers=ANTHROPIC)
+        assert reply.status_code == 400
+        told = reply.json()["error"]
+        assert (told["type"], told["param"]) == ("invalid_request_error", "limit")
+        assert len(told["message"]) < 200
+
+
+@pytest.mark.parametrize("path", ["/models", "/v1/models/", "/models/"])
+async def test_other_spellings_of_the_path_are_the_same_list(path: str) -> None:
+    async with door(config()) as client:
+        assert (await client.get(path)).json() == (await client.get("/v1/models")).json()
+
+
+async def test_only_what_is_loaded_where_that_is_asked() -> None:
+    async with door(config()) as client:
+        assert (await client.get("/v1/models?loaded=true")).json()["data"] == []
+    async with door(config(), loaded=True) as client:
+        assert len((await client.get("/v1/models?loaded=true")).json()["data"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [("org/big-model", 4096), ("org%2Fbig-model", 4096), ("claude-x", 4096), ("small", 512), ("gpt-7/turbo", 4096)],
+)
+@pytest.mark.parametrize("headers", [{}, ANTHROPIC])
+async def test_every_name_has_a_card(name: str, window: int, headers: dict[str, str]) -> None:
+    async with door(config()) as client:
+        for base in ("/v1/models/", "/models/"):
+            reply = await client.get(base + name, headers=headers)
+            assert reply.status_code == 200
+            card = reply.json()
+            assert card["id"] == name.replace("%2F", "/")
+            assert window in card.values()
+            assert ("type" in card) == bool(headers)
+
+
+@pytest.mark.parametrize("headers", [{}, ANTHROPIC])
+async def test_a_name_that_leads_nowhere_is_not_found_in_the_right_shape(headers: dict[str, str]) -> None:
+    async with door(config()) as client:
+        reply = await client.get("/v1/models/no/such", headers=headers)
+        assert reply.status_code == 404
+        assert (reply.json().get("type") == "error") == bool(headers)
+        assert "org/big-model" in reply.json()["error"]["message"]

@@ -1,0 +1,82 @@
+"""The documentation page knows every route, and its schema is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from starlette.routing import Route
+
+from tests.http.front import door, yard
+from tests.serving import demo
+
+UNDESCRIBED = {"/", "/docs", "/openapi.json", "/docs/oauth2-redirect"}
+
+
+async def schema() -> Any:
+    async with door() as client:
+        return (await client.get("/openapi.json")).json()
+
+
+def routes() -> dict[str, set[str]]:
+    app: Any = yard().app
+    found: dict[str, set[str]] = {}
+    for route in app._app.router.routes:
+        if isinstance(route, Route):
+            path = route.path.replace("{id:path}", "{id}")
+            found.setdefault(path, set()).update(method.lower() for method in route.methods or ())
+    return found
+
+
+async def test_every_route_is_described_and_nothing_else() -> None:
+    described = {path: set(operations) for path, operations in (await schema())["paths"].items()}
+    prefixed = {path for path in routes() if f"/v1{path}" in routes()}  # the same place without /v1
+    served = {path: methods - {"head"} for path, methods in routes().items() if path not in UNDESCRIBED | prefixed}
+    assert described == served
+
+
+async def test_every_reference_leads_somewhere() -> None:
+    whole = await schema()
+    assert whole["openapi"].startswith("3.")
+    known = {f"#/components/schemas/{name}" for name in whole["components"]["schemas"]}
+    assert set(_references(whole)) <= known
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        if isinstance(ref := value.get("$ref"), str):
+            yield ref
+        for each in value.values():
+            yield from _references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _references(each)
+
+
+async def test_bodies_are_json_schemas_that_take_a_body_and_refuse_another() -> None:
+    whole = await schema()
+    for path, body in {
+        "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5},
+        "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "novel": 1},
+        "/v1/responses": {"model": "m", "input": "hi"},
+        "/v1/completions": {"model": "m", "prompt": ["a", "b"]},
+        "/v1/embeddings": {"model": "m", "input": [1, 2]},
+        "/tokenize": {"content": "hi"},
+        "/detokenize": {"tokens": [1]},
+    }.items():
+        inner = whole["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        wanted = inner | {"components": whole["components"]}
+        jsonschema.Draft202012Validator.check_schema(wanted)
+        jsonschema.validate(body, wanted)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(body | {"model": 5}, wanted)
+
+
+async def test_the_page_is_served_and_can_be_closed() -> None:
+    async with door() as client:
+        assert "text/html" in (await client.get("/docs")).headers["content-type"]
+    async with door(demo() | {"http": {"docs": False}}) as client:
+        for path in ("/docs", "/openapi.json"):
+            assert (await client.get(path)).status_code == 404

@@ -1,0 +1,146 @@
+"""What of a tool's schema a grammar can hold a model to, and what is said of the rest."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.request import Tool
+from modelyard.prompt.constraints import enforceable
+
+
+def reduced(schema: Any) -> tuple[Any, list[str]]:
+    (tool,), warnings = enforceable([Tool("t", parameters={"properties": {"a": schema}})])
+    return tool.parameters["properties"]["a"], warnings
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 1, "maxLength": 5, "pattern": "^[a-z]+$", "format": "date"},
+        {"type": "string", "pattern": r"^[^$\]]\$\^+$"},
+        {"type": ["string", "null"]},
+        {"type": "integer", "minimum": 1, "exclusiveMaximum": 9, "multipleOf": 2},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 3},
+        {"type": "array", "prefixItems": [{"type": "string"}], "items": False},
+        {"enum": ["a", 1, None]},
+        {"const": None},
+        {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+        {"type": "object", "properties": {"x": True}, "required": ["x"], "additionalProperties": False},
+        {"type": "object", "patternProperties": {"^x": {"type": "string"}}},
+        {"type": "object", "additionalProperties": {"type": "string"}, "minProperties": 1},
+        {"$ref": "#/properties/a/$defs/x", "$defs": {"x": {"type": "string"}}},
+    ],
+)
+def test_what_a_grammar_knows_stays_as_it_is(schema: dict[str, Any]) -> None:
+    assert reduced(schema) == (schema, [])
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept", "dropped"),
+    [
+        ({"type": "string", "not": {"const": "x"}}, {"type": "string"}, ["not"]),
+        ({"if": {}, "then": {}, "else": {}}, {}, ["if", "then", "else"]),
+        ({"type": "array", "uniqueItems": True}, {"type": "array"}, ["uniqueItems"]),
+        ({"type": "string", "format": "phone"}, {"type": "string"}, ["format"]),
+        ({"type": "string", "pattern": "(?=a)b"}, {"type": "string"}, ["pattern"]),
+        ({"type": "string", "pattern": "["}, {"type": "string"}, ["pattern"]),
+        ({"type": "string", "pattern": "^a$|^b$"}, {"type": "string"}, ["pattern"]),
+        ({"type": "any"}, {}, ["type"]),
+        ({"$ref": "https://example.com/schema"}, {}, ["$ref"]),
+        ({"$ref": "#/$defs/missing"}, {}, ["$ref"]),
+        ({"enum": []}, {}, ["enum"]),
+        ({"anyOf": []}, {}, ["anyOf"]),
+        ({"properties": []}, {}, ["properties"]),
+        ({"required": "x"}, {}, ["required"]),
+        ({"minLength": "3"}, {}, ["minLength"]),
+        ({"minimum": 1, "exclusiveMinimum": True}, {"minimum": 1}, ["exclusiveMinimum"]),
+        ({"multipleOf": 0}, {}, ["multipleOf"]),
+        ({"minLength": 5, "maxLength": 2}, {"minLength": 5}, ["maxLength"]),
+        ({"properties": {"x": True}, "minProperties": 1}, {"properties": {"x": True}}, ["minProperties"]),
+        ({"patternProperties": {"^a": {}, "^ab": {}}}, {}, ["patternProperties"]),
+        ({"oneOf": [True], "anyOf": [True]}, {"anyOf": [True]}, ["oneOf"]),
+        ({"properties": {"x": {"not": {}}}}, {"properties": {"x": {}}}, ["properties/x/not"]),
+        ({"items": {"anyOf": [{"not": {}}]}}, {"items": {"anyOf": [{}]}}, ["items/anyOf/0/not"]),
+        ({"items": "string"}, {"items": {}}, ["items"]),
+    ],
+)
+def test_what_it_does_not_know_is_dropped_and_named(schema: Any, kept: Any, dropped: list[str]) -> None:
+    assert reduced(schema) == (kept, [f"schema keyword not enforced: t/properties/a/{word}" for word in dropped])
+
+
+@pytest.mark.parametrize(
+    ("schema", "kept"),
+    [
+        ({"title": "A", "description": "d", "default": 1, "examples": [1], "x-own": 1, "type": "string"}, "string"),
+        ({"type": "string", "nullable": True}, ["string", "null"]),
+        ({"type": "array", "uniqueItems": False}, "array"),
+        ({"type": "integer", "format": "int32"}, "integer"),
+    ],
+)
+def test_what_says_nothing_about_values_goes_without_a_word(schema: dict[str, Any], kept: Any) -> None:
+    assert reduced(schema) == ({"type": kept}, [])
+
+
+def test_exactly_one_of_several_becomes_any_of_them() -> None:
+    assert reduced({"oneOf": [{"type": "string"}, {"type": "null"}]}) == (
+        {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        [],
+    )
+
+
+def test_older_drafts_list_their_items() -> None:
+    schema = {"type": "array", "items": [{"type": "string"}, {"type": "integer"}]}
+    assert reduced(schema) == (schema, [])
+
+
+def test_a_schema_that_never_ends_is_cut() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(500):
+        deep = {"items": deep}
+    _, warnings = reduced(deep)
+    assert len(warnings) == 1
+
+
+def test_tools_keep_everything_else() -> None:
+    tool = Tool("t", "does", {"type": "object"}, strict=True, namespace="n")
+    assert enforceable([tool, Tool("u")])[0] == (tool, Tool("u"))
+
+
+_words = st.sampled_from(
+    [
+        *("type", "enum", "const", "required", "pattern", "format", "multipleOf", "minimum", "maximum", "minLength"),
+        *("maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "exclusiveMinimum", "nullable"),
+        *("items", "prefixItems", "additionalProperties", "properties", "patternProperties", "$defs"),
+        *("anyOf", "oneOf", "not", "if", "uniqueItems", "$ref", "title"),
+    ]
+)
+_values = st.sampled_from(
+    ["string", "object", "array", "^a+$", "a$b", "#/$defs/x", "date", 0, 1, 2.5, -1, True, None, [], {}]
+)
+_schemas = st.recursive(
+    _values, lambda inner: st.dictionaries(_words, inner, max_size=4) | st.lists(inner, max_size=2), max_leaves=12
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(_words, _schemas, max_size=5))
+def test_no_schema_raises(schema: dict[str, Any]) -> None:
+    (tool,), warnings = enforceable([Tool("t", parameters=schema)])
+    assert isinstance(tool.parameters, dict)
+    assert all(warning.startswith("schema keyword not enforced: t/") for warning in warnings)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(_words, _schemas, max_size=5))
+def test_whatever_is_left_becomes_a_grammar(schema: dict[str, Any]) -> None:
+    """Unless it allows no value at all, which is its author's own mistake."""
+    llguidance = pytest.importorskip("llguidance")
+    (tool,), _ = enforceable([Tool("t", parameters=schema)])
+    grammar = llguidance.LLMatcher.grammar_from_lark(f"start: %json {json.dumps(tool.parameters)}")
+    is_error, said = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, None)
+    assert not is_error or "nsatisfiable" in said[0], (tool.parameters, said)
