@@ -21,7 +21,7 @@ from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.scanner.detect import detect, taught
 from modelyard.scanner.formats import load as load_format
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.vocab import FileVocabulary, open_vocabulary
 
 
 class Definition(Struct):
@@ -68,8 +68,9 @@ def _text_parts(
     entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
 ) -> TextParts:
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
-    vocab = HfVocabulary.load(where)
-    source = _template(entry, settings, module.chat_template(options), getattr(module, "PROMPT_FORMAT", None), where)
+    vocab = open_vocabulary(where)
+    embedded = module.chat_template(options) or vocab.template
+    source = _template(entry, settings, embedded, getattr(module, "PROMPT_FORMAT", None), where)
     format_ = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
     form = load_format(format_.format)
     stops = {vocab.specials[text] for text in form.stops if text in vocab.specials}
@@ -103,7 +104,7 @@ def _template(
     )
 
 
-def _compiled(text: str, vocab: HfVocabulary) -> ChatTemplate:
+def _compiled(text: str, vocab: FileVocabulary) -> ChatTemplate:
     return ChatTemplate(text, bos_token=vocab.bos_token, eos_token=vocab.eos_token)
 
 

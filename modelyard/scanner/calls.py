@@ -49,8 +49,8 @@ class Calls:
 
     @property
     def is_enough(self) -> bool:
-        """No further call is wanted."""
-        return self.count > 0 and not self.parallel
+        """No further call is wanted, though the reader may be in the middle of several."""
+        return (self.count > 0 and not self.parallel) or self._visible.stopped is not None
 
     @property
     def is_custom(self) -> bool:

@@ -61,6 +61,7 @@ class JsonCall:
         yield from self._members()
         if not self._closed:
             self._settle()
+        self._tape.kept = []  # the call's own bracket is no part of what may have to be given back
 
     def _settle(self) -> None:
         """The object is over: a call without arguments has none."""

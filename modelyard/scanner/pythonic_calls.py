@@ -142,7 +142,7 @@ class PythonValue(JsonValue):
         return _PADDING.sub(r"\1", (yield from _word(self._tape, _LITERAL)))
 
     def _string(self, quote: str) -> Steps[None]:
-        if (yield from self._tape.ahead(3)) == quote * 3:
+        if (yield from self._tape.stands((quote * 3,))):
             yield from self._block(quote * 3)
         else:
             yield from super()._string(quote)
@@ -160,7 +160,7 @@ class PythonValue(JsonValue):
         tape = self._tape
         tape.skip(3)
         self._put('"')
-        while (yield from tape.ahead(3)) != quotes:
+        while not (yield from tape.stands((quotes,))):
             char = yield from tape.peek()
             found = _PLAIN.match(tape.text, tape.at)
             if found and found.end() > tape.at:

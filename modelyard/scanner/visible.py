@@ -57,6 +57,8 @@ class Visible:
         return not self._begun
 
     def show(self, kind: Shown, text: str) -> None:
+        if self.stopped is not None:
+            return
         self.seen += len(text)
         if self._framed:
             text = self._frame(kind, text)

@@ -1,1 +1,30 @@
 """Token ids of text and text of token ids: tokenizers, the token cache, streaming detokenizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from modelyard.core.vocab import Vocabulary
+
+
+class FileVocabulary(Vocabulary, Protocol):
+    """A vocabulary as files bring it: with the texts that templates ask for, and the template where there is one."""
+
+    @property
+    def bos_token(self) -> str: ...
+    @property
+    def eos_token(self) -> str: ...
+    @property
+    def template(self) -> str | None: ...
+
+
+def open_vocabulary(path: Path) -> FileVocabulary:
+    """From a GGUF file through llama.cpp, from everything else through `tokenizers`."""
+    if path.suffix == ".gguf":
+        from modelyard.vocab.gguf import GgufVocabulary
+
+        return GgufVocabulary(path)
+    from modelyard.vocab.hf import HfVocabulary
+
+    return HfVocabulary.load(path)

@@ -16,6 +16,7 @@ from modelyard.vocab.cuts import Added, TokenizerFile, exact_cuts
 from modelyard.vocab.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
 from modelyard.vocab.folder import Ends, read_ends, read_text, tokenizer_file
 from modelyard.vocab.plain import PlainEncoder
+from modelyard.vocab.surrogates import well_formed
 
 # Families add markers such as <tool_call> without flagging them special. They steer all the same; HTML tags and runs of
 # spaces, which some vocabularies also add, do not: no HTML tag has an underscore or a colon in its name.
@@ -76,6 +77,11 @@ class HfVocabulary:
             ) from error
         return cls(tokenizer, file, ends)
 
+    @property
+    def template(self) -> str | None:
+        """A folder's template lies beside the tokenizer: `prompt/source.py` looks for it."""
+        return None
+
     def _bos(self, ends: Ends) -> int | None:
         id = self._tokenizer.token_to_id(ends.bos_token) if ends.bos_token else None
         if ends.adds_bos is not None:
@@ -96,17 +102,17 @@ class HfVocabulary:
         try:
             return self._encode(text)
         except (TypeError, UnicodeEncodeError):
-            return self._encode(_well_formed(text))
+            return self._encode(well_formed(text))
 
     def _encode(self, text: str) -> list[int]:
         """As a batch of one: the library's plain `encode` keeps the interpreter locked while it works."""
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_plain(self, text: str) -> list[int]:
-        return self._plain.encode(_well_formed(text))
+        return self._plain.encode(well_formed(text))
 
     def encode_plain_inside(self, text: str) -> list[int]:
-        return self._plain.encode(_well_formed(text), start=False)
+        return self._plain.encode(well_formed(text), start=False)
 
     def decode(self, ids: Sequence[int], *, specials: bool = True) -> str:
         if not specials:
@@ -134,12 +140,3 @@ class HfVocabulary:
 
 def _is_control(token: Added) -> bool:
     return token.special or _MARKER.fullmatch(token.content) is not None
-
-
-def _well_formed(text: str) -> str:
-    """Lone surrogates, which JSON can spell and UTF-8 cannot, become U+FFFD; pairs become their character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text

@@ -27,8 +27,11 @@ _NODES = 10_000
 
 
 def instance(schema: Schema | bool) -> Any:
-    """Raises InvalidRequest where a schema asks for something endless, or refers to what it does not hold."""
-    return _Maker(schema if isinstance(schema, dict) else {}).make(schema, ())
+    """Raises InvalidRequest where a schema is none, asks for something endless, or refers to what it does not hold."""
+    try:
+        return _Maker(schema if isinstance(schema, dict) else {}).make(schema, ())
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise InvalidRequest(f"the JSON schema is not valid: {error}", code="invalid_json_schema") from None
 
 
 class _Endless(InvalidRequest):
@@ -109,7 +112,7 @@ class _Maker:
 
     def _object(self, schema: Schema, path: tuple[str, ...]) -> Any:
         properties = schema.get("properties", {})
-        made = {name: self.make(properties.get(name, {}), path) for name in schema.get("required", ())}
+        made = {name: self.make(properties.get(name, {}), path) for name in map(_word, schema.get("required", ()))}
         missing = _bounded(max(0, schema.get("minProperties", 0) - len(made)))
         spare = [name for name in properties if name not in made]
         spare += [f"key{i}" for i in range(missing)] if len(spare) < missing else []
@@ -190,3 +193,9 @@ def _merged(base: Schema, parts: Sequence[Schema]) -> Schema:
     for part in parts:
         base = _merge(base, part)
     return base
+
+
+def _word(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is not the name of a property")
+    return name

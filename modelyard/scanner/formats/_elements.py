@@ -17,7 +17,7 @@ from modelyard.scanner.typed import convert, quoted, resolve, types
 _NAME_LIMIT = 128
 _DEPTH = 64
 _GAP = 16
-_TAG_END = re.compile(rf"[><{SURROGATES}]")
+_TAG_END = re.compile(rf"[><\]{SURROGATES}]")
 _EMPTY = {"object": "{}", "array": "[]"}
 _TEXT = ((), ("string",))
 

@@ -21,7 +21,7 @@ from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
 
 _NAMESPACE = "]<]minimax[>["
 _BLOCK, _BLOCK_END, _INVOKE, _INVOKE_END = "<tool_call>", "</tool_call>", "<invoke name=", "</invoke>"
-_NAME_END = re.compile(rf"[>\n<{SURROGATES}]")
+_NAME_END = re.compile(rf"[>\n<\]{SURROGATES}]")
 
 
 def _tags(tape: Tape, calls: Calls) -> Steps[str | None]:

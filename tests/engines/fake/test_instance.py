@@ -93,3 +93,19 @@ schemas = st.recursive(
 @given(schemas)
 def test_every_schema_gets_a_valid_instance(schema: dict[str, Any]) -> None:
     jsonschema.validate(instance(schema), schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": None},
+        {"type": "object", "required": [None]},
+        {"enum": []},
+        {"$ref": 5},
+        {"type": "array", "minItems": "x"},
+    ],
+)
+def test_a_schema_that_is_none_is_the_clients_fault(schema: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        instance(schema)
+    assert caught.value.code == "invalid_json_schema"

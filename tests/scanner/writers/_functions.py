@@ -6,7 +6,6 @@ from typing import Any
 
 from tests.scanner.writers import Calls, raw
 
-
 _LINE = "\n"
 
 

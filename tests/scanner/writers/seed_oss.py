@@ -3,7 +3,6 @@ from __future__ import annotations
 from tests.scanner.writers import Calls
 from tests.scanner.writers._functions import function
 
-
 _LINE = "\n"
 
 

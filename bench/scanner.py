@@ -1,0 +1,133 @@
+"""What the scanner costs a token: plain text, reasoning and calls, against the same loop without a scanner.
+
+    python bench/scanner.py [--rounds N]
+
+Every row is the median over the rounds of the CPU time for a whole output, divided by its tokens. The last rows are one
+call with an argument of 64 KB to 1 MB: the cost of a token must not grow with the length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from modelyard.core.engine import Piece
+from modelyard.core.events import BlockDelta, Event
+from modelyard.core.request import Tool
+from modelyard.scanner import Scanner
+from modelyard.scanner.formats import load
+
+TARGET_US = 3.0
+_TOKEN = 4  # characters, about what a token of English has
+_TOOL = Tool("write", parameters={"properties": {"path": {"type": "string"}, "content": {"type": "string"}}})
+_PROSE = "The quick brown fox jumps over the lazy dog, and then it goes home for tea; nobody minds. "
+_CODE = "    if value < limit and name != 'x':\n        return {\"a\": [1, 2]}\n"
+_CALLS: dict[str, Callable[[str], str]] = {
+    "hermes": lambda body: (
+        f'<tool_call>\n{{"name": "write", "arguments": {{"content": {json.dumps(body)}}}}}\n</tool_call>'
+    ),
+    "harmony": lambda body: (
+        "<|start|>assistant<|channel|>commentary to=functions.write <|constrain|>json<|message|>"
+        f"{json.dumps({'content': body})}<|call|>"
+    ),
+    "qwen3_coder": lambda body: (
+        f"<tool_call>\n<function=write>\n<parameter=content>\n{body}\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "glm45": lambda body: f"<tool_call>write\n<arg_key>content</arg_key>\n<arg_value>{body}</arg_value>\n</tool_call>",
+}
+
+
+class Job(Struct, frozen=True):
+    name: str
+    format: str
+    text: str
+
+
+class Row(Struct, frozen=True):
+    job: Job
+    tokens: int
+    bare_us: float
+    scanned_us: float
+
+
+def jobs() -> Iterator[Job]:
+    prose = _PROSE * 400
+    for format in ("plain", "hermes", "qwen3_coder", "harmony", "muse_glimmer", "gigachat3", "llama3_json"):
+        yield Job("plain text", format, prose)
+    yield Job("plain text with line breaks", "hermes", prose.replace("; ", ";\n\n"))
+    yield Job("reasoning", "hermes", f"<think>\n{prose}\n</think>\nDone.")
+    for format, call in _CALLS.items():
+        yield Job("a call with code", format, call(_CODE * 500))
+    for size in (64, 256, 1024):
+        for format in ("hermes", "qwen3_coder"):
+            yield Job(f"a call of {size} KB", format, _CALLS[format](_PROSE * (size * 1024 // len(_PROSE))))
+
+
+def pieces(text: str) -> list[Piece]:
+    return [Piece(text[at : at + _TOKEN]) for at in range(0, len(text), _TOKEN)]
+
+
+def bare(given: list[Piece], _: Job) -> int:
+    """The loop that a gateway has anyway: one event a token."""
+    said = 0
+    for piece in given:
+        events: list[Event] = [BlockDelta(0, piece.text)]
+        said += len(events)
+    return said
+
+
+def scanned(given: list[Piece], job: Job) -> int:
+    ids, said = count(), 0
+    scanner = Scanner(load(job.format), tools=(_TOOL,), new_id=lambda: f"call_{next(ids)}")
+    for piece in given:
+        said += len(scanner.feed((piece,)))
+    return said + len(scanner.finish())
+
+
+def measure(job: Job, rounds: int) -> Row:
+    given = pieces(job.text)
+    times: dict[Callable[[list[Piece], Job], int], list[float]] = {bare: [], scanned: []}
+    for _ in range(rounds):
+        for loop, taken in times.items():
+            start = time.process_time()
+            loop(given, job)
+            taken.append((time.process_time() - start) / len(given) * 1e6)
+    return Row(job, len(given), statistics.median(times[bare]), statistics.median(times[scanned]))
+
+
+def table(rows: list[Row]) -> Table:
+    shown = Table(title=f"Scanner: µs a token, one token at a time (target for plain text: ≤ {TARGET_US:g} µs)")
+    for column in ("what", "format", "tokens", "without", "with", "ratio"):
+        shown.add_column(column, justify="left" if column in ("what", "format") else "right")
+    for row in rows:
+        late = row.job.name == "plain text" and row.scanned_us > TARGET_US
+        cost = f"{row.scanned_us:.2f}"
+        ratio = f"{row.scanned_us / row.bare_us:.1f}"
+        shown.add_row(
+            row.job.name,
+            row.job.format,
+            f"{row.tokens:,}",
+            f"{row.bare_us:.2f}",
+            f"[red]{cost}[/red]" if late else cost,
+            ratio,
+        )
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    Console().print(table([measure(job, rounds) for job in jobs()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""llama.cpp in process: named, isolated KV caches on one set of weights, no HTTP hop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.engines.llama_cpp import files
+from modelyard.engines.llama_cpp.options import Options
+
+__all__ = ["HOLDS_WEIGHTS", "Options", "chat_template", "create", "estimate", "kind", "tokenizer_path"]
+
+HOLDS_WEIGHTS = True
+
+
+def kind(options: Options) -> Literal["text", "chat"]:
+    del options
+    return "text"
+
+
+def create(spec: EngineSpec) -> Engine:
+    """To be called on the loop that its answers are read on."""
+    from modelyard.engines.llama_cpp.engine import LlamaEngine
+
+    return LlamaEngine(spec)
+
+
+def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+    del machine
+    return Memory(weights=files.find(spec.options.path).stat().st_size)
+
+
+def tokenizer_path(options: Options) -> Path:
+    """The file itself: its vocabulary is read without its weights."""
+    return files.find(options.path)
+
+
+def chat_template(options: Options) -> str | None:
+    """None: the vocabulary brings the file's own."""
+    del options
+    return None

@@ -1,0 +1,108 @@
+"""libllama through ctypes, in two views: calls that may take long give the GIL up, short ones keep it.
+
+A call that gives up the GIL waits up to a switch interval to get it back, so only `decode`, loading and state copies
+are worth it; sampling, logits and memory operations go through `PyDLL`, which keeps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_void_p
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import llama_cpp
+
+lib: Any = llama_cpp
+
+IntArray = npt.NDArray[np.int32]
+
+# name → (result, arguments) of the short calls
+_SHORT: dict[str, tuple[Any, list[Any]]] = {
+    "llama_get_logits_ith": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
+    "llama_sampler_accept": (None, [c_void_p, c_int32]),
+    "llama_sampler_free": (None, [c_void_p]),
+    "llama_sampler_chain_add": (None, [c_void_p, c_void_p]),
+    "llama_sampler_init_greedy": (c_void_p, []),
+    "llama_sampler_init_dist": (c_void_p, [c_uint32]),
+    "llama_sampler_init_top_k": (c_void_p, [c_int32]),
+    "llama_sampler_init_top_p": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_min_p": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_typical": (c_void_p, [c_float, c_size_t]),
+    "llama_sampler_init_temp": (c_void_p, [c_float]),
+    "llama_sampler_init_xtc": (c_void_p, [c_float, c_float, c_size_t, c_uint32]),
+    "llama_sampler_init_mirostat": (c_void_p, [c_int32, c_uint32, c_float, c_float, c_int32]),
+    "llama_sampler_init_mirostat_v2": (c_void_p, [c_uint32, c_float, c_float]),
+    "llama_sampler_init_penalties": (c_void_p, [c_int32, c_int32, c_float, c_float, c_float]),
+    "llama_sampler_init_dry": (
+        c_void_p,
+        [c_void_p, c_float, c_float, c_int32, c_int32, POINTER(c_char_p), c_size_t],
+    ),
+    "llama_sampler_init_logit_bias": (c_void_p, [c_int32, c_int32, c_void_p]),
+    "llama_memory_seq_rm": (c_bool, [c_void_p, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_cp": (None, [c_void_p, c_int32, c_int32, c_int32, c_int32]),
+    "llama_memory_seq_pos_min": (c_int32, [c_void_p, c_int32]),
+    "llama_memory_seq_pos_max": (c_int32, [c_void_p, c_int32]),
+}
+
+
+class _Short:
+    """The short calls, by their names in llama.h."""
+
+    def __init__(self, path: str) -> None:
+        library = ctypes.PyDLL(path)
+        for name, (result, arguments) in _SHORT.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name.removeprefix("llama_"), function)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is none of the short calls")
+
+
+short: Any = _Short(lib._lib._name)
+
+
+class LogitBias(ctypes.Structure):
+    _fields_ = (("token", c_int32), ("bias", c_float))
+
+
+class Batch:
+    """A `llama_batch` whose arrays are numpy's: filled by slices, never row by row."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.token: IntArray = np.zeros(capacity, np.int32)
+        self.pos: IntArray = np.zeros(capacity, np.int32)
+        self.seq: IntArray = np.zeros(capacity, np.int32)
+        self.output: npt.NDArray[np.int8] = np.zeros(capacity, np.int8)
+        self._ones: IntArray = np.ones(capacity, np.int32)
+        address = self.seq.ctypes.data
+        self._pointers = np.arange(address, address + 4 * capacity, 4, dtype=np.uint64)
+        self.raw = lib.llama_batch()
+        self.raw.token = self.token.ctypes.data_as(POINTER(c_int32))
+        self.raw.pos = self.pos.ctypes.data_as(POINTER(c_int32))
+        self.raw.n_seq_id = self._ones.ctypes.data_as(POINTER(c_int32))
+        self.raw.seq_id = self._pointers.ctypes.data_as(POINTER(POINTER(c_int32)))
+        self.raw.logits = self.output.ctypes.data_as(POINTER(ctypes.c_int8))
+
+    def clear(self) -> None:
+        self.raw.n_tokens = 0
+
+    @property
+    def size(self) -> int:
+        return int(self.raw.n_tokens)
+
+    def add(self, ids: IntArray, start: int, sequence: int, *, last: bool) -> int:
+        """Rows of one sequence; `last` asks for logits after the last of them. The row that has them."""
+        at, end = self.size, self.size + len(ids)
+        self.token[at:end] = ids
+        self.pos[at:end] = np.arange(start, start + len(ids), dtype=np.int32)
+        self.seq[at:end] = sequence
+        self.output[at:end] = 0
+        self.output[end - 1] = last
+        self.raw.n_tokens = end
+        return end - 1

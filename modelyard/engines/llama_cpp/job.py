@@ -1,0 +1,69 @@
+"""One job in the engine's hands: its tokens, how far they are read, and its way out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from modelyard.core.engine import Chunk, Prompt
+from modelyard.engines.llama_cpp.sample import Chain
+from modelyard.engines.mailbox import Mailbox
+
+
+class Job:
+    """`ids` holds prompt and output in one growing array; `done` of them are in the KV cache.
+
+    Made on the reader's loop; from `admit` on it belongs to the engine's thread, except for `cancelled`, which anybody
+    may set and the thread reads at each step.
+    """
+
+    def __init__(self, prompt: Prompt, loop: Any, arrived: int) -> None:
+        self.prompt, self.arrived = prompt, arrived
+        self.box: Mailbox[Chunk] = Mailbox(on_cancel=self.cancel, loop=loop)
+        self.cancelled = False
+        self.prompt_tokens = prompt.n_tokens
+        self._room = np.empty(self.prompt_tokens + min(prompt.max_tokens, 1024), np.int32)
+        self._room[: self.prompt_tokens] = prompt.ids
+        self.length = self.prompt_tokens
+        self.done = self.cached = 0
+        self.stops = frozenset(prompt.stop_ids)
+        self.chain: Chain  # set by the engine's thread
+        self.began = time.perf_counter()
+        self.first_at: float | None = None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    @property
+    def ids(self) -> Any:
+        return self._room[: self.length]
+
+    @property
+    def pending(self) -> int:
+        return self.length - self.done
+
+    @property
+    def generating(self) -> bool:
+        return self.first_at is not None
+
+    @property
+    def output(self) -> int:
+        return self.length - self.prompt_tokens
+
+    def begin(self, keep: int) -> None:
+        self.done = self.cached = keep
+
+    def prefilled(self) -> None:
+        if self.first_at is None:
+            self.first_at = time.perf_counter()
+
+    def append(self, token: int) -> None:
+        if self.length == len(self._room):
+            self._room = np.concatenate([self._room, np.empty(max(1024, self.length // 2), np.int32)])
+        self._room[self.length] = token
+        self.length += 1
+
+    def close(self) -> None:
+        self.chain.close()

@@ -1,0 +1,117 @@
+"""A request's sampling settings as a chain of llama.cpp samplers, and log probabilities of the raw distribution."""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from modelyard.core.engine import IdLogprob
+from modelyard.core.request import Sampling
+from modelyard.engines.llama_cpp.binding import LogitBias, lib, short
+
+_PENALTY_WINDOW = 64
+_BREAKERS = ("\n", ":", '"', "*")
+
+
+class Chain:
+    """The samplers of one job. It owns memory outside Python: `close` it."""
+
+    def __init__(self, sampling: Sampling, vocab: Any, n_vocab: int) -> None:
+        self._keep: list[Any] = []  # what C points to must live as long as the chain
+        self._raw: int | None = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        for sampler in self._samplers(sampling, vocab, n_vocab):
+            short.sampler_chain_add(self._raw, sampler)
+
+    def pick(self, context: Any, row: int) -> int:
+        """The next token after that row; the chain remembers it."""
+        token: int = short.sampler_sample(self._raw, context, row)
+        return token
+
+    def accept(self, token: int) -> None:
+        short.sampler_accept(self._raw, token)
+
+    def close(self) -> None:
+        raw, self._raw = self._raw, None
+        if raw is not None:
+            short.sampler_free(raw)
+
+    def _samplers(self, s: Sampling, vocab: Any, n_vocab: int) -> list[Any]:
+        seed = (s.seed if s.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
+        chain = [*self._biases(s, n_vocab), *_penalties(s, n_vocab), *self._dry(s, vocab)]
+        temperature = 1.0 if s.temperature is None else s.temperature
+        if temperature <= 0 or s.top_k == 1:
+            return [*chain, short.sampler_init_greedy()]
+        if s.mirostat:
+            return [*chain, short.sampler_init_temp(temperature), _mirostat(s, n_vocab, seed)]
+        return [*chain, *_truncations(s, seed), short.sampler_init_temp(temperature), short.sampler_init_dist(seed)]
+
+    def _biases(self, s: Sampling, n_vocab: int) -> list[Any]:
+        if not s.logit_bias:
+            return []
+        pairs = [LogitBias(token, bias) for token, bias in s.logit_bias.items() if 0 <= token < n_vocab]
+        biases = (LogitBias * len(pairs))(*pairs)
+        self._keep.append(biases)
+        return [short.sampler_init_logit_bias(n_vocab, len(pairs), ctypes.addressof(biases))]
+
+    def _dry(self, s: Sampling, vocab: Any) -> list[Any]:
+        if not s.dry_multiplier:
+            return []
+        words = [word.encode() for word in s.dry_sequence_breakers or _BREAKERS]
+        breakers = (ctypes.c_char_p * len(words))(*words)
+        self._keep.append(breakers)
+        base = 1.75 if s.dry_base is None else s.dry_base
+        allowed = 2 if s.dry_allowed_length is None else s.dry_allowed_length
+        back = -1 if s.dry_penalty_last_n is None else s.dry_penalty_last_n
+        return [short.sampler_init_dry(vocab, s.dry_multiplier, base, allowed, back, breakers, len(words))]
+
+
+def _penalties(s: Sampling, n_vocab: int) -> list[Any]:
+    repeat, frequency, presence = s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0
+    if (repeat, frequency, presence) == (1.0, 0.0, 0.0):
+        return []
+    return [short.sampler_init_penalties(n_vocab, _PENALTY_WINDOW, repeat, frequency, presence)]
+
+
+def _truncations(s: Sampling, seed: int) -> list[Any]:
+    chain: list[Any] = []
+    if s.top_k is not None and s.top_k > 0:
+        chain.append(short.sampler_init_top_k(s.top_k))
+    if s.typical_p is not None and s.typical_p < 1:
+        chain.append(short.sampler_init_typical(s.typical_p, 1))
+    if s.top_p is not None and s.top_p < 1:
+        chain.append(short.sampler_init_top_p(s.top_p, 1))
+    if s.min_p:
+        chain.append(short.sampler_init_min_p(s.min_p, 1))
+    if s.xtc_probability:
+        threshold = 0.1 if s.xtc_threshold is None else s.xtc_threshold
+        chain.append(short.sampler_init_xtc(s.xtc_probability, threshold, 1, seed))
+    return chain
+
+
+def _mirostat(s: Sampling, n_vocab: int, seed: int) -> Any:
+    tau = 5.0 if s.mirostat_tau is None else s.mirostat_tau
+    eta = 0.1 if s.mirostat_eta is None else s.mirostat_eta
+    if s.mirostat == 1:
+        return short.sampler_init_mirostat(n_vocab, seed, tau, eta, 100)
+    return short.sampler_init_mirostat_v2(seed, tau, eta)
+
+
+def logits_of(context: Any, row: int, n_vocab: int) -> npt.NDArray[np.float32]:
+    """A view of the row's logits: valid until the next decode, and writable."""
+    return np.ctypeslib.as_array(short.get_logits_ith(context, row), shape=(n_vocab,))
+
+
+def logprob_of(logits: npt.NDArray[np.float32], token: int, top: int) -> IdLogprob:
+    """Of the model's own distribution, before any sampler; take it before a mask changes the logits."""
+    peak = float(logits.max())
+    total = peak + float(np.log(np.exp(logits - peak).sum()))
+    best: tuple[tuple[int, float], ...] = ()
+    if top:
+        ids = np.argpartition(logits, -top)[-top:]
+        ids = ids[np.argsort(-logits[ids], kind="stable")]
+        best = tuple((int(i), float(logits[i]) - total) for i in ids)
+    return IdLogprob(token, float(logits[token]) - total, best)

@@ -1,0 +1,88 @@
+"""Which sequence of a cache takes a prompt, and how much of its KV can stay. Pure.
+
+In this order, among those that are idle:
+
+    1. the sequence of the same session
+    2. the one whose tokens the prompt continues: most of what it holds is a prefix of the prompt
+    3. an empty one (the lowest: neighbours are computed together)
+    4. the least recently used one of background work
+    5. the least recently used one
+
+A prefix counts token by token, and only under the same adapters: KV is never shared on trust.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from modelyard.core.request import Priority
+
+Ids = npt.NDArray[np.int32]
+Adapters = tuple[tuple[str, float], ...]
+_MOSTLY = 0.5
+
+
+class Slot(Struct):
+    """What one sequence holds. `tokens` is exactly what its KV was computed from."""
+
+    index: int
+    tokens: Ids
+    session: str | None = None
+    adapters: Adapters = ()
+    priority: Priority = "main"
+    used: int = 0  # a counter, not a clock: the higher, the more recent
+    busy: bool = False
+
+
+class Choice(Struct, frozen=True):
+    """`keep` tokens stay; `evicted` says that somebody else's conversation is lost by it."""
+
+    index: int
+    keep: int
+    evicted: bool = False
+
+
+def common(a: Ids, b: Ids) -> int:
+    """How many tokens two runs share from the start."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def choose(slots: Sequence[Slot], prompt: Ids, session: str | None, adapters: Adapters = ()) -> Choice:
+    """At least one slot must be idle: the scheduler hands out no more leases than there are slots."""
+    idle = [slot for slot in slots if not slot.busy]
+    shared = {slot.index: common(slot.tokens, prompt) if slot.adapters == adapters else 0 for slot in idle}
+    if session is not None:
+        own = [slot for slot in idle if slot.session == session]
+        if own:
+            best = max(own, key=lambda slot: shared[slot.index])
+            return Choice(best.index, shared[best.index])
+    near = [slot for slot in idle if len(slot.tokens) and shared[slot.index] >= _MOSTLY * len(slot.tokens)]
+    if near:
+        best = max(near, key=lambda slot: (shared[slot.index], slot.used))
+        return Choice(best.index, shared[best.index])
+    return _other(idle, shared)
+
+
+def _other(idle: list[Slot], shared: dict[int, int]) -> Choice:
+    empty = [slot for slot in idle if not len(slot.tokens)]
+    if empty:
+        return Choice(min(slot.index for slot in empty), 0)
+    oldest = min(idle, key=lambda slot: (slot.priority != "background", slot.used))
+    return Choice(oldest.index, shared[oldest.index], evicted=True)
+
+
+def donor(slots: Sequence[Slot], prompt: Ids, chosen: Choice, adapters: Adapters) -> tuple[int, int]:
+    """Another sequence, busy or not, that shares more of the prompt than the chosen one keeps: (index, tokens)."""
+    found = (chosen.index, chosen.keep)
+    for slot in slots:
+        if slot.index != chosen.index and slot.adapters == adapters:
+            shared = common(slot.tokens, prompt)
+            if shared > found[1]:
+                found = (slot.index, shared)
+    return found

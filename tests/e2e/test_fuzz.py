@@ -1,0 +1,188 @@
+"""Whatever is sent, the answer is well-formed and never our own fault: good bodies with a few things changed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.e2e.shapes import VALID, refusal
+from tests.serving import demo, serving
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "logit_bias": {"5": 1.5}, "stream": False,
+    "chat_template_kwargs": {"enable_thinking": True}, "documents": [{"title": "t", "text": "x"}], "priority": "main",
+    "dry_sequence_breakers": ["\n"], "lora_adapter": None, "user": "ann", "metadata": {"user_id": "u"},
+}  # fmt: skip
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
+
+# Every endpoint with as many of its fields as a client could send at once.
+RICH: dict[str, dict[str, Any]] = {
+    "/v1/messages": VALID["/v1/messages"] | SAMPLING | {
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+                {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "d"}, "title": "t"},
+            ]},
+            {"role": "system", "content": "Remember."},
+        ],
+        "tools": [{"name": "weather", "description": "d", "input_schema": SCHEMA, "strict": True}],
+        "tool_choice": {"type": "tool", "name": "weather"},
+        "thinking": {"type": "enabled", "budget_tokens": 100},
+        "stop_sequences": ["STOP"],
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    },
+    "/v1/chat/completions": VALID["/v1/chat/completions"] | SAMPLING | {
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}], "name": "ann"},
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}],
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}},
+        "n": 2, "logprobs": True, "top_logprobs": 2, "stop": ["STOP"], "max_completion_tokens": 9,
+        "stream_options": {"include_usage": True}, "parallel_tool_calls": False, "reasoning_effort": "low",
+    },
+    "/v1/responses": VALID["/v1/responses"] | SAMPLING | {
+        "instructions": "Be brief.",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}], "encrypted_content": "x"},
+            {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "sh", "input": "ls"},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "a"}]},
+        ],
+        "tools": [
+            {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True},
+            {"type": "custom", "name": "sh", "format": {"type": "grammar", "syntax": "lark", "definition": "s: /x/"}},
+            {"type": "namespace", "name": "ns", "tools": [{"type": "function", "name": "inner"}]},
+            {"type": "web_search"},
+        ],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+        "reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"],
+        "max_output_tokens": 9, "store": True, "parallel_tool_calls": True, "previous_response_id": None,
+    },
+    "/v1/completions": VALID["/v1/completions"] | SAMPLING | {
+        "prompt": ["one", "two"], "suffix": "x", "echo": True, "n": 1, "best_of": 1, "logprobs": 2, "max_tokens": 9,
+        "stop": ["STOP"], "stream_options": {"include_usage": True},
+    },
+    "/v1/embeddings": {"model": "demo", "input": ["one", "two"], "encoding_format": "base64", "dimensions": 8},
+    "/tokenize": {"model": "demo", "content": "one", "with_pieces": True, "add_special": True},
+    "/detokenize": {"model": "demo", "tokens": [1, 2, 3]},
+}  # fmt: skip
+RICH["/v1/messages/count_tokens"] = RICH["/v1/messages"]
+RICH["/v1/responses/input_tokens"] = RICH["/v1/responses"]
+RICH["/apply-template"] = RICH["/v1/chat/completions"]
+
+WORDS = st.sampled_from(
+    ["", "demo", "user", "assistant", "tool", "text", "function", "auto", "c1", "<|im_end|>", "\x00", "é😀"]
+)
+ATOMS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 300),
+    st.sampled_from([2**31, 2**63, -(2**64), 10**40]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    WORDS,
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+)
+VALUES = st.recursive(
+    ATOMS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(WORDS | st.sampled_from(["type", "role"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a body that could hold something else."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*path, key)
+        yield from places(each, (*path, key))
+
+
+@st.composite
+def mutants(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    body = copy.deepcopy(RICH[path])
+    for _ in range(draw(st.integers(1, 3))):
+        if not body:
+            break
+        *way, last = draw(st.sampled_from(sorted(places(body), key=repr)))
+        holder: Any = body
+        for step in way:
+            holder = holder[step]
+        if draw(st.booleans()):
+            holder[last] = draw(VALUES)
+        else:
+            del holder[last]
+    return body
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    config = demo()
+    config["models"]["demo"]["modalities"] = ["text", "image"]
+    with serving(config) as running, httpx.Client(base_url=running.url, timeout=60) as made:
+        yield made
+
+
+def check(client: httpx.Client, path: str, body: Any) -> None:
+    reply = client.post(path, content=json.dumps(body).encode())
+    if reply.status_code != 200:
+        assert 400 <= reply.status_code < 500, reply.text
+        refusal(reply, path, reply.status_code)
+    elif reply.headers["content-type"].startswith("text/event-stream"):
+        assert reply.text.endswith("\n\n")
+    else:
+        assert isinstance(reply.json(), dict)
+
+
+MANY = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("path", RICH)
+def test_the_rich_bodies_are_good(client: httpx.Client, path: str) -> None:
+    reply = client.post(path, json=RICH[path])
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("path", RICH)
+def test_a_good_body_with_something_wrong_in_it_is_answered_in_shape(client: httpx.Client, path: str) -> None:
+    @MANY
+    @given(mutants(path))
+    def holds(body: dict[str, Any]) -> None:
+        check(client, path, body)
+
+    holds()
+
+
+@pytest.mark.parametrize("path", RICH)
+def test_any_json_at_all_is_answered_in_shape(client: httpx.Client, path: str) -> None:
+    fields = st.sampled_from(sorted(RICH[path]))
+
+    @MANY
+    @given(VALUES | st.dictionaries(fields, VALUES).map(lambda body: {"model": "demo"} | body))
+    def holds(body: Any) -> None:
+        check(client, path, body)
+
+    holds()

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+
+from modelyard.core.engine import Piece
+from modelyard.core.events import BlockDelta
+from modelyard.core.request import Tool
+from modelyard.scanner import Scanner, parse
+from modelyard.scanner.formats import load
+
+
+def _value(literal: str) -> object:
+    (call,) = parse([f"[f(x={literal})]"], format="pythonic").tool_calls
+    return json.loads(call.arguments)["x"]
+
+
+STRINGS = [
+    "'a'",
+    '"a"',
+    "''",
+    "'it\\'s'",
+    "'\\x41\\u00e9\\U0001F600'",
+    "'\\a\\v\\\\'",
+    "'\\\nb'",
+    "'''a\n\"b\" 'c' '''",
+    "''''''",
+]
+OTHERS = ["-1", "2.5", "True", "None", "[]", "[1, ['a'], {}]", "{'a': {'b': [None, False]}}"]
+LOOSE = [("true", True), ("null", None), ('"\\ud83d\\ude00"', "😀"), ("'\\xz \\q'", "\\xz \\q")]
+
+
+@pytest.mark.parametrize("literal", [*STRINGS, *OTHERS])
+def test_literals_mean_what_python_says(literal: str) -> None:
+    assert _value(literal) == ast.literal_eval(literal)
+
+
+@pytest.mark.parametrize(("literal", "value"), LOOSE)
+def test_json_and_wrong_escapes_are_read_too(literal: str, value: object) -> None:
+    assert _value(literal) == value
+
+
+@pytest.mark.parametrize("raw", ["[f(x=y)]", "[f(1)]", "[f(**x)]", "[f(x='a)]", "[f(x=(1, 2))]", "[f]", "[]", "[(x)]"])
+def test_what_is_no_literal_call_is_text(raw: str) -> None:
+    parsed = parse([raw], format="pythonic")
+    assert (parsed.content, parsed.tool_calls) == (raw, ())
+
+
+def test_arguments_stream_as_they_come() -> None:
+    scanner = Scanner(load("pythonic"), tools=[Tool("f")], new_id=lambda: "c")
+    told = [scanner.feed([Piece(text)]) for text in ("Hm. [", "f(", "x='a", "b", "', y=", "[1, ", "2])]")]
+    texts = [[e.text for e in events if isinstance(e, BlockDelta)] for events in told]
+    assert texts == [["Hm. "], [], ['{"x": "a'], ["b"], ['"'], [', "y": [1'], [", 2]}"]]
