@@ -111,9 +111,10 @@ class Elements:
             self._end()
             return None
         if self._special.match(char):
-            if (yield from tape.stands((self._namespace,))):
-                return None if (yield from self._is_closing()) else ""
-            char = tape.skip(1)
+            here = yield from tape.stands((self._namespace,))
+            if here and (yield from self._is_closing()):
+                return None
+            char = tape.skip(len(here or char))
             return "" if char in tape.special else char
         found = self._special.search(tape.text, tape.at)
         return tape.take(found.start() if found else len(tape.text))
@@ -133,12 +134,9 @@ class Elements:
         return (yield from self._tape.ahead(size + count))[size:]
 
     def _is_closing(self) -> Steps[bool]:
-        """After a namespace that stands here; one that begins no tag is dropped."""
+        """After a namespace that stands here."""
         after = yield from self._ahead(2)
-        if after == "</" or after[:1] in self._tape.special:
-            return True
-        self._tape.skip(len(self._namespace))
-        return False
+        return after == "</" or after[:1] in self._tape.special
 
     def _is_opening(self) -> Steps[bool]:
         """An opening tag comes next. Nothing but tags may stand here."""

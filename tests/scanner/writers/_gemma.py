@@ -1,16 +1,19 @@
-"""Gemma's notation: bare keys, and the family's own quotes."""
+"""Gemma's notation: bare keys, and the family's own quotes, which no text can hold."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from hypothesis import assume
+
 
 def value(given: Any, quote: str) -> str:
     if isinstance(given, str):
+        assume(quote not in given)
         return quote + given + quote
     if isinstance(given, dict):
-        return f"{{{','.join(f'{quote}{k}{quote}:{value(v, quote)}' for k, v in given.items())}}}"
+        return f"{{{','.join(f'{value(k, quote)}:{value(v, quote)}' for k, v in given.items())}}}"
     if isinstance(given, list):
         return f"[{','.join(value(v, quote) for v in given)}]"
     return json.dumps(given)
