@@ -87,7 +87,7 @@ class Renderer:
         return tamed.render(entries, variables)
 
     def _variables(self, request: Request, template: ChatTemplate, tools: list[Frozen]) -> dict[str, Any]:
-        out: dict[str, Any] = {"tools": tools or None, "documents": None, "add_generation_prompt": True}
+        out: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
         reasoning = request.reasoning
         enabled = reasoning.enabled if reasoning.enabled is not None else self._thinking
         asked = {

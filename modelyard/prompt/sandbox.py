@@ -21,6 +21,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 1_000_000
 MAX_REPEAT = 1_000_000
+MAX_BUILT = 100_000
+_BUILDING = frozenset({"append", "extend", "insert", "pop", "remove", "setdefault", "update"})
 _PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill", "format_map"})
 _WIDE = re.compile(
     r"%[^a-zA-Z%]*(?:\d{5}|\*)|\{[^{}]*:[^{}]*(?:\d{5}|\{)"
@@ -85,7 +87,16 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if attr in _PADDING and isinstance(obj, str):
             return False
+        if attr in _BUILDING and type(obj) in (list, dict):
+            return True  # some families keep a queue of call ids in a list; what they are given is theirs to change
         return super().is_safe_attribute(obj, attr, value)
+
+    def is_safe_callable(self, obj: Any) -> bool:
+        """A list that a loop walks while it grows would never end."""
+        owner = getattr(obj, "__self__", None)
+        if type(owner) in (list, dict) and len(owner) > MAX_BUILT:
+            raise SecurityError(f"the template builds a collection of more than {MAX_BUILT} items")
+        return super().is_safe_callable(obj)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         owner = getattr(value, "__self__", None)

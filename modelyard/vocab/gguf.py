@@ -22,12 +22,15 @@ class GgufVocabulary:
     def __init__(self, path: Path) -> None:
         from llama_cpp import llama_cpp as lib
 
+        from modelyard.vocab import llama_log
+
         self._lib = lib
         params = lib.llama_model_default_params()
         params.vocab_only = True
+        llama_log.forget()
         self._model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
-            raise InvalidRequest(f"{path} has no readable vocabulary", code="tokenizer_broken")
+            raise InvalidRequest(f"{path} has no readable vocabulary: {llama_log.reason()}", code="tokenizer_broken")
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
         attributes = {id: lib.llama_vocab_get_attr(self._vocab, id) for id in range(self.size)}

@@ -35,3 +35,16 @@ def test_a_frozen_dictionary_is_written_once_and_the_same() -> None:
     assert tojson(tool) is tojson(tool)
     assert json.loads(tojson(tool)) == tool
     assert tojson(tool, indent=2) == json.dumps(tool, indent=2, ensure_ascii=False)
+
+
+def test_a_template_may_keep_a_list_of_its_own() -> None:
+    text = (
+        "{% set ids = [] %}{% for n in 'ab' %}{% set _ = ids.append(n) %}{% endfor %}{{ ids.pop(0) }}{{ ids | length }}"
+    )
+    assert environment().from_string(text).render() == "ab"
+
+
+def test_a_list_that_grows_under_its_own_loop_is_stopped() -> None:
+    text = "{% set ids = [1] %}{% for n in ids %}{% set _ = ids.append(n) %}{% endfor %}"
+    with pytest.raises(SecurityError, match="more than"):
+        environment().from_string(text).render()
