@@ -1,0 +1,148 @@
+"""Reads the head of a GGUF file: names to numbers, texts and lists, and the shapes of the tensors, never their data."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from msgspec import Struct
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.library.places import parts
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _LIST = 8, 9
+_LONGEST = 1 << 28  # of one text: more is a broken length
+# llama.cpp's names of general.file_type
+_QUANTS = {
+    **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S"},
+    **{12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K"},
+    **{19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL"},
+    **{26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16"},
+    **{36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE"},
+}
+
+
+class Facts(Struct, frozen=True):
+    """What a model file says of itself. Zero or empty: it does not say."""
+
+    architecture: str = ""
+    name: str = ""
+    parameters: int = 0
+    quant: str = ""
+    trained_context: int = 0
+    layers: int = 0
+    size: int = 0
+
+
+def facts(file: Path) -> Facts:
+    """Of the whole model, all its parts together."""
+    try:
+        heads = [_head(part) for part in parts(file)]
+        size = sum(part.stat().st_size for part in parts(file))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"{file} is not a readable GGUF file: {error}", code="model_unreadable") from error
+    about, family = heads[0][0], str(heads[0][0].get("general.architecture", ""))
+    return Facts(
+        family,
+        str(about.get("general.name", "")),
+        sum(count for _, count in heads),
+        _QUANTS.get(about.get("general.file_type", -1), ""),
+        about.get(f"{family}.context_length", 0),
+        about.get(f"{family}.block_count", 0),
+        size,
+    )
+
+
+def _head(path: Path) -> tuple[dict[str, Any], int]:
+    with path.open("rb") as file:
+        tensors, count = _counts(file)
+        metadata = dict(_entries(file, count, lists=False))
+        return metadata, sum(_elements(file) for _ in range(tensors))
+
+
+def read_metadata(file: IO[bytes]) -> dict[str, Any]:
+    """All of it, lists of tokens included. A ValueError says what is wrong with the file."""
+    _tensors, count = _counts(file)
+    return dict(_entries(file, count, lists=True))
+
+
+def _counts(file: IO[bytes]) -> tuple[int, int]:
+    magic, version, tensors, count = _unpack(file, "4sIQQ")
+    if magic != b"GGUF" or version < 2:
+        raise ValueError(f"not a GGUF file of version 2 or later: {magic!r}, version {version}")
+    return tensors, count
+
+
+def _entries(file: IO[bytes], count: int, *, lists: bool) -> Iterator[tuple[str, Any]]:
+    for _ in range(count):
+        name = _text(file)
+        kind = _unpack(file, "I")[0]
+        if kind == _LIST and not lists:
+            _skip_list(file)
+        else:
+            yield name, _value(file, kind)
+
+
+def _value(file: IO[bytes], kind: int) -> Any:
+    if kind == _TEXT:
+        return _text(file)
+    if kind == _LIST:
+        inner, count = _unpack(file, "IQ")
+        _check_inner(inner)
+        return [_value(file, inner) for _ in range(count)]
+    if kind not in _SCALARS:
+        raise ValueError(f"a GGUF value of the unknown kind {kind}")
+    return _unpack(file, _SCALARS[kind])[0]
+
+
+def _skip_list(file: IO[bytes]) -> None:
+    inner, count = _unpack(file, "IQ")
+    _check_inner(inner)
+    if inner != _TEXT:
+        file.seek(count * struct.calcsize("<" + _SCALARS[inner]), 1)
+        return
+    for _ in range(count):
+        file.seek(_length(file), 1)
+
+
+def _check_inner(kind: int) -> None:
+    if kind != _TEXT and kind not in _SCALARS:
+        raise ValueError(f"a GGUF list of the unknown kind {kind}")
+
+
+def _elements(file: IO[bytes]) -> int:
+    """How many numbers the next tensor holds."""
+    file.seek(_length(file), 1)
+    (dimensions,) = _unpack(file, "I")
+    if dimensions > 8:
+        raise ValueError(f"a tensor of {dimensions} dimensions")
+    shape = _unpack(file, f"{dimensions}Q")
+    _unpack(file, "IQ")  # its type, and where it begins
+    return math.prod(shape)
+
+
+def _text(file: IO[bytes]) -> str:
+    return _take(file, _length(file)).decode("utf-8", "replace")
+
+
+def _length(file: IO[bytes]) -> int:
+    length: int = _unpack(file, "Q")[0]
+    if length > _LONGEST:
+        raise ValueError(f"a text of {length} bytes")
+    return length
+
+
+def _unpack(file: IO[bytes], form: str) -> tuple[Any, ...]:
+    form = "<" + form
+    return struct.unpack(form, _take(file, struct.calcsize(form)))
+
+
+def _take(file: IO[bytes], size: int) -> bytes:
+    data = file.read(size)
+    if len(data) != size:
+        raise ValueError("the GGUF file ends in the middle of its metadata")
+    return data
