@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ from msgspec import Struct
 from starlette.types import ASGIApp
 
 from modelyard import plugins
-from modelyard.config import Config, engine_spec
+from modelyard.config import Config, Problem, engine_spec
 from modelyard.core.engine import Engine
-from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
+from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unavailable
 from modelyard.definition import Definition, define
 from modelyard.gateway import Gateway
 from modelyard.http import server as front
 from modelyard.http.auth import Key, check_bind, read_keys
+from modelyard.library import default, shelf
+from modelyard.library.describe import explain, explain_entry
+from modelyard.library.progress import Meter
 from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE, run_fleet
 from modelyard.processes.port import listen, reserve
 from modelyard.prompt.media import Images
@@ -134,10 +139,26 @@ def _calm_collector() -> None:
 def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool) -> int:
     """Serve until told to stop; the exit code. With several workers this process only looks after them."""
     log.setup(config.log)
+    check_bind(config.http, read_keys(config.keys))
+    _prepare(config)
     if config.http.workers > 1 and INDEX_VARIABLE not in os.environ:
         return _serve_fleet(config, path, http, debug)
     with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
         return runner.run(_serve_one(config))
+
+
+def _prepare(config: Config) -> None:
+    """All that may take long or be refused before anybody is told to come."""
+    if config.http.workers > 1:
+        _refuse_copies_of_weights(config)
+    here = [model for model in config.models.values() if model.enabled]
+    if here and all(model.backend == "llama_cpp" for model in here) and find_spec("llama_cpp") is None:
+        raise plugins.MissingLibrary(
+            "the llama.cpp engine is not built: run make install, which compiles it in a few minutes, "
+            "or try --config configs/demo.toml, which needs no engine"
+        )
+    if any(default.is_default(model.path) for model in here):
+        default.fetch(Meter(say=logging.getLogger("modelyard.library").info))
 
 
 async def _serve_one(config: Config) -> int:
@@ -153,8 +174,6 @@ async def _serve_one(config: Config) -> int:
 
 
 def _serve_fleet(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool) -> int:
-    check_bind(config.http, read_keys(config.keys))
-    _refuse_copies_of_weights(config)
     held = reserve(config.http.host, config.http.port)
     port = held.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="modelyard-store-") as folder:
@@ -186,10 +205,28 @@ def _refuse_copies_of_weights(config: Config) -> None:
             )
 
 
+def broken_engines(config: Config) -> list[Problem]:
+    """Every model whose engine's native library is not here or does not work on this machine."""
+    return [problem for entry in config.router().catalog.models.values() for problem in _broken_engine(entry)]
+
+
+def _broken_engine(entry: ModelEntry) -> Iterator[Problem]:
+    if entry.backend not in plugins.names("engines"):
+        return  # the configuration's own checks have said so
+    try:
+        plugins.verify(plugins.load("engines", entry.backend))
+    except ModelyardError as error:
+        yield Problem("", f"models.{entry.name}.backend", error.message, "unavailable")
+
+
 def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
-    """What `modelyard models show` prints."""
+    """What `modelyard models show` prints: of a model of the configuration, else of one in the library."""
     catalog = config.router().catalog
     entry = catalog.models.get(name) or catalog.models.get(catalog.aliases.get(name, ""))
-    if entry is None:
-        raise NotFound(f"no model {name!r}; there are {', '.join(catalog.names())}")
-    return [("model", entry.name), ("engine", entry.backend), *define(entry, config.models[entry.name]).notes]
+    if entry is not None:
+        settings = config.models[entry.name]
+        rows = [("model", entry.name), ("engine", entry.backend), *explain(settings.path)]
+        return [*rows, *define(entry, settings).notes]
+    if (kept := shelf.find(name)) is not None:
+        return explain_entry(kept)
+    raise NotFound(f"no model {name!r}; there are {', '.join(catalog.names())}")

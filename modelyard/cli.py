@@ -31,7 +31,7 @@ ConfigOption = Annotated[
     typer.Option(
         "--config",
         "-c",
-        help="TOML or JSON file. Without it the first that exists: config/settings.json, modelyard.toml, a demo.",
+        help="TOML or JSON file. Without it the first that exists: config/settings.json, modelyard.toml, the default.",
     ),
 ]
 
@@ -68,13 +68,17 @@ def serve(
 
 @app.command()
 def check(config: ConfigOption = None) -> None:
-    """Show what a configuration comes to: models, caches, resolved routes, and problems."""
-    seen = describe(_load(config))
+    """Show what a configuration comes to: models, caches, resolved routes, problems, and engines that do not work."""
+    import modelyard.app as composition
+
+    loaded = _load(config)
+    seen = describe(loaded)
     out.print(f"[dim]from {', '.join(seen.sources)}[/dim]")
     _print_tables(seen)
-    for problem in seen.problems:
+    problems = [*seen.problems, *composition.broken_engines(loaded.config)]
+    for problem in problems:
         _print_problem(problem)
-    raise typer.Exit(1 if any(p.level != "warning" for p in seen.problems) else 0)
+    raise typer.Exit(1 if any(p.level != "warning" for p in problems) else 0)
 
 
 @app.command()
@@ -83,24 +87,50 @@ def schema() -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(json_schema()), indent=2).decode() + "\n")
 
 
-models_app = typer.Typer(help="Look at the models of a configuration; nothing is loaded for it.", no_args_is_help=True)
+models_app = typer.Typer(help="The models of a configuration, and the library of files.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 
 UrlOption = Annotated[str, typer.Option(help="Where the server runs, without /v1.", envvar="MODELYARD_URL")]
 KeyOption = Annotated[str | None, typer.Option(help="API key, where the server wants one.", envvar="MODELYARD_API_KEY")]
 
 
+@models_app.command("add")
+def models_add(
+    source: Annotated[str, typer.Argument(help="A GGUF file, a folder, or a hub's repository such as org/name.")],
+    name: Annotated[str | None, typer.Option(help="What to call it; else after its file or repository.")] = None,
+    quant: Annotated[str | None, typer.Option(help="Which variant, such as Q4_K_M, where there are several.")] = None,
+) -> None:
+    """Put a model into the library: remember a file of this machine, or fetch one from a Hugging Face repository."""
+    from modelyard.library import describe as described
+    from modelyard.library import progress, shelf
+
+    meter = progress.Meter(err, lambda line: err.print(line, markup=False, highlight=False))
+    entry = _guarded(lambda: shelf.add(source, name=name, quant=quant, meter=meter))
+    out.print(f"{escape(entry.name)} is in the library. To serve it, write into modelyard.toml:", soft_wrap=True)
+    out.print(described.snippet(entry), markup=False, highlight=False, soft_wrap=True)
+
+
 @models_app.command("list")
 def models_list(config: ConfigOption = None) -> None:
-    """List the models with their engines, aliases and when they are loaded."""
-    _print_models(describe(_load(config)))
+    """List the configuration's models and the library's, with size, quantization and whether the file is here."""
+    from modelyard.library import describe as described
+
+    loaded = _load(config)
+    models = _table("model", "engine", "aliases", "loaded", "size", "quant", "file", "")
+    for m in describe(loaded).models:
+        file = described.file_row(loaded.config.models[m.name].path)
+        row = (m.name, m.backend, ", ".join(m.aliases), m.starts, file.size, file.quant, file.state, m.description)
+        models.add_row(*map(escape, row))
+    out.print(models)
+    _print_library(_guarded(described.library_rows))
 
 
 @models_app.command("show")
 def models_show(
-    name: Annotated[str, typer.Argument(help="A model's name or one of its aliases.")], config: ConfigOption = None
+    name: Annotated[str, typer.Argument(help="A model's name or one of its aliases, or a name in the library.")],
+    config: ConfigOption = None,
 ) -> None:
-    """Explain one model: its caches, its template and where that comes from, its output format and why."""
+    """Explain one model: its file, its caches, its template and where that comes from, its output format and why."""
     import modelyard.app as composition
 
     loaded = _load(config)
@@ -109,6 +139,22 @@ def models_show(
     for label, value in rows:
         table.add_row(f"[bold]{label}[/bold]", escape(value))
     out.print(table)
+
+
+@models_app.command("remove")
+def models_remove(
+    name: Annotated[str, typer.Argument(help="A name in the library.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Take a model out of the library. Files go only where the library fetched them."""
+    from modelyard.library import shelf
+
+    entry = _guarded(shelf.get, name)
+    what = f"Delete {entry.path}" if entry.owned else f"Forget {entry.path} (the file stays)"
+    if not yes and not typer.confirm(f"{what}?", err=True):
+        raise typer.Exit(1)
+    _guarded(shelf.remove, name)
+    out.print(f"{escape(name)} is no longer in the library.")
 
 
 @app.command()
@@ -214,6 +260,14 @@ def _print_models(seen: Description) -> None:
     for m in seen.models:
         models.add_row(m.name, m.backend, ", ".join(m.aliases), m.starts, m.description)
     out.print(models)
+
+
+def _print_library(rows: Any) -> None:
+    library = _table("library", "from", "size", "quant", "file", "")
+    for entry, file in rows:
+        library.add_row(*map(escape, (entry.name, entry.source, file.size, file.quant, file.state, entry.path)))
+    if rows:
+        out.print(library)
 
 
 def _table(*columns: str) -> Table:

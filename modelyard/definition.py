@@ -33,6 +33,7 @@ def define(entry: ModelEntry, settings: ModelSettings) -> Definition:
     notes = _cache_notes(entry)
     try:
         module = plugins.load("engines", entry.backend)
+        plugins.verify(module)
         options = engine_options(settings)
         kind = module.kind(options)
         text = _text_parts(entry, settings, module, options, notes) if kind == "text" else None

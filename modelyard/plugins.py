@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
@@ -32,6 +33,13 @@ def names(package: str) -> tuple[str, ...]:
     shared: frozenset[str] = getattr(home, "NOT_PLUGINS", frozenset())
     found = (m.name for m in pkgutil.iter_modules(home.__path__))
     return tuple(sorted(n for n in found if not n.startswith("_") and n not in shared))
+
+
+def verify(module: ModuleType) -> None:
+    """Raise where the plug-in's native library does not work on this machine; one without such a library works."""
+    check: Callable[[], None] | None = getattr(module, "verify", None)
+    if check is not None:
+        check()
 
 
 def load(package: str, name: str) -> ModuleType:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+DEMO = ("--config", str(ROOT / "configs" / "demo.toml"))  # scripted answers: no engine to build, no model to fetch
 MODELYARD = [sys.executable, "-m", "modelyard"]
 DEADLINE = 60.0  # for a busy machine; nothing here waits for it when all is well
 

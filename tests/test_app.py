@@ -149,9 +149,9 @@ def test_a_signal_ends_streams_in_their_own_words_and_the_server_in_peace(tmp_pa
 
 
 def test_one_server_shares_its_port_with_no_other(tmp_path: Path):
-    with commands.serve(tmp_path) as server:
+    with commands.serve(tmp_path, *commands.DEMO) as server:
         port = server.url.rpartition(":")[2]
-        second = commands.run("serve", "--port", port, cwd=tmp_path)
+        second = commands.run("serve", "--port", port, *commands.DEMO, cwd=tmp_path)
     assert second.returncode == 2
     assert second.stdout == ""
     assert second.stderr.splitlines()[-1].startswith(f"error port {port} on 127.0.0.1 is in use")
@@ -159,7 +159,7 @@ def test_one_server_shares_its_port_with_no_other(tmp_path: Path):
 
 
 def test_the_first_line_says_where_to_go_and_what_is_there(tmp_path: Path):
-    with commands.serve(tmp_path) as server:
+    with commands.serve(tmp_path, *commands.DEMO) as server:
         first = server.lines[0]
     assert first["message"].startswith("listening on http://localhost:")
     assert first["models"] == "demo"

@@ -18,8 +18,12 @@ from typer.testing import CliRunner
 
 import modelyard.engines.fake
 from modelyard import __version__, cli
+from modelyard.core.errors import Unavailable
+from modelyard.library import default
+from tests.library.files import write_gguf
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+DEMO = ("--config", str(CONFIGS / "demo.toml"))
 BROKEN = """
 [http]
 prot = 8001
@@ -41,6 +45,7 @@ model = "demo"
 def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an empty folder, with no settings in the environment, on a wide screen; the tests' own logging stays."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
     for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("modelyard.app.log.setup", lambda settings: None)
@@ -68,7 +73,9 @@ def test_the_commands_are_those_that_are_promised():
         ("check",),
         ("schema",),
         ("models",),
+        ("models", "add"),
         ("models", "list"),
+        ("models", "remove"),
         ("models", "show"),
         ("chat",),
         ("parse",),
@@ -115,10 +122,12 @@ def test_check_shows_what_a_file_comes_to():
     assert "not batched together" in shown.stderr
 
 
-def test_check_without_a_file_shows_the_demo():
+def test_check_without_a_file_shows_the_default_and_fetches_nothing():
     shown = invoke("check")
     assert shown.exit_code == 0
     assert "embedded default" in shown.stdout
+    assert "smollm2" in shown.stdout
+    assert not Path("cache/models/smollm2").exists()
 
 
 def test_check_tells_all_problems_at_once_and_what_was_meant(tmp_path: Path):
@@ -182,6 +191,36 @@ def test_models_list_shows_engine_aliases_and_description():
     shown = invoke("models", "list", "--config", str(CONFIGS / "demo.toml"))
     assert shown.exit_code == 0
     assert "demo fake gpt-demo at start Scripted answers" in " ".join(shown.stdout.split())
+    assert "library" not in shown.stdout
+
+
+def test_models_list_says_that_the_default_is_not_here_yet():
+    shown = " ".join(invoke("models", "list").stdout.split())
+    assert "smollm2 llama_cpp at start 98.4 MB not fetched yet" in shown
+
+
+def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
+    write_gguf(tmp_path / "tiny.Q4_K_M.gguf")
+    added = invoke("models", "add", "tiny.Q4_K_M.gguf", "--name", "tiny")
+    assert added.exit_code == 0
+    assert '[models.tiny]\npath = "' in added.stdout
+    assert "tiny a local file" in " ".join(invoke("models", "list").stdout.split())
+    shown = invoke("models", "show", "tiny").stdout
+    assert all(word in shown for word in ("toy, 2 layers", "600", "Q4_K_M", "512 tokens"))
+    asked = CliRunner().invoke(cli.app, ["models", "remove", "tiny"], input="n\n")
+    assert (asked.exit_code, "the file stays" in asked.stderr) == (1, True)
+    assert invoke("models", "remove", "tiny", "--yes").exit_code == 0
+    assert "tiny" not in invoke("models", "list").stdout
+    assert (tmp_path / "tiny.Q4_K_M.gguf").exists()
+
+
+def test_what_cannot_be_added_or_removed_is_one_sentence(tmp_path: Path):
+    (tmp_path / "broken.gguf").write_bytes(b"GGUX")
+    for command in (("add", "nowhere at all"), ("add", "broken.gguf"), ("remove", "nobody", "--yes")):
+        shown = invoke("models", *command)
+        assert shown.exit_code == 2
+        assert shown.stderr.startswith("error ")
+        assert shown.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["demo", "gpt-demo"])
@@ -214,7 +253,7 @@ def test_serve_with_a_broken_file_tells_every_problem_and_does_not_start(tmp_pat
 def test_serve_on_a_taken_port_is_one_sentence():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        shown = invoke("serve", "--port", str(port))
+        shown = invoke("serve", "--port", str(port), *DEMO)
     assert shown.exit_code == 2
     assert shown.stderr.splitlines()[-1] == (
         f"error port {port} on 127.0.0.1 is in use by another program: stop it, or choose another with --port"
@@ -238,7 +277,25 @@ def test_a_port_that_cannot_be_is_a_problem_of_the_command_line():
 
 def test_several_processes_of_an_engine_that_holds_weights_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(modelyard.engines.fake, "HOLDS_WEIGHTS", True)
-    shown = invoke("serve", "--port", "0", "--workers", "2")
+    shown = invoke("serve", "--port", "0", "--workers", "2", *DEMO)
     assert shown.exit_code == 2
     assert "would load the weights of 'demo' 2 times" in shown.stderr
     assert "Use --workers 1." in shown.stderr
+
+
+def test_serve_without_the_engine_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelyard.app.find_spec", lambda name: None)
+    shown = invoke("serve", "--port", "0")
+    assert shown.exit_code == 2
+    assert shown.stderr.count("\n") == 1
+    assert "make install" in shown.stderr
+    assert "configs/demo.toml" in shown.stderr
+
+
+def test_serve_fetches_the_default_before_it_listens(monkeypatch: pytest.MonkeyPatch):
+    def fetch(meter: Any) -> Path:
+        raise Unavailable("no network")
+
+    monkeypatch.setattr(default, "fetch", fetch)
+    shown = invoke("serve", "--port", "0")
+    assert (shown.exit_code, shown.stderr) == (2, "error no network\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -13,6 +12,7 @@ from modelyard.config.faults import sentence
 from modelyard.config.problems import Level, Loc, suggest
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest
+from modelyard.library.places import leads_to_gguf
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import MODEL_KEYS, ModelSettings
 
@@ -20,13 +20,11 @@ Finding = tuple[Loc, str, Level]
 
 
 def guess_backend(path: Any) -> str | None:
-    """llama_cpp for a GGUF file, for a folder that holds one, and for a path that says GGUF though it is not here."""
+    """llama_cpp for a GGUF file, for a folder or library name that leads to one, and for a path that says GGUF though
+    it is not here."""
     if not isinstance(path, str):
         return None
-    folder = Path(path).expanduser()
-    if "gguf" in path.lower() or (folder.is_dir() and any(folder.glob("*.gguf"))):
-        return "llama_cpp"
-    return None
+    return "llama_cpp" if "gguf" in path.lower() or leads_to_gguf(path) else None
 
 
 def engine_options(model: ModelSettings) -> BaseModel:

@@ -7,6 +7,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from modelyard.http.settings import HttpSettings, KeySettings
+from modelyard.library.default import DEFAULT
 from modelyard.prompt.settings import ImageSettings
 from modelyard.router.build import build
 from modelyard.router.routes import Router
@@ -41,11 +42,18 @@ class Config(BaseModel):
         return build(self.models, self.caches, self.routes, self.default_model, self.decoding)
 
 
+# The file is fetched when the server starts, not when this is read.
 EMBEDDED: Final[dict[str, Any]] = {
-    "models": {"demo": {"backend": "fake", "description": "A scripted stand-in that needs no weights"}},
+    "models": {
+        "smollm2": {
+            "backend": "llama_cpp",
+            "path": DEFAULT.path,
+            "description": "A small model that runs anywhere",
+        }
+    },
     "caches": {
-        "main": {"model": "demo", "n_ctx": 8192, "parallel": 8, "description": "Conversations"},
-        "fast": {"model": "demo", "n_ctx": 4096, "parallel": 8, "description": "Background tasks"},
+        "main": {"model": "smollm2", "n_ctx": 8192, "parallel": 2, "description": "Conversations"},
+        "fast": {"model": "smollm2", "n_ctx": 4096, "parallel": 2, "description": "Background tasks"},
     },
     "routes": [{"match": "*haiku*", "cache": "fast"}, {"match": "*", "cache": "main"}],
 }

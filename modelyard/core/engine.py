@@ -6,6 +6,7 @@ A `TextEngine` takes token ids and gives token ids back; templates, stop strings
     Options             a pydantic model: the backend's own fields of a model definition
     HOLDS_WEIGHTS       False where a second process may open the same engine for free
     REMOTE              True where requests leave this machine (absent means False)
+    verify()            raises where its native library does not work on this machine (absent: it has none)
     kind(options)       "text" or "chat"
     create(spec)        the engine, not yet opened
     estimate(spec, …)   the memory it would take, before anything is loaded
@@ -135,6 +136,11 @@ class CacheInfo(Struct, frozen=True):
     type_k: str = "f16"
     type_v: str = "f16"
     description: str = ""
+    # For engines that compute here; None is the engine's own setting for the model.
+    n_batch: int | None = None
+    n_ubatch: int | None = None
+    n_threads: int | None = None
+    flash_attn: bool | None = None
 
 
 class Capabilities(Struct, frozen=True):

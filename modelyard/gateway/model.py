@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from modelyard.core.errors import ModelyardError, Unavailable, Unimplemented
 from modelyard.core.format import Format
@@ -24,6 +25,10 @@ class TextParts(Struct, frozen=True):
     format: Format
     stop_ids: tuple[int, ...]
     taught: Format | None = None
+    specials: frozenset[str] = frozenset()  # the vocabulary's control tokens, hashed once for all answers
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "specials", frozenset(self.vocab.specials))
 
     def format_for(self, request: Request) -> Format:
         return self.taught if self.taught is not None and request.tools else self.format

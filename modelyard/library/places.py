@@ -37,6 +37,14 @@ def find(path: str) -> Path | None:
         return None
 
 
+def leads_to_gguf(path: str) -> bool:
+    """Whether a GGUF file is there at all, even where it is not clear which one is meant."""
+    place = next((place for place in _candidates(path) if place.exists()), None)
+    if place is None:
+        return False
+    return bool(gguf_files(place)) if place.is_dir() else place.suffix.lower() == ".gguf"
+
+
 def _candidates(path: str) -> Iterator[Path]:
     place = Path(path).expanduser()
     yield place

@@ -47,7 +47,13 @@ class _Lines:
 def _bar(console: Console) -> Progress:
     text = TextColumn("{task.description}", markup=False)
     return Progress(
-        text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True
+        text,
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
     )
 
 

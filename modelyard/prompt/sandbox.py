@@ -94,7 +94,7 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
     def is_safe_callable(self, obj: Any) -> bool:
         """A list that a loop walks while it grows would never end."""
         owner = getattr(obj, "__self__", None)
-        if type(owner) in (list, dict) and len(owner) > MAX_BUILT:
+        if isinstance(owner, list | dict) and len(owner) > MAX_BUILT:
             raise SecurityError(f"the template builds a collection of more than {MAX_BUILT} items")
         return super().is_safe_callable(obj)
 

@@ -12,6 +12,7 @@ from modelyard.router.routes import Route, Router, Target, target_of
 from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSettings, RouteSettings
 
 DEFAULT_WINDOW = 4096
+DEFAULT_TYPE = "f16"
 DEFAULT_SAMPLING = Sampling(temperature=0.7, top_p=0.9)
 
 
@@ -32,7 +33,8 @@ def build(
 def _model(
     name: str, model: ModelSettings, caches: Mapping[str, CacheSettings], general: DecodingSettings
 ) -> ModelEntry:
-    own = {key: _cache(key, cache) for key, cache in caches.items() if cache.model == name} or _only_cache(name, model)
+    named = {key: _cache(key, cache, model) for key, cache in caches.items() if cache.model == name}
+    own = named or _only_cache(name, model)
     decoding = model.decoding
     return ModelEntry(
         name=name,
@@ -54,13 +56,24 @@ def _model(
     )
 
 
-def _cache(name: str, cache: CacheSettings) -> CacheEntry:
-    info = CacheInfo(cache.n_ctx, cache.parallel, cache.type_k, cache.type_v, cache.description)
+def _cache(name: str, cache: CacheSettings, model: ModelSettings) -> CacheEntry:
+    info = CacheInfo(
+        cache.n_ctx,
+        cache.parallel,
+        cache.type_k or model.type_k or DEFAULT_TYPE,
+        cache.type_v or model.type_v or DEFAULT_TYPE,
+        cache.description,
+        cache.n_batch,
+        cache.n_ubatch,
+        cache.n_threads,
+        cache.flash_attn,
+    )
     return CacheEntry(name, cache.model, info, strict=cache.overflow == "strict")
 
 
 def _only_cache(name: str, model: ModelSettings) -> dict[str, CacheEntry]:
-    info = CacheInfo(model.n_ctx or DEFAULT_WINDOW, model.parallel or 1)
+    types = model.type_k or DEFAULT_TYPE, model.type_v or DEFAULT_TYPE
+    info = CacheInfo(model.n_ctx or DEFAULT_WINDOW, model.parallel or 1, *types)
     return {name: CacheEntry(name, name, info)}
 
 

@@ -134,15 +134,15 @@ class CacheSettings(BaseModel):
     n_ctx: int = Field(gt=0, description="Window of ONE conversation in tokens; the memory taken is n_ctx × parallel.")
     parallel: int = Field(default=1, ge=1, description="Conversations that fit at a time.")
     description: str = Field(default="", description="What the cache is for; shown by modelyard check.")
-    type_k: str = Field(
-        default="f16",
-        validation_alias=AliasChoices("type_k", "cache_type_k"),
-        description="Number format of cached keys, such as f16, q8_0 or q4_0.",
+    type_k: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("type_k", "cache_type_k", "gguf_type_k"),
+        description="Number format of cached keys, such as f16, q8_0 or q4_0; unset means the model's.",
     )
-    type_v: str = Field(
-        default="f16",
-        validation_alias=AliasChoices("type_v", "cache_type_v"),
-        description="Number format of cached values.",
+    type_v: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
+        description="Number format of cached values; unset means the model's.",
     )
     overflow: Literal["clamp", "strict"] = Field(
         default="clamp",
@@ -222,7 +222,18 @@ class ModelSettings(BaseModel):
     n_ctx: int | None = Field(
         default=None,
         gt=0,
+        validation_alias=AliasChoices("n_ctx", "gguf_n_ctx"),
         description="Window of a model without [caches]; unset means 4096. Ignored where caches name it.",
+    )
+    type_k: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("type_k", "cache_type_k", "gguf_type_k"),
+        description="Number format of cached keys for caches that set none of their own; unset means f16.",
+    )
+    type_v: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
+        description="Number format of cached values for caches that set none of their own; unset means f16.",
     )
     parallel: int | None = Field(
         default=None, ge=1, description="Conversations at a time of a model without [caches]; unset: 1."
@@ -260,4 +271,9 @@ class ModelSettings(BaseModel):
         return self
 
 
-MODEL_KEYS = frozenset(ModelSettings.model_fields) | {"model_path"}
+MODEL_KEYS = frozenset(ModelSettings.model_fields).union(
+    str(name)
+    for info in ModelSettings.model_fields.values()
+    if isinstance(info.validation_alias, AliasChoices)
+    for name in info.validation_alias.choices
+)

@@ -31,9 +31,8 @@ class Tape:
 
     __slots__ = ("at", "base", "codes", "cut", "ended", "kept", "special", "text")
 
-    def __init__(self, codes: dict[str, str]) -> None:
-        self.codes = codes
-        self.special = frozenset(c for c in codes.values() if "\udc00" <= c <= "\udfff")
+    def __init__(self, codes: dict[str, str], special: frozenset[str] = frozenset()) -> None:
+        self.codes, self.special = codes, special
         self.text = ""
         self.at = 0
         self.base = 0  # how many characters were dropped in front of `text`
@@ -133,7 +132,9 @@ class Alphabet:
             name: {self.codes.get(mark, mark): act for mark, act in region.marks.items()}
             for name, region in form.regions.items()
         }
+        self.special = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
         self.pattern = _any_of(spelled)
+        self._longest_first = sorted(self.codes, key=len, reverse=True)
         self.rubble = _any_of([*known, *self.codes.values()])
         self._prefixes = frozenset(s[:i] for s in spelled for i in range(1, len(s)))
         self._reach = max(map(len, spelled), default=1) - 1
@@ -164,7 +165,7 @@ class Alphabet:
 
     def encode(self, text: str) -> str:
         """A prompt's tail: there every marker is the token that it spells."""
-        for marker in sorted(self.codes, key=len, reverse=True):
+        for marker in self._longest_first:
             text = text.replace(marker, self.codes[marker])
         return text
 
@@ -176,7 +177,8 @@ def markers(form: Format) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def alphabet(form: Format, specials: frozenset[str]) -> Alphabet:
-    return Alphabet(form, specials)
+    """`specials` may hold any tokens of the vocabulary: only the family's own markers count."""
+    return Alphabet(form, specials.intersection(markers(form)))
 
 
 def _codes(known: Sequence[str], specials: frozenset[str]) -> dict[str, str]:

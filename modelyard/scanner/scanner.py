@@ -14,7 +14,7 @@ from modelyard.core.format import Format, Go, Read
 from modelyard.core.request import Tool
 from modelyard.scanner.blocks import Blocks
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import Tape, Unreadable, alphabet, markers
+from modelyard.scanner.lexer import Tape, Unreadable, alphabet
 from modelyard.scanner.logprobs import Spell, Trail
 from modelyard.scanner.visible import Visible
 
@@ -42,9 +42,8 @@ class Scanner:
         spell: Spell | None = None,
     ) -> None:
         self._format = format
-        present = frozenset(m for m in markers(format) if m in specials) if specials else frozenset()
-        self._alphabet = alphabet(format, present)
-        self._tape = Tape(self._alphabet.codes)
+        self._alphabet = alphabet(format, frozenset(specials))  # the same object where it is one: its hash is kept
+        self._tape = Tape(self._alphabet.codes, self._alphabet.special)
         self._blocks = Blocks()
         self._visible = Visible(self._blocks, framed=format.framed, show_thinking=show_thinking)
         self._calls = Calls(
@@ -231,7 +230,10 @@ class Scanner:
     def _prime(self, prefill: str) -> None:
         """Learn what the prompt left open. The end of the input never closes anything."""
         starts = [at + len(t) for t in self._format.turn if (at := prefill.rfind(t)) >= 0]
-        self._tape.push(self._alphabet.encode(prefill[max(starts, default=-_ENOUGH_PROMPT) :]))
+        tail = self._alphabet.encode(prefill[max(starts, default=-_ENOUGH_PROMPT) :])
+        if not tail or tail.isspace():
+            return  # nearly always: the template opened the turn and nothing more
+        self._tape.push(tail)
         self._advance()
         self._blocks.forget()
         self._visible.prime()

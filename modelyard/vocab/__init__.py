@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from modelyard.core.vocab import Vocabulary
+from modelyard.plugins import MissingLibrary
 
 
 class FileVocabulary(Vocabulary, Protocol):
@@ -21,10 +22,17 @@ class FileVocabulary(Vocabulary, Protocol):
 
 def open_vocabulary(path: Path) -> FileVocabulary:
     """From a GGUF file through llama.cpp, from everything else through `tokenizers`."""
-    if path.suffix == ".gguf":
-        from modelyard.vocab.gguf import GgufVocabulary
-
-        return GgufVocabulary(path)
+    if path.suffix.lower() == ".gguf":
+        return _through_llama(path)
     from modelyard.vocab.hf import HfVocabulary
 
     return HfVocabulary.load(path)
+
+
+def _through_llama(path: Path) -> FileVocabulary:
+    try:
+        from modelyard.vocab.gguf import GgufVocabulary
+
+        return GgufVocabulary(path)
+    except ModuleNotFoundError as error:
+        raise MissingLibrary(f"a GGUF file needs the Python package {error.name!r}: run make install") from error

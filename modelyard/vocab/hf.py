@@ -16,7 +16,9 @@ from modelyard.vocab.cuts import Added, TokenizerFile, exact_cuts
 from modelyard.vocab.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
 from modelyard.vocab.folder import Ends, read_ends, read_text, tokenizer_file
 from modelyard.vocab.plain import PlainEncoder
+from modelyard.vocab.spellings import spelling_pattern
 from modelyard.vocab.surrogates import well_formed
+from modelyard.vocab.words import Words, ascii_pattern
 
 # Families add markers such as <tool_call> without flagging them special. They steer all the same; HTML tags and runs of
 # spaces, which some vocabularies also add, do not: no HTML tag has an underscore or a colon in its name.
@@ -59,6 +61,9 @@ class HfVocabulary:
         self._family = alphabet.family_of(file.decoder)
         self._falls_back = any(p["type"] == "ByteFallback" for p in alphabet.decoder_parts(file.decoder))
         self._table = TokenTable(self.token_bytes, self._control_texts)
+        pattern = ascii_pattern(file)
+        spellings = spelling_pattern(token.content for token in file.added_tokens)
+        self.words = Words(pattern, spellings, self._encode) if pattern is not None else None
 
     @classmethod
     def load(cls, path: Path) -> HfVocabulary:
@@ -99,6 +104,8 @@ class HfVocabulary:
         return text != "<|end|>" or "<|channel|>" not in self.specials
 
     def encode(self, text: str) -> list[int]:
+        if self.words is not None and (ids := self.words.encode(text)) is not None:
+            return ids
         try:
             return self._encode(text)
         except (TypeError, UnicodeEncodeError):

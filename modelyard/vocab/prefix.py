@@ -19,6 +19,7 @@ from typing import Protocol, runtime_checkable
 from modelyard.core.vocab import Vocabulary
 from modelyard.vocab.shield import SENTINEL
 from modelyard.vocab.spellings import spelling_pattern
+from modelyard.vocab.words import Words
 
 _FIRST = SENTINEL * 2  # before the key of a first stretch; no stretch of text can begin like this
 _TOKEN_BYTES = 40  # a reference and an int
@@ -73,6 +74,7 @@ class PrefixTokens:
         self._pattern = spelling_pattern(single, group=True)
         self._specials = spelling_pattern((s for s in vocab.specials if len(s) > 1), group=True)
         self._plain_inside = vocab.encode_plain_inside if isinstance(vocab, Cuttable) else vocab.encode_plain
+        self._words: Words | None = getattr(vocab, "words", None)
         self._cache = Generations(limit_bytes)
         self._last: tuple[str, list[str]] = ("", [""])
 
@@ -111,6 +113,10 @@ class PrefixTokens:
         return ids
 
     def _open(self, cut: str, stretch: str) -> list[int]:
+        """Behind its control token, so that the start of the text is not taken for the start of a stretch. A vocabulary
+        that goes word by word makes no difference between the two."""
+        if self._words is not None and (ids := self._words.encode(stretch)) is not None:
+            return ids
         return self._vocab.encode(cut + stretch)[1:] if cut else self._vocab.encode(stretch)
 
     def _shielded(self, cut: str, stretch: str) -> list[int]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from modelyard import plugins
 from modelyard.config import ConfigError, load
 from modelyard.config.layers import merge
+from modelyard.library.default import DEFAULT
 from tests.config.conftest import Loader
 
 TOY = '[models.m]\nbackend = "toy"\n'
@@ -20,23 +21,24 @@ def told(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
     return [f"{problem.path}: {problem.message}" for problem in error.value.problems]
 
 
-def test_without_files_the_embedded_demo_is_loaded(tmp_path: Path) -> None:
+def test_without_files_the_embedded_default_is_loaded(tmp_path: Path) -> None:
     loaded = load(env={}, cwd=tmp_path)
     assert loaded.source == ["embedded default"]
     assert {name: cache.n_ctx for name, cache in loaded.config.caches.items()} == {"main": 8192, "fast": 4096}
     assert [route.match for route in loaded.config.routes] == [["*haiku*"], ["*"]]
-    assert loaded.config.models["demo"].backend == "fake"
+    model = loaded.config.models["smollm2"]
+    assert (model.backend, model.path) == ("llama_cpp", DEFAULT.path)
 
 
-def test_the_embedded_demo_stands_aside_for_a_file_with_models(toml: Loader) -> None:
+def test_the_embedded_default_stands_aside_for_a_file_with_models(toml: Loader) -> None:
     config = toml(TOY).config
     assert (list(config.models), config.caches, config.routes) == (["m"], {}, [])
 
 
-def test_a_file_without_models_keeps_the_embedded_demo(toml: Loader) -> None:
+def test_a_file_without_models_keeps_the_embedded_default(toml: Loader) -> None:
     loaded = toml("[http]\nport = 9001\n")
     assert loaded.config.http.port == 9001
-    assert list(loaded.config.models) == ["demo"]
+    assert list(loaded.config.models) == ["smollm2"]
 
 
 def test_environment_goes_over_files_and_the_command_line_over_both(tmp_path: Path) -> None:
@@ -131,7 +133,8 @@ def test_an_engine_that_the_build_lacks_is_one_problem_and_no_error(toml: Loader
     loaded = toml('[models.m]\nbackend = "llama_cpp"\ngguf_n_ctx = 8\nany = "thing"\n')
     assert [(p.path, p.level) for p in loaded.problems] == [("models.m.backend", "unavailable")]
     assert loaded.problems[0].message == "'llama_cpp' is not one of the engines of this build: bare, toy."
-    assert loaded.config.models["m"].options == {"gguf_n_ctx": 8, "any": "thing"}
+    assert loaded.config.models["m"].options == {"any": "thing"}
+    assert loaded.config.models["m"].n_ctx == 8
 
 
 @pytest.mark.parametrize("name", ["claude-code.toml", "demo.toml", "pool-settings.json"])

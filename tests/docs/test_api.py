@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +14,14 @@ from starlette.routing import Route
 from tests.docs.pages import DOCS, Call, calls
 from tests.serving import Served, serving
 
+DEMO = DOCS.parent / "configs" / "demo.toml"
+
 _UNLISTED = {"/docs/oauth2-redirect"}  # FastAPI's own, for keys that are OAuth
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with serving({}) as running:
+    with serving(tomllib.loads(DEMO.read_text())) as running:
         yield running
 
 

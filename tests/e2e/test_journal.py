@@ -113,7 +113,7 @@ def test_only_the_last_requests_are_kept(tmp_path: Path):
 
 
 def test_the_option_of_the_command_line_keeps_them_in_the_current_folder(tmp_path: Path):
-    with commands.serve(tmp_path, "--debug") as server:
+    with commands.serve(tmp_path, "--debug", *commands.DEMO) as server:
         reply = httpx.post(server.url + "/v1/messages", json=WIRES["messages"].body("hi"), timeout=commands.DEADLINE)
         assert server.stop() == 0
     files = list((tmp_path / "debug").iterdir())

@@ -28,6 +28,14 @@ def test_the_first_cache_of_a_model_is_its_default() -> None:
     assert router.catalog.caches["slow"].info == CacheInfo(2, 1, "q8_0", "f16", "d")
 
 
+def test_a_caches_own_settings_reach_the_engine_and_its_types_go_over_the_models() -> None:
+    model = ModelSettings(type_k="q8_0", type_v="q8_0")
+    own = CacheSettings(model="m", n_ctx=2, type_v="q4_0", n_batch=64, n_ubatch=32, n_threads=1, flash_attn=True)
+    router = build({"m": model, "n": model}, {"own": own})
+    assert router.catalog.caches["own"].info == CacheInfo(2, 1, "q8_0", "q4_0", "", 64, 32, 1, True)
+    assert router.catalog.caches["n"].info == CacheInfo(4096, 1, "q8_0", "q8_0")
+
+
 def test_a_route_names_a_cache_or_a_model_by_any_of_its_names() -> None:
     models = {"m": ModelSettings(aliases=["big"])}
     caches = {"one": CacheSettings(model="m", n_ctx=1), "two": CacheSettings(model="m", n_ctx=2)}

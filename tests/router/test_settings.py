@@ -26,9 +26,18 @@ def test_both_names_of_a_field_work() -> None:
     assert ModelSettings.model_validate({"model_path": "a"}).path == ModelSettings(path="a").path
 
 
+@pytest.mark.parametrize(
+    ("written", "field", "value"),
+    [("gguf_n_ctx", "n_ctx", 9), ("gguf_type_k", "type_k", "q8_0"), ("cache_type_v", "type_v", "q4_0")],
+)
+def test_a_model_takes_the_pools_names_for_its_only_cache(written: str, field: str, value: Any) -> None:
+    model = ModelSettings.model_validate({written: value})
+    assert (getattr(model, field), model.options) == (value, {})
+
+
 def test_fields_of_an_engine_gather_in_options() -> None:
-    model = ModelSettings.model_validate({"backend": "x", "gguf_n_ctx": 1, "options": {"y": 2}})
-    assert (model.backend, model.options) == ("x", {"gguf_n_ctx": 1, "y": 2})
+    model = ModelSettings.model_validate({"backend": "x", "odd": 1, "options": {"y": 2}})
+    assert (model.backend, model.options) == ("x", {"odd": 1, "y": 2})
 
 
 def test_replica_max_follows_replicas_where_it_is_not_set() -> None:

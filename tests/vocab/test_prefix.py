@@ -154,6 +154,7 @@ class Counting(HfVocabulary):
 
     def __init__(self, text: str) -> None:
         self.seen: list[str] = []
+        self.words = None  # every stretch goes through `encode`, and is counted
 
     def encode(self, text: str) -> list[int]:
         self.seen.append(text)

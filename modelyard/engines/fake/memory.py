@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-_NEAR = 4  # recent sequences that a prompt without a session is compared with
+_NEAR = 2  # recent sequences that a prompt without a session is compared with
 _STRIDE = 512
 
 

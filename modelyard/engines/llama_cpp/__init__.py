@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
-from modelyard.engines.llama_cpp import files
+from modelyard.engines.llama_cpp import files, verdict
 from modelyard.engines.llama_cpp.options import Options
 
-__all__ = ["HOLDS_WEIGHTS", "Options", "chat_template", "create", "estimate", "kind", "tokenizer_path"]
+__all__ = ["HOLDS_WEIGHTS", "Options", "chat_template", "create", "estimate", "kind", "tokenizer_path", "verify"]
 
 HOLDS_WEIGHTS = True
 
@@ -19,8 +19,14 @@ def kind(options: Options) -> Literal["text", "chat"]:
     return "text"
 
 
+def verify() -> None:
+    """A library that this machine cannot run dies in a child process, before this one loads it."""
+    verdict.require()
+
+
 def create(spec: EngineSpec) -> Engine:
     """To be called on the loop that its answers are read on."""
+    verify()
     from modelyard.engines.llama_cpp.engine import LlamaEngine
 
     return LlamaEngine(spec)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, Progress, Tokens
-from modelyard.core.errors import Internal, ModelyardError, Unavailable
+from modelyard.core.errors import ContextOverflow, Internal, ModelyardError, Overloaded, Timeout, Unavailable
 from modelyard.core.events import Timings, Usage
 from modelyard.engines.llama_cpp import sequences
 from modelyard.engines.llama_cpp.binding import Batch, lib, short
@@ -31,6 +31,9 @@ class Cache:
         self.name, self.info = name, info
         self._raw, self._n_vocab, self._ubatch, self._emit = raw, n_vocab, ubatch, emit
         self._memory = lib.llama_get_memory(raw)
+        model = lib.llama_get_model(raw)
+        self._n_swa: int = lib.llama_model_n_swa(model)
+        self._only_forward: bool = lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model)
         self._batch = Batch(max(ubatch, info.parallel))
         self.slots = [Slot(index, _EMPTY) for index in range(info.parallel)]
         self.jobs: dict[int, Job] = {}  # by sequence
@@ -41,6 +44,13 @@ class Cache:
         return f"<Cache {self.name}: {len(self.jobs)}/{self.info.parallel} running>"
 
     # --- a job comes ------------------------------------------------------------------------------------------------
+
+    def check(self, job: Job) -> None:
+        """Raises what keeps the job from being admitted."""
+        if job.prompt_tokens >= self.info.window:
+            raise ContextOverflow(job.prompt_tokens, self.info.window)
+        if len(self.jobs) >= self.info.parallel:
+            raise Overloaded(f"the cache {self.name!r} has no free sequence")
 
     def admit(self, job: Job) -> None:
         adapters = job.prompt.adapters
@@ -73,16 +83,16 @@ class Cache:
 
     def _rewind(self, index: int, keep: int) -> int:
         """Cut the sequence to `keep` tokens, or to none where the model cannot go back."""
-        cut = keep > 0 and short.memory_seq_rm(self._memory, index, keep, -1)
-        # A sliding window says yes although what it needs is gone: look at what is really there.
-        if cut and short.memory_seq_pos_min(self._memory, index) <= self._oldest_needed(keep):
+        if keep > 0 and short.memory_seq_rm(self._memory, index, keep, -1) and self._holds(index, keep):
             return keep
         short.memory_seq_rm(self._memory, index, -1, -1)
         return 0
 
-    def _oldest_needed(self, keep: int) -> int:
-        del keep
-        return 0
+    def _holds(self, index: int, keep: int) -> bool:
+        """llama.cpp says yes to a cut although what a sliding window needs is gone: look at what is really there."""
+        oldest = short.memory_seq_pos_min(self._memory, index)
+        newest = short.memory_seq_pos_max(self._memory, index)
+        return sequences.intact(oldest, newest, keep, n_swa=self._n_swa, only_forward=self._only_forward)
 
     # --- all jobs move on -------------------------------------------------------------------------------------------
 
@@ -143,8 +153,12 @@ class Cache:
     # --- a job goes -------------------------------------------------------------------------------------------------
 
     def _drop_cancelled(self) -> None:
-        for index in [i for i, job in self.jobs.items() if job.cancelled]:
-            self._finish(index, "cancelled")
+        now = time.time()
+        for index, job in list(self.jobs.items()):
+            if job.cancelled:
+                self._finish(index, "cancelled")
+            elif job.is_late(now):
+                self._finish(index, "error", Timeout("the job's deadline passed"))
 
     def _finish(self, index: int, reason: Any, error: ModelyardError | None = None) -> None:
         job, slot = self.jobs.pop(index), self.slots[index]
@@ -154,7 +168,7 @@ class Cache:
 
     def _failed(self, slices: list[Slice], code: int) -> None:
         """Nobody dies for another: only the sequences of this very batch fail, and their KV is thrown away."""
-        fault = Internal(f"llama_decode answered {code}") if code < -1 else Unavailable("the KV cache is out of cells")
+        fault = Internal(f"llama_decode answered {code}") if code < 0 else Unavailable("the KV cache is out of cells")
         for piece in slices:
             short.memory_seq_rm(self._memory, piece.sequence, -1, -1)
             self.slots[piece.sequence].tokens = _EMPTY
@@ -168,7 +182,7 @@ class Cache:
         for slot in self.slots:
             if not slot.busy:
                 short.memory_seq_rm(self._memory, slot.index, -1, -1)
-                slot.tokens, slot.session = _EMPTY, None
+                slot.tokens, slot.session, slot.adapters = _EMPTY, None, ()
 
     def close(self) -> None:
         lib.llama_free(self._raw)

@@ -8,28 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import psutil
+from msgspec import Struct
 
 from modelyard.core.engine import (
     Capabilities,
     Chunk,
     Control,
+    End,
     EngineInfo,
     EngineSpec,
     EngineStats,
     Generation,
+    Media,
     OnProgress,
     Prompt,
 )
-from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
+from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, NotFound, Timeout, Unavailable, Unsupported
+from modelyard.core.events import Usage
 from modelyard.engines.llama_cpp import files, loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.context import Cache
@@ -40,9 +43,15 @@ from modelyard.engines.llama_cpp.sample import Chain
 log = logging.getLogger(__name__)
 
 _SWITCH_S = 0.0005  # a decode that comes back waits this long at most for a busy gateway to let go of the GIL
-_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 
 Parcel = tuple[Job, list[Chunk], bool]
+
+
+class Order(Struct, frozen=True):
+    """Something for the engine's thread to do between two steps; `done` hears of it on the loop."""
+
+    deed: Callable[[], None]
+    done: asyncio.Future[None]
 
 
 class LlamaEngine:
@@ -53,8 +62,10 @@ class LlamaEngine:
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
         able = Capabilities(modalities=("text",), logprobs=True, ignored=("beam_size",))
         self.info = EngineInfo("llama_cpp", dict(spec.caches), able)
-        self._inbox: SimpleQueue[Job | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Job | Order | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._loading: asyncio.Task[None] | None = None
+        self._over: ModelyardError | None = None  # why nothing can run here any more; set on the loop only
         self._model: Any = None
         self._caches: dict[str, Cache] = {}
         self._parcels: list[Parcel] = []
@@ -64,48 +75,43 @@ class LlamaEngine:
 
     async def open(self, progress: OnProgress) -> None:
         path = files.find(self.options.path)
-        await asyncio.to_thread(self._load, path, self._teller(progress))
+        # A task of its own: whoever stops waiting for it leaves a thread behind that `close` has to wait for.
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load, path, self._teller(progress)))
+        await asyncio.shield(self._loading)
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._thread = threading.Thread(target=self._run, name=f"llama:{self._spec.model}", daemon=True)
         self._thread.start()
 
-    def _teller(self, progress: OnProgress) -> Callable[[float], None]:
-        def tell(done: float) -> None:
+    def _teller(self, progress: OnProgress) -> Callable[[float], bool]:
+        def tell(done: float) -> bool:
             self._loop.call_soon_threadsafe(progress, done, "loading weights")
+            return self._over is None
 
         return tell
 
-    def _load(self, path: Path, tell: Callable[[float], None]) -> None:
-        self._model = loading.load(path, self.options.n_gpu_layers, self.options.use_mmap, tell)
+    def _load(self, path: Path, tell: Callable[[float], bool]) -> None:
+        self._model = loading.load(path, self.options, tell)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._n_vocab = lib.llama_vocab_n_tokens(self._vocab)
         for name, info in self._spec.caches.items():
-            raw = lib.llama_init_from_model(self._model, self._parameters(info))
-            if not raw:
-                raise InvalidRequest(f"the cache {name!r} cannot be made: {loading.reason()}", code="cache_unusable")
-            self._caches[name] = Cache(name, info, raw, self._n_vocab, self.options.n_ubatch, self._emit)
-
-    def _parameters(self, info: Any) -> Any:
-        options, params = self.options, lib.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = info.window * info.parallel, info.parallel
-        params.n_batch = max(options.n_batch, options.n_ubatch)
-        params.n_ubatch = options.n_ubatch
-        params.n_threads = params.n_threads_batch = (
-            options.n_threads or psutil.cpu_count(logical=False) or os.cpu_count()
-        )
-        params.flash_attn_type = {None: 0, True: 1, False: 0, "on": 1, "off": 0, "auto": -1}[options.flash_attn]
-        params.type_k, params.type_v = _TYPES[info.type_k], _TYPES[info.type_v]
-        params.kv_unified, params.no_perf = False, True
-        return params
+            raw = loading.context(self._model, name, info, self.options)
+            self._caches[name] = Cache(name, info, raw, self._n_vocab, self.options.of(info).n_ubatch, self._emit)
 
     async def close(self) -> None:
+        self._over = self._over or Unavailable("the engine was closed")
+        if self._loading is not None:
+            await asyncio.gather(self._loading, return_exceptions=True)
         thread, self._thread = self._thread, None
         if thread is not None:
             self._inbox.put(None)
             await asyncio.to_thread(thread.join)
-        for cache in self._caches.values():
+        self._turn_away()
+        await asyncio.to_thread(self._free)
+
+    def _free(self) -> None:
+        caches, self._caches = self._caches, {}
+        for cache in caches.values():
             cache.close()
-        self._caches.clear()
         model, self._model = self._model, None
         if model is not None:
             lib.llama_model_free(model)
@@ -115,8 +121,21 @@ class LlamaEngine:
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
         self._arrived += 1
         job = Job(prompt, self._loop, self._arrived)
-        self._inbox.put(job)
+        if self._over is not None:
+            job.box.put_many([_refused(job, self._over)], last=True)
+        else:
+            self._inbox.put(job)
         return job.box
+
+    def _turn_away(self) -> None:
+        """What still waits in the inbox of a thread that has ended."""
+        fault = self._over or Unavailable("the engine was closed")
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, Job) and not item.box.closed:
+                item.box.put_many([_refused(item, fault)], last=True)
+            elif isinstance(item, Order) and not item.done.done():
+                item.done.set_exception(fault)
 
     def stats(self) -> EngineStats:
         caches = self._caches.values()
@@ -129,7 +148,25 @@ class LlamaEngine:
         )
 
     async def control(self, op: Control) -> None:
-        raise InvalidRequest(f"{op.op} is not a thing this engine does yet", code="unsupported_control")
+        if op.op != "evict":
+            raise InvalidRequest(f"{op.op} is not a thing this engine does yet", code="unsupported_control")
+        caches = [self._cache(op.cache)] if op.cache is not None else list(self._caches.values())
+        for cache in caches:
+            await self._order(cache.evict)
+
+    async def _order(self, deed: Callable[[], None]) -> None:
+        if self._over is not None:
+            raise self._over
+        order = Order(deed, self._loop.create_future())
+        self._inbox.put(order)
+        await order.done
+
+    def _cache(self, name: str) -> Cache:
+        """A prompt that names none goes to the first."""
+        name = name or next(iter(self._caches), "")
+        if name not in self._caches:
+            raise NotFound(f"the engine has no cache {name!r}; it has {', '.join(self._caches)}")
+        return self._caches[name]
 
     # --- the thread's side ------------------------------------------------------------------------------------------
 
@@ -151,18 +188,46 @@ class LlamaEngine:
         busy = any(cache.has_work for cache in self._caches.values())
         while True:
             try:
-                job = self._inbox.get(block=not busy)
+                item = self._inbox.get(block=not busy)
             except Empty:
                 return True
-            if job is None:
+            if item is None:
                 return False
-            self._admit(job)
+            self._take(item)
             busy = True
 
+    def _take(self, item: Job | Order) -> None:
+        if isinstance(item, Job):
+            self._admit(item)
+        else:
+            item.deed()
+            self._loop.call_soon_threadsafe(_obeyed, item.done)
+
     def _admit(self, job: Job) -> None:
-        cache = self._caches.get(job.prompt.cache) or next(iter(self._caches.values()))
-        job.chain = Chain(job.prompt.sampling, self._vocab, self._n_vocab)
-        cache.admit(job)
+        """Whatever is wrong with a job ends that job, not the engine."""
+        if job.cancelled:
+            self._emit(job, [End("cancelled", Usage(job.prompt_tokens))], True)
+            return
+        try:
+            cache = self._cache(job.prompt.cache)
+            self._check(job)
+            cache.check(job)
+            job.chain = Chain(job.prompt.sampling, self._vocab, self._n_vocab)
+        except Exception as error:
+            self._emit(job, [_refused(job, _fault(error))], True)
+        else:
+            cache.admit(job)
+
+    def _check(self, job: Job) -> None:
+        """An id that is no token would fail the whole batch that it is read in."""
+        if any(isinstance(part, Media) for part in job.prompt.parts):
+            raise Unsupported("this engine reads text only")
+        if not len(job.ids):
+            raise InvalidRequest("the prompt is empty")
+        if job.ids.min() < 0 or job.ids.max() >= self._n_vocab:
+            raise InvalidRequest(f"the prompt holds token ids outside 0…{self._n_vocab - 1}")
+        if job.is_late(time.time()):
+            raise Timeout("the job's deadline passed")
 
     def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
         self._parcels.append((job, chunks, last))
@@ -182,6 +247,8 @@ class LlamaEngine:
         self._loop.call_soon_threadsafe(self._report_loss, error)
 
     def _report_loss(self, error: ModelyardError) -> None:
+        self._over = self._over or error
+        self._turn_away()
         if not self.lost.done():
             self.lost.set_result(error)
 
@@ -190,3 +257,20 @@ def _hand_out(parcels: list[Parcel]) -> None:
     for job, chunks, last in parcels:
         if not job.box.closed:
             job.box.put_many(chunks, last=last)
+
+
+def _refused(job: Job, error: ModelyardError) -> End:
+    return End("error", Usage(job.prompt_tokens), error=error)
+
+
+def _fault(error: Exception) -> ModelyardError:
+    if isinstance(error, ModelyardError):
+        return error
+    internal = Internal("the llama.cpp engine cannot take this job")
+    log.exception("job refused (id %s)", internal.id, exc_info=error)
+    return internal
+
+
+def _obeyed(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)

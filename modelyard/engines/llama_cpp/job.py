@@ -25,8 +25,9 @@ class Job:
         self.cancelled = False
         self.prompt_tokens = prompt.n_tokens
         self._room = np.empty(self.prompt_tokens + min(prompt.max_tokens, 1024), np.int32)
-        self._room[: self.prompt_tokens] = prompt.ids
-        self.length = self.prompt_tokens
+        ids = prompt.ids  # fewer than there are prompt tokens where media are: such a job is refused
+        self._room[: len(ids)] = ids
+        self.length = len(ids)
         self.done = self.cached = 0
         self.stops = frozenset(prompt.stop_ids)
         self.chain: Chain  # set by the engine's thread
@@ -35,6 +36,10 @@ class Job:
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    def is_late(self, now: float) -> bool:
+        """`now` is unix time, as deadlines are."""
+        return self.prompt.deadline is not None and now >= self.prompt.deadline
 
     @property
     def ids(self) -> Any:

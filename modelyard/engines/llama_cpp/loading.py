@@ -1,33 +1,70 @@
-"""Loads the weights, with the reason in llama.cpp's own words when that fails."""
+"""Loads the weights and makes contexts, with the reason in llama.cpp's own words when that fails."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp.binding import lib
+from modelyard.engines.llama_cpp.options import Options
 from modelyard.vocab import llama_log
+
+_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
 
 lib.llama_backend_init()
 
 
-def load(path: Path, n_gpu_layers: int, use_mmap: bool, on_progress: Callable[[float], None] | None = None) -> Any:
+def load(path: Path, options: Options, go_on: Callable[[float], bool]) -> Any:
+    """`go_on` hears how much is done; its False ends the loading."""
     params = lib.llama_model_default_params()
-    params.n_gpu_layers = n_gpu_layers
-    params.load_mode = 1 if use_mmap else 0
-    report = lib.llama_progress_callback(lambda done, _: _told(on_progress, done))
-    params.progress_callback = report
+    params.n_gpu_layers = options.n_gpu_layers
+    params.load_mode = 1 if options.use_mmap else 0
+    params.progress_callback = report = lib.llama_progress_callback(lambda done, _: go_on(done))
     llama_log.forget()
     model = lib.llama_model_load_from_file(str(path).encode(), params)
+    del report  # it had to live until here
     if not model:
         raise InvalidRequest(f"{path} cannot be loaded: {llama_log.reason()}", code="model_unreadable")
     return model
 
 
-def _told(on_progress: Callable[[float], None] | None, done: float) -> bool:
-    """llama.cpp goes on loading as long as this says True."""
-    if on_progress is not None:
-        on_progress(done)
-    return True
+def context(model: Any, name: str, info: CacheInfo, options: Options) -> Any:
+    llama_log.forget()
+    raw = lib.llama_init_from_model(model, _parameters(info, options))
+    if not raw:
+        raise InvalidRequest(f"the cache {name!r} cannot be made: {llama_log.reason()}", code="cache_unusable")
+    return raw
+
+
+def _parameters(info: CacheInfo, options: Options) -> Any:
+    options, params = options.of(info), lib.llama_context_default_params()
+    params.n_ctx, params.n_seq_max = info.window * info.parallel, info.parallel
+    # A decode of more rows than n_batch is an assertion in llama.cpp, and each stream needs one.
+    params.n_batch = max(options.n_batch, options.n_ubatch, info.parallel)
+    params.n_ubatch = options.n_ubatch
+    params.n_threads = params.n_threads_batch = options.n_threads or default_threads()
+    params.flash_attn_type = {None: 0, True: 1, False: 0, "on": 1, "off": 0, "auto": -1}[options.flash_attn]
+    params.type_k, params.type_v = _type(info.type_k), _type(info.type_v)
+    params.kv_unified, params.no_perf = False, True
+    return params
+
+
+def _type(name: str) -> int:
+    if name.lower() not in _TYPES:
+        raise InvalidRequest(
+            f"{name!r} is no number format of a KV cache; there are {', '.join(_TYPES)}", code="cache_unusable"
+        )
+    return _TYPES[name.lower()]
+
+
+def default_threads() -> int:
+    """The physical cores, as far as this process may use them: llama.cpp's threads spin while they wait for each
+    other, so one too many costs more than it brings."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))

@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
+from modelyard.core.engine import CacheInfo
+
 
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
@@ -25,3 +27,8 @@ class Options(BaseModel):
         description="Flash attention; unset means what measured better on this kind of machine.",
     )
     use_mmap: bool = Field(default=True, description="Map the file into memory instead of reading it.")
+
+    def of(self, cache: CacheInfo) -> Options:
+        """These, with what a cache sets for itself over them."""
+        own = {name: getattr(cache, name) for name in ("n_batch", "n_ubatch", "n_threads", "flash_attn")}
+        return self.model_copy(update={name: value for name, value in own.items() if value is not None})

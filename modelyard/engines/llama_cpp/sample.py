@@ -110,7 +110,7 @@ def logprob_of(logits: npt.NDArray[np.float32], token: int, top: int) -> IdLogpr
     peak = float(logits.max())
     total = peak + float(np.log(np.exp(logits - peak).sum()))
     best: tuple[tuple[int, float], ...] = ()
-    if top:
+    if top := min(top, len(logits)):
         ids = np.argpartition(logits, -top)[-top:]
         ids = ids[np.argsort(-logits[ids], kind="stable")]
         best = tuple((int(i), float(logits[i]) - total) for i in ids)

@@ -86,3 +86,17 @@ def donor(slots: Sequence[Slot], prompt: Ids, chosen: Choice, adapters: Adapters
             if shared > found[1]:
                 found = (slot.index, shared)
     return found
+
+
+def intact(oldest: int, newest: int, keep: int, *, n_swa: int, only_forward: bool) -> bool:
+    """Does a sequence that was cut to `keep` tokens hold all that the next token looks at? `oldest` and `newest` are
+    the positions it has, -1 where it has none.
+
+    A sliding window of `n_swa` has thrown away what lies behind it; a model that only goes forward (recurrent, hybrid)
+    keeps one state, which stands at its newest token.
+    """
+    if newest != keep - 1:
+        return False
+    if only_forward and not n_swa:
+        return True
+    return 0 <= oldest <= (max(0, keep - n_swa) if n_swa else 0)

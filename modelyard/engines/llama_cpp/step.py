@@ -31,7 +31,8 @@ class Slice(Struct, frozen=True):
 
 def plan(needs: Sequence[Need], budget: int) -> list[Slice]:
     slices = [Slice(need.sequence, need.pending, True) for need in needs if need.generating]
-    left = budget - sum(piece.count for piece in slices)
+    # One row at least: streams as many as the budget must not keep prompts waiting until one of them ends.
+    left = max(1, budget - sum(piece.count for piece in slices))
     for need in sorted((n for n in needs if not n.generating), key=lambda n: n.arrived):
         count = min(need.pending, left)
         if count > 0:

@@ -1,0 +1,81 @@
+"""Model files as rows for people: what they are, how large, and whether they are here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from modelyard.core.errors import ModelyardError
+from modelyard.library import default, gguf, places, shelf
+from modelyard.library.index import Entry
+from modelyard.library.progress import size
+
+Rows = list[tuple[str, str]]
+
+
+class FileRow(Struct, frozen=True):
+    """What a list shows of a model's file. `state` is "here", "missing", "not fetched yet" or what is wrong with it."""
+
+    size: str = ""
+    quant: str = ""
+    state: str = ""
+
+
+def file_row(path: str | None) -> FileRow:
+    """Of a model whose weights are not a file, nothing."""
+    if path is None:
+        return FileRow()
+    if default.is_default(path) and not default.is_here():
+        return FileRow(size(default.DEFAULT.size), "", "not fetched yet")
+    file = places.find(path)
+    if file is None:
+        return FileRow(state="missing")
+    if file.suffix.lower() != ".gguf":
+        return FileRow(state="here")
+    try:
+        about = gguf.facts(file)
+    except ModelyardError:
+        return FileRow(size(file.stat().st_size), "", "unreadable")
+    return FileRow(size(about.size), about.quant, "here")
+
+
+def explain(path: str | None) -> Rows:
+    """What `models show` says of a file; nothing where there is no GGUF file."""
+    file = places.find(path) if path is not None else None
+    if file is None or file.suffix.lower() != ".gguf":
+        return []
+    about = gguf.facts(file)
+    parts = len(places.parts(file))
+    rows = [
+        ("file", f"{file}, {size(about.size)}{f' in {parts} files' if parts > 1 else ''}"),
+        ("architecture", f"{about.architecture}, {about.layers} layers"),
+        ("parameters", _count(about.parameters)),
+        ("quantization", about.quant),
+        ("trained context", f"{about.trained_context} tokens" if about.trained_context else ""),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def explain_entry(entry: Entry) -> Rows:
+    return [("model", entry.name), ("source", entry.source), *explain(entry.path), ("configuration", snippet(entry))]
+
+
+def snippet(entry: Entry) -> str:
+    """The lines that serve it."""
+    return f'[models.{_key(entry.name)}]\npath = "{Path(entry.path).as_posix()}"'
+
+
+def _key(name: str) -> str:
+    return name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else f'"{name}"'
+
+
+def _count(number: int) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number) if number else ""
+
+
+def library_rows() -> list[tuple[Entry, FileRow]]:
+    return [(entry, file_row(entry.path)) for entry in shelf.entries()]

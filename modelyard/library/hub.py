@@ -1,0 +1,108 @@
+"""Models from a Hugging Face repository, or from any server that speaks like one (HF_ENDPOINT)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, Unavailable
+from modelyard.library.home import locked, models_folder
+from modelyard.library.progress import Meter, OnBytes
+from modelyard.library.quants import Variant, choose, variants
+from modelyard.plugins import MissingLibrary
+
+
+def fetch(repo: str, quant: str | None, meter: Meter) -> Path:
+    """The model's first file in the library; a download that was broken off goes on where it ended."""
+    with _translated(repo):
+        sizes, digests = _listing(repo)
+        variant = choose(repo, variants(sizes), quant)
+        folder = models_folder() / repo
+        with locked(
+            folder / ".fetch.lock", lambda: meter.say(f"another process is fetching from {repo}: waiting for it")
+        ):
+            _download(repo, variant, folder, meter)
+        for name in variant.files:
+            _check(folder / name, digests.get(name))
+    return folder / variant.files[0]
+
+
+def _listing(repo: str) -> tuple[dict[str, int], dict[str, str]]:
+    """The repository's files with their sizes, and the checksums of those that have one."""
+    from huggingface_hub import HfApi
+
+    files = HfApi(endpoint=_endpoint()).model_info(repo, files_metadata=True).siblings or []
+    digests = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None and file.lfs.sha256}
+    return {file.rfilename: file.size or 0 for file in files}, digests
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def _download(repo: str, variant: Variant, folder: Path, meter: Meter) -> None:
+    from huggingface_hub import hf_hub_download
+
+    for number, name in enumerate(variant.files, 1):
+        part = f" ({number} of {len(variant.files)})" if len(variant.files) > 1 else ""
+        with meter.watch(Path(name).name + part) as on_bytes:
+            hf_hub_download(repo, name, local_dir=folder, endpoint=_endpoint(), tqdm_class=_teller(on_bytes))
+
+
+def _teller(on_bytes: OnBytes) -> Any:
+    """A stand-in for the hub's own progress bar that tells ours."""
+    from tqdm import tqdm
+
+    class Teller(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **named: Any) -> None:
+            named.pop("name", None)
+            super().__init__(*args, **{**named, "disable": True})
+            self._done, self._all = int(named.get("initial") or 0), int(named.get("total") or 0)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self._done += int(n or 0)
+            on_bytes(self._done, self._all)
+            return None
+
+    return Teller
+
+
+def _check(file: Path, wanted: str | None) -> None:
+    if wanted is None:
+        return
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != wanted:
+        file.unlink()
+        raise InvalidRequest(
+            f"{file.name} arrived broken (checksum {found}, not {wanted}) and was removed: add it again",
+            code="checksum_mismatch",
+        )
+
+
+@contextmanager
+def _translated(repo: str) -> Iterator[None]:
+    try:
+        from huggingface_hub import errors
+    except ModuleNotFoundError as error:
+        raise MissingLibrary("models from a hub need huggingface_hub: pip install 'modelyard[hub]'") from error
+    try:
+        yield
+    except ModelyardError:
+        raise
+    except errors.GatedRepoError as error:
+        raise Forbidden(f"{repo} asks for its terms to be accepted on its page, and for HF_TOKEN after that") from error
+    except errors.RepositoryNotFoundError as error:
+        raise NotFound(f"the hub has no repository {repo!r}, or HF_TOKEN does not open it") from error
+    except (
+        Exception
+    ) as error:  # several HTTP libraries' errors, by the hub library's version; a full disk; a name it refuses
+        raise Unavailable(f"{repo} could not be fetched: {_first_line(error)}", code="fetch_failed") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]

@@ -1,0 +1,100 @@
+"""Adding models to the library, and taking them out again."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.library import default, gguf, hub, index, places
+from modelyard.library.home import models_folder
+from modelyard.library.index import Entry
+from modelyard.library.progress import Meter
+
+_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+_NAME = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
+
+
+def add(source: str, *, name: str | None = None, quant: str | None = None, meter: Meter | None = None) -> Entry:
+    """A file or folder of this machine, else a repository of the hub (`org/repo` or `org/repo:quant`)."""
+    local = _local(source, quant)
+    repo, _, tagged = source.partition(":")
+    if local is not None:
+        entry = Entry(name or places.base_of(local.name), str(local))
+    elif _REPO.fullmatch(repo):
+        file = hub.fetch(repo, quant or tagged or None, meter or Meter())
+        entry = Entry(name or _short(repo), str(file), repo, owned=True)
+    else:
+        raise NotFound(f"{source!r} is neither a file or folder here nor a repository such as org/name", param="source")
+    if not _NAME.fullmatch(entry.name):
+        raise InvalidRequest(
+            f"{entry.name!r} cannot be a model's name: letters, digits and . _ - + / can", param="name"
+        )
+    gguf.facts(Path(entry.path))  # what cannot be read is not worth a name
+    index.put(entry)
+    return entry
+
+
+def _local(source: str, quant: str | None) -> Path | None:
+    """A quantization is a folder's inner folder here, or a part of a file's name."""
+    folder = Path(source).expanduser()
+    if quant is not None and folder.is_dir():
+        if (folder / quant).is_dir():
+            return places.locate(str((folder / quant).resolve()))
+        fitting = {places.base_of(f.name): f for f in places.gguf_files(folder) if quant.lower() in f.name.lower()}
+        if len(fitting) == 1:
+            return places.locate(str(next(iter(fitting.values())).resolve()))
+    if not folder.exists() and places.find(source) is None:
+        return None
+    return places.locate(source).resolve()
+
+
+def _short(repo: str) -> str:
+    return re.sub(r"[-_.]gguf$", "", repo.rpartition("/")[2], flags=re.IGNORECASE)
+
+
+def find(name: str) -> Entry | None:
+    """An entry by name; the default model is one as soon as it is here."""
+    return next((entry for entry in entries() if entry.name == name), None)
+
+
+def entries() -> list[Entry]:
+    """All that was added, and the default model where it has been fetched."""
+    found = index.entries()
+    file = models_folder() / default.DEFAULT.path
+    if file.is_file() and all(Path(entry.path) != file for entry in found):
+        found.insert(0, Entry("smollm2", str(file), default.DEFAULT.requirement, owned=True))
+    return found
+
+
+def get(name: str) -> Entry:
+    entry = find(name)
+    if entry is None:
+        known = ", ".join(e.name for e in entries()) or "nothing"
+        raise NotFound(f"the library has no {name!r}; it has {known}")
+    return entry
+
+
+def remove(name: str) -> Entry:
+    """Forget it; files go only where the library fetched them itself."""
+    entry = get(name)
+    if entry.owned:
+        _delete(Path(entry.path))
+    index.drop(name)
+    return entry
+
+
+def _delete(first: Path) -> None:
+    root = models_folder().resolve()
+    for file in places.parts(first):
+        if file.resolve().is_relative_to(root):
+            file.unlink(missing_ok=True)
+    folder = first.parent
+    while folder.resolve() != root and folder.resolve().is_relative_to(root) and not _has_models(folder):
+        shutil.rmtree(folder, ignore_errors=True)  # the hub's own notes, locks
+        folder = folder.parent
+
+
+def _has_models(folder: Path) -> bool:
+    return any(file.suffix.lower() == ".gguf" for file in folder.rglob("*"))

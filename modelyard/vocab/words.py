@@ -1,0 +1,124 @@
+"""ASCII text word by word: the pre-tokenizer's own pattern in Python's `re`, and a memory of every word's ids.
+
+A byte-level tokenizer splits text by a pattern and encodes each word alone, so a word met before needs no tokenizer:
+ordinary prose costs a quarter of what the library takes. Exact by construction, within limits that are checked:
+
+- ASCII only: there `\\p{L}`, `\\p{N}` and `\\s` are the plain classes written here, and normal forms change nothing;
+- a pattern of known parts only, one `Split` or the byte-level one (with or without digits apart), nothing after it;
+- no added token's spelling in the text: those are found before any pattern.
+
+Everything else is the library's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from modelyard.vocab.cuts import TokenizerFile
+
+MAX_TEXT = 32_000  # one search is one call that nothing can interrupt: about a millisecond
+_MAX_WORDS = 200_000
+_MAX_WORD = 64
+
+_SPACE = r"\t\n\x0b\x0c\r\x20"
+_BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Digits are pieces of their own before the pattern is looked at: to it, a digit is where the text ends.
+_DIGITS_APART = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+_CLASSES = {"L": "A-Za-z", "N": "0-9", "Nd": "0-9", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": ""}
+_PARTS = re.compile(r"\\p\{(\w+)\}|\\([sSrntdu\\'.+*?()\[\]{}|/-])|\\(.)|(\[\^?)|(\])|.", re.DOTALL)
+
+
+class Words:
+    """`encode_word` is the library's. Safe in threads: a race only learns the same word twice."""
+
+    def __init__(
+        self, pattern: re.Pattern[str], added: re.Pattern[str] | None, encode_word: Callable[[str], list[int]]
+    ) -> None:
+        self._find, self._added, self._encode = pattern.findall, added, encode_word
+        self._known: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int] | None:
+        """None: not for us."""
+        if len(text) > MAX_TEXT or not text.isascii() or (self._added is not None and self._added.search(text)):
+            return None
+        words = self._find(text)
+        ids: list[int] = []
+        known = self._known
+        for word in words:
+            ids += known.get(word) or self._learn(word)
+        return ids if sum(map(len, words)) == len(text) else None
+
+    def _learn(self, word: str) -> list[int]:
+        ids = self._encode(word)
+        if len(word) <= _MAX_WORD:
+            if len(self._known) >= _MAX_WORDS:
+                self._known = {}
+            self._known[word] = ids
+        return ids
+
+
+def ascii_pattern(file: TokenizerFile) -> re.Pattern[str] | None:
+    """The tokenizer's pattern for ASCII text, or None where it is not certain to be the same."""
+    if not _keeps_ascii(file.normalizer) or file.model.type not in (None, "BPE") or file.model.dropout:
+        return None
+    source = _source(_flat(file.pre_tokenizer))
+    translated = _translate(source) if source is not None else None
+    return re.compile(translated, re.ASCII) if translated is not None else None
+
+
+def _keeps_ascii(normalizer: dict[str, Any] | None) -> bool:
+    if normalizer is None or normalizer.get("type") in ("NFC", "NFD", "NFKC", "NFKD"):
+        return True
+    return normalizer.get("type") == "Sequence" and all(_keeps_ascii(part) for part in normalizer["normalizers"])
+
+
+def _flat(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return part["pretokenizers"] if part.get("type") == "Sequence" else [part]
+
+
+def _source(steps: list[dict[str, Any]]) -> str | None:
+    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        return None
+    by_itself = steps[-1].get("use_regex", True)
+    before = steps[:-1]
+    if by_itself and not before:
+        return _BYTE_LEVEL
+    if by_itself and len(before) == 1 and before[0].get("type") == "Digits" and before[0].get("individual_digits"):
+        return _DIGITS_APART
+    if not by_itself and len(before) == 1 and before[0].get("type") == "Split" and _is_isolating(before[0]):
+        found: str | None = before[0]["pattern"].get("Regex")
+        return found
+    return None
+
+
+def _is_isolating(split: dict[str, Any]) -> bool:
+    return split.get("behavior") == "Isolated" and not split.get("invert")
+
+
+def _translate(source: str) -> str | None:
+    """Oniguruma's classes as ASCII ones; None where the pattern has a part that is not known to mean the same."""
+    out: list[str] = []
+    inside = False
+    for part in _PARTS.finditer(source):
+        named, escape, strange, opening, closing = part.groups()
+        if strange or (named and named not in _CLASSES) or (opening and inside):
+            return None
+        if named is not None:
+            text = _CLASSES[named]
+            out.append(text if inside else f"[{text}]" if text else "(?!)")
+        elif escape in ("s", "S"):
+            if escape == "S" and inside:
+                return None
+            out.append(_SPACE if inside else f"[{'^' if escape == 'S' else ''}{_SPACE}]")
+        else:
+            inside = bool(opening) or (inside and not closing)
+            out.append(part.group())
+    try:
+        re.compile("".join(out), re.ASCII)
+    except re.error:
+        return None
+    return "".join(out)

@@ -1,0 +1,88 @@
+"""What the llama.cpp engine's tests share: the default model's file, opened engines of one thread, greedy prompts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
+from modelyard.core.request import Sampling
+from modelyard.engines import llama_cpp
+from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.engines.llama_cpp.job import Job
+from modelyard.library.default import fetch
+from modelyard.vocab.gguf import GgufVocabulary
+from tests.engines.reading import ids, read
+
+GREEDY = Sampling(temperature=0)
+UBATCH = 16
+
+
+@cache
+def model_file() -> Path:
+    """Fetched where this machine does not have it yet."""
+    return fetch()
+
+
+@cache
+def vocabulary() -> GgufVocabulary:
+    return GgufVocabulary(model_file())
+
+
+def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:
+    # One thread: two that spin for each other on a busy machine take ten times as long.
+    chosen = {"path": str(model_file()), "n_threads": 1, "n_ubatch": UBATCH, "n_batch": UBATCH} | options
+    return EngineSpec("smollm2", llama_cpp.Options(**chosen), caches or {"main": CacheInfo(512, 4)})
+
+
+@asynccontextmanager
+async def running(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> AsyncIterator[LlamaEngine]:
+    engine = llama_cpp.create(spec(caches, **options))
+    assert isinstance(engine, LlamaEngine)
+    try:
+        await engine.open(lambda *_: None)
+        yield engine
+    finally:
+        await engine.close()
+
+
+def chatml(*turns: tuple[str, str], opening: str = "") -> str:
+    told = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+    return f"{told}<|im_start|>assistant\n{opening}"
+
+
+def prompt(text: str = "Hello!", **fields: Any) -> Prompt:
+    """`text` is the user's turn, or a whole prompt where it has markers. Greedy, and with logprobs to compare by."""
+    whole = text if "<|" in text else chatml(("user", text))
+    chosen = {"sampling": GREEDY, "max_tokens": 8, "cache": "main", "logprobs": 2} | fields
+    return Prompt(parts=(TokenRun(vocabulary().encode(whole)),), **chosen)
+
+
+async def answer(engine: LlamaEngine, text: str = "Hello!", **fields: Any) -> list[Chunk]:
+    return await read(engine.generate(prompt(text, **fields)))
+
+
+def said(chunks: list[Chunk]) -> str:
+    return vocabulary().decode(ids(chunks))
+
+
+class Tap:
+    """Sees every chunk on the engine's own thread, in the order in which it leaves. Set it before the first job."""
+
+    def __init__(self, engine: LlamaEngine) -> None:
+        self.seen: list[tuple[int, Chunk]] = []
+        for held in engine._caches.values():
+            held._emit = self._emit
+        self._next = engine._emit
+
+    def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
+        self.seen += [(job.arrived, chunk) for chunk in chunks]
+        for chunk in chunks:
+            self.on_chunk(job, chunk)
+        self._next(job, chunks, last)
+
+    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+        """For tests that act at a certain point of a job."""

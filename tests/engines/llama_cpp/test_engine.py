@@ -1,0 +1,270 @@
+"""The llama.cpp engine on the default model: what the conformance suite cannot ask of every engine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import (
+    CacheInfo,
+    Chunk,
+    Control,
+    End,
+    Media,
+    Progress,
+    Prompt,
+    Tokens,
+    TokenRun,
+)
+from modelyard.core.errors import InvalidRequest, ModelyardError, Overloaded, Timeout, Unavailable, Unsupported
+from modelyard.engines import llama_cpp
+from modelyard.engines.llama_cpp import loading
+from modelyard.engines.llama_cpp.engine import LlamaEngine, Order
+from modelyard.engines.llama_cpp.job import Job
+from tests.engines.llama_cpp import reference
+from tests.engines.llama_cpp.stage import Tap, answer, model_file, prompt, running, spec, vocabulary
+from tests.engines.reading import accepted, end, ids, read, until
+
+TEXTS = ("Tell me about Paris.", "What is 2 + 2?", "Write one line of Python that prints the squares of 0 to 9.")
+LONG = "A long walk along the river. " * 30
+
+
+async def test_greedy_text_is_llama_cpps_own() -> None:
+    expected = reference.greedy([prompt(text).ids for text in TEXTS], 12)
+    async with running() as engine:
+        for text, tokens in zip(TEXTS, expected, strict=True):
+            assert ids(await answer(engine, text, max_tokens=12)) == tokens
+
+
+async def test_long_prompt_never_keeps_a_stream_waiting_for_more_than_one_slice() -> None:
+    async with running() as engine:
+        tap = Tap(engine)
+        stream = engine.generate(prompt("Tell me a long story.", session="a", max_tokens=60))
+        await until(stream, Tokens)
+        await answer(engine, LONG, session="b", max_tokens=1)
+        stream.cancel()
+        await read(stream)
+    order = [(job, type(chunk)) for job, chunk in tap.seen]
+    reports = [at for at, seen in enumerate(order) if seen == (2, Progress)]
+    assert len(reports) > 5
+    for earlier, later in zip(reports, reports[1:], strict=False):
+        assert (1, Tokens) in order[earlier:later]
+
+
+async def test_long_prompt_in_one_cache_lets_streams_of_another_go_on() -> None:
+    async with running({"main": CacheInfo(512, 1), "fast": CacheInfo(512, 1)}) as engine:
+        tap = Tap(engine)
+        stream = engine.generate(prompt("Tell me a long story.", cache="fast", max_tokens=60))
+        await until(stream, Tokens)
+        await answer(engine, LONG, max_tokens=1)
+        stream.cancel()
+        await read(stream)
+    order = [(job, type(chunk)) for job, chunk in tap.seen]
+    reports = [at for at, seen in enumerate(order) if seen == (2, Progress)]
+    assert len(reports) > 5
+    for earlier, later in zip(reports, reports[1:], strict=False):
+        assert order[earlier:later].count((1, Tokens)) == 1
+
+
+# --- cancelling -----------------------------------------------------------------------------------------------------
+
+
+class CancelAt(Tap):
+    """Cancels a job on the engine's thread, at its first chunk of a kind."""
+
+    def __init__(self, engine: LlamaEngine, kind: type) -> None:
+        super().__init__(engine)
+        self._kind = kind
+
+    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+        if isinstance(chunk, self._kind):
+            job.cancel()
+
+
+@pytest.mark.parametrize("kind", [Progress, Tokens])
+async def test_cancelled_job_does_not_get_another_slice(kind: type) -> None:
+    async with running() as engine:
+        CancelAt(engine, kind)
+        chunks = await answer(engine, LONG if kind is Progress else "Hello!")
+    assert end(chunks).reason == "cancelled"
+    assert sum(isinstance(chunk, kind) for chunk in chunks) == 1
+
+
+async def test_job_cancelled_before_the_engine_looked_at_it_ends_without_any_work() -> None:
+    async with running() as engine:
+        looks = hold(engine)
+        generation = engine.generate(prompt())
+        generation.cancel()
+        looks.set()
+        (last,) = await read(generation)
+        assert isinstance(last, End)
+        assert last.reason == "cancelled"
+        assert engine.stats().evaluated_tokens == 0
+
+
+async def test_cancelled_jobs_kv_is_still_good_for_its_prompt() -> None:
+    async with running() as engine:
+        CancelAt(engine, Progress)
+        await answer(engine, LONG)
+        fresh = await answer(engine, "Hello!")
+        assert end(fresh).reason == "length"
+        held = engine._caches["main"].slots[0].tokens
+        assert len(held) == 16
+        assert list(held) == prompt(LONG).ids[:16]
+
+
+def hold(engine: LlamaEngine) -> threading.Event:
+    """Keeps the engine's thread from its inbox until the event is set."""
+    event = threading.Event()
+    engine._inbox.put(Order(lambda: bool(event.wait(20)) and None, engine._loop.create_future()))
+    return event
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        pytest.param({"parts": ()}, InvalidRequest, id="no tokens"),
+        pytest.param({"parts": (TokenRun([1, 49152]),)}, InvalidRequest, id="an id too high"),
+        pytest.param({"parts": (TokenRun([1, -1]),)}, InvalidRequest, id="an id too low"),
+        pytest.param({"parts": (Media("image", "", b"", 9), TokenRun([1]))}, Unsupported, id="a picture"),
+        pytest.param({"parts": (TokenRun([1]),), "deadline": 1.0}, Timeout, id="a deadline long gone"),
+    ],
+)
+async def test_bad_job_ends_alone(asked: dict[str, Any], error: type[ModelyardError]) -> None:
+    async with running() as engine:
+        good = engine.generate(prompt())
+        (last,) = await read(engine.generate(Prompt(**asked)))
+        assert isinstance(last, End)
+        assert isinstance(last.error, error)
+        assert end(await read(good)).reason == "length"
+
+
+async def test_job_beyond_the_places_of_its_cache_is_refused() -> None:
+    async with running({"main": CacheInfo(512, 1)}) as engine:
+        looks = hold(engine)
+        first, second = engine.generate(prompt()), engine.generate(prompt())
+        looks.set()
+        assert end(await read(first)).reason == "length"
+        assert isinstance(end(await read(second)).error, Overloaded)
+
+
+async def test_deadline_ends_a_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as engine:
+        generation = engine.generate(prompt(max_tokens=400, deadline=float("inf")))
+        chunks = await until(generation, Tokens)
+        monkeypatch.setattr("modelyard.engines.llama_cpp.context.time.time", lambda: float("inf"))
+        chunks += await read(generation)
+    assert isinstance(end(chunks).error, Timeout)
+
+
+async def test_more_streams_than_the_batch_has_rows_all_run() -> None:
+    async with running({"main": CacheInfo(256, 4)}, n_batch=2, n_ubatch=2) as engine:
+        looks = hold(engine)
+        jobs = [engine.generate(prompt("Hi.", session=str(n), max_tokens=3)) for n in range(4)]
+        looks.set()
+        assert [len(ids(await read(job))) for job in jobs] == [3] * 4
+
+
+async def test_control_that_the_engine_does_not_know_is_refused() -> None:
+    async with running() as engine:
+        with pytest.raises(InvalidRequest, match="save"):
+            await engine.control(Control("save", argument="x"))
+
+
+# --- death and closing ----------------------------------------------------------------------------------------------
+
+
+async def test_death_ends_every_job_and_is_reported() -> None:
+    async with running() as engine:
+        looks = hold(engine)
+        jobs = [engine.generate(prompt(session=str(n))) for n in range(2)]
+        engine._caches["main"].step = explode  # type: ignore[method-assign]
+        looks.set()
+        for job in jobs:
+            assert isinstance(end(await read(job)).error, Unavailable)
+        assert "no more" in (await engine.lost).message
+        assert isinstance(end(await answer(engine)).error, Unavailable)
+        with pytest.raises(Unavailable):
+            await engine.control(Control("evict"))
+
+
+def explode() -> None:
+    raise ValueError("no more")
+
+
+async def test_failed_decode_fails_its_own_batch_and_forgets_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr("modelyard.engines.llama_cpp.context.lib.llama_decode", lambda *_: 1)
+            assert isinstance(end(await answer(engine)).error, Unavailable)
+        assert engine.stats().occupied_tokens == 0
+        after = await answer(engine)
+        assert accepted(after).cached_tokens == 0
+        assert end(after).reason == "length"
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        pytest.param(lambda data: b"", "failed to read magic", id="empty"),
+        pytest.param(lambda data: b"What is this? " * 99, "invalid magic characters: 'What'", id="garbage"),
+        pytest.param(lambda data: data[:100_000], "failed to read key-value pairs", id="cut in the head"),
+        pytest.param(lambda data: data[:50_000_000], "not within the file bounds", id="cut in the weights"),
+        pytest.param(
+            lambda data: data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0xlama", 1),
+            "unknown model architecture: 'xlama'",
+            id="unknown architecture",
+        ),
+    ],
+)
+async def test_bad_file_is_told_in_llama_cpps_own_words(
+    damage: Any, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(damage(model_file().read_bytes()))
+    engine = llama_cpp.create(spec(path=str(broken)))
+    with pytest.raises(InvalidRequest, match=reason):
+        await engine.open(lambda *_: None)
+    await engine.close()
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_cache_that_cannot_be_made_leaves_nothing_behind() -> None:
+    caches = {"main": CacheInfo(256, 1), "odd": CacheInfo(256, 1, type_v="q4_0")}  # needs flash attention
+    engine = llama_cpp.create(spec(caches))
+    with pytest.raises(InvalidRequest, match="'odd'"):
+        await engine.open(lambda *_: None)
+    await engine.close()
+    assert isinstance(engine, LlamaEngine)
+    assert engine._model is None
+
+
+async def test_nothing_of_llama_cpps_chatter_reaches_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    async with running() as engine:
+        await answer(engine)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_default_threads_stay_within_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 8)
+    assert loading.default_threads() == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    assert loading.default_threads() == 8
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: None)
+    assert loading.default_threads() == 16
+
+
+def test_vocabulary_of_engine_and_gateway_is_one() -> None:
+    assert llama_cpp.tokenizer_path(llama_cpp.Options(path=str(model_file()))) == model_file()
+    assert vocabulary().size == 49152

@@ -1,0 +1,62 @@
+"""Reading a token engine's jobs: to the end, to a kind of chunk, and side by side with another run of the same job."""
+
+from __future__ import annotations
+
+from modelyard.core.engine import Accepted, Chunk, End, Generation, IdLogprob, Tokens
+
+# The same tokens give slightly other numbers in another batch: other shapes take other kernels, which add in another
+# order. Log probabilities of two runs agree within `TOLERANCE`, and greedy texts may part only where the two best
+# tokens lie closer than that.
+TOLERANCE = 1e-2
+
+
+async def read(generation: Generation[Chunk]) -> list[Chunk]:
+    return [chunk async for batch in generation for chunk in batch]
+
+
+async def until(generation: Generation[Chunk], kind: type) -> list[Chunk]:
+    """Everything up to the first batch that holds such a chunk."""
+    got: list[Chunk] = []
+    while not any(isinstance(chunk, kind) for chunk in got):
+        got += await anext(generation)
+    return got
+
+
+def ids(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks if isinstance(chunk, Tokens) for token in chunk.ids]
+
+
+def logprobs(chunks: list[Chunk]) -> list[IdLogprob]:
+    return [each for chunk in chunks if isinstance(chunk, Tokens) for each in chunk.logprobs or ()]
+
+
+def accepted(chunks: list[Chunk]) -> Accepted:
+    """Checks the frame of a job that ran: Accepted first, End last, each once."""
+    first = chunks[0]
+    assert isinstance(first, Accepted)
+    assert sum(isinstance(chunk, Accepted) for chunk in chunks) == 1
+    end(chunks)
+    return first
+
+
+def end(chunks: list[Chunk]) -> End:
+    last = chunks[-1]
+    assert isinstance(last, End)
+    assert sum(isinstance(chunk, End) for chunk in chunks) == 1
+    assert (last.error is not None) == (last.reason == "error")
+    return last
+
+
+def assert_alike(one: list[Chunk], other: list[Chunk]) -> None:
+    """The same greedy answer, up to `TOLERANCE`. Both jobs must have asked for two logprobs at least."""
+    for a, b in zip(logprobs(one), logprobs(other), strict=False):
+        if a.id != b.id:
+            assert _margin(a) < TOLERANCE, f"{a} and {b} part without a tie"
+            return
+        assert abs(a.logprob - b.logprob) < TOLERANCE, f"{a} and {b} are too far from each other"
+    assert len(ids(one)) == len(ids(other)), "one answer goes on where the other ends"
+
+
+def _margin(choice: IdLogprob) -> float:
+    (_, best), (_, second), *_ = choice.top
+    return best - second
