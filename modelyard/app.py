@@ -157,7 +157,7 @@ def _prepare(config: Config) -> None:
             "the llama.cpp engine is not built: run make install, which compiles it in a few minutes, "
             "or try --config configs/demo.toml, which needs no engine"
         )
-    if any(default.is_default(model.path) for model in here):
+    if any(default.is_default(model.path) for model in config.models.values()):
         default.fetch(Meter(say=logging.getLogger("modelyard.library").info))
 
 

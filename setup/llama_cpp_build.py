@@ -62,6 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
     except Failed as failure:
         print(f"\nThe llama.cpp engine is not there, and Modelyard needs it.\n{failure}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        say("\nStopped; nothing was changed.")
+        return 130
     return 0
 
 

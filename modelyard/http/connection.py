@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -18,6 +18,31 @@ from modelyard.http.errors import written
 from modelyard.http.visit import Visit
 
 _HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
+
+
+class Gathering:
+    """A transport that sends once a turn of the loop what was written in it: headers and body are one system call."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._held: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._held:
+            self._loop.call_soon(self._flush)
+        self._held.append(data)
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        if held and not self._transport.is_closing():
+            self._transport.write(held[0] if len(held) == 1 else b"".join(held))
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -33,11 +58,12 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.url, self.headers = b"", []
-        self._header_bytes, self._reading_headers = 0, True
+        self._header_bytes, self._reading_headers, self._reading_body = 0, True, True
         self._patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = cast(asyncio.Transport, Gathering(transport, self.loop))
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -45,27 +71,30 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """A request that comes in one piece, as most do, never starts the clock."""
         super().data_received(data)
         if self._reading_headers:
             self._header_bytes += len(data)
             if self._header_bytes > self.max_header_bytes:
                 too_large = f"the request headers are larger than {self.max_header_bytes} bytes (http.max_header_bytes)"
                 self._refuse(431, TooLarge(too_large, code="headers_too_large"))
-        elif self._patience is not None:  # a body that still comes
+            elif self._patience is None:
+                self._wait()
+        elif self._reading_body:
             self._wait()
+        elif self._patience is not None:
+            self._calm()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._header_bytes, self._reading_headers = 0, True
-        if self._patience is None:
-            self._wait()
+        self._header_bytes, self._reading_headers, self._reading_body = 0, True, True
 
     def on_headers_complete(self) -> None:
         self._reading_headers = False
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._calm()
+        self._reading_body = False
         super().on_message_complete()
 
     # --- running out of patience ----------------------------------------------------------------------------------

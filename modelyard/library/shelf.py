@@ -13,11 +13,13 @@ from modelyard.library.index import Entry
 from modelyard.library.progress import Meter
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
-_NAME = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
+_NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 
 
 def add(source: str, *, name: str | None = None, quant: str | None = None, meter: Meter | None = None) -> Entry:
     """A file or folder of this machine, else a repository of the hub (`org/repo` or `org/repo:quant`)."""
+    if name is not None:
+        _check_name(name)  # before anything large is fetched
     local = _local(source, quant)
     repo, _, tagged = source.partition(":")
     if local is not None:
@@ -27,27 +29,34 @@ def add(source: str, *, name: str | None = None, quant: str | None = None, meter
         entry = Entry(name or _short(repo), str(file), repo, owned=True)
     else:
         raise NotFound(f"{source!r} is neither a file or folder here nor a repository such as org/name", param="source")
-    if not _NAME.fullmatch(entry.name):
-        raise InvalidRequest(
-            f"{entry.name!r} cannot be a model's name: letters, digits and . _ - + / can", param="name"
-        )
+    _check_name(entry.name)
     gguf.facts(Path(entry.path))  # what cannot be read is not worth a name
     index.put(entry)
     return entry
 
 
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{name!r} cannot be a model's name: use letters, digits and . _ - + / with --name", param="name"
+        )
+
+
 def _local(source: str, quant: str | None) -> Path | None:
-    """A quantization is a folder's inner folder here, or a part of a file's name."""
-    folder = Path(source).expanduser()
-    if quant is not None and folder.is_dir():
-        if (folder / quant).is_dir():
-            return places.locate(str((folder / quant).resolve()))
-        fitting = {places.base_of(f.name): f for f in places.gguf_files(folder) if quant.lower() in f.name.lower()}
-        if len(fitting) == 1:
-            return places.locate(str(next(iter(fitting.values())).resolve()))
-    if not folder.exists() and places.find(source) is None:
+    """In the current folder or under ./models; what lies in the library itself came from a hub and is its business."""
+    places_to_look = (Path(source).expanduser(), Path("models") / source)
+    place = next((place.resolve() for place in places_to_look if place.exists()), None)
+    if place is None:
         return None
-    return places.locate(source).resolve()
+    return places.locate(str(_inner(place, quant) if quant is not None and place.is_dir() else place))
+
+
+def _inner(folder: Path, quant: str) -> Path:
+    """A quantization is an inner folder, or a part of a file's name."""
+    if (folder / quant).is_dir():
+        return folder / quant
+    fitting = {places.base_of(f.name): f for f in places.gguf_files(folder) if quant.lower() in f.name.lower()}
+    return next(iter(fitting.values())) if len(fitting) == 1 else folder
 
 
 def _short(repo: str) -> str:

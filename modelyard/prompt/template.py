@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.runtime import Context
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.prompt.sandbox import Refusal, Steps, environment
@@ -46,11 +47,18 @@ class ChatTemplate:
         now: Callable[[], datetime] = local_now,
     ) -> None:
         self.source = source
-        self._fixed = {"bos_token": bos_token, "eos_token": eos_token, **(extra_tokens or {})}
+        # Jinja would flatten its globals anew for each render; here they are laid under the variables once.
+        self._fixed: dict[str, Any] = {
+            **_environment.globals,
+            "strftime_now": lambda form: now().strftime(form),
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+            **(extra_tokens or {}),
+        }
         try:
             tree = _environment.parse(source)
             self._words = frozenset(_words(tree))
-            self._template = _environment.from_string(tree, globals={"strftime_now": lambda form: now().strftime(form)})
+            self._template = _environment.from_string(tree)
         except TemplateSyntaxError as error:
             raise InvalidRequest(
                 f"the chat template is broken in line {error.lineno}: {error.message}", code="template_broken"
@@ -63,7 +71,8 @@ class ChatTemplate:
         return name in self._words
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        context = self._template.new_context({**self._fixed, **variables, "range": Steps().range})
+        variables = {**self._fixed, **variables, "range": Steps().range}
+        context = Context(_environment, variables, self._template.name, self._template.blocks)
         try:
             return _joined(self._template.root_render_func(context))
         except Refusal as error:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import lru_cache
+from time import time
 from types import TracebackType
 from typing import Any, Final, TextIO
 
@@ -25,6 +28,9 @@ _SERVER = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
 _COLOURS = {"DEBUG": "\x1b[2m", "WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[1;31m"}
 _RESET = "\x1b[0m"
 _encoder = msgspec.json.Encoder(enc_hook=str)
+_NAMES = {number: name.lower() for name, number in logging.getLevelNamesMapping().items()}
+# Where JSON lines without a traceback go at once: the library's record costs more than the line.
+_direct: Callable[[str], object] | None = None
 
 
 def setup(settings: LogSettings, stream: TextIO | None = None) -> logging.Handler:
@@ -37,6 +43,8 @@ def setup(settings: LogSettings, stream: TextIO | None = None) -> logging.Handle
     level = logging.getLevelNamesMapping()[settings.level.upper()]
     root = logging.getLogger()
     root.handlers[:] = [handler]
+    global _direct  # noqa: PLW0603  the process has one log, as the library's root logger is one
+    _direct = None if human else out.write
     root.setLevel(level)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
@@ -63,6 +71,9 @@ def event(
     """Log a sentence with its facts apart. `error` adds the traceback; the caller's line number is not looked up."""
     if not logger.isEnabledFor(level):
         return
+    if _direct is not None and error is None:
+        _direct(_json(_line(time(), _NAMES[level], logger.name, message, fields)) + "\n")
+        return
     exc_info: ExcInfo | None = (type(error), error, error.__traceback__) if error is not None else None
     record = logging.LogRecord(logger.name, level, "", 0, message, None, exc_info)
     record.fields = fields
@@ -73,19 +84,20 @@ class JsonLines(logging.Formatter):
     """`{"time", "level", "logger", "message", "request_id", …fields, "error"}`, one object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": _timestamp(record.created),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        if trace := current_trace.get():
-            line["request_id"] = trace
-        for name, value in _fields(record).items():
-            line[name if name not in line else f"{name}_"] = value
+        level = record.levelname.lower()
+        line = _line(record.created, level, record.name, record.getMessage(), _fields(record))
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return _json(line)
+
+
+def _line(created: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> dict[str, Any]:
+    line: dict[str, Any] = {"time": _timestamp(created), "level": level, "logger": logger, "message": message}
+    if trace := current_trace.get():
+        line["request_id"] = trace
+    for name, value in fields.items():
+        line[name if name not in line else f"{name}_"] = value
+    return line
 
 
 class HumanLines(logging.Formatter):
@@ -118,7 +130,13 @@ def _json(line: dict[str, Any]) -> str:
 
 
 def _timestamp(created: float) -> str:
-    return datetime.fromtimestamp(created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    second = int(created)
+    return f"{_second(second)}.{int((created - second) * 1000):03d}Z"
+
+
+@lru_cache(maxsize=8)
+def _second(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,5 @@ def test_a_damaged_head_is_read_or_refused_but_never_breaks_the_reader(
     data = gguf_bytes()
     file = tmp_path_factory.getbasetemp() / "damaged.gguf"
     file.write_bytes(data[:at] + noise + data[at + len(noise) :])
-    try:
+    with suppress(InvalidRequest):
         assert isinstance(facts(file), Facts)
-    except InvalidRequest as error:
-        assert "not a readable GGUF file" in error.message

@@ -1,0 +1,115 @@
+"""The embedded default on its real model, with one thread and small windows: what a first user does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from modelyard.app import explain_model
+from modelyard.config import load
+from modelyard.library import default
+from tests.serving import Served, serving
+
+# The overflow example of llama-bridge's guide, to the letter but for the port.
+EXAMPLE = """
+import openai
+
+client = openai.OpenAI(
+    base_url="http://localhost:8000/v1",
+    api_key="sk-dummy"
+)
+
+# 即使请求过长，现在也会收到清晰的 400 错误
+try:
+    response = client.chat.completions.create(
+        model="claude-sonnet-4",
+        messages=[{"role": "user", "content": "..." * 10000}]
+    )
+except openai.BadRequestError as e:
+    print(f"Context Overflow: {e}")
+"""
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    default.fetch()
+    with serving(
+        {
+            "models": {"smollm2": {"n_threads": 1}},
+            "caches": {"main": {"n_ctx": 1024}, "fast": {"n_ctx": 512, "n_ubatch": 64}},
+        }
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def sdk(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="sk-dummy", max_retries=0) as client:
+        yield client
+
+
+def test_the_overflow_example_says_how_much_was_asked_and_how_much_there_is(
+    served: Served, capsys: pytest.CaptureFixture[str]
+):
+    exec(compile(EXAMPLE.replace("http://localhost:8000", served.url), "example", "exec"), {})
+    said = capsys.readouterr().out
+    assert said.startswith("Context Overflow: Error code: 400")
+    assert "maximum context length is 1024 tokens" in said
+    assert "resulted in 1905 tokens" in said
+
+
+def test_after_an_overflow_the_server_answers_as_before(sdk: openai.OpenAI):
+    reply = sdk.chat.completions.create(
+        model="claude-sonnet-4",
+        messages=[{"role": "user", "content": "Write the number seven."}],
+        max_tokens=8,
+        temperature=0,
+    )
+    assert reply.choices[0].message.content
+    assert reply.usage is not None
+    assert 0 < reply.usage.completion_tokens <= 8
+
+
+@pytest.mark.parametrize(("name", "window"), [("claude-haiku-4-5", 512), ("gpt-5", 1024), ("smollm2", 1024)])
+def test_any_name_is_answered_and_haiku_has_the_small_window(sdk: openai.OpenAI, name: str, window: int):
+    with pytest.raises(openai.BadRequestError, match=f"{window} tokens") as caught:
+        sdk.chat.completions.create(model=name, messages=[{"role": "user", "content": "word " * 2000}])
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_background_requests_leave_the_conversations_cache_alone(served: Served, sdk: openai.OpenAI):
+    talk = [{"role": "user", "content": "Count from one to twenty in words, please. " * 8}]
+
+    def cached(model: str, content: list[dict[str, str]]) -> int:
+        reply = sdk.chat.completions.create(model=model, messages=content, max_tokens=1)  # type: ignore[arg-type]
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        return reply.usage.prompt_tokens_details.cached_tokens or 0
+
+    cached("claude-sonnet-5", talk)
+    for number in range(3):
+        cached("claude-haiku-4-5", [{"role": "user", "content": f"{number} is another title to be found. " * 8}])
+    assert cached("claude-sonnet-5", talk) > 60
+
+
+def test_the_model_and_its_caches_are_healthy(served: Served):
+    health = httpx.get(served.url + "/health").json()
+    assert health["models"]["smollm2"]["state"] == "ready"
+
+
+def test_the_guides_configuration_finds_its_model_under_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "models/unsloth/MiMo-V2-Flash-GGUF/UD-Q6_K_XL"
+    folder.mkdir(parents=True)
+    (folder / "MiMo.gguf").symlink_to(default.fetch())
+    monkeypatch.chdir(tmp_path)
+    loaded = load(CONFIGS / "claude-code.toml", env={})
+    rows = dict(explain_model(loaded.config, "mimo"))
+    assert not loaded.problems
+    assert (rows["engine"], rows["architecture"], rows["quantization"]) == ("llama_cpp", "llama, 30 layers", "Q4_1")
+    assert rows["cache main"] == "1 × 32768 tokens 主对话缓存"
+    assert rows["cache fast"] == "1 × 8192 tokens 后台任务缓存"

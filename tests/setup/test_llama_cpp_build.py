@@ -1,0 +1,246 @@
+"""The set-up's decisions, its scripts and its progress; no compiler runs here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from modelyard.engines.llama_cpp.release import RELEASE
+from modelyard.library.home import cache_folder
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("llama_cpp_build", ROOT / "setup" / "llama_cpp_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+setup = load()
+NEEDS = setup.read_needs((ROOT / "pyproject.toml").read_text())
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+# --- what is pinned -----------------------------------------------------------------------------------------------------
+
+
+def test_the_release_that_is_installed_is_the_one_the_self_test_knows():
+    assert NEEDS.engine[0] == f"llama-cpp-python=={RELEASE}"
+
+
+def test_the_tools_are_a_compiler_cmake_and_ninja():
+    assert [tool.split(">")[0].split("=")[0] for tool in NEEDS.tools] == ["cmake", "ninja", "ziglang"]
+
+
+def test_the_cache_folder_is_that_of_the_program(tmp_path: Path):
+    for env in ({"MODELYARD_CACHE": "~/own"}, {"XDG_CACHE_HOME": str(tmp_path)}, {}):
+        assert setup.cache_folder(env) == cache_folder(env)
+
+
+# --- decisions ----------------------------------------------------------------------------------------------------------
+
+
+def test_zig_compiles_by_default_even_where_the_system_has_a_compiler():
+    plan = setup.decide({}, "linux", True)
+    assert (plan.zig, plan.own, plan.cmake_args) == (True, False, setup.CMAKE_ARGS)
+
+
+@pytest.mark.parametrize("name", ["CC", "CXX"])
+def test_a_compiler_of_the_users_own_is_taken_and_no_cache_asked(name: str):
+    plan = setup.decide({name: "clang"}, "linux", True)
+    assert (plan.zig, plan.own) == (False, True)
+
+
+def test_cmake_arguments_of_the_users_own_stand_last_where_they_win():
+    plan = setup.decide({"CMAKE_ARGS": "-DGGML_CUDA=ON -DGGML_OPENMP=ON"}, "linux", True)
+    assert (plan.zig, plan.own) == (False, True)
+    assert plan.cmake_args == f"{setup.CMAKE_ARGS} -DGGML_CUDA=ON -DGGML_OPENMP=ON"
+
+
+def test_own_arguments_without_any_compiler_are_given_to_zig():
+    plan = setup.decide({"CMAKE_ARGS": "-DGGML_NATIVE=OFF"}, "linux", False)
+    assert (plan.zig, plan.own) == (True, True)
+
+
+def test_a_mac_uses_its_own_compiler_where_there_is_one():
+    assert not setup.decide({}, "darwin", True).zig
+    assert setup.decide({}, "darwin", False).zig
+
+
+def test_the_build_hears_nothing_of_the_make_around_it():
+    plan = setup.decide({}, "linux", False)
+    env = setup.build_environment({"MAKEFLAGS": "-j1", "MAKELEVEL": "1", "HOME": "h"}, plan)
+    assert env == {"CMAKE_GENERATOR": "Ninja", "HOME": "h", "CMAKE_ARGS": setup.CMAKE_ARGS}
+    assert setup.build_environment({"CMAKE_GENERATOR": "Xcode"}, plan)["CMAKE_GENERATOR"] == "Xcode"
+
+
+def test_pip_installs_where_the_environment_has_it_and_uv_where_not():
+    assert setup.installer("py", True, "/bin/uv")[:4] == ["py", "-m", "pip", "install"]
+    assert setup.installer("py", False, "/bin/uv")[:5] == ["/bin/uv", "pip", "install", "--python", "py"]
+    with pytest.raises(setup.Failed, match="neither pip nor uv"):
+        setup.installer("py", False, None)
+
+
+def test_a_rebuild_goes_past_the_cache_of_either_installer():
+    assert "--no-cache-dir" in setup.past_caches(setup.installer("py", True, None))
+    assert "--no-cache" in setup.past_caches(setup.installer("py", False, "uv"))
+
+
+# --- scripts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrapper_runs_the_program_with_its_first_word_and_hands_all_others_on(tmp_path: Path):
+    script = tmp_path / "zig-cc"
+    script.write_text(setup.wrapper(Path("/bin/echo"), "cc"))
+    script.chmod(stat.S_IRWXU)
+    assert subprocess.run([script, "-c", "a b.c"], capture_output=True, text=True).stdout == "cc -c a b.c\n"
+
+
+def test_a_wrapper_stands_a_blank_in_the_programs_path():
+    assert setup.wrapper(Path("/a b/zig"), "c++") == "#!/bin/sh\nexec '/a b/zig' c++ \"$@\"\n"
+
+
+def test_the_scripts_are_those_of_the_tools_and_zigs_only_where_it_compiles(tmp_path: Path):
+    for place in ("cmake/data/bin/cmake", "bin/ninja", "bin/cmake"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).touch()
+    scripts = setup.tool_scripts(tmp_path, zig=True)
+    assert set(scripts) == {"cmake", "ninja", "zig-cc", "zig-c++"}
+    assert f"{tmp_path}/cmake/data/bin/cmake" in scripts["cmake"], "not the launcher, which needs its package"
+    assert scripts["zig-c++"].splitlines()[1] == f'exec {tmp_path}/ziglang/zig c++ "$@"'
+    assert set(setup.tool_scripts(tmp_path, zig=False)) == {"cmake", "ninja"}
+
+
+def test_a_package_without_its_program_is_named(tmp_path: Path):
+    with pytest.raises(setup.Failed, match="holds no program ninja"):
+        setup.binary(tmp_path, "ninja")
+
+
+# --- progress -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "done"),
+    [
+        ("  [35/140] /x/zig-cc -DGGML_BUILD -c ggml.c", 0.25),
+        ("DEBUG [140/140] linking", 1.0),
+        ("[1/2] Building C object CMakeFiles/cmTC_1.dir/test.c.o", 0.0),
+        ("Collecting llama-cpp-python==0.3.36", 0.0),
+        ("  a[3/40 of it", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_ninjas_steps_are_the_progress(line: str, done: float):
+    assert setup.fraction(line) == done
+
+
+def test_progress_never_goes_back_and_says_whether_anything_was_compiled():
+    shown: list[float] = []
+    assert setup.follow(["[50/100] a", "note", "[10/40] b", "[80/100] c"], shown.append)
+    assert shown == [0.5, 0.5, 0.5, 0.8]
+    assert not setup.follow(["Using cached llama_cpp_python.whl"], shown.append)
+
+
+def test_without_a_terminal_there_is_a_line_every_five_percent():
+    told: list[str] = []
+    show = setup.in_lines(told.append)
+    for step in range(141):
+        show(step / 140)
+    assert len(told) == 21
+    assert (told[0], told[-1]) == ("compiling llama.cpp: 0 %", "compiling llama.cpp: 100 %")
+
+
+# --- running and failing ------------------------------------------------------------------------------------------------
+
+
+def test_a_build_that_fails_ends_in_its_last_words_and_what_helps():
+    code = "for n in range(100): print('line', n)\nraise SystemExit(2)"
+    with pytest.raises(setup.Failed, match=r"line 99\n") as caught:
+        setup.run([sys.executable, "-c", code], os.environ, ignore, ignore)
+    assert "line 69\n" not in str(caught.value)
+    assert "CMAKE_ARGS=-DGGML_NATIVE=OFF make rebuild-engine" in str(caught.value)
+
+
+def test_all_that_a_build_says_is_in_the_log():
+    log: list[str] = []
+    assert setup.run([sys.executable, "-c", "print('[1/20] a'); print('b')"], os.environ, log.append, ignore)
+    assert log == ["[1/20] a\n", "b\n"]
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, faults: list[str | None], compiled: bool) -> list[bool]:
+    """The self-test gives these faults in turn; the builds that were asked for, and whether past the caches."""
+    builds: list[bool] = []
+    monkeypatch.setattr(setup, "self_test", lambda: faults.pop(0))
+    monkeypatch.setattr(setup, "build", lambda needs, fresh: builds.append(fresh) or compiled or fresh)
+    return builds
+
+
+def test_an_engine_that_works_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    builds = answers(monkeypatch, [None], compiled=True)
+    assert setup.main([]) == 0
+    assert builds == []
+
+
+def test_a_missing_engine_is_built_once(monkeypatch: pytest.MonkeyPatch):
+    builds = answers(monkeypatch, ["missing", None], compiled=True)
+    assert setup.main([]) == 0
+    assert builds == [False]
+
+
+def test_a_cached_copy_that_does_not_work_here_is_built_anew(monkeypatch: pytest.MonkeyPatch):
+    builds = answers(monkeypatch, ["missing", "SIGILL", None], compiled=False)
+    assert setup.main([]) == 0
+    assert builds == [False, True]
+
+
+def test_an_engine_that_cannot_be_made_to_work_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    answers(monkeypatch, ["missing", "died by SIGILL"], compiled=True)
+    assert setup.main([]) == 1
+    told = capsys.readouterr().err
+    assert "engine is not there" in told
+    assert "died by SIGILL" in told
+
+
+def test_a_rebuild_asks_nothing_first(monkeypatch: pytest.MonkeyPatch):
+    builds = answers(monkeypatch, [None], compiled=True)
+    assert setup.main(["--rebuild"]) == 0
+    assert builds == [True]
+
+
+def test_a_self_test_that_cannot_run_is_no_reason_to_compile(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(setup, "_SELF_TEST", "raise ImportError('no msgspec')")
+    with pytest.raises(setup.Failed, match="could not be run: ImportError: no msgspec"):
+        setup.self_test()
+
+
+def test_the_engine_of_this_environment_passes():
+    assert setup.self_test() is None
+
+
+# --- make ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["serve", "test", "install"])
+def test_every_command_of_the_readme_builds_the_engine_first(target: str):
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-n", "VENV=nowhere", target], cwd=ROOT, capture_output=True, text=True
+    )
+    lines = done.stdout.splitlines()
+    assert lines.index("nowhere/bin/python setup/llama_cpp_build.py") < lines.index("touch nowhere/.engine")
