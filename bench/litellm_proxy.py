@@ -16,6 +16,7 @@ from typing import Any
 from bench.bare import WORDS
 from bench.cache import pip, venv
 from bench.servers import Server, free_port, running
+from modelyard.library.home import cache_folder
 
 VERSION = "1.102.4"
 _CHUNK = 3  # a mocked stream says three characters an event

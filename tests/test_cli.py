@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import modelyard.engines.fake
 from modelyard import __version__, cli
 from modelyard.core.errors import Unavailable
+from modelyard.core.errors import Unavailable
 from modelyard.library import default
 from tests.library.files import write_gguf
 
@@ -147,6 +148,17 @@ def test_check_of_an_engine_that_is_not_there_ends_in_one_and_still_shows_the_ro
     assert shown.exit_code == 1
     assert "warp_drive" in shown.stderr
     assert "big" in shown.stdout
+
+
+def test_check_tells_of_an_engine_whose_library_does_not_work_here(monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise Unavailable("the library died by SIGILL; `make rebuild-engine` builds it anew")
+
+    monkeypatch.setattr("modelyard.engines.llama_cpp.verdict.require", broken)
+    shown = invoke("check")
+    assert shown.exit_code == 1
+    assert "unavailable models.smollm2.backend: the library died by SIGILL" in shown.stderr
+    assert "smollm2" in shown.stdout
 
 
 def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path):

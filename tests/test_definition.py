@@ -64,6 +64,16 @@ def test_what_cannot_be_made_keeps_its_fault_and_tells_it_to_whoever_asks(settin
         _ = made.model.parts
 
 
+def test_a_native_library_is_verified_before_the_vocabulary_is_opened_by_it(monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise Unavailable("the library died by SIGILL")
+
+    monkeypatch.setattr("modelyard.engines.llama_cpp.verdict.require", broken)
+    made = defined(backend="llama_cpp", path="/nowhere/model.gguf")
+    assert made.model.fault is not None
+    assert "SIGILL" in made.model.fault.message
+
+
 def test_defaults_of_the_model_reach_the_gateway():
     model = defined(decoding={"temperature": 0.3, "max_tokens": 77}).model
     assert model.max_tokens == 77

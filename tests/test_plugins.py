@@ -67,6 +67,20 @@ def test_a_missing_module_of_our_own_is_not_blamed_on_a_library(gadgets: Path):
         plugins.load("gadgets", "broken")
 
 
+def test_a_plugin_without_a_native_library_has_nothing_to_verify(gadgets: Path):
+    plugins.verify(plugins.load("gadgets", "lamp"))
+
+
+def test_a_plugin_whose_native_library_is_broken_says_so(gadgets: Path, monkeypatch: pytest.MonkeyPatch):
+    def verify() -> None:
+        raise plugins.MissingLibrary("the bulb is broken")
+
+    lamp = plugins.load("gadgets", "lamp")
+    monkeypatch.setattr(lamp, "verify", verify, raising=False)
+    with pytest.raises(plugins.MissingLibrary, match="bulb"):
+        plugins.verify(lamp)
+
+
 def test_the_shipped_packages_hold_what_their_files_say():
     assert "fake" in plugins.names("engines")
     assert {"anthropic_messages", "openai_chat", "openai_responses"} <= set(plugins.names("protocols"))

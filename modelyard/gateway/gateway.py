@@ -119,7 +119,7 @@ class Gateway:
             return await asyncio.to_thread(_raw, request, model) if long else _raw(request, model)
         many = len(request.messages) + len(request.tools) > _INLINE_MESSAGES
         text = await asyncio.to_thread(renderer.text, request) if many else renderer.text(request)
-        if renderer.fresh(text) > _INLINE_CHARS:
+        if len(text) > _INLINE_CHARS and renderer.fresh(text) > _INLINE_CHARS:
             return [(await asyncio.to_thread(renderer.tokens, text), text)]
         return [(renderer.tokens(text), text)]
 

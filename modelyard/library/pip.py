@@ -15,6 +15,7 @@ from modelyard.core.errors import Unavailable
 from modelyard.library.progress import OnBytes
 
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")  # what --progress-bar raw prints
+_BROKEN = re.compile(r"(connection broken by '.*'): ")
 
 
 def download(requirement: str, folder: Path, on_bytes: OnBytes) -> Path:
@@ -40,8 +41,14 @@ def follow(lines: Iterable[str], on_bytes: OnBytes) -> str:
             on_bytes(int(progress[1]), int(progress[2]))
         elif line.strip():
             said.append(line.strip())
+    return _reason(list(said))
+
+
+def _reason(said: list[str]) -> str:
+    """pip ends with «no matching distribution» where it could not even ask: then the broken connection is the reason."""
+    broken = [found[1] for line in said if (found := _BROKEN.search(line))]
     errors = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")]
-    return (errors or list(said) or [""])[-1]
+    return (broken or errors or said or [""])[-1]
 
 
 def _pip() -> list[str]:

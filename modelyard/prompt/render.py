@@ -65,7 +65,7 @@ class Renderer:
         self._conversation = Conversation(tuple(vocab.specials), self._toolbox, self._shield, images=images)
         sources = template.source + (tools_template.source if tools_template else "")
         self._tokens = PrefixTokens(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
-        self._opening = self._find_opening(template)
+        self._opening, self._bare = self._find_opening(template)
 
     def __repr__(self) -> str:
         return f"<Renderer {self._plain!r}>"
@@ -128,21 +128,26 @@ class Renderer:
 
     def tail(self, text: str) -> str:
         """The end of the prompt from where the assistant's turn opens: whether reasoning is open is read from it."""
+        if self._bare and text.endswith(self._bare):
+            return ""  # a turn with nothing in it: the usual case, and nothing to read
         at = text.rfind(self._opening) if self._opening else -1
         return unshield(text[at:]) if at >= 0 else ""
 
-    def _find_opening(self, template: ChatTemplate) -> str:
-        """What opens an assistant's turn, from a small prompt with and without it."""
+    def _find_opening(self, template: ChatTemplate) -> tuple[str, str]:
+        """What opens an assistant's turn, from a small prompt with and without it: the token that begins it, and all
+        of it where it is no more than that token, a role and a line break."""
         entries: list[Entry] = [{"role": "user", "content": "probe one"}]
         try:
             with_it = template.render({"messages": entries, "tools": None, "add_generation_prompt": True})
             without = template.render({"messages": entries, "tools": None, "add_generation_prompt": False})
         except TemplateFailed:
-            return ""
+            return "", ""
         opening = with_it[len(without) :] if with_it.startswith(without) else ""
         opening = opening or with_it.rpartition("probe one")[2]
         found = [text for text in self.vocab.specials if opening.startswith(text)]
-        return max(found, key=len) if found else opening.partition("\n")[0]
+        token = max(found, key=len) if found else opening.partition("\n")[0]
+        bare = opening.endswith("\n") and opening.removeprefix(token).strip().isalpha()
+        return token, opening if bare and found else ""
 
 
 def _cuts(vocab: Vocabulary, sources: str) -> list[str]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from modelyard.core.engine import Accepted, Chunk, End, Generation, IdLogprob, Tokens
 
-# The same tokens give slightly other numbers in another batch: other shapes take other kernels, which add in another
-# order. Log probabilities of two runs agree within `TOLERANCE`, and greedy texts may part only where the two best
-# tokens lie closer than that.
+# A row that is computed alone takes another kernel than one in a batch, and adds in another order. With unquantized
+# weights that moves the best log probabilities by less than 0.001 (tests/engines/llama_cpp/test_noise.py shows it
+# with the bare C API), so two runs must agree within `TOLERANCE`. Quantized weights also round what goes through them to eight
+# bits: on SmolLM2 Q4_1 the bare library was seen to differ from itself by 0.28, as much as another KV type
+# makes.
+# Comparisons there are coarse (`ROUNDED`); whatever must be exact is tested on the unquantized model.
 TOLERANCE = 1e-2
+ROUNDED = 0.5
 
 
 async def read(generation: Generation[Chunk]) -> list[Chunk]:
@@ -47,13 +51,15 @@ def end(chunks: list[Chunk]) -> End:
     return last
 
 
-def assert_alike(one: list[Chunk], other: list[Chunk]) -> None:
-    """The same greedy answer, up to `TOLERANCE`. Both jobs must have asked for two logprobs at least."""
+def assert_alike(one: list[Chunk], other: list[Chunk], tolerance: float = TOLERANCE) -> None:
+    """The same greedy answer; texts may part only where the two best tokens lie closer to each other than the
+    tolerance. Both jobs must have asked for two logprobs at least."""
+    assert logprobs(one), "nothing to compare"
     for a, b in zip(logprobs(one), logprobs(other), strict=False):
         if a.id != b.id:
-            assert _margin(a) < TOLERANCE, f"{a} and {b} part without a tie"
+            assert _margin(a) < tolerance, f"{a} and {b} part without a tie"
             return
-        assert abs(a.logprob - b.logprob) < TOLERANCE, f"{a} and {b} are too far from each other"
+        assert abs(a.logprob - b.logprob) < tolerance, f"{a} and {b} are too far from each other"
     assert len(ids(one)) == len(ids(other)), "one answer goes on where the other ends"
 
 

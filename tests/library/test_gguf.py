@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import struct
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.library.gguf import Facts, facts
-from tests.library.files import gguf_bytes, write_gguf
+from modelyard.library.gguf import Facts, facts, read_metadata
+from tests.library.files import gguf_bytes, text, write_gguf
 
 
 def test_a_file_tells_architecture_parameters_quantization_and_context(tmp_path: Path):
@@ -46,3 +48,37 @@ def test_a_damaged_head_is_read_or_refused_but_never_breaks_the_reader(
     file.write_bytes(data[:at] + noise + data[at + len(noise) :])
     with suppress(InvalidRequest):
         assert isinstance(facts(file), Facts)
+
+
+# --- the whole metadata, lists included ------------------------------------------------------------------------------
+
+
+def file(*entries: bytes, magic: bytes = b"GGUF", version: int = 3) -> io.BytesIO:
+    return io.BytesIO(magic + struct.pack("<IQQ", version, 0, len(entries)) + b"".join(entries) + b"tensors follow")
+
+
+def test_numbers_texts_and_lists_are_read():
+    found = read_metadata(
+        file(
+            text("name") + struct.pack("<I", 8) + text("Ġsmöl"),
+            text("size") + struct.pack("<IQ", 10, 2**40),
+            text("adds") + struct.pack("<I?", 7, True),
+            text("words") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b"),
+            text("kinds") + struct.pack("<IIQ2i", 9, 5, 2, -1, 3),
+        )
+    )
+    assert found == {"name": "Ġsmöl", "size": 2**40, "adds": True, "words": ["a", "b"], "kinds": [-1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (file(magic=b"GGML"), "not a GGUF file"),
+        (file(version=1), "version 1"),
+        (file(text("x") + struct.pack("<I", 99)), "unknown kind 99"),
+        (io.BytesIO(b"GGUF\x03"), "ends in the middle"),
+    ],
+)
+def test_what_is_no_such_file_is_refused(broken: io.BytesIO, why: str):
+    with pytest.raises(ValueError, match=why):
+        read_metadata(broken)

@@ -14,6 +14,15 @@ def test_progress_is_told_on_and_the_last_error_is_the_reason():
     assert told == [(0, 10), (10, 10)]
 
 
+def test_a_connection_that_broke_is_the_reason_of_all_that_follows():
+    lines = [
+        "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(\"refused\")': /simple/x/\n",
+        "ERROR: No matching distribution found for x\n",
+    ]
+    told = pip.follow(lines, lambda done, total: None)
+    assert told == "connection broken by 'NewConnectionError(\"refused\")'"
+
+
 def test_without_an_error_the_last_line_is_the_reason():
     assert pip.follow(["a\n", "b\n"], lambda done, total: None) == "b"
     assert pip.follow([], lambda done, total: None) == ""

@@ -31,7 +31,7 @@ def test_two_messages_become_chatml() -> None:
         == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert rendered.ids == VOCAB.encode(rendered.text)
-    assert rendered.tail == "<|im_start|>assistant\n"
+    assert rendered.tail == "", "a turn that was only opened holds nothing"
 
 
 SPELLING = st.lists(

@@ -36,7 +36,7 @@ def ignore(*_: object) -> None:
     pass
 
 
-# --- what is pinned -----------------------------------------------------------------------------------------------------
+# --- what is pinned ---------------------------------------------------------------------------------------------------
 
 
 def test_the_release_that_is_installed_is_the_one_the_self_test_knows():
@@ -52,7 +52,7 @@ def test_the_cache_folder_is_that_of_the_program(tmp_path: Path):
         assert setup.cache_folder(env) == cache_folder(env)
 
 
-# --- decisions ----------------------------------------------------------------------------------------------------------
+# --- decisions --------------------------------------------------------------------------------------------------------
 
 
 def test_zig_compiles_by_default_even_where_the_system_has_a_compiler():
@@ -101,7 +101,7 @@ def test_a_rebuild_goes_past_the_cache_of_either_installer():
     assert "--no-cache" in setup.past_caches(setup.installer("py", False, "uv"))
 
 
-# --- scripts ------------------------------------------------------------------------------------------------------------
+# --- scripts ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_wrapper_runs_the_program_with_its_first_word_and_hands_all_others_on(tmp_path: Path):
@@ -131,7 +131,7 @@ def test_a_package_without_its_program_is_named(tmp_path: Path):
         setup.binary(tmp_path, "ninja")
 
 
-# --- progress -----------------------------------------------------------------------------------------------------------
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_without_a_terminal_there_is_a_line_every_five_percent():
     assert (told[0], told[-1]) == ("compiling llama.cpp: 0 %", "compiling llama.cpp: 100 %")
 
 
-# --- running and failing ------------------------------------------------------------------------------------------------
+# --- running and failing ----------------------------------------------------------------------------------------------
 
 
 def test_a_build_that_fails_ends_in_its_last_words_and_what_helps():
@@ -234,7 +234,7 @@ def test_the_engine_of_this_environment_passes():
     assert setup.self_test() is None
 
 
-# --- make ---------------------------------------------------------------------------------------------------------------
+# --- make -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["serve", "test", "install"])

@@ -38,7 +38,7 @@ class Sequences:
     def take(self, ids: Sequence[int], session: str | None) -> tuple[str, Match]:
         """The sequence that this prompt goes on in (it is taken out until `keep`), and how much of it holds."""
         key = session if session in self._held else self._nearest(ids)
-        held = self._held.pop(key, ()) if key is not None else ()
+        held: Sequence[int] = self._held.pop(key, ()) if key is not None else ()
         evicted = not held and len(self._held) >= self._parallel
         if evicted:
             self._held.popitem(last=False)

@@ -28,19 +28,20 @@ _STEPS = 3
 Stage = tuple[str, Callable[[], str | None]]
 
 
-def stages(model: Path | None) -> Iterator[Stage]:
+def stages(model: Path | None, alone: bool) -> Iterator[Stage]:
     """What is done, and the work: it returns what is wrong, or nothing."""
-    yield "loading the library", _load
+    yield "loading the library", lambda: _load(alone)
     yield "comparing its structs", _layout
     yield "decoding a tiny model", _decode_tiny
     if model is not None:
         yield f"decoding {model.name}", lambda: _decode_model(model)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, *, alone: bool = False) -> int:
+    """`alone` in its process it may take llama.cpp's log, of which there is one."""
     parser = argparse.ArgumentParser(description="Test the llama.cpp library on this machine.")
     parser.add_argument("--model", type=Path, help="a GGUF file to decode a few tokens with")
-    for name, work in stages(parser.parse_args(arguments).model):
+    for name, work in stages(parser.parse_args(arguments).model, alone):
         print(f"stage {name}", flush=True)
         fault = work()
         if fault is not None:
@@ -56,14 +57,15 @@ def _library() -> Any:
     return llama_cpp
 
 
-def _load() -> str | None:
+def _load(alone: bool) -> str | None:
     import llama_cpp
 
     if llama_cpp.__version__ != RELEASE:
         return f"llama-cpp-python is {llama_cpp.__version__}, and this program is written for {RELEASE}"
     lib = _library()
-    _held.append(lib.llama_log_callback(_print_errors))
-    lib.llama_log_set(_held[0], None)
+    if alone:
+        _held.append(lib.llama_log_callback(_print_errors))
+        lib.llama_log_set(_held[0], None)
     lib.llama_backend_init()
     return None
 
@@ -164,4 +166,4 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(alone=True))

@@ -82,10 +82,12 @@ def explain(ending: Ending, timeout: float) -> str | None:
 
 def _of_signal(number: int) -> str:
     known = {
-        signal.SIGILL: "SIGILL, an instruction that this CPU does not have or that the compiler got wrong",
-        signal.SIGKILL: "SIGKILL, which is how the system ends a process when memory runs out",
+        "SIGILL": "SIGILL, an instruction that this CPU does not have or that the compiler got wrong",
+        "SIGKILL": "SIGKILL, which is how the system ends a process when memory runs out",
     }
-    return known.get(signal.Signals(number), signal.Signals(number).name)
+    names = {int(one): one.name for one in signal.Signals}
+    name = names.get(number, f"signal {number}")
+    return known.get(name, name)
 
 
 def _last(output: str, prefix: str) -> str | None:

@@ -12,6 +12,7 @@ from modelyard.core.vocab import Vocabulary
 from modelyard.engines import fake, llama_cpp
 from tests.engines.fake import stage as fake_stage
 from tests.engines.llama_cpp import stage as llama_stage
+from tests.engines.reading import ROUNDED, TOLERANCE
 
 GREEDY = Sampling(temperature=0)
 TOPICS = ("Tell me about the city of Paris and its river.", "Why is the sky blue on a clear day in summer?")
@@ -19,6 +20,8 @@ TOPICS = ("Tell me about the city of Paris and its river.", "Why is the sky blue
 
 class Subject(Protocol):
     """`slow` asks for an engine that one can catch in the middle of reading and of speaking."""
+
+    tolerance: float  # how far two runs of a job may be apart
 
     @property
     def vocabulary(self) -> Vocabulary: ...
@@ -34,6 +37,7 @@ class Subject(Protocol):
 
 
 class Fake:
+    tolerance = TOLERANCE
     vocabulary = property(lambda self: fake_stage.vocabulary())
     file = property(lambda self: fake.tokenizer_path(fake.Options()) / "tokenizer.json")
 
@@ -47,6 +51,7 @@ class Fake:
 
 
 class LlamaCpp:
+    tolerance = ROUNDED
     vocabulary = property(lambda self: llama_stage.vocabulary())
     file = property(lambda self: llama_stage.model_file())
 

@@ -89,7 +89,7 @@ async def test_job_without_a_cache_goes_to_the_first(subject: Subject, opened: O
 async def test_greedy_answers_are_the_same_each_time(subject: Subject, opened: Open) -> None:
     engine = await opened()
     first, second = [await read(engine.generate(asked)) for asked in [prompt(subject)] * 2]
-    assert_alike(first, second)
+    assert_alike(first, second, subject.tolerance)
 
 
 async def test_resent_prompt_is_read_from_the_cache_but_for_its_last_token(subject: Subject, opened: Open) -> None:
@@ -118,7 +118,7 @@ async def test_concurrent_streams_say_what_each_says_alone(subject: Subject, ope
     expected = {topic: await read(alone.generate(prompt(subject, topic))) for topic in TOPICS}
     for each, chunks in zip(asked, got, strict=True):
         accepted(chunks)
-        assert_alike(chunks, expected[str(each.session)])
+        assert_alike(chunks, expected[str(each.session)], subject.tolerance)
 
 
 async def test_logprobs_are_a_distribution(subject: Subject, opened: Open) -> None:
@@ -170,4 +170,4 @@ async def test_prompt_in_several_runs_is_read_as_one(subject: Subject, opened: O
     runs = tuple(TokenRun([id]) for id in asked.ids)
     split = await read(engine.generate(replace(asked, parts=runs)))
     assert accepted(split).cached_tokens == asked.n_tokens - 1
-    assert_alike(whole, split)
+    assert_alike(whole, split, subject.tolerance)

@@ -1,42 +1,82 @@
-"""llama.cpp itself, straight through its C API: one sequence, a fresh context a text, the best token each time."""
+"""llama.cpp itself, straight through its C API: one sequence and a fresh context a text."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from tests.engines.llama_cpp.stage import UBATCH, model_file
+from modelyard.vocab import llama_log
+from tests.engines.llama_cpp.stage import UBATCH
+
+Logits = npt.NDArray[np.float32]
 
 
-def greedy(texts: list[list[int]], count: int) -> list[list[int]]:
+def greedy(file: Path, texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     """The `count` best tokens after each run of token ids."""
-    model = lib.llama_model_load_from_file(str(model_file()).encode(), lib.llama_model_default_params())
-    try:
+    with _loaded(file) as model:
         return [_continue(model, list(ids), count) for ids in texts]
+
+
+def logprobs(file: Path, ids: list[int], chunkings: Sequence[Sequence[int]]) -> Logits:
+    """Of the token after `ids`, a row for each way to cut them; a chunking's last number is repeated."""
+    with _loaded(file) as model:
+        return np.stack([_normal(_read_in_chunks(model, ids, sizes)) for sizes in chunkings])
+
+
+def _continue(model: Any, ids: list[int], count: int) -> list[int]:
+    out: list[int] = []
+    with _context(model, UBATCH) as context:
+        for _ in range(count):
+            out.append(int(_read(context, ids if not out else out[-1:]).argmax()))
+    return out
+
+
+def _read_in_chunks(model: Any, ids: list[int], sizes: Sequence[int]) -> Logits:
+    left, at = list(sizes), 0
+    with _context(model, 512) as context:
+        while at < len(ids):
+            size = left.pop(0) if len(left) > 1 else left[0]
+            logits, at = _read(context, ids[at : at + size]), at + size
+        return logits.copy()
+
+
+def _read(context: Any, ids: list[int]) -> Logits:
+    """The logits after the last of them."""
+    tokens = (lib.llama_token * len(ids))(*ids)
+    assert lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(ids))) == 0
+    vocab = lib.llama_model_get_vocab(lib.llama_get_model(context))
+    return np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), shape=(lib.llama_vocab_n_tokens(vocab),))
+
+
+def _normal(logits: Logits) -> Logits:
+    shifted: Logits = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+@contextmanager
+def _loaded(file: Path) -> Iterator[Any]:
+    llama_log.forget()
+    model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
+    try:
+        yield model
     finally:
         lib.llama_model_free(model)
 
 
-def _continue(model: Any, ids: list[int], count: int) -> list[int]:
+@contextmanager
+def _context(model: Any, ubatch: int) -> Iterator[Any]:
     params = lib.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch = 512, 512, UBATCH
+    params.n_ctx, params.n_batch, params.n_ubatch = 512, 512, ubatch
     params.n_threads = params.n_threads_batch = 1
     params.flash_attn_type = 0
     context = lib.llama_init_from_model(model, params)
-    n_vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    out: list[int] = []
     try:
-        for _ in range(count):
-            _read(context, ids if not out else out[-1:])
-            logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, -1), shape=(n_vocab,))
-            out.append(int(logits.argmax()))
+        yield context
     finally:
         lib.llama_free(context)
-    return out
-
-
-def _read(context: Any, ids: list[int]) -> None:
-    tokens = (lib.llama_token * len(ids))(*ids)
-    assert lib.llama_decode(context, lib.llama_batch_get_one(tokens, len(ids))) == 0

@@ -57,8 +57,12 @@ def chatml(*turns: tuple[str, str], opening: str = "") -> str:
 def prompt(text: str = "Hello!", **fields: Any) -> Prompt:
     """`text` is the user's turn, or a whole prompt where it has markers. Greedy, and with logprobs to compare by."""
     whole = text if "<|" in text else chatml(("user", text))
+    return id_prompt(vocabulary().encode(whole), **fields)
+
+
+def id_prompt(ids: list[int], **fields: Any) -> Prompt:
     chosen = {"sampling": GREEDY, "max_tokens": 8, "cache": "main", "logprobs": 2} | fields
-    return Prompt(parts=(TokenRun(vocabulary().encode(whole)),), **chosen)
+    return Prompt(parts=(TokenRun(ids),), **chosen)
 
 
 async def answer(engine: LlamaEngine, text: str = "Hello!", **fields: Any) -> list[Chunk]:

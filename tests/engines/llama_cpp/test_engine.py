@@ -34,7 +34,7 @@ LONG = "A long walk along the river. " * 30
 
 
 async def test_greedy_text_is_llama_cpps_own() -> None:
-    expected = reference.greedy([prompt(text).ids for text in TEXTS], 12)
+    expected = reference.greedy(model_file(), [prompt(text).ids for text in TEXTS], 12)
     async with running() as engine:
         for text, tokens in zip(TEXTS, expected, strict=True):
             assert ids(await answer(engine, text, max_tokens=12)) == tokens

@@ -1,4 +1,4 @@
-"""KV that is used again: the next turn, a shared system prompt copied between sequences, and never anybody else's."""
+"""KV that is used again, on a model that shows every wrong cell: the next turn, and copies between sequences."""
 
 from __future__ import annotations
 
@@ -8,21 +8,39 @@ from random import Random
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Chunk, Control, Prompt, Tokens
+from modelyard.core.engine import CacheInfo, Chunk, Control, Generation, Prompt, Tokens
 from modelyard.engines.llama_cpp.engine import LlamaEngine
-from tests.engines.llama_cpp.stage import answer, chatml, prompt, running, said
-from tests.engines.reading import accepted, assert_alike, end, ids, read, until
+from modelyard.engines.llama_cpp.job import Job
+from tests.engines.llama_cpp.exact import VOCAB, exact_model
+from tests.engines.llama_cpp.stage import Tap, id_prompt, running
+from tests.engines.reading import accepted, assert_alike, end, ids, read
 
-SYSTEM = ("system", "You are a guide in a small town. Be brief, be friendly, and never speak of the weather.")
-ALONE = {"main": CacheInfo(512, 1)}
+
+def words(seed: int, count: int = 24) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(VOCAB) for _ in range(count)]
 
 
-async def alone(*texts: str, max_tokens: int = 8) -> list[list[Chunk]]:
-    """Each text on an engine that holds nothing else."""
+SYSTEM = words(0, 40)
+
+
+@asynccontextmanager
+async def exact(**parallel: int) -> AsyncIterator[LlamaEngine]:
+    caches = {name: CacheInfo(256, count) for name, count in (parallel or {"main": 2}).items()}
+    async with running(caches, path=str(exact_model())) as engine:
+        yield engine
+
+
+async def answer(engine: LlamaEngine, run: list[int], **fields: object) -> list[Chunk]:
+    return await read(engine.generate(id_prompt(run, **fields)))
+
+
+async def alone(*runs: list[int], max_tokens: int = 8) -> list[list[Chunk]]:
+    """Each on an engine that holds nothing else."""
     out = []
-    async with running(ALONE) as engine:
-        for text in texts:
-            out.append(await answer(engine, text, max_tokens=max_tokens))
+    async with exact(main=1) as engine:
+        for run in runs:
+            out.append(await answer(engine, run, max_tokens=max_tokens))
             await engine.control(Control("evict"))
     return out
 
@@ -31,140 +49,136 @@ async def alone(*texts: str, max_tokens: int = 8) -> list[list[Chunk]]:
 
 
 async def test_second_turn_reads_only_what_is_new() -> None:
-    first = chatml(SYSTEM, ("user", "Where is the church?"))
-    async with running() as engine:
-        chunks = await answer(engine, first, session="a")
-        second = first + said(chunks) + "<|im_end|>\n<|im_start|>user\nAnd the inn?<|im_end|>\n<|im_start|>assistant\n"
-        held, before = prompt(first).n_tokens + len(ids(chunks)) - 1, engine.stats()
-        again = await answer(engine, second, session="a")
+    async with exact() as engine:
+        first = await answer(engine, SYSTEM, session="a")
+        turn = SYSTEM + ids(first) + words(1)
+        held, before = len(SYSTEM) + len(ids(first)) - 1, engine.stats()
+        second = await answer(engine, turn, session="a")
         after = engine.stats()
     # The last token of an answer was sampled and never read: no KV stands for it.
-    assert accepted(again).cached_tokens == accepted(again).divergence == held
-    assert after.evaluated_tokens - before.evaluated_tokens == prompt(second).n_tokens - held
-    (fresh,) = await alone(second)
-    assert_alike(again, fresh)
+    assert accepted(second).cached_tokens == accepted(second).divergence == held
+    assert after.evaluated_tokens - before.evaluated_tokens == len(turn) - held
+    assert after.reused_tokens - before.reused_tokens == held
+    assert_alike(second, (await alone(turn))[0])
 
 
-async def test_turn_that_was_edited_is_read_from_the_edit_on() -> None:
-    first, edited = (chatml(SYSTEM, ("user", f"Where is the {place}?")) for place in ("church", "market"))
-    async with running() as engine:
-        await answer(engine, first, session="a")
+async def test_conversation_that_was_edited_is_read_from_the_edit_on() -> None:
+    edited = SYSTEM[:20] + words(1)
+    assert edited[20] != SYSTEM[20]
+    async with exact() as engine:
+        await answer(engine, SYSTEM, session="a")
         chunks = await answer(engine, edited, session="a")
-    shared = next(n for n, (a, b) in enumerate(zip(prompt(first).ids, prompt(edited).ids, strict=False)) if a != b)
-    assert accepted(chunks).cached_tokens == shared
-    (fresh,) = await alone(edited)
-    assert_alike(chunks, fresh)
+    assert accepted(chunks).cached_tokens == 20
+    assert_alike(chunks, (await alone(edited))[0])
 
 
-async def test_new_conversation_goes_to_an_empty_sequence_and_evicts_only_when_there_is_none() -> None:
-    async with running({"main": CacheInfo(512, 2)}) as engine:
-        evicted = [
-            accepted(await answer(engine, text, session=text, max_tokens=1)).evicted
-            for text in ("First of all: hello.", "Second comes this.", "Third is another one.")
-        ]
-        assert evicted == [False, False, True]
-        kept = await answer(engine, "Second comes this.", session="Second comes this.", max_tokens=1)
-        assert accepted(kept).cached_tokens == prompt("Second comes this.").n_tokens - 1
+async def test_new_conversation_goes_to_an_empty_sequence_and_evicts_only_where_there_is_none() -> None:
+    async with exact(main=2) as engine:
+        told = [accepted(await answer(engine, words(n), session=str(n))).evicted for n in range(1, 4)]
+        assert told == [False, False, True]
+        assert accepted(await answer(engine, words(2), session="2")).cached_tokens == len(words(2)) - 1
 
 
 # --- copies between sequences ---------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def copying(monkeypatch: pytest.MonkeyPatch, parallel: int) -> AsyncIterator[LlamaEngine]:
-    """Copies pay off from many tokens on; here from few, to keep the test short."""
+class Followed(Tap):
+    """Hands the engine further jobs the moment the first job speaks: they find it running, with its prompt read."""
+
+    def __init__(self, engine: LlamaEngine, *prompts: Prompt) -> None:
+        super().__init__(engine)
+        self._engine, self._prompts = engine, prompts
+        self.followers: list[Generation[Chunk]] = []
+
+    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+        if isinstance(chunk, Tokens) and not self.followers:
+            self.followers = [self._engine.generate(prompt) for prompt in self._prompts]
+
+
+@pytest.fixture
+def _copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do from many tokens on; here from few, to keep the tests short."""
     monkeypatch.setattr("modelyard.engines.llama_cpp.context._COPY_FROM", 8)
-    async with running({"main": CacheInfo(512, parallel)}) as engine:
-        yield engine
 
 
-async def test_shared_system_prompt_is_copied_from_a_running_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = [chatml(SYSTEM, ("user", question)) for question in ("Where is the church?", "Who are you?", "Any inns?")]
-    shared = len(prompt(chatml(SYSTEM)).ids) - 3  # without <|im_start|>assistant and a new line
-    async with copying(monkeypatch, 3) as engine:
-        source = engine.generate(prompt(texts[0], session="a", max_tokens=40))
-        got = await until(source, Tokens)
-        copies = [await answer(engine, text, session=text) for text in texts[1:]]
-        got += await read(source)
-    for chunks, text in zip([got, *copies], texts, strict=True):
-        (fresh,) = await alone(text, max_tokens=end(chunks).usage.output)
-        assert_alike(chunks, fresh)
-    assert all(shared <= accepted(chunks).cached_tokens <= shared + 3 for chunks in copies)
+@pytest.mark.usefixtures("_copies_pay")
+async def test_shared_start_is_copied_from_a_running_sequence() -> None:
+    runs = [SYSTEM + words(n) for n in range(1, 4)]
+    async with exact(main=3) as engine:
+        tap = Followed(engine, *(id_prompt(run, session=str(run)) for run in runs[1:]))
+        got = [await answer(engine, runs[0], session="a", max_tokens=60)]
+        got += [await read(follower) for follower in tap.followers]
+    assert [accepted(chunks).cached_tokens for chunks in got] == [0, len(SYSTEM), len(SYSTEM)]
+    for chunks, run in zip(got, runs, strict=True):
+        assert_alike(chunks, (await alone(run, max_tokens=end(chunks).usage.output))[0])
 
 
-async def test_copy_and_its_source_go_on_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = (chatml(SYSTEM, ("user", f"My name is {name}. What is my name?")) for name in ("Anna", "Boris"))
-    async with copying(monkeypatch, 2) as engine:
-        source = engine.generate(prompt(one, session="a", max_tokens=12))
-        got = await until(source, Tokens)
-        first = await answer(engine, two, session="b", max_tokens=12)
-        got += await read(source)
-        again = [
-            await answer(engine, text, session=session, max_tokens=12) for text, session in ((one, "a"), (two, "b"))
-        ]
-    assert [accepted(chunks).cached_tokens for chunks in again] == [prompt(text).n_tokens - 1 for text in (one, two)]
-    assert_alike(got, again[0])
-    assert_alike(first, again[1])
+@pytest.mark.usefixtures("_copies_pay")
+async def test_copy_and_its_source_go_on_apart() -> None:
+    runs = [SYSTEM + words(n) for n in (1, 2)]
+    async with exact(main=2) as engine:
+        tap = Followed(engine, id_prompt(runs[1], session="b"))
+        first = [await answer(engine, runs[0], session="a", max_tokens=30), await read(tap.followers[0])]
+        turns = [run + ids(chunks) + words(9) for run, chunks in zip(runs, first, strict=True)]
+        second = [await answer(engine, turn, session=name) for turn, name in zip(turns, "ab", strict=True)]
+    for turn, chunks in zip(turns, second, strict=True):
+        assert accepted(chunks).cached_tokens == len(turn) - len(words(9)) - 1
+        assert_alike(chunks, (await alone(turn))[0])
 
 
-async def test_copy_onto_a_sequence_that_held_something_else_leaves_nothing_of_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    text = chatml(SYSTEM, ("user", "Who are you?"))
-    async with copying(monkeypatch, 2) as engine:
-        await answer(engine, chatml(SYSTEM, ("user", "Hello!")), session="a")
-        await answer(engine, "Repeat the word zebra forty times, please: zebra zebra zebra zebra.", session="b")
-        chunks = await answer(engine, text, session="b")
-    assert accepted(chunks).cached_tokens > 8
-    (fresh,) = await alone(text)
-    assert_alike(chunks, fresh)
+@pytest.mark.usefixtures("_copies_pay")
+async def test_copy_onto_a_sequence_that_held_something_else_leaves_nothing_of_it() -> None:
+    run = SYSTEM + words(3)
+    async with exact(main=2) as engine:
+        await answer(engine, SYSTEM + words(1), session="a")
+        await answer(engine, words(2, 100), session="b")
+        chunks = await answer(engine, run, session="b")
+    assert accepted(chunks).cached_tokens == len(SYSTEM)
+    assert_alike(chunks, (await alone(run))[0])
+
+
+async def test_few_shared_tokens_are_read_anew_instead() -> None:
+    async with exact(main=2) as engine:
+        tap = Followed(engine, id_prompt(SYSTEM + words(2), session="b"))
+        await answer(engine, SYSTEM + words(1), session="a", max_tokens=30)
+        assert accepted(await read(tap.followers[0])).cached_tokens == 0
 
 
 # --- isolation ------------------------------------------------------------------------------------------------------
 
-SECRETS = ("zebra", "violin", "Norway", "pepper", "castle", "tulip")
 
-
-def turns(secret: str, first: str | None = None) -> str:
-    asked = ("user", f"The secret word is {secret}. Say the secret word.")
-    if first is None:
-        return chatml(asked, opening="The secret word is")
-    return chatml(asked, ("assistant", f"The secret word is{first}"), ("user", "Again."), opening="The secret word is")
-
-
-async def _converse(engine: LlamaEngine, secret: str, cache: str) -> list[list[Chunk]]:
-    first = await answer(engine, turns(secret), cache=cache, session=secret, max_tokens=4)
-    return [first, await answer(engine, turns(secret, said(first)), cache=cache, session=secret, max_tokens=4)]
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_no_word_crosses_between_conversations(seed: int) -> None:
-    """Two caches of two sequences, six conversations, so that sequences are also taken over; any order, several at a
-    time. Each answer must be what the same conversation gets alone."""
+@pytest.mark.usefixtures("_copies_pay")
+@pytest.mark.parametrize("seed", range(6))
+async def test_conversations_in_any_order_say_what_each_says_alone(seed: int) -> None:
+    """Two caches, eight conversations on five sequences, three turns each, some with a common start, some cancelled:
+    sequences are taken over, copied and cut, several jobs at a time."""
     random = Random(seed)
-    caches = {"main": CacheInfo(256, 2), "fast": CacheInfo(256, 2)}
-    homes = {secret: ("main", "fast")[n % 2] for n, secret in enumerate(SECRETS)}
-    got: dict[str, list[list[Chunk]]] = {secret: [] for secret in SECRETS}
-    async with running(caches) as engine:
-        while waiting := [secret for secret in SECRETS if len(got[secret]) < 2]:
-            batch = _fitting(random.sample(waiting, len(waiting)), homes)[: random.randint(1, 4)]
-            jobs = {s: engine.generate(_next_turn(s, homes[s], got[s])) for s in batch}
-            for secret, job in jobs.items():
-                got[secret].append(await read(job))
-    async with running({"main": CacheInfo(256, 1)}) as engine:
-        for secret in SECRETS:
-            for mixed, single in zip(got[secret], await _converse(engine, secret, "main"), strict=True):
-                assert_alike(mixed, single)
-                assert not any(other in said(mixed) for other in SECRETS if other != secret)
-            await engine.control(Control("evict"))
-    assert sum(secret in said(got[secret][0]) for secret in SECRETS) >= 4, "a model that tells nothing shows nothing"
+    homes = {n: ("main", "fast")[n % 2] for n in range(8)}
+    places = {"main": 3, "fast": 2}
+    told = {n: (SYSTEM if n % 4 < 2 else []) + words(100 + n) for n in homes}
+    turns: list[tuple[list[int], list[Chunk]]] = []
+    async with exact(**places) as engine:
+        for _ in range(16):
+            batch = _fitting(random.sample(list(homes), random.randint(1, 5)), homes, places)
+            jobs = {n: engine.generate(id_prompt(told[n], cache=homes[n], session=str(n))) for n in batch}
+            if random.random() < 0.3:
+                jobs[batch[0]].cancel()
+            for n, job in jobs.items():
+                chunks = await read(job)
+                if end(chunks).reason == "length":
+                    turns.append((told[n], chunks))
+                    told[n] = _continued(told[n], chunks, random)
+    assert len(turns) > 16
+    for (_, chunks), single in zip(turns, await alone(*(run for run, _ in turns)), strict=True):
+        assert_alike(chunks, single)
 
 
-def _next_turn(secret: str, cache: str, before: list[list[Chunk]]) -> Prompt:
-    text = turns(secret, said(before[0]) if before else None)
-    return prompt(text, cache=cache, session=secret, max_tokens=4)
+def _continued(run: list[int], chunks: list[Chunk], random: Random) -> list[int]:
+    """The next turn; now and then the conversation is cut back first."""
+    kept = run[: random.randint(10, len(run))] if random.random() < 0.2 or len(run) > 150 else run + ids(chunks)
+    return kept + words(random.randrange(1000), 12)
 
 
-def _fitting(order: list[str], homes: dict[str, str]) -> list[str]:
-    """No more than two of a cache at a time: the scheduler hands out no more places."""
-    return [s for n, s in enumerate(order) if sum(homes[o] == homes[s] for o in order[:n]) < 2]
+def _fitting(order: list[int], homes: dict[int, str], places: dict[str, int]) -> list[int]:
+    """No more than a cache has places: the scheduler hands out no more."""
+    return [n for at, n in enumerate(order) if sum(homes[m] == homes[n] for m in order[:at]) < places[homes[n]]]

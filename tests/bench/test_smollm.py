@@ -1,54 +1,16 @@
-"""The reader of GGUF metadata, and the tokenizer that is built from it."""
+"""The tokenizer that is built from a GGUF file's metadata."""
 
 from __future__ import annotations
 
-import io
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import pre_tokenizers
 
-from bench.gguf import read_metadata
 from bench.smollm import build_tokenizer, write_folder
 from modelyard.vocab.hf import HfVocabulary
-
-
-def text(value: str) -> bytes:
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def file(*entries: bytes, magic: bytes = b"GGUF", version: int = 3) -> io.BytesIO:
-    return io.BytesIO(magic + struct.pack("<IQQ", version, 0, len(entries)) + b"".join(entries) + b"tensors follow")
-
-
-def test_numbers_texts_and_lists_are_read():
-    found = read_metadata(
-        file(
-            text("name") + struct.pack("<I", 8) + text("Ġsmöl"),
-            text("size") + struct.pack("<IQ", 10, 2**40),
-            text("adds") + struct.pack("<I?", 7, True),
-            text("words") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b"),
-            text("kinds") + struct.pack("<IIQ2i", 9, 5, 2, -1, 3),
-        )
-    )
-    assert found == {"name": "Ġsmöl", "size": 2**40, "adds": True, "words": ["a", "b"], "kinds": [-1, 3]}
-
-
-@pytest.mark.parametrize(
-    ("broken", "why"),
-    [
-        (file(magic=b"GGML"), "not a GGUF file"),
-        (file(version=1), "version 1"),
-        (file(text("x") + struct.pack("<I", 99)), "unknown kind 99"),
-        (io.BytesIO(b"GGUF\x03"), "ends in the middle"),
-    ],
-)
-def test_what_is_no_such_file_is_refused(broken: io.BytesIO, why: str):
-    with pytest.raises(ValueError, match=why):
-        read_metadata(broken)
 
 
 def metadata(**changed: Any) -> dict[str, Any]:

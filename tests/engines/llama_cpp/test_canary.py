@@ -1,0 +1,51 @@
+"""The isolation canary on the real model: secret words of one conversation never turn up in another."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, Chunk, Control, Prompt
+from tests.engines.llama_cpp.stage import chatml, prompt, running, said
+from tests.engines.reading import ROUNDED, assert_alike, read
+
+SECRETS = ("zebra", "violin", "Norway", "pepper", "castle", "tulip")
+HOMES = {secret: ("main", "fast")[n % 2] for n, secret in enumerate(SECRETS)}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_no_secret_word_crosses_between_conversations(seed: int) -> None:
+    """Two caches of two sequences and six conversations, so that sequences are also taken over."""
+    random = Random(seed)
+    got: dict[str, list[list[Chunk]]] = {secret: [] for secret in SECRETS}
+    async with running({"main": CacheInfo(256, 2), "fast": CacheInfo(256, 2)}) as engine:
+        while waiting := [secret for secret in SECRETS if len(got[secret]) < 2]:
+            batch = _fitting(random.sample(waiting, len(waiting)))[: random.randint(1, 4)]
+            jobs = {s: engine.generate(_turn(s, HOMES[s], got[s])) for s in batch}
+            for secret, job in jobs.items():
+                got[secret].append(await read(job))
+    for secret, answers in got.items():
+        assert not any(other in said(chunks) for chunks in answers for other in SECRETS if other != secret)
+    assert sum(secret in said(got[secret][0]) for secret in SECRETS) >= 4, "a model that tells nothing shows nothing"
+    await _compare_with_each_alone(got)
+
+
+async def _compare_with_each_alone(got: dict[str, list[list[Chunk]]]) -> None:
+    async with running({"main": CacheInfo(256, 1)}) as engine:
+        for secret, answers in got.items():
+            for n, mixed in enumerate(answers):
+                assert_alike(mixed, await read(engine.generate(_turn(secret, "main", answers[:n]))), ROUNDED)
+            await engine.control(Control("evict"))
+
+
+def _turn(secret: str, cache: str, before: list[list[Chunk]]) -> Prompt:
+    turns = [("user", f"The secret word is {secret}. Say the secret word.")]
+    for chunks in before:
+        turns += [("assistant", f"The secret word is{said(chunks)}"), ("user", "Say it again.")]
+    return prompt(chatml(*turns, opening="The secret word is"), cache=cache, session=secret, max_tokens=4)
+
+
+def _fitting(order: list[str]) -> list[str]:
+    """No more than two of a cache: the scheduler hands out no more places."""
+    return [s for n, s in enumerate(order) if sum(HOMES[o] == HOMES[s] for o in order[:n]) < 2]

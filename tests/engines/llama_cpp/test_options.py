@@ -1,0 +1,55 @@
+"""The names that older servers gave to llama.cpp's settings, and that each of them reaches a context."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.config import engine_spec, load
+from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.core.errors import InvalidRequest
+from modelyard.engines.llama_cpp import Options, loading
+
+
+def spec_of(raw: dict[str, Any], folder: Path) -> EngineSpec:
+    (folder / "c.json").write_text(json.dumps(raw))
+    config = load(folder / "c.json", env={}).config
+    return engine_spec(config.router().catalog.models["m"], config.models["m"])
+
+
+def parameters(spec: EngineSpec, cache: str) -> Any:
+    return loading._parameters(spec.caches[cache], spec.options)
+
+
+def test_the_pools_names_set_layers_window_types_and_flash_attention(tmp_path: Path) -> None:
+    model = {
+        "model_path": "x.gguf",
+        "gguf_n_gpu_layers": 7,
+        "gguf_n_ctx": 256,
+        "gguf_flash_attn": "auto",
+        "gguf_type_k": "q8_0",
+        "gguf_type_v": "f32",
+    }
+    spec = spec_of({"engine": {"models": {"m": model}}}, tmp_path)
+    made = parameters(spec, "m")
+    assert spec.options.n_gpu_layers == 7
+    assert (made.n_ctx, made.flash_attn_type, made.type_k, made.type_v) == (256, -1, 8, 0)
+
+
+def test_a_caches_settings_go_over_its_models(tmp_path: Path) -> None:
+    settings = {"n_threads": 1, "n_batch": 512, "n_ubatch": 128, "flash_attn": False, "cache_type_k": "q8_0"}
+    own = {"n_threads": 2, "n_batch": 256, "n_ubatch": 64, "flash_attn": True, "cache_type_v": "q4_0"}
+    caches = {"plain": {"model": "m", "n_ctx": 64}, "own": {"model": "m", "n_ctx": 64, **own}}
+    spec = spec_of({"models": {"m": {"path": "x.gguf", **settings}}, "caches": caches}, tmp_path)
+    plain, over = parameters(spec, "plain"), parameters(spec, "own")
+    fields = ("n_threads", "n_batch", "n_ubatch", "flash_attn_type", "type_k", "type_v")
+    assert tuple(getattr(plain, name) for name in fields) == (1, 512, 128, 0, 8, 1)
+    assert tuple(getattr(over, name) for name in fields) == (2, 256, 64, 1, 8, 2)
+
+
+def test_a_number_format_that_does_not_exist_is_told_which_do() -> None:
+    with pytest.raises(InvalidRequest, match=r"'q9' is no number format of a KV cache; there are f32, f16, q4_0"):
+        loading._parameters(CacheInfo(64, type_k="q9"), Options(path="x.gguf"))
