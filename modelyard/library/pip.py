@@ -45,7 +45,7 @@ def follow(lines: Iterable[str], on_bytes: OnBytes) -> str:
 
 
 def _reason(said: list[str]) -> str:
-    """pip ends with «no matching distribution» where it could not even ask: then the broken connection is the reason."""
+    """pip ends with «no matching distribution» even where it could not ask: then the broken connection is it."""
     broken = [found[1] for line in said if (found := _BROKEN.search(line))]
     errors = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")]
     return (broken or errors or said or [""])[-1]

@@ -16,7 +16,7 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateRuntimeError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 1_000_000
@@ -63,15 +63,18 @@ class GenerationBlocks(Extension):
 
 
 _OF_EVERY_DICT = frozenset(dir(dict))
+_OF_A_LOOP = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
 
 
 class PromptEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`message.role` on a dictionary, which is most of what templates do, without a failed attribute look-up."""
+        """`message.role` and `loop.first`, which is most of what templates do, without the long way of checks."""
         if type(obj) is dict and attribute not in _OF_EVERY_DICT:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is LoopContext and attribute in _OF_A_LOOP:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:

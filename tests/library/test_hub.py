@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,6 +97,13 @@ def test_a_repository_that_is_not_there_is_gated_or_has_no_gguf_is_a_sentence(hu
         library_hub.fetch("maker/Secret", None, meter)
     with pytest.raises(NotFound, match="holds no GGUF file"):
         library_hub.fetch("maker/Other", None, meter)
+
+
+def test_a_model_that_the_disk_has_no_room_for_is_not_begun(hub: Hub, meter: Meter, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelyard.library.hub.shutil.disk_usage", lambda folder: SimpleNamespace(free=3))
+    with pytest.raises(Unavailable, match=r"Q4_K_M needs \d+ B and .* has room for 3 B"):
+        shelf.add(REPO, quant="Q4_K_M", meter=meter)
+    assert not [path for path in hub.asked if "resolve" in path]
 
 
 def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPatch, meter: Meter):

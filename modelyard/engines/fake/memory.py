@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 _NEAR = 2  # recent sequences that a prompt without a session is compared with
-_STRIDE = 512
+_STRIDE = 128
 
 
 class Match(Struct, frozen=True):
@@ -76,10 +76,12 @@ class Sequences:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Whole strides are compared in C; where one differs, by halves."""
-    end, at, stride = min(len(a), len(b)), 0, _STRIDE
-    while stride:
-        while at + stride <= end and a[at : at + stride] == b[at : at + stride]:
-            at += stride
-        stride //= 2
+    """Whole strides are compared in C; in the stride that differs, token by token."""
+    end, at = min(len(a), len(b)), 0
+    while at + _STRIDE <= end and a[at : at + _STRIDE] == b[at : at + _STRIDE]:
+        at += _STRIDE
+    for mine, theirs in zip(a[at : at + _STRIDE], b[at : at + _STRIDE], strict=False):
+        if mine != theirs:
+            break
+        at += 1
     return at
