@@ -1,0 +1,122 @@
+"""Sampling settings on the default model: each does what it is for, and none breaks a job."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from modelyard.core.request import Sampling
+from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.engines.llama_cpp.sample import logprob_of
+from tests.engines.llama_cpp.stage import answer, running, vocabulary
+from tests.engines.reading import end, ids
+
+TEXT = "Name some animals."
+LOOP = "Repeat this: la la la la la la la la la la la la"
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[LlamaEngine]:
+    async with running() as opened:
+        yield opened
+
+
+async def spoken(engine: LlamaEngine, text: str = TEXT, max_tokens: int = 6, **sampling: object) -> list[int]:
+    chunks = await answer(engine, text, sampling=Sampling(**sampling), max_tokens=max_tokens, logprobs=None)
+    assert end(chunks).error is None
+    return ids(chunks)
+
+
+async def test_seed_makes_an_answer_come_again(engine: LlamaEngine) -> None:
+    await spoken(engine, max_tokens=1)  # from here on each run reads the same single token anew
+    runs = {seed: [await spoken(engine, temperature=1.5, seed=seed) for _ in range(2)] for seed in (1, 2)}
+    assert runs[1][0] == runs[1][1]
+    assert runs[2][0] == runs[2][1]
+    assert runs[1][0] != runs[2][0]
+
+
+async def test_unseeded_answers_differ(engine: LlamaEngine) -> None:
+    assert len({tuple(await spoken(engine, temperature=2.0)) for _ in range(3)}) > 1
+
+
+async def test_top_k_of_one_is_greedy_at_any_temperature(engine: LlamaEngine) -> None:
+    await spoken(engine, max_tokens=1)
+    assert await spoken(engine, temperature=5.0, top_k=1) == await spoken(engine, temperature=0.0)
+
+
+@pytest.mark.parametrize("narrow", [{"top_p": 0.0001}, {"min_p": 0.9999}, {"top_k": 1, "seed": 3}])
+async def test_narrow_truncation_leaves_only_the_best_token(engine: LlamaEngine, narrow: dict[str, float]) -> None:
+    await spoken(engine, max_tokens=1)
+    assert await spoken(engine, temperature=1.0, **narrow) == await spoken(engine, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 2.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}]
+)
+async def test_penalties_break_a_loop(engine: LlamaEngine, penalty: dict[str, float]) -> None:
+    looped = await spoken(engine, LOOP, 8, temperature=0)
+    assert len(set(looped)) < len(looped)
+    free = await spoken(engine, LOOP, 8, temperature=0, **penalty)
+    assert len(set(free)) > len(set(looped))
+
+
+async def test_bias_forbids_and_forces_tokens(engine: LlamaEngine) -> None:
+    first = (await spoken(engine, max_tokens=1, temperature=0))[0]
+    assert first not in await spoken(engine, temperature=0, logit_bias={first: -math.inf})
+    forced = vocabulary().encode_plain("x")[0]
+    assert await spoken(engine, max_tokens=3, temperature=1.0, logit_bias={forced: 100.0}) == [forced] * 3
+
+
+async def test_bias_of_a_token_that_does_not_exist_is_ignored(engine: LlamaEngine) -> None:
+    await spoken(engine, max_tokens=1)
+    free = await spoken(engine, temperature=0)
+    assert await spoken(engine, temperature=0, logit_bias={10**6: 100.0, -5: 100.0}) == free
+
+
+async def test_dry_breaks_a_loop(engine: LlamaEngine) -> None:
+    looped = await spoken(engine, LOOP, 12, temperature=0)
+    dry = {"dry_multiplier": 5.0, "dry_allowed_length": 1, "dry_sequence_breakers": ("\n",)}
+    assert await spoken(engine, LOOP, 12, temperature=0, **dry) != looped
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"typical_p": 0.5},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.05},
+        {"mirostat": 1},
+        {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2},
+        {"dry_multiplier": 0.8},
+        {"top_k": 40, "top_p": 0.9, "min_p": 0.05, "temperature": 0.7, "repetition_penalty": 1.1},
+        {"top_k": 0},
+        {"top_k": 10**6},
+        {"temperature": 100.0},
+    ],
+    ids=str,
+)
+async def test_setting_runs_and_is_reproducible(engine: LlamaEngine, sampling: dict[str, object]) -> None:
+    await spoken(engine, max_tokens=1)
+    chosen = {"temperature": 1.0, "seed": 5} | sampling
+    first = await spoken(engine, max_tokens=4, **chosen)
+    assert first
+    assert first == await spoken(engine, max_tokens=4, **chosen)
+
+
+async def test_logprobs_are_of_the_model_and_not_of_the_samplers(engine: LlamaEngine) -> None:
+    await spoken(engine, max_tokens=1)
+    plain = await answer(engine, TEXT, max_tokens=1, logprobs=3)
+    hot = await answer(engine, TEXT, max_tokens=1, logprobs=3, sampling=Sampling(temperature=3.0, seed=1, top_k=2))
+    assert plain[-2].logprobs[0].top == hot[-2].logprobs[0].top  # type: ignore[union-attr,index]
+
+
+def test_logprob_of_is_a_log_softmax() -> None:
+    logits = np.array([1.0, 3.0, 2.0, -1.0], np.float32)
+    expected = np.log(np.exp(logits) / np.exp(logits).sum())
+    found = logprob_of(logits, 2, 9)
+    assert found.logprob == pytest.approx(expected[2], abs=1e-6)
+    assert [token for token, _ in found.top] == [1, 2, 0, 3]
+    assert [value for _, value in found.top] == pytest.approx(sorted(expected, reverse=True), abs=1e-6)
+    assert logprob_of(logits, 0, 0).top == ()
