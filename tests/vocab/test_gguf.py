@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from bench.gguf import read_metadata
 from bench.smollm import build_tokenizer
 from modelyard.core.errors import InvalidRequest
 from modelyard.library.default import fetch
+from modelyard.library.gguf import read_metadata
 from modelyard.vocab import open_vocabulary
 from modelyard.vocab.gguf import GgufVocabulary
 from modelyard.vocab.prefix import PrefixTokens

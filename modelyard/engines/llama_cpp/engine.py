@@ -212,7 +212,7 @@ class LlamaEngine:
             cache = self._cache(job.prompt.cache)
             self._check(job)
             cache.check(job)
-            job.chain = Chain(job.prompt.sampling, self._vocab, self._n_vocab)
+            job.chain = Chain(job.prompt.sampling, self._vocab, self._n_vocab, cache.info.window)
         except Exception as error:
             self._emit(job, [_refused(job, _fault(error))], True)
         else:

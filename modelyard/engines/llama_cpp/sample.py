@@ -20,7 +20,8 @@ _BREAKERS = ("\n", ":", '"', "*")
 class Chain:
     """The samplers of one job. It owns memory outside Python: `close` it."""
 
-    def __init__(self, sampling: Sampling, vocab: Any, n_vocab: int) -> None:
+    def __init__(self, sampling: Sampling, vocab: Any, n_vocab: int, window: int) -> None:
+        self._window = window
         self._keep: list[Any] = []  # what C points to must live as long as the chain
         self._raw: int | None = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         for sampler in self._samplers(sampling, vocab, n_vocab):
@@ -65,7 +66,8 @@ class Chain:
         self._keep.append(breakers)
         base = 1.75 if s.dry_base is None else s.dry_base
         allowed = 2 if s.dry_allowed_length is None else s.dry_allowed_length
-        back = -1 if s.dry_penalty_last_n is None else s.dry_penalty_last_n
+        asked = s.dry_penalty_last_n
+        back = self._window if asked is None or asked < 0 else asked  # to llama.cpp a negative number means never
         return [short.sampler_init_dry(vocab, s.dry_multiplier, base, allowed, back, breakers, len(words))]
 
 

@@ -15,7 +15,7 @@ from tests.engines.llama_cpp.stage import answer, running, vocabulary
 from tests.engines.reading import end, ids
 
 TEXT = "Name some animals."
-LOOP = "Repeat this: la la la la la la la la la la la la"
+LOOP = "<|im_start|>la la la la la la la la la la la la"  # makes the model say a phrase again and again
 
 
 @pytest.fixture
@@ -76,10 +76,25 @@ async def test_bias_of_a_token_that_does_not_exist_is_ignored(engine: LlamaEngin
     assert await spoken(engine, temperature=0, logit_bias={10**6: 100.0, -5: 100.0}) == free
 
 
-async def test_dry_breaks_a_loop(engine: LlamaEngine) -> None:
-    looped = await spoken(engine, LOOP, 12, temperature=0)
-    dry = {"dry_multiplier": 5.0, "dry_allowed_length": 1, "dry_sequence_breakers": ("\n",)}
-    assert await spoken(engine, LOOP, 12, temperature=0, **dry) != looped
+@pytest.mark.parametrize("back", [None, -1, 64])
+async def test_dry_breaks_a_loop(engine: LlamaEngine, back: int | None) -> None:
+    """Unset and -1 mean as far back as there is."""
+    looped = await spoken(engine, LOOP, 18, temperature=0)
+    free = await spoken(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=back)
+    assert _longest_repeat(looped) > 3
+    assert _longest_repeat(free) <= 3
+
+
+async def test_dry_that_looks_back_at_nothing_does_nothing(engine: LlamaEngine) -> None:
+    await spoken(engine, LOOP, 1)
+    free = await spoken(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=0)
+    assert free == await spoken(engine, LOOP, 18, temperature=0)
+
+
+def _longest_repeat(ids: list[int]) -> int:
+    """Of the runs of tokens that come at least twice."""
+    runs = [tuple(ids[a:b]) for a in range(len(ids)) for b in range(a + 1, len(ids) + 1)]
+    return max((len(run) for run in runs if runs.count(run) > 1), default=0)
 
 
 @pytest.mark.parametrize(
