@@ -6,7 +6,7 @@ import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from msgspec import Struct
 
@@ -15,6 +15,7 @@ from modelyard.library.places import parts
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
+_SHORT = 1024  # a list up to here is one number a layer
 _LONGEST = 1 << 28  # of one text: more is a broken length
 # llama.cpp's names of general.file_type
 _QUANTS = {
@@ -85,17 +86,28 @@ def facts(file: Path) -> Facts:
     )
 
 
+def outline(path: Path) -> dict[str, Any]:
+    """All but the long: numbers, texts, and lists of numbers as long as a model has layers. Of a longer list, such as
+    the vocabulary, only how many it holds, under its name."""
+    try:
+        with path.open("rb") as file:
+            _tensors, count = _counts(file)
+            return dict(_entries(file, count, lists="short"))
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{path} is not a readable GGUF file: {error}", code="model_unreadable") from error
+
+
 def _head(path: Path) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         tensors, count = _counts(file)
-        metadata = dict(_entries(file, count, lists=False))
+        metadata = dict(_entries(file, count, lists="none"))
         return metadata, sum(_elements(file) for _ in range(tensors))
 
 
 def read_metadata(file: IO[bytes]) -> dict[str, Any]:
     """All of it, lists of tokens included. A ValueError says what is wrong with the file."""
     _tensors, count = _counts(file)
-    return dict(_entries(file, count, lists=True))
+    return dict(_entries(file, count, lists="all"))
 
 
 def _counts(file: IO[bytes]) -> tuple[int, int]:
@@ -105,12 +117,14 @@ def _counts(file: IO[bytes]) -> tuple[int, int]:
     return tensors, count
 
 
-def _entries(file: IO[bytes], count: int, *, lists: bool) -> Iterator[tuple[str, Any]]:
+def _entries(file: IO[bytes], count: int, *, lists: Literal["none", "short", "all"]) -> Iterator[tuple[str, Any]]:
     for _ in range(count):
         name = _text(file)
         kind = _unpack(file, "I")[0]
-        if kind == _LIST and not lists:
-            _skip_list(file)
+        if kind == _LIST and lists != "all":
+            held = _skim_list(file)
+            if lists == "short":
+                yield name, held
         else:
             yield name, _value(file, kind)
 
@@ -127,14 +141,18 @@ def _value(file: IO[bytes], kind: int) -> Any:
     return _unpack(file, _SCALARS[kind])[0]
 
 
-def _skip_list(file: IO[bytes]) -> None:
+def _skim_list(file: IO[bytes]) -> list[Any] | int:
+    """Its numbers where they are few, else how many it holds."""
     inner, count = _unpack(file, "IQ")
     _check_inner(inner)
+    if inner != _TEXT and count <= _SHORT:
+        return [_value(file, inner) for _ in range(count)]
     if inner != _TEXT:
         file.seek(count * struct.calcsize("<" + _SCALARS[inner]), 1)
-        return
+        return int(count)
     for _ in range(count):
         file.seek(_length(file), 1)
+    return int(count)
 
 
 def _check_inner(kind: int) -> None:

@@ -18,6 +18,7 @@ A demand meets, in this order:
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -29,6 +30,8 @@ from modelyard.core.errors import Cancelled, Conflict, ModelyardError, NotFound,
 from modelyard.core.lease import Demand, Lease, ModelState, ModelStatus
 from modelyard.scheduler.lane import Lane
 from modelyard.scheduler.replica import MakeEngine, Replica
+
+log = logging.getLogger(__name__)
 
 _RESTARTS = (0.0, 0.5, 2.0, 5.0)  # seconds before each reopening; after the last the model counts as failed
 
@@ -225,6 +228,7 @@ class Scheduler:
         model.progress, model.doing = done, what
 
     def _ready(self, model: _Model, engine: Engine) -> None:
+        log.info("the model %s is ready", model.name)
         model.state, model.reason, model.doing, model.progress = "ready", "", "", 1.0
         model.engine, model.down_since, model.restarts = engine, None, 0
         for lane in model.lanes.values():
@@ -234,12 +238,14 @@ class Scheduler:
         if model.down_since is not None and model.restarts < len(_RESTARTS):
             self._restart(model)
             return
+        log.error("the model %s could not be loaded: %s", model.name, error.message)
         model.state, model.reason, model.engine = "failed", error.message, None
         model.refuse_all(
             Unavailable(f"the model {model.name!r} could not be loaded: {error.message}", code="model_failed")
         )
 
     def _lost(self, model: _Model, error: ModelyardError) -> None:
+        log.warning("the engine of %s was lost: %s", model.name, error.message)
         model.engine, model.reason = None, error.message
         model.down_since, model.restarts = time.monotonic(), 0
         asyncio.get_running_loop().call_later(self._bounds.timeout, self._give_up, model, model.down_since)

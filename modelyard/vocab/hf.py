@@ -63,7 +63,7 @@ class HfVocabulary:
         self._table = TokenTable(self.token_bytes, self._control_texts)
         pattern = ascii_pattern(file)
         spellings = spelling_pattern(token.content for token in file.added_tokens)
-        self.words = Words(pattern, spellings, self._encode) if pattern is not None else None
+        self.words = Words(pattern, spellings, self._encode_all) if pattern is not None else None
 
     @classmethod
     def load(cls, path: Path) -> HfVocabulary:
@@ -113,7 +113,10 @@ class HfVocabulary:
 
     def _encode(self, text: str) -> list[int]:
         """As a batch of one: the library's plain `encode` keeps the interpreter locked while it works."""
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._encode_all([text])[0]
+
+    def _encode_all(self, texts: list[str]) -> list[list[int]]:
+        return [made.ids for made in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_plain(self, text: str) -> list[int]:
         return self._plain.encode(well_formed(text))

@@ -21,6 +21,7 @@ from modelyard.vocab.cuts import TokenizerFile
 MAX_TEXT = 32_000  # one search is one call that nothing can interrupt: about a millisecond
 _MAX_WORDS = 200_000
 _MAX_WORD = 64
+_MANY = 64
 
 _SPACE = r"\t\n\x0b\x0c\r\x20"
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -31,12 +32,15 @@ _PARTS = re.compile(r"\\p\{(\w+)\}|\\([sSrntdu\\'.+*?()\[\]{}|/-])|\\(.)|(\[\^?)
 
 
 class Words:
-    """`encode_word` is the library's. Safe in threads: a race only learns the same word twice."""
+    """`encode_words` is the library's. Safe in threads: a race only learns the same word twice."""
 
     def __init__(
-        self, pattern: re.Pattern[str], added: re.Pattern[str] | None, encode_word: Callable[[str], list[int]]
+        self,
+        pattern: re.Pattern[str],
+        added: re.Pattern[str] | None,
+        encode_words: Callable[[list[str]], list[list[int]]],
     ) -> None:
-        self._find, self._added, self._encode = pattern.findall, added, encode_word
+        self._find, self._added, self._encode_words = pattern.findall, added, encode_words
         self._known: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int] | None:
@@ -46,17 +50,26 @@ class Words:
         words = self._find(text)
         ids: list[int] = []
         known = self._known
-        for word in words:
-            ids += known.get(word) or self._learn(word)
+        try:
+            for word in words:
+                ids += known[word]
+        except KeyError:
+            return self._with_new(words, text)
         return ids if sum(map(len, words)) == len(text) else None
 
-    def _learn(self, word: str) -> list[int]:
-        ids = self._encode(word)
-        if len(word) <= _MAX_WORD:
-            if len(self._known) >= _MAX_WORDS:
-                self._known = {}
-            self._known[word] = ids
-        return ids
+    def _with_new(self, words: list[str], text: str) -> list[int] | None:
+        """What is new is learned in one call: the library's price is mostly for being called."""
+        if sum(map(len, words)) != len(text):
+            return None
+        new = [word for word in dict.fromkeys(words) if word not in self._known]
+        if len(new) > _MANY and len(new) > 0.7 * len(words):
+            return None  # hardly any word comes twice: no prose, and nothing worth remembering
+        learned = dict(zip(new, self._encode_words(new), strict=True))
+        known = self._known
+        if len(known) + len(new) > _MAX_WORDS:
+            self._known = {}
+        self._known.update((word, ids) for word, ids in learned.items() if len(word) <= _MAX_WORD)
+        return [id for word in words for id in learned.get(word) or known[word]]
 
 
 def ascii_pattern(file: TokenizerFile) -> re.Pattern[str] | None:

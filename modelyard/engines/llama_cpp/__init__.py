@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.llama_cpp import files, verdict
+from modelyard.engines.llama_cpp.estimate import estimate
 from modelyard.engines.llama_cpp.options import Options
 
 __all__ = ["HOLDS_WEIGHTS", "Options", "chat_template", "create", "estimate", "kind", "tokenizer_path", "verify"]
@@ -30,11 +31,6 @@ def create(spec: EngineSpec) -> Engine:
     from modelyard.engines.llama_cpp.engine import LlamaEngine
 
     return LlamaEngine(spec)
-
-
-def estimate(spec: EngineSpec, machine: Machine) -> Memory:
-    del machine
-    return Memory(weights=files.find(spec.options.path).stat().st_size)
 
 
 def tokenizer_path(options: Options) -> Path:

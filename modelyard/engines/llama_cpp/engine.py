@@ -90,6 +90,7 @@ class LlamaEngine:
         return tell
 
     def _load(self, path: Path, tell: Callable[[float], bool]) -> None:
+        loading.survey(path, self._spec)
         self._model = loading.load(path, self.options, tell)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._n_vocab = lib.llama_vocab_n_tokens(self._vocab)

@@ -2,22 +2,72 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from modelyard.core.engine import CacheInfo
+from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
+from modelyard.engines.llama_cpp import free
 from modelyard.engines.llama_cpp.binding import lib
+from modelyard.engines.llama_cpp.estimate import Shape, check, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.vocab import llama_log
 
+log = logging.getLogger(__name__)
+
 _TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
+_SCALINGS = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
+_ROPE = (
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+)
 
 lib.llama_backend_init()
+
+
+def survey(path: Path, spec: EngineSpec) -> None:
+    """Before the weights: refuse what cannot fit, warn of what may disappoint. A file that cannot be read is left to
+    llama.cpp, which says best what is wrong with it."""
+    try:
+        model = shape(path)
+    except InvalidRequest:
+        return
+    _warn_of_length(model.trained, spec)
+    fit(model, spec.model, spec.options, spec.caches)
+
+
+def fit(model: Shape, name: str, options: Options, caches: Mapping[str, CacheInfo]) -> None:
+    uses_gpus = bool(lib.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
+    machine = free.machine(with_gpus=uses_gpus)
+    if options.overcommit or (uses_gpus and not machine.gpus):  # a GPU that only llama.cpp can look into
+        return
+    share = offloaded(model, options, machine)
+    check(name, memory_of(model, options, caches, machine), share, machine)
+
+
+def _warn_of_length(trained: int, spec: EngineSpec) -> None:
+    if not trained or spec.options.stretches:
+        return
+    for name, info in spec.caches.items():
+        if info.window > trained:
+            log.warning(
+                "the cache %r has a window of %d tokens and the model %r was trained on %d: beyond them its answers may "
+                "be nonsense; rope_scaling and rope_freq_scale can help",
+                name,
+                info.window,
+                spec.model,
+                trained,
+            )
 
 
 def load(path: Path, options: Options, go_on: Callable[[float], bool]) -> Any:
@@ -52,7 +102,17 @@ def _parameters(info: CacheInfo, options: Options) -> Any:
     params.flash_attn_type = {None: 0, True: 1, False: 0, "on": 1, "off": 0, "auto": -1}[options.flash_attn]
     params.type_k, params.type_v = _type(info.type_k), _type(info.type_v)
     params.kv_unified, params.no_perf = False, True
+    _scale_positions(params, options)
     return params
+
+
+def _scale_positions(params: Any, options: Options) -> None:
+    """What is not set stays as llama.cpp has it: from the file."""
+    if options.rope_scaling is not None:
+        params.rope_scaling_type = _SCALINGS[options.rope_scaling]
+    for name in _ROPE:
+        if (value := getattr(options, name)) is not None:
+            setattr(params, name, value)
 
 
 def _type(name: str) -> int:

@@ -27,6 +27,27 @@ class Options(BaseModel):
         description="Flash attention; unset means what measured better on this kind of machine.",
     )
     use_mmap: bool = Field(default=True, description="Map the file into memory instead of reading it.")
+    overcommit: bool = Field(default=False, description="Load even where the estimate says that memory is too small.")
+    rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None = Field(
+        default=None, description="How positions beyond the trained length are scaled; unset means as the file says."
+    )
+    rope_freq_base: float | None = Field(default=None, gt=0, description="RoPE base frequency; unset: the file's.")
+    rope_freq_scale: float | None = Field(
+        default=None, gt=0, description="RoPE frequency factor, 0.5 for twice the trained length; unset: the file's."
+    )
+    yarn_ext_factor: float | None = Field(default=None, description="YaRN extrapolation mix; unset: the file's.")
+    yarn_attn_factor: float | None = Field(default=None, description="YaRN magnitude factor; unset: the file's.")
+    yarn_beta_fast: float | None = Field(default=None, description="YaRN low correction dimension; unset: the file's.")
+    yarn_beta_slow: float | None = Field(default=None, description="YaRN high correction dimension; unset: the file's.")
+    yarn_orig_ctx: int | None = Field(default=None, gt=0, description="YaRN's trained length; unset: the file's.")
+    pooling: Literal["mean", "cls", "last"] | None = Field(
+        default=None, description="How an embedding is made of its tokens; unset means as the file says, else mean."
+    )
+
+    @property
+    def stretches(self) -> bool:
+        """Whether positions are scaled by these settings."""
+        return self.rope_scaling not in (None, "none") or self.rope_freq_base is not None or bool(self.rope_freq_scale)
 
     def of(self, cache: CacheInfo) -> Options:
         """These, with what a cache sets for itself over them."""

@@ -1,8 +1,9 @@
-"""A tiny random model with unquantized weights: the same answer in any batch, to many digits.
+"""Tiny random models with unquantized weights: the same answer in any batch, to many digits.
 
 Quantized weights round what goes through them to eight bits, so a difference in the last bit grows to tenths of a nat.
 Here nothing is rounded, and each token's weight in the answer is large: KV that belongs to somebody else shows at once.
-It has no words: ids go in and ids come out.
+They have no words: ids go in and ids come out. One attends to everything, one slides a window over the past, and one
+keeps a state instead of a past.
 """
 
 from __future__ import annotations
@@ -15,47 +16,103 @@ from typing import Any
 
 import numpy as np
 
-VOCAB = 256
+VOCAB, N_SWA = 256, 16
 _WIDTH, _LAYERS, _HEADS, _ALIGN = 64, 2, 4, 32
+_INNER, _STATE, _KERNEL, _RANK = 128, 16, 4, 8  # of the recurrent one
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_COMMON = {
+    "context_length": 1024,
+    "embedding_length": _WIDTH,
+    "block_count": _LAYERS,
+    "vocab_size": VOCAB,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+_HEADED = _COMMON | {"feed_forward_length": _WIDTH, "attention.head_count": _HEADS}
+_NORM = np.ones(_WIDTH, np.float32)
 
+Facts = dict[str, int | float]
 Tensors = dict[str, Any]
 
 
 @cache
 def exact_model() -> Path:
-    path = Path(mkdtemp(prefix="modelyard-test-")) / "exact.gguf"
-    write(path, _facts(), _tensors())
+    return _made("llama", _HEADED | {"rope.dimension_count": _WIDTH // _HEADS}, _llama())
+
+
+@cache
+def sliding_model() -> Path:
+    size = _WIDTH // _HEADS
+    facts = {"attention.key_length": size, "attention.value_length": size, "attention.sliding_window": N_SWA}
+    return _made("gemma2", _HEADED | facts | {"attention.head_count_kv": _HEADS}, _gemma())
+
+
+@cache
+def recurrent_model() -> Path:
+    sizes = {"conv_kernel": _KERNEL, "inner_size": _INNER, "state_size": _STATE, "time_step_rank": _RANK}
+    none = {"feed_forward_length": 0, "attention.head_count": 0}
+    return _made("mamba", _COMMON | none | {f"ssm.{key}": size for key, size in sizes.items()}, _mamba())
+
+
+def _made(architecture: str, facts: Facts, tensors: Tensors) -> Path:
+    path = Path(mkdtemp(prefix="modelyard-test-")) / f"{architecture}.gguf"
+    names = {"general.architecture": architecture, "tokenizer.ggml.model": "no_vocab"}
+    write(path, names | {f"{architecture}.{key}": value for key, value in facts.items()}, tensors)
     return path
 
 
-def _facts() -> dict[str, str | int | float]:
-    numbers = {
-        "context_length": 1024,
-        "embedding_length": _WIDTH,
-        "block_count": _LAYERS,
-        "feed_forward_length": _WIDTH,
-        "attention.head_count": _HEADS,
-        "rope.dimension_count": _WIDTH // _HEADS,
-        "vocab_size": VOCAB,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-    }
-    names = {"general.architecture": "llama", "tokenizer.ggml.model": "no_vocab"}
-    return names | {f"llama.{key}": value for key, value in numbers.items()}
+class Weights:
+    def __init__(self) -> None:
+        self._random = np.random.default_rng(7)
+
+    def __call__(self, rows: int, columns: int = _WIDTH, scale: float = 0.2) -> Any:
+        return self._random.normal(0, scale, (rows, columns)).astype(np.float32)
 
 
-def _tensors() -> Tensors:
-    random = np.random.default_rng(7)
+def _llama() -> Tensors:
+    make = Weights()
+    tensors = {"token_embd.weight": make(VOCAB, scale=1.0), "output_norm.weight": _NORM}
+    tensors["output.weight"] = make(VOCAB, scale=0.4)
+    return tensors | _layers(make, "attn_norm", "ffn_norm")
 
-    def matrix(rows: int, scale: float) -> Any:
-        return random.normal(0, scale, (rows, _WIDTH)).astype(np.float32)
 
-    norm = np.ones(_WIDTH, np.float32)
-    tensors = {"token_embd": matrix(VOCAB, 1.0), "output_norm": norm, "output": matrix(VOCAB, 0.4)}
+def _gemma() -> Tensors:
+    make = Weights()
+    # Words in and words out are one table: small, so that the layers outweigh the last word and do not just echo it.
+    tensors = {"token_embd.weight": make(VOCAB, scale=0.05), "output_norm.weight": 8 * _NORM}
+    return tensors | _layers(make, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
+
+
+def _layers(make: Weights, *norms: str) -> Tensors:
+    tensors: Tensors = {}
     for layer in range(_LAYERS):
-        tensors |= {f"blk.{layer}.{name}": norm for name in ("attn_norm", "ffn_norm")}
-        tensors |= {f"blk.{layer}.{name}": matrix(_WIDTH, 0.2) for name in _MATRICES}
+        tensors |= {f"blk.{layer}.{name}.weight": _NORM for name in norms}
+        tensors |= {f"blk.{layer}.{name}.weight": make(_WIDTH) for name in _MATRICES}
     return tensors
+
+
+def _mamba() -> Tensors:
+    make = Weights()
+    tensors = {"token_embd.weight": make(VOCAB, scale=1.0), "output_norm.weight": _NORM}
+    tensors["output.weight"] = make(VOCAB, scale=0.4)
+    for layer in range(_LAYERS):
+        tensors |= {f"blk.{layer}.{name}": data for name, data in _mamba_layer(make).items()}
+    return tensors
+
+
+def _mamba_layer(make: Weights) -> Tensors:
+    decay = np.arange(1, _STATE + 1, dtype=np.float32) / 8  # slow enough for a whole prompt to count
+    return {
+        "attn_norm.weight": _NORM,
+        "ssm_in.weight": make(2 * _INNER),
+        "ssm_conv1d.weight": make(_INNER, _KERNEL, 0.5),
+        "ssm_conv1d.bias": np.zeros(_INNER, np.float32),
+        "ssm_x.weight": make(_RANK + 2 * _STATE, _INNER),
+        "ssm_dt.weight": make(_INNER, _RANK),
+        "ssm_dt.bias": np.full(_INNER, -2, np.float32),
+        "ssm_a": -np.tile(decay, (_INNER, 1)),
+        "ssm_d": np.ones(_INNER, np.float32),
+        "ssm_out.weight": make(_WIDTH, _INNER),
+    }
 
 
 def write(path: Path, facts: dict[str, str | int | float], tensors: Tensors) -> None:
@@ -64,7 +121,7 @@ def write(path: Path, facts: dict[str, str | int | float], tensors: Tensors) -> 
     head += b"".join(_string(key) + _value(value) for key, value in facts.items())
     for name, data in tensors.items():
         shape = struct.pack(f"<I{data.ndim}Q", data.ndim, *reversed(data.shape))
-        head += _string(f"{name}.weight") + shape + struct.pack("<IQ", 0, len(body))
+        head += _string(name) + shape + struct.pack("<IQ", 0, len(body))
         body += _padded(data.tobytes())
     path.write_bytes(_padded(head) + body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from modelyard.core.engine import (
     Media,
     Progress,
     Prompt,
-    Tokens,
     TokenRun,
+    Tokens,
 )
 from modelyard.core.errors import InvalidRequest, ModelyardError, Overloaded, Timeout, Unavailable, Unsupported
 from modelyard.engines import llama_cpp
@@ -51,7 +52,7 @@ async def test_long_prompt_never_keeps_a_stream_waiting_for_more_than_one_slice(
     order = [(job, type(chunk)) for job, chunk in tap.seen]
     reports = [at for at, seen in enumerate(order) if seen == (2, Progress)]
     assert len(reports) > 5
-    for earlier, later in zip(reports, reports[1:], strict=False):
+    for earlier, later in pairwise(reports):
         assert (1, Tokens) in order[earlier:later]
 
 
@@ -66,7 +67,7 @@ async def test_long_prompt_in_one_cache_lets_streams_of_another_go_on() -> None:
     order = [(job, type(chunk)) for job, chunk in tap.seen]
     reports = [at for at, seen in enumerate(order) if seen == (2, Progress)]
     assert len(reports) > 5
-    for earlier, later in zip(reports, reports[1:], strict=False):
+    for earlier, later in pairwise(reports):
         assert order[earlier:later].count((1, Tokens)) == 1
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
 from tests.engines.llama_cpp import reference
-from tests.engines.llama_cpp.exact import VOCAB, exact_model
+from tests.engines.llama_cpp.exact import VOCAB, exact_model, recurrent_model, sliding_model
 from tests.engines.llama_cpp.stage import model_file, prompt
 from tests.engines.reading import ROUNDED, TOLERANCE
 
@@ -20,22 +22,27 @@ def run(seed: int) -> list[int]:
     return [random.randrange(VOCAB) for _ in range(40)]
 
 
+MODELS = [exact_model, sliding_model, recurrent_model]
+
+
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(4))
-def test_unquantized_weights_give_the_same_numbers_in_any_batch(seed: int) -> None:
-    found = reference.logprobs(exact_model(), run(seed), CHUNKINGS)
+def test_unquantized_weights_give_the_same_numbers_in_any_batch(model: Callable[[], Path], seed: int) -> None:
+    found = reference.logprobs(model(), run(seed), CHUNKINGS)
     assert np.abs(found - found[0]).max() < TOLERANCE / 2
 
 
-def test_one_other_token_anywhere_moves_them_further_than_the_tolerance() -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_one_other_token_anywhere_moves_them_further_than_the_tolerance(model: Callable[[], Path]) -> None:
     """Nearly always already the next token; what is compared elsewhere are answers of several."""
-    moved = [_moved_by_one(run(seed), place) for seed in range(10) for place in (0, 5, 20, 30)]
+    moved = [_moved_by_one(model(), run(seed), place) for seed in range(10) for place in (0, 5, 20, 30)]
     assert np.quantile(moved, 0.1) > TOLERANCE
     assert np.median(moved) > 10 * TOLERANCE
 
 
-def _moved_by_one(ids: list[int], place: int) -> float:
+def _moved_by_one(file: Path, ids: list[int], place: int) -> float:
     other = [*ids[:place], (ids[place] + 1) % VOCAB, *ids[place + 1 :]]
-    one, two = (reference.logprobs(exact_model(), each, [[512]])[0] for each in (ids, other))
+    one, two = (reference.logprobs(file, each, [[512]])[0] for each in (ids, other))
     return float(abs(one.max() - two[one.argmax()]))
 
 

@@ -1,0 +1,38 @@
+"""How much memory is free right now: RAM as far as this process may use it, and each GPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pynvml  # type: ignore[import-untyped]
+
+from modelyard.core.engine import Machine
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def machine(*, with_gpus: bool) -> Machine:
+    """`with_gpus`: whether the library was built to use them."""
+    return Machine(min(psutil.virtual_memory().available, _allowed(_CGROUP)), _gpus() if with_gpus else {})
+
+
+def _allowed(group: Path) -> int:
+    """What a container's own limit leaves; files in memory are given back when somebody needs the room."""
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        told = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit: "max" is no number
+        return 2**63
+    files = int(told.get("inactive_file", 0)) + int(told.get("active_file", 0))
+    return max(0, limit - used + files)
+
+
+def _gpus() -> dict[str, int]:
+    """None where the driver does not answer: then llama.cpp has the last word on what fits."""
+    try:
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return {str(pynvml.nvmlDeviceGetUUID(one)): int(pynvml.nvmlDeviceGetMemoryInfo(one).free) for one in handles}
+    except pynvml.NVMLError:
+        return {}

@@ -1,0 +1,172 @@
+"""The memory of a model before it is loaded: near what llama.cpp then really takes, and a refusal with the numbers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, Machine, Memory
+from modelyard.core.errors import InvalidRequest
+from modelyard.engines import llama_cpp
+from modelyard.engines.llama_cpp import free, loading
+from modelyard.engines.llama_cpp.binding import lib
+from modelyard.engines.llama_cpp.estimate import Shape, check, compute, kv, memory_of, offloaded, shape
+from modelyard.engines.llama_cpp.options import Options
+from modelyard.vocab import llama_log
+from tests.engines.llama_cpp.exact import write
+from tests.engines.llama_cpp.stage import model_file, running, spec
+
+GIB = 2**30
+NO_GPU = Machine(64 * GIB)
+
+
+def taken(options: Options, info: CacheInfo, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Bytes of each kind of buffer, in llama.cpp's own words."""
+    lines: list[str] = []
+    listener: Any = lib.llama_log_callback(lambda _level, text, _: lines.append(text.decode("utf-8", "replace")))
+    monkeypatch.setattr(llama_log, "_listener", listener)
+    model = loading.load(model_file(), options, lambda _: True)
+    raw = loading.context(model, "main", info, options)
+    lib.llama_free(raw)
+    lib.llama_model_free(model)
+    monkeypatch.undo()
+    llama_log.forget()
+    found = re.findall(r"(model|KV|compute) buffer size = +([\d.]+) MiB", "".join(lines))
+    assert {kind for kind, _ in found} == {"model", "KV", "compute"}
+    return {kind: sum(float(n) * 2**20 for k, n in found if k == kind) for kind, _ in found}
+
+
+@pytest.mark.parametrize(
+    ("info", "options"),
+    [
+        (CacheInfo(2048, 2), {"n_ubatch": 512}),
+        (CacheInfo(8192, 1, flash_attn=True), {"n_ubatch": 512}),
+        (CacheInfo(8192, 1), {"n_ubatch": 256}),
+        (CacheInfo(1000, 3, type_k="q8_0"), {"n_ubatch": 64}),
+        (CacheInfo(4096, 1, flash_attn=True, type_k="q4_0", type_v="q8_0"), {"n_ubatch": 128}),
+    ],
+)
+def test_the_estimate_is_within_15_percent_of_what_llama_cpp_takes(
+    info: CacheInfo, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = spec({"main": info}, n_batch=512, **options)
+    real = taken(asked.options, info, monkeypatch)
+    guess = llama_cpp.estimate(asked, NO_GPU)
+    assert guess.device == "cpu"
+    assert guess.weights == pytest.approx(real["model"], rel=0.15)
+    assert guess.kv == pytest.approx(real["KV"], rel=0.01)
+    assert guess.compute == pytest.approx(real["compute"], rel=0.15)
+    assert guess.total == pytest.approx(sum(real.values()), rel=0.15)
+
+
+def test_every_cache_of_a_model_counts_and_the_weights_count_once() -> None:
+    one = llama_cpp.estimate(spec({"main": CacheInfo(1024, 2)}), NO_GPU)
+    two = llama_cpp.estimate(spec({"main": CacheInfo(1024, 2), "fast": CacheInfo(1024, 2)}), NO_GPU)
+    assert (two.weights, two.kv, two.compute) == (one.weights, 2 * one.kv, 2 * one.compute)
+
+
+async def test_a_window_of_ten_million_tokens_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the weights were loaded"))
+    with pytest.raises(InvalidRequest, match=r"'smollm2' needs about \d+\.\d GiB of RAM and .* are free") as refused:
+        async with running({"main": CacheInfo(10_000_000)}):
+            pass
+    assert refused.value.code == "model_too_large"
+    assert re.search(r"weights \d+ MiB, KV caches [\d.]+ GiB, compute buffers [\d.]+ GiB", refused.value.message)
+
+
+def test_overcommit_loads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free, "machine", lambda **_: Machine(0))
+    asked = spec(overcommit=True)
+    loading.survey(model_file(), asked)
+    with pytest.raises(InvalidRequest, match="0 MiB are free"):
+        loading.survey(model_file(), spec())
+
+
+MODEL = Shape(weights=8 * GIB, trained=8192, layers=31, width=4096, heads=32, vocab=100_000, key=32_768, value=32_768)
+
+
+@pytest.mark.parametrize(("layers", "share"), [(-1, 1.0), (0, 0.0), (16, 0.5), (99, 1.0)])
+def test_the_layers_on_a_gpu_are_held_against_its_memory(layers: int, share: float) -> None:
+    machine = Machine(64 * GIB, {"GPU-1": 12 * GIB, "GPU-2": 12 * GIB})
+    options = Options(path="m.gguf", n_gpu_layers=layers)
+    assert offloaded(MODEL, options, machine) == share
+    assert memory_of(MODEL, options, {}, machine).device == ("gpu" if share else "cpu")
+    assert offloaded(MODEL, options, NO_GPU) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("share", "machine", "place"),
+    [
+        (1.0, Machine(64 * GIB, {"a": 5 * GIB}), "GPU memory"),
+        (0.5, Machine(5 * GIB, {"a": 64 * GIB}), "RAM"),
+        (0.0, Machine(9 * GIB), "RAM"),
+    ],
+)
+def test_the_refusal_names_the_memory_that_is_too_small(share: float, machine: Machine, place: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"of {place} and"):
+        check("m", Memory(8 * GIB, 2 * GIB, GIB), share, machine)
+    check("m", Memory(8 * GIB, 2 * GIB, GIB), share, Machine(64 * GIB, {"a": 64 * GIB}))
+
+
+def test_recurrent_layers_keep_a_state_instead_of_kv(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"general.architecture": "odd"} | {
+        f"odd.{key}": value
+        for key, value in {
+            "block_count": 3,
+            "embedding_length": 64,
+            "ssm.inner_size": 128,
+            "ssm.state_size": 16,
+            "ssm.conv_kernel": 4,
+            "vocab_size": 100,
+        }.items()
+    }
+    file = tmp_path / "odd.gguf"
+    write(file, facts, {})
+    found = shape(file)
+    assert (found.key, found.value, found.state) == (0, 0, 3 * 128 * 20)
+    assert kv(found, CacheInfo(4096, 2)) == 4 * 2 * found.state
+    assert compute(found, CacheInfo(4096, 2), Options(path="x")) > 0
+
+
+def test_a_head_that_says_odd_things_is_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "odd.gguf"
+    write(file, {"general.architecture": "odd", "odd.block_count": "many"}, {})
+    with pytest.raises(InvalidRequest, match="says odd things of itself"):
+        shape(file)
+    loading.survey(file, spec())  # llama.cpp itself will say what is wrong
+
+
+# --- beyond the trained length ----------------------------------------------------------------------------------------
+
+
+def test_a_window_beyond_the_trained_length_is_allowed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        loading.survey(model_file(), spec({"main": CacheInfo(8192), "long": CacheInfo(9000)}))
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "'long' has a window of 9000 tokens and the model 'smollm2' was trained on 8192" in warning
+
+
+def test_scaled_positions_need_no_warning_and_reach_the_context(caplog: pytest.LogCaptureFixture) -> None:
+    asked = spec({"main": CacheInfo(9000)}, rope_scaling="yarn", rope_freq_scale=0.5, yarn_orig_ctx=8192)
+    with caplog.at_level(logging.WARNING):
+        loading.survey(model_file(), asked)
+    assert not caplog.records
+    params = loading._parameters(asked.caches["main"], asked.options)
+    assert (params.rope_scaling_type, params.rope_freq_scale, params.yarn_orig_ctx) == (2, 0.5, 8192)
+    plain = loading._parameters(CacheInfo(512), spec().options)
+    assert (plain.rope_scaling_type, plain.rope_freq_base, plain.yarn_ext_factor) == (-1, 0.0, -1.0)
+
+
+def test_a_containers_limit_is_all_the_memory_there_is(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 100\nactive_file 300\n")
+    assert free._allowed(tmp_path) == 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free._allowed(tmp_path) > 2**60
