@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from modelyard.core.format import Place
 from modelyard.core.request import Constraint, Request, Tool
 from modelyard.gateway.model import Model, TextParts
-from modelyard.prompt.constraints import enforceable
+from modelyard.prompt.constraints import enforceable, enforceable_format
 from modelyard.scanner.scanner import Scanner
 
 
 def constrain(request: Request, model: Model, prompt: str) -> tuple[Constraint | None, Sequence[str]]:
     """The constraint, if any, and what the client should know of it. `prompt` is the rendered text."""
-    if request.constraint is not None or model.text is None or not request.tools:
-        return request.constraint, ()
+    own = request.constraint
+    if own is not None and own.kind == "json_schema" and model.text is not None:
+        return enforceable_format(own)
+    if own is not None or model.text is None or not request.tools:
+        return own, ()
     is_forced = request.tool_choice.mode in ("required", "named")
     if not is_forced and not (model.constrain_calls or any(tool.strict for tool in request.tools)):
         return None, ()

@@ -1,18 +1,19 @@
-"""Tool schemas as a grammar can hold a model to them: what it cannot enforce is dropped, and said, never refused.
+"""Schemas as a grammar can hold a model to them: what it cannot enforce is dropped, and said, never refused.
 
-A schema comes from whoever wrote the tool. A keyword that is unknown to the grammar's language, or that makes no sense,
+A tool's schema comes from whoever wrote the tool. A keyword that is unknown to the grammar's language, or that makes no sense,
 must not fail the request: the arguments are then held to the rest of it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from modelyard.core.request import Tool
+from modelyard.core.request import Constraint, Tool
 
 _TYPES = frozenset({"string", "boolean", "integer", "number", "null", "object", "array"})
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
@@ -36,16 +37,29 @@ def enforceable(tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], list[str]]:
     return tuple(_tool(tool, warnings) for tool in tools), warnings
 
 
+def enforceable_format(asked: Constraint) -> tuple[Constraint, list[str]]:
+    """The same for an answer's own schema. Text that is no schema stays: the engine says what is wrong with it."""
+    warnings: list[str] = []
+    try:
+        schema = json.loads(asked.text)
+    except ValueError:
+        return asked, warnings
+    if not isinstance(schema, dict):
+        return asked, warnings
+    reduced = Reduction(asked.name or "schema", schema, warnings).reduced()
+    return msgspec.structs.replace(asked, text=json.dumps(reduced, ensure_ascii=False)), warnings
+
+
 def _tool(tool: Tool, warnings: list[str]) -> Tool:
-    reduced = Reduction(tool, warnings).reduced()
+    reduced = Reduction(tool.name, tool.parameters, warnings).reduced()
     return msgspec.structs.replace(tool, parameters=reduced if isinstance(reduced, dict) else {})
 
 
 class Reduction:
-    """One tool's schema, keyword by keyword. A method that returns `_DROP` leaves its keyword out."""
+    """One schema, keyword by keyword. A method that returns `_DROP` leaves its keyword out."""
 
-    def __init__(self, tool: Tool, warnings: list[str]) -> None:
-        self._tool, self._root, self._warnings = tool.name, tool.parameters, warnings
+    def __init__(self, name: str, schema: Mapping[str, Any], warnings: list[str]) -> None:
+        self._name, self._root, self._warnings = name, schema, warnings
 
     def reduced(self) -> Any:
         return self._schema(self._root, "", 0)
@@ -133,7 +147,7 @@ class Reduction:
         return isinstance(found, Mapping)
 
     def _warn(self, path: str) -> Any:
-        self._warnings.append(f"schema keyword not enforced: {self._tool}{path}")
+        self._warnings.append(f"schema keyword not enforced: {self._name}{path}")
         return _DROP
 
 

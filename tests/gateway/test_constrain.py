@@ -53,6 +53,19 @@ def test_the_clients_own_constraint_wins() -> None:
     assert made(tool_choice=MUST, constraint=own) is own
 
 
+def test_what_no_grammar_enforces_of_an_answers_schema_is_dropped_and_said() -> None:
+    own = Constraint("json_schema", '{"type": "array", "uniqueItems": true}', name="pets")
+    found, warnings = constrain(asked(constraint=own), model(), TAIL)
+    assert found == Constraint("json_schema", '{"type": "array"}', name="pets")
+    assert warnings == ["schema keyword not enforced: pets/uniqueItems"]
+
+
+def test_a_schema_that_is_none_is_left_for_the_engine_to_refuse() -> None:
+    for text in ("{", "[1]", "true"):
+        own = Constraint("json_schema", text)
+        assert constrain(asked(constraint=own), model(), TAIL) == (own, [])
+
+
 def test_without_tools_there_is_nothing_to_hold() -> None:
     assert made(tools=(), calls=True) is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,17 +139,27 @@ class Cache:
         job.prefilled()
         wanted = job.prompt.logprobs
         raw = logits_of(self._raw, row, self._n_vocab).copy() if wanted is not None else None
-        token = job.chain.pick(self._raw, row)
+        try:
+            token = self._pick(job, row)
+        except ModelyardError as error:
+            self._finish(index, "error", error)
+            return
         if token in job.stops:
             self._finish(index, "stop")
             return
         job.append(token)
         logprobs = [logprob_of(raw, token, wanted or 0)] if raw is not None else None
         self._emit(job, [Tokens([token], logprobs)], False)
-        if job.output >= job.prompt.max_tokens:
+        if job.mask is not None and job.mask.is_complete:
+            self._finish(index, "stop")
+        elif job.output >= job.prompt.max_tokens:
             self._finish(index, "length")
         elif len(job.ids) >= self.info.window:
             self._finish(index, "window")
+
+    def _pick(self, job: Job, row: int) -> int:
+        choose = partial(job.chain.pick, self._raw, row)
+        return choose() if job.mask is None else job.mask.pick(logits_of(self._raw, row, self._n_vocab), choose)
 
     # --- a job goes -------------------------------------------------------------------------------------------------
 

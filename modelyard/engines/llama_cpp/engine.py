@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -37,6 +39,7 @@ from modelyard.engines.llama_cpp import files, loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.context import Cache
 from modelyard.engines.llama_cpp.job import Job
+from modelyard.engines.llama_cpp.masks import Mask, Masks, Triggered
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.sample import Chain
 
@@ -60,12 +63,14 @@ class LlamaEngine:
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
-        able = Capabilities(modalities=("text",), logprobs=True, ignored=("beam_size",))
+        able = Capabilities(modalities=("text",), structured=True, logprobs=True, ignored=("beam_size",))
         self.info = EngineInfo("llama_cpp", dict(spec.caches), able)
         self._inbox: SimpleQueue[Job | Order | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loading: asyncio.Task[None] | None = None
         self._over: ModelyardError | None = None  # why nothing can run here any more; set on the loop only
+        self._compiler = ThreadPoolExecutor(1, f"grammars:{spec.model}")
+        self._masks: Masks | None = None
         self._model: Any = None
         self._caches: dict[str, Cache] = {}
         self._parcels: list[Parcel] = []
@@ -94,6 +99,7 @@ class LlamaEngine:
         self._model = loading.load(path, self.options, tell)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._n_vocab = lib.llama_vocab_n_tokens(self._vocab)
+        self._masks = Masks(self._vocab, self._n_vocab)
         for name, info in self._spec.caches.items():
             raw = loading.context(self._model, name, info, self.options)
             self._caches[name] = Cache(name, info, raw, self._n_vocab, self.options.of(info).n_ubatch, self._emit)
@@ -107,12 +113,14 @@ class LlamaEngine:
             self._inbox.put(None)
             await asyncio.to_thread(thread.join)
         self._turn_away()
+        await asyncio.to_thread(self._compiler.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._free)
 
     def _free(self) -> None:
         caches, self._caches = self._caches, {}
         for cache in caches.values():
             cache.close()
+        self._masks = None  # it points into the model
         model, self._model = self._model, None
         if model is not None:
             lib.llama_model_free(model)
@@ -124,9 +132,21 @@ class LlamaEngine:
         job = Job(prompt, self._loop, self._arrived)
         if self._over is not None:
             job.box.put_many([_refused(job, self._over)], last=True)
+        elif prompt.constraint is not None and self._masks is not None:
+            # That may take long: not on this loop, and not between two steps.
+            making = self._loop.run_in_executor(self._compiler, self._masks.make, prompt.constraint)
+            making.add_done_callback(partial(self._constrained, job))
         else:
             self._inbox.put(job)
         return job.box
+
+    def _constrained(self, job: Job, made: asyncio.Future[Mask | Triggered | None]) -> None:
+        fault: BaseException | None = self._over or made.exception()
+        if fault is None:
+            job.mask = made.result()
+            self._inbox.put(job)
+        elif not job.box.closed:
+            job.box.put_many([_refused(job, _fault(fault))], last=True)
 
     def _turn_away(self) -> None:
         """What still waits in the inbox of a thread that has ended."""
@@ -264,7 +284,7 @@ def _refused(job: Job, error: ModelyardError) -> End:
     return End("error", Usage(job.prompt_tokens), error=error)
 
 
-def _fault(error: Exception) -> ModelyardError:
+def _fault(error: BaseException) -> ModelyardError:
     if isinstance(error, ModelyardError):
         return error
     internal = Internal("the llama.cpp engine cannot take this job")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from modelyard.core.engine import Chunk, Prompt
+from modelyard.engines.llama_cpp.masks import Mask, Triggered
 from modelyard.engines.llama_cpp.sample import Chain
 from modelyard.engines.mailbox import Mailbox
 
@@ -31,6 +32,7 @@ class Job:
         self.done = self.cached = 0
         self.stops = frozenset(prompt.stop_ids)
         self.chain: Chain  # set by the engine's thread
+        self.mask: Mask | Triggered | None = None  # set before the thread sees the job
         self.began = time.perf_counter()
         self.first_at: float | None = None
 

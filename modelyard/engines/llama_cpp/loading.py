@@ -61,7 +61,7 @@ def _warn_of_length(trained: int, spec: EngineSpec) -> None:
     for name, info in spec.caches.items():
         if info.window > trained:
             log.warning(
-                "the cache %r has a window of %d tokens and the model %r was trained on %d: beyond them its answers may "
+                "the cache %r has a window of %d tokens and the model %r was trained on %d: beyond them answers may "
                 "be nonsense; rope_scaling and rope_freq_scale can help",
                 name,
                 info.window,

@@ -1,0 +1,174 @@
+"""Constrained output: a grammar that llguidance compiles against the model's own vocabulary, and each step's mask.
+
+A mask is laid over a row's logits right before the samplers see them, so every sampler works under it; log
+probabilities are taken before. Tokens that are no text (control tokens and a family's markers) are never matched by a
+grammar's strings: grammars name them by id.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from modelyard.core.errors import InvalidRequest, Unsupported
+from modelyard.core.request import Constraint
+from modelyard.engines.llama_cpp.tokens import Tokens
+
+log = logging.getLogger(__name__)
+
+Logits = npt.NDArray[np.float32]
+
+_KEPT = 16  # compiled grammars: agents send the same tools with every turn
+# One way to write it: small models that may put white space anywhere never stop doing so.
+_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FIELDS = {"gbnf": "grammar", "regex": "regex", "lark": "lark", "json_schema": "response_format"}
+
+
+class Masks:
+    """Compiles constraints for one model. That may take long, so it has a thread of its own, which is not the engine's.
+
+    Its tokenizer points into the model: it must be gone before the model is.
+    """
+
+    def __init__(self, vocab: Any, n_vocab: int) -> None:
+        self._vocab, self._n_vocab = vocab, n_vocab
+        self._tokens: Tokens | None = None
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+
+    def make(self, constraint: Constraint) -> Mask | Triggered | None:
+        """None where the constraint is dropped: a grammar that nobody asked for must not fail a request."""
+        try:
+            mask = Mask(self._matcher(constraint), self._n_vocab)
+        except InvalidRequest as error:
+            if not constraint.trigger:
+                raise
+            log.warning("the calls of %s stay free: %s", ", ".join(constraint.tools) or "tools", error.message)
+            return None
+        return Triggered(mask, constraint.trigger, self._all()) if constraint.trigger else mask
+
+    def _matcher(self, constraint: Constraint) -> LLMatcher:
+        key = constraint.kind, constraint.text
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(constraint)
+        self._compiled.move_to_end(key)
+        if len(self._compiled) > _KEPT:
+            self._compiled.popitem(last=False)
+        return self._compiled[key].deep_copy()
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        matcher = LLMatcher(self._all().tokenizer, _grammar(constraint), log_level=0)
+        if matcher.is_error():
+            raise _unusable(constraint, matcher.get_error())
+        return matcher
+
+    def _all(self) -> Tokens:
+        if self._tokens is None:  # a second for a large vocabulary: only where somebody asks for it
+            self._tokens = Tokens(self._vocab, self._n_vocab)
+        return self._tokens
+
+
+def _grammar(constraint: Constraint) -> str:
+    text = constraint.text
+    try:
+        match constraint.kind:
+            case "json_object":
+                return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_SPACING)
+            case "json_schema":
+                return LLMatcher.grammar_from_json_schema(text or "{}", overrides=_SPACING)
+            case "gbnf":
+                return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
+            case "regex":
+                return LLMatcher.grammar_from_regex(text)
+    except Exception as error:  # the converter raises nothing more special
+        raise _unusable(constraint, str(error)) from error
+    if not text:
+        raise Unsupported(
+            "this model's way to call tools has no grammar: a call cannot be required", param="tool_choice"
+        )
+    return LLMatcher.grammar_from_lark(text)
+
+
+def _unusable(constraint: Constraint, words: str) -> InvalidRequest:
+    param = "tools" if constraint.tools else _FIELDS.get(constraint.kind)
+    return InvalidRequest(f"the {constraint.kind} cannot be compiled: {words.strip()}", code="bad_grammar", param=param)
+
+
+class Mask:
+    """Holds one job's output to a grammar, token by token, until `is_complete`."""
+
+    def __init__(self, matcher: LLMatcher, n_vocab: int) -> None:
+        self._matcher = matcher
+        self._bits = np.zeros(-(-n_vocab // 32) * 4, np.uint8)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def pick(self, logits: Logits, choose: Callable[[], int]) -> int:
+        """The token that `choose` samples from the logits, which are changed in place."""
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        self._check()
+        allowed = np.unpackbits(self._bits, count=len(logits), bitorder="little").view(np.bool_)
+        np.copyto(logits, -np.inf, where=~allowed)
+        token = choose()
+        if not allowed[token]:  # a sampler whose sums became no numbers where so much is impossible
+            token = int(logits.argmax())
+        self._matcher.consume_token(token)
+        self._check()
+        return token
+
+    def _check(self) -> None:
+        """A grammar may turn out to be too much work only while it is used."""
+        if self._matcher.is_error():
+            raise InvalidRequest(f"the grammar failed: {self._matcher.get_error().strip()}", code="bad_grammar")
+
+    def begin(self, ids: list[int]) -> bool:
+        """Start anew, after these; False where they do not fit."""
+        self._matcher.reset()
+        return self._matcher.try_consume_tokens(ids) == len(ids)
+
+
+class Triggered:
+    """Leaves the output free until the trigger was written, and again once what must follow it is complete."""
+
+    is_complete = False
+
+    def __init__(self, mask: Mask, trigger: str, tokens: Tokens) -> None:
+        self._mask, self._trigger, self._tokens = mask, trigger.encode(), tokens
+        self._tail = b""  # of what was written: where the trigger may have begun
+        self._holds = False
+
+    def pick(self, logits: Logits, choose: Callable[[], int]) -> int:
+        if not self._holds:
+            return self._free(logits, choose)
+        token = self._mask.pick(logits, choose)
+        self._holds = not self._mask.is_complete
+        return token
+
+    def _free(self, logits: Logits, choose: Callable[[], int]) -> int:
+        """A token may end the trigger and go on, but not with what the grammar forbids: then another one is taken."""
+        while True:
+            token = choose()
+            if logits[token] == -np.inf:
+                token = int(logits.argmax())
+            if self._fits(token):
+                return token
+            logits[token] = -np.inf
+
+    def _fits(self, token: int) -> bool:
+        written = self._tail + self._tokens.pieces[token]
+        _, found, rest = written.partition(self._trigger)
+        if not found:
+            self._tail = written[max(0, len(written) - len(self._trigger) + 1) :]
+            return True
+        if not self._mask.begin(self._tokens.of(rest)):
+            return False
+        self._tail, self._holds = b"", not self._mask.is_complete
+        return True
