@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
@@ -18,7 +17,7 @@ from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream, watch
 from modelyard.http.stored import StoredResponses
 from modelyard.http.visit import Visit, aside, read_body, respond, respond_error
-from modelyard.telemetry.journal import Entry, Journal
+from modelyard.telemetry.journal import Journal
 
 
 class Inference:
@@ -32,69 +31,60 @@ class Inference:
         journal: Journal | None = None,
         stored: StoredResponses | None = None,
     ) -> None:
-        self._wire, self._gateway, self._settings = wire, gateway, settings
-        self._journal, self._stored = journal, stored
+        self.wire, self.gateway, self.settings = wire, gateway, settings
+        self.journal, self.stored = journal, stored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics = self._gateway.metrics
+        metrics = self.gateway.metrics
         metrics.began()
         try:
-            await self._answer(scope, receive, send)
+            await Exchange(self, Visit.of(scope), receive, send).run()
         finally:
             metrics.ended()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = Visit.of(scope)
-        entry = self._journal.entry(visit.trace) if self._journal is not None else None
-        request: Request | None = None
+
+class Exchange:
+    """One request and its reply: read, prepared, started, then streamed or sent whole, or refused."""
+
+    __slots__ = ("_entry", "_home", "_receive", "_request", "_send", "_visit")
+
+    def __init__(self, home: Inference, visit: Visit, receive: Receive, send: Send) -> None:
+        self._home, self._visit, self._receive, self._send = home, visit, receive, send
+        self._entry = home.journal.entry(visit.trace) if home.journal is not None else None
+        self._request: Request | None = None
+
+    async def run(self) -> None:
+        gateway, visit, entry = self._home.gateway, self._visit, self._entry
         try:
-            body = await read_body(receive, visit, self._settings)
+            body = await read_body(self._receive, visit, self._home.settings)
             if entry is not None:
                 entry.request(body)
-            request = await self._read(body, visit)
-            job = await self._gateway.prepare(request, visit.caller)
-            answer = self._gateway.start(job, entry)
-            if request.stream:
-                await self._stream(answer, request, visit, entry, receive, send)
-            else:
-                await self._whole(answer, request, visit, entry, receive, send)
+            self._request = request = await self._read(body)
+            answer = gateway.start(await gateway.prepare(request, visit.caller), entry)
+            await (self._stream(answer, request) if request.stream else self._whole(answer, request))
         except Exception as error:
             if visit.status:
                 raise
-            await self._refuse(ours(error), request, visit, entry, send)
+            await self._refuse(ours(error))
         finally:
             if entry is not None:
                 entry.close()
 
-    async def _read(self, body: bytes, visit: Visit) -> Request:
-        request = await aside(len(body), self._wire.read_request, body, visit.headers)
-        return request if self._stored is None else await self._stored.recall(request, visit.key)
+    async def _read(self, body: bytes) -> Request:
+        stored, visit = self._home.stored, self._visit
+        request = await aside(len(body), self._home.wire.read_request, body, visit.headers)
+        return request if stored is None else await stored.recall(request, visit.key)
 
-    async def _stream(
-        self,
-        answer: Answer | Choices,
-        request: Request,
-        visit: Visit,
-        entry: Entry | None,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        writer = self._wire.writer(request, visit.trace)
-        remember = self._stored.recorder(request, visit.key) if self._stored is not None else None
-        refusal = self._refusal(request, visit)
-        await EventStream(answer, writer, refusal, visit, self._settings, entry, remember).run(receive, send)
+    async def _stream(self, answer: Answer | Choices, request: Request) -> None:
+        home, visit = self._home, self._visit
+        writer = home.wire.writer(request, visit.trace)
+        remember = home.stored.recorder(request, visit.key) if home.stored is not None else None
+        stream = EventStream(answer, writer, self._refusal, visit, home.settings, self._entry, remember)
+        await stream.run(self._receive, self._send)
 
-    async def _whole(
-        self,
-        answer: Answer | Choices,
-        request: Request,
-        visit: Visit,
-        entry: Entry | None,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _whole(self, answer: Answer | Choices, request: Request) -> None:
         folds = [Fold() for _ in range(answer.job.choices)]
-        watcher = asyncio.get_running_loop().create_task(watch(receive, answer))
+        watcher = asyncio.get_running_loop().create_task(watch(self._receive, answer))
         try:
             async for choice, events in answer:
                 folds[choice].feed(events)
@@ -102,25 +92,24 @@ class Inference:
             watcher.cancel()
             answer.close()
         replies = [fold.reply() for fold in folds]
-        if self._stored is not None:
-            await self._stored.remember(request, replies, visit.key)
-        body = self._wire.write_reply(replies, request)
-        if entry is not None:
-            entry.response(body)
-        await respond(send, visit, 200, body)
+        if self._home.stored is not None:
+            await self._home.stored.remember(request, replies, self._visit.key)
+        body = self._home.wire.write_reply(replies, request)
+        if self._entry is not None:
+            self._entry.response(body)
+        await respond(self._send, self._visit, 200, body)
 
-    def _refusal(self, request: Request | None, visit: Visit) -> Callable[[ModelyardError], WireError]:
+    def _refusal(self, error: ModelyardError) -> WireError:
+        request = self._request
         streaming = request is not None and request.stream
-        return lambda error: self._wire.write_error(error, trace=visit.trace, streaming=streaming, request=request)
+        return self._home.wire.write_error(error, trace=self._visit.trace, streaming=streaming, request=request)
 
-    async def _refuse(
-        self, error: ModelyardError, request: Request | None, visit: Visit, entry: Entry | None, send: Send
-    ) -> None:
-        visit.failed(error)
+    async def _refuse(self, error: ModelyardError) -> None:
+        self._visit.failed(error)
         if isinstance(error, Cancelled):
-            visit.status = 499  # the client is gone: counted, not answered
+            self._visit.status = 499  # the client is gone: counted, not answered
             return
-        answer = self._refusal(request, visit)(error)
-        if entry is not None:
-            entry.response(answer.body)
-        await respond_error(send, visit, answer)
+        answer = self._refusal(error)
+        if self._entry is not None:
+            self._entry.response(answer.body)
+        await respond_error(self._send, self._visit, answer)

@@ -1,7 +1,7 @@
 """Schemas as a grammar can hold a model to them: what it cannot enforce is dropped, and said, never refused.
 
-A tool's schema comes from whoever wrote the tool. A keyword that is unknown to the grammar's language, or that makes no sense,
-must not fail the request: the arguments are then held to the rest of it.
+A tool's schema comes from whoever wrote the tool. A keyword that is unknown to the grammar's language, or that makes no
+sense, must not fail the request: the arguments are then held to the rest of it.
 """
 
 from __future__ import annotations

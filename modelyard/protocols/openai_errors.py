@@ -12,6 +12,7 @@ from modelyard.core import errors
 from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflow, Overloaded
 from modelyard.core.wire import WireError
 from modelyard.protocols.json import encode
+from modelyard.protocols.statuses import BY_STATUS
 
 # kind → (HTTP status, OpenAI's word for it)
 STATUS: Mapping[str, tuple[int, str]] = {
@@ -72,20 +73,6 @@ def write_http_error(error: ModelyardError, trace: str, overflow_param: str = "m
     return WireError(status, encode({"error": error_body(error, overflow_param)}), headers)
 
 
-_BY_STATUS: Mapping[int, type[ModelyardError]] = {
-    400: errors.InvalidRequest,
-    401: errors.Unauthenticated,
-    403: errors.Forbidden,
-    404: errors.NotFound,
-    408: errors.Timeout,
-    409: errors.Conflict,
-    413: errors.TooLarge,
-    422: errors.InvalidRequest,
-    501: errors.Unimplemented,
-    504: errors.Timeout,
-}
-
-
 # What an error chunk inside a stream has instead of an HTTP status.
 _BY_CODE: Mapping[str, int] = {"server_is_overloaded": 503, "engine_unavailable": 503, "rate_limit_exceeded": 429}
 _BY_TYPE: Mapping[str, int] = {
@@ -137,7 +124,7 @@ def from_fields(status: int, fields: Mapping[str, Any], retry_after: float | Non
         )
     if status in (502, 503):
         return errors.Unavailable(message, retry_after=retry_after or 1.0, code=code)
-    if cls := _BY_STATUS.get(status):
+    if cls := BY_STATUS.get(status):
         param = fields.get("param")
         return cls(message, code=code, param=param if isinstance(param, str) else None)
     return errors.Internal(message, id=code or "upstream")

@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from modelyard.core.engine import (
     Capabilities,
     Chunk,
     Control,
+    Embeddings,
     End,
     EngineInfo,
     EngineSpec,
@@ -38,6 +39,7 @@ from modelyard.core.events import Usage
 from modelyard.engines.llama_cpp import files, loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.context import Cache
+from modelyard.engines.llama_cpp.embedding import Desk
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.engines.llama_cpp.masks import Mask, Masks, Triggered
 from modelyard.engines.llama_cpp.options import Options
@@ -63,7 +65,9 @@ class LlamaEngine:
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
-        able = Capabilities(modalities=("text",), structured=True, logprobs=True, ignored=("beam_size",))
+        able = Capabilities(
+            modalities=("text",), structured=True, logprobs=True, embeddings=True, ignored=("beam_size",)
+        )
         self.info = EngineInfo("llama_cpp", dict(spec.caches), able)
         self._inbox: SimpleQueue[Job | Order | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -75,6 +79,7 @@ class LlamaEngine:
         self._caches: dict[str, Cache] = {}
         self._parcels: list[Parcel] = []
         self._arrived = 0
+        self._desk: Desk | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -95,10 +100,11 @@ class LlamaEngine:
         return tell
 
     def _load(self, path: Path, tell: Callable[[float], bool]) -> None:
-        loading.survey(path, self._spec)
+        shape = loading.survey(path, self._spec)
         self._model = loading.load(path, self.options, tell)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._n_vocab = lib.llama_vocab_n_tokens(self._vocab)
+        self._desk = Desk(self._model, self._spec, shape, self._order)
         self._masks = Masks(self._vocab, self._n_vocab)
         for name, info in self._spec.caches.items():
             raw = loading.context(self._model, name, info, self.options)
@@ -117,6 +123,8 @@ class LlamaEngine:
         await asyncio.to_thread(self._free)
 
     def _free(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
         caches, self._caches = self._caches, {}
         for cache in caches.values():
             cache.close()
@@ -182,6 +190,11 @@ class LlamaEngine:
         self._inbox.put(order)
         await order.done
 
+    async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
+        if self._desk is None:
+            raise Unavailable("the engine is not open")
+        return await self._desk.embed(batch)
+
     def _cache(self, name: str) -> Cache:
         """A prompt that names none goes to the first."""
         name = name or next(iter(self._caches), "")
@@ -215,14 +228,15 @@ class LlamaEngine:
             if item is None:
                 return False
             self._take(item)
+            if isinstance(item, Order):
+                return True  # one a round: many of them must not keep streams waiting
             busy = True
 
     def _take(self, item: Job | Order) -> None:
         if isinstance(item, Job):
             self._admit(item)
         else:
-            item.deed()
-            self._loop.call_soon_threadsafe(_obeyed, item.done)
+            self._loop.call_soon_threadsafe(_obeyed, item.done, _tried(item.deed))
 
     def _admit(self, job: Job) -> None:
         """Whatever is wrong with a job ends that job, not the engine."""
@@ -292,6 +306,19 @@ def _fault(error: BaseException) -> ModelyardError:
     return internal
 
 
-def _obeyed(done: asyncio.Future[None]) -> None:
-    if not done.done():
+def _tried(deed: Callable[[], None]) -> ModelyardError | None:
+    """What went wrong with it: that is its sender's trouble, not the engine's end."""
+    try:
+        deed()
+    except Exception as error:
+        return _fault(error)
+    return None
+
+
+def _obeyed(done: asyncio.Future[None], fault: ModelyardError | None) -> None:
+    if done.done():
+        return
+    if fault is None:
         done.set_result(None)
+    else:
+        done.set_exception(fault)

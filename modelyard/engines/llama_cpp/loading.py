@@ -35,15 +35,16 @@ _ROPE = (
 lib.llama_backend_init()
 
 
-def survey(path: Path, spec: EngineSpec) -> None:
+def survey(path: Path, spec: EngineSpec) -> Shape | None:
     """Before the weights: refuse what cannot fit, warn of what may disappoint. A file that cannot be read is left to
     llama.cpp, which says best what is wrong with it."""
     try:
         model = shape(path)
     except InvalidRequest:
-        return
+        return None
     _warn_of_length(model.trained, spec)
     fit(model, spec.model, spec.options, spec.caches)
+    return model
 
 
 def fit(model: Shape, name: str, options: Options, caches: Mapping[str, CacheInfo]) -> None:
@@ -89,6 +90,19 @@ def context(model: Any, name: str, info: CacheInfo, options: Options) -> Any:
     raw = lib.llama_init_from_model(model, _parameters(info, options))
     if not raw:
         raise InvalidRequest(f"the cache {name!r} cannot be made: {llama_log.reason()}", code="cache_unusable")
+    return raw
+
+
+def embedding_context(model: Any, options: Options, cells: int, places: int) -> Any:
+    """Gives the vector of each token that is read. One pool of cells: what shares it is read and forgotten together."""
+    params = _parameters(CacheInfo(cells), options)
+    params.n_seq_max, params.kv_unified = places, True
+    params.embeddings, params.pooling_type = True, 0  # none: each token's own
+    params.n_batch = params.n_ubatch
+    llama_log.forget()
+    raw = lib.llama_init_from_model(model, params)
+    if not raw:
+        raise InvalidRequest(f"no context for embeddings: {llama_log.reason()}", code="cache_unusable")
     return raw
 
 

@@ -13,6 +13,7 @@ from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflo
 from modelyard.core.request import Request
 from modelyard.core.wire import WireError
 from modelyard.protocols.json import encode
+from modelyard.protocols.statuses import BY_STATUS
 
 # kind → (HTTP status, Anthropic's word for it)
 _STATUS: Mapping[str, tuple[int, str]] = {
@@ -73,19 +74,6 @@ def _headers(error: ModelyardError, trace: str) -> dict[str, str]:
 
 _PROMPT_TOO_LONG = re.compile(r"prompt is too long: (\d+) tokens > (\d+) maximum")
 _OUTPUT_TOO_LONG = re.compile(r"`max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)")
-_BY_STATUS: Mapping[int, type[ModelyardError]] = {
-    400: errors.InvalidRequest,
-    401: errors.Unauthenticated,
-    402: errors.Forbidden,
-    403: errors.Forbidden,
-    404: errors.NotFound,
-    408: errors.Timeout,
-    409: errors.Conflict,
-    413: errors.TooLarge,
-    422: errors.InvalidRequest,
-    501: errors.Unimplemented,
-    504: errors.Timeout,
-}
 # In a stream there is no status: the type has to stand for it.
 _TYPE_STATUS: Mapping[str, int] = {
     "invalid_request_error": 400,
@@ -127,7 +115,7 @@ def _error(status: int, message: str, told: Mapping[str, Any], headers: Mapping[
         return ContextOverflow(int(found[1]), int(found[2]))
     if found := _OUTPUT_TOO_LONG.search(message):
         return OutputOverflow(int(found[1]), int(found[2]), int(found[3]))
-    if cls := _BY_STATUS.get(status):
+    if cls := BY_STATUS.get(status):
         return cls(message, code=code, param=param)
     retry_after = _number(headers.get("retry-after")) or 1.0
     if status == 429:

@@ -1,0 +1,159 @@
+"""Embeddings on the default model: alike is near, equal is equal, long inputs are read in slices between tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelyard.core.engine import CacheInfo, Embedder, Tokens
+from modelyard.core.errors import InvalidRequest
+from modelyard.engines.llama_cpp import embedding, free, loading
+from modelyard.engines.llama_cpp.binding import lib
+from modelyard.engines.llama_cpp.embedding import Piece, Reader, plan
+from modelyard.engines.llama_cpp.estimate import Machine
+from tests.engines.llama_cpp.stage import Tap, answer, model_file, prompt, running, spec, vocabulary
+from tests.engines.reading import end, ids, read, until
+
+CAT, KITTEN, LAW = "A cat sleeps on the sofa.", "A kitten naps on the couch.", "The court rejected the tax appeal."
+
+
+def tokens(*texts: str) -> list[list[int]]:
+    return [vocabulary().encode(text) for text in texts]
+
+
+def cosine(a: list[float], b: list[float]) -> float:
+    return float(np.dot(a, b))
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_short_inputs_share_a_step_and_a_long_one_has_its_own() -> None:
+    assert plan([3, 4, 20, 2, 8], 8) == [
+        [Piece(0, 0, 3), Piece(1, 0, 4)],
+        [Piece(2, 0, 8)],
+        [Piece(2, 8, 8)],
+        [Piece(2, 16, 4)],
+        [Piece(3, 0, 2)],
+        [Piece(4, 0, 8)],
+    ]
+
+
+@given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 20), st.integers(1, 5))
+def test_every_token_is_read_once_in_order_and_no_step_is_too_large(
+    lengths: list[int], rows: int, places: int
+) -> None:
+    steps = plan(lengths, rows, places)
+    pieces = [piece for step in steps for piece in step]
+    for index, length in enumerate(lengths):
+        own = [piece for piece in pieces if piece.index == index]
+        assert [at for p in own for at in range(p.start, p.start + p.count)] == list(range(length))
+    assert all(sum(p.count for p in step) <= rows and len(step) <= places for step in steps)
+    # A step that begins an input forgets what was read: nobody may be in the middle of one.
+    assert all(len(step) == 1 or all(p.start == 0 for p in step) for step in steps)
+
+
+# --- on the model -----------------------------------------------------------------------------------------------------
+
+
+async def test_alike_sentences_are_nearer_than_others_and_vectors_have_length_one() -> None:
+    async with running() as engine:
+        assert isinstance(engine, Embedder)
+        assert engine.info.capabilities.embeddings
+        made = await engine.embed(tokens(CAT, KITTEN, LAW, CAT))
+    cat, kitten, law, again = made.vectors
+    assert made.prompt_tokens == sum(map(len, tokens(CAT, KITTEN, LAW, CAT)))
+    assert cosine(cat, kitten) > cosine(cat, law)
+    assert cat == again
+    assert [cosine(one, one) for one in made.vectors] == pytest.approx([1.0] * 4, abs=1e-5)
+
+
+async def test_a_vector_is_the_same_alone_in_a_batch_and_after_a_longer_input() -> None:
+    async with running() as engine:
+        (alone,) = (await engine.embed(tokens(CAT))).vectors
+        (again,) = (await engine.embed(tokens(CAT))).vectors
+        _, _, beside = (await engine.embed(tokens(LAW * 60, KITTEN, CAT))).vectors
+    assert alone == again
+    assert cosine(alone, beside) > 0.999
+
+
+@pytest.mark.parametrize(("pooling", "code"), [("mean", 1), ("cls", 2), ("last", 3)])
+async def test_slices_pool_to_what_llama_cpp_makes_of_the_whole(pooling: str, code: int) -> None:
+    text = tokens(LAW + " " + CAT + " " + KITTEN)[0]
+    assert len(text) > 16
+    async with running(pooling=pooling) as engine:
+        (sliced,) = (await engine.embed([text])).vectors
+    assert cosine(sliced, whole(text, code)) > 0.999
+
+
+def whole(text: list[int], pooling: int) -> list[float]:
+    """Pooled by llama.cpp itself, in one micro-batch."""
+    asked = spec(n_ubatch=64, n_batch=64)
+    model = loading.load(model_file(), asked.options, lambda _: True)
+    params = loading._parameters(CacheInfo(256), asked.options)
+    params.embeddings, params.pooling_type = True, pooling
+    raw = lib.llama_init_from_model(model, params)
+    batch = embedding.Batch(64)
+    batch.add(np.array(text, np.int32), 0, 0, last=True)
+    batch.output[: len(text)] = 1
+    assert lib.llama_decode(raw, batch.raw) == 0
+    made = np.ctypeslib.as_array(lib.llama_get_embeddings_seq(raw, 0), (576,)).copy()
+    lib.llama_free(raw)
+    lib.llama_model_free(model)
+    return embedding.unit(made)
+
+
+async def test_a_long_input_never_keeps_a_stream_waiting_for_more_than_one_slice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    reads = Reader.read
+
+    def noted(self: Reader, *arguments: Any) -> None:
+        order.append("slice")
+        reads(self, *arguments)
+
+    monkeypatch.setattr(Reader, "read", noted)
+    async with running() as engine:
+        tap = Tap(engine)
+        monkeypatch.setattr(tap, "on_chunk", lambda _, chunk: isinstance(chunk, Tokens) and order.append("token"))
+        stream = engine.generate(prompt("Tell me a long story.", max_tokens=400))
+        await until(stream, Tokens)
+        await engine.embed(tokens(LAW * 12))
+        stream.cancel()
+        await read(stream)
+    slices = [at for at, what in enumerate(order) if what == "slice"]
+    assert len(slices) > 4
+    for earlier, later in zip(slices, slices[1:], strict=False):
+        assert "token" in order[earlier:later]
+
+
+async def test_embeddings_leave_the_caches_alone() -> None:
+    async with running() as engine:
+        before = await answer(engine, "Tell me about Paris.", session="a")
+        await engine.embed(tokens(CAT))
+        after = await answer(engine, "Tell me about Paris.", session="a")
+    assert ids(after) == ids(before)
+    assert end(after).usage.cached > 0
+
+
+@pytest.mark.parametrize("bad", [[], [49152], [-1]])
+async def test_an_input_that_is_no_text_is_refused_and_the_engine_lives(bad: list[int]) -> None:
+    async with running() as engine:
+        with pytest.raises(InvalidRequest):
+            await engine.embed([*tokens(CAT), bad])
+        assert len((await engine.embed(tokens(CAT))).vectors) == 1
+
+
+async def test_a_context_that_cannot_fit_is_a_sentence_and_the_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(free, "machine", lambda **_: Machine(0))
+            with pytest.raises(InvalidRequest, match="0 MiB are free"):
+                await engine.embed(tokens(CAT))
+        assert end(await answer(engine)).reason == "length"
+        assert len((await engine.embed(tokens(CAT))).vectors) == 1

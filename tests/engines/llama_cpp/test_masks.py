@@ -1,0 +1,258 @@
+"""Constrained output on the default model: every kind of constraint, triggers, and what cannot be compiled."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from modelyard.core.engine import CacheInfo
+from modelyard.core.errors import InvalidRequest, Unavailable, Unsupported
+from modelyard.core.request import Constraint, Sampling
+from modelyard.engines.llama_cpp.masks import Mask, Masks, Triggered
+from tests.engines.llama_cpp.stage import answer, prompt, running, said, vocabulary
+from tests.engines.reading import end, ids, logprobs, read
+
+DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+SCHEMAS = {
+    "enum": closed(color={"enum": ["red", "green", "blue"]}, sure={"type": "boolean"}),
+    "nested": closed(cat=closed(name={"type": "string", "maxLength": 12}, age={"type": "integer", "maximum": 30})),
+    "array": closed(days={"type": "array", "items": {"enum": ["Mon", "Tue"]}, "minItems": 2, "maxItems": 3}),
+    "minLength": closed(title={"type": "string", "minLength": 20, "maxLength": 40}),
+    "reference": closed(at={"$ref": "#/$defs/p"}) | {"$defs": {"p": closed(x={"type": "number", "multipleOf": 0.5})}},
+    "union": {"anyOf": [{"type": "null"}, closed(a={"const": 1})]},
+}
+
+
+# --- the kinds ------------------------------------------------------------------------------------------------------
+
+
+async def test_answers_fit_their_schemas() -> None:
+    async with running() as engine:
+        for schema in SCHEMAS.values():
+            constraint = Constraint("json_schema", json.dumps(schema))
+            got = await answer(engine, "Describe a cat as JSON.", constraint=constraint, max_tokens=64)
+            assert end(got).reason == "stop"
+            jsonschema.validate(json.loads(said(got)), schema)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "wanted"),
+    [
+        (DATE, r"\d{4}-\d\d"),
+        (Constraint("gbnf", 'root ::= answer "!"\nanswer ::= "yes" | "no" # or so'), "(yes|no)!"),
+        (Constraint("lark", 'start: "N" NUMBER "."\nNUMBER: /[0-9]{1,3}/'), r"N\d{1,3}\."),
+        (Constraint("lark", 'start: "猫" /[é🐈]{2}/'), "猫[é🐈]{2}"),
+        (Constraint("tools", 'start: "now()"', tools=("now",)), r"now\(\)"),
+    ],
+)
+async def test_answers_fit_their_grammars(constraint: Constraint, wanted: str) -> None:
+    async with running() as engine:
+        got = await answer(engine, "Well?", constraint=constraint, max_tokens=24)
+    assert end(got).reason == "stop"
+    assert re.fullmatch(wanted, said(got))
+
+
+async def test_a_json_object_is_one() -> None:
+    async with running() as engine:
+        question = "Give me a JSON object with a name and an age."
+        got = await answer(engine, question, constraint=Constraint("json_object"), max_tokens=48)
+    assert isinstance(json.loads(said(got)), dict)
+
+
+async def test_an_answer_may_go_on_or_end_where_the_grammar_leaves_it_open() -> None:
+    async with running() as engine:
+        stops = tuple(vocabulary().eos)
+        got = await answer(engine, "Say yes.", constraint=Constraint("regex", "[Yy]es.*"), stop_ids=stops, max_tokens=4)
+        ended = await answer(engine, "Say a.", constraint=Constraint("regex", "a(xyz)?"), stop_ids=stops, max_tokens=4)
+    assert said(got).lower().startswith("yes")
+    assert said(ended) in ("a", "axyz")
+
+
+# --- beside everything else -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=2.0, seed=1),
+        Sampling(typical_p=0.5, seed=1),
+        Sampling(top_p=0.5, top_k=20, min_p=0.1, seed=1),
+        Sampling(mirostat=1, seed=1),
+        Sampling(mirostat=2, seed=1),
+        Sampling(xtc_probability=1.0, xtc_threshold=0.05, seed=1),
+        Sampling(repetition_penalty=1.5, dry_multiplier=1.0, logit_bias={30: 100.0}, seed=1),
+    ],
+)
+async def test_every_sampler_stays_inside_the_grammar(sampling: Sampling) -> None:
+    async with running() as engine:
+        got = await answer(engine, "When?", constraint=DATE, sampling=sampling, max_tokens=12)
+    assert re.fullmatch(r"\d{4}-\d\d", said(got))
+
+
+async def test_logprobs_are_of_the_distribution_before_the_mask() -> None:
+    async with running() as engine:
+        (free,) = logprobs(await answer(engine, "Say hello.", max_tokens=1, logprobs=3))
+        held, *_ = logprobs(await answer(engine, "Say hello.", constraint=DATE, max_tokens=1, logprobs=3))
+    assert [id for id, _ in held.top] == [id for id, _ in free.top]
+    assert held.id not in dict(held.top)
+    assert held.logprob < free.logprob
+
+
+async def test_a_constraint_touches_nobody_elses_stream() -> None:
+    async with running({"main": CacheInfo(256, 2)}) as engine:
+        alone = ids(await answer(engine, "Name a colour.", max_tokens=6))
+        stream = engine.generate(prompt("Name a colour.", max_tokens=6))
+        held = engine.generate(prompt("When?", constraint=DATE, max_tokens=12))
+        assert ids(await read(stream))[:2] == alone[:2]
+        assert re.fullmatch(r"\d{4}-\d\d", said(await read(held)))
+
+
+async def test_a_grammar_is_used_again_from_its_beginning() -> None:
+    async with running() as engine:
+        first, second = [said(await answer(engine, "When?", constraint=DATE, max_tokens=12)) for _ in range(2)]
+    assert first == second
+
+
+# --- triggers -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_trigger_holds_what_follows_it_and_then_all_is_free_again() -> None:
+    constraint = Constraint("lark", 'start: " is a " ("city" | "town") "!"', trigger="Paris")
+    async with running() as engine:
+        got = await answer(engine, "Repeat: Paris is nice. Paris is nice.", constraint=constraint, max_tokens=36)
+    text = said(got)
+    assert not text.startswith("Paris is a")
+    assert text.count("Paris") == len(re.findall("Paris is a (?:city|town)!", text)) >= 2
+
+
+async def test_a_triggered_grammar_that_cannot_be_compiled_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    constraint = Constraint("lark", 'start: "(', trigger="Hello", tools=("look_at",))
+    async with running() as engine:
+        with caplog.at_level(logging.WARNING):
+            got = await answer(engine, constraint=constraint, max_tokens=2)
+        assert ids(got) == ids(await answer(engine, max_tokens=2))
+    assert "the calls of look_at stay free" in caplog.text
+
+
+def held(constraint: Constraint) -> Any:
+    made = Masks(vocabulary()._vocab, vocabulary().size).make(constraint)
+    assert made is not None
+    return made
+
+
+def write(mask: Mask | Triggered, *wanted: int) -> int:
+    """Choose the likeliest, where the first of `wanted` is likeliest and the others follow in order."""
+    logits = np.zeros(vocabulary().size, np.float32)
+    for rank, token in enumerate(wanted):
+        logits[token] = len(wanted) - rank
+    choose: Callable[[], int] = lambda: int(logits.argmax())  # noqa: E731
+    return mask.pick(logits, choose)
+
+
+def token(text: str) -> int:
+    (id,) = vocabulary().encode(text)
+    return id
+
+
+def test_a_token_may_end_the_trigger_and_begin_what_follows() -> None:
+    mask = held(Constraint("regex", r"\n[0-9]", trigger="go:"))
+    assert write(mask, token("go")) == token("go")
+    assert write(mask, token(":\n")) == token(":\n")
+    assert write(mask, token("x"), token("7")) == token("7")
+    assert write(mask, token("x")) == token("x")
+
+
+def test_a_token_that_ends_the_trigger_with_what_the_grammar_forbids_is_not_taken() -> None:
+    mask = held(Constraint("regex", "[0-9]", trigger="go:"))
+    write(mask, token("go"))
+    assert write(mask, token(":\n"), token(":")) == token(":")
+    assert write(mask, token("x"), token("7")) == token("7")
+
+
+def test_a_trigger_may_be_a_token_that_no_text_spells() -> None:
+    start = vocabulary().specials["<|im_start|>"]
+    mask = held(Constraint("regex", "[0-9]", trigger="<|im_start|>"))
+    assert write(mask, start) == start
+    assert write(mask, token("x"), token("7")) == token("7")
+    assert write(mask, start) == start
+    assert write(mask, token("x"), token("7")) == token("7")
+
+
+def test_strings_of_a_grammar_never_match_control_tokens() -> None:
+    start = vocabulary().specials["<|im_start|>"]
+    assert write(held(Constraint("regex", "(?s:.+)")), start, token("x")) == token("x")
+    assert write(held(Constraint("lark", f"start: <[{start}]>")), token("x"), start) == start
+    assert write(held(Constraint("lark", "start: <|im_start|>")), token("x"), start) == start
+
+
+# --- what cannot be done --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words", "param"),
+    [
+        (Constraint("regex", "(a"), "unclosed group", "regex"),
+        (Constraint("gbnf", "root ::= ("), "Expected '\\)'", "grammar"),
+        (Constraint("gbnf", "root ::= other"), "Rule 'other' not found", "grammar"),
+        (Constraint("gbnf", ""), "No 'root' rule", "grammar"),
+        (Constraint("lark", "start: other"), "unknown name", "lark"),
+        (Constraint("json_schema", "{"), "EOF", "response_format"),
+        (Constraint("json_schema", '{"type": "integer", "minimum": 2, "maximum": 1}'), "minimum", "response_format"),
+        (Constraint("lark", 'start: "', tools=("now",)), "lexer error", "tools"),
+    ],
+)
+def test_a_bad_grammar_is_refused_in_the_compilers_words(constraint: Constraint, words: str, param: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        held(constraint)
+    assert (caught.value.code, caught.value.param) == ("bad_grammar", param)
+
+
+def test_a_call_that_must_come_in_a_family_without_grammar_is_refused() -> None:
+    with pytest.raises(Unsupported, match="has no grammar"):
+        held(Constraint("tools", tools=("now",)))
+
+
+async def test_a_bad_grammar_ends_its_own_job_only() -> None:
+    async with running() as engine:
+        got = await answer(engine, constraint=Constraint("regex", "(a"))
+        assert isinstance(end(got).error, InvalidRequest)
+        assert ids(await answer(engine, max_tokens=1))
+
+
+async def test_a_job_whose_grammar_is_compiled_while_the_engine_closes_hears_of_it() -> None:
+    async with running() as engine:
+        waiting = [engine.generate(prompt(constraint=DATE)) for _ in range(3)]
+        await engine.close()
+        for one in waiting:
+            assert isinstance(end(await read(one)).error, Unavailable)
+
+
+async def test_a_job_that_is_cancelled_while_its_grammar_is_compiled_never_starts() -> None:
+    async with running() as engine:
+        job = engine.generate(prompt(constraint=DATE))
+        job.cancel()
+        assert end(await read(job)).reason == "cancelled"
+        assert engine.stats().running == 0
+
+
+async def test_the_engine_says_that_it_can_do_this() -> None:
+    async with running() as engine:
+        assert engine.info.capabilities.structured
