@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from modelyard.core.engine import ChatEngine, End, Generation, TextEngine, Tokens
+from modelyard.core.engine import Accepted, ChatEngine, End, Generation, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Incomplete, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.lease import Lease, Leases, Ticket
@@ -34,6 +34,7 @@ class Surroundings(Protocol):
     leases: Leases
     metrics: Metrics
 
+    def accepted(self, job: Job, choice: int, where: Accepted) -> None: ...
     def background(self, work: Coroutine[Any, Any, None]) -> None: ...
 
 
@@ -121,6 +122,8 @@ class Answer:
             raise Incomplete("the engine's stream ended without a last word") from None
 
     def _translate(self, batch: Sequence[Any]) -> list[Event]:
+        if type(batch[0]) is Accepted:
+            self._around.accepted(self.job, self.choice, batch[0])
         before = self._translation.usage.output
         events = self._translation.feed(batch)
         self._observe(batch, self._translation.usage.output - before)

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from modelyard.core.format import Place
 from modelyard.core.request import Constraint, Request, Tool
 from modelyard.gateway.model import Model, TextParts
-from modelyard.prompt.constraints import enforceable, enforceable_format
+from modelyard.prompt.constraints import enforceable, enforceable_format, schema_of
+from modelyard.scanner.grammar import after_reasoning
 from modelyard.scanner.scanner import Scanner
 
 
 def constrain(request: Request, model: Model, prompt: str) -> tuple[Constraint | None, Sequence[str]]:
     """The constraint, if any, and what the client should know of it. `prompt` is the rendered text."""
     own = request.constraint
-    if own is not None and own.kind == "json_schema" and model.text is not None:
-        return enforceable_format(own)
+    if own is not None and own.kind in ("json_schema", "json_object") and model.text is not None:
+        own, dropped = enforceable_format(own)
+        return _after_reasoning(own, request, model.text, prompt), dropped
     if own is not None or model.text is None or not request.tools:
         return own, ()
     is_forced = request.tool_choice.mode in ("required", "named")
@@ -29,6 +31,14 @@ def constrain(request: Request, model: Model, prompt: str) -> tuple[Constraint |
     return made, warnings if made is not None else ()
 
 
+def _after_reasoning(own: Constraint, request: Request, parts: TextParts, prompt: str) -> Constraint:
+    begun = _begun(request, parts, prompt)
+    schema = schema_of(own)
+    if schema is None or begun.closing is None:
+        return own
+    return after_reasoning(own, schema, begun.closing, Place(parts.vocab.specials))
+
+
 def _callable(request: Request) -> list[Tool]:
     """The tools that may be called: the named one, or all on offer."""
     choice = request.tool_choice
@@ -37,6 +47,11 @@ def _callable(request: Request) -> list[Tool]:
 
 def _place(request: Request, parts: TextParts, prompt: str) -> Place:
     """The grammar begins where the prompt ends: its first words may have to close the reasoning."""
-    tail = parts.renderer.tail(prompt)
-    begun = Scanner(parts.format_for(request), prefill=tail, new_id=str, specials=parts.vocab.specials)
+    begun = _begun(request, parts, prompt)
     return Place(parts.vocab.specials, begun.is_thinking, request.parallel_tool_calls is not False)
+
+
+def _begun(request: Request, parts: TextParts, prompt: str) -> Scanner:
+    """Stands where the answer begins."""
+    tail = parts.renderer.tail(prompt)
+    return Scanner(parts.format_for(request), prefill=tail, new_id=str, specials=parts.vocab.specials)

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from modelyard.core.engine import Embedder, Embeddings, TextEngine
+from modelyard.core.engine import Accepted, Embedder, Embeddings, TextEngine
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unimplemented, Unsupported
 from modelyard.core.lease import Demand, Leases
 from modelyard.core.request import Caller, EmbeddingRequest, Image, Message, Request, ToolResult
@@ -27,6 +27,7 @@ from modelyard.gateway.choices import Choices
 from modelyard.gateway.constrain import constrain
 from modelyard.gateway.job import Job, Run, fit
 from modelyard.gateway.model import Model
+from modelyard.gateway.watch import Watch
 from modelyard.prompt.media import Images
 from modelyard.router.routes import Router, Target
 from modelyard.telemetry.journal import Entry
@@ -44,6 +45,7 @@ class Gateway:
         self, *, router: Router, models: Mapping[str, Model], leases: Leases, images: Images, metrics: Metrics
     ) -> None:
         self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
+        self._watch = Watch()
         self._background: set[asyncio.Task[None]] = set()
         self._answers: WeakSet[Answer | Choices] = WeakSet()
 
@@ -78,6 +80,12 @@ class Gateway:
         answer = Answer(job, 0, ticket, self, entry) if one else Choices(job, ticket, self, entry)
         self._answers.add(answer)
         return answer
+
+    def accepted(self, job: Job, choice: int, where: Accepted) -> None:
+        """A job has its place: had the cache its system prompt? One look-up where nothing changed."""
+        if choice == 0 and (found := self._watch.look(job, where)) is not None:
+            self.metrics.prompt_changed(job.target.cache)
+            log.warning("%s", found)
 
     # --- its steps ------------------------------------------------------------------------------------------------
 

@@ -40,14 +40,22 @@ def enforceable(tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], list[str]]:
 def enforceable_format(asked: Constraint) -> tuple[Constraint, list[str]]:
     """The same for an answer's own schema. Text that is no schema stays: the engine says what is wrong with it."""
     warnings: list[str] = []
-    try:
-        schema = json.loads(asked.text)
-    except ValueError:
-        return asked, warnings
-    if not isinstance(schema, dict):
+    schema = schema_of(asked) if asked.text else None
+    if schema is None:
         return asked, warnings
     reduced = Reduction(asked.name or "schema", schema, warnings).reduced()
     return msgspec.structs.replace(asked, text=json.dumps(reduced, ensure_ascii=False)), warnings
+
+
+def schema_of(asked: Constraint) -> dict[str, Any] | None:
+    """The schema that an answer must fit; None where its text is none."""
+    if not asked.text:
+        return {"type": "object"} if asked.kind == "json_object" else {}
+    try:
+        schema = json.loads(asked.text)
+    except (ValueError, RecursionError):
+        return None
+    return schema if isinstance(schema, dict) else None
 
 
 def _tool(tool: Tool, warnings: list[str]) -> Tool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from modelyard.core.format import Place
 from modelyard.core.request import Constraint, Tool, ToolChoice
@@ -55,6 +56,13 @@ class Lark:
 
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def after_reasoning(asked: Constraint, schema: Mapping[str, Any], closing: str, place: Place) -> Constraint:
+    """An answer's own schema where the prompt left reasoning open: it holds from where that is closed."""
+    lark = Lark(place)
+    body = lark.rule(lark.json(schema))
+    return replace(asked, kind="lark", text=lark.text(f"{lark.until(closing)} GAP? {body}"))
 
 
 Body = Callable[[Lark, Tool], str]

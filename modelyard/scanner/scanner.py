@@ -90,6 +90,13 @@ class Scanner:
         return self._region.kind == "thinking"
 
     @property
+    def closing(self) -> str | None:
+        """The marker that would end the open reasoning and begin visible text."""
+        acts = self._region.marks.items() if self.is_thinking else ()
+        ends = (m for m, act in acts if isinstance(act, Go) and self._format.regions[act.region].kind == "text")
+        return next(ends, None)
+
+    @property
     def warnings(self) -> list[str]:
         return self._calls.warnings
 

@@ -55,6 +55,7 @@ _ALL = (
     _histogram("request_output_tokens", "Output tokens of one answer", "model", _TOKENS),
     _counter("finish_reasons_total", "Answers by what ended them", "reason"),
     _counter("errors_total", "Failed requests by error code", "code"),
+    _counter("system_prompt_changes_total", "Requests whose changed system prompt was not in their cache", "cache"),
     _counter("request_warnings_total", "Requests served with something in them left out", "kind"),
     _gauge("cpu_usage_percent", "CPU use of this program and its children; 100 is one core"),
     _gauge("memory_usage_bytes", "Resident memory of this program and its children"),

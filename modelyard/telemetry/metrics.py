@@ -65,6 +65,7 @@ class Metrics:
         self._reasons: Series = counters.setdefault("finish_reasons_total", {})
         self._errors: Series = counters.setdefault("errors_total", {})
         self._warnings: Series = counters.setdefault("request_warnings_total", {})
+        self._prompt_changes: Series = counters.setdefault("system_prompt_changes_total", {})
         self._active: Series = gauges.setdefault("active_requests_current", {(): 0})
         gauges["process_start_time_seconds"] = {(): self._machine.started}
         gauges["modelyard_build_info"] = {(__version__,): 1}
@@ -116,6 +117,9 @@ class Metrics:
 
     def warned(self, kind: str) -> None:
         _count(self._warnings, (kind,))
+
+    def prompt_changed(self, cache: str) -> None:
+        _count(self._prompt_changes, (cache,))
 
     # --- a look at it -------------------------------------------------------------------------------------------
 

@@ -97,6 +97,29 @@ def test_background_requests_leave_the_conversations_cache_alone(served: Served,
     assert cached("claude-sonnet-5", talk) > 60
 
 
+def test_embeddings_of_alike_sentences_are_nearer_than_others(sdk: openai.OpenAI):
+    said = ["A cat sleeps on the sofa.", "A kitten naps on the couch.", "The court rejected the tax appeal."]
+    made = sdk.embeddings.create(model="smollm2", input=[*said, said[0]])
+    cat, kitten, law, again = (entry.embedding for entry in made.data)
+    assert len(cat) == 576
+    assert cat == again
+    assert cosine(cat, kitten) > cosine(cat, law)
+    assert made.usage.prompt_tokens > 20
+    assert sdk.embeddings.create(model="smollm2", input=said[0]).data[0].embedding == pytest.approx(cat, abs=0.02)
+
+
+def cosine(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def test_a_changed_system_prompt_is_counted(served: Served, sdk: openai.OpenAI):
+    for day in ("Monday", "Tuesday"):
+        talk = [{"role": "system", "content": f"Be kind. It is {day}."}, {"role": "user", "content": "Hi."}]
+        sdk.chat.completions.create(model="smollm2", messages=talk, max_tokens=1)  # type: ignore[arg-type]
+    metrics = httpx.get(served.url + "/metrics").text
+    assert 'system_prompt_changes_total{cache="main"} 1.0' in metrics
+
+
 def test_the_model_and_its_caches_are_healthy(served: Served):
     health = httpx.get(served.url + "/health").json()
     assert health["models"]["smollm2"]["state"] == "ready"

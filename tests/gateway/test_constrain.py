@@ -84,6 +84,16 @@ def test_reasoning_that_the_prompt_left_open_may_be_finished() -> None:
     assert not closed.text.startswith("start: ANY")
 
 
+@pytest.mark.parametrize("own", [Constraint("json_object"), Constraint("json_schema", '{"type": "object"}', name="x")])
+def test_an_answers_schema_holds_from_where_open_reasoning_is_closed(own: Constraint) -> None:
+    opened, closed = made(TAIL + "<think>\n", constraint=own), made(TAIL + "<think>\n</think>", constraint=own)
+    assert opened
+    assert (opened.kind, opened.name, opened.trigger) == ("lark", own.name, None)
+    assert '%json {"type": "object"' in opened.text
+    assert "</think>" in opened.text or f"<[{model().parts.vocab.specials['</think>']}]>" in opened.text
+    assert closed == own
+
+
 def test_one_call_is_enough_where_the_client_says_so() -> None:
     one, many = made(tool_choice=MUST, parallel_tool_calls=False), made(tool_choice=MUST)
     assert one

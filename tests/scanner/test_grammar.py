@@ -14,7 +14,7 @@ from modelyard.core.format import Place
 from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner import parse
 from modelyard.scanner.formats import load, names
-from modelyard.scanner.grammar import Lark
+from modelyard.scanner.grammar import Lark, after_reasoning
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -334,6 +334,21 @@ def test_a_text_with_tokens_is_spelled_with_them() -> None:
 # --- whatever it lets through -----------------------------------------------------------------------------------------
 
 CLOSERS = ("\n</parameter>", "</parameter>", "</arg_value>", "</think>")
+
+
+@pytest.mark.parametrize("tokens", [["<think>", "</think>"], []], ids=["tokens", "spellings"])
+def test_an_answers_schema_holds_from_the_end_of_open_reasoning(tokens: list[str]) -> None:
+    letters = Letters(tokens)
+    made = after_reasoning(Constraint("json_object"), {"type": "object"}, "</think>", Place(letters.specials))
+
+    def takes(text: str) -> bool:
+        ids, matcher = letters.ids(text), letters.matcher(made)
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+    assert takes('Let me see {x.</think>\n\n{"a": 1}')
+    assert takes('</think>{"a": [1, {}]}')
+    assert not takes('{"a": 1}')
+    assert not takes('Hm.</think>Here: {"a": 1}')
 
 
 @pytest.mark.parametrize("seed", range(8))

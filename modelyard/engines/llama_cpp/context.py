@@ -13,11 +13,12 @@ from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, Progress, Tok
 from modelyard.core.errors import ContextOverflow, Internal, ModelyardError, Overloaded, Timeout, Unavailable
 from modelyard.core.events import Timings, Usage
 from modelyard.engines.llama_cpp import sequences
+from modelyard.engines.llama_cpp.adapters import Wardrobe
 from modelyard.engines.llama_cpp.binding import Batch, lib, short
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.engines.llama_cpp.sample import logits_of, logprob_of
-from modelyard.engines.llama_cpp.sequences import Slot
-from modelyard.engines.llama_cpp.step import Need, Slice, plan
+from modelyard.engines.llama_cpp.sequences import Adapters, Slot
+from modelyard.engines.llama_cpp.step import Need, Slice, plan, turn
 
 Emit = Callable[[Job, list[Chunk], bool], None]
 
@@ -28,7 +29,9 @@ _COPY_FROM = 256  # shared tokens from which copying KV beats reading them again
 class Cache:
     """Belongs to the engine's thread: nobody else may touch it."""
 
-    def __init__(self, name: str, info: CacheInfo, raw: Any, n_vocab: int, ubatch: int, emit: Emit) -> None:
+    def __init__(
+        self, name: str, info: CacheInfo, raw: Any, n_vocab: int, ubatch: int, emit: Emit, wardrobe: Wardrobe
+    ) -> None:
         self.name, self.info = name, info
         self._raw, self._n_vocab, self._ubatch, self._emit = raw, n_vocab, ubatch, emit
         self._memory = lib.llama_get_memory(raw)
@@ -38,6 +41,8 @@ class Cache:
         self._batch = Batch(max(ubatch, info.parallel))
         self.slots = [Slot(index, _EMPTY) for index in range(info.parallel)]
         self.jobs: dict[int, Job] = {}  # by sequence
+        self._wardrobe = wardrobe
+        self._worn: Adapters = ()  # by the context, since the last step
         self._clock = 0
         self.reused = self.evaluated = 0
 
@@ -103,10 +108,15 @@ class Cache:
 
     def step(self) -> None:
         self._drop_cancelled()
-        needs = [Need(index, job.pending, job.generating, job.arrived) for index, job in self.jobs.items()]
-        slices = plan(needs, self._ubatch)
-        if not slices:
+        if not self.jobs:
             return
+        self._wear(turn((job.prompt.adapters for job in self.jobs.values()), self._worn))
+        needs = [
+            Need(index, job.pending, job.generating, job.arrived)
+            for index, job in self.jobs.items()
+            if job.prompt.adapters == self._worn
+        ]
+        slices = plan(needs, self._ubatch)
         rows = self._fill(slices)
         code = lib.llama_decode(self._raw, self._batch.raw)
         if code != 0:
@@ -114,6 +124,11 @@ class Cache:
             return
         for piece in slices:
             self._advance(piece, rows[piece.sequence])
+
+    def _wear(self, adapters: Adapters) -> None:
+        if adapters != self._worn:
+            self._wardrobe.put_on(self._raw, adapters)
+            self._worn = adapters
 
     def _fill(self, slices: list[Slice]) -> dict[int, int]:
         self._batch.clear()
@@ -192,8 +207,23 @@ class Cache:
     def evict(self) -> None:
         for slot in self.slots:
             if not slot.busy:
-                short.memory_seq_rm(self._memory, slot.index, -1, -1)
-                slot.tokens, slot.session, slot.adapters = _EMPTY, None, ()
+                self._clear(slot)
+
+    def uses(self, adapter: str) -> bool:
+        """Whether a running job wears it."""
+        return any(name == adapter for job in self.jobs.values() for name, _ in job.prompt.adapters)
+
+    def forget(self, adapter: str) -> None:
+        """It goes: nobody wears it, and KV of its time would be another's if its name came back."""
+        if any(name == adapter for name, _ in self._worn):
+            self._wear(())
+        for slot in self.slots:
+            if any(name == adapter for name, _ in slot.adapters):
+                self._clear(slot)
+
+    def _clear(self, slot: Slot) -> None:
+        short.memory_seq_rm(self._memory, slot.index, -1, -1)
+        slot.tokens, slot.session, slot.adapters = _EMPTY, None, ()
 
     def close(self) -> None:
         lib.llama_free(self._raw)

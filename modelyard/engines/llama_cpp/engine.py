@@ -34,9 +34,19 @@ from modelyard.core.engine import (
     OnProgress,
     Prompt,
 )
-from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, NotFound, Timeout, Unavailable, Unsupported
+from modelyard.core.errors import (
+    Conflict,
+    Internal,
+    InvalidRequest,
+    ModelyardError,
+    NotFound,
+    Timeout,
+    Unavailable,
+    Unsupported,
+)
 from modelyard.core.events import Usage
 from modelyard.engines.llama_cpp import files, loading
+from modelyard.engines.llama_cpp.adapters import Wardrobe, read_argument
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.context import Cache
 from modelyard.engines.llama_cpp.embedding import Desk
@@ -66,7 +76,7 @@ class LlamaEngine:
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
         able = Capabilities(
-            modalities=("text",), structured=True, logprobs=True, embeddings=True, ignored=("beam_size",)
+            modalities=("text",), structured=True, logprobs=True, embeddings=True, lora=True, ignored=("beam_size",)
         )
         self.info = EngineInfo("llama_cpp", dict(spec.caches), able)
         self._inbox: SimpleQueue[Job | Order | None] = SimpleQueue()
@@ -105,10 +115,13 @@ class LlamaEngine:
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._n_vocab = lib.llama_vocab_n_tokens(self._vocab)
         self._desk = Desk(self._model, self._spec, shape, self._order)
+        self._wardrobe = Wardrobe(self._model, self.options.lora)
         self._masks = Masks(self._vocab, self._n_vocab)
         for name, info in self._spec.caches.items():
             raw = loading.context(self._model, name, info, self.options)
-            self._caches[name] = Cache(name, info, raw, self._n_vocab, self.options.of(info).n_ubatch, self._emit)
+            self._caches[name] = Cache(
+                name, info, raw, self._n_vocab, self.options.of(info).n_ubatch, self._emit, self._wardrobe
+            )
 
     async def close(self) -> None:
         self._over = self._over or Unavailable("the engine was closed")
@@ -177,6 +190,12 @@ class LlamaEngine:
         )
 
     async def control(self, op: Control) -> None:
+        if op.op == "load_adapter":
+            await self._order(partial(self._wardrobe.load, *read_argument(op.argument)))
+            return
+        if op.op == "unload_adapter":
+            await self._order(partial(self._unload_adapter, op.argument or ""))
+            return
         if op.op != "evict":
             raise InvalidRequest(f"{op.op} is not a thing this engine does yet", code="unsupported_control")
         caches = [self._cache(op.cache)] if op.cache is not None else list(self._caches.values())
@@ -253,6 +272,14 @@ class LlamaEngine:
         else:
             cache.admit(job)
 
+    def _unload_adapter(self, name: str) -> None:
+        self._wardrobe.check(((name, 1.0),))
+        if any(cache.uses(name) for cache in self._caches.values()):
+            raise Conflict(f"the adapter {name!r} is in use; unload it when its answers have ended")
+        for cache in self._caches.values():
+            cache.forget(name)
+        self._wardrobe.unload(name)
+
     def _check(self, job: Job) -> None:
         """An id that is no token would fail the whole batch that it is read in."""
         if any(isinstance(part, Media) for part in job.prompt.parts):
@@ -261,6 +288,7 @@ class LlamaEngine:
             raise InvalidRequest("the prompt is empty")
         if job.ids.min() < 0 or job.ids.max() >= self._n_vocab:
             raise InvalidRequest(f"the prompt holds token ids outside 0…{self._n_vocab - 1}")
+        self._wardrobe.check(job.prompt.adapters)
         if job.is_late(time.time()):
             raise Timeout("the job's deadline passed")
 

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from modelyard.core.engine import CacheInfo
+
+
+class Lora(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(description="The adapter's GGUF file.")
+    scale: float = Field(default=1.0, description="Its strength; a request's own scale is a factor to it.")
+
+
+def _lora(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+OneLora = Annotated[
+    Lora,
+    BeforeValidator(_lora),
+    WithJsonSchema({"anyOf": [{"type": "string"}, Lora.model_json_schema()]}),
+]
 
 
 class Options(BaseModel):
@@ -42,6 +60,10 @@ class Options(BaseModel):
     yarn_orig_ctx: int | None = Field(default=None, gt=0, description="YaRN's trained length; unset: the file's.")
     pooling: Literal["mean", "cls", "last"] | None = Field(
         default=None, description="How an embedding is made of its tokens; unset means as the file says, else mean."
+    )
+
+    lora: dict[str, OneLora] = Field(
+        default_factory=dict, description="LoRA adapters by the name that requests ask for: a path, or path and scale."
     )
 
     @property

@@ -7,7 +7,8 @@ ordered by sequence: the engine computes neighbouring sequences together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 from msgspec import Struct
 
@@ -27,6 +28,13 @@ class Slice(Struct, frozen=True):
     sequence: int
     count: int
     last: bool
+
+
+def turn(sets: Iterable[Hashable], last: Hashable) -> Any:
+    """Whose turn it is of the adapter sets that jobs ask for, oldest job first: the one after the last, in a ring. New
+    ones join at the end, so nobody is passed over for ever."""
+    order = list(dict.fromkeys(sets))
+    return order[(order.index(last) + 1) % len(order)] if last in order else order[0]
 
 
 def plan(needs: Sequence[Need], budget: int) -> list[Slice]:

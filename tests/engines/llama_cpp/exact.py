@@ -8,9 +8,11 @@ keeps a state instead of a past.
 
 from __future__ import annotations
 
+import atexit
 import struct
 from functools import cache
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -54,7 +56,9 @@ def recurrent_model() -> Path:
 
 
 def _made(architecture: str, facts: Facts, tensors: Tensors) -> Path:
-    path = Path(mkdtemp(prefix="modelyard-test-")) / f"{architecture}.gguf"
+    folder = mkdtemp(prefix="modelyard-test-")
+    atexit.register(rmtree, folder, ignore_errors=True)
+    path = Path(folder) / f"{architecture}.gguf"
     names = {"general.architecture": architecture, "tokenizer.ggml.model": "no_vocab"}
     write(path, names | {f"{architecture}.{key}": value for key, value in facts.items()}, tensors)
     return path

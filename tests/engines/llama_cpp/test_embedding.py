@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,7 @@ async def test_a_long_input_never_keeps_a_stream_waiting_for_more_than_one_slice
         await read(stream)
     slices = [at for at, what in enumerate(order) if what == "slice"]
     assert len(slices) > 4
-    for earlier, later in zip(slices, slices[1:], strict=False):
+    for earlier, later in pairwise(slices):
         assert "token" in order[earlier:later]
 
 

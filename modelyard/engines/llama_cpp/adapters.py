@@ -1,0 +1,76 @@
+"""LoRA adapters by name: loaded beside the weights, put on a context when the jobs of a step ask for them.
+
+A context wears one set of adapters at a time, so the jobs of a cache take turns by their set (`step.turn`); KV that was
+computed under one set is never used under another (`sequences`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import POINTER, c_float, c_void_p
+from typing import Any
+
+from msgspec import Struct
+
+from modelyard.core.errors import Conflict, InvalidRequest
+from modelyard.engines.llama_cpp import files
+from modelyard.engines.llama_cpp.binding import lib
+from modelyard.engines.llama_cpp.options import Lora
+from modelyard.engines.llama_cpp.sequences import Adapters
+from modelyard.vocab import llama_log
+
+
+class _Held(Struct, frozen=True):
+    raw: Any
+    scale: float
+
+
+class Wardrobe:
+    """All adapters of one model. Belongs to the engine's thread, as the contexts that wear them do."""
+
+    def __init__(self, model: Any, known: Mapping[str, Lora]) -> None:
+        self._model = model
+        self._held: dict[str, _Held] = {}
+        for name, lora in known.items():
+            self.load(name, lora)
+
+    def load(self, name: str, lora: Lora) -> None:
+        if name in self._held:
+            raise Conflict(f"there is an adapter {name!r} already; unload it first")
+        path = files.find(lora.path)
+        llama_log.forget()
+        raw = lib.llama_adapter_lora_init(self._model, str(path).encode())
+        if not raw:
+            raise InvalidRequest(
+                f"the adapter {name!r} in {path} cannot be loaded: {llama_log.reason()}", code="adapter_unreadable"
+            )
+        self._held[name] = _Held(raw, lora.scale)
+
+    def unload(self, name: str) -> None:
+        """No context may wear it any more."""
+        self.check(((name, 1.0),))
+        lib.llama_adapter_lora_free(self._held.pop(name).raw)
+
+    def check(self, asked: Adapters) -> None:
+        for name, _ in asked:
+            if name not in self._held:
+                known = f"there are {', '.join(map(repr, self._held))}" if self._held else "this model has none"
+                raise InvalidRequest(
+                    f"there is no adapter {name!r}; {known}", code="adapter_unknown", param="lora_adapter"
+                )
+
+    def put_on(self, context: Any, asked: Adapters) -> None:
+        """Exactly these, at the request's scale times the adapter's own."""
+        count = len(asked)
+        held = [self._held[name] for name, _ in asked]
+        raws = (POINTER(c_void_p) * count)(*(one.raw for one in held))
+        scales = (c_float * count)(*(one.scale * scale for one, (_, scale) in zip(held, asked, strict=True)))
+        lib.llama_set_adapters_lora(context, raws, count, scales)
+
+
+def read_argument(argument: str | None) -> tuple[str, Lora]:
+    """`name=path`, as `load_adapter` is told it."""
+    name, equals, path = (argument or "").partition("=")
+    if not (name and equals and path):
+        raise InvalidRequest(f"load_adapter takes name=path, not {argument!r}", code="invalid_argument")
+    return name, Lora(path=path)
