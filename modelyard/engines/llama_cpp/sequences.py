@@ -3,7 +3,7 @@
 In this order, among those that are idle:
 
     1. the sequence of the same session
-    2. the one whose tokens the prompt continues: most of what it holds is a prefix of the prompt
+    2. one that the prompt continues: all it holds is a prefix of the prompt, or most of it and nobody's session is lost
     3. an empty one (the lowest: neighbours are computed together)
     4. the least recently used one of background work
     5. the least recently used one
@@ -62,11 +62,18 @@ def choose(slots: Sequence[Slot], prompt: Ids, session: str | None, adapters: Ad
         if own:
             best = max(own, key=lambda slot: shared[slot.index])
             return Choice(best.index, shared[best.index])
-    near = [slot for slot in idle if len(slot.tokens) and shared[slot.index] >= _MOSTLY * len(slot.tokens)]
+    near = [slot for slot in idle if len(slot.tokens) and _continues(slot, shared[slot.index], session)]
     if near:
         best = max(near, key=lambda slot: (shared[slot.index], slot.used))
         return Choice(best.index, shared[best.index])
     return _other(idle, shared)
+
+
+def _continues(slot: Slot, shared: int, session: str | None) -> bool:
+    """Agents share long system prompts: having most of one in common does not make it the same conversation."""
+    if shared == len(slot.tokens):
+        return True
+    return slot.session is None and session is None and shared >= _MOSTLY * len(slot.tokens)
 
 
 def _other(idle: list[Slot], shared: dict[int, int]) -> Choice:

@@ -47,6 +47,16 @@ EMPTY = slot(3)
         pytest.param(
             [slot(0, 1, 5, 5, 5, 5), slot(1)], run(1, 2), None, Choice(1, 0), id="a short common start is no reason"
         ),
+        pytest.param(
+            [slot(0, 1, 2, 3, 4, session="a"), slot(1)],
+            run(1, 2, 3, 9),
+            "b",
+            Choice(1, 0),
+            id="a shared system prompt is not the same conversation",
+        ),
+        pytest.param(
+            [slot(0, 1, 2, 3, 4), slot(1)], run(1, 2, 3, 9), None, Choice(0, 3), id="most of it, and nobody's session"
+        ),
         pytest.param([OLD_MAIN, NEW_MAIN, BACKGROUND, EMPTY], run(1), None, Choice(3, 0), id="an empty one"),
         pytest.param(
             [OLD_MAIN, NEW_MAIN, BACKGROUND], run(1), None, Choice(2, 0, evicted=True), id="background goes first"

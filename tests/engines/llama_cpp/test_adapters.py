@@ -1,0 +1,196 @@
+"""LoRA adapters on an unquantized model: each job speaks as if it were alone, whatever its neighbours wear."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelyard.core.engine import CacheInfo, Chunk, Control, Tokens
+from modelyard.core.errors import Conflict, InvalidRequest, NotFound
+from modelyard.engines.llama_cpp import Options
+from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.engines.llama_cpp.step import turn
+from tests.engines.llama_cpp.exact import exact_model
+from tests.engines.llama_cpp.lora import write_lora
+from tests.engines.llama_cpp.stage import id_prompt, running
+from tests.engines.reading import accepted, assert_alike, end, ids, logprobs, read, until
+
+TALK = [(7 * n) % 250 + 1 for n in range(40)]
+NONE, LAW, POET = (), (("law", 1.0),), (("poet", 1.0),)
+SETS = [NONE, LAW, POET, (("law", 0.5), ("poet", 1.0))]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    names = enumerate(("law", "poet"))
+    return {
+        name: str(write_lora(tmp_path / f"{name}.gguf", width=64, layers=2, seed=seed, strength=0.3))
+        for seed, name in names
+    }
+
+
+@asynccontextmanager
+async def opened(lora: Any, caches: dict[str, CacheInfo] | None = None) -> AsyncIterator[LlamaEngine]:
+    async with running(caches, path=str(exact_model()), lora=lora) as engine:
+        yield engine
+
+
+async def said(engine: LlamaEngine, adapters: Any = NONE, **fields: Any) -> list[Chunk]:
+    return await read(engine.generate(id_prompt(TALK, adapters=adapters, **fields)))
+
+
+def differ(one: list[Chunk], other: list[Chunk]) -> bool:
+    return abs(logprobs(one)[0].logprob - logprobs(other)[0].logprob) > 0.05 or ids(one) != ids(other)
+
+
+async def test_an_adapter_changes_the_answer_and_without_it_all_is_as_before(files: dict[str, str]) -> None:
+    async with opened({}) as engine:
+        plain = await said(engine)
+    async with opened(files) as engine:
+        assert engine.info.capabilities.lora
+        before = await said(engine)
+        law, poet = await said(engine, LAW), await said(engine, POET)
+        after = await said(engine)
+    assert_alike(before, plain)
+    assert_alike(after, plain)
+    assert differ(law, plain)
+    assert differ(poet, plain)
+    assert differ(law, poet)
+
+
+async def test_jobs_of_several_adapters_at_a_time_each_speak_as_alone(files: dict[str, str]) -> None:
+    alone = []
+    for adapters in SETS:
+        async with opened(files) as engine:
+            alone.append(await said(engine, adapters, max_tokens=12))
+    async with opened(files) as engine:
+        jobs = [engine.generate(id_prompt(TALK, adapters=adapters, max_tokens=12)) for adapters in SETS]
+        together = [await read(job) for job in jobs]
+    for one, other in zip(alone, together, strict=True):
+        assert_alike(one, other)
+    assert all(differ(together[0], other) for other in together[1:])
+
+
+async def test_kv_is_never_used_under_another_adapter(files: dict[str, str]) -> None:
+    async with opened(files, {"main": CacheInfo(512, 1)}) as engine:
+        assert accepted(await said(engine, LAW, session="a")).cached_tokens == 0
+        assert accepted(await said(engine, NONE, session="a")).cached_tokens == 0
+        assert accepted(await said(engine, NONE, session="a")).cached_tokens == len(TALK) - 1
+        assert accepted(await said(engine, (("law", 0.5),), session="a")).cached_tokens == 0
+
+
+async def test_the_scale_is_the_requests_times_the_adapters_own(files: dict[str, str]) -> None:
+    async with opened(files) as engine:
+        half, nothing = await said(engine, (("law", 0.5),)), await said(engine, (("law", 0.0),))
+        plain = await said(engine)
+    async with opened({"law": {"path": files["law"], "scale": 0.5}}) as engine:
+        own = await said(engine, LAW)
+    assert_alike(own, half)
+    assert_alike(nothing, plain)
+    assert differ(half, plain)
+
+
+# --- by their names ---------------------------------------------------------------------------------------------------
+
+
+async def test_an_unknown_adapter_is_refused_with_the_names_of_the_known(files: dict[str, str]) -> None:
+    async with opened(files) as engine:
+        error = end(await said(engine, (("judge", 1.0),))).error
+        assert end(await said(engine)).reason == "length"
+    assert isinstance(error, InvalidRequest)
+    assert error.message == "there is no adapter 'judge'; there are 'law', 'poet'"
+    assert error.param == "lora_adapter"
+
+
+async def test_a_model_without_adapters_says_so() -> None:
+    async with opened({}) as engine:
+        error = end(await said(engine, LAW)).error
+    assert error is not None
+    assert error.message == "there is no adapter 'law'; this model has none"
+
+
+async def test_adapters_come_and_go_while_the_engine_runs(files: dict[str, str]) -> None:
+    async with opened({}) as engine:
+        await engine.control(Control("load_adapter", argument=f"x={files['law']}"))
+        law = await said(engine, (("x", 1.0),), session="a")
+        with pytest.raises(Conflict, match="already"):
+            await engine.control(Control("load_adapter", argument=f"x={files['poet']}"))
+        await engine.control(Control("unload_adapter", argument="x"))
+        assert end(await said(engine, (("x", 1.0),))).error is not None
+        await engine.control(Control("load_adapter", argument=f"x={files['poet']}"))
+        poet = await said(engine, (("x", 1.0),), session="a")
+    assert accepted(poet).cached_tokens == 0  # the same name, but another file's KV
+    assert differ(law, poet)
+
+
+async def test_an_adapter_in_use_stays(files: dict[str, str]) -> None:
+    async with opened(files) as engine:
+        job = engine.generate(id_prompt(TALK, adapters=LAW, max_tokens=400))
+        await until(job, Tokens)
+        with pytest.raises(Conflict, match="in use"):
+            await engine.control(Control("unload_adapter", argument="law"))
+        job.cancel()
+        await read(job)
+        await engine.control(Control("unload_adapter", argument="law"))
+        assert end(await said(engine)).reason == "length"
+
+
+@pytest.mark.parametrize("argument", [None, "", "law", "=x.gguf", "law="])
+async def test_a_name_without_a_file_is_refused(argument: str | None) -> None:
+    async with opened({}) as engine:
+        with pytest.raises(InvalidRequest, match="name=path"):
+            await engine.control(Control("load_adapter", argument=argument))
+
+
+async def test_a_file_that_is_no_adapter_of_this_model_is_a_sentence(tmp_path: Path) -> None:
+    wide = write_lora(tmp_path / "wide.gguf", width=128, layers=2, seed=1)
+    (tmp_path / "bad.gguf").write_bytes(b"not a file of weights")
+    async with opened({}) as engine:
+        for file in (wide, tmp_path / "bad.gguf"):
+            with pytest.raises(InvalidRequest, match=f"'x' in {file} cannot be loaded: (?!llama.cpp gave)"):
+                await engine.control(Control("load_adapter", argument=f"x={file}"))
+        with pytest.raises(NotFound):
+            await engine.control(Control("load_adapter", argument=f"x={tmp_path / 'missing.gguf'}"))
+        assert end(await said(engine)).reason == "length"
+
+
+async def test_a_bad_adapter_of_the_configuration_keeps_the_engine_from_opening(tmp_path: Path) -> None:
+    (tmp_path / "bad.gguf").write_bytes(b"not a file of weights")
+    with pytest.raises(InvalidRequest, match="the adapter 'law'"):
+        async with opened({"law": str(tmp_path / "bad.gguf")}):
+            pass
+
+
+def test_an_adapter_is_a_path_or_a_path_and_a_scale() -> None:
+    options = Options(path="m.gguf", lora={"a": "a.gguf", "b": {"path": "b.gguf", "scale": 0.3}})  # type: ignore[dict-item]
+    assert [(lora.path, lora.scale) for lora in options.lora.values()] == [("a.gguf", 1.0), ("b.gguf", 0.3)]
+
+
+# --- whose turn it is -------------------------------------------------------------------------------------------------
+
+
+def test_sets_of_adapters_take_turns() -> None:
+    last, order = "c", []
+    for _ in range(6):
+        last = turn(["a", "b", "a", "c"], last)
+        order.append(last)
+    assert order == ["a", "b", "c", "a", "b", "c"]
+
+
+@given(st.lists(st.lists(st.sampled_from("abcd"), max_size=3), min_size=5, max_size=30))
+def test_no_set_waits_for_ever_while_others_come_and_go(arrivals: list[list[str]]) -> None:
+    jobs, last, waited = ["x"], "a", 0
+    for new in arrivals:
+        jobs += new
+        last = turn(jobs, last)
+        if last == "x":
+            return
+        jobs = [job for job in jobs if job != last]  # each of theirs is done in one step
+        waited += 1
+    assert waited <= 5
