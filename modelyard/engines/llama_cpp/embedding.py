@@ -159,7 +159,8 @@ class Reader:
 def unit(vector: Vector) -> list[float]:
     """Of length 1: the mean is a sum brought to length."""
     length = float(np.linalg.norm(vector))
-    return [float(x) for x in vector / length] if length else [0.0] * len(vector)
+    unit_long: list[float] = (vector / (length or 1.0)).tolist()
+    return unit_long
 
 
 def _of_model(model: Any) -> str:

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -83,7 +82,6 @@ class LlamaEngine:
         self._thread: threading.Thread | None = None
         self._loading: asyncio.Task[None] | None = None
         self._over: ModelyardError | None = None  # why nothing can run here any more; set on the loop only
-        self._compiler = ThreadPoolExecutor(1, f"grammars:{spec.model}")
         self._masks: Masks | None = None
         self._model: Any = None
         self._caches: dict[str, Cache] = {}
@@ -132,7 +130,6 @@ class LlamaEngine:
             self._inbox.put(None)
             await asyncio.to_thread(thread.join)
         self._turn_away()
-        await asyncio.to_thread(self._compiler.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._free)
 
     def _free(self) -> None:
@@ -141,7 +138,9 @@ class LlamaEngine:
         caches, self._caches = self._caches, {}
         for cache in caches.values():
             cache.close()
-        self._masks = None  # it points into the model
+        masks, self._masks = self._masks, None
+        if masks is not None:
+            masks.close()
         model, self._model = self._model, None
         if model is not None:
             lib.llama_model_free(model)
@@ -155,7 +154,7 @@ class LlamaEngine:
             job.box.put_many([_refused(job, self._over)], last=True)
         elif prompt.constraint is not None and self._masks is not None:
             # That may take long: not on this loop, and not between two steps.
-            making = self._loop.run_in_executor(self._compiler, self._masks.make, prompt.constraint)
+            making = asyncio.wrap_future(self._masks.order(prompt.constraint), loop=self._loop)
             making.add_done_callback(partial(self._constrained, job))
         else:
             self._inbox.put(job)

@@ -70,7 +70,8 @@ def _shape(about: Mapping[str, Any], weights: int) -> Shape:
     layers, heads, width = number("block_count"), number("attention.head_count"), number("embedding_length")
     of_head = width // heads if heads else 0
     kv_heads = _kv_heads(about.get(f"{family}.attention.head_count_kv", heads), layers)
-    state = number("ssm.inner_size") * (number("ssm.state_size") + number("ssm.conv_kernel"))
+    inner, inside = number("ssm.inner_size"), number("ssm.state_size")
+    state = inner * inside + max(0, number("ssm.conv_kernel") - 1) * (inner + 2 * number("ssm.group_count") * inside)
     recurrent = layers if not heads else sum(not count for count in kv_heads)
     return Shape(
         weights=weights,

@@ -8,8 +8,10 @@ grammar's strings: grammars name them by id. On SmolLM2-135M with one thread a m
 from __future__ import annotations
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ log = logging.getLogger(__name__)
 
 Logits = npt.NDArray[np.float32]
 
+# The compiler goes as deep as rules refer to each other, and where the stack ends it takes the process with it: there is
+# room for the deepest grammar of this length. Memory that is never touched costs nothing.
+_LONGEST, _STACK = 1 << 18, 1 << 28
 _KEPT = 16  # compiled grammars: agents send the same tools with every turn
 # One way to write it: small models that may put white space anywhere never stop doing so.
 _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -34,13 +39,25 @@ _FIELDS = {"gbnf": "grammar", "regex": "regex", "lark": "lark", "json_schema": "
 class Masks:
     """Compiles constraints for one model. That may take long, so it has a thread of its own, which is not the engine's.
 
-    Its tokenizer points into the model: it must be gone before the model is.
+    Its tokenizer points into the model: close it before the model is freed.
     """
 
     def __init__(self, vocab: Any, n_vocab: int) -> None:
         self._vocab, self._n_vocab = vocab, n_vocab
         self._tokens: Tokens | None = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def order(self, constraint: Constraint) -> Future[Mask | Triggered | None]:
+        """`make`, on the thread for it."""
+        if self._pool is None:
+            self._pool = _roomy_thread()
+        return self._pool.submit(self.make, constraint)
+
+    def close(self) -> None:
+        """Waits for what is being compiled; what has not begun is cancelled."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
     def make(self, constraint: Constraint) -> Mask | Triggered | None:
         """None where the constraint is dropped: a grammar that nobody asked for must not fail a request."""
@@ -63,6 +80,8 @@ class Masks:
         return self._compiled[key].deep_copy()
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
+        if len(constraint.text) > _LONGEST:
+            raise _unusable(constraint, f"it is longer than {_LONGEST} characters")
         matcher = LLMatcher(self._all().tokenizer, _grammar(constraint), log_level=0)
         if matcher.is_error():
             raise _unusable(constraint, matcher.get_error())
@@ -72,6 +91,15 @@ class Masks:
         if self._tokens is None:  # a second for a large vocabulary: only where somebody asks for it
             self._tokens = Tokens(self._vocab, self._n_vocab)
         return self._tokens
+
+
+def _roomy_thread() -> ThreadPoolExecutor:
+    pool, usual = ThreadPoolExecutor(1, "grammars"), threading.stack_size(_STACK)
+    try:
+        pool.submit(int)  # starts the thread
+    finally:
+        threading.stack_size(usual)
+    return pool
 
 
 def _grammar(constraint: Constraint) -> str:

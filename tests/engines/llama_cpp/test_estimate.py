@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,26 @@ from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import Shape, check, compute, kv, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.vocab import llama_log
-from tests.engines.llama_cpp.exact import write
+from tests.engines.llama_cpp.exact import recurrent_model, sliding_model, write
 from tests.engines.llama_cpp.stage import model_file, running, spec
 
 GIB = 2**30
 NO_GPU = Machine(64 * GIB)
 
 
-def taken(options: Options, info: CacheInfo, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def taken(file: Path, options: Options, info: CacheInfo, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Bytes of each kind of buffer, in llama.cpp's own words."""
     lines: list[str] = []
     listener: Any = lib.llama_log_callback(lambda _level, text, _: lines.append(text.decode("utf-8", "replace")))
     monkeypatch.setattr(llama_log, "_listener", listener)
-    model = loading.load(model_file(), options, lambda _: True)
+    model = loading.load(file, options, lambda _: True)
     raw = loading.context(model, "main", info, options)
     lib.llama_free(raw)
     lib.llama_model_free(model)
     monkeypatch.undo()
     llama_log.forget()
-    found = re.findall(r"(model|KV|compute) buffer size = +([\d.]+) MiB", "".join(lines))
+    told = "".join(lines).replace(" RS buffer", " KV buffer")  # the states of recurrent layers
+    found = re.findall(r"(model|KV|compute) buffer size = +([\d.]+) MiB", told)
     assert {kind for kind, _ in found} == {"model", "KV", "compute"}
     return {kind: sum(float(n) * 2**20 for k, n in found if k == kind) for kind, _ in found}
 
@@ -54,13 +56,21 @@ def test_the_estimate_is_within_15_percent_of_what_llama_cpp_takes(
     info: CacheInfo, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = spec({"main": info}, n_batch=512, **options)
-    real = taken(asked.options, info, monkeypatch)
+    real = taken(model_file(), asked.options, info, monkeypatch)
     guess = llama_cpp.estimate(asked, NO_GPU)
     assert guess.device == "cpu"
     assert guess.weights == pytest.approx(real["model"], rel=0.15)
     assert guess.kv == pytest.approx(real["KV"], rel=0.01)
     assert guess.compute == pytest.approx(real["compute"], rel=0.15)
     assert guess.total == pytest.approx(sum(real.values()), rel=0.15)
+
+
+@pytest.mark.parametrize("made", [sliding_model, recurrent_model])
+def test_models_that_cannot_rewind_are_estimated_too(made: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    info = CacheInfo(1024, 64)
+    asked = spec({"main": info}, path=str(made()))
+    real = taken(made(), asked.options, info, monkeypatch)
+    assert llama_cpp.estimate(asked, NO_GPU).kv == pytest.approx(real["KV"], rel=0.15)
 
 
 def test_every_cache_of_a_model_counts_and_the_weights_count_once() -> None:
@@ -129,7 +139,7 @@ def test_recurrent_layers_keep_a_state_instead_of_kv(tmp_path: Path) -> None:
     file = tmp_path / "odd.gguf"
     write(file, facts, {})
     found = shape(file)
-    assert (found.key, found.value, found.state) == (0, 0, 3 * 128 * 20)
+    assert (found.key, found.value, found.state) == (0, 0, 3 * 128 * 19)
     assert kv(found, CacheInfo(4096, 2)) == 4 * 2 * found.state
     assert compute(found, CacheInfo(4096, 2), Options(path="x")) > 0
 

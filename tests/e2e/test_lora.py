@@ -1,0 +1,54 @@
+"""LoRA adapters through the door: one by its name changes the answer, an unknown one is a 400 with the known names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from modelyard.library import default
+from tests.engines.llama_cpp.lora import write_lora
+from tests.serving import serving
+
+
+@pytest.fixture(scope="module")
+def sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    default.fetch()
+    file = write_lora(tmp_path_factory.mktemp("lora") / "law.gguf", width=576, layers=30, seed=3, strength=0.2)
+    models = {"smollm2": {"n_threads": 1, "lora": {"law": str(file)}}}
+    with (
+        serving({"models": models, "caches": {"main": {"n_ctx": 512}, "fast": {"n_ctx": 512}}}) as served,
+        openai.OpenAI(base_url=served.url + "/v1", api_key="sk-dummy", max_retries=0) as client,
+    ):
+        yield client
+
+
+def say(sdk: openai.OpenAI, adapter: str | None) -> str | None:
+    reply = sdk.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "Name three colours."}],
+        max_tokens=8,
+        temperature=0,
+        extra_body={"lora_adapter": adapter} if adapter else {},
+    )
+    return reply.choices[0].message.content
+
+
+def test_an_adapter_changes_the_answer_of_its_request_alone(sdk: openai.OpenAI):
+    before, adapted, after = say(sdk, None), say(sdk, "law"), say(sdk, None)
+    assert adapted != before
+    assert after == before
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unknown_adapter_is_a_400_that_names_the_known(sdk: openai.OpenAI, stream: bool):
+    with pytest.raises(openai.BadRequestError, match="no adapter 'poet'; there are 'law'") as refused:
+        sdk.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": "hi"}],
+            stream=stream,
+            extra_body={"lora_adapter": "poet"},
+        )
+    assert refused.value.code == "adapter_unknown"
+    assert refused.value.param == "lora_adapter"
