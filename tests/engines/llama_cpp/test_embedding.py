@@ -44,9 +44,7 @@ def test_short_inputs_share_a_step_and_a_long_one_has_its_own() -> None:
 
 
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 20), st.integers(1, 5))
-def test_every_token_is_read_once_in_order_and_no_step_is_too_large(
-    lengths: list[int], rows: int, places: int
-) -> None:
+def test_every_token_is_read_once_in_order_and_no_step_is_too_large(lengths: list[int], rows: int, places: int) -> None:
     steps = plan(lengths, rows, places)
     pieces = [piece for step in steps for piece in step]
     for index, length in enumerate(lengths):
