@@ -148,8 +148,11 @@ def test_a_prompt_as_long_as_the_window_overflows_and_one_token_less_does_not(cl
 
 
 def test_a_strict_cache_refuses_an_answer_that_would_not_fit() -> None:
-    caches = {"main": {"model": "demo", "n_ctx": 4096, "parallel": 4, "overflow": "strict"}}
-    with serving(config(caches=caches)) as served, httpx.Client(base_url=served.url) as client:
+    strict = {"model": "demo", "n_ctx": 4096, "parallel": 4, "overflow": "strict"}
+    with (
+        serving(config(caches={"main": strict, "fast": strict})) as served,
+        httpx.Client(base_url=served.url) as client,
+    ):
         counted = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
         told = [post(client, wire, "text", limit=4096) for wire in WIRES.values()]
         assert [reply.status_code for reply in told] == [400, 400, 400]

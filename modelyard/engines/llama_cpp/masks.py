@@ -27,9 +27,10 @@ log = logging.getLogger(__name__)
 
 Logits = npt.NDArray[np.float32]
 
-# The compiler goes as deep as rules refer to each other, and where the stack ends it takes the process with it: there is
-# room for the deepest grammar of this length. Memory that is never touched costs nothing.
-_LONGEST, _STACK = 1 << 18, 1 << 28
+# The compiler goes as deep as rules refer to each other, and where the stack ends it takes the process with it: there
+# is room for the deepest grammar of this length. Memory that is never touched costs nothing.
+_STACK = 1 << 28
+_LONGEST, _LONGEST_WRITTEN = 1 << 18, 1 << 15  # of schemas and tools; of a client's own grammar: some take time squared
 _KEPT = 16  # compiled grammars: agents send the same tools with every turn
 # One way to write it: small models that may put white space anywhere never stop doing so.
 _SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -80,8 +81,9 @@ class Masks:
         return self._compiled[key].deep_copy()
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
-        if len(constraint.text) > _LONGEST:
-            raise _unusable(constraint, f"it is longer than {_LONGEST} characters")
+        longest = _LONGEST if constraint.tools or constraint.kind == "json_schema" else _LONGEST_WRITTEN
+        if len(constraint.text) > longest:
+            raise _unusable(constraint, f"it is longer than {longest} characters")
         matcher = LLMatcher(self._all().tokenizer, _grammar(constraint), log_level=0)
         if matcher.is_error():
             raise _unusable(constraint, matcher.get_error())

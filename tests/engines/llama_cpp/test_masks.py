@@ -225,6 +225,26 @@ def test_a_bad_grammar_is_refused_in_the_compilers_words(constraint: Constraint,
     assert (caught.value.code, caught.value.param) == ("bad_grammar", param)
 
 
+def chain(length: int) -> Constraint:
+    """A schema whose parts refer to each other, one to the next."""
+    defs: dict[str, Any] = {f"a{i}": closed(x={"$ref": f"#/$defs/a{i + 1}"}) for i in range(length)}
+    return Constraint("json_schema", json.dumps({"$ref": "#/$defs/a0", "$defs": {**defs, f"a{length}": {}}}))
+
+
+def test_a_grammar_as_deep_as_its_length_allows_does_not_exhaust_the_stack() -> None:
+    masks = Masks(vocabulary()._vocab, vocabulary().size)
+    try:
+        assert write(masks.order(chain(1500)).result(), token("x"), token('{"')) == token('{"')
+    finally:
+        masks.close()
+
+
+@pytest.mark.parametrize("constraint", [chain(5000), Constraint("gbnf", 'root ::= "a"' + "\n" * 40_000)])
+def test_a_grammar_that_is_too_long_is_refused(constraint: Constraint) -> None:
+    with pytest.raises(InvalidRequest, match="is longer than"):
+        held(constraint)
+
+
 def test_a_call_that_must_come_in_a_family_without_grammar_is_refused() -> None:
     with pytest.raises(Unsupported, match="has no grammar"):
         held(Constraint("tools", tools=("now",)))
