@@ -11,10 +11,12 @@ import secrets
 from http import HTTPStatus
 from typing import Any, cast
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.http.errors import written
+from modelyard.http.farewell import Farewells, enlist
 from modelyard.http.visit import Visit
 
 _HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
@@ -60,6 +62,7 @@ class BoundedHttp(HttpToolsProtocol):
         self.url, self.headers = b"", []
         self._header_bytes, self._reading_headers, self._reading_body = 0, True, True
         self._patience: asyncio.TimerHandle | None = None
+        self._farewells: Farewells = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -69,6 +72,8 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._calm()
         super().connection_lost(exc)
+        for cancel in tuple(self._farewells):
+            cancel()
 
     def data_received(self, data: bytes) -> None:
         """A request that comes in one piece, as most do, never starts the clock."""
@@ -91,6 +96,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._reading_headers = False
+        enlist(cast(Scope, self.scope), self._farewells)
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
@@ -13,8 +11,9 @@ from modelyard.core.wire import Wire, WireError
 from modelyard.gateway import Answer, Gateway
 from modelyard.gateway.choices import Choices
 from modelyard.http.errors import ours
+from modelyard.http.farewell import watch
 from modelyard.http.settings import HttpSettings
-from modelyard.http.sse import EventStream, watch
+from modelyard.http.sse import EventStream
 from modelyard.http.stored import StoredResponses
 from modelyard.http.visit import Visit, aside, read_body, respond, respond_error
 from modelyard.telemetry.journal import Journal
@@ -38,7 +37,7 @@ class Inference:
         metrics = self.gateway.metrics
         metrics.began()
         try:
-            await Exchange(self, Visit.of(scope), receive, send).run()
+            await Exchange(self, scope, receive, send).run()
         finally:
             metrics.ended()
 
@@ -46,10 +45,11 @@ class Inference:
 class Exchange:
     """One request and its reply: read, prepared, started, then streamed or sent whole, or refused."""
 
-    __slots__ = ("_entry", "_home", "_receive", "_request", "_send", "_visit")
+    __slots__ = ("_entry", "_home", "_receive", "_request", "_scope", "_send", "_visit")
 
-    def __init__(self, home: Inference, visit: Visit, receive: Receive, send: Send) -> None:
-        self._home, self._visit, self._receive, self._send = home, visit, receive, send
+    def __init__(self, home: Inference, scope: Scope, receive: Receive, send: Send) -> None:
+        self._home, self._scope, self._receive, self._send = home, scope, receive, send
+        self._visit = visit = Visit.of(scope)
         self._entry = home.journal.entry(visit.trace) if home.journal is not None else None
         self._request: Request | None = None
 
@@ -80,16 +80,16 @@ class Exchange:
         writer = home.wire.writer(request, visit.trace)
         remember = home.stored.recorder(request, visit.key) if home.stored is not None else None
         stream = EventStream(answer, writer, self._refusal, visit, home.settings, self._entry, remember)
-        await stream.run(self._receive, self._send)
+        await stream.run(self._scope, self._receive, self._send)
 
     async def _whole(self, answer: Answer | Choices, request: Request) -> None:
         folds = [Fold() for _ in range(answer.job.choices)]
-        watcher = asyncio.get_running_loop().create_task(watch(self._receive, answer))
+        unwatch = watch(self._scope, self._receive, answer)
         try:
             async for choice, events in answer:
                 folds[choice].feed(events)
         finally:
-            watcher.cancel()
+            unwatch()
             answer.close()
         replies = [fold.reply() for fold in folds]
         if self._home.stored is not None:

@@ -12,25 +12,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event, Failed
 from modelyard.core.wire import WireError, Writer
 from modelyard.gateway import Answer
 from modelyard.gateway.choices import Choices
+from modelyard.http.farewell import watch
 from modelyard.http.settings import HttpSettings
 from modelyard.http.visit import Visit, headers, respond_error
 from modelyard.telemetry.journal import Entry
 
 Remember = Callable[[int, list[Event]], Awaitable[None]]
-
-
-async def watch(receive: Receive, answer: Answer | Choices) -> None:
-    """Cancel the work the moment the client leaves."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    answer.cancel()
 
 
 class EventStream:
@@ -52,18 +46,18 @@ class EventStream:
         self._last = time.monotonic()
         self._ping: asyncio.Task[None] | None = None
 
-    async def run(self, receive: Receive, send: Send) -> None:
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send_raw = send
         loop = asyncio.get_running_loop()
         self._task, self._loop = asyncio.current_task(), loop
-        watcher = loop.create_task(watch(receive, self._answer))
+        unwatch = watch(scope, receive, self._answer)
         self._timer = loop.call_later(self._keepalive_s, self._tick)
         try:
             await self._relay()
         finally:
             self._over = True
             self._timer.cancel()
-            watcher.cancel()
+            unwatch()
             self._answer.close()
 
     async def _relay(self) -> None:

@@ -54,7 +54,7 @@ async def test_a_ping_that_is_due_goes_out_before_the_failure_and_nothing_after_
     settings = HttpSettings(keepalive_s=10)
     writer = openai_chat.writer(REQUEST, "t")
     answer.stream = EventStream(cast(Any, answer), writer, refusal, visit, settings, None)
-    await answer.stream.run(never, send)
+    await answer.stream.run({}, never, send)
 
     start, ping, failure, end = sent
     assert (start["type"], start["status"]) == ("http.response.start", 200)

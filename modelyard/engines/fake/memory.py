@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 _NEAR = 2  # recent sequences that a prompt without a session is compared with
-_STRIDE = 128
+_STRIDE = 16
 
 
 class Match(Struct, frozen=True):
@@ -76,12 +76,13 @@ class Sequences:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Whole strides are compared in C; in the stride that differs, token by token."""
-    end, at = min(len(a), len(b)), 0
-    while at + _STRIDE <= end and a[at : at + _STRIDE] == b[at : at + _STRIDE]:
-        at += _STRIDE
-    for mine, theirs in zip(a[at : at + _STRIDE], b[at : at + _STRIDE], strict=False):
-        if mine != theirs:
-            break
-        at += 1
-    return at
+    """Strides are compared in C and double while they are equal; the short one that differs goes token by token."""
+    end, at, stride = min(len(a), len(b)), 0, _STRIDE
+    while at < end:
+        if a[at : min(end, at + stride)] == b[at : min(end, at + stride)]:
+            at, stride = min(end, at + stride), stride * 2
+        elif stride > _STRIDE:
+            stride = _STRIDE
+        else:
+            return at + next(i for i in range(stride) if a[at + i] != b[at + i])
+    return end
