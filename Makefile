@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml modelyard/__init__.py
 	@if command -v uv >/dev/null 2>&1; then \
 		uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && uv pip install --python $(BIN)/python -e '.[dev]'; \
 	else \
-		$(PYTHON) -m venv $(VENV) && $(BIN)/pip install --disable-pip-version-check --progress-bar on -e '.[dev]'; \
+		$(PYTHON) -m venv $(VENV) && $(BIN)/pip install --disable-pip-version-check --progress-bar on 'pip>=24.1' -e '.[dev]'; \
 	fi
 	@touch $@
 

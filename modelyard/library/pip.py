@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import shutil
@@ -20,7 +21,7 @@ _BROKEN = re.compile(r"(connection broken by '.*'): ")
 
 def download(requirement: str, folder: Path, on_bytes: OnBytes) -> Path:
     command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
-    command += ["--progress-bar", "raw", "--dest", str(folder), requirement]
+    command += ["--progress-bar", progress_bar(_version()), "--dest", str(folder), requirement]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:  # noqa: S603
         last = follow(process.stdout or (), on_bytes)
     found = sorted(folder.glob("*.whl"))
@@ -49,6 +50,16 @@ def _reason(said: list[str]) -> str:
     broken = [found[1] for line in said if (found := _BROKEN.search(line))]
     errors = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")]
     return (broken or errors or said or [""])[-1]
+
+
+def progress_bar(version: str | None) -> str:
+    """`raw`, which can be followed, came with pip 24.1; an older one works in silence. None: the newest, which uv runs."""
+    numbers = [int(part) for part in re.findall(r"\d+", version or "")[:2]]
+    return "raw" if version is None or numbers >= [24, 1] else "off"
+
+
+def _version() -> str | None:
+    return importlib.metadata.version("pip") if importlib.util.find_spec("pip") is not None else None
 
 
 def _pip() -> list[str]:

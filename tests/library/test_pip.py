@@ -32,3 +32,10 @@ def test_an_environment_without_pip_uses_uv(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("modelyard.library.pip.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("modelyard.library.pip.shutil.which", lambda name: f"/bin/{name}")
     assert pip._pip() == ["/bin/uv", "tool", "run", "pip"]
+
+
+@pytest.mark.parametrize(
+    ("version", "bar"), [("23.2.1", "off"), ("24.0", "off"), ("24.1", "raw"), ("26.1b1", "raw"), (None, "raw")]
+)
+def test_a_pip_that_knows_no_raw_progress_works_in_silence(version: str | None, bar: str):
+    assert pip.progress_bar(version) == bar

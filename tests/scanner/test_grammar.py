@@ -206,16 +206,25 @@ def takes(format: str, text: str, *, tokens: list[str], choice: ToolChoice = REQ
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
-@pytest.fixture(params=sorted(SPOKEN))
-def format(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+# Mistral's generations are told apart by their tokens: spelled out, they would be one.
+SPELLINGS = [(name, by_token) for name in sorted(SPOKEN) for by_token in (True, False) if by_token or name != "mistral"]
 
 
-@pytest.fixture(params=[True, False], ids=["tokens", "spellings"])
-def tokens(request: pytest.FixtureRequest, format: str) -> list[str]:
-    if format == "mistral" and not request.param:
-        pytest.skip("its generations are told apart by their tokens")
-    return SPOKEN[format][0] if request.param else []
+@pytest.fixture(params=SPELLINGS, ids=[f"{name}-{'tokens' if by else 'spellings'}" for name, by in SPELLINGS])
+def spelling(request: pytest.FixtureRequest) -> tuple[str, bool]:
+    name, by_token = request.param
+    return str(name), bool(by_token)
+
+
+@pytest.fixture
+def format(spelling: tuple[str, bool]) -> str:
+    return spelling[0]
+
+
+@pytest.fixture
+def tokens(spelling: tuple[str, bool]) -> list[str]:
+    name, by_token = spelling
+    return SPOKEN[name][0] if by_token else []
 
 
 def test_the_families_that_people_run_most_have_a_grammar() -> None:
