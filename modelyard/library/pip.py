@@ -53,7 +53,7 @@ def _reason(said: list[str]) -> str:
 
 
 def progress_bar(version: str | None) -> str:
-    """`raw`, which can be followed, came with pip 24.1; an older one works in silence. None: the newest, which uv runs."""
+    """`raw`, which can be followed, came with pip 24.1; an older one works in silence. None: uv runs the newest."""
     numbers = [int(part) for part in re.findall(r"\d+", version or "")[:2]]
     return "raw" if version is None or numbers >= [24, 1] else "off"
 
