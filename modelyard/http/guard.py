@@ -48,7 +48,7 @@ _QUIET = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"}
 
 class Guard:
     """`hot` are handlers of POST routes that need nothing of the app around them: they keep `visit.status` and answer
-    their own errors. Going through the app's layers would cost them 9 µs a request and 1 µs an event.
+    their own errors. Going through the app's layers would cost them 9 µs a request, and four more calls an event.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Guard:
 
 
 def _traces() -> Iterator[str]:
-    """Random ids, many from one call to the system: asking it for each one costs ten times as much."""
+    """Random ids, many from one call to the system instead of one call each."""
     while True:
         noise = secrets.token_hex(_TRACE_BYTES * 256)
         yield from (noise[at : at + 2 * _TRACE_BYTES] for at in range(0, len(noise), 2 * _TRACE_BYTES))
