@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,7 +49,7 @@ def serving(config: dict[str, Any], env: dict[str, str] | None = None, *, ready:
         target=lambda: asyncio.run(_run(loaded.config, env or {}, held, began, ended)), daemon=True
     )
     thread.start()
-    if not began.wait(10) or isinstance(held[0], BaseException):
+    if not began.wait(60) or isinstance(held[0], BaseException):
         raise held[0] if held else TimeoutError("the server did not start")
     served, server = held
     try:
@@ -58,7 +59,7 @@ def serving(config: dict[str, Any], env: dict[str, str] | None = None, *, ready:
     finally:
         server.should_exit = True
         server.force_exit = True
-        thread.join(15)
+        thread.join(60)
         assert not thread.is_alive(), "the server did not stop"
 
 
@@ -86,7 +87,8 @@ async def _run(
 
 def _until_ready(served: Served) -> None:
     with httpx.Client(verify=False) as client:  # a test's own certificate
-        for _ in range(2000):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
             if all(s.state in ("ready", "failed", "stopped") for s in served.yard.scheduler.status().values()):
                 return
             client.get(served.url + "/health/live")
