@@ -59,7 +59,7 @@ def test_the_next_request_is_answered_by_the_engine_that_came_back(mortal: Serve
 def test_a_request_that_had_no_word_yet_starts_again_unseen(mortal: Served, wire: Wire, stream: bool) -> None:
     with ThreadPoolExecutor(1) as others:
         body = wire.body("slow prefill", stream=stream)
-        reading = others.submit(httpx.post, mortal.url + wire.path, json=body, timeout=10)
+        reading = others.submit(httpx.post, mortal.url + wire.path, json=body, timeout=60)
         is_running(mortal, 1)
         kill(mortal)
         reply = reading.result()

@@ -28,7 +28,7 @@ def served() -> Iterator[Served]:
 
 def connect(served: Served) -> socket.socket:
     host, port = served.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def told(line: socket.socket) -> tuple[int, dict[str, str], Any]:
