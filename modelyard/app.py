@@ -22,6 +22,7 @@ from modelyard.config import Config, Problem, engine_spec
 from modelyard.core.engine import Engine
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unavailable
 from modelyard.definition import Definition, define
+from modelyard.footprint import footprint, machine, sentence
 from modelyard.gateway import Gateway
 from modelyard.http import server as front
 from modelyard.http.auth import Key, check_bind, read_keys
@@ -226,6 +227,8 @@ def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
     if entry is not None:
         settings = config.models[entry.name]
         rows = [("model", entry.name), ("engine", entry.backend), *explain(settings.path)]
+        here = machine()
+        rows.append(("memory", sentence(footprint(config, entry, here), here)))
         return [*rows, *define(entry, settings).notes]
     if (kept := shelf.find(name)) is not None:
         return explain_entry(kept)

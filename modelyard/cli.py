@@ -75,6 +75,7 @@ def check(config: ConfigOption = None) -> None:
     seen = describe(loaded)
     out.print(f"[dim]from {', '.join(seen.sources)}[/dim]")
     _print_tables(seen)
+    _print_memory(loaded)
     problems = [*seen.problems, *composition.broken_engines(loaded.config)]
     for problem in problems:
         _print_problem(problem)
@@ -260,6 +261,21 @@ def _print_models(seen: Description) -> None:
     for m in seen.models:
         models.add_row(m.name, m.backend, ", ".join(m.aliases), m.starts, m.description)
     out.print(models)
+
+
+def _print_memory(loaded: Loaded) -> None:
+    """What the models would take; one that cannot tell is told of among the problems."""
+    from modelyard.footprint import footprints, machine, size
+
+    here = machine()
+    table = _table("memory", "weights", "KV caches", "compute", "in all")
+    for taken in footprints(loaded.config, here):
+        if (m := taken.memory) is not None and m.total:
+            table.add_row(escape(taken.model), *map(size, (m.weights, m.kv, m.compute, m.total)))
+    if table.row_count:
+        out.print(table)
+        gpus = "".join(f", {size(free)} on GPU {name}" for name, free in here.gpus.items())
+        out.print(f"[dim]free now: {size(here.ram_free)} of RAM{gpus}[/dim]")
 
 
 def _print_library(rows: Any) -> None:
