@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from msgspec import Struct
 
 from modelyard.core.engine import Capabilities, Engine
+from modelyard.core.errors import ModelyardError
 from modelyard.core.request import Priority
 
 ModelState = Literal["stopped", "loading", "ready", "draining", "failed"]
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """`weight` is the number of sequences wanted at once (the client's `n`)."""
+    """`weight` is the number of sequences wanted at once (the client's `n`).
+
+    `prompt` is looked at only where a model has several replicas: the one that knows its beginning is the cheapest.
+    """
 
     model: str
     cache: str
@@ -23,8 +27,10 @@ class Demand(Struct, frozen=True, kw_only=True):
     key: str = ""
     session: str | None = None
     priority: Priority = "main"
-    deadline: float | None = None
+    deadline: float | None = None  # unix time until which it may wait
     trace: str = ""
+    prompt: Sequence[int] = ()
+    again: bool = False  # a second try of a request that was counted already
 
 
 class Lease(Protocol):
@@ -44,6 +50,14 @@ class Lease(Protocol):
         """How many sequences may run at once: as many as were wanted, or as many as the cache has."""
         ...
 
+    def on_revoke(self, end: Callable[[ModelyardError], None]) -> None:
+        """What to call, once, where this place is taken away again: it must end the work there and release."""
+        ...
+
+    def spend(self, tokens: int) -> None:
+        """So many output tokens were made here: they count against the key's limit."""
+        ...
+
     def release(self) -> None: ...
 
 
@@ -53,7 +67,9 @@ class Ticket(Protocol):
     @property
     def granted(self) -> bool: ...
     @property
-    def position(self) -> int: ...
+    def position(self) -> int:
+        """In the queue as it is now, counted from 1; 0 when it does not wait any more."""
+        ...
 
     async def lease(self) -> Lease: ...
     def cancel(self) -> None: ...
@@ -67,11 +83,12 @@ class ModelStatus(Struct, frozen=True):
     doing: str = ""  # what loading is busy with
     progress: float = 0.0
     capabilities: Capabilities = Capabilities()
+    loads_on_request: bool = False  # stopped, and the next request for it loads it
 
 
 class Leases(Protocol):
     def request(self, demand: Demand) -> Ticket:
-        """Raises Overloaded, Conflict or Unavailable where waiting would be in vain."""
+        """Raises Overloaded, RateLimited, Conflict or Unavailable where waiting would be in vain."""
         ...
 
     def status(self) -> Mapping[str, ModelStatus]: ...

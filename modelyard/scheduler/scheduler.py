@@ -1,211 +1,184 @@
-"""The owner of all scheduling state: which models are up, who runs, who waits.
+"""The owner of all scheduling state: which models are up, who runs, who waits, and what administrators order.
 
 Everything here happens on the event loop's thread, one call at a time, and no call awaits: a request is granted, queued
-or refused before `request` returns. Opening and closing engines runs in `Replica` and comes back as an event. There is
-no lock in the package.
+or refused before `request` returns. Opening and closing engines runs elsewhere and comes back as an event (`depot.py`).
+There is no lock in the package.
 
 A demand meets, in this order:
 
-    1. the scheduler is closed                → Unavailable
-    2. unknown model                          → NotFound
-    3. stopped, and nobody loads it           → Conflict
-    4. failed, or down for longer than timeout → Unavailable
-    5. a free place and nobody in front       → lease at once
-    6. the queue is full                      → Overloaded
-    7. otherwise                              → it waits: for a place, for loading or for a restart
+    1. the scheduler is closed                        → Unavailable
+    2. unknown model                                  → NotFound
+    3. drained by an administrator                    → Unavailable
+    4. failed, unless it is time for another try      → Unavailable
+    5. stopped, and a request does not load it        → Conflict
+    6. down for longer than `timeout`                 → Unavailable
+    7. its key has had its share                      → RateLimited
+    8. a free place and nobody in front               → lease at once
+    9. the queue is full                              → Overloaded
+    10. otherwise it waits                            → for a place, for loading, for a restart or for memory
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
-from msgspec import Struct
+from modelyard.core.engine import CacheInfo, Engine
+from modelyard.core.errors import (
+    Cancelled,
+    Conflict,
+    NotFound,
+    Timeout,
+    Unavailable,
+)
+from modelyard.core.lease import Demand, ModelStatus
+from modelyard.core.pool import Blueprint, Overrides, PoolSnapshot, RequestSnapshot
+from modelyard.scheduler import snapshots
+from modelyard.scheduler.appraisal import Appraiser
+from modelyard.scheduler.changes import Listener
+from modelyard.scheduler.depot import Depot
+from modelyard.scheduler.limits import Allowance, KeyLimits
+from modelyard.scheduler.model import Bounds, Pooled
+from modelyard.scheduler.orders import Orders
+from modelyard.scheduler.place import Place
+from modelyard.scheduler.timers import LoopTimers, Timers
 
-from modelyard.core.engine import CacheInfo, Capabilities, Engine
-from modelyard.core.errors import Cancelled, Conflict, ModelyardError, NotFound, Unavailable
-from modelyard.core.lease import Demand, Lease, ModelState, ModelStatus
-from modelyard.scheduler.lane import Lane
-from modelyard.scheduler.replica import MakeEngine, Replica
+__all__ = ["Bounds", "Scheduler"]
 
-log = logging.getLogger(__name__)
-
-_RESTARTS = (0.0, 0.5, 2.0, 5.0)  # seconds before each reopening; after the last the model counts as failed
-
-
-class Grant:
-    """A lease: weight places in one lane of one engine."""
-
-    __slots__ = ("_lane", "_model", "_released", "cache", "engine", "waited", "weight")
-
-    def __init__(self, model: _Model, lane: Lane[Place], place: Place, engine: Engine) -> None:
-        self.engine, self.cache, self.weight = engine, place.demand.cache, place.weight
-        self.waited = 0.0
-        self._model, self._lane, self._released = model, lane, False
-
-    def release(self) -> None:
-        if not self._released:
-            self._released = True
-            self._model.running -= self.weight
-            self._lane.release(self.weight)
-            self._model.admit(self._lane)
-
-
-class Place:
-    """A ticket: from `request` until it is granted, refused or given back."""
-
-    __slots__ = ("_future", "_grant", "_lane", "_since", "demand", "position", "tokens", "weight")
-
-    def __init__(self, demand: Demand, lane: Lane[Place]) -> None:
-        self.demand, self._lane = demand, lane
-        self.weight, self.tokens = max(1, min(demand.weight, lane.places)), demand.tokens
-        self.position = 0
-        self._since = 0.0
-        self._grant: Grant | None = None
-        self._future: asyncio.Future[None] | None = None
-
-    @property
-    def granted(self) -> bool:
-        return self._grant is not None
-
-    def wait(self, position: int) -> None:
-        self.position, self._since = position, time.monotonic()
-        self._future = asyncio.get_running_loop().create_future()
-
-    def grant(self, grant: Grant) -> None:
-        self._grant = grant
-        if self._future is not None:
-            grant.waited = time.monotonic() - self._since
-            self._future.set_result(None)
-
-    def refuse(self, error: ModelyardError) -> None:
-        if self._future is not None and not self._future.done():
-            self._future.set_exception(error)
-            self._future.exception()  # marks it seen: the client may have left before reading it
-
-    async def lease(self) -> Lease:
-        if self._grant is None and self._future is not None:
-            await asyncio.shield(self._future)
-        if self._grant is None:
-            raise Cancelled("the request was given up while it waited")
-        return self._grant
-
-    def cancel(self) -> None:
-        if self._grant is not None:
-            self._grant.release()
-        elif self._future is not None and not self._future.done():
-            self._lane.leave(self)
-            self.refuse(Cancelled("the request was given up while it waited"))
-
-
-class _Model:
-    """One model's record. `down_since` is set while its engine is away; None while it is up or was never started."""
-
-    def __init__(self, name: str, lanes: Mapping[str, Lane[Place]]) -> None:
-        self.name, self.lanes = name, lanes
-        self.state: ModelState = "stopped"
-        self.reason, self.doing, self.progress, self.running = "", "", 0.0, 0
-        self.engine: Engine | None = None
-        self.replica: Replica | None = None
-        self.down_since: float | None = None
-        self.restarts = 0
-
-    @property
-    def living(self) -> Engine | None:
-        """The engine, unless it is lost: its jobs hear of that before its replica does, and come back at once."""
-        return None if self.engine is None or self.engine.lost.done() else self.engine
-
-    def admit(self, lane: Lane[Place]) -> None:
-        if (engine := self.living) is None:
-            return
-        for place in lane.admit():
-            self.running += place.weight
-            place.grant(Grant(self, lane, place, engine))
-
-    def refuse_all(self, error: ModelyardError) -> None:
-        for lane in self.lanes.values():
-            for place in lane.clear():
-                place.refuse(error)
-
-    @property
-    def status(self) -> ModelStatus:
-        waiting = sum(len(lane.waiting) for lane in self.lanes.values())
-        able = self.engine.info.capabilities if self.engine else Capabilities()
-        return ModelStatus(self.state, self.running, waiting, self.reason, self.doing, self.progress, able)
-
-
-class Bounds(Struct, frozen=True):
-    """How many may wait a cache, how many prompt tokens in all, and how long for a lost engine."""
-
-    max_waiting: int = 1024
-    max_waiting_tokens: int | None = None
-    timeout: float = 30.0
-
-
-def _shutting_down() -> Unavailable:
-    return Unavailable("the server is shutting down", code="shutting_down")
+_RETRY_S = 60.0  # a model that requests load and that failed gets another try so long after
 
 
 class Scheduler:
-    def __init__(self, bounds: Bounds = Bounds()) -> None:
-        self._bounds = bounds
-        self._models: dict[str, _Model] = {}
+    """The whole of `core.lease.Leases` and `core.pool.Pool`."""
+
+    def __init__(
+        self,
+        bounds: Bounds = Bounds(),
+        *,
+        limits: Mapping[str, KeyLimits] | None = None,
+        appraiser: Appraiser | None = None,
+        timers: Timers | None = None,
+    ) -> None:
+        self._bounds, self._timers = bounds, timers or LoopTimers()
+        self._appraiser = appraiser or Appraiser()
+        self._depot = Depot(bounds, self._timers, self._appraiser, self._forget)
+        self._models = self._depot.models
+        self._orders = Orders(self._depot, self._timers)
+        self._places: set[Place] = set()
+        self._allowances: dict[str, Allowance] = {}
         self._closed = False
+        self.set_limits(limits or {})
 
     def __repr__(self) -> str:
-        rows = (
-            f"{m.name}: {m.state}, {m.status.running} running, {m.status.waiting} waiting"
-            for m in self._models.values()
-        )
-        return f"<Scheduler [{'; '.join(rows)}]>"
+        return f"<Scheduler [{'; '.join(map(repr, self._models.values()))}]>"
 
-    def add(self, name: str, caches: Mapping[str, CacheInfo], make: MakeEngine) -> None:
-        """Make a model known. It stays stopped until `load`."""
-        lanes: dict[str, Lane[Place]] = {
-            cache: Lane(info.parallel, self._bounds.max_waiting, self._bounds.max_waiting_tokens)
-            for cache, info in caches.items()
-        }
-        model = self._models[name] = _Model(name, MappingProxyType(lanes))
-        model.replica = Replica(
-            make,
-            on_ready=lambda engine: self._ready(model, engine),
-            on_failed=lambda error: self._failed(model, error),
-            on_lost=lambda error: self._lost(model, error),
-            on_progress=lambda done, what: self._progress(model, done, what),
-        )
-
-    def load(self, name: str) -> None:
-        model = self._models[name]
-        if model.replica is not None and model.state in ("stopped", "failed"):
-            model.state, model.reason, model.progress = "loading", "", 0.0
-            model.replica.start()
-
-    async def close(self) -> None:
-        """Idempotent."""
-        self._closed = True
-        for model in self._models.values():
-            model.refuse_all(_shutting_down())
-            model.engine, model.state = None, "stopped"
-        await asyncio.gather(*(m.replica.close() for m in self._models.values() if m.replica))
+    # --- who may run -----------------------------------------------------------------------------------------------
 
     def request(self, demand: Demand) -> Place:
         if self._closed:
-            raise _shutting_down()
+            raise _shutting_down()  # 1
         model = self._models.get(demand.model)
         if model is None:
-            raise NotFound(f"the scheduler knows no model {demand.model!r}", code="model_not_found")
-        self._check_up(model)
-        lane = model.lanes[demand.cache]
-        place = Place(demand, lane)
-        if (engine := model.living) is not None and lane.take(place):
-            model.running += place.weight
-            place.grant(Grant(model, lane, place, engine))
-        else:
-            place.wait(lane.join(place))
+            raise NotFound(f"the scheduler knows no model {demand.model!r}", code="model_not_found")  # 2
+        now = self._timers.now()
+        if not model.is_open:
+            self._check_up(model, now)  # 3 to 6
+        lane = model.lanes.get(demand.cache)
+        if lane is None:  # resolved before a reload that took it away
+            raise Unavailable(f"the model {demand.model!r} has no cache {demand.cache!r} any more", code="cache_gone")
+        allowance = self._allowances.get(demand.key)
+        if allowance is not None and not demand.again:
+            allowance.check(demand.tokens, now, lane.service_s)  # 7
+        place = Place(self, model, lane, demand, model.weight(demand.cache, demand.weight), now)
+        if lane.waiting or not model.seat(place, now):  # 8
+            lane.join(place, model.places(demand.cache))  # 9
+            self._wait(place)  # 10
+        self._places.add(place)
+        if allowance is not None:
+            self._enter(place, allowance, now)
         return place
+
+    def _check_up(self, model: Pooled, now: float) -> None:
+        name = model.name
+        if model.drained:
+            raise Unavailable(f"the model {name!r} is being drained and takes no requests", code="model_draining")
+        if model.failed:
+            wait = model.failed_at + _RETRY_S - now
+            if not model.wakes or wait > 0:
+                message = f"the model {name!r} could not be loaded: {model.reason}"
+                raise Unavailable(message, code="model_failed", retry_after=max(1.0, wait))
+            model.failed = False
+        if not model.wanted and not model.wakes:
+            load = f"POST /v1/admin/models/{name}/load"
+            raise Conflict(f"the model {name!r} is not loaded; load it with {load}", code="model_not_loaded")
+        if model.down_since is not None and now - model.down_since > self._bounds.timeout:
+            raise Unavailable(f"the engine of {name!r} was lost and is not back yet: {model.reason}")
+
+    def _wait(self, place: Place) -> None:
+        place.wait()
+        limits = [] if self._bounds.max_wait_s is None else [self._bounds.max_wait_s]
+        if place.demand.deadline is not None:
+            limits.append(place.demand.deadline - self._timers.unix())
+        if limits:
+            place.timer = self._timers.later(min(limits), partial(self._late, place))
+        if not place.model.up:
+            self._depot.look_soon()
+
+    def _late(self, place: Place) -> None:
+        if place.waits:
+            self.left(place)
+            waited = self._timers.now() - place.since
+            place.refuse(Timeout(f"the request waited {waited:.0f} s for a place in {place.model.name!r}"))
+
+    def _enter(self, place: Place, allowance: Allowance, now: float) -> None:
+        place.allowance = allowance
+        allowance.active += 1
+        if not place.demand.again:
+            allowance.enter(place.demand.tokens, now)
+
+    # --- what places tell ------------------------------------------------------------------------------------------
+
+    def released(self, place: Place) -> None:
+        model, replica, now = place.model, place.replica, self._timers.now()
+        self._forget((place,))
+        model.running -= place.weight
+        model.used = now
+        place.lane.served(now - place.since - place.waited)
+        if replica is not None:
+            replica.give(place.cache, place.weight, place.engine, now)
+            self._admit(place, now)
+            if not replica.running:
+                self._depot.idle(model, replica)
+        if model.orders or model.retired:
+            self._depot.look_soon()
+
+    def left(self, place: Place) -> None:
+        """The head may have gone: whoever stood behind it is asked."""
+        model = place.model
+        place.lane.leave(place)
+        self._forget((place,))
+        self._admit(place, self._timers.now())
+        if self._depot.is_hungry or model.orders or model.retired:
+            self._depot.look_soon()
+
+    def spent(self, place: Place, tokens: int) -> None:
+        if place.allowance is not None:
+            place.allowance.spend(tokens, self._timers.now())
+
+    def _admit(self, place: Place, now: float) -> None:
+        if place.model.current.target_inflight is not None:
+            place.model.admit_all(now)
+        elif place.lane.waiting:
+            place.model.admit(place.lane, now)
+
+    def _forget(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self._places.discard(place)
+            if place.allowance is not None:
+                place.allowance.active -= 1
+
+    # --- what is known ---------------------------------------------------------------------------------------------
 
     def status(self) -> Mapping[str, ModelStatus]:
         return {name: model.status for name, model in self._models.items()}
@@ -213,51 +186,94 @@ class Scheduler:
     def engine(self, model: str) -> Engine | None:
         return self._models[model].living
 
-    def _check_up(self, model: _Model) -> None:
-        if model.state == "stopped":
-            load = f"POST /v1/admin/models/{model.name}/load"
-            raise Conflict(f"the model {model.name!r} is not loaded; load it with {load}", code="model_not_loaded")
-        if model.state == "failed":
-            raise Unavailable(f"the model {model.name!r} could not be loaded: {model.reason}", code="model_failed")
-        if model.down_since is not None and time.monotonic() - model.down_since > self._bounds.timeout:
-            raise Unavailable(f"the engine of {model.name!r} was lost and is not back yet: {model.reason}")
+    def engines(self, name: str) -> tuple[Engine, ...]:
+        return tuple(one.engine for one in self._known(name).up if one.engine is not None)
 
-    # --- what comes back from a replica ---------------------------------------------------------------------------
-
-    def _progress(self, model: _Model, done: float, what: str) -> None:
-        model.progress, model.doing = done, what
-
-    def _ready(self, model: _Model, engine: Engine) -> None:
-        log.info("the model %s is ready", model.name)
-        model.state, model.reason, model.doing, model.progress = "ready", "", "", 1.0
-        model.engine, model.down_since, model.restarts = engine, None, 0
-        for lane in model.lanes.values():
-            model.admit(lane)
-
-    def _failed(self, model: _Model, error: ModelyardError) -> None:
-        if model.down_since is not None and model.restarts < len(_RESTARTS):
-            self._restart(model)
-            return
-        log.error("the model %s could not be loaded: %s", model.name, error.message)
-        model.state, model.reason, model.engine = "failed", error.message, None
-        model.refuse_all(
-            Unavailable(f"the model {model.name!r} could not be loaded: {error.message}", code="model_failed")
+    def snapshot(self) -> PoolSnapshot:
+        return PoolSnapshot(
+            models={name: snapshots.of_model(model, self._timers) for name, model in self._models.items()},
+            retiring=tuple(snapshots.of_model(model, self._timers) for model in self._depot.retired.values()),
+            devices=snapshots.of_devices(self._appraiser.hard, self._depot.held()),
         )
 
-    def _lost(self, model: _Model, error: ModelyardError) -> None:
-        log.warning("the engine of %s was lost: %s", model.name, error.message)
-        model.engine, model.reason = None, error.message
-        model.down_since, model.restarts = time.monotonic(), 0
-        asyncio.get_running_loop().call_later(self._bounds.timeout, self._give_up, model, model.down_since)
-        self._restart(model)
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        """What metrics show, by their names and by model."""
+        models = self._models.items()
+        return {
+            "queue_waiting_tokens": {name: m.waiting_tokens for name, m in models},
+            "model_running": {name: m.running for name, m in models},
+            "model_replicas": {name: len(m.up) for name, m in models},
+            "model_loads_total": {name: m.loads for name, m in models},
+            "model_failures_total": {name: m.failures for name, m in models},
+            "model_evictions_total": {name: m.evictions for name, m in models},
+        }
 
-    def _restart(self, model: _Model) -> None:
-        model.state = "loading"
-        if model.replica is not None:
-            model.replica.start(_RESTARTS[model.restarts])
-            model.restarts += 1
+    def requests(self) -> tuple[RequestSnapshot, ...]:
+        oldest_first = sorted(self._places, key=lambda place: place.since)
+        return tuple(snapshots.of_request(place, self._timers) for place in oldest_first)
 
-    def _give_up(self, model: _Model, since: float) -> None:
-        """Those who wait for this very outage have waited long enough."""
-        if model.down_since == since:
-            model.refuse_all(Unavailable(f"the engine of {model.name!r} was lost: {model.reason}"))
+    def subscribe(self) -> Listener:
+        return self._depot.changes.listen()
+
+    # --- what administrators order ---------------------------------------------------------------------------------
+
+    def add(self, name: str, caches: Mapping[str, CacheInfo], make: Callable[[], Engine]) -> None:
+        """Make a model known, with all else as usual. It stays stopped until `load`."""
+        self._depot.add(Blueprint(name=name, caches=caches, make=make))
+
+    def preload(self, name: str) -> None:
+        """Load it if there is room beside what is loaded; else it is loaded when somebody asks for it."""
+        self._orders.preload(self._known(name))
+
+    def load(self, name: str, overrides: Overrides | None = None) -> asyncio.Future[None]:
+        return self._orders.load(self._known(name), overrides)
+
+    def unload(self, name: str, force: bool = False) -> asyncio.Future[None]:
+        model = self._known(name)
+        running = [place for place in self._places if place.model is model and place.granted]
+        return self._orders.unload(model, running if force else None)
+
+    def drain(self, name: str) -> asyncio.Future[None]:
+        return self._orders.drain(self._known(name))
+
+    def scale(self, name: str, replicas: int) -> asyncio.Future[None]:
+        return self._orders.scale(self._known(name), replicas)
+
+    def reconfigure(self, blueprints: Mapping[str, Blueprint]) -> None:
+        self._orders.reconfigure(blueprints)
+
+    def cancel(self, trace: str) -> int:
+        found = [place for place in self._places if trace and place.demand.trace == trace]
+        why = Cancelled("an administrator has cancelled this request")
+        for place in found:
+            if place.waits:
+                self.left(place)
+                place.refuse(why)
+            else:
+                place.revoke(why)
+        return len(found)
+
+    def set_limits(self, limits: Mapping[str, KeyLimits]) -> None:
+        """By the name of an API key. A key whose limits did not change keeps what it has used of them."""
+        now, old = self._timers.now(), self._allowances
+        self._allowances = {
+            key: old[key] if key in old and old[key].limits == its else Allowance(key, its, now)
+            for key, its in limits.items()
+        }
+
+    def _known(self, name: str) -> Pooled:
+        if self._closed:
+            raise _shutting_down()
+        model = self._models.get(name)
+        if model is None:
+            raise NotFound(f"there is no model {name!r}", code="model_not_found")
+        return model
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._closed = True
+        await self._depot.close(_shutting_down())
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the server is shutting down", code="shutting_down")

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, WithJsonSchema
+
+from modelyard.scheduler.model import Bounds
+from modelyard.scheduler.placement import Limits
+
+_SIZE = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
+Size = Annotated[ByteSize, WithJsonSchema(_SIZE)]
 
 
 class SchedulerSettings(BaseModel):
@@ -21,3 +29,50 @@ class SchedulerSettings(BaseModel):
     max_waiting_tokens: int | None = Field(
         default=None, gt=0, description="Prompt tokens that may wait for a model in all; unset means no such limit."
     )
+    max_wait_s: float | None = Field(
+        default=600.0, gt=0, description="Seconds that a request may wait for its place; unset means without end."
+    )
+    memory_limit: Size | None = Field(
+        default=None,
+        gt=0,
+        description='RAM that all loaded models may take together, such as "24GiB"; idle ones make room for others. '
+        "Unset: what the machine has.",
+    )
+    gpu_memory_limit: Size | dict[str, Size] | None = Field(
+        default=None,
+        description="Memory that models may take of each GPU, or a table of limits by GPU UUID; unset: what it has.",
+    )
+    idle_ttl_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Seconds without a request after which a model is unloaded until the next one; 0 means never.",
+    )
+    load_timeout_s: float = Field(default=1800.0, gt=0, description="Seconds that loading a model may take.")
+    patience_s: float = Field(
+        default=10.0,
+        ge=0,
+        description="Where two models do not fit together: how long requests for one wait while the other is busy, "
+        "before it is their turn.",
+    )
+    linger_s: float = Field(
+        default=1.0,
+        ge=0,
+        description="How long a model that has just become idle is kept while another waits for its memory.",
+    )
+
+    def bounds(self) -> Bounds:
+        return Bounds(
+            max_waiting=self.max_waiting,
+            max_waiting_tokens=self.max_waiting_tokens,
+            timeout=self.timeout_ms / 1000,
+            max_wait_s=self.max_wait_s,
+            load_timeout_s=self.load_timeout_s,
+            patience_s=self.patience_s,
+            linger_s=self.linger_s,
+        )
+
+    def limits(self) -> Limits:
+        gpu = self.gpu_memory_limit
+        if isinstance(gpu, dict):
+            return Limits(self.memory_limit, None, {uuid: int(size) for uuid, size in gpu.items()})
+        return Limits(self.memory_limit, gpu)

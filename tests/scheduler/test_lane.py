@@ -1,8 +1,9 @@
-"""A lane's decisions, as tables of who runs and who waits."""
+"""A lane's decisions: who is next, who is turned away, and what somebody is told of his position."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,9 @@ from modelyard.scheduler.lane import Lane
 @dataclass(eq=False)
 class Someone:
     name: str
+    key: str = ""
+    priority: Any = "main"
+    since: float = 0.0
     weight: int = 1
     tokens: int = 10
 
@@ -20,75 +24,137 @@ class Someone:
         return self.name
 
 
-def lane_of(places: int, *, max_waiting: int = 8, max_tokens: int | None = None) -> Lane[Someone]:
-    return Lane(places, max_waiting, max_tokens)
+def lane_of(*waiters: Someone, max_waiting: int = 1000, max_tokens: int | None = None) -> Lane[Someone]:
+    lane: Lane[Someone] = Lane(max_waiting, max_tokens)
+    for waiter in waiters:
+        lane.join(waiter)
+    return lane
 
 
-def test_a_free_place_is_taken_at_once():
-    lane = lane_of(2)
-    assert lane.take(Someone("a"))
-    assert lane.take(Someone("b"))
-    assert not lane.take(Someone("c"))
+def order(lane: Lane[Someone]) -> list[str]:
+    return [lane.pop().name for _ in range(lane.waiting)]
 
 
-def test_nobody_overtakes_a_waiter_even_when_a_place_is_free():
-    lane = lane_of(3)
-    lane.take(Someone("a"))
-    lane.join(Someone("heavy", weight=3))
-    assert not lane.take(Someone("light"))
+def many(names: str, **more: Any) -> list[Someone]:
+    return [Someone(name, **more) for name in names.split()]
 
 
-def test_waiters_are_admitted_in_order_when_places_come_back():
-    lane = lane_of(1)
-    lane.take(Someone("a"))
-    b, c = Someone("b"), Someone("c")
-    assert [lane.join(b), lane.join(c)] == [1, 2]
-    lane.release(1)
-    assert list(lane.admit()) == [b]
-    lane.release(1)
-    assert list(lane.admit()) == [c]
-    assert lane.free == 0
+def test_the_first_to_come_is_the_first_to_go():
+    assert order(lane_of(*many("a b c"))) == ["a", "b", "c"]
 
 
-def test_a_heavy_head_waits_for_all_its_places_and_is_not_starved():
-    lane = lane_of(2)
-    lane.take(Someone("a"))
-    lane.take(Someone("b"))
-    heavy, light = Someone("heavy", weight=2), Someone("light")
-    lane.join(heavy)
-    lane.join(light)
-    lane.release(1)
-    assert list(lane.admit()) == []
-    lane.release(1)
-    assert list(lane.admit()) == [heavy]
+def test_keys_take_turns_and_each_keeps_its_own_order():
+    lane = lane_of(*many("a1 a2 a3 a4", key="a"), *many("b1 b2", key="b"), *many("c1", key="c"))
+    assert order(lane) == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
+def test_a_key_that_comes_back_stands_behind_those_who_wait():
+    lane = lane_of(*many("a1", key="a"), *many("b1 b2", key="b"))
+    assert lane.pop().name == "a1"
+    lane.join(Someone("a2", key="a"))
+    assert order(lane) == ["b1", "a2", "b2"]
+
+
+def test_background_goes_after_main():
+    lane = lane_of(*many("x y", priority="background"), *many("a b"))
+    assert order(lane) == ["a", "b", "x", "y"]
+
+
+def test_background_is_let_through_after_eight_main_ones():
+    lane = lane_of(*many("x y", priority="background"), *many(" ".join(f"m{i}" for i in range(20))))
+    got = order(lane)
+    assert (got.index("x"), got.index("y")) == (8, 17)
+
+
+def test_the_head_is_the_one_that_is_taken_next():
+    lane = lane_of(*many("a1 a2", key="a"), *many("b1", key="b"), *many("x", priority="background"))
+    while (head := lane.head()) is not None:
+        assert lane.pop() is head
+
+
+def test_a_heavy_head_is_not_overtaken():
+    heavy = Someone("heavy", weight=4)
+    lane = lane_of(heavy, *many("light"))
+    assert lane.head() is heavy
 
 
 def test_a_full_queue_refuses_and_says_how_long_it_is():
-    lane = lane_of(1, max_waiting=2)
-    lane.take(Someone("a"))
-    lane.join(Someone("b"))
-    lane.join(Someone("c"))
+    lane = lane_of(*many("a b"), max_waiting=2)
     with pytest.raises(Overloaded) as refused:
-        lane.join(Someone("d"))
+        lane.join(Someone("c"))
     assert refused.value.position == 3
-    assert refused.value.retry_after >= 1
+    assert refused.value.retry_after == 2.0
+
+
+@pytest.mark.parametrize(
+    ("served", "places", "retry"),
+    [
+        ([], 1, 10.0),  # nothing known: a second a turn
+        ([4.0], 1, 40.0),
+        ([4.0], 5, 8.0),
+        ([0.01], 1, 1.0),  # never less than a second
+        ([1000.0], 1, 300.0),  # nor more than five minutes
+        ([1.0, 2.0], 10, 1.2),  # a moving average
+    ],
+)
+def test_when_to_come_back_follows_from_recent_service_times(served: list[float], places: int, retry: float):
+    lane = lane_of(*many("a b c d e f g h i j"), max_waiting=10)
+    for seconds in served:
+        lane.served(seconds)
+    with pytest.raises(Overloaded) as refused:
+        lane.join(Someone("late"), places)
+    assert refused.value.retry_after == pytest.approx(retry)
 
 
 def test_the_queue_is_bounded_by_prompt_tokens_too():
-    lane = lane_of(1, max_tokens=100)
-    lane.take(Someone("a"))
-    lane.join(Someone("b", tokens=90))
+    lane = lane_of(Someone("b", tokens=90), max_tokens=100)
     with pytest.raises(Overloaded, match="90 prompt tokens"):
         lane.join(Someone("c", tokens=20))
     lane.join(Someone("d", tokens=10))
+    assert lane.waiting_tokens == 100
 
 
 def test_a_waiter_that_leaves_gives_its_tokens_back():
-    lane = lane_of(1, max_tokens=100)
-    lane.take(Someone("a"))
     b = Someone("b", tokens=100)
-    lane.join(b)
+    lane = lane_of(b, max_tokens=100)
     lane.leave(b)
-    assert lane.waiting_tokens == 0
+    assert (lane.waiting, lane.waiting_tokens) == (0, 0)
     lane.join(Someone("c", tokens=100))
-    assert repr(lane) == "<Lane 1/1 running, 1 waiting>"
+    assert repr(lane) == "<Lane 1 waiting>"
+
+
+def test_whoever_leaves_from_the_middle_changes_nothing_for_the_others():
+    a, b, c = many("a b c")
+    lane = lane_of(a, b, c)
+    lane.leave(b)
+    assert order(lane) == ["a", "c"]
+
+
+def test_positions_are_the_order_in_which_they_will_go():
+    waiters = [*many("a1 a2 a3", key="a"), *many("b1", key="b"), *many("c1 c2", key="c")]
+    waiters += many("x1 x2", priority="background")
+    lane = lane_of(*waiters)
+    told = {waiter.name: lane.position(waiter) for waiter in waiters}
+    assert sorted(told, key=told.__getitem__) == order(lane)
+    assert sorted(told.values()) == list(range(1, 9))
+
+
+def test_positions_move_up_when_somebody_goes():
+    a, b, c = many("a b c")
+    lane = lane_of(a, b, c)
+    lane.pop()
+    assert (lane.position(b), lane.position(c)) == (1, 2)
+
+
+def test_the_longest_wait_is_found_behind_other_keys_and_priorities():
+    lane = lane_of(
+        Someone("a", key="a", since=5.0), Someone("b", key="b", since=3.0), Someone("x", priority="background", since=4)
+    )
+    assert lane.oldest() == 3.0
+    assert lane_of().oldest() is None
+
+
+def test_clearing_hands_everybody_out():
+    lane = lane_of(*many("a b", key="k"), *many("x", priority="background"))
+    assert {someone.name for someone in lane.clear()} == {"a", "b", "x"}
+    assert (lane.waiting, lane.waiting_tokens, lane.head()) == (0, 0, None)

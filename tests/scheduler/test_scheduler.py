@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from random import Random
 from typing import Any
 
 import pytest
 
 from modelyard.core.engine import CacheInfo, EngineInfo
-from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, ModelyardError, NotFound, Overloaded, Unavailable
+from modelyard.core.errors import (
+    Cancelled,
+    Conflict,
+    InvalidRequest,
+    ModelyardError,
+    NotFound,
+    Overloaded,
+    RateLimited,
+    Timeout,
+    Unavailable,
+)
 from modelyard.core.lease import Demand
+from modelyard.scheduler.limits import KeyLimits
 from modelyard.scheduler.scheduler import Bounds, Scheduler
+from tests.scheduler.stage import EPOCH
+from tests.scheduler.stage import Stage as Play
 
 CACHES = {"main": CacheInfo(window=100, parallel=1), "fast": CacheInfo(window=100, parallel=2)}
 
@@ -65,7 +79,7 @@ class Stage:
 
 
 async def until(true: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not true():  # noqa: ASYNC110  the scheduler tells nobody of its changes
             await asyncio.sleep(0)
 
@@ -253,3 +267,253 @@ async def test_an_engine_that_cannot_be_closed_is_replaced_all_the_same():
     await until(lambda: len(stage.engines) == 2 and stage.state == "ready")
     assert (await stage.ask().lease()).engine is stage.engines[1]
     await stage.scheduler.close()
+
+
+# --- who is next ---
+
+
+async def served_in_order(stage: Play, tickets: list[Any]) -> list[str]:
+    """Give the one place back again and again: who gets it?"""
+    order = []
+    while waiting := [ticket for ticket in tickets if not ticket.over]:
+        (running,) = [ticket for ticket in waiting if ticket.granted]
+        order.append(running.demand.trace)
+        running.cancel()
+    return order
+
+
+async def test_keys_take_turns():
+    async with Play() as stage:
+        stage.model("a")
+        await stage.up("a")
+        tickets = [stage.ask("a", key=trace[0], trace=trace) for trace in ("a1", "a2", "a3", "b1", "b2", "c1")]
+        assert await served_in_order(stage, tickets) == ["a1", "a2", "b1", "c1", "a3", "b2"]
+
+
+async def test_background_waits_for_main():
+    async with Play() as stage:
+        stage.model("a")
+        await stage.up("a")
+        wanted = (("r", "main"), ("x", "background"), ("m1", "main"), ("y", "background"), ("m2", "main"))
+        tickets = [stage.ask("a", trace=trace, priority=priority) for trace, priority in wanted]
+        assert await served_in_order(stage, tickets) == ["r", "m1", "m2", "x", "y"]
+
+
+async def test_positions_are_those_of_now():
+    async with Play() as stage:
+        stage.model("a")
+        await stage.up("a")
+        first, second, third = (stage.ask("a") for _ in range(3))
+        assert (first.position, second.position, third.position) == (0, 1, 2)
+        first.cancel()
+        assert (second.position, third.position) == (0, 1)
+
+
+async def test_whoever_stood_behind_a_heavy_one_that_left_is_asked_at_once():
+    async with Play() as stage:
+        stage.model("a", parallel=2)
+        await stage.up("a")
+        stage.ask("a")
+        heavy, light = stage.ask("a", weight=2), stage.ask("a")
+        assert not light.granted
+        heavy.cancel()
+        assert light.granted
+
+
+async def test_target_inflight_bounds_all_caches_of_a_replica_together():
+    caches = {"main": CacheInfo(100, 4), "fast": CacheInfo(100, 4)}
+    async with Play() as stage:
+        stage.model("a", caches=caches, target_inflight=2)
+        await stage.up("a")
+        first, second = stage.ask("a", "main"), stage.ask("a", "fast")
+        third = stage.ask("a", "fast")
+        await stage.clock.pass_(1)
+        fourth = stage.ask("a", "main")
+        assert [t.granted for t in (first, second, third, fourth)] == [True, True, False, False]
+        first.cancel()  # a place of main: it goes to whoever has waited longest, in any cache
+        assert [t.granted for t in (third, fourth)] == [True, False]
+        assert stage.ask("a", "main", weight=9).weight == 2
+
+
+# --- replicas ---
+
+
+async def scaled(stage: Play, number: int, **more: Any) -> None:
+    stage.model("a", replica_max=number, **more)
+    await stage.scheduler.scale("a", number)
+
+
+async def test_requests_are_spread_over_replicas():
+    async with Play() as stage:
+        await scaled(stage, 3, parallel=2)
+        engines = [stage.ask("a").engine for _ in range(6)]
+        assert {engines.count(engine) for engine in engines} == {2}
+        assert not stage.ask("a").granted
+
+
+async def test_a_session_stays_with_its_replica():
+    async with Play() as stage:
+        await scaled(stage, 2, parallel=4)
+        first = stage.ask("a", session="s")
+        stage.ask("a", session="other")
+        assert {stage.ask("a", session="s").engine for _ in range(3)} == {first.engine}
+
+
+async def test_a_prompt_goes_where_its_beginning_is_known():
+    async with Play() as stage:
+        await scaled(stage, 2, parallel=8)
+        prompt = list(range(600))
+        known = stage.ask("a", prompt=prompt)
+        assert stage.ask("a").engine is not known.engine
+        assert stage.ask("a", prompt=[*prompt, 1]).engine is known.engine
+
+
+async def test_a_replica_that_is_lost_gets_nothing_more_and_the_other_takes_over():
+    async with Play() as stage:
+        await scaled(stage, 2)
+        first = stage.ask("a", session="s")
+        first.engine.lost.set_result(Unavailable("killed"))
+        again = stage.ask("a", session="s")
+        assert again.granted
+        assert again.engine is not first.engine
+
+
+# --- time ---
+
+
+async def test_a_waiter_past_its_deadline_is_refused():
+    async with Play() as stage:
+        stage.model("a")
+        await stage.up("a")
+        stage.ask("a")
+        hasty, patient = stage.ask("a", deadline=EPOCH + 5), stage.ask("a")
+        await stage.clock.pass_(4)
+        assert hasty.position == 1
+        await stage.clock.pass_(1)
+        with pytest.raises(Timeout, match="waited 5 s"):
+            await hasty.lease()
+        assert patient.position == 1
+
+
+async def test_nobody_waits_longer_than_the_limit():
+    async with Play(max_wait_s=60.0) as stage:
+        stage.model("a", autoload=True).gate.clear()
+        ticket = stage.ask("a")
+        await stage.clock.pass_(60)
+        with pytest.raises(Timeout, match="waited 60 s"):
+            await ticket.lease()
+        assert stage.scheduler.requests() == ()
+
+
+async def test_a_granted_request_leaves_no_timer_behind():
+    async with Play(max_wait_s=60.0) as stage:
+        stage.model("a")
+        await stage.up("a")
+        first, second = stage.ask("a"), stage.ask("a")
+        first.cancel()
+        assert second.granted
+        assert stage.clock.pending == 0
+
+
+async def test_a_full_queue_says_when_to_come_back_by_how_long_answers_took():
+    async with Play(max_waiting=4) as stage:
+        stage.model("a", parallel=2)
+        await stage.up("a")
+        held = await stage.ask("a").lease()
+        await stage.clock.pass_(30)
+        held.release()
+        for _ in range(6):
+            stage.ask("a")
+        with pytest.raises(Overloaded) as refused:
+            stage.ask("a")
+        assert (refused.value.retry_after, refused.value.position) == (60.0, 5)
+
+
+# --- limits a key ---
+
+
+async def test_a_key_over_its_limit_is_told_when_to_come_back_and_others_are_not():
+    async with Play(keys={"ann": KeyLimits(requests_per_minute=2)}) as stage:
+        stage.model("a", parallel=9)
+        await stage.up("a")
+        stage.ask("a", key="ann")
+        stage.ask("a", key="ann")
+        with pytest.raises(RateLimited, match="2 requests a minute") as refused:
+            stage.ask("a", key="ann")
+        assert refused.value.retry_after == pytest.approx(30)
+        assert stage.ask("a", key="bob").granted
+        await stage.clock.pass_(30)
+        assert stage.ask("a", key="ann").granted
+
+
+async def test_those_who_wait_count_as_at_work_and_those_who_left_do_not():
+    async with Play(keys={"ann": KeyLimits(max_concurrent=2)}) as stage:
+        stage.model("a")
+        await stage.up("a")
+        running, waiting = stage.ask("a", key="ann"), stage.ask("a", key="ann")
+        with pytest.raises(RateLimited, match="2 requests at a time"):
+            stage.ask("a", key="ann")
+        waiting.cancel()
+        running.cancel()
+        assert [stage.ask("a", key="ann").granted for _ in range(2)] == [True, False]
+
+
+async def test_refusing_everybody_frees_their_keys():
+    async with Play(keys={"ann": KeyLimits(max_concurrent=1)}) as stage:
+        act = stage.model("a", autoload=True)
+        act.fault = InvalidRequest("truncated file")
+        with pytest.raises(Unavailable):
+            await stage.ask("a", key="ann").lease()
+        act.fault = None
+        await stage.clock.pass_(61)
+        assert await stage.ask("a", key="ann").lease()
+
+
+async def test_output_tokens_count_and_a_second_try_does_not():
+    async with Play(keys={"ann": KeyLimits(tokens_per_minute=600, requests_per_minute=2)}) as stage:
+        stage.model("a", parallel=9)
+        await stage.up("a")
+        stage.ask("a", key="ann", tokens=100).spend(800)
+        stage.ask("a", key="ann", tokens=100, again=True)
+        with pytest.raises(RateLimited, match="600 tokens a minute") as refused:
+            stage.ask("a", key="ann", tokens=100)
+        assert refused.value.retry_after == pytest.approx(40)
+
+
+async def test_new_limits_hold_at_once_and_unchanged_ones_remember():
+    async with Play(keys={"ann": KeyLimits(requests_per_minute=1), "bob": KeyLimits(requests_per_minute=1)}) as stage:
+        stage.model("a", parallel=9)
+        await stage.up("a")
+        stage.ask("a", key="ann")
+        stage.ask("a", key="bob")
+        stage.scheduler.set_limits({"ann": KeyLimits(requests_per_minute=5), "bob": KeyLimits(requests_per_minute=1)})
+        assert stage.ask("a", key="ann").granted
+        with pytest.raises(RateLimited):
+            stage.ask("a", key="bob")
+
+
+# --- nothing is left behind ---
+
+
+async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind():
+    dice = Random(5)
+    async with Play(limit=10, max_wait_s=600.0, linger_s=0.0, keys={"k1": KeyLimits(max_concurrent=1000)}) as stage:
+        for name in "abc":
+            stage.model(name, size=4, parallel=2, autoload=True)
+        tickets = [
+            stage.ask(dice.choice("abc"), key=f"k{dice.randrange(3)}", weight=dice.choice((1, 1, 2)))
+            for _ in range(200)
+        ]
+        while tickets:
+            for ticket in dice.sample(tickets, min(7, len(tickets))):
+                ticket.cancel()  # a waiter leaves, or one that runs is done
+            tickets = [ticket for ticket in tickets if not ticket.over]
+            await stage.clock.pass_(0.5)
+        await stage.settle()
+        snapshot = stage.scheduler.snapshot().models.values()
+        assert [(m.running, m.waiting, m.waiting_tokens) for m in snapshot] == [(0, 0, 0)] * 3
+        assert [m.places for m in snapshot if m.state == "ready"] == [2] * sum(m.state == "ready" for m in snapshot)
+        assert stage.scheduler.requests() == ()
+        assert stage.scheduler._allowances["k1"].active == 0
+    assert stage.clock.pending == 0
+    assert len(asyncio.all_tasks()) == 1

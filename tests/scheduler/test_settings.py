@@ -3,6 +3,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from modelyard.scheduler.model import Bounds
+from modelyard.scheduler.placement import Limits
 from modelyard.scheduler.settings import SchedulerSettings
 
 
@@ -10,9 +12,27 @@ def test_the_queue_is_bounded_by_default() -> None:
     settings = SchedulerSettings()
     assert (settings.endpoint, settings.timeout_ms, settings.max_waiting) == ("", 30_000, 1024)
     assert settings.max_waiting_tokens is None
+    assert settings.bounds() == Bounds(max_wait_s=600.0)
+    assert settings.limits() == Limits()
 
 
-@pytest.mark.parametrize("field", ["timeout_ms", "max_waiting", "max_waiting_tokens"])
+@pytest.mark.parametrize(
+    "field",
+    ["timeout_ms", "max_waiting", "max_waiting_tokens", "max_wait_s", "memory_limit", "idle_ttl_s", "load_timeout_s"],
+)
 def test_negative_bounds_are_refused(field: str) -> None:
     with pytest.raises(ValidationError):
         SchedulerSettings.model_validate({field: -1})
+
+
+@pytest.mark.parametrize(
+    ("written", "limits"),
+    [
+        ({"memory_limit": "2GiB"}, Limits(ram=2 * 2**30)),
+        ({"memory_limit": 1000}, Limits(ram=1000)),
+        ({"gpu_memory_limit": "1GiB"}, Limits(each_gpu=2**30)),
+        ({"gpu_memory_limit": {"GPU-1": "1GiB", "GPU-2": 5}}, Limits(gpus={"GPU-1": 2**30, "GPU-2": 5})),
+    ],
+)
+def test_sizes_are_written_as_people_write_them(written: dict[str, object], limits: Limits) -> None:
+    assert SchedulerSettings.model_validate(written).limits() == limits

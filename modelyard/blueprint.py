@@ -1,0 +1,80 @@
+"""A model's blueprint made from its settings: how the pool makes its engine, what it takes, and how it is run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+from pydantic import ValidationError
+
+from modelyard import plugins
+from modelyard.config import Config, engine_spec
+from modelyard.config.faults import sentence
+from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.pool import Blueprint, Overrides
+from modelyard.overrides import altered
+from modelyard.router.catalog import ModelEntry
+from modelyard.router.settings import ModelSettings
+
+
+def blueprint(config: Config, entry: ModelEntry, fault: ModelyardError | None = None) -> Blueprint:
+    """`fault` is why the model could not be defined: it fails when it is loaded, with that reason, and alone."""
+    settings = config.models[entry.name]
+
+    def make() -> Engine:
+        if fault is not None:
+            raise fault
+        engine: Engine = plugins.load("engines", entry.backend).create(engine_spec(entry, settings))
+        return engine
+
+    def estimate(here: Machine) -> Memory:
+        taken: Memory = plugins.load("engines", entry.backend).estimate(engine_spec(entry, settings), here)
+        return taken
+
+    ttl = settings.idle_ttl_s if settings.idle_ttl_s is not None else config.scheduler.idle_ttl_s
+    return Blueprint(
+        name=entry.name,
+        caches=entry.cache_infos,
+        make=make,
+        estimate=estimate,
+        altered=lambda overrides: _altered(config, entry.name, fault, overrides),
+        identity=_identity(entry, settings),
+        replicas=settings.replicas,
+        replica_max=settings.replica_max,
+        target_inflight=settings.target_inflight,
+        autoload=settings.autoload,
+        enabled=bool(settings.enabled),
+        idle_ttl_s=ttl or None,
+    )
+
+
+def _altered(config: Config, name: str, fault: ModelyardError | None, overrides: Overrides) -> Blueprint:
+    """As if the overrides stood in the model's section; the file is left as it is."""
+    changed = altered(config, name, overrides)
+    entry = changed.router().catalog.models[name]
+    try:
+        engine_spec(entry, changed.models[name])
+    except ValidationError as error:  # each value may be, but not together with the others
+        raise InvalidRequest(sentence(error.errors()[0]), code="bad_override") from None
+    return replace(blueprint(changed, entry, fault), altered=None)
+
+
+def blueprints(config: Config, faults: Mapping[str, ModelyardError | None]) -> dict[str, Blueprint]:
+    entries = config.router().catalog.models
+    return {name: blueprint(config, entry, faults.get(name)) for name, entry in entries.items()}
+
+
+def _identity(entry: ModelEntry, settings: ModelSettings) -> str:
+    """Of two models that make the same engine it is the same."""
+    try:
+        spec = engine_spec(entry, settings)
+    except (ModelyardError, ValidationError):  # it cannot be loaded anyway; a corrected one is another
+        return f"{entry.name}:{hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]}"
+    return f"{entry.name}:{hashlib.sha256(_told(entry.backend, spec).encode()).hexdigest()[:16]}"
+
+
+def _told(backend: str, spec: EngineSpec) -> str:
+    caches = sorted((name, repr(info)) for name, info in spec.caches.items())
+    return "\n".join((backend, spec.options.model_dump_json(), repr(caches), repr(spec.modalities)))

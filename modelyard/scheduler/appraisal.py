@@ -1,0 +1,110 @@
+"""What a replica will take: the engine's estimate, corrected by what was measured when it was last loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from modelyard.core.engine import Machine, Memory
+from modelyard.core.errors import ModelyardError
+from modelyard.core.pool import Blueprint
+from modelyard.scheduler.measured import Ledger, Measured
+from modelyard.scheduler.model import Pooled
+from modelyard.scheduler.placement import Bytes, Limits, taken
+from modelyard.scheduler.replica import Gauge, Replica
+
+log = logging.getLogger(__name__)
+
+_NOISE = 64 * 2**20  # what a process grows and shrinks by for other reasons
+
+_NOWHERE = Machine(2**62)
+
+
+class Appraiser:
+    """`machine` tells what is free; `gauge` what is in use by this program. Without them limits alone decide."""
+
+    def __init__(
+        self,
+        limits: Limits = Limits(),
+        *,
+        machine: Callable[[], Machine] | None = None,
+        gauge: Gauge | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._limits, self._machine, self._gauge = limits, machine, gauge
+        self._ledger = ledger or Ledger()
+        self.hard: Bytes = limits.on(_NOWHERE)
+        self.soft: Bytes = {}
+        self._moves = 0  # loads begun and engines closed: one more during a load, and what grew is nobody's
+
+    async def survey(self, model: Pooled, held: Callable[[], Iterable[Bytes]]) -> None:
+        """Sets the model's `need`, and what the machine has."""
+        blueprint = model.current
+        here, memory = await asyncio.to_thread(self._look, blueprint)
+        if model.current is not blueprint:  # altered meanwhile: to be looked at anew
+            return
+        known = self._ledger.get(blueprint.identity)
+        model.estimate = memory
+        model.measured = known.bytes if known is not None else None
+        model.load_s = model.load_s or (known.load_s if known is not None else None)
+        self.hard = self._limits.on(here)
+        model.need = self._need(model)
+        if self._machine is not None:
+            self.soft = _soft(here, list(held()))
+
+    def _need(self, model: Pooled) -> Bytes:
+        """What was measured may have been others' growth: it never makes a model too large for a limit that its
+        estimate fits into."""
+        if model.estimate is None:
+            return {}
+        plain = taken(model.estimate, None)
+        return {
+            device: min(amount, max(plain.get(device, 0), self.hard.get(device, amount)))
+            for device, amount in taken(model.estimate, model.measured).items()
+        }
+
+    def _look(self, blueprint: Blueprint) -> tuple[Machine, Memory | None]:
+        here = self._machine() if self._machine is not None else _NOWHERE
+        try:
+            return here, blueprint.estimate(here) if blueprint.estimate is not None else None
+        except ModelyardError as error:  # the load itself will say so, in its own words
+            log.info("what %s takes of memory is not known: %s", blueprint.name, error.message)
+            return here, None
+
+    def gauge(self, model: Pooled) -> Gauge | None:
+        """To be read around a load, where that is large enough to be seen."""
+        return self._gauge if model.estimate is not None and model.estimate.total >= _NOISE else None
+
+    def moved(self) -> int:
+        self._moves += 1
+        return self._moves
+
+    def loaded(self, model: Pooled, replica: Replica, load_s: float, *, quiet: bool) -> bool:
+        """Learns from a load; whether there is something new to be written down. `quiet`: no request ran meanwhile."""
+        model.load_s = load_s
+        device = "cpu" if model.estimate is None or model.estimate.device in ("", "cpu") else "gpu"
+        grown = (replica.took or {}).get(device, 0)
+        bytes_ = grown if grown >= _NOISE and quiet and replica.moves == self._moves else None
+        model.measured = bytes_ or model.measured
+        if model.estimate is not None:
+            replica.bytes = self._need(model)
+        if not model.current.identity or self._gauge is None or replica.took is None:
+            return False
+        self._ledger.put(model.current.identity, Measured(bytes_, load_s))
+        return True
+
+    async def write(self) -> None:
+        await asyncio.to_thread(self._ledger.save, self._ledger.encode())
+
+
+def _soft(here: Machine, held: Iterable[Bytes]) -> dict[str, int]:
+    """All that models could have: what is free now, and what they hold already."""
+    room = {"cpu": here.ram_free}
+    if here.gpus:
+        room |= {"gpu": sum(here.gpus.values())} | {f"gpu:{uuid}": free for uuid, free in here.gpus.items()}
+    for bytes_ in held:
+        for device, amount in bytes_.items():
+            if device in room:
+                room[device] += amount
+    return room

@@ -1,0 +1,170 @@
+"""One request's place: a ticket while it waits, a lease while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from modelyard.core.engine import Engine
+from modelyard.core.errors import Cancelled, ModelyardError
+from modelyard.core.lease import Demand, Lease
+from modelyard.core.request import Priority
+from modelyard.scheduler.lane import Lane
+from modelyard.scheduler.limits import Allowance
+from modelyard.scheduler.replica import Replica
+from modelyard.scheduler.timers import Handle
+
+if TYPE_CHECKING:
+    from modelyard.scheduler.model import Pooled
+
+
+class Owner(Protocol):
+    """Who gave the place, and takes it back."""
+
+    def released(self, place: Place) -> None: ...
+    def left(self, place: Place) -> None:
+        """It waited, and does so no more; it has not been told why yet."""
+        ...
+
+    def spent(self, place: Place, tokens: int) -> None: ...
+
+
+class Place:
+    """Both seams in one object: a request makes one of these and nothing else."""
+
+    __slots__ = (
+        "_engine",
+        "_future",
+        "_owner",
+        "_revoked",
+        "_revokers",
+        "allowance",
+        "demand",
+        "lane",
+        "model",
+        "over",
+        "replica",
+        "since",
+        "timer",
+        "waited",
+        "weight",
+    )
+
+    def __init__(
+        self, owner: Owner, model: Pooled, lane: Lane[Place], demand: Demand, weight: int, since: float
+    ) -> None:
+        self._owner, self.model, self.lane, self.demand = owner, model, lane, demand
+        self.weight, self.since, self.waited = weight, since, 0.0
+        self.over = False
+        self.replica: Replica | None = None
+        self.allowance: Allowance | None = None
+        self.timer: Handle | None = None
+        self._engine: Engine | None = None
+        self._future: asyncio.Future[None] | None = None
+        self._revokers: tuple[Callable[[ModelyardError], None], ...] = ()
+        self._revoked: ModelyardError | None = None
+
+    # --- what a lane wants to know ---------------------------------------------------------------------------------
+
+    @property
+    def key(self) -> str:
+        return self.demand.key
+
+    @property
+    def priority(self) -> Priority:
+        return self.demand.priority
+
+    @property
+    def tokens(self) -> int:
+        return self.demand.tokens
+
+    # --- a ticket --------------------------------------------------------------------------------------------------
+
+    @property
+    def granted(self) -> bool:
+        return self.replica is not None
+
+    @property
+    def waits(self) -> bool:
+        return self.replica is None and not self.over
+
+    @property
+    def position(self) -> int:
+        return self.lane.position(self) if self.waits else 0
+
+    def wait(self) -> None:
+        self._future = asyncio.get_running_loop().create_future()
+
+    def grant(self, replica: Replica, now: float) -> None:
+        self.replica, self._engine = replica, replica.engine
+        if self._future is not None:
+            self.waited = now - self.since
+            self._end_wait()
+            self._future.set_result(None)
+
+    def refuse(self, error: ModelyardError) -> None:
+        """It must have left its lane."""
+        self.over = True
+        self._end_wait()
+        if self._future is not None and not self._future.done():
+            self._future.set_exception(error)
+            self._future.exception()  # marks it seen: the client may have left before reading it
+
+    def _end_wait(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    async def lease(self) -> Lease:
+        if self.replica is None and self._future is not None:
+            await asyncio.shield(self._future)
+        if self.replica is None:
+            raise _given_up()
+        return self
+
+    def cancel(self) -> None:
+        if self.replica is not None:
+            self.release()
+        elif not self.over:
+            self._owner.left(self)
+            self.refuse(_given_up())
+
+    # --- a lease ---------------------------------------------------------------------------------------------------
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise _given_up()
+        return self._engine
+
+    @property
+    def cache(self) -> str:
+        return self.demand.cache
+
+    def on_revoke(self, end: Callable[[ModelyardError], None]) -> None:
+        if self._revoked is not None:
+            end(self._revoked)
+        else:
+            self._revokers = (*self._revokers, end)
+
+    def revoke(self, why: ModelyardError) -> None:
+        """Ends the work in it. Whoever has not said yet how that is done hears of it when he does."""
+        if self._revoked is None:
+            self._revoked = why
+            revokers, self._revokers = self._revokers, ()
+            for end in revokers:
+                end(why)
+
+    def spend(self, tokens: int) -> None:
+        self._owner.spent(self, tokens)
+
+    def release(self) -> None:
+        if not self.over and self.replica is not None:
+            self.over = True
+            self._revokers = ()
+            self._owner.released(self)
+
+
+def _given_up() -> Cancelled:
+    return Cancelled("the request was given up while it waited")

@@ -1,0 +1,113 @@
+"""Models that come and go, replicas and limits, as clients see them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from modelyard.core.errors import Unavailable
+from modelyard.core.pool import RequestSnapshot
+from tests.e2e.frames import frames
+from tests.e2e.servers import calling, config, is_idle, is_running, is_waiting, narrow, until
+from tests.e2e.wires import WIRES, Wire
+from tests.serving import Served, serving
+
+MESSAGES, CHAT, RESPONSES = WIRES.values()
+
+
+def order(served: Served, what: Callable[[], Any]) -> None:
+    """Given on the server's own loop, and waited for."""
+
+    async def carried_out() -> None:
+        await what()
+
+    asyncio.run_coroutine_threadsafe(carried_out(), served.loop).result(60)
+
+
+def running(served: Served) -> list[RequestSnapshot]:
+    """Looked up on the server's own loop: between two of its steps."""
+
+    async def look() -> list[RequestSnapshot]:
+        return [one for one in served.yard.scheduler.requests() if one.state == "running"]
+
+    return asyncio.run_coroutine_threadsafe(look(), served.loop).result(60)
+
+
+def test_unloading_by_force_ends_a_stream_in_its_protocols_error(wire: Wire) -> None:
+    with serving(config()) as served, ThreadPoolExecutor(1) as others:
+        scheduler = served.yard.scheduler
+        body = wire.body("endless stream", stream=True)
+        reading = others.submit(httpx.post, served.url + wire.path, json=body, timeout=60)
+        is_running(served, 1)
+        order(served, lambda: scheduler.unload("demo", force=True))
+        last = frames(reading.result().text)[-1].data if wire is not RESPONSES else frames(reading.result().text)[-1]
+        assert "the model 'demo' was unloaded" in str(last)
+        refused = httpx.post(served.url + wire.path, json=wire.body("text"))
+        assert "POST /v1/admin/models/demo/load" in refused.text
+        order(served, lambda: scheduler.load("demo"))
+        assert wire.whole(httpx.post(served.url + wire.path, json=wire.body("text")).json()).text
+        is_idle(served)
+
+
+def test_a_model_is_loaded_by_the_first_request_for_it() -> None:
+    asked = config()
+    asked["models"]["demo"] |= {"enabled": False, "autoload": True}
+    with serving(asked) as served:
+        assert served.status("demo").state == "stopped"
+        assert httpx.get(served.url + "/health/ready").status_code == 200
+        reply = httpx.post(served.url + CHAT.path, json=CHAT.body("text"))
+        assert CHAT.whole(reply.json()).text == "Hello there, friend."
+        assert 'model_loads_total{model="demo"} 1.0' in httpx.get(served.url + "/metrics").text
+
+
+def test_a_key_over_its_limit_is_told_when_to_come_back(wire: Wire) -> None:
+    asked = config(keys=[{"name": "ann", "key": "secret", "requests_per_minute": 1}])
+    with serving(asked, ready=False) as served:
+        until(lambda: served.status("demo").state == "ready", "the model is ready")
+        client = httpx.Client(base_url=served.url, headers={"authorization": "Bearer secret"})
+        with client:
+            assert client.post(wire.path, json=wire.body("text")).status_code == 200
+            refused = client.post(wire.path, json=wire.body("text"))
+        assert refused.status_code == 429
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert "1 requests a minute" in refused.json()["error"]["message"]
+
+
+def test_each_replica_has_places_of_its_own() -> None:
+    asked = narrow()
+    asked["models"]["demo"] |= {"replicas": 2}
+    with serving(asked) as served:
+        until(lambda: len(served.yard.scheduler.engines("demo")) == 2, "both replicas are ready")
+        endless = CHAT.body("endless stream", stream=True)
+        with (
+            calling(served, CHAT.path, endless) as first,
+            calling(served, CHAT.path, endless) as second,
+            calling(served, CHAT.path, endless) as third,
+        ):
+            first.reads(b"so far")
+            second.reads(b"so far")
+            is_waiting(served, 1)
+            first.leaves()
+            third.reads(b"so far")
+        until(lambda: served.status("demo").running == 0, "all places free")
+
+
+def test_a_request_whose_replica_dies_before_its_first_word_goes_to_the_other() -> None:
+    asked = narrow()
+    asked["models"]["demo"] |= {"replicas": 2}
+    with serving(asked) as served:
+        scheduler = served.yard.scheduler
+        until(lambda: len(scheduler.engines("demo")) == 2, "both replicas are ready")
+        with calling(served, CHAT.path, CHAT.body("endless prefill")):
+            is_running(served, 1)
+            (before,) = running(served)
+            until(lambda: sum(engine.stats().running for engine in scheduler.engines("demo")) == 1, "it has begun")
+            (busy,) = [engine for engine in scheduler.engines("demo") if engine.stats().running]
+            served.loop.call_soon_threadsafe(busy.die, Unavailable("killed"))
+            until(lambda: [one.replica for one in running(served)] not in ([before.replica], []), "it has moved")
+            assert [one.trace for one in running(served)] == [before.trace]
+        until(lambda: served.status("demo").running == 0, "all places free")

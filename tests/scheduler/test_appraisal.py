@@ -1,0 +1,117 @@
+"""What a replica will take: estimated, measured, remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, Machine, Memory
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.pool import Blueprint
+from modelyard.scheduler.appraisal import Appraiser
+from modelyard.scheduler.measured import Ledger, Measured
+from modelyard.scheduler.model import Bounds, Pooled
+from modelyard.scheduler.placement import Limits
+from modelyard.scheduler.replica import Replica
+
+GIB = 2**30
+
+
+def pooled(estimate: Callable[[Machine], Memory] | None) -> Pooled:
+    make: Any = None
+    blueprint = Blueprint(name="m", caches={"main": CacheInfo(10)}, make=make, estimate=estimate, identity="m:1")
+    return Pooled("m", blueprint, Bounds())
+
+
+def replica(model: Pooled, took: dict[str, int] | None) -> Replica:
+    reports: Any = None
+    one = Replica(1, "m", model.current, reports, load_timeout_s=1.0)
+    one.took = took
+    return one
+
+
+async def surveyed(appraiser: Appraiser, memory: Memory, *held: dict[str, int]) -> Pooled:
+    model = pooled(lambda _: memory)
+    await appraiser.survey(model, lambda: held)
+    return model
+
+
+async def test_what_is_estimated_holds_where_nothing_was_measured():
+    model = await surveyed(Appraiser(), Memory(weights=5, kv=2))
+    assert (model.need, model.measured, model.estimate) == ({"cpu": 7}, None, Memory(weights=5, kv=2))
+
+
+async def test_what_was_measured_at_the_last_load_corrects_the_estimate():
+    ledger = Ledger()
+    ledger.put("m:1", Measured(9, 3.0))
+    model = await surveyed(Appraiser(ledger=ledger), Memory(weights=5, kv=2))
+    assert (model.need, model.measured, model.load_s) == ({"cpu": 9}, 9, 3.0)
+
+
+@pytest.mark.parametrize(("limit", "need"), [(20, 15), (12, 12), (10, 10), (8, 10)])
+async def test_what_was_measured_makes_no_model_too_large_that_is_not(limit: int, need: int):
+    ledger = Ledger()
+    ledger.put("m:1", Measured(99, 3.0))
+    model = await surveyed(Appraiser(Limits(ram=limit), ledger=ledger), Memory(weights=10))
+    assert model.need == {"cpu": need}
+
+
+async def test_an_estimate_that_cannot_be_made_is_left_to_the_load():
+    def estimate(_: Machine) -> Memory:
+        raise InvalidRequest("no such file")
+
+    model = pooled(estimate)
+    await Appraiser().survey(model, tuple)
+    assert (model.need, model.estimate) == ({}, None)
+
+
+async def test_limits_are_those_that_were_set_for_the_devices_that_are_there():
+    appraiser = Appraiser(Limits(ram=5, each_gpu=7), machine=lambda: Machine(100, {"X": 50}))
+    assert appraiser.hard == {"cpu": 5}
+    await surveyed(appraiser, Memory(weights=1), {"cpu": 3, "gpu": 2})
+    assert appraiser.hard == {"cpu": 5, "gpu": 7, "gpu:X": 7}
+    assert appraiser.soft == {"cpu": 103, "gpu": 52, "gpu:X": 50}
+
+
+async def loaded(
+    took: dict[str, int] | None, memory: Memory, *, others: int = 0, quiet: bool = True
+) -> tuple[bool, Pooled, Ledger]:
+    ledger = Ledger()
+    appraiser = Appraiser(gauge=dict, ledger=ledger)
+    model = await surveyed(appraiser, memory)
+    one = replica(model, took)
+    one.moves = appraiser.moved()
+    for _ in range(others):
+        appraiser.moved()
+    return appraiser.loaded(model, one, 2.5, quiet=quiet), model, ledger
+
+
+async def test_a_load_is_measured_on_the_device_that_it_went_to():
+    new, model, ledger = await loaded({"cpu": GIB, "gpu": 9 * GIB}, Memory(weights=2 * GIB))
+    assert (new, model.measured, ledger.get("m:1")) == (True, GIB, Measured(GIB, 2.5))
+    _, model, _ = await loaded({"cpu": GIB, "gpu": 9 * GIB}, Memory(weights=2 * GIB, device="gpu"))
+    assert model.measured == 9 * GIB
+
+
+@pytest.mark.parametrize("noise", [{"others": 1}, {"quiet": False}])
+async def test_what_grew_while_others_loaded_or_answered_is_nobodys(noise: dict[str, Any]):
+    new, model, ledger = await loaded({"cpu": GIB}, Memory(weights=2 * GIB), **noise)
+    assert (new, model.measured, ledger.get("m:1")) == (True, None, Measured(None, 2.5))
+
+
+async def test_small_changes_are_noise():
+    _, model, _ = await loaded({"cpu": 1000}, Memory(weights=2 * GIB))
+    assert model.measured is None
+
+
+async def test_where_nothing_was_read_nothing_is_written_down():
+    new, model, ledger = await loaded(None, Memory(weights=2 * GIB))
+    assert (new, model.load_s, ledger.get("m:1")) == (False, 2.5, None)
+
+
+async def test_models_too_small_to_be_seen_are_not_measured():
+    appraiser = Appraiser(gauge=dict)
+    assert appraiser.gauge(await surveyed(appraiser, Memory(weights=1000))) is None
+    assert appraiser.gauge(await surveyed(appraiser, Memory(weights=GIB))) is dict
