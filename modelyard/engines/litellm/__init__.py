@@ -1,0 +1,32 @@
+"""Any provider that the LiteLLM library knows: requests leave this machine, with consent."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.engines.litellm.engine import LiteLlmEngine
+from modelyard.engines.litellm.library import verify
+from modelyard.engines.litellm.options import Options
+
+__all__ = ["HOLDS_WEIGHTS", "LIVE_OVERRIDES", "REMOTE", "Options", "create", "estimate", "kind", "verify"]
+
+HOLDS_WEIGHTS = False
+REMOTE = True
+LIVE_OVERRIDES: dict[str, object] = {}
+
+
+def kind(options: Options) -> Literal["text", "chat"]:
+    del options
+    return "chat"
+
+
+def create(spec: EngineSpec) -> Engine:
+    """To be called on the loop that its answers are read on."""
+    return LiteLlmEngine(spec)
+
+
+def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+    """Nothing is loaded here but a library."""
+    del spec, machine
+    return Memory()

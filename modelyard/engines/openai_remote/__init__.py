@@ -1,0 +1,31 @@
+"""Upstreams that speak Chat Completions, Responses or Anthropic Messages: requests leave this machine, with consent."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.engines.openai_remote.engine import RemoteEngine
+from modelyard.engines.openai_remote.options import Options
+
+__all__ = ["HOLDS_WEIGHTS", "LIVE_OVERRIDES", "REMOTE", "Options", "create", "estimate", "kind"]
+
+HOLDS_WEIGHTS = False
+REMOTE = True
+LIVE_OVERRIDES: dict[str, object] = {}
+
+
+def kind(options: Options) -> Literal["text", "chat"]:
+    del options
+    return "chat"
+
+
+def create(spec: EngineSpec) -> Engine:
+    """To be called on the loop that its answers are read on."""
+    return RemoteEngine(spec)
+
+
+def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+    """Nothing is loaded here."""
+    del spec, machine
+    return Memory()

@@ -1,0 +1,189 @@
+"""A gateway in front of another: every protocol × every kind of upstream, and what becomes of an upstream's errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.frames import frames
+from tests.e2e.servers import Caller, config, is_idle, is_running
+from tests.e2e.test_matrix import CASES, WORD, ask
+from tests.e2e.wires import WIRES, Wire
+from tests.engines.upstream.server import Answer, Upstream, chat, refusal, upstream
+from tests.serving import Served, serving
+
+KINDS = ("chat_completions", "responses", "anthropic_messages")
+CONSENT = {"x-modelyard-allow-remote": "true"}
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+def front(url: str, kind: str = "chat_completions", **more: Any) -> dict[str, Any]:
+    remote = {"backend": "openai_remote", "remote_base_url": url, "remote_model": "demo", "remote_api_kind": kind}
+    return {"models": {"demo": {**remote, "parallel": 4, **more}}}
+
+
+@pytest.fixture(scope="module")
+def behind() -> Iterator[Served]:
+    with serving(config()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def before(behind: Served, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+    settings = front(behind.url + "/v1", request.param, remote_extensions=True)
+    with serving(settings) as served, httpx.Client(base_url=served.url, headers=CONSENT) as client:
+        yield client
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", WIRES)
+def test_an_answer_arrives_as_the_upstream_gave_it(before: httpx.Client, name: str, case: str, stream: bool) -> None:
+    asked, text, thinking, calls, stops = CASES[case]
+    seen = ask(before, WIRES[name], stream, case, **asked)
+    assert (seen.text, seen.thinking, seen.calls) == (text, thinking, calls)
+    # Only one of the three upstream wires tells which stop string it was.
+    assert seen.stop == stops[WORD[name]] or (case, seen.stop) == ("stop string", "end_turn")
+
+
+def test_usage_is_the_upstreams(before: httpx.Client, behind: Served, wire: Wire, stream: bool) -> None:
+    through = ask(before, wire, stream, "thinking").usage
+    with httpx.Client(base_url=behind.url) as direct:
+        straight = ask(direct, wire, stream, "thinking").usage
+    assert (through.prompt, through.output) == (straight.prompt, straight.output)
+
+
+def test_a_result_of_a_tool_reaches_the_upstream(before: httpx.Client) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    reply = before.post("/v1/chat/completions", json=WIRES["chat"].body("") | {"messages": messages})
+    assert reply.json()["choices"][0]["message"]["content"] == "Take a hat: it is sunny."
+
+
+def test_the_upstreams_counter_counts(behind: Served) -> None:
+    body = WIRES["messages"].body("How many tokens is this?")
+    here = httpx.post(behind.url + "/v1/messages/count_tokens", json=body).json()["input_tokens"]
+    for kind in KINDS[1:]:
+        with serving(front(behind.url + "/v1", kind)) as served:
+            reply = httpx.post(served.url + "/v1/messages/count_tokens", json=body, headers=CONSENT)
+            assert reply.json()["input_tokens"] == here
+    with serving(front(behind.url + "/v1")) as served:
+        assert httpx.post(served.url + "/v1/messages/count_tokens", json=body, headers=CONSENT).status_code == 501
+
+
+def test_nothing_leaves_without_consent(behind: Served, wire: Wire, stream: bool) -> None:
+    with serving(front(behind.url + "/v1")) as served:
+        reply = httpx.post(served.url + wire.path, json=wire.body("text", stream=stream))
+        assert reply.status_code == 403
+        assert reply.json()["error"]["code"] == "remote_not_allowed"
+        is_idle(behind)
+
+
+def test_a_client_that_leaves_frees_the_upstream(behind: Served) -> None:
+    settings = front(behind.url + "/v1") | {"routes": [{"match": "*", "model": "demo", "allow_remote": True}]}
+    with serving(settings) as served:
+        caller = Caller(served, "/v1/chat/completions", WIRES["chat"].body("endless stream", stream=True))
+        caller.reads(b"so far")
+        is_running(behind, 1)
+        caller.leaves()
+        is_idle(behind)
+        is_idle(served)
+
+
+# --- an upstream that answers as it is told ---------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def gateway(at: Upstream, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+    settings = front(at.url, **more)
+    serving_it = serving(settings)
+    served = await asyncio.to_thread(serving_it.__enter__)
+    try:
+        async with httpx.AsyncClient(base_url=served.url, headers=CONSENT, timeout=60) as client:
+            yield client
+    finally:
+        await asyncio.to_thread(serving_it.__exit__, None, None, None)
+
+
+OVERFLOW = refusal(
+    400,
+    message="This model's maximum context length is 100 tokens. However, your messages resulted in 123 tokens.",
+    code="context_length_exceeded",
+)
+
+
+async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
+    async with upstream(OVERFLOW) as up, gateway(up) as client:
+        replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in WIRES.values()]
+    messages, chat_, responses = replies
+    assert messages.json()["error"]["message"] == "prompt is too long: 123 tokens > 100 maximum"
+    assert chat_.json()["error"] | {"n_prompt_tokens": 123, "n_ctx": 100} == chat_.json()["error"]
+    failed = frames(responses.text)[-1].data["response"]["error"]
+    assert (responses.status_code, failed["code"]) == (200, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("answer", "statuses", "retry_after"),
+    [
+        (refusal(429, {"retry-after": "9"}), (429, 429, 429), "9"),
+        (refusal(401), (529, 503, 503), "1"),
+        (refusal(403), (529, 503, 503), "1"),
+        (refusal(400), (400, 400, 400), None),
+        (refusal(404), (404, 404, 404), None),
+        (refusal(413), (413, 413, 413), None),
+        (refusal(500), (500, 500, 500), None),
+        (refusal(503, {"retry-after": "4"}), (529, 503, 503), "4"),
+        (refusal(504), (504, 504, 504), None),
+    ],
+)
+async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
+    answer: Answer, statuses: tuple[int, ...], retry_after: str | None
+) -> None:
+    async with upstream(answer) as up, gateway(up) as client:
+        replies = [await client.post(wire.path, json=wire.body("text")) for wire in WIRES.values()]
+    assert tuple(reply.status_code for reply in replies) == statuses
+    assert {reply.headers.get("retry-after") for reply in replies} == {retry_after}
+    assert len(up.asked) == 3
+
+
+async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> None:
+    async with upstream(Answer(body=chat("Half an")[:1], breaks=True)) as up, gateway(up) as client:
+        replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in WIRES.values()]
+    messages, chat_, responses = (frames(reply.text) for reply in replies)
+    assert messages[-1].event == "error"
+    assert "error" in chat_[-1].data
+    assert responses[-1].event == "response.failed"
+    assert len(up.asked) == 3
+
+
+async def test_an_image_arrives_as_data() -> None:
+    url = f"data:image/png;base64,{PIXEL}"
+    content = [{"type": "text", "text": "Look"}, {"type": "image_url", "image_url": {"url": url}}]
+    body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
+    async with upstream(Answer(body=chat("A dot."))) as up, gateway(up, modalities=["text", "image"]) as client:
+        reply = await client.post("/v1/chat/completions", json=body)
+        assert reply.json()["choices"][0]["message"]["content"] == "A dot."
+    assert up.asked[0].body["messages"][0]["content"] == content
+
+
+async def test_only_what_somebody_chose_is_sampled_with() -> None:
+    """An upstream has its own defaults: ours for local models are not forced upon it."""
+    async with upstream(Answer(body=chat("Hi"))) as up, gateway(up, decoding={"top_p": 0.5}) as client:
+        await client.post("/v1/chat/completions", json=WIRES["chat"].body("text"))
+    assert "temperature" not in up.asked[0].body
+    assert up.asked[0].body["top_p"] == 0.5
+
+
+async def test_several_answers_are_several_requests() -> None:
+    async with upstream(Answer(body=chat("Hi"))) as up, gateway(up) as client:
+        reply = await client.post("/v1/chat/completions", json=WIRES["chat"].body("text", n=2))
+    assert [choice["message"]["content"] for choice in reply.json()["choices"]] == ["Hi", "Hi"]
+    assert ["n" in asked.body for asked in up.asked] == [False, False]

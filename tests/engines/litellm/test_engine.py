@@ -1,0 +1,177 @@
+"""The LiteLLM engine with a stand-in for its library, which answers the same calls in the same shapes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from modelyard.config import load
+from modelyard.core.engine import CacheInfo, ChatEngine, EngineSpec, Machine, Memory
+from modelyard.core.errors import (
+    Cancelled,
+    InvalidRequest,
+    ModelyardError,
+    NotFound,
+    RateLimited,
+    Timeout,
+    Unavailable,
+)
+from modelyard.core.events import BlockDelta, Event, Failed, fold
+from modelyard.core.request import Message, Request, Text
+from modelyard.definition import define
+from modelyard.engines import litellm
+from modelyard.engines.litellm.engine import LiteLlmEngine
+from modelyard.plugins import MissingLibrary
+
+REQUEST = Request(model="any", messages=(Message("user", (Text("Hello"),)),), max_tokens=9)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "standin"))
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm as standin
+
+    yield standin
+    del sys.modules["litellm"]
+
+
+def engine(model: str, **options: Any) -> LiteLlmEngine:
+    chosen = litellm.Options(litellm_model=model, **options)
+    made = litellm.create(EngineSpec("any", chosen, {"any": CacheInfo(4096)}))
+    assert isinstance(made, LiteLlmEngine)
+    return made
+
+
+@asynccontextmanager
+async def opened(model: str, **options: Any) -> AsyncIterator[LiteLlmEngine]:
+    it = engine(model, **options)
+    await it.open(lambda *_: None)
+    try:
+        yield it
+    finally:
+        await it.close()
+
+
+async def read(it: LiteLlmEngine) -> list[Event]:
+    return [event async for batch in it.chat(REQUEST) for event in batch]
+
+
+async def test_an_answer_comes_through_with_its_usage(library: ModuleType) -> None:
+    async with opened("says/Hi you") as it:
+        assert isinstance(it, ChatEngine)
+        reply = fold(await read(it))
+        assert await it.count(REQUEST) is None
+    assert reply.text == "Hi you"
+    assert (reply.finished.usage.prompt, reply.finished.usage.output) == (5, 2)
+    assert library.asked == [
+        {
+            "model": "says/Hi you",
+            "messages": [{"role": "user", "content": "Hello"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": 9,
+            "timeout": 120.0,
+            "drop_params": True,
+            "num_retries": 0,
+            "max_retries": 0,
+        }
+    ]
+    assert library.closed == ["Hi you"]
+    assert (library.telemetry, library.suppress_debug_info) == (False, True)
+
+
+async def test_key_address_and_further_arguments_are_handed_on(
+    library: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELYARD_TEST_KEY", "s3cret")
+    more = {
+        "litellm_api_key_env": "MODELYARD_TEST_KEY",
+        "litellm_api_base": "http://a.b",
+        "litellm_params": {"region": "x"},
+    }
+    async with opened("says/x", **more) as it:
+        await read(it)
+    (asked,) = library.asked
+    assert {name: asked[name] for name in ("api_key", "api_base", "region")} == {
+        "api_key": "s3cret",
+        "api_base": "http://a.b",
+        "region": "x",
+    }
+
+
+async def test_a_key_that_is_not_set_keeps_it_from_loading(library: ModuleType) -> None:
+    with pytest.raises(InvalidRequest, match="'NO_SUCH_VARIABLE_HERE', which is not set"):
+        await engine("says/x", litellm_api_key_env="NO_SUCH_VARIABLE_HERE").open(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, InvalidRequest),
+        (401, Unavailable),
+        (404, NotFound),
+        (408, Timeout),
+        (429, RateLimited),
+        (503, Unavailable),
+    ],
+)
+async def test_a_providers_refusal_keeps_its_meaning(
+    library: ModuleType, status: int, kind: type[ModelyardError]
+) -> None:
+    async with opened(f"refuses/{status}") as it:
+        (last,) = await read(it)
+    assert isinstance(last, Failed)
+    assert type(last.error) is kind
+    assert status != 429 or last.error.retry_after == 3.0
+    assert len(library.asked) == 1
+
+
+async def test_a_refusal_is_tried_again_where_that_is_allowed(library: ModuleType) -> None:
+    async with opened("refuses/503once", litellm_max_retries=1) as it:
+        assert fold(await read(it)).text == "503once"
+    assert len(library.asked) == 2
+
+
+async def test_a_stream_that_breaks_is_an_error_and_not_begun_again(library: ModuleType) -> None:
+    async with opened("breaks/half", litellm_max_retries=5) as it:
+        last = (await read(it))[-1]
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, Unavailable)
+    assert len(library.asked) == 1
+
+
+async def test_cancelling_closes_the_providers_stream(library: ModuleType) -> None:
+    async with opened("hangs/half") as it:
+        generation = it.chat(REQUEST)
+        got: list[Event] = []
+        while not any(isinstance(event, BlockDelta) for event in got):
+            got += await anext(generation)
+        generation.cancel()
+        got += [event async for batch in generation for event in batch]
+    assert isinstance(got[-1], Failed)
+    assert isinstance(got[-1].error, Cancelled)
+    assert library.closed == ["half"]
+
+
+def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelyard.engines.litellm.library.find_spec", lambda _: None)
+    with pytest.raises(MissingLibrary, match=r"pip install 'modelyard\[litellm\]'"):
+        litellm.verify()
+    model = {"backend": "litellm", "litellm_model": "openai/gpt"}
+    config = load(env={}, overrides={"models": {"any": model}}).config
+    made = define(config.router().catalog.models["any"], config.models["any"])
+    assert made.model.fault is not None
+    assert "modelyard[litellm]" in made.model.fault.message
+
+
+def test_it_is_remote_and_holds_nothing() -> None:
+    assert litellm.REMOTE
+    assert not litellm.HOLDS_WEIGHTS
+    assert litellm.estimate(EngineSpec("m", None, {}), Machine(1)) == Memory()

@@ -1,0 +1,185 @@
+"""A real llama-server with a real model: started, asked, killed, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from modelyard.core.engine import CacheInfo, ChatEngine
+from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, NotFound, Timeout, Unavailable
+from modelyard.core.events import BlockDelta, Event, Failed, fold
+from modelyard.core.request import Constraint
+from modelyard.engines.llama_server.server import find_binary
+from modelyard.library.default import fetch
+from modelyard.vocab.gguf import GgufVocabulary
+from tests.engines.llama_server import stage
+from tests.engines.llama_server.stage import asked, engine, read, running
+
+
+async def test_it_answers_counts_and_tells_its_log_and_its_process() -> None:
+    async with running() as it:
+        assert isinstance(it, ChatEngine)
+        reply = fold(await read(it, asked("What is the capital of France?", max_tokens=12)))
+        assert reply.text
+        assert reply.finished.usage.prompt == await it.count(asked("What is the capital of France?"))
+        assert reply.finished.usage.output <= 12
+        assert any("listening" in line for line in it.log_tail())
+        assert len(it.log_tail(2)) == 2
+        assert psutil.pid_exists(it.pid or 0)
+    assert not psutil.pid_exists(it.pid or 0)
+    assert not it.lost.done(), "a stop is no death"
+
+
+async def test_it_counts_as_the_models_own_vocabulary_does() -> None:
+    async with running() as it:
+        rendered = (
+            "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+            "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert await it.count(asked()) == len(GgufVocabulary(fetch()).encode(rendered))
+
+
+async def test_a_port_works_as_well_as_a_socket_and_lets_nobody_else_in() -> None:
+    async with running(llama_server_host="127.0.0.1") as it:
+        assert fold(await read(it, asked())).text
+        (told,) = [line for line in it.log_tail() if "listening" in line]
+    assert "127.0.0.1" in told
+
+
+async def test_a_schema_is_kept() -> None:
+    async with running() as it:
+        schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
+        reply = fold(
+            await read(it, asked("Give a number.", constraint=Constraint("json_schema", schema), max_tokens=40))
+        )
+    assert reply.text.replace(" ", "").replace("\n", "").startswith('{"n":')
+
+
+async def test_a_prompt_beyond_its_window_is_an_overflow_with_true_numbers() -> None:
+    async with running({"main": CacheInfo(256, 2)}) as it:
+        (last,) = await read(it, asked("word " * 400))
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, ContextOverflow)
+        assert last.error.window == 256
+        assert last.error.prompt_tokens == await it.count(asked("word " * 400))
+
+
+async def until_it_speaks(generation: object) -> list[Event]:
+    got: list[Event] = []
+    while not any(isinstance(event, BlockDelta) for event in got):
+        got += await anext(generation)  # type: ignore[call-overload]
+    return got
+
+
+async def test_cancelling_stops_it_and_frees_its_slot_for_the_next() -> None:
+    async with running({"main": CacheInfo(512, 1)}) as it:
+        generation = it.chat(asked("Count to a thousand.", max_tokens=400))
+        got = await until_it_speaks(generation)
+        generation.cancel()
+        got += [event async for batch in generation for event in batch]
+        assert isinstance(got[-1], Failed)
+        assert isinstance(got[-1].error, Cancelled)
+        assert fold(await read(it, asked())).text
+
+
+async def test_a_kill_ends_its_streams_and_resolves_lost_with_the_reason() -> None:
+    async with running() as it:
+        generation = it.chat(asked("Count to a thousand.", max_tokens=400))
+        await until_it_speaks(generation)
+        os.kill(it.pid or 0, signal.SIGKILL)
+        last = [event async for batch in generation for event in batch][-1]
+        death = await it.lost
+        assert isinstance(death, Unavailable)
+        assert "was killed by SIGKILL" in death.message
+        assert last == Failed(death)
+        assert await read(it, asked()) == [Failed(death)]
+
+
+async def test_a_kill_while_nothing_runs_is_noticed_without_asking() -> None:
+    async with running() as it:
+        os.kill(it.pid or 0, signal.SIGKILL)
+        assert "SIGKILL" in (await it.lost).message
+
+
+# --- what keeps it from loading ---------------------------------------------------------------------------------------
+
+
+async def refused(**options: object) -> ModelyardError:
+    it = engine(**options)  # type: ignore[arg-type]
+    with pytest.raises(ModelyardError) as caught:
+        await it.open(lambda *_: None)
+    assert it.pid is None or not psutil.pid_exists(it.pid)
+    await it.close()
+    return caught.value
+
+
+@pytest.mark.parametrize("kept", [0, 100, 1_000_000])
+async def test_a_broken_model_is_named_with_the_programs_own_reason(tmp_path: Path, kept: int) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(fetch().read_bytes()[:kept])
+    error = await refused(path=str(broken))
+    assert str(broken) in error.message
+    assert "fail" in error.message
+    assert "exit code 1" in error.message
+
+
+async def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    assert isinstance(await refused(path=str(tmp_path / "none.gguf")), NotFound)
+
+
+async def test_an_argument_that_it_does_not_know_is_told() -> None:
+    assert "invalid argument: --nonsense" in (await refused(llama_server_extra_args=["--nonsense"])).message
+
+
+async def test_a_projector_that_is_none_is_told() -> None:
+    assert "CLIP" in (await refused(llama_server_mmproj_path=str(fetch()))).message
+
+
+async def test_a_load_that_takes_too_long_is_given_up() -> None:
+    assert isinstance(await refused(llama_server_start_timeout_s=0.000001), Timeout)
+
+
+async def test_a_program_that_is_not_there_is_named() -> None:
+    assert "/no/such/program" in (await refused(llama_server_binary="/no/such/program")).message
+
+
+def test_the_program_is_looked_for_on_the_path_and_then_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modelyard.library.llama_server.place", lambda: tmp_path / "cached")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    unnamed = stage.options(llama_server_binary=None)
+    with pytest.raises(NotFound, match="name yours in llama_server_binary"):
+        find_binary(unnamed)
+    (tmp_path / "cached").touch(mode=0o755)
+    assert find_binary(unnamed) == str(tmp_path / "cached")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "llama-server").touch(mode=0o755)
+    assert find_binary(unnamed) == str(tmp_path / "bin" / "llama-server")
+
+
+async def test_opening_can_be_given_up() -> None:
+    it = engine()
+    told: list[str] = []
+    began = asyncio.Event()
+    task = asyncio.create_task(it.open(lambda _, what: (told.append(what), began.set())))  # type: ignore[func-returns-value]
+    await began.wait()
+    while it.pid is None:  # noqa: ASYNC110  nobody else has to know when it was forked
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not psutil.pid_exists(it.pid)
+
+
+async def test_several_caches_are_one_set_of_slots_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with running({"main": CacheInfo(256, 1), "fast": CacheInfo(128, 1)}) as it:
+            assert fold(await read(it, asked())).text
+    assert "one set of slots for the caches main, fast" in caplog.text

@@ -1,0 +1,74 @@
+"""What a definition may say, and what one load may set for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from modelyard.engines.llama_server import LIVE_OVERRIDES, Options
+
+
+def test_five_fields_may_be_set_for_one_load() -> None:
+    assert list(LIVE_OVERRIDES) == [
+        "llama_server_n_ctx",
+        "llama_server_image_max_tokens",
+        "llama_server_spec_type",
+        "llama_server_spec_draft_n_max",
+        "llama_server_spec_draft_p_min",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("llama_server_n_ctx", 8192),
+        ("llama_server_image_max_tokens", 512),
+        ("llama_server_spec_type", "draft-mtp"),
+        ("llama_server_spec_draft_n_max", 1),
+        ("llama_server_spec_draft_n_max", 6),
+        ("llama_server_spec_draft_p_min", 0),
+        ("llama_server_spec_draft_p_min", 1.0),
+    ],
+)
+def test_values_within_their_range_are_taken(field: str, value: Any) -> None:
+    assert TypeAdapter(LIVE_OVERRIDES[field]).validate_python(value) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("llama_server_n_ctx", 0, "greater than or equal to 1"),
+        ("llama_server_image_max_tokens", -1, "greater than or equal to 1"),
+        ("llama_server_spec_type", "a; rm -rf", "pattern"),
+        ("llama_server_spec_draft_n_max", 0, "greater than or equal to 1"),
+        ("llama_server_spec_draft_n_max", 7, "less than or equal to 6"),
+        ("llama_server_spec_draft_p_min", 1.5, "less than or equal to 1"),
+        ("llama_server_spec_draft_p_min", "x", "valid number"),
+    ],
+)
+def test_values_outside_are_refused_with_the_range(field: str, value: Any, told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        TypeAdapter(LIVE_OVERRIDES[field]).validate_python(value)
+
+
+@pytest.mark.parametrize("argument", ["-m", "--model=x.gguf", "--host", "--port=1", "-c", "--parallel", "--api-key"])
+def test_arguments_that_are_fields_of_their_own_are_refused_by_name(argument: str) -> None:
+    with pytest.raises(ValidationError, match=f"{argument.partition('=')[0]} is set by"):
+        Options(path="m", llama_server_extra_args=["--mlock", argument])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"llama_server_n_gpu_layers": "many"},
+        {"llama_server_flash_attn": "maybe"},
+        {"llama_server_port": 70000},
+        {"llama_server_spec_draft_p_min": 2},
+        {"llama_server_nonsense": 1},
+    ],
+)
+def test_nonsense_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Options(path="m", **fields)

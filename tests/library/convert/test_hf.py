@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from modelyard.library.convert import convert
+from tests.library.convert import tiny
+
+
+def made(tmp_path: Path, architecture: str = "llama", quantization: str | None = None) -> Path:
+    file = tiny.write_model(tmp_path / "tiny.gguf", architecture)
+    return Path(convert(str(file), "hf", quantization=quantization, out=tmp_path / "out").path)
+
+
+def tensors(folder: Path) -> dict[str, tuple[str, Any]]:
+    data = (folder / "model.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    head, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    assert head.pop("__metadata__") == {"format": "pt"}
+    assert max(about["data_offsets"][1] for about in head.values()) == len(body)
+    return {name: (about["dtype"], _values(about, body)) for name, about in head.items()}
+
+
+def _values(about: dict[str, Any], body: bytes) -> Any:
+    start, end = about["data_offsets"]
+    raw = body[start:end]
+    if about["dtype"] == "BF16":
+        values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = np.frombuffer(raw, {"F32": np.float32, "F16": np.float16}[about["dtype"]]).astype(np.float32)
+    return values.reshape(about["shape"])
+
+
+def test_config_tells_the_shape(tmp_path: Path):
+    config = json.loads((made(tmp_path) / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (tiny.WIDTH, tiny.LAYERS)
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (tiny.HEADS, tiny.KV_HEADS)
+    assert (config["rope_theta"], config["rms_norm_eps"]) == (5000.0, 1e-05)
+    assert config["vocab_size"] == len(tiny.tokens())
+    assert not config["tie_word_embeddings"]
+    assert config["torch_dtype"] == "bfloat16"
+
+
+def test_words_in_and_out_that_are_one_table_are_told_so(tmp_path: Path):
+    folder = made(tmp_path, "qwen2")
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    found = tensors(folder)
+    assert "lm_head.weight" not in found
+    assert "model.layers.1.self_attn.k_proj.bias" in found
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype", "off"),
+    [("float32", "F32", 0.0), ("float16", "F16", 2.0**-11), ("bfloat16", "BF16", 2.0**-8)],
+)
+def test_weights_are_rounded_to_the_nearest(quantization: str, dtype: str, off: float, tmp_path: Path):
+    found = tensors(made(tmp_path, quantization=quantization))
+    for new, old in (("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")):
+        kind, got = found[new]
+        wanted = tiny._weights("llama")[old].astype(np.float32)
+        assert kind == dtype
+        assert np.all(np.abs(got - wanted) <= off * np.abs(wanted) + 1e-7)
+
+
+def test_queries_and_keys_are_put_back_into_halves(tmp_path: Path):
+    """llama.cpp turns neighbours, the other world turns the first half against the second."""
+    found = tensors(made(tmp_path, quantization="float32"))
+    stored, half = tiny._weights("llama")["blk.0.attn_q.weight"].astype(np.float32), tiny.WIDTH // tiny.HEADS // 2
+    got = found["model.layers.0.self_attn.q_proj.weight"][1]
+    assert np.array_equal(got[:half], stored[0 : 2 * half : 2])
+    assert np.array_equal(got[half : 2 * half], stored[1 : 2 * half : 2])

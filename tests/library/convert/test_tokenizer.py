@@ -1,0 +1,85 @@
+"""The tokenizer.json of a conversion gives the ids that llama.cpp gives from the GGUF file."""
+
+from __future__ import annotations
+
+import json
+import random
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from modelyard.core.errors import Unsupported
+from modelyard.library.convert import tokenizer
+from modelyard.library.gguf import contents
+from modelyard.vocab.gguf import GgufVocabulary
+from modelyard.vocab.hf import HfVocabulary
+from tests.engines.llama_cpp.stage import model_file
+from tests.library.convert import tiny
+
+PIECES = [
+    *("hello", " world", "The", " capital", "don't", "I'LL", "WE'RE", "x1y22z333", " 2024", "12345678", "²½", "٣٤"),
+    *(" ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", " \n ", "a\n b"),
+    *("!?", "...", " ->", "({[", "snake_case", "http://x.y/z?q=1", "é", "日本語", "한국어", "العربية", "🎉", "👩‍👧"),
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "\x00", "\ufeff", "\u200b"),
+]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    return model_file()
+
+
+def texts() -> list[str]:
+    choose = random.Random(5)
+    return ["".join(choose.choices(PIECES, k=choose.randint(1, 12))) for _ in range(500)] + PIECES
+
+
+def vocabularies(file: Path, folder: Path) -> tuple[GgufVocabulary, HfVocabulary]:
+    for name, content in tokenizer.files(contents(file)[0], 8192):
+        (folder / name).write_bytes(content)
+    return GgufVocabulary(file), HfVocabulary.load(folder)
+
+
+def test_default_model_is_tokenized_as_llama_cpp_does(smollm2: Path, tmp_path: Path):
+    theirs, ours = vocabularies(smollm2, tmp_path)
+    for text in [*texts(), Path(__file__).read_text("utf-8")]:
+        assert ours.encode(text) == theirs.encode(text), repr(text)
+        assert ours.encode_plain(text) == theirs.encode_plain(text), repr(text)
+    assert ours.specials == theirs.specials
+    assert (ours.bos, ours.bos_token, ours.eos_token) == (theirs.bos, theirs.bos_token, theirs.eos_token)
+    assert {0, 2} <= ours.eos
+
+
+@pytest.mark.parametrize("cut", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
+def test_each_way_to_cut_words_is_llama_cpps(cut: str, smollm2: Path, tmp_path: Path):
+    about = contents(smollm2)[0]
+    merges = about["tokenizer.ggml.merges"][:4000]
+    words = tiny.tokens()[: len(tiny.SPECIALS) + 256] + [merge.replace(" ", "") for merge in merges]
+    words = list(dict.fromkeys(words))
+    theirs, ours = vocabularies(tiny.write_vocabulary(tmp_path / "words.gguf", cut, words, merges), tmp_path)
+    for text in texts():
+        text = unicodedata.normalize("NFC", text)
+        assert ours.encode(text) == theirs.encode(text), repr(text)
+
+
+def test_folder_says_how_texts_begin_and_end(tmp_path: Path):
+    about = contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]
+    made = {name: content.decode() for name, content in tokenizer.files(about, 256)}
+    config = json.loads(made["tokenizer_config.json"])
+    assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+    assert config["model_max_length"] == 256
+    assert made["chat_template.jinja"] == config["chat_template"] == tiny.TEMPLATE
+    assert json.loads(made["generation_config.json"])["eos_token_id"] == [0, 2]
+
+
+def test_begin_of_text_that_the_file_adds_is_added(tmp_path: Path):
+    about = dict(contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]) | {"tokenizer.ggml.add_bos_token": True}
+    for name, content in tokenizer.files(about, 256):
+        (tmp_path / name).write_bytes(content)
+    assert HfVocabulary.load(tmp_path).bos == 1
+
+
+def test_tokenizer_of_another_kind_is_refused_with_what_to_do():
+    with pytest.raises(Unsupported, match="ct2-transformers-converter"):
+        list(tokenizer.files({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": []}, 256))

@@ -1,0 +1,115 @@
+"""A child program: its words are kept, its end is known at once, and it is gone when it was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from modelyard.processes.child import Child, fate
+
+PATIENT = "import signal, sys; print('up', flush=True); signal.pause()"
+STUBBORN = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\nwhile 1: signal.pause()"
+)
+
+
+async def started(code: str) -> Child:
+    return await Child.start([sys.executable, "-c", code])
+
+
+async def until_up(child: Child) -> None:
+    async with asyncio.timeout(60):
+        while "up" not in child.log.lines():  # noqa: ASYNC110  a ring has no bell
+            await asyncio.sleep(0.001)
+
+
+async def test_its_output_and_its_exit_code_are_known_when_it_has_ended() -> None:
+    child = await started("import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
+    assert await child.ended == 3
+    assert sorted(child.log.lines()) == ["one", "two"]
+
+
+async def test_it_is_given_its_environment_and_no_more() -> None:
+    child = await Child.start(
+        [sys.executable, "-c", "import os; print(os.environ.get('A'), os.environ.get('HOME'))"], {"A": "b"}
+    )
+    await child.ended
+    assert child.log.lines() == ["b None"]
+
+
+async def test_stopping_asks_first_and_can_be_done_twice() -> None:
+    child = await started(PATIENT)
+    await until_up(child)
+    assert await child.stop() == -signal.SIGTERM
+    assert await child.stop() == -signal.SIGTERM
+    assert not psutil.pid_exists(child.pid)
+
+
+async def test_one_that_does_not_listen_is_killed() -> None:
+    child = await started(STUBBORN)
+    await until_up(child)
+    assert await child.stop(grace=0.01) == -signal.SIGKILL
+
+
+async def test_a_death_is_known_without_asking() -> None:
+    child = await started(PATIENT)
+    await until_up(child)
+    os.kill(child.pid, signal.SIGKILL)
+    assert await child.ended == -signal.SIGKILL
+    assert repr(child) == f"<Child {child.pid} ended>"
+
+
+async def test_a_program_that_is_not_there_says_so_in_its_output() -> None:
+    child = await Child.start(["/no/such/program"])
+    assert await child.ended == 1
+    assert child.log.lines() == ["cannot start /no/such/program: No such file or directory"]
+
+
+async def test_giving_up_the_wait_for_its_end_does_not_end_the_watch() -> None:
+    child = await started(PATIENT)
+    waiting = asyncio.create_task(asyncio.wait({child.ended}))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    assert await child.stop() < 0
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_an_exit_code_has_words(code: int, words: str) -> None:
+    assert fate(code) == words
+
+
+PARENT = f"""
+import asyncio, sys
+from modelyard.processes.child import Child
+
+async def main():
+    child = await Child.start([sys.executable, "-c", {PATIENT!r}])
+    while "up" not in child.log.lines():
+        await asyncio.sleep(0.001)
+    print(child.pid, flush=True)
+    await child.ended
+
+asyncio.run(main())
+"""
+
+
+def test_none_is_orphaned_when_its_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    child.wait(60)
