@@ -7,7 +7,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from modelyard.core.errors import ModelyardError
-from modelyard.library import default, gguf, places, shelf
+from modelyard.library import default, folders, gguf, places, shelf
+from modelyard.library.folders import Folder
 from modelyard.library.index import Entry
 from modelyard.library.progress import size
 
@@ -28,6 +29,8 @@ def file_row(path: str | None) -> FileRow:
         return FileRow()
     if default.is_default(path) and not default.is_here():
         return FileRow(size(default.DEFAULT.size), "", "not fetched yet")
+    if (folder := folders.find(path)) is not None:
+        return FileRow(size(folder.size), folder.quant, "here")
     file = places.find(path)
     if file is None:
         return FileRow(state="missing")
@@ -41,9 +44,11 @@ def file_row(path: str | None) -> FileRow:
 
 
 def explain(path: str | None) -> Rows:
-    """What `models show` says of a file; nothing where there is no GGUF file."""
+    """What `models show` says of a file or folder; nothing where there is none that we can read."""
     if default.is_default(path) and not default.is_here():
         return [("file", f"not fetched yet ({size(default.DEFAULT.size)}): modelyard serve does that when it starts")]
+    if path is not None and (folder := folders.find(path)) is not None:
+        return _explain_folder(folder)
     file = places.find(path) if path is not None else None
     if file is None or file.suffix.lower() != ".gguf":
         return []
@@ -57,6 +62,12 @@ def explain(path: str | None) -> Rows:
         ("trained context", f"{about.trained_context} tokens" if about.trained_context else ""),
     ]
     return [row for row in rows if row[1]]
+
+
+def _explain_folder(folder: Folder) -> Rows:
+    names = {"ct2": "CTranslate2", "hf": "Hugging Face"}
+    rows = [("folder", f"{folder.path}, {size(folder.size)}"), ("kind", names[folder.kind])]
+    return [*rows, ("quantization", folder.quant)] if folder.quant else rows
 
 
 def explain_entry(entry: Entry) -> Rows:

@@ -67,6 +67,15 @@ class Facts(Struct, frozen=True):
     size: int = 0
 
 
+class TensorPlace(Struct, frozen=True):
+    """Where a tensor lies in its file. `shape` has rows first, as in numpy; `kind` is ggml's number of its type."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
 def facts(file: Path) -> Facts:
     """Of the whole model, all its parts together."""
     try:
@@ -108,6 +117,24 @@ def read_metadata(file: IO[bytes]) -> dict[str, Any]:
     """All of it, lists of tokens included. A ValueError says what is wrong with the file."""
     _tensors, count = _counts(file)
     return dict(_entries(file, count, lists="all"))
+
+
+def contents(path: Path) -> tuple[dict[str, Any], list[TensorPlace]]:
+    """All of the metadata, and where each tensor lies."""
+    try:
+        with path.open("rb") as file:
+            tensors, count = _counts(file)
+            metadata = dict(_entries(file, count, lists="all"))
+            places = [_place(file) for _ in range(tensors)]
+            return metadata, _from_start(places, file.tell(), int(metadata.get("general.alignment", 32)))
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{path} is not a readable GGUF file: {error}", code="model_unreadable") from error
+
+
+def _from_start(places: list[TensorPlace], head: int, alignment: int) -> list[TensorPlace]:
+    """The file counts from where the data begin, which is the next aligned byte after its head."""
+    begin = -(-head // alignment) * alignment
+    return [TensorPlace(place.name, place.shape, place.kind, begin + place.offset) for place in places]
 
 
 def _counts(file: IO[bytes]) -> tuple[int, int]:
@@ -162,13 +189,17 @@ def _check_inner(kind: int) -> None:
 
 def _elements(file: IO[bytes]) -> int:
     """How many numbers the next tensor holds."""
-    file.seek(_length(file), 1)
+    return math.prod(_place(file).shape)
+
+
+def _place(file: IO[bytes]) -> TensorPlace:
+    name = _text(file)
     (dimensions,) = _unpack(file, "I")
     if dimensions > 8:
         raise ValueError(f"a tensor of {dimensions} dimensions")
     shape = _unpack(file, f"{dimensions}Q")
-    _unpack(file, "IQ")  # its type, and where it begins
-    return math.prod(shape)
+    kind, offset = _unpack(file, "IQ")
+    return TensorPlace(name, tuple(reversed(shape)), kind, offset)
 
 
 def _text(file: IO[bytes]) -> str:

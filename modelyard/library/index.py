@@ -13,7 +13,8 @@ from modelyard.library.home import locked, models_folder
 
 
 class Entry(Struct, frozen=True, omit_defaults=True):
-    """`path` is the model's first file. What is `owned` was fetched by us and goes when the entry is removed."""
+    """`path` is the model's first file or its folder. What is `owned` is of our making or fetching and goes when the
+    entry is removed."""
 
     name: str
     path: str

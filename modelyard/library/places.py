@@ -20,11 +20,24 @@ _SPLIT = re.compile(r"(?P<base>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf",
 
 def locate(path: str) -> Path:
     """The GGUF file to open: the file itself, the only one of a folder, the first of a split model."""
-    for place in _candidates(path):
+    for place in candidates(path):
         if place.exists():
             return _whole(_only(place)[0] if place.is_dir() else place)
     raise NotFound(
-        f"there is no model file {path!r}; looked in {', '.join(str(place.parent) for place in _candidates(path))}",
+        f"there is no model file {path!r}; looked in {', '.join(str(place.parent) for place in candidates(path))}",
+        code="model_file_missing",
+    )
+
+
+def locate_folder(path: str, holding: str) -> Path:
+    """The folder of a model that is no GGUF file, known by a file in it; the path may also be that file's own."""
+    for place in candidates(path):
+        folder = place.parent if place.name == holding else place
+        if (folder / holding).is_file():
+            return folder
+    raise NotFound(
+        f"there is no model {path!r} (a folder with a {holding}); looked in "
+        f"{', '.join(str(place.parent) for place in candidates(path))}",
         code="model_file_missing",
     )
 
@@ -39,13 +52,14 @@ def find(path: str) -> Path | None:
 
 def leads_to_gguf(path: str) -> bool:
     """Whether a GGUF file is there at all, even where it is not clear which one is meant."""
-    place = next((place for place in _candidates(path) if place.exists()), None)
+    place = next((place for place in candidates(path) if place.exists()), None)
     if place is None:
         return False
     return bool(gguf_files(place)) if place.is_dir() else place.suffix.lower() == ".gguf"
 
 
-def _candidates(path: str) -> Iterator[Path]:
+def candidates(path: str) -> Iterator[Path]:
+    """Everywhere that a path may mean, best first."""
     place = Path(path).expanduser()
     yield place
     if not place.is_absolute() and not path.startswith(("./", "../")):

@@ -1,4 +1,4 @@
-"""How far a download is: a bar on a terminal, a line every tenth otherwise."""
+"""How far a download or a conversion is: a bar on a terminal, a line every tenth otherwise."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Meter:
         self.say: Say = say or _to_stderr
 
     @contextmanager
-    def watch(self, what: str) -> Iterator[OnBytes]:
+    def watch(self, what: str, doing: str = "fetching") -> Iterator[OnBytes]:
         if self.console.is_terminal:
             with _bar(self.console) as bar:
                 task = bar.add_task(what, total=None)
                 yield lambda done, total: bar.update(task, completed=done, total=total or None)
         else:
-            self.say(f"fetching {what}")
-            yield _Lines(what, self.say)
+            self.say(f"{doing} {what}")
+            yield _Lines(f"{doing} {what}", self.say)
 
 
 class _Lines:
@@ -41,7 +41,7 @@ class _Lines:
         tenth = _TENTHS * done // total if total else 0
         if tenth > self._told:
             self._told = tenth
-            self._say(f"fetching {self._what}: {tenth * 100 // _TENTHS} % of {size(total)}")
+            self._say(f"{self._what}: {tenth * 100 // _TENTHS} % of {size(total)}")
 
 
 def _bar(console: Console) -> Progress:

@@ -86,7 +86,7 @@ def get(name: str) -> Entry:
 
 
 def remove(name: str) -> Entry:
-    """Forget it; files go only where the library fetched them itself."""
+    """Forget it; files go only where the library fetched or made them itself."""
     entry = get(name)
     if entry.owned:
         _delete(Path(entry.path))
@@ -96,6 +96,9 @@ def remove(name: str) -> Entry:
 
 def _delete(first: Path) -> None:
     root = models_folder().resolve()
+    if first.is_dir() and first.resolve() != root and first.resolve().is_relative_to(root):
+        shutil.rmtree(first)
+        return
     for file in places.parts(first):
         if file.resolve().is_relative_to(root):
             file.unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""One call of `generate_batch` while it runs: it belongs to a thread of its own, and ends its jobs one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from modelyard.core.engine import Chunk, IdLogprob, Tokens
+from modelyard.core.errors import ModelyardError, Timeout
+from modelyard.engines.ct2.call import is_beam
+from modelyard.engines.ct2.job import Job
+
+Emit = Callable[[Job, list[Chunk], bool], None]
+
+
+class Batch:
+    """`fault` is set by anybody who wants it to stop: its jobs then end with it."""
+
+    def __init__(self, jobs: list[Job], words: Sequence[str], emit: Emit) -> None:
+        self.jobs, self._words, self._emit = jobs, words, emit
+        self.fault: ModelyardError | None = None
+        wanted = [job.prompt.logprobs for job in jobs if job.prompt.logprobs is not None]
+        self._scores, self._top = bool(wanted), max(wanted, default=0)
+        self._step = -1
+        self._rows: list[int] = []  # whose the rows of the logits are
+        self._logits: npt.NDArray[np.float32] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Batch of {len(self.jobs)}, {sum(not job.ended for job in self.jobs)} running>"
+
+    def run(self, generator: Any) -> None:
+        """Returns when every job has ended."""
+        prompts = [[self._words[id] for id in job.ids] for job in self.jobs]
+        call = dict(self.jobs[0].call)
+        call["end_token"] = list(call.get("end_token", ()))  # none: the callback knows each job's own
+        if is_beam(self.jobs[0].prompt.sampling):
+            self._told(generator.generate_batch(prompts, include_prompt_in_result=False, **call))
+            return
+        generator.generate_batch(
+            prompts,
+            include_prompt_in_result=False,
+            max_length=max(job.most for job in self.jobs),
+            return_scores=self._scores,
+            return_logits_vocab=self._top > 0,
+            callback=self._on_token,
+            **call,
+        )
+
+    # --- token by token ---------------------------------------------------------------------------------------------
+
+    def _on_token(self, said: Any) -> bool:
+        """CTranslate2 calls this once a token and job; True ends the job."""
+        job = self.jobs[said.batch_id]
+        if self._top:
+            self._look(said)
+        if job.ended or self._given_up(job):
+            return True
+        token: int = said.token_id
+        if token in job.stops:
+            self._end(job, "stop")
+            return True
+        job.speaks()
+        self._emit(job, [Tokens([token], self._logprobs(job, said))], False)
+        if job.said < job.most:
+            return False
+        self._end(job, job.full)
+        return True
+
+    def _given_up(self, job: Job) -> bool:
+        if self.fault is not None:
+            self._end(job, "error", self.fault)
+        elif job.cancelled:
+            self._end(job, "cancelled")
+        elif job.is_late(time.time()):
+            self._end(job, "error", Timeout("the job's deadline passed"))
+        return job.ended
+
+    def _end(self, job: Job, reason: str, error: ModelyardError | None = None) -> None:
+        self._emit(job, [job.end(reason, error)], True)
+
+    # --- log probabilities ------------------------------------------------------------------------------------------
+
+    def _look(self, said: Any) -> None:
+        """The logits of all rows come with the first token of a step, and with no other."""
+        if said.step != self._step:
+            self._step = said.step
+            self._rows = [index for index, job in enumerate(self.jobs) if not job.ended]
+            self._logits = _host(said.logits)
+
+    def _logprobs(self, job: Job, said: Any) -> list[IdLogprob] | None:
+        wanted = job.prompt.logprobs
+        if wanted is None:
+            return None
+        if not wanted or self._logits is None:
+            return [IdLogprob(said.token_id, min(0.0, said.log_prob))]
+        return [logprob_of(self._logits[self._rows.index(said.batch_id)], said.token_id, wanted)]
+
+    # --- beam search ------------------------------------------------------------------------------------------------
+
+    def _told(self, results: Sequence[Any]) -> None:
+        for job, result in zip(self.jobs, results, strict=True):
+            ids = list(result.sequences_ids[0])
+            stopped = bool(ids) and ids[-1] in job.stops
+            if self._given_up(job):
+                continue
+            if said := ids[:-1] if stopped else ids:
+                job.speaks(len(said))
+                self._emit(job, [Tokens(said)], False)
+            self._end(job, "stop" if stopped else job.full)
+
+
+def _host(logits: Any) -> npt.NDArray[np.float32]:
+    """A copy: the view is CTranslate2's, for as long as this step lasts."""
+    import ctranslate2
+
+    if logits.device != "cpu":
+        logits = logits.to_device(ctranslate2.Device.cpu)
+    if logits.dtype != ctranslate2.DataType.float32:
+        logits = logits.to(ctranslate2.DataType.float32)
+    return np.array(logits, np.float32)
+
+
+def logprob_of(logits: npt.NDArray[np.float32], token: int, top: int) -> IdLogprob:
+    """Of the model's own distribution, before any truncation."""
+    peak = float(logits.max())
+    total = peak + float(np.log(np.exp(logits - peak).sum()))
+    top = min(top, len(logits))
+    ids = np.argpartition(logits, -top)[-top:]
+    ids = ids[np.argsort(-logits[ids], kind="stable")]
+    best = tuple((int(i), float(logits[i]) - total) for i in ids)
+    return IdLogprob(token, float(logits[token]) - total, best)

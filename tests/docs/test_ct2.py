@@ -1,0 +1,44 @@
+"""docs/ct2.md: its example loads, its table is the engine's own fields, and it names what can be converted to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from modelyard.config import load
+from modelyard.engines import ct2
+from modelyard.engines.ct2.call import IGNORED
+from modelyard.library.convert import ct2 as to_ct2
+from modelyard.library.convert import hf as to_hf
+from tests.docs.pages import DOCS, blocks
+
+PAGE = (DOCS / "ct2.md").read_text()
+
+
+def test_every_field_is_in_the_table_with_its_meaning_and_no_other() -> None:
+    rows = {line.split("`")[1]: line for line in PAGE.splitlines() if line.startswith("| `")}
+    fields = {name: info for name, info in ct2.Options.model_fields.items() if name != "path"}
+    assert set(rows) == set(fields)
+    for name, info in fields.items():
+        assert rows[name].endswith(f"| {info.description} |")
+
+
+def test_the_fields_of_one_load_are_named() -> None:
+    assert all(f"`{name}`" in PAGE for name in ct2.LIVE_OVERRIDES)
+
+
+def test_the_example_loads(tmp_path: Path) -> None:
+    (example,) = blocks("ct2.md", "toml")
+    (tmp_path / "config.toml").write_text(example)
+    loaded = load(tmp_path / "config.toml", env={})
+    assert loaded.config.models["smollm2-ct2"].backend == "ct2"
+    assert [problem for problem in loaded.problems if problem.level == "error"] == []
+
+
+def test_every_number_format_of_a_conversion_is_named() -> None:
+    assert all(f"`{name}`" in PAGE for name in (*to_ct2.TYPES, *to_hf.TYPES))
+
+
+def test_ignored_knobs_are_named_by_themselves_or_by_their_family() -> None:
+    families = {"presence": "presence", "frequency": "frequency", "dry": "DRY", "xtc": "XTC", "mirostat": "Mirostat"}
+    for name in IGNORED:
+        assert f"`{name}`" in PAGE or families.get(name.partition("_")[0], "nowhere") in PAGE

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, EngineSpec, Machine
+from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.engines import ct2
+from modelyard.engines.ct2 import folder
+from tests.engines.ct2.stage import model_folder
+
+SMOLLM2 = {"layers": 30, "width": 576, "vocab": 49152}
+
+
+def test_words_are_those_of_the_tokenizer():
+    words = folder.words(model_folder())
+    assert (len(words), words[2]) == (SMOLLM2["vocab"], "<|im_end|>")
+
+
+def test_older_conversions_have_one_word_a_line(tmp_path: Path):
+    (tmp_path / "vocabulary.txt").write_text("<s>\nĠa\nb\n", "utf-8")
+    assert folder.words(tmp_path) == ["<s>", "Ġa", "b"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("vocabulary.json", "{}"), ("vocabulary.json", '["a", "a"]'), ("other.json", "[]")]
+)
+def test_vocabulary_that_cannot_be_used_is_an_error_that_names_the_folder(file: str, text: str, tmp_path: Path):
+    (tmp_path / file).write_text(text)
+    with pytest.raises(InvalidRequest, match=str(tmp_path)):
+        folder.words(tmp_path)
+
+
+def test_path_may_be_the_folder_or_the_file_in_it():
+    assert folder.find(str(model_folder())) == folder.find(str(model_folder() / "model.bin")) == model_folder()
+
+
+def test_folder_without_a_model_is_named(tmp_path: Path):
+    with pytest.raises(NotFound, match=r"model\.bin"):
+        folder.find(str(tmp_path))
+
+
+def test_trained_length_is_told_where_the_tokenizer_tells_it(tmp_path: Path):
+    assert folder.trained_length(model_folder()) == 8192
+    assert folder.trained_length(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
+    assert folder.trained_length(tmp_path) is None
+
+
+def test_variables_are_read_without_their_weights():
+    found = folder.variables(model_folder())
+    assert found["decoder/embeddings/weight"].shape == (SMOLLM2["vocab"], SMOLLM2["width"])
+    assert found["decoder/embeddings/weight"].dtype == "int8"
+    stored = sum(variable.bytes for variable in found.values())
+    assert 0 < (model_folder() / "model.bin").stat().st_size - stored < 100_000
+
+
+@pytest.mark.parametrize("data", [b"", b"\x06\0\0\0", bytes(range(256)), b"\x06\0\0\0\xff\xff" + b"x" * 9])
+def test_file_that_is_no_model_is_refused_by_name(data: bytes, tmp_path: Path):
+    (tmp_path / "model.bin").write_bytes(data)
+    with pytest.raises(InvalidRequest, match=str(tmp_path)):
+        folder.variables(tmp_path)
+
+
+# --- what it would take -----------------------------------------------------------------------------------------------
+
+
+def test_estimate_counts_the_keys_of_every_query_head():
+    options = ct2.Options(path=str(model_folder()), device="cpu")
+    memory = ct2.estimate(EngineSpec("m", options, {"main": CacheInfo(1000, 3)}), Machine(1 << 34))
+    assert memory.kv == 2 * 4 * SMOLLM2["layers"] * SMOLLM2["width"] * 3000
+    assert memory.device == "cpu"
+
+
+@pytest.mark.parametrize(("compute_type", "times"), [("int8", 1), ("float16", 2), ("float32", 4)])
+def test_weights_take_what_they_are_computed_in(compute_type: str, times: int):
+    def weights(kind: str) -> int:
+        options = ct2.Options(path=str(model_folder()), compute_type=kind)
+        return ct2.estimate(EngineSpec("m", options, {}), Machine(1 << 34)).weights
+
+    assert weights(compute_type) == pytest.approx(times * weights("int8"), rel=0.02)
+
+
+def test_gpu_is_taken_where_there_is_one_and_halves_the_keys():
+    options = ct2.Options(path=str(model_folder()), device="auto")
+    spec = EngineSpec("m", options, {"main": CacheInfo(1000)})
+    on_gpu, on_cpu = (ct2.estimate(spec, Machine(1 << 34, gpus)) for gpus in ({"gpu": 1 << 34}, {}))
+    assert (on_gpu.device, on_cpu.device) == ("gpu", "cpu")
+    assert 2 * on_gpu.kv == on_cpu.kv
