@@ -14,13 +14,12 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, cast
 
-import msgspec
-
-from modelyard.core.engine import Accepted, ChatEngine, End, Generation, TextEngine, Tokens
+from modelyard.core.engine import Accepted, ChatEngine, End, Engine, Generation, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Incomplete, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.lease import Lease, Leases, Ticket
 from modelyard.gateway.job import Job
+from modelyard.gateway.timings import Moments, around
 from modelyard.gateway.translate import ChatTranslation, TextTranslation, foreign
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.metrics import Metrics
@@ -34,7 +33,10 @@ class Surroundings(Protocol):
     leases: Leases
     metrics: Metrics
 
+    def granted(self, job: Job, engine: Engine) -> None: ...
     def accepted(self, job: Job, choice: int, where: Accepted) -> None: ...
+    def ended(self, job: Job, choice: int, last: Finished | Failed, where: Accepted | None) -> None: ...
+    def left(self, answer: Any) -> None: ...
     def background(self, work: Coroutine[Any, Any, None]) -> None: ...
 
 
@@ -60,12 +62,14 @@ class Answer:
         self._translation = self._new_translation()
         self._retried, self._cancelled, self._closed = not retry, False, False
         self._why: ModelyardError | None = None
+        self._where: Accepted | None = None
         self._began = time.perf_counter()
+        self._at = Moments(self._began, job.caller.arrived)
         self._last = 0.0
 
     def _new_translation(self) -> TextTranslation | ChatTranslation:
         if self.job.model.kind == "chat":
-            return ChatTranslation(self.job)
+            return ChatTranslation(self.job, self.choice)
         return TextTranslation(self.job, self.choice, new_call_id, self._entry.output if self._entry else None)
 
     def __aiter__(self) -> Answer:
@@ -83,13 +87,19 @@ class Answer:
             events = self._translation.fail(foreign(error))
         if isinstance(events[-1], Finished | Failed):
             events[-1] = self._told(events[-1])
-            self._settle(events[-1])
+            self._around.ended(self.job, self.choice, events[-1], self._where)
+            if self._lease is not None:
+                self._lease.spend(self._translation.usage.output)
         return self.choice, events
 
     def _told(self, last: Finished | Failed) -> Finished | Failed:
-        """An engine knows only that it was cancelled, not why."""
-        cancelled = isinstance(last, Failed) and isinstance(last.error, Cancelled)
-        return Failed(self._why) if cancelled and self._why is not None else last
+        """An engine knows only its own share of the time, and only that it was cancelled, not why."""
+        if isinstance(last, Finished):
+            job, now = self.job, time.perf_counter()
+            timings = around(last.timings, self._at, job.tokenize_s, now, remote=job.model.remote)
+            return Finished(last.reason, last.usage, last.stop_string, timings)
+        # An engine that is closed at the same time may have ended it in words of its own.
+        return last if self._why is None else Failed(self._why)
 
     async def _next(self) -> list[Event]:
         while True:
@@ -104,15 +114,18 @@ class Answer:
 
     async def _begin(self) -> None:
         self._lease = lease = await self._ticket.lease()
+        lease.on_revoke(self.cancel)
         self._around.metrics.queued(self.job.model.name, lease.waited)
+        self._at.waited, self._at.given = lease.waited, time.perf_counter()
         if self._cancelled:
             raise Cancelled("the client went away")
         engine = lease.engine
+        self._around.granted(self.job, engine)
         # By the definition's kind, not isinstance: a runtime check of a Protocol costs more than the whole step.
         if self.job.model.kind == "text":
             self._generation = cast(TextEngine, engine).generate(self.job.prompt(self.choice))
         else:
-            self._generation = cast(ChatEngine, engine).chat(self.job.request)
+            self._generation = cast(ChatEngine, engine).chat(self.job.chat(self.choice))
 
     async def _batch(self) -> Sequence[Any]:
         assert self._generation is not None  # noqa: S101  `_begin` has set it
@@ -123,6 +136,7 @@ class Answer:
 
     def _translate(self, batch: Sequence[Any]) -> list[Event]:
         if type(batch[0]) is Accepted:
+            self._where = batch[0]
             self._around.accepted(self.job, self.choice, batch[0])
         before = self._translation.usage.output
         events = self._translation.feed(batch)
@@ -135,6 +149,7 @@ class Answer:
             return
         now, model, metrics = time.perf_counter(), self.job.model.name, self._around.metrics
         if not self._last:
+            self._at.spoke = now
             metrics.first_token(model, now - self._began)
         else:
             metrics.inter_token(model, (now - self._last) / tokens, tokens)
@@ -144,6 +159,8 @@ class Answer:
 
     def _may_retry(self, batch: Sequence[Any]) -> bool:
         """Only an engine that was lost before it said anything, once, and only for a client that is still there."""
+        if self.job.model.remote:
+            return False  # its engine tries again by itself, as often as its settings say
         last = batch[-1]
         error = last.error if isinstance(last, End | Failed) else None
         if not isinstance(error, Unavailable) or self._retried or self._cancelled or self._translation.spoke:
@@ -154,7 +171,7 @@ class Answer:
         self._retried = True
         self._generation = None
         self._release()
-        self._ticket = self._around.leases.request(self.job.demand())
+        self._ticket = self._around.leases.request(self.job.demand(again=True))
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -173,6 +190,7 @@ class Answer:
         if self._closed:
             return
         self._closed = True
+        self._around.left(self)
         if self._generation is None:
             self._ticket.cancel()
         elif self._translation.slot_free:
@@ -193,10 +211,3 @@ class Answer:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
-
-    def _settle(self, last: Finished | Failed) -> None:
-        if isinstance(last, Finished):
-            usage = last.usage
-            if self.choice % self.job.request.n:  # the first answer to a prompt has counted it
-                usage = msgspec.structs.replace(usage, prompt=0, cached=0)
-            self._around.metrics.finished(self.job.model.name, usage, last.reason)

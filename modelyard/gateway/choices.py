@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
@@ -24,6 +25,7 @@ class Choices:
         self.job = job
         share = _Share(ticket, job.choices)
         self._share = share
+        self._around = around
         self._answers = [Answer(job, i, _Part(share), around, entry, retry=False) for i in range(job.choices)]
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: deque[tuple[int, list[Event]]] = deque()
@@ -64,6 +66,7 @@ class Choices:
             answer.cancel(why)
 
     def close(self) -> None:
+        self._around.left(self)
         for task in self._tasks:
             task.cancel()
         if not self._tasks:
@@ -122,6 +125,14 @@ class _Part:
     @property
     def cache(self) -> str:
         return self._lease.cache if self._lease else ""
+
+    def on_revoke(self, end: Callable[[ModelyardError], None]) -> None:
+        if self._lease is not None:
+            self._lease.on_revoke(end)
+
+    def spend(self, tokens: int) -> None:
+        if self._lease is not None:
+            self._lease.spend(tokens)
 
     async def lease(self) -> Lease:
         lease = await self._share.take()

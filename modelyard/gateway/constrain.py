@@ -12,9 +12,14 @@ from modelyard.scanner.grammar import after_reasoning
 from modelyard.scanner.scanner import Scanner
 
 
-def constrain(request: Request, model: Model, prompt: str) -> tuple[Constraint | None, Sequence[str]]:
-    """The constraint, if any, and what the client should know of it. `prompt` is the rendered text."""
+def constrain(
+    request: Request, model: Model, prompt: str, *, structured: bool = True
+) -> tuple[Constraint | None, Sequence[str]]:
+    """The constraint, if any, and what the client should know of it. `prompt` is the rendered text; `structured` is
+    whether the engine can hold an answer to anything: where it cannot, a demand fails there and a wish is let go."""
     own = request.constraint
+    if model.kind == "chat":
+        return own, ()  # its engine renders, and constrains, by itself
     if own is not None and own.kind in ("json_schema", "json_object") and model.text is not None:
         own, dropped = enforceable_format(own)
         return _after_reasoning(own, request, model.text, prompt), dropped
@@ -23,6 +28,8 @@ def constrain(request: Request, model: Model, prompt: str) -> tuple[Constraint |
     is_forced = request.tool_choice.mode in ("required", "named")
     if not is_forced and not (model.constrain_calls or any(tool.strict for tool in request.tools)):
         return None, ()
+    if not is_forced and not structured:
+        return None, (f"the engine of {model.name} cannot hold calls to their schema: strict tools are not enforced",)
     tools, warnings = enforceable(_callable(request))
     grammar = model.text.format_for(request).grammar
     made = grammar(tools, request.tool_choice, _place(request, model.text, prompt)) if grammar is not None else None

@@ -14,50 +14,67 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import msgspec
 
-from modelyard.core.engine import Accepted, Embedder, Embeddings, TextEngine
+from modelyard.core.engine import Accepted, Capabilities, Embedder, Embeddings, Engine, TextEngine
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unimplemented, Unsupported
+from modelyard.core.events import Failed, Finished
 from modelyard.core.lease import Demand, Leases
-from modelyard.core.request import Caller, EmbeddingRequest, Image, Message, Request, ToolResult
+from modelyard.core.request import Caller, EmbeddingRequest, Request
 from modelyard.gateway.answer import Answer
+from modelyard.gateway.capable import Abilities, check, has_images
 from modelyard.gateway.choices import Choices
 from modelyard.gateway.constrain import constrain
 from modelyard.gateway.job import Job, Run, fit
 from modelyard.gateway.model import Model
+from modelyard.gateway.record import record
 from modelyard.gateway.watch import Watch
 from modelyard.prompt.media import Images
+from modelyard.prompt.translation import translated
 from modelyard.router.routes import Router, Target
+from modelyard.telemetry.history import History
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.metrics import Metrics
 from modelyard.vocab.shield import unshield
 
 log = logging.getLogger("modelyard.gateway")
 
+_REMEMBERED = 1000  # requests, where nobody says how many
 _INLINE_CHARS = 20_000  # fresh text up to here is tokenized on the loop (about 5 ms); more goes to a thread
 _INLINE_MESSAGES = 300  # messages and tools up to here are rendered on the loop (about 5 ms); more in a thread
 
 
 class Gateway:
     def __init__(
-        self, *, router: Router, models: Mapping[str, Model], leases: Leases, images: Images, metrics: Metrics
+        self,
+        *,
+        router: Router,
+        models: Mapping[str, Model],
+        leases: Leases,
+        images: Images,
+        metrics: Metrics,
+        history: History | None = None,
     ) -> None:
         self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
+        self.history = history or History(_REMEMBERED)
+        self.abilities = Abilities()
         self._watch = Watch()
         self._background: set[asyncio.Task[None]] = set()
-        self._answers: WeakSet[Answer | Choices] = WeakSet()
+        self._answers: set[Answer | Choices] = set()
 
     # --- the main road --------------------------------------------------------------------------------------------
 
     async def prepare(self, request: Request, caller: Caller) -> Job:
-        target, model = self._resolve(request.model, caller)
+        target, model = self._resolve(request.model, caller, request.allow_remote)
         began = time.perf_counter()
-        request = _offered(await self._with_images(request, model))
+        engine = self.leases.engine(model.name)
+        able = None if engine is None else engine.info.capabilities
+        request = await self._settled(request, model, able)
         wanted = request.max_tokens if request.max_tokens is not None else model.max_tokens
-        runs = () if model.kind == "chat" else await self._runs(request, model, target, wanted)
-        constraint, dropped = constrain(request, model, runs[0].text if runs else "")
+        runs = await self._runs(request, model, target, wanted) if _renders(request, model) else ()
+        structured = able is None or able.structured
+        constraint, dropped = constrain(request, model, runs[0].text if runs else "", structured=structured)
         self._tell((*request.warnings, *dropped))
         return Job(
             request=request,
@@ -69,6 +86,7 @@ class Gateway:
             constraint=constraint,
             created=int(time.time()),
             tokenize_s=time.perf_counter() - began,
+            able=able,
         )
 
     def start(self, job: Job, entry: Entry | None = None) -> Answer | Choices:
@@ -76,10 +94,22 @@ class Gateway:
         if entry is not None:
             entry.prompt("\n\n".join(unshield(run.text) for run in job.runs))
         ticket = self.leases.request(job.demand())
+        if not ticket.granted:
+            self.history.saw_queue(time.time(), ticket.position)
         one = job.choices == 1
         answer = Answer(job, 0, ticket, self, entry) if one else Choices(job, ticket, self, entry)
         self._answers.add(answer)
         return answer
+
+    def left(self, answer: Answer | Choices) -> None:
+        """Nobody reads it any more."""
+        self._answers.discard(answer)
+
+    def granted(self, job: Job, engine: Engine) -> None:
+        """A job has its engine, which may not be the one that was up when it was prepared."""
+        if (told := engine.info.capabilities) != job.able:
+            request, can = job.request, self.abilities.of(job.model, told)
+            check(request, can, job.model.name, images=has_images(request))
 
     def accepted(self, job: Job, choice: int, where: Accepted) -> None:
         """A job has its place: had the cache its system prompt? One look-up where nothing changed."""
@@ -87,34 +117,45 @@ class Gateway:
             self.metrics.prompt_changed(job.target.cache)
             log.warning("%s", found)
 
+    def ended(self, job: Job, choice: int, last: Finished | Failed, where: Accepted | None) -> None:
+        """An answer is over: it is counted and remembered."""
+        if isinstance(last, Finished):
+            self.metrics.finished(job.model.name, job.counted(choice, last.usage), last.reason)
+        self.history.add(record(job, last, where, time.time()))
+
     # --- its steps ------------------------------------------------------------------------------------------------
 
-    def _resolve(self, name: str, caller: Caller) -> tuple[Target, Model]:
+    def _resolve(self, name: str, caller: Caller, consent: bool = False) -> tuple[Target, Model]:
         target = self.router.resolve(name, caller.endpoint)
         model = self.models[target.model]
-        if model.remote and not (caller.allow_remote or target.allow_remote):
+        if model.remote and not (consent or caller.allow_remote or target.allow_remote):
             raise Forbidden(
-                f"the model {name!r} runs on a remote service; send the header x-modelyard-allow-remote: true, or set "
-                "allow_remote = true on its route or your key",
+                f"the model {name!r} runs on a remote service; send the header x-modelyard-allow-remote: true (in the "
+                "pool dialect also the field allow_remote), or set allow_remote = true on its route or your key",
                 code="remote_not_allowed",
             )
-        return target, model
+        return self._as_loaded(target), model
+
+    def _as_loaded(self, target: Target) -> Target:
+        """One load of a model may have set another window than the configuration."""
+        engine = self.leases.engine(target.model)
+        cache = engine.info.caches.get(target.cache) if engine is not None else None
+        if cache is None or cache.window == target.window:
+            return target
+        return msgspec.structs.replace(target, window=cache.window)
 
     def _tell(self, warnings: Sequence[str]) -> None:
         for warning in warnings:
             self.metrics.warned(warning.partition(":")[0])  # what follows is the client's own text
             log.info("request: %s", warning)
 
-    async def _with_images(self, request: Request, model: Model) -> Request:
-        if not any(_has_image(message) for message in request.messages):
-            return request
-        if "image" not in model.modalities:
-            raise Unsupported(
-                f"the model {model.name!r} takes text only; send the request without images or to another model",
-                code="modality_unsupported",
-                param="messages",
-            )
-        return await self.images.inline(request)
+    async def _settled(self, request: Request, model: Model, able: Capabilities | None) -> Request:
+        """The request as the model can take it, with everything from outside in it; or why it cannot."""
+        request, images = _offered(request), has_images(request)
+        check(request, self.abilities.of(model, able), model.name, images=images)
+        if model.translates:
+            request = translated(request)
+        return await self.images.inline(request) if images else request
 
     async def _runs(self, request: Request, model: Model, target: Target, wanted: int | None) -> tuple[Run, ...]:
         rendered = await self._rendered(request, model)
@@ -135,11 +176,11 @@ class Gateway:
 
     async def count(self, request: Request, caller: Caller) -> int:
         """Prompt tokens of a request, by the same render path. It never queues and needs no loaded model."""
-        _, model = self._resolve(request.model, caller)
-        request = _offered(await self._with_images(request, model))
-        if model.kind == "text":
-            return sum(len(ids) for ids, _ in await self._rendered(request, model))
+        _, model = self._resolve(request.model, caller, request.allow_remote)
         engine = self.leases.engine(model.name)
+        request = await self._settled(request, model, None if engine is None else engine.info.capabilities)
+        if _renders(request, model):
+            return sum(len(ids) for ids, _ in await self._rendered(request, model))
         counted = None if engine is None or isinstance(engine, TextEngine) else await engine.count(request)
         if counted is None:
             raise Unimplemented(f"the engine of {model.name!r} cannot count tokens")
@@ -188,6 +229,14 @@ class Gateway:
         await self.images.close()
 
 
+def _renders(request: Request, model: Model) -> bool:
+    """Whether the prompt's tokens are known here: always for a token engine; for an engine that renders by itself where
+    its tokenizer is known, too, and the prompt is text alone."""
+    if model.kind == "text":
+        return True
+    return model.text is not None and not request.prompts and not has_images(request)
+
+
 def _offered(request: Request) -> Request:
     """`tool_choice: none` is kept by not offering any: a model cannot call what it never saw."""
     choice = request.tool_choice
@@ -216,10 +265,3 @@ def _ids(ids: Sequence[int], model: Model, param: str) -> list[int]:
     if (highest := max(ids)) >= (size := model.parts.vocab.size):
         raise InvalidRequest(f"{param}: {highest} is not a token of this model (0 to {size - 1})", param=param)
     return list(ids)
-
-
-def _has_image(message: Message) -> bool:
-    return any(
-        isinstance(part, Image) or (isinstance(part, ToolResult) and any(isinstance(p, Image) for p in part.content))
-        for part in message.parts
-    )

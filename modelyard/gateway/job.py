@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from modelyard.core.engine import Prompt, TokenRun
+from modelyard.core.engine import Capabilities, Prompt, TokenRun
 from modelyard.core.errors import ContextOverflow, OutputOverflow
+from modelyard.core.events import Usage
 from modelyard.core.lease import Demand
 from modelyard.core.request import Caller, Constraint, Request, Sampling
 from modelyard.gateway.model import Model
@@ -53,6 +55,7 @@ class Job(Struct, frozen=True, kw_only=True):
     constraint: Constraint | None
     created: int
     tokenize_s: float
+    able: Capabilities | None = None  # what the engine said of itself when the request was checked; None: it was not up
 
     @property
     def choices(self) -> int:
@@ -62,7 +65,11 @@ class Job(Struct, frozen=True, kw_only=True):
         """The legacy API counts choices prompt by prompt: all answers to the first, then all to the second."""
         return self.runs[choice // self.request.n] if self.runs else None
 
-    def demand(self) -> Demand:
+    def counted(self, choice: int, usage: Usage) -> Usage:
+        """What this choice adds to the sums: the first answer to a prompt has counted it for all."""
+        return usage if choice % self.request.n == 0 else replace(usage, prompt=0, cached=0)
+
+    def demand(self, *, again: bool = False) -> Demand:
         request, caller = self.request, self.caller
         return Demand(
             model=self.target.model,
@@ -73,6 +80,19 @@ class Job(Struct, frozen=True, kw_only=True):
             session=_session(request, caller),
             priority=request.priority or "main",
             trace=caller.trace,
+            prompt=self.runs[0].ids if self.runs else (),
+            again=again,
+        )
+
+    def chat(self, choice: int) -> Request:
+        """The request as a ChatEngine gets it: for one answer, with the model's own defaults in it."""
+        request, model = self.request, self.model
+        return replace(
+            request,
+            n=1,
+            sampling=_seeded(self.sampling, choice % request.n),
+            max_tokens=request.max_tokens if request.max_tokens is not None else model.max_tokens,
+            stop=(*model.stop, *request.stop),
         )
 
     def prompt(self, choice: int) -> Prompt:

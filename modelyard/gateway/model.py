@@ -25,6 +25,7 @@ class TextParts(Struct, frozen=True):
     format: Format
     stop_ids: tuple[int, ...]
     taught: Format | None = None
+    stop_strings: tuple[str, ...] = ()  # what ends a turn and is no token of the vocabulary
     specials: frozenset[str] = frozenset()  # the vocabulary's control tokens, hashed once for all answers
 
     def __post_init__(self) -> None:
@@ -46,6 +47,7 @@ class Model(Struct, frozen=True, kw_only=True):
     tool_stream: bool = True
     constrain_calls: bool = False
     modalities: tuple[str, ...] = ("text",)
+    translates: bool = False  # it takes one text and two language codes, and nothing else
     fault: ModelyardError | None = None  # why it could not be defined: whoever asks for it is told
 
     @property

@@ -15,6 +15,8 @@ from modelyard.core.engine import Accepted, Chunk, End, Tokens
 from modelyard.core.errors import Cancelled, Internal, ModelyardError
 from modelyard.core.events import (
     BlockDelta,
+    BlockEnd,
+    BlockStart,
     Event,
     Failed,
     Finished,
@@ -56,7 +58,7 @@ class TextTranslation:
         self._scanner = Scanner(
             parts.format_for(request),
             tools=request.tools,
-            stop=(*job.model.stop, *request.stop),
+            stop=(*job.model.stop, *parts.stop_strings, *request.stop),
             prefill="" if request.prompts else parts.renderer.tail(run.text),
             new_id=new_id,
             show_thinking=job.model.show_thinking if visible is None else visible,
@@ -142,12 +144,19 @@ class TextTranslation:
 
 
 class ChatTranslation:
-    """Events pass through under our own id and the client's name for the model; the contract is checked."""
+    """Events pass through under our own id and the client's name for the model; the contract is checked.
+
+    Where the prompt's tokens are known here, they are told from the start, and an answer that was cut off by the window
+    is told from one that was cut off by the client's own limit. Hidden reasoning is left out.
+    """
 
     warnings: Sequence[str] = ()
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, choice: int = 0) -> None:
+        self._job, self._run = job, job.run(choice)
+        visible = job.request.reasoning.visible
+        self._hides = not (job.model.show_thinking if visible is None else visible)
+        self._hidden: set[int] = set()
         self.usage = Usage()
         self.over = self.slot_free = self.spoke = False
         self._started = False
@@ -157,21 +166,36 @@ class ChatTranslation:
         for event in batch:
             if self.over:
                 break
-            if isinstance(event, BlockDelta):
-                self.spoke = True
+            if isinstance(event, BlockStart | BlockDelta | BlockEnd):
+                self.spoke = self.spoke or isinstance(event, BlockDelta)
+                events.extend(self._shown(event) if self._hides else (event,))
             elif isinstance(event, Started):
-                if self._started:
-                    continue
-                self._started, self.usage = True, event.usage
-                events.append(Started(self._job.caller.trace, self._job.request.model, self._job.created, event.usage))
-                continue
-            elif isinstance(event, Finished):
+                events.extend(() if self._started else (self._start(event),))
+            else:
                 self.over = self.slot_free = True
-                self.usage = event.usage
-            elif isinstance(event, Failed):
-                self.over = self.slot_free = True
-            events.append(event)
+                events.append(self._last(event))
         return events
+
+    def _start(self, event: Started) -> Started:
+        self._started = True
+        self.usage = event.usage if event.usage.prompt or self._run is None else Usage(len(self._run.ids))
+        return Started(self._job.caller.trace, self._job.request.model, self._job.created, self.usage)
+
+    def _last(self, event: Finished | Failed) -> Finished | Failed:
+        if isinstance(event, Failed):
+            return event
+        self.usage = event.usage
+        by_window = event.reason == "max_tokens" and self._run is not None and self._run.room.limit == "window"
+        return msgspec.structs.replace(event, reason="window") if by_window else event
+
+    def _shown(self, event: BlockStart | BlockDelta | BlockEnd) -> Sequence[Event]:
+        """Nothing of a thinking block; the blocks after it move up."""
+        if isinstance(event, BlockStart) and event.kind == "thinking":
+            self._hidden.add(event.index)
+        if event.index in self._hidden:
+            return ()
+        before = sum(index < event.index for index in self._hidden)
+        return (msgspec.structs.replace(event, index=event.index - before),)
 
     def fail(self, error: ModelyardError) -> list[Event]:
         self.over = True

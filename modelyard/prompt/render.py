@@ -19,6 +19,7 @@ from modelyard.prompt.steps import tools_as_text
 from modelyard.prompt.taming import TamedTemplate
 from modelyard.prompt.template import ChatTemplate, TemplateFailed
 from modelyard.prompt.tools import Toolbox, instructions
+from modelyard.prompt.translation import SOURCE, TARGET, translated
 from modelyard.vocab.prefix import Cuttable, PrefixTokens
 from modelyard.vocab.shield import Shield, unshield
 
@@ -59,6 +60,8 @@ class Renderer:
         self._overrules = tools_prompt == "always"
         self.tells_tools = self._overrules or (tools_prompt == "auto" and not knows_tools)
         self._thinking, self._kwargs = thinking_default, dict(template_kwargs or {})
+        self.thinking_modes = _thinking_modes(self._plain)
+        self.translates = template.mentions(SOURCE)
         self._shield = Shield(vocab.specials)
         self._toolbox = Toolbox(self._shield)
         images = any(template.mentions(word) for word in ("image", "image_url"))
@@ -72,6 +75,8 @@ class Renderer:
 
     def text(self, request: Request) -> str:
         """The prompt, with the shield's marks: for `tokens` and `fresh`. People get `unshield(text)`."""
+        if self.translates:
+            return self._translation(translated(request))
         tools = self._toolbox.offered(request.tools) if request.tools else []
         tamed = self._with_tools if tools else self._plain
         entries = self._conversation.entries(request)
@@ -86,17 +91,22 @@ class Renderer:
             entries = entries[:-1]
         return tamed.render(entries, variables)
 
+    def _translation(self, request: Request) -> str:
+        """One turn whose content is one item. Such a template takes nothing else, so there is nothing to tame."""
+        (entry,) = self._conversation.entries(request)
+        codes = {name: request.chat_template_kwargs[name] for name in (SOURCE, TARGET)}
+        content = [{"type": "text", **codes, "text": entry["content"]}]
+        template = self._plain.template
+        return template.render(self._variables(request, template, []) | {"messages": [entry | {"content": content}]})
+
     def _variables(self, request: Request, template: ChatTemplate, tools: list[Frozen]) -> dict[str, Any]:
         out: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
         reasoning = request.reasoning
         enabled = reasoning.enabled if reasoning.enabled is not None else self._thinking
-        asked = {
-            "enable_thinking": enabled,
-            "thinking": enabled,
-            "reasoning_effort": reasoning.effort,
-            "thinking_budget": reasoning.budget,
-        }
+        asked = {"reasoning_effort": reasoning.effort, "thinking_budget": reasoning.budget}
         out |= {name: value for name, value in asked.items() if value is not None and template.mentions(name)}
+        if enabled is not None:
+            out |= _switched(template, enabled)
         if request.documents:
             out["documents"] = self._shield.deep(request.documents)
         if self._kwargs or request.chat_template_kwargs:
@@ -156,6 +166,23 @@ def _cuts(vocab: Vocabulary, sources: str) -> list[str]:
         return []
     named = (getattr(vocab, "bos_token", ""), getattr(vocab, "eos_token", ""))
     return [cut for cut in sorted(vocab.cuts) if cut in sources or cut in named]
+
+
+def _switched(template: ChatTemplate, enabled: bool) -> dict[str, Any]:
+    return {name: enabled for name in ("enable_thinking", "thinking") if template.mentions(name)}
+
+
+def _thinking_modes(tamed: TamedTemplate) -> tuple[str, ...]:
+    """The template has a switch where a small prompt comes out differently with it on and off."""
+    entries: list[Entry] = [{"role": "user", "content": "probe one"}]
+    variables: dict[str, Any] = {"tools": None, "add_generation_prompt": True}
+    if not _switched(tamed.template, True):
+        return ("default",)
+    try:
+        on, off = (tamed.render(entries, variables | _switched(tamed.template, is_on)) for is_on in (True, False))
+    except TemplateFailed:
+        return ("default",)
+    return ("default",) if on == off else ("default", "enabled", "disabled")
 
 
 def _is_prefill(entry: Entry) -> bool:

@@ -31,6 +31,7 @@ _FAMILIES = (
     ("mixtral", "mistral_template"),
     ("ministral", "mistral_template"),
     ("devstral", "mistral_template"),
+    ("translategemma", "translategemma_template"),
     ("gemma-4", "gemma4_template"),
     ("gemma4", "gemma4_template"),
     ("smollm", "generic"),
@@ -39,12 +40,25 @@ _FAMILIES = (
 )
 
 
+# what ends a turn in a built-in template; where the vocabulary has no such token, its spelling is a stop string
+_STOPS = {
+    "generic": ("<|im_end|>",),
+    "gemma4_template": ("<turn|>",),
+    "llama3_template": ("<|eot_id|>",),
+    "mistral_template": ("</s>",),
+    "qwen3_template": ("<|im_end|>",),
+    "translategemma_template": ("<end_of_turn>",),
+}
+
+
 class TemplateSource(NamedTuple):
-    """`for_tools` is the variant that some models bring for requests with tools."""
+    """`for_tools` is the variant that some models bring for requests with tools; `stops` end a turn besides the model's
+    own end tokens."""
 
     text: str
     origin: str
     for_tools: str | None = None
+    stops: tuple[str, ...] = ()
 
 
 def find_template(
@@ -60,16 +74,16 @@ def find_template(
     if chat_template:
         return _given(chat_template, folder)
     if prompt_format:
-        return TemplateSource(builtin(prompt_format), f"prompt_format {prompt_format}")
+        return _built_in(prompt_format, f"prompt_format {prompt_format}")
     if embedded:
         return TemplateSource(embedded, "the model file's metadata", embedded_for_tools)
     if folder is not None and (found := _in_folder(folder)) is not None:
         return found
     for part, family in _FAMILIES:
         if part in name.lower():
-            return TemplateSource(builtin(family), f"the built-in {family}, for the name {name!r} holds {part!r}")
+            return _built_in(family, f"the built-in {family}, for the name {name!r} holds {part!r}")
     if fallback:
-        return TemplateSource(builtin(fallback), f"the engine's default, {fallback}")
+        return _built_in(fallback, f"the engine's default, {fallback}")
     raise _nothing(name, folder)
 
 
@@ -77,12 +91,20 @@ def formats() -> tuple[str, ...]:
     return tuple(sorted({path.stem for path in _TEMPLATES.glob("*.jinja")} | {"chatml"}))
 
 
+def _built_in(name: str, origin: str) -> TemplateSource:
+    return TemplateSource(builtin(name), origin, stops=_STOPS[_file(name).stem])
+
+
 @cache
 def builtin(name: str) -> str:
+    return _file(name).read_text("utf-8")
+
+
+def _file(name: str) -> Path:
     known = _ALSO.get(name, name)
     for stem in (known, f"{known}_template"):
         if known.replace("_", "").isalnum() and (path := _TEMPLATES / f"{stem}.jinja").is_file():
-            return path.read_text("utf-8")
+            return path
     close = difflib.get_close_matches(name, formats(), 1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise InvalidRequest(

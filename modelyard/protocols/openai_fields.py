@@ -119,14 +119,17 @@ class UsageBody(Struct):
 
 def write_usage(prompts: Iterable[Usage], answers: Iterable[Usage]) -> dict[str, Any]:
     """`prompts` holds one usage a prompt, however many answers it had; `answers` one an answer."""
-    prompts, answers = tuple(prompts), tuple(answers)
-    prompt, output = sum(u.prompt for u in prompts), sum(u.output for u in answers)
+    prompt = cached = output = reasoning = 0
+    for usage in prompts:
+        prompt, cached = prompt + usage.prompt, cached + usage.cached
+    for usage in answers:
+        output, reasoning = output + usage.output, reasoning + usage.reasoning
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": sum(u.cached for u in prompts)},
-        "completion_tokens_details": {"reasoning_tokens": sum(u.reasoning for u in answers)},
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 

@@ -260,3 +260,19 @@ async def test_a_stream_that_raises_is_one_failure_and_no_lost_place(monkeypatch
 
 async def _breaks(_: object) -> None:
     raise ZeroDivisionError("secret")
+
+
+async def test_the_last_word_tells_what_every_part_of_the_way_took() -> None:
+    async with Stage() as stage:
+        answer = await stage.start()
+        reading = asyncio.create_task(read(answer))
+        (await stage.job()).whole()
+        last = (await reading)[-1]
+        answer.close()
+        assert isinstance(last, Finished)
+        times = last.timings
+        assert None not in (times.queue, times.tokenize, times.first_token, times.decode)
+        assert times.backend is not None
+        assert times.engine is not None
+        assert 0 <= times.backend <= times.engine
+        assert times.total == times.engine, "nobody said when the request came in"

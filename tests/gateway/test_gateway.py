@@ -80,6 +80,7 @@ async def test_a_remote_model_needs_consent() -> None:
     assert "x-modelyard-allow-remote" in error.message
     willing = msgspec.structs.replace(CALLER, allow_remote=True)
     assert await stage.gateway.prepare(asked(), willing)
+    assert await stage.gateway.prepare(asked(allow_remote=True), CALLER)
 
 
 async def test_a_route_may_consent_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.request import Caller, Request, Sampling
@@ -109,3 +110,12 @@ def test_what_the_engine_must_know_reaches_its_prompt(request_fields: Any, promp
     prompt = job(asked(**request_fields)).prompt(0)
     assert getattr(prompt, prompt_field) == value
     assert (prompt.max_tokens, prompt.cache, prompt.stop_ids) == (5, "main", model().parts.stop_ids)
+
+
+def test_a_chat_engine_gets_one_answers_request_with_the_models_defaults_in_it() -> None:
+    request = asked(n=3, stop=("END",), sampling=Sampling(seed=7))
+    settled = replace(job(request), model=replace(model(), stop=("STOP",), max_tokens=11), sampling=Sampling(seed=7))
+    first, second = settled.chat(0), settled.chat(1)
+    assert (first.n, first.stop, first.max_tokens) == (1, ("STOP", "END"), 11)
+    assert (first.sampling.seed, second.sampling.seed) == (7, 8)
+    assert job(asked(max_tokens=5)).chat(0).max_tokens == 5

@@ -185,6 +185,40 @@ def test_an_engines_events_pass_under_our_own_id_and_name() -> None:
     assert (heard.over, heard.slot_free, heard.spoke, heard.usage) == (True, True, True, Usage(5, 0, 1))
 
 
+def test_the_prompts_tokens_are_told_from_the_start_where_they_are_known_here() -> None:
+    events = ChatTranslation(counted := job(asked())).feed([Started("x", "y", 1)])
+    assert events == [Started("our-id", "demo", 7, Usage(len(counted.runs[0].ids)))]
+
+
+@pytest.mark.parametrize(("limit", "reason"), [("window", "window"), ("max_tokens", "max_tokens")])
+def test_whose_limit_an_answer_met_is_known_from_its_room(limit: str, reason: str) -> None:
+    (last,) = ChatTranslation(job(asked(), limit)).feed([Finished("max_tokens", Usage())])
+    assert last == Finished(reason, Usage())  # type: ignore[arg-type]
+
+
+THOUGHTS: list[Event] = [
+    TALK[0],
+    *(BlockStart(0, "thinking"), BlockDelta(0, "hm"), BlockEnd(0)),
+    *(BlockStart(1, "text"), BlockDelta(1, "Hi"), BlockEnd(1)),
+    *(BlockStart(2, "thinking"), BlockEnd(2)),
+    *(BlockStart(3, "tool_call", "c", "look"), BlockDelta(3, "{}"), BlockEnd(3)),
+    Finished("tool_calls", Usage(5, 0, 4, 1)),
+]
+
+
+@pytest.mark.parametrize(("visible", "shown"), [(None, True), (True, True), (False, False)])
+def test_hidden_reasoning_is_left_out_and_still_counted(visible: bool | None, shown: bool) -> None:
+    heard = ChatTranslation(job(asked(reasoning=Reasoning(visible=visible))))
+    events = heard.feed(THOUGHTS)
+    if shown:
+        assert events[1:] == THOUGHTS[1:]
+    else:
+        assert [event.index for event in events if isinstance(event, BlockStart)] == [0, 1]
+        assert fold(events).text == "Hi"
+        assert fold(events).thinking == ""
+        assert heard.usage.reasoning == 1
+
+
 def test_a_second_beginning_is_not_told() -> None:
     events = ChatTranslation(job(asked())).feed([TALK[0], *TALK])
     assert sum(isinstance(event, Started) for event in events) == 1

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolReference, ToolResult
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.source import builtin, formats
+from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate
 from modelyard.vocab.folder import Ends
 from modelyard.vocab.hf import HfVocabulary
-from tests.prompt.histories import TOOL, ask, call, result, say
+from tests.prompt.histories import TALKING, TOOL, ask, call, result, say
 from tests.vocab import tokenizers_made as made
 
 VOCAB = HfVocabulary.from_text(made.byte_level())
@@ -207,7 +207,7 @@ def test_a_client_cannot_replace_the_messages() -> None:
         CHATML.text(Request(model="m", chat_template_kwargs={"messages": []}))
 
 
-@pytest.mark.parametrize("name", formats())
+@pytest.mark.parametrize("name", TALKING)
 def test_a_prefilled_reply_goes_on_where_it_ends(name: str) -> None:
     renderer = echo(builtin(name))
     rendered = renderer.apply(ask(say("user", "WORD-ONE"), say("assistant", "Sure, here")))
@@ -243,3 +243,25 @@ def test_raw_prompts_take_control_tokens_for_what_they_are_and_begin_once() -> N
     assert renderer.raw("a<|im_end|>") == [0, *vocab.encode("a"), 2]
     assert renderer.raw("<|endoftext|>a") == [0, *vocab.encode("a")]
     assert CHATML.raw("a") == VOCAB.encode("a")
+
+
+# --- the thinking switch ----------------------------------------------------------------------------------------------
+
+SWITCH = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "can"),
+    [
+        (builtin("qwen3_template"), True),
+        (builtin("gemma4_template"), True),
+        (builtin("llama3_template"), False),
+        (SWITCH, False),
+        (SWITCH + "{% if thinking %}<think>{% endif %}", True),
+        (SWITCH + "{% if message.thinking %}<think>{% endif %}", False),
+        ("{{ raise_exception('never') if enable_thinking }}" + SWITCH, False),
+    ],
+)
+def test_a_template_has_a_switch_where_it_makes_a_difference(vocab: HfVocabulary, template: str, can: bool) -> None:
+    modes = ("default", "enabled", "disabled") if can else ("default",)
+    assert Renderer(ChatTemplate(template), vocab).thinking_modes == modes

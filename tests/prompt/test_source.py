@@ -52,7 +52,24 @@ def test_nothing_found_says_what_to_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", formats())
 def test_every_built_in_template_compiles(name: str) -> None:
-    assert ChatTemplate(builtin(name)).render({"messages": [{"role": "user", "content": "WORD"}]}).count("WORD") == 1
+    item = {"type": "text", "source_lang_code": "nl", "target_lang_code": "en", "text": "WORD"}
+    content = [item] if name == "translategemma_template" else "WORD"
+    assert ChatTemplate(builtin(name)).render({"messages": [{"role": "user", "content": content}]}).count("WORD") == 1
+
+
+@pytest.mark.parametrize("name", formats())
+def test_every_built_in_template_names_what_ends_its_turns(name: str) -> None:
+    (stop,) = find_template(prompt_format=name).stops
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "reply"}]
+    if name == "translategemma_template":
+        messages = messages[1:]
+    text = ChatTemplate(builtin(name), eos_token="</s>").render({"messages": messages})
+    assert text.rpartition("reply")[2].startswith(stop)
+
+
+def test_a_models_own_template_brings_no_stops_of_ours() -> None:
+    assert find_template(embedded="metadata").stops == ()
+    assert find_template(name="translategemma-4b-it").stops == ("<end_of_turn>",)
 
 
 def test_formats_go_by_file_name_with_or_without_its_ending() -> None:

@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.source import builtin, formats
+from modelyard.prompt.source import builtin
 from modelyard.prompt.taming import TamedTemplate
 from modelyard.prompt.template import ChatTemplate, TemplateRefused
 from modelyard.vocab.hf import HfVocabulary
-from tests.prompt.histories import HISTORIES, ask, say
+from tests.prompt.histories import HISTORIES, TALKING, ask, say
 
 STRICT = """{{ bos_token }}
 {%- for m in messages -%}
@@ -29,7 +29,7 @@ NINE = """{%- for m in messages -%}
     [CALL {{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}]
   {%- endfor -%}
 {%- endfor -%}"""
-TEMPLATES = {"strict": STRICT, "drops": DROPS, "nine": NINE} | {name: builtin(name) for name in formats()}
+TEMPLATES = {"strict": STRICT, "drops": DROPS, "nine": NINE} | {name: builtin(name) for name in TALKING}
 
 
 @pytest.mark.parametrize("history", HISTORIES)

@@ -1,6 +1,7 @@
 """OpenAI Responses, both roles: items in and out, a numbered event stream, stored conversations."""
 
-from modelyard.protocols.openai_responses.errors import read_error, write_error
+from modelyard.protocols.openai_responses.dialects import read_request, write_error, write_reply, writer
+from modelyard.protocols.openai_responses.errors import read_error
 from modelyard.protocols.openai_responses.memory import (
     Stored,
     continue_from,
@@ -12,9 +13,6 @@ from modelyard.protocols.openai_responses.memory import (
 )
 from modelyard.protocols.openai_responses.outgoing import write_request
 from modelyard.protocols.openai_responses.reader import read_reply, reader
-from modelyard.protocols.openai_responses.reply import write_reply
-from modelyard.protocols.openai_responses.request import read_request
-from modelyard.protocols.openai_responses.writer import writer
 
 NAME = "openai_responses"
 PATHS: tuple[str, ...] = ("/v1/responses", "/responses")

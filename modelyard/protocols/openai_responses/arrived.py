@@ -101,6 +101,7 @@ class Response(Struct):
     incomplete_details: IncompleteDetails | None = None
     output: list[OutputItem] | None = None
     usage: UsageEntry | None = None
+    metrics: Any = None  # ours, if it is; other servers may mean something else by it
 
     def stop_reason(self, has_calls: bool) -> StopReason:
         if self.status == "incomplete":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from modelyard.protocols.extensions import Extensions
 
@@ -87,6 +87,12 @@ class Body(Extensions):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     safety_identifier: str | None = None
+    # Keys of the other dialect on this path: that they are there is all that is asked of them here.
+    decoding: Raw | UnsetType = UNSET
+    messages: Raw | UnsetType = UNSET
+    thinking: Raw | UnsetType = UNSET
+    source_lang_code: Raw | UnsetType = UNSET
+    target_lang_code: Raw | UnsetType = UNSET
 
 
 BODY = msgspec.json.Decoder(Body)

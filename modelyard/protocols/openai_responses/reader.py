@@ -9,6 +9,7 @@ import msgspec
 from modelyard.core.errors import Incomplete, ModelyardError
 from modelyard.core.events import Event, Failed, Finished, Reply, Started, Usage, fold
 from modelyard.protocols.json import decode
+from modelyard.protocols.metrics import read_metrics
 from modelyard.protocols.openai_responses.arrived import (
     RESPONSE,
     STREAM_EVENT,
@@ -106,7 +107,7 @@ class ResponsesReader:
         yield from self._arrivals.tell()
         self._is_over = True
         usage = response.usage.read() if response.usage else Usage()
-        yield Finished(response.stop_reason(self._arrivals.has_calls), usage)
+        yield Finished(response.stop_reason(self._arrivals.has_calls), usage, timings=read_metrics(response.metrics))
 
     def _fail(self, error: ModelyardError) -> Iterator[Event]:
         self._is_over = True

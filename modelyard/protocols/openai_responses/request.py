@@ -12,8 +12,8 @@ from modelyard.protocols.extensions import (
     read_priority,
     read_sampling,
 )
-from modelyard.protocols.json import decode, dumps
-from modelyard.protocols.openai_responses.body import BODY, Body, Format
+from modelyard.protocols.json import dumps
+from modelyard.protocols.openai_responses.body import Body, Format
 from modelyard.protocols.openai_responses.items import read_items
 from modelyard.protocols.openai_responses.tools import read_choice, read_tools
 
@@ -23,9 +23,7 @@ MOST_LOGPROBS = 20
 SESSION_HEADERS = ("session-id", "thread-id", "x-session-id", "x-session-affinity")
 
 
-def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
-    """`headers` has lower-case names."""
-    asked = decode(BODY, body)
+def read_asked(asked: Body, headers: Mapping[str, str]) -> Request:
     model = _check(asked)
     warnings: list[str] = []
     choice, tools = read_choice(asked.tool_choice, read_tools(asked.tools or []), warnings)

@@ -10,6 +10,7 @@ from msgspec import Raw
 from modelyard.core.events import Block, BlockKind, Finished, TokenLogprob, Usage
 from modelyard.core.request import Request, Text, Thinking, ToolCall
 from modelyard.protocols.json import encode
+from modelyard.protocols.metrics import write_metrics
 from modelyard.protocols.openai_responses.outgoing import split_instructions, write_format
 from modelyard.protocols.openai_responses.tools import write_choice, write_tools
 from modelyard.protocols.sealing import seal
@@ -54,6 +55,7 @@ class ResponseObject:
             usage=write_usage(finished.usage),
             incomplete_details={"reason": reason} if reason else None,
             output_text=_output_text(output),
+            metrics=write_metrics(finished),
         )
 
 

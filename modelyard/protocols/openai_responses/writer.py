@@ -93,7 +93,3 @@ class ResponsesWriter:
         self._open = None
         self._output.append(item)
         return b"".join([self._numbering.frame(name, fields) for name, fields in events])
-
-
-def writer(request: Request, trace: str) -> ResponsesWriter:
-    return ResponsesWriter(request, trace)

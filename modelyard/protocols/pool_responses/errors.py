@@ -1,0 +1,29 @@
+"""Errors in the pool dialect: Chat's body, in which `code` is always a word; in a stream, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelyard.core.errors import ModelyardError
+from modelyard.core.request import Request
+from modelyard.core.wire import WireError
+from modelyard.protocols.json import encode
+from modelyard.protocols.openai_errors import STATUS, error_body, retry_headers
+
+_UNNAMED = "invalid_request"
+
+
+def coded_body(error: ModelyardError) -> dict[str, Any]:
+    body = error_body(error)
+    return body | {"code": body["code"] or (_UNNAMED if error.kind == "invalid" else error.kind)}
+
+
+def write_error(
+    error: ModelyardError,
+    *,
+    trace: str,
+    streaming: bool = False,  # noqa: ARG001 - before the first byte both are told alike
+    request: Request | None = None,  # noqa: ARG001
+) -> WireError:
+    headers = {"x-request-id": trace} | retry_headers(error)
+    return WireError(STATUS[error.kind][0], encode({"error": coded_body(error)}), headers)

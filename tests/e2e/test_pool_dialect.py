@@ -1,0 +1,249 @@
+"""The pool dialect of POST /v1/responses over a socket: its guide's requests to the letter, its stream, its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from modelyard.library import default
+from tests.e2e.frames import Frame, frames, names
+from tests.serving import Served, demo, serving
+
+METRICS = {
+    "backend_inference_wall_ms",
+    "engine_total_wall_ms",
+    "engine_outside_backend_wall_ms",
+    "pool_total_wall_ms",
+    "engine_queue_wait_ms",
+    "engine_tokenize_ms",
+    "gpu_time_to_first_token_ms",
+    "gpu_generate_total_ms",
+    "gpu_decode_after_first_token_ms",
+    "engine_prompt_tokens",
+    "engine_output_tokens",
+    "engine_tokens_per_second",
+}
+# The smallest JPEG head that decodes as base64; the guide's own is cut short with dots.
+PICTURE = "data:image/jpeg;base64,/9j/4AAQSkZJRg=="
+TRANSLATOR = "translategemma-12b-it-q5-k-m-gguf"
+TRANSLATE: dict[str, Any] = {
+    "model": "google_gemma-4-26B-A4B-it-Q4_K_M-gguf",
+    "input": "The weather is pleasant today, and I would like to take a walk in the park after lunch.",
+    "instructions": "Translate to Dutch. Return only the translation.",
+    "stream": False,
+    "decoding": {
+        "beam_size": 1,
+        "top_k": 1,
+        "top_p": 1.0,
+        "temperature": 0.1,
+        "repetition_penalty": 1.0,
+        "max_tokens": 256,
+    },
+}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "a text with instructions": TRANSLATE,
+    "an image": {
+        "model": "gemma-4-26b-a4b-it-ud-q5ks-llama-server",
+        "instructions": "Describe the image briefly.",
+        "input": [
+            {"type": "text", "text": "What does this menu say?"},
+            {"type": "image_url", "image_url": {"url": PICTURE}},
+        ],
+        "stream": False,
+        "decoding": {"temperature": 0, "max_tokens": 512},
+    },
+    "several turns": {
+        "model": "qwen2.5-vl-3b",
+        "instructions": "You are concise.",
+        "messages": [
+            {"role": "user", "content": "My favorite color is teal."},
+            {"role": "assistant", "content": "Got it."},
+            {"role": "user", "content": "What is my favorite color?"},
+        ],
+        "stream": False,
+        "decoding": {"temperature": 0, "max_tokens": 32},
+    },
+    "a known source": {
+        "model": TRANSLATOR,
+        "input": "Ach, hij is gewoon een ouwe brombeer, maar hij bedoelt het goed.",
+        "source_lang_code": "nl",
+        "target_lang_code": "en",
+    },
+    "a mixed source": {
+        "model": TRANSLATOR,
+        "input": "1. De vergadering is verplaatst.\n2. La réunion a été déplacée.\n"
+        "3. Die Besprechung wurde verschoben.",
+        "target_lang_code": "en",
+    },
+}
+
+
+def config() -> dict[str, Any]:
+    """The guide's model ids on the default model; where a picture is shown, on a scripted one."""
+    small = {"backend": "llama_cpp", "model_path": default.DEFAULT.path, "gguf_n_ctx": 512, "n_threads": 1}
+    small |= {"n_ubatch": 64, "enabled": True}
+    menu = {"backend": "fake", "script": [{"steps": [{"text": "Soup of the day."}]}], "enabled": True}
+    return {
+        "engine": {
+            "decoding": {"max_tokens": 16, "temperature": 0},
+            "models": {
+                TRANSLATE["model"]: small | {"aliases": ["qwen2.5-vl-3b"]},
+                TRANSLATOR: small | {"prompt_format": "translategemma_template"},
+                "gemma-4-26b-a4b-it-ud-q5ks-llama-server": menu | {"modalities": ["text", "image"]},
+            },
+        }
+    }
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    default.fetch()
+    with serving(config()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=120) as client:
+        yield client
+
+
+def ask(client: httpx.Client, body: dict[str, Any]) -> Any:
+    reply = client.post("/v1/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def check_shape(told: Any, model: str) -> None:
+    assert set(told) == {"id", "object", "model", "output", "output_text", "metrics"}
+    assert told["id"].startswith("resp_")
+    assert (told["object"], told["model"]) == ("response", model)
+    assert told["output"] == [{"type": "output_text", "text": told["output_text"]}]
+    assert set(told["metrics"]) == METRICS
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_request_of_the_guide_is_answered_in_its_shape(client: httpx.Client, example: str) -> None:
+    body = EXAMPLES[example]
+    told = ask(client, body)
+    check_shape(told, body["model"])
+    assert told["output_text"] or body["model"] == TRANSLATOR  # this model never learnt the other one's prompts
+    limit = body.get("decoding", {}).get("max_tokens", 16)
+    assert 0 <= told["metrics"]["engine_output_tokens"] <= limit
+
+
+def test_the_timers_are_nested(client: httpx.Client) -> None:
+    metrics = ask(client, EXAMPLES["several turns"])["metrics"]
+    assert None not in metrics.values()
+    assert metrics["gpu_generate_total_ms"] <= metrics["backend_inference_wall_ms"]
+    assert metrics["backend_inference_wall_ms"] <= metrics["engine_total_wall_ms"] <= metrics["pool_total_wall_ms"]
+    assert metrics["engine_prompt_tokens"] > 20
+
+
+def test_what_decoding_leaves_out_comes_from_the_settings(client: httpx.Client) -> None:
+    body = EXAMPLES["several turns"] | {"decoding": {"stop": ["\x00"]}}
+    assert ask(client, body)["metrics"]["engine_output_tokens"] <= 16
+
+
+def test_a_stream_has_four_kinds_of_events_and_the_same_answer(client: httpx.Client) -> None:
+    body = EXAMPLES["several turns"]
+    stream = frames(client.post("/v1/responses", json=body | {"stream": True}).text)
+    assert list(dict.fromkeys(names(stream))) == [
+        "response.created",
+        "response.output_text.delta",
+        "response.metrics",
+        "response.completed",
+    ]
+    last = stream[-1].data["response"]
+    check_shape(last, body["model"])
+    assert last["output_text"] == joined(stream) == ask(client, body)["output_text"]
+    assert stream[0].data["response"]["id"] == last["id"]
+    assert stream[-2].data["metrics"] == last["metrics"]
+
+
+def joined(stream: list[Frame]) -> str:
+    return "".join(data["delta"] for name, data in stream if name == "response.output_text.delta")
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (EXAMPLES["an image"] | {"model": TRANSLATE["model"]}, 400, "modality_unsupported"),
+        (TRANSLATE | {"thinking": "enabled"}, 400, "thinking_unsupported"),
+        (EXAMPLES["a known source"] | {"instructions": "Be kind."}, 400, "instructions_unsupported"),
+        (EXAMPLES["a known source"] | {"target_lang_code": None}, 400, "target_lang_code_required"),
+        (EXAMPLES["several turns"] | {"model": TRANSLATOR, "target_lang_code": "en"}, 400, "multi_turn_unsupported"),
+        (TRANSLATE | {"model": "nobody"}, 404, "model_not_found"),
+        (TRANSLATE | {"input": "word " * 600}, 400, "context_length_exceeded"),
+        (TRANSLATE | {"messages": [{"role": "user", "content": "x"}]}, 400, "input_and_messages"),
+    ],
+)
+def test_a_refusal_is_chats_body_with_a_code(
+    client: httpx.Client, body: dict[str, Any], status: int, code: str, stream: bool
+) -> None:
+    reply = client.post("/v1/responses", json=body | {"stream": stream})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (status, code)
+    assert set(reply.json()["error"]) >= {"message", "type", "param", "code"}
+
+
+def test_the_tokens_of_a_request_can_be_counted_in_advance(client: httpx.Client) -> None:
+    body = EXAMPLES["several turns"]
+    counted = client.post("/v1/responses/input_tokens", json=body).json()["input_tokens"]
+    assert counted == ask(client, body)["metrics"]["engine_prompt_tokens"]
+
+
+def test_other_bodies_on_the_path_get_openais_shape_with_the_metrics(client: httpx.Client) -> None:
+    told = ask(client, {"model": "qwen2.5-vl-3b", "input": "Say one word.", "max_output_tokens": 4})
+    assert told["status"] in ("completed", "incomplete")
+    assert told["output_text"] == "".join(part["text"] for item in told["output"] for part in item["content"])
+    assert set(told["metrics"]) == METRICS
+
+
+# --- models elsewhere -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[httpx.Client]:
+    """A pool whose model runs on another server."""
+    far = serving(demo([{"steps": [{"text": "From afar."}]}]))
+    with far as upstream, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXAMPLE_API_KEY", "secret")
+        model = {
+            "backend": "openai_remote",
+            "model_path": None,
+            "remote_api_kind": "chat_completions",
+            "remote_base_url": f"{upstream.url}/v1",
+            "remote_api_key_env": "EXAMPLE_API_KEY",
+            "remote_model": "demo",
+            "remote_health_check": "config_only",
+            "enabled": True,
+        }
+        near = serving({"engine": {"models": {"frontier-large": model}}})
+        with near as here, httpx.Client(base_url=here.url, timeout=60) as client:
+            yield client
+
+
+@pytest.mark.parametrize("allow", [None, False])
+def test_a_remote_model_is_asked_only_with_consent(remote: httpx.Client, allow: bool | None) -> None:
+    body = {"model": "frontier-large", "input": "Hello", "decoding": {}, "allow_remote": allow}
+    reply = remote.post("/v1/responses", json=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (403, "remote_not_allowed")
+
+
+def test_with_consent_it_answers_in_the_same_shape(remote: httpx.Client) -> None:
+    body = {"model": "frontier-large", "input": "Hello", "decoding": {"max_tokens": 8}, "allow_remote": True}
+    told = ask(remote, body)
+    check_shape(told, "frontier-large")
+    assert told["output_text"] == "From afar."
+
+
+def test_outside_the_dialect_the_field_is_no_consent(remote: httpx.Client) -> None:
+    body = {"model": "frontier-large", "input": "Hello", "allow_remote": True}
+    assert remote.post("/v1/responses", json=body).status_code == 403

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import Image, Message, Request, Text
+from modelyard.prompt.render import Renderer
+from modelyard.prompt.source import builtin
+from modelyard.prompt.template import ChatTemplate, TemplateRefused
+from modelyard.prompt.translation import translated
+from modelyard.vocab.hf import HfVocabulary
+from modelyard.vocab.shield import unshield
+
+
+def asked(text: str = "Ach.", *before: Message, **codes: Any) -> Request:
+    kwargs = {f"{name}_lang_code": code for name, code in codes.items()}
+    return Request(model="m", messages=(*before, Message("user", (Text(text),))), chat_template_kwargs=kwargs)
+
+
+def settled(request: Request) -> tuple[str, str, str]:
+    done = translated(request)
+    (part,) = done.messages[0].parts
+    assert isinstance(part, Text)
+    return done.chat_template_kwargs["source_lang_code"], done.chat_template_kwargs["target_lang_code"], part.text
+
+
+def test_a_known_source_stays_as_it_is() -> None:
+    assert settled(asked(source="nl", target="en")) == ("nl", "en", "Ach.")
+
+
+def test_a_region_may_be_written_either_way() -> None:
+    assert settled(asked(source="pt_BR", target="de-DE"))[:2] == ("pt-BR", "de-DE")
+
+
+@pytest.mark.parametrize("source", [None, "", "auto", "mixed"])
+@pytest.mark.parametrize(("target", "fallback"), [("nl", "en"), ("en", "fr"), ("en-GB", "fr")])
+def test_a_mixed_source_gets_a_valid_code_and_a_line_before_the_text(
+    source: str | None, target: str, fallback: str
+) -> None:
+    code, _, text = settled(asked(source=source, target=target))
+    assert code == fallback
+    assert text.endswith("\n\nAch.")
+    assert "language of each segment" in text
+
+
+def test_once_settled_it_stays_so() -> None:
+    done = translated(asked(target="en"))
+    assert translated(done) == done
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (asked(source="nl"), "target_lang_code_required"),
+        (asked(target="auto"), "target_lang_code_required"),
+        (asked(source="nl", target="<end_of_turn>"), "invalid_language_code"),
+        (asked(source=["nl"], target="en"), "invalid_language_code"),
+        (asked("x", Message("system", (Text("rules"),)), target="en"), "instructions_unsupported"),
+        (asked("x", Message("user", (Text("before"),)), target="en"), "multi_turn_unsupported"),
+        (
+            Request(
+                model="m", messages=(Message("user", (Image("u"),)),), chat_template_kwargs={"target_lang_code": "en"}
+            ),
+            "modality_unsupported",
+        ),
+    ],
+)
+def test_what_such_a_model_cannot_take_is_refused(request_: Request, code: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        translated(request_)
+    assert caught.value.code == code
+
+
+# --- through the template ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def renderer(vocab: HfVocabulary) -> Renderer:
+    return Renderer(ChatTemplate(builtin("translategemma_template"), bos_token="<bos>"), vocab)
+
+
+def test_the_prompt_names_both_languages_and_ends_with_the_text(renderer: Renderer) -> None:
+    prompt = unshield(renderer.text(asked(source="nl", target="pt_BR")))
+    assert prompt.startswith("<bos><start_of_turn>user\n")
+    assert "from Dutch (nl) to Portuguese (pt-BR)" in prompt
+    assert prompt.endswith("\n\n\nAch.<end_of_turn>\n<start_of_turn>model\n")
+
+
+def test_a_language_that_the_template_does_not_know_is_its_refusal(renderer: Renderer) -> None:
+    with pytest.raises(TemplateRefused, match="xx"):
+        renderer.text(asked(source="nl", target="xx"))
+
+
+def test_a_models_own_template_gets_one_item_with_both_codes(vocab: HfVocabulary) -> None:
+    shown = "{{ it.type }} {{ it.source_lang_code }}>{{ it.target_lang_code }} {{ it.text }}"
+    renderer = Renderer(ChatTemplate("{% set it = messages[0].content[0] %}" + shown), vocab)
+    assert renderer.translates
+    assert unshield(renderer.text(asked(source="nl", target="en"))) == "text nl>en Ach."
+
+
+def test_other_templates_do_not_translate(vocab: HfVocabulary) -> None:
+    renderer = Renderer(ChatTemplate(builtin("generic")), vocab)
+    assert not renderer.translates
+    assert "Ach." in renderer.text(asked(target="en"))

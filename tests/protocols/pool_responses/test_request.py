@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import Image, Message, Reasoning, Request, Sampling, Text
+from modelyard.protocols import pool_responses as wire
+
+PICTURE = "data:image/png;base64,AAAA"
+
+
+def read(headers: dict[str, str] | None = None, **body: Any) -> Request:
+    return wire.read_request(msgspec.json.encode({"model": "m", **body}), headers or {})
+
+
+def refusal(**body: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        read(**body)
+    return caught.value
+
+
+def user(*parts: Text | Image) -> Message:
+    return Message("user", parts)
+
+
+# --- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_a_text_and_its_instructions() -> None:
+    asked = read(input="Hello", instructions="Be brief.")
+    assert asked.messages == (Message("system", (Text("Be brief."),)), user(Text("Hello")))
+    assert asked.instructions
+    assert (asked.model, asked.dialect, asked.stream, asked.store) == ("m", "pool_responses", False, False)
+
+
+def test_null_means_that_nothing_was_said() -> None:
+    names = ("messages", "instructions", "source_lang_code", "target_lang_code", "thinking", "decoding", "stream")
+    assert read(input="Hello", **dict.fromkeys(names)) == read(input="Hello")
+
+
+def test_a_list_of_texts_is_one_text() -> None:
+    items = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert read(input=items).messages == (user(Text("one two")),)
+
+
+def test_images_stay_where_they_stand() -> None:
+    items = [
+        {"type": "text", "text": "What is it?"},
+        {"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}},
+        {"type": "image_url", "image_url": PICTURE},
+    ]
+    assert read(input=items).messages == (user(Text("What is it?"), Image(PICTURE, "low"), Image(PICTURE)),)
+
+
+def test_turns_with_texts_and_lists() -> None:
+    asked = read(
+        messages=[
+            {"role": "user", "content": "My colour is teal."},
+            {"role": "assistant", "content": "Noted."},
+            {"role": "user", "content": [{"type": "text", "text": "Which is it?"}]},
+        ]
+    )
+    assert asked.messages == (
+        user(Text("My colour is teal.")),
+        Message("assistant", (Text("Noted."),)),
+        user(Text("Which is it?")),
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"model": None, "input": "x"}, "missing_required_parameter", "model"),
+        ({}, "input_required", "input"),
+        ({"input": ""}, "input_required", "input"),
+        ({"input": []}, "input_required", "input"),
+        ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "input_and_messages", "messages"),
+        ({"messages": []}, "no_messages", "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "role_unsupported", "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "role_unsupported", "messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+            "last_message_not_user",
+            "messages[1].role",
+        ),
+        ({"messages": [{"role": "user"}]}, "input_required", "messages[0].content"),
+        ({"input": [{"type": "text"}]}, "text_required", "input[0].text"),
+        ({"input": [{"type": "image_url", "image_url": {}}]}, "image_required", "input[0].image_url"),
+        ({"input": [{"type": "audio"}]}, "modality_unsupported", "input[0].type"),
+        ({"input": "x", "thinking": "often"}, "invalid_thinking", "thinking"),
+        ({"input": "x", "decoding": {"temperature": -1}}, "invalid_decoding", "decoding.temperature"),
+        ({"input": "x", "decoding": {"max_tokens": 0}}, "invalid_decoding", "decoding.max_tokens"),
+        ({"input": "x", "decoding": {"beam_size": 0}}, "invalid_decoding", "decoding.beam_size"),
+        ({"input": "x", "decoding": {"top_k": "many"}}, "invalid_type", "decoding.top_k"),
+    ],
+)
+def test_what_cannot_be_read_has_a_code_and_a_place(body: dict[str, Any], code: str, param: str) -> None:
+    error = refusal(**body)
+    assert (error.code, error.param) == (code, param)
+
+
+# --- how it is to be answered -----------------------------------------------------------------------------------------
+
+
+def test_all_seven_fields_of_decoding() -> None:
+    asked = read(
+        input="x",
+        decoding={
+            "beam_size": 2,
+            "top_k": 1,
+            "top_p": 1.0,
+            "temperature": 0.1,
+            "repetition_penalty": 1.05,
+            "max_tokens": 256,
+            "stop": ["END", ""],
+        },
+    )
+    assert asked.sampling == Sampling(beam_size=2, top_k=1, top_p=1.0, temperature=0.1, repetition_penalty=1.05)
+    assert (asked.max_tokens, asked.stop) == (256, ("END",))
+
+
+def test_fields_that_are_left_out_are_left_to_the_defaults() -> None:
+    asked = read(input="x", decoding={})
+    assert (asked.sampling, asked.max_tokens, asked.stop) == (Sampling(), None, ())
+
+
+def test_extension_fields_count_here_too_and_decoding_goes_before_them() -> None:
+    asked = read(input="x", min_p=0.1, top_k=40, decoding={"top_k": 1, "seed": 7}, lora_adapter="law", regex="a+")
+    assert asked.sampling == Sampling(min_p=0.1, top_k=1, seed=7)
+    assert asked.lora_adapter == "law"
+    assert asked.constraint is not None
+
+
+@pytest.mark.parametrize(
+    ("mode", "reasoning"),
+    [
+        (None, Reasoning(visible=False)),
+        ("default", Reasoning(visible=False)),
+        ("enabled", Reasoning(enabled=True, visible=False, strict=True)),
+        ("disabled", Reasoning(enabled=False, visible=False, strict=True)),
+    ],
+)
+def test_thinking_that_was_named_is_a_demand(mode: str | None, reasoning: Reasoning) -> None:
+    assert read(input="x", thinking=mode).reasoning == reasoning
+
+
+def test_language_codes_go_to_the_template() -> None:
+    asked = read(input="x", source_lang_code="nl", target_lang_code="en")
+    assert asked.chat_template_kwargs == {"source_lang_code": "nl", "target_lang_code": "en"}
+    assert read(input="x", target_lang_code="en").chat_template_kwargs == {"target_lang_code": "en"}
+
+
+def test_consent_stream_and_session() -> None:
+    asked = read({"x-session-id": "s1"}, input="x", allow_remote=True, stream=True)
+    assert (asked.allow_remote, asked.stream, asked.session) == (True, True, "s1")
+    assert not read(input="x").allow_remote
+
+
+def test_tools_are_left_out_with_a_warning() -> None:
+    asked = read(input="x", tools=[{"type": "function", "name": "f"}])
+    assert asked.tools == ()
+    assert "tools" in asked.warnings[0]
