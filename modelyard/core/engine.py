@@ -6,6 +6,8 @@ A `TextEngine` takes token ids and gives token ids back; templates, stop strings
     Options             a pydantic model: the backend's own fields of a model definition
     HOLDS_WEIGHTS       False where a second process may open the same engine for free
     REMOTE              True where requests leave this machine (absent means False)
+    COUNTS_LOCALLY      True where a chat engine also offers `tokenizer_path` and `chat_template`: it need not be up
+    LIVE_OVERRIDES      field → its type with its range: what one load may set for itself (absent: nothing)
     verify()            raises where its native library does not work on this machine (absent: it has none)
     kind(options)       "text" or "chat"
     create(spec)        the engine, not yet opened
@@ -153,6 +155,8 @@ class Capabilities(Struct, frozen=True):
     lora: bool = False
     embeddings: bool = False
     ignored: tuple[str, ...] = ()  # sampling fields this engine accepts and cannot honour
+    # Of an engine that renders by itself; for the others the template tells (`Renderer.thinking_modes`).
+    thinking_modes: tuple[str, ...] = ("default",)
 
 
 class EngineInfo(Struct, frozen=True):
@@ -166,12 +170,36 @@ class EngineInfo(Struct, frozen=True):
         return sum(c.parallel for c in self.caches.values())
 
 
+class SequenceStats(Struct, frozen=True):
+    """One place for a conversation. `session` is whose KV it holds; `used` the unix time of its last step."""
+
+    id: int
+    tokens: int = 0
+    running: bool = False
+    session: str | None = None
+    used: float | None = None
+
+
+class CacheStats(Struct, frozen=True):
+    """Tokens since the engine was opened, and evictions: conversations that were thrown out for another."""
+
+    reused_tokens: int = 0
+    evaluated_tokens: int = 0
+    evictions: int = 0
+    sequences: tuple[SequenceStats, ...] = ()
+
+
 class EngineStats(Struct, frozen=True):
     running: int = 0
     sequences: int = 0
     occupied_tokens: int = 0
     reused_tokens: int = 0
     evaluated_tokens: int = 0
+    copied_tokens: int = 0  # of the reused ones: from another sequence's KV
+    restored_tokens: int = 0  # held from the start, saved by an engine before this one
+    guessed_tokens: int = 0  # by speculation; `accepted_tokens` of them came true
+    accepted_tokens: int = 0
+    caches: Mapping[str, CacheStats] = field(default_factory=dict)
 
 
 class Memory(Struct, frozen=True):

@@ -6,12 +6,13 @@ from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
 from modelyard.engines.fake.chat import FakeChatEngine
-from modelyard.engines.fake.options import Options, chat_template, tokenizer_path
+from modelyard.engines.fake.options import LIVE_OVERRIDES, Options, chat_template, tokenizer_path
 from modelyard.engines.fake.text import FakeTextEngine
 
 __all__ = [
     "HOLDS_WEIGHTS",
     "KIND",
+    "LIVE_OVERRIDES",
     "PROMPT_FORMAT",
     "Options",
     "chat_template",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -11,6 +11,15 @@ from modelyard.engines.fake.script import Rule, read_script
 
 _SHIPPED = Path(__file__).parent / "tokenizer"
 _DEMO_DELAY = 0.01  # about as fast as a good local model
+
+
+# field → its type with its range: what one load may set for itself, through the admin API
+LIVE_OVERRIDES: dict[str, Any] = {
+    "n_ctx": Annotated[int, Field(ge=1, le=1 << 24)],
+    "token_delay": Annotated[float, Field(ge=0, le=60)],
+    "echo": bool,
+    "embedding_size": Annotated[int, Field(ge=1, le=65536)],
+}
 
 
 class Options(BaseModel):

@@ -8,9 +8,19 @@ from typing import Literal
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.llama_cpp import files, verdict
 from modelyard.engines.llama_cpp.estimate import estimate
-from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.options import LIVE_OVERRIDES, Options
 
-__all__ = ["HOLDS_WEIGHTS", "Options", "chat_template", "create", "estimate", "kind", "tokenizer_path", "verify"]
+__all__ = [
+    "HOLDS_WEIGHTS",
+    "LIVE_OVERRIDES",
+    "Options",
+    "chat_template",
+    "create",
+    "estimate",
+    "kind",
+    "tokenizer_path",
+    "verify",
+]
 
 HOLDS_WEIGHTS = True
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from ctypes import POINTER, c_float, c_void_p
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -15,6 +16,8 @@ from msgspec import Struct
 from modelyard.core.errors import Conflict, InvalidRequest
 from modelyard.engines.llama_cpp import files
 from modelyard.engines.llama_cpp.binding import lib
+from modelyard.engines.llama_cpp.identity import identity
+from modelyard.engines.llama_cpp.image import Worn
 from modelyard.engines.llama_cpp.options import Lora
 from modelyard.engines.llama_cpp.sequences import Adapters
 from modelyard.vocab import llama_log
@@ -23,6 +26,7 @@ from modelyard.vocab import llama_log
 class _Held(Struct, frozen=True):
     raw: Any
     scale: float
+    path: Path
 
 
 class Wardrobe:
@@ -44,7 +48,7 @@ class Wardrobe:
             raise InvalidRequest(
                 f"the adapter {name!r} in {path} cannot be loaded: {llama_log.reason()}", code="adapter_unreadable"
             )
-        self._held[name] = _Held(raw, lora.scale)
+        self._held[name] = _Held(raw, lora.scale, path)
 
     def unload(self, name: str) -> None:
         """No context may wear it any more."""
@@ -58,6 +62,14 @@ class Wardrobe:
                 raise InvalidRequest(
                     f"there is no adapter {name!r}; {known}", code="adapter_unknown", param="lora_adapter"
                 )
+
+    def worn(self, asked: Adapters) -> Worn:
+        """What KV that was computed under them is bound to: their strengths in effect, and which files they are."""
+        return tuple(self._worn(name, scale) for name, scale in asked)
+
+    def _worn(self, name: str, scale: float) -> tuple[str, float, str]:
+        held = self._held.get(name)
+        return (name, held.scale * scale, identity([held.path])) if held is not None else (name, scale, "gone")
 
     def put_on(self, context: Any, asked: Adapters) -> None:
         """Exactly these, at the request's scale times the adapter's own."""

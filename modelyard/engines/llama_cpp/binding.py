@@ -20,7 +20,7 @@ IntArray = npt.NDArray[np.int32]
 
 # name → (result, arguments) of the short calls
 _SHORT: dict[str, tuple[Any, list[Any]]] = {
-    "llama_get_logits_ith": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_get_logits_ith": (c_void_p, [c_void_p, c_int32]),
     "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
     "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
     "llama_sampler_accept": (None, [c_void_p, c_int32]),
@@ -96,13 +96,22 @@ class Batch:
     def size(self) -> int:
         return int(self.raw.n_tokens)
 
-    def add(self, ids: IntArray, start: int, sequence: int, *, last: bool) -> int:
-        """Rows of one sequence; `last` asks for logits after the last of them. The row that has them."""
+    def add_one(self, token: int, position: int, sequence: int) -> int:
+        """A stream's row: what `add` does, without the slices that cost ten times as much as the numbers."""
+        at = self.raw.n_tokens
+        self.token[at], self.pos[at], self.seq[at], self.output[at] = token, position, sequence, 1
+        self.raw.n_tokens = at + 1
+        return int(at)
+
+    def add(self, ids: IntArray, start: int, sequence: int, *, last: bool, guessed: int = 0) -> int:
+        """Rows of one sequence; `last` asks for logits after the last of them, and before each that is only guessed.
+        The first row that has them."""
         at, end = self.size, self.size + len(ids)
         self.token[at:end] = ids
         self.pos[at:end] = np.arange(start, start + len(ids), dtype=np.int32)
         self.seq[at:end] = sequence
         self.output[at:end] = 0
-        self.output[end - 1] = last
+        first = end - 1 - guessed
+        self.output[first:end] = last
         self.raw.n_tokens = end
-        return end - 1
+        return first

@@ -8,43 +8,55 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
-from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, Progress, Tokens
+from modelyard.core.engine import CacheInfo, CacheStats, Chunk, End, IdLogprob, Progress, Tokens
 from modelyard.core.errors import ContextOverflow, Internal, ModelyardError, Overloaded, Timeout, Unavailable
 from modelyard.core.events import Timings, Usage
-from modelyard.engines.llama_cpp import sequences
 from modelyard.engines.llama_cpp.adapters import Wardrobe
 from modelyard.engines.llama_cpp.binding import Batch, lib, short
 from modelyard.engines.llama_cpp.job import Job
+from modelyard.engines.llama_cpp.places import Places
 from modelyard.engines.llama_cpp.sample import logits_of, logprob_of
-from modelyard.engines.llama_cpp.sequences import Adapters, Slot
+from modelyard.engines.llama_cpp.sequences import Adapters
+from modelyard.engines.llama_cpp.speculate import Guesses, Speculator
 from modelyard.engines.llama_cpp.step import Need, Slice, plan, turn
 
 Emit = Callable[[Job, list[Chunk], bool], None]
+Ending = tuple[str, ModelyardError | None]  # as an End has it
 
-_EMPTY = np.zeros(0, np.int32)
-_COPY_FROM = 256  # shared tokens from which copying KV beats reading them again
+
+class Said(Struct):
+    """What a job says in one step."""
+
+    ids: list[int]
+    logprobs: list[IdLogprob] | None
 
 
 class Cache:
     """Belongs to the engine's thread: nobody else may touch it."""
 
     def __init__(
-        self, name: str, info: CacheInfo, raw: Any, n_vocab: int, ubatch: int, emit: Emit, wardrobe: Wardrobe
+        self,
+        name: str,
+        info: CacheInfo,
+        raw: Any,
+        n_vocab: int,
+        ubatch: int,
+        emit: Emit,
+        wardrobe: Wardrobe,
+        places: Places,
     ) -> None:
         self.name, self.info = name, info
         self._raw, self._n_vocab, self._ubatch, self._emit = raw, n_vocab, ubatch, emit
         self._memory = lib.llama_get_memory(raw)
-        model = lib.llama_get_model(raw)
-        self._n_swa: int = lib.llama_model_n_swa(model)
-        self._only_forward: bool = lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model)
         self._batch = Batch(max(ubatch, info.parallel))
-        self.slots = [Slot(index, _EMPTY) for index in range(info.parallel)]
+        self.places, self.slots = places, places.slots
         self.jobs: dict[int, Job] = {}  # by sequence
         self._wardrobe = wardrobe
         self._worn: Adapters = ()  # by the context, since the last step
-        self._clock = 0
-        self.reused = self.evaluated = 0
+        self.speculator: Speculator | None = None
+        self.evaluated = 0
 
     def __repr__(self) -> str:
         return f"<Cache {self.name}: {len(self.jobs)}/{self.info.parallel} running>"
@@ -59,46 +71,12 @@ class Cache:
             raise Overloaded(f"the cache {self.name!r} has no free sequence")
 
     def admit(self, job: Job) -> None:
-        adapters = job.prompt.adapters
-        choice = sequences.choose(self.slots, job.ids, job.prompt.session, adapters)
-        keep = self._prepare(choice, job)
-        slot = self.slots[choice.index]
-        slot.tokens, slot.adapters = job.ids[:keep], adapters
-        slot.session, slot.priority, slot.busy = job.prompt.session, job.prompt.priority, True
-        self._clock += 1
-        slot.used = self._clock
-        self.jobs[choice.index] = job
-        job.begin(keep)
-        self.reused += keep
-        self._emit(job, [Accepted(keep, keep if keep < len(job.ids) else None, choice.evicted)], False)
-
-    def _prepare(self, choice: sequences.Choice, job: Job) -> int:
-        """Make the chosen sequence hold exactly the shared prefix; how long it is. One token is always read anew:
-        its logits are what the first new token is sampled from."""
-        source, shared = sequences.donor(self.slots, job.ids, choice, job.prompt.adapters)
-        keep = min(choice.keep, len(job.ids) - 1)
-        if shared - keep >= _COPY_FROM:
-            keep = self._copy(source, choice.index, min(shared, len(job.ids) - 1))
-        return self._rewind(choice.index, keep)
-
-    def _copy(self, source: int, target: int, keep: int) -> int:
-        # A partial copy between streams is an assertion in llama.cpp: copy all, then cut.
-        short.memory_seq_rm(self._memory, target, -1, -1)
-        short.memory_seq_cp(self._memory, source, target, -1, -1)
-        return keep
-
-    def _rewind(self, index: int, keep: int) -> int:
-        """Cut the sequence to `keep` tokens, or to none where the model cannot go back."""
-        if keep > 0 and short.memory_seq_rm(self._memory, index, keep, -1) and self._holds(index, keep):
-            return keep
-        short.memory_seq_rm(self._memory, index, -1, -1)
-        return 0
-
-    def _holds(self, index: int, keep: int) -> bool:
-        """llama.cpp says yes to a cut although what a sliding window needs is gone: look at what is really there."""
-        oldest = short.memory_seq_pos_min(self._memory, index)
-        newest = short.memory_seq_pos_max(self._memory, index)
-        return sequences.intact(oldest, newest, keep, n_swa=self._n_swa, only_forward=self._only_forward)
+        slot, accepted = self.places.take(job)
+        self.jobs[slot.index] = job
+        job.begin(accepted.cached_tokens)
+        if self.speculator is not None:
+            self.speculator.begin(slot.index, job)
+        self._emit(job, [accepted], False)
 
     # --- all jobs move on -------------------------------------------------------------------------------------------
 
@@ -110,67 +88,105 @@ class Cache:
         self._drop_cancelled()
         if not self.jobs:
             return
+        began = time.perf_counter()
         self._wear(turn((job.prompt.adapters for job in self.jobs.values()), self._worn))
+        jobs = {index: job for index, job in self.jobs.items() if job.prompt.adapters == self._worn}
+        only_streams = all(job.generating for job in jobs.values())
+        guesses = self.speculator.guess(jobs) if only_streams and self.speculator is not None else {}
         needs = [
-            Need(index, job.pending, job.generating, job.arrived)
-            for index, job in self.jobs.items()
-            if job.prompt.adapters == self._worn
+            Need(index, job.pending, job.generating, job.arrived, len(guesses.get(index, ())), job.until_pause)
+            for index, job in jobs.items()
         ]
         slices = plan(needs, self._ubatch)
-        rows = self._fill(slices)
+        rows = self._fill(slices, guesses)
+        asked = time.perf_counter()
         code = lib.llama_decode(self._raw, self._batch.raw)
         if code != 0:
             self._failed(slices, code)
             return
+        self.places.kv.decoded(0 if any(job.generating for job in jobs.values()) else self._batch.size, asked)
         for piece in slices:
-            self._advance(piece, rows[piece.sequence])
+            self._advance(piece, rows[piece.sequence], guesses.get(piece.sequence, [])[: piece.guessed])
+        if only_streams and self.speculator is not None:
+            self.speculator.took(len(slices), sum(piece.guessed for piece in slices), time.perf_counter() - began)
 
     def _wear(self, adapters: Adapters) -> None:
         if adapters != self._worn:
             self._wardrobe.put_on(self._raw, adapters)
             self._worn = adapters
 
-    def _fill(self, slices: list[Slice]) -> dict[int, int]:
+    def _fill(self, slices: list[Slice], guesses: Guesses) -> dict[int, int]:
         self._batch.clear()
         rows = {}
         for piece in slices:
-            job = self.jobs[piece.sequence]
+            index, job = piece.sequence, self.jobs[piece.sequence]
+            if job.generating and not piece.guessed:
+                rows[index] = self._batch.add_one(job.newest, job.done, index)
+                continue
             ids = job.ids[job.done : job.done + piece.count]
-            rows[piece.sequence] = self._batch.add(ids, job.done, piece.sequence, last=piece.last)
+            if piece.guessed:
+                ids = np.concatenate((ids, np.asarray(guesses[index][: piece.guessed], np.int32)))
+            rows[index] = self._batch.add(ids, job.done, index, last=piece.last, guessed=piece.guessed)
         return rows
 
-    def _advance(self, piece: Slice, row: int) -> None:
+    def _advance(self, piece: Slice, row: int, guess: list[int]) -> None:
         job, slot = self.jobs[piece.sequence], self.slots[piece.sequence]
         job.done += piece.count
-        slot.tokens = job.ids[: job.done]
         if not job.generating:
             self.evaluated += piece.count
-        if not piece.last:
+        ending = None
+        if piece.last:
+            ending = self._speak(job, piece.sequence, row, guess)
+        else:
             self._emit(job, [Progress(job.done, job.prompt_tokens)], False)
-            return
-        self._sample(job, piece.sequence, row)
+        self.places.read(slot, job)
+        if ending is not None:
+            self._finish(piece.sequence, *ending)
 
-    def _sample(self, job: Job, index: int, row: int) -> None:
+    def _speak(self, job: Job, index: int, row: int, guess: list[int]) -> Ending | None:
+        """Draw a token after the row, and after each that was guessed for as long as the guesses are what is drawn."""
         job.prefilled()
+        before, said = job.done, Said([], [] if job.prompt.logprobs is not None else None)
+        ending = self._draw(job, row, said)
+        for guessed in guess:
+            if ending is not None or said.ids[-1] != guessed:
+                break
+            job.done += 1  # its KV is there already
+            row += 1
+            ending = self._draw(job, row, said)
+        self._settle(job, index, guess, job.done - before, said)
+        return ending
+
+    def _settle(self, job: Job, index: int, guess: list[int], kept: int, said: Said) -> None:
+        if kept < len(guess):
+            short.memory_seq_rm(self._memory, index, job.done, -1)
+        if self.speculator is not None:
+            self.speculator.heard(index, len(guess), kept, said.ids[0] if said.ids else -1)
+        if said.ids:
+            self._emit(job, [Tokens(said.ids, said.logprobs)], False)
+
+    def _draw(self, job: Job, row: int, said: Said) -> Ending | None:
+        """The next token, or why there is none; and whether it was the last."""
         wanted = job.prompt.logprobs
         raw = logits_of(self._raw, row, self._n_vocab).copy() if wanted is not None else None
         try:
             token = self._pick(job, row)
         except ModelyardError as error:
-            self._finish(index, "error", error)
-            return
+            return "error", error
         if token in job.stops:
-            self._finish(index, "stop")
-            return
+            return "stop", None
         job.append(token)
-        logprobs = [logprob_of(raw, token, wanted or 0)] if raw is not None else None
-        self._emit(job, [Tokens([token], logprobs)], False)
+        said.ids.append(token)
+        if raw is not None and said.logprobs is not None:
+            said.logprobs.append(logprob_of(raw, token, wanted or 0))
+        return self._ending(job)
+
+    def _ending(self, job: Job) -> Ending | None:
         if job.mask is not None and job.mask.is_complete:
-            self._finish(index, "stop")
-        elif job.output >= job.prompt.max_tokens:
-            self._finish(index, "length")
-        elif len(job.ids) >= self.info.window:
-            self._finish(index, "window")
+            return "stop", None
+        if job.output >= job.prompt.max_tokens:
+            return "length", None
+        return ("window", None) if job.length >= self.info.window else None
 
     def _pick(self, job: Job, row: int) -> int:
         choose = partial(job.chain.pick, self._raw, row)
@@ -189,6 +205,8 @@ class Cache:
     def _finish(self, index: int, reason: Any, error: ModelyardError | None = None) -> None:
         job, slot = self.jobs.pop(index), self.slots[index]
         slot.busy = False
+        if self.speculator is not None:
+            self.speculator.end(index)
         job.close()
         self._emit(job, [End(reason, _usage(job), _timings(job), error)], True)
 
@@ -196,8 +214,7 @@ class Cache:
         """Nobody dies for another: only the sequences of this very batch fail, and their KV is thrown away."""
         fault = Internal(f"llama_decode answered {code}") if code < 0 else Unavailable("the KV cache is out of cells")
         for piece in slices:
-            short.memory_seq_rm(self._memory, piece.sequence, -1, -1)
-            self.slots[piece.sequence].tokens = _EMPTY
+            self.places.clear(self.slots[piece.sequence])
             self._finish(piece.sequence, "error", fault)
 
     def fail_all(self, error: ModelyardError) -> None:
@@ -207,7 +224,12 @@ class Cache:
     def evict(self) -> None:
         for slot in self.slots:
             if not slot.busy:
-                self._clear(slot)
+                self.places.clear(slot)
+
+    def stats(self) -> CacheStats:
+        """Read on the loop while the thread goes on: numbers that may be a step apart."""
+        places = self.places
+        return CacheStats(places.reused, self.evaluated, places.evicted, places.stats())
 
     def uses(self, adapter: str) -> bool:
         """Whether a running job wears it."""
@@ -219,13 +241,11 @@ class Cache:
             self._wear(())
         for slot in self.slots:
             if any(name == adapter for name, _ in slot.adapters):
-                self._clear(slot)
-
-    def _clear(self, slot: Slot) -> None:
-        short.memory_seq_rm(self._memory, slot.index, -1, -1)
-        slot.tokens, slot.session, slot.adapters = _EMPTY, None, ()
+                self.places.clear(slot)
 
     def close(self) -> None:
+        if self.speculator is not None:
+            self.speculator.close()
         lib.llama_free(self._raw)
 
 

@@ -56,10 +56,12 @@ class Desk:
     """Takes batches on the loop and has them read by the engine's thread, one step an order. One batch at a time: they
     share a context."""
 
-    def __init__(self, model: Any, spec: EngineSpec, shape: Shape | None, order: Order) -> None:
+    def __init__(
+        self, model: Any, spec: EngineSpec, shape: Shape | None, order: Order, attach: Callable[[Any], None]
+    ) -> None:
         self._order = order
         self._n_vocab: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-        self._reader = Reader(model, spec.options.n_ubatch, spec.options.pooling, _maker(model, spec, shape))
+        self._reader = Reader(model, spec.options.n_ubatch, spec.options.pooling, _maker(model, spec, shape, attach))
         self._turn = asyncio.Lock()
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
@@ -90,11 +92,15 @@ class Desk:
         self._reader.close()
 
 
-def _maker(model: Any, spec: EngineSpec, shape: Shape | None) -> Callable[[int], Any]:
+def _maker(model: Any, spec: EngineSpec, shape: Shape | None, attach: Callable[[Any], None]) -> Callable[[int], Any]:
+    """`attach` gives the context the threads that it shares with the caches."""
+
     def make(cells: int) -> Any:
         if shape is not None:  # the weights are here already
             loading.fit(replace(shape, weights=0), spec.model, spec.options, {"embeddings": CacheInfo(cells)})
-        return loading.embedding_context(model, spec.options, cells, PLACES)
+        raw = loading.embedding_context(model, spec.options, cells, PLACES)
+        attach(raw)
+        return raw
 
     return make
 

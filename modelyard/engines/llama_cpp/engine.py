@@ -17,9 +17,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from msgspec import Struct
-
 from modelyard.core.engine import (
+    CacheInfo,
     Capabilities,
     Chunk,
     Control,
@@ -35,7 +34,6 @@ from modelyard.core.engine import (
 )
 from modelyard.core.errors import (
     Conflict,
-    Internal,
     InvalidRequest,
     ModelyardError,
     NotFound,
@@ -48,24 +46,23 @@ from modelyard.engines.llama_cpp import files, loading
 from modelyard.engines.llama_cpp.adapters import Wardrobe, read_argument
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.context import Cache
+from modelyard.engines.llama_cpp.draft import DraftModel
 from modelyard.engines.llama_cpp.embedding import Desk
 from modelyard.engines.llama_cpp.job import Job
+from modelyard.engines.llama_cpp.keeper import Keeper, keeper_for
 from modelyard.engines.llama_cpp.masks import Mask, Masks, Triggered
 from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.orders import Order, fault_of, obeyed, tried
+from modelyard.engines.llama_cpp.places import acquaint, places_for
 from modelyard.engines.llama_cpp.sample import Chain
+from modelyard.engines.llama_cpp.speculate import NGrams, Speculator
+from modelyard.engines.llama_cpp.threads import Pool
 
 log = logging.getLogger(__name__)
 
 _SWITCH_S = 0.0005  # a decode that comes back waits this long at most for a busy gateway to let go of the GIL
 
 Parcel = tuple[Job, list[Chunk], bool]
-
-
-class Order(Struct, frozen=True):
-    """Something for the engine's thread to do between two steps; `done` hears of it on the loop."""
-
-    deed: Callable[[], None]
-    done: asyncio.Future[None]
 
 
 class LlamaEngine:
@@ -88,6 +85,9 @@ class LlamaEngine:
         self._parcels: list[Parcel] = []
         self._arrived = 0
         self._desk: Desk | None = None
+        self._draft: DraftModel | None = None
+        self._pool: Pool | None = None
+        self._keeper: Keeper | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -112,14 +112,41 @@ class LlamaEngine:
         self._model = loading.load(path, self.options, tell)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._n_vocab = lib.llama_vocab_n_tokens(self._vocab)
-        self._desk = Desk(self._model, self._spec, shape, self._order)
+        self._pool = Pool(loading.most_threads(self._spec))
+        self._desk = Desk(self._model, self._spec, shape, self._order, self._pool.attach)
         self._wardrobe = Wardrobe(self._model, self.options.lora)
         self._masks = Masks(self._vocab, self._n_vocab)
+        if self.options.drafts:
+            self._draft = DraftModel(self.options, self._model, self._pool.attach, lambda _: self._over is None)
         for name, info in self._spec.caches.items():
             raw = loading.context(self._model, name, info, self.options)
+            self._pool.attach(raw)
             self._caches[name] = Cache(
-                name, info, raw, self._n_vocab, self.options.of(info).n_ubatch, self._emit, self._wardrobe
+                name,
+                info,
+                raw,
+                self._n_vocab,
+                self.options.of(info).n_ubatch,
+                self._emit,
+                self._wardrobe,
+                places_for(raw, info, self.options),
             )
+            self._caches[name].speculator = self._speculator(name, info)
+        acquaint([cache.places for cache in self._caches.values()])
+        self._keeper = keeper_for(self._spec, path, self._wardrobe)
+        if self._keeper is not None:
+            self._keeper.restore_all(self._caches.values(), lambda: self._over is None)
+
+    def _speculator(self, name: str, info: CacheInfo) -> Speculator | None:
+        chosen = self.options.speculation
+        if chosen == "off":
+            return None
+        if not loading.rewinds(self._model, info, self.options):
+            if chosen != "auto":
+                log.warning("%r cannot take tokens back, so nothing is guessed in %r", self._spec.model, name)
+            return None
+        source = NGrams() if self._draft is None else self._draft.drafter(name, info)
+        return Speculator(source, self.options.draft_n_max, info.window, measured=chosen == "auto")
 
     async def close(self) -> None:
         self._over = self._over or Unavailable("the engine was closed")
@@ -141,6 +168,12 @@ class LlamaEngine:
         masks, self._masks = self._masks, None
         if masks is not None:
             masks.close()
+        draft, self._draft = self._draft, None
+        if draft is not None:
+            draft.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
         model, self._model = self._model, None
         if model is not None:
             lib.llama_model_free(model)
@@ -166,7 +199,7 @@ class LlamaEngine:
             job.mask = made.result()
             self._inbox.put(job)
         elif not job.box.closed:
-            job.box.put_many([_refused(job, _fault(fault))], last=True)
+            job.box.put_many([_refused(job, fault_of(fault))], last=True)
 
     def _turn_away(self) -> None:
         """What still waits in the inbox of a thread that has ended."""
@@ -184,8 +217,13 @@ class LlamaEngine:
             running=sum(len(cache.jobs) for cache in caches),
             sequences=sum(len(cache.slots) for cache in caches),
             occupied_tokens=sum(len(slot.tokens) for cache in caches for slot in cache.slots),
-            reused_tokens=sum(cache.reused for cache in caches),
+            reused_tokens=sum(cache.places.reused for cache in caches),
+            copied_tokens=sum(cache.places.copied for cache in caches),
+            restored_tokens=sum(cache.places.restored for cache in caches),
             evaluated_tokens=sum(cache.evaluated for cache in caches),
+            guessed_tokens=sum(cache.speculator.guessed for cache in caches if cache.speculator is not None),
+            accepted_tokens=sum(cache.speculator.kept for cache in caches if cache.speculator is not None),
+            caches={name: cache.stats() for name, cache in self._caches.items()},
         )
 
     async def control(self, op: Control) -> None:
@@ -195,11 +233,15 @@ class LlamaEngine:
         if op.op == "unload_adapter":
             await self._order(partial(self._unload_adapter, op.argument or ""))
             return
-        if op.op != "evict":
-            raise InvalidRequest(f"{op.op} is not a thing this engine does yet", code="unsupported_control")
         caches = [self._cache(op.cache)] if op.cache is not None else list(self._caches.values())
+        if op.op == "evict":
+            for cache in caches:
+                await self._order(cache.evict)
+            return
+        if self._keeper is None:
+            raise InvalidRequest(f"to {op.op} KV the model needs kv_store in its settings", code="kv_store_unset")
         for cache in caches:
-            await self._order(cache.evict)
+            await (self._keeper.save if op.op == "save" else self._keeper.restore)(cache, self._order)
 
     async def _order(self, deed: Callable[[], None]) -> None:
         if self._over is not None:
@@ -234,6 +276,15 @@ class LlamaEngine:
             self._die(Unavailable(f"the engine died: {error}"))
         else:
             self._end_all(Unavailable("the engine was closed"))
+            self._save()
+
+    def _save(self) -> None:
+        """Whatever goes wrong with it, the engine closes."""
+        try:
+            if self._keeper is not None:
+                self._keeper.save_all(self._caches.values())
+        except Exception:
+            log.exception("the KV of %r was not saved", self._spec.model)
 
     def _receive(self) -> bool:
         """Take what has come; wait only where nothing is to be done. False: the end."""
@@ -254,7 +305,7 @@ class LlamaEngine:
         if isinstance(item, Job):
             self._admit(item)
         else:
-            self._loop.call_soon_threadsafe(_obeyed, item.done, _tried(item.deed))
+            self._loop.call_soon_threadsafe(obeyed, item.done, tried(item.deed))
 
     def _admit(self, job: Job) -> None:
         """Whatever is wrong with a job ends that job, not the engine."""
@@ -265,9 +316,9 @@ class LlamaEngine:
             cache = self._cache(job.prompt.cache)
             self._check(job)
             cache.check(job)
-            job.chain = Chain(job.prompt.sampling, self._vocab, self._n_vocab, cache.info.window)
+            job.chain = Chain(job.prompt.sampling, self._vocab, self._n_vocab, cache.info.window, job.ids)
         except Exception as error:
-            self._emit(job, [_refused(job, _fault(error))], True)
+            self._emit(job, [_refused(job, fault_of(error))], True)
         else:
             cache.admit(job)
 
@@ -323,29 +374,3 @@ def _hand_out(parcels: list[Parcel]) -> None:
 
 def _refused(job: Job, error: ModelyardError) -> End:
     return End("error", Usage(job.prompt_tokens), error=error)
-
-
-def _fault(error: BaseException) -> ModelyardError:
-    if isinstance(error, ModelyardError):
-        return error
-    internal = Internal("the llama.cpp engine cannot take this job")
-    log.exception("job refused (id %s)", internal.id, exc_info=error)
-    return internal
-
-
-def _tried(deed: Callable[[], None]) -> ModelyardError | None:
-    """What went wrong with it: that is its sender's trouble, not the engine's end."""
-    try:
-        deed()
-    except Exception as error:
-        return _fault(error)
-    return None
-
-
-def _obeyed(done: asyncio.Future[None], fault: ModelyardError | None) -> None:
-    if done.done():
-        return
-    if fault is None:
-        done.set_result(None)
-    else:
-        done.set_exception(fault)

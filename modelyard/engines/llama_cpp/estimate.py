@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Machine, Memory
 from modelyard.core.errors import InvalidRequest
+from modelyard.engines.llama_cpp.attention import mode
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.library.gguf import outline
 from modelyard.library.places import locate, parts
@@ -99,14 +100,23 @@ def _count(told: Any) -> int:
 
 
 def estimate(spec: EngineSpec, machine: Machine) -> Memory:
-    return memory_of(shape(locate(spec.options.path)), spec.options, spec.caches, machine)
+    model = shape(locate(spec.options.path))
+    return memory_of(model, spec.options, spec.caches, machine, draft_shape(spec.options))
 
 
-def memory_of(model: Shape, options: Options, caches: Mapping[str, CacheInfo], machine: Machine) -> Memory:
+def draft_shape(options: Options) -> Shape | None:
+    return shape(locate(options.draft_model_path)) if options.drafts and options.draft_model_path else None
+
+
+def memory_of(
+    model: Shape, options: Options, caches: Mapping[str, CacheInfo], machine: Machine, draft: Shape | None = None
+) -> Memory:
+    """A draft model has a context for each cache, too."""
+    models = [model] if draft is None else [model, draft]
     return Memory(
-        model.weights,
-        sum(kv(model, info) for info in caches.values()),
-        sum(compute(model, info, options.of(info)) for info in caches.values()),
+        sum(each.weights for each in models),
+        sum(kv(each, info) for each in models for info in caches.values()),
+        sum(compute(each, info, options.of(info)) for each in models for info in caches.values()),
         "gpu" if offloaded(model, options, machine) else "cpu",
     )
 
@@ -120,10 +130,11 @@ def compute(model: Shape, info: CacheInfo, options: Options) -> int:
     """The two largest moments of a step share their memory, so the larger of them counts."""
     rows = min(max(options.n_ubatch, info.parallel), _cells(info) * info.parallel)
     # Without flash attention the scores of every head lie there at once, and the mask; with it only the mask, twice.
-    a_cell = 1.5 if options.flash_attn in (True, "on", "auto") else model.heads + 1
+    a_cell = model.heads + 1 if mode(options, gpu=False) == "off" else 1.5
     attention = _cells(info) * a_cell + 5 * model.width + (model.key + model.value) // max(1, model.layers)
     logits = model.vocab + 3 * model.width
-    return int(4 * rows * max(attention, logits)) + 4 * model.vocab * info.parallel
+    outputs = info.parallel * (1 if options.speculation == "off" else 1 + options.draft_n_max)
+    return int(4 * rows * max(attention, logits)) + 4 * model.vocab * min(outputs, rows)
 
 
 def _cells(info: CacheInfo) -> int:

@@ -30,6 +30,7 @@ class Job:
         self._room[: len(ids)] = ids
         self.length = len(ids)
         self.done = self.cached = 0
+        self.pauses: list[int] = []  # where its state is to be kept while it is read, in order; set by the thread
         self.stops = frozenset(prompt.stop_ids)
         self.chain: Chain  # set by the engine's thread
         self.mask: Mask | Triggered | None = None  # set before the thread sees the job
@@ -48,8 +49,17 @@ class Job:
         return self._room[: self.length]
 
     @property
+    def newest(self) -> int:
+        token: int = self._room[self.length - 1]
+        return token
+
+    @property
     def pending(self) -> int:
         return self.length - self.done
+
+    @property
+    def until_pause(self) -> int:
+        return (self.pauses[0] if self.pauses else self.length) - self.done
 
     @property
     def generating(self) -> bool:

@@ -12,9 +12,9 @@ import psutil
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp import free
+from modelyard.engines.llama_cpp import attention, free
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.estimate import Shape, check, memory_of, offloaded, shape
+from modelyard.engines.llama_cpp.estimate import Shape, check, draft_shape, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.vocab import llama_log
 
@@ -43,17 +43,21 @@ def survey(path: Path, spec: EngineSpec) -> Shape | None:
     except InvalidRequest:
         return None
     _warn_of_length(model.trained, spec)
-    fit(model, spec.model, spec.options, spec.caches)
+    fit(model, spec.model, spec.options, spec.caches, draft_shape(spec.options))
     return model
 
 
-def fit(model: Shape, name: str, options: Options, caches: Mapping[str, CacheInfo]) -> None:
-    uses_gpus = bool(lib.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
-    machine = free.machine(with_gpus=uses_gpus)
-    if options.overcommit or (uses_gpus and not machine.gpus):  # a GPU that only llama.cpp can look into
+def fit(model: Shape, name: str, options: Options, caches: Mapping[str, CacheInfo], draft: Shape | None = None) -> None:
+    on_gpus = uses_gpus(options)
+    machine = free.machine(with_gpus=on_gpus)
+    if options.overcommit or (on_gpus and not machine.gpus):  # a GPU that only llama.cpp can look into
         return
     share = offloaded(model, options, machine)
-    check(name, memory_of(model, options, caches, machine), share, machine)
+    check(name, memory_of(model, options, caches, machine, draft), share, machine)
+
+
+def uses_gpus(options: Options) -> bool:
+    return bool(lib.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
 
 
 def _warn_of_length(trained: int, spec: EngineSpec) -> None:
@@ -93,6 +97,14 @@ def context(model: Any, name: str, info: CacheInfo, options: Options) -> Any:
     return raw
 
 
+def rewinds(model: Any, info: CacheInfo, options: Options) -> bool:
+    """Whether the last tokens of a sequence can be taken back: not where a model keeps one state, nor where the KV
+    behind a sliding window is thrown away."""
+    if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
+        return False
+    return not lib.llama_model_n_swa(model) or bool(_parameters(info, options).swa_full)
+
+
 def embedding_context(model: Any, options: Options, cells: int, places: int) -> Any:
     """Gives the vector of each token that is read. One pool of cells: what shares it is read and forgotten together."""
     params = _parameters(CacheInfo(cells), options)
@@ -112,10 +124,11 @@ def _parameters(info: CacheInfo, options: Options) -> Any:
     # A decode of more rows than n_batch is an assertion in llama.cpp, and each stream needs one.
     params.n_batch = max(options.n_batch, options.n_ubatch, info.parallel)
     params.n_ubatch = options.n_ubatch
-    params.n_threads = params.n_threads_batch = options.n_threads or default_threads()
-    params.flash_attn_type = {None: 0, True: 1, False: 0, "on": 1, "off": 0, "auto": -1}[options.flash_attn]
+    params.n_threads = params.n_threads_batch = threads(info, options)
+    params.flash_attn_type = attention.NUMBERS[attention.mode(options, gpu=uses_gpus(options))]
     params.type_k, params.type_v = _type(info.type_k), _type(info.type_v)
     params.kv_unified, params.no_perf = False, True
+    params.swa_full = options.swa_full
     _scale_positions(params, options)
     return params
 
@@ -135,6 +148,15 @@ def _type(name: str) -> int:
             f"{name!r} is no number format of a KV cache; there are {', '.join(_TYPES)}", code="cache_unusable"
         )
     return _TYPES[name.lower()]
+
+
+def threads(info: CacheInfo, options: Options) -> int:
+    return options.of(info).n_threads or default_threads()
+
+
+def most_threads(spec: EngineSpec) -> int:
+    """Of all contexts that a model may have; that for embeddings has no settings of its own."""
+    return max(threads(info, spec.options) for info in (CacheInfo(1), *spec.caches.values()))
 
 
 def default_threads() -> int:

@@ -154,6 +154,10 @@ class Mask:
         self._check()
         return token
 
+    def fitting(self, ids: list[int]) -> int:
+        """How many of these the grammar would let through from here."""
+        return self._matcher.validate_tokens(ids)
+
     def _check(self) -> None:
         """A grammar may turn out to be too much work only while it is used."""
         if self._matcher.is_error():
@@ -181,6 +185,9 @@ class Triggered:
         token = self._mask.pick(logits, choose)
         self._holds = not self._mask.is_complete
         return token
+
+    def fitting(self, ids: list[int]) -> int:
+        return self._mask.fitting(ids) if self._holds else len(ids)
 
     def _free(self, logits: Logits, choose: Callable[[], int]) -> int:
         """A token may end the trigger and go on, but not with what the grammar forbids: then another one is taken."""

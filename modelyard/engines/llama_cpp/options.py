@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from modelyard.core.engine import CacheInfo
+
+_KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+_Count = Annotated[int, Field(ge=1, le=1 << 24)]
+
+# field → its type with its range: what one load may set for itself, through the admin API
+LIVE_OVERRIDES: dict[str, Any] = {
+    "n_ctx": _Count,
+    "type_k": _KvType,
+    "type_v": _KvType,
+    "n_gpu_layers": Annotated[int, Field(ge=-1, le=10_000)],
+    "n_threads": Annotated[int, Field(ge=1, le=1024)],
+    "n_batch": _Count,
+    "n_ubatch": _Count,
+    "flash_attn": Literal["auto", "on", "off"],
+    "speculation": Literal["auto", "off", "ngram", "draft"],
+    "draft_n_max": Annotated[int, Field(ge=1, le=64)],
+}
 
 
 class Lora(BaseModel):
@@ -42,8 +59,26 @@ class Options(BaseModel):
     flash_attn: bool | Literal["auto", "on", "off"] | None = Field(
         default=None,
         validation_alias=AliasChoices("flash_attn", "gguf_flash_attn"),
-        description="Flash attention; unset means what measured better on this kind of machine.",
+        description="Flash attention; unset: on with a CPU, on a GPU where all of it can.",
     )
+    swa_full: bool = Field(
+        default=True,
+        description="Keep all KV of layers with a sliding window; false takes less memory, and going back in a "
+        "conversation then goes by checkpoints.",
+    )
+    checkpoints: int = Field(
+        default=8,
+        ge=0,
+        description="For models that cannot go back (recurrent, hybrid, sliding window): states kept a sequence, so "
+        "that an edited conversation is not read from its start.",
+    )
+    checkpoint_mb: int = Field(default=512, ge=0, description="MiB that the checkpoints of one sequence may take.")
+    kv_store: bool | str = Field(
+        default=False,
+        description="Save the KV of every cache when the model is unloaded and restore it when it is loaded: in this "
+        "folder, or with true in the user's cache folder. The files hold what was said.",
+    )
+    kv_store_mb: int = Field(default=4096, gt=0, description="MiB that kv_store may take; the oldest files go first.")
     use_mmap: bool = Field(default=True, description="Map the file into memory instead of reading it.")
     overcommit: bool = Field(default=False, description="Load even where the estimate says that memory is too small.")
     rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None = Field(
@@ -62,9 +97,33 @@ class Options(BaseModel):
         default=None, description="How an embedding is made of its tokens; unset means as the file says, else mean."
     )
 
+    speculation: Literal["auto", "off", "ngram", "draft"] = Field(
+        default="auto",
+        description="Several tokens a step, by guessing what comes next: from the job's own text (ngram) or with a "
+        "draft model (draft). auto guesses only while that measures faster; answers are the same either way.",
+    )
+    draft_model_path: str | None = Field(
+        default=None, description="A small GGUF with the same vocabulary that guesses for this model."
+    )
+    draft_n_max: int = Field(default=8, gt=0, le=64, description="Tokens that are guessed at a time, at most.")
+    draft_p_min: float = Field(
+        default=0.75, ge=0, le=1, description="The draft model goes on while its best token is at least this likely."
+    )
+
     lora: dict[str, OneLora] = Field(
         default_factory=dict, description="LoRA adapters by the name that requests ask for: a path, or path and scale."
     )
+
+    @model_validator(mode="after")
+    def _draft_needs_a_model(self) -> Options:
+        if self.speculation == "draft" and self.draft_model_path is None:
+            raise ValueError("speculation = draft needs a draft_model_path")
+        return self
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a draft model is to be loaded."""
+        return self.draft_model_path is not None and self.speculation in ("auto", "draft")
 
     @property
     def stretches(self) -> bool:

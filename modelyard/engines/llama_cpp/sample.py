@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,26 +15,33 @@ from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.binding import LogitBias, lib, short
 
 _PENALTY_WINDOW = 64
+_NONE = (1.0, 0.0, 0.0)  # penalties that change nothing
 _BREAKERS = ("\n", ":", '"', "*")
 
 
 class Chain:
-    """The samplers of one job. It owns memory outside Python: `close` it."""
+    """The samplers of one job. It owns memory outside Python: `close` it.
 
-    def __init__(self, sampling: Sampling, vocab: Any, n_vocab: int, window: int) -> None:
-        self._window = window
+    `prompt` is what the job begins with: penalties and DRY look back into it, as those of llama.cpp's own server do.
+    """
+
+    def __init__(self, sampling: Sampling, vocab: Any, n_vocab: int, window: int, prompt: Any = ()) -> None:
+        self._window, self._n_vocab = window, n_vocab
         self._keep: list[Any] = []  # what C points to must live as long as the chain
         self._raw: int | None = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         for sampler in self._samplers(sampling, vocab, n_vocab):
             short.sampler_chain_add(self._raw, sampler)
+        self._takes_the_best = _is_greedy(sampling) and not _looks_back(sampling, window) and not sampling.logit_bias
+        if back := _looks_back(sampling, window):
+            for token in np.asarray(prompt, np.int32)[-back:].tolist():
+                short.sampler_accept(self._raw, token)
 
     def pick(self, context: Any, row: int) -> int:
         """The next token after that row; the chain remembers it."""
+        if self._takes_the_best:  # the same as the samplers would, without a copy of the whole row
+            return int(logits_of(context, row, self._n_vocab).argmax())
         token: int = short.sampler_sample(self._raw, context, row)
         return token
-
-    def accept(self, token: int) -> None:
-        short.sampler_accept(self._raw, token)
 
     def close(self) -> None:
         raw, self._raw = self._raw, None
@@ -44,7 +52,7 @@ class Chain:
         seed = (s.seed if s.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
         chain = [*self._biases(s, n_vocab), *_penalties(s, n_vocab), *self._dry(s, vocab)]
         temperature = 1.0 if s.temperature is None else s.temperature
-        if temperature <= 0 or s.top_k == 1:
+        if _is_greedy(s):
             return [*chain, short.sampler_init_greedy()]
         if s.mirostat:
             return [*chain, short.sampler_init_temp(temperature), _mirostat(s, n_vocab, seed)]
@@ -66,16 +74,32 @@ class Chain:
         self._keep.append(breakers)
         base = 1.75 if s.dry_base is None else s.dry_base
         allowed = 2 if s.dry_allowed_length is None else s.dry_allowed_length
-        asked = s.dry_penalty_last_n
-        back = self._window if asked is None or asked < 0 else asked  # to llama.cpp a negative number means never
+        back = _dry_window(s, self._window)
         return [short.sampler_init_dry(vocab, s.dry_multiplier, base, allowed, back, breakers, len(words))]
 
 
+def _is_greedy(s: Sampling) -> bool:
+    return s.top_k == 1 or (s.temperature is not None and s.temperature <= 0)
+
+
 def _penalties(s: Sampling, n_vocab: int) -> list[Any]:
-    repeat, frequency, presence = s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0
-    if (repeat, frequency, presence) == (1.0, 0.0, 0.0):
-        return []
-    return [short.sampler_init_penalties(n_vocab, _PENALTY_WINDOW, repeat, frequency, presence)]
+    strengths = _strengths(s)
+    return [] if strengths == _NONE else [short.sampler_init_penalties(n_vocab, _PENALTY_WINDOW, *strengths)]
+
+
+def _strengths(s: Sampling) -> tuple[float, float, float]:
+    return s.repetition_penalty or 1.0, s.frequency_penalty or 0.0, s.presence_penalty or 0.0
+
+
+def _dry_window(s: Sampling, window: int) -> int:
+    asked = s.dry_penalty_last_n
+    return window if asked is None or asked < 0 else asked  # to llama.cpp a negative number means never
+
+
+def _looks_back(s: Sampling, window: int) -> int:
+    """How many tokens of the past count."""
+    penalties = 0 if _strengths(s) == _NONE else _PENALTY_WINDOW
+    return max(penalties, _dry_window(s, window) if s.dry_multiplier else 0)
 
 
 def _truncations(s: Sampling, seed: int) -> list[Any]:
@@ -104,7 +128,12 @@ def _mirostat(s: Sampling, n_vocab: int, seed: int) -> Any:
 
 def logits_of(context: Any, row: int, n_vocab: int) -> npt.NDArray[np.float32]:
     """A view of the row's logits: valid until the next decode, and writable."""
-    return np.ctypeslib.as_array(short.get_logits_ith(context, row), shape=(n_vocab,))
+    return np.frombuffer(_row(n_vocab).from_address(short.get_logits_ith(context, row)), np.float32)
+
+
+@cache
+def _row(n_vocab: int) -> Any:
+    return ctypes.c_float * n_vocab
 
 
 def logprob_of(logits: npt.NDArray[np.float32], token: int, top: int) -> IdLogprob:

@@ -9,21 +9,30 @@ In this order, among those that are idle:
     5. the least recently used one
 
 A prefix counts token by token, and only under the same adapters: KV is never shared on trust.
+
+Where another sequence holds more of the prompt, its KV may be copied, which takes one of two ways:
+
+    stream   inside a context: all that the sequence has room for, at memory speed, with the next decode
+    state    between any two that are alike: what it holds, taken out and put in, each at memory speed
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
 from modelyard.core.request import Priority
+from modelyard.engines.llama_cpp import checkpoints
 
 Ids = npt.NDArray[np.int32]
 Adapters = tuple[tuple[str, float], ...]
+Way = Literal["stream", "state"]
 _MOSTLY = 0.5
+_WORTH = 256  # tokens: for fewer nobody's step is made longer by a copy
 
 
 class Slot(Struct):
@@ -36,6 +45,10 @@ class Slot(Struct):
     priority: Priority = "main"
     used: int = 0  # a counter, not a clock: the higher, the more recent
     busy: bool = False
+    at: float | None = None  # unix time of its last step
+    checkpoints: checkpoints.Held = ()
+    file: str | None = None  # of the same conversation; it holds the first `saved` tokens, 0 where they have changed
+    saved: int = 0
 
 
 class Choice(Struct, frozen=True):
@@ -84,15 +97,37 @@ def _other(idle: list[Slot], shared: dict[int, int]) -> Choice:
     return Choice(oldest.index, shared[oldest.index], evicted=True)
 
 
-def donor(slots: Sequence[Slot], prompt: Ids, chosen: Choice, adapters: Adapters) -> tuple[int, int]:
-    """Another sequence, busy or not, that shares more of the prompt than the chosen one keeps: (index, tokens)."""
-    found = (chosen.index, chosen.keep)
-    for slot in slots:
-        if slot.index != chosen.index and slot.adapters == adapters:
-            shared = common(slot.tokens, prompt)
-            if shared > found[1]:
-                found = (slot.index, shared)
-    return found
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Costs(Struct):
+    """Seconds, as far as they were measured: of reading one token, and of moving one byte of KV."""
+
+    token: float = 1e-4
+    byte: float = 5e-10
+
+
+def reach(slot: Slot, prompt: Ids, adapters: Adapters, *, can_cut: bool) -> int:
+    """For how many of the prompt's tokens the sequence's KV can stand: all that it shares, or where it cannot be cut
+    there, up to the last place where it can be taken up again."""
+    if slot.adapters != adapters:
+        return 0
+    shared = common(slot.tokens, prompt)
+    if can_cut or shared == len(slot.tokens):
+        return shared
+    found = checkpoints.before(slot.checkpoints, shared)
+    return found.tokens if found is not None else 0
+
+
+def way(saved: int, size: int, held: int, window: int, costs: Costs, ways: Sequence[Way]) -> Way | None:
+    """How to copy a sequence of `held` tokens in `size` bytes, where that is cheaper than reading the `saved` ones."""
+    moved = {"stream": size * window / max(1, held), "state": 2.0 * size}
+    best = min(ways, key=lambda one: moved[one], default=None)
+    return best if best is not None and pays(saved, moved[best], costs) else None
+
+
+def pays(saved: int, moved: float, costs: Costs) -> bool:
+    return saved >= _WORTH and moved * costs.byte < saved * costs.token
 
 
 def intact(oldest: int, newest: int, keep: int, *, n_swa: int, only_forward: bool) -> bool:

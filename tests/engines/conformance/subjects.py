@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copyfile
 from typing import Any, Protocol, cast
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TextEngine, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.core.vocab import Vocabulary
-from modelyard.engines import fake, llama_cpp
+from modelyard.engines import ct2, fake, llama_cpp
+from tests.engines.ct2 import stage as ct2_stage
 from tests.engines.fake import stage as fake_stage
 from tests.engines.llama_cpp import stage as llama_stage
+from tests.engines.llama_cpp.lora import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
 
 GREEDY = Sampling(temperature=0)
@@ -22,6 +25,8 @@ class Subject(Protocol):
     """`slow` asks for an engine that one can catch in the middle of reading and of speaking."""
 
     tolerance: float  # how far two runs of a job may be apart
+    reuses: bool  # what one job has read is there for the next
+    tells_progress: bool  # reading a prompt is told, and can be broken off
 
     @property
     def vocabulary(self) -> Vocabulary: ...
@@ -35,9 +40,14 @@ class Subject(Protocol):
         """The user's or the whole text that brings the engine to say the pattern."""
         ...
 
+    def adapter(self, folder: Path) -> Path | None:
+        """A LoRA adapter that changes every answer, made in the folder; None where none does."""
+        ...
+
 
 class Fake:
     tolerance = TOLERANCE
+    reuses = tells_progress = True
     vocabulary = property(lambda self: fake_stage.vocabulary())
     file = property(lambda self: fake.tokenizer_path(fake.Options()) / "tokenizer.json")
 
@@ -49,9 +59,13 @@ class Fake:
     def repeating(self, pattern: str) -> str:
         return fake_stage.chatml(("user", pattern))
 
+    def adapter(self, folder: Path) -> Path | None:
+        return None
+
 
 class LlamaCpp:
     tolerance = ROUNDED
+    reuses = tells_progress = True
     vocabulary = property(lambda self: llama_stage.vocabulary())
     file = property(lambda self: llama_stage.model_file())
 
@@ -62,8 +76,33 @@ class LlamaCpp:
     def repeating(self, pattern: str) -> str:
         return pattern * 5
 
+    def adapter(self, folder: Path) -> Path | None:
+        return write_lora(folder / "adapter.gguf", width=576, layers=30, seed=1, strength=0.1)
 
-SUBJECTS: dict[str, Subject] = {"fake": Fake(), "llama_cpp": LlamaCpp()}
+
+class Ct2:
+    tolerance = TOLERANCE
+    reuses = tells_progress = False
+    vocabulary = property(lambda self: ct2_stage.vocabulary())
+    file = property(lambda self: ct2_stage.model_folder() / "model.bin")
+
+    def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
+        if file is not None and file.exists():  # the one file that is broken, among others that are not
+            for name in ("config.json", "vocabulary.json"):
+                copyfile(ct2_stage.model_folder() / name, file.parent / name)
+        options = {"path": str(file)} if file is not None else {}
+        return cast(TextEngine, ct2.create(ct2_stage.spec(caches, **options)))
+
+    def repeating(self, pattern: str) -> str:
+        return pattern * 5
+
+    def adapter(self, folder: Path) -> Path | None:
+        return None
+
+
+SUBJECTS: dict[str, Subject] = {"fake": Fake(), "llama_cpp": LlamaCpp(), "ct2": Ct2()}
+REUSING = [name for name, subject in SUBJECTS.items() if subject.reuses]
+TELLING = [name for name, subject in SUBJECTS.items() if subject.tells_progress]
 
 
 def prompt(subject: Subject, text: str = TOPICS[0], *, raw: bool = False, **fields: Any) -> Prompt:

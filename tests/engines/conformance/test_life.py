@@ -13,7 +13,7 @@ import pytest
 from modelyard.core.engine import Accepted, CacheInfo, Control, Progress, Tokens
 from modelyard.core.errors import ModelyardError, NotFound, Unavailable
 from tests.engines.conformance.conftest import Open
-from tests.engines.conformance.subjects import Subject, prompt
+from tests.engines.conformance.subjects import REUSING, TELLING, Subject, prompt
 from tests.engines.reading import accepted, end, ids, read, until
 
 CACHES = {"main": CacheInfo(256, 2)}
@@ -98,6 +98,7 @@ async def test_job_cancelled_at_once_still_ends(subject: Subject, opened: Open) 
     assert ids(chunks) == []
 
 
+@pytest.mark.parametrize("subject", TELLING, indirect=True)
 async def test_job_cancelled_while_it_is_read_stops_reading(subject: Subject, opened: Open) -> None:
     engine = await opened(slow=True, parallel=1)
     generation = engine.generate(asked := prompt(subject, LONG, max_tokens=200))
@@ -145,6 +146,7 @@ async def test_cancelling_one_job_leaves_the_other_alone(subject: Subject, opene
 # --- evicting -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("subject", REUSING, indirect=True)
 async def test_evicting_one_cache_leaves_the_others_reuse_untouched(subject: Subject, opened: Open) -> None:
     engine = await opened()
     for cache in ("main", "fast"):

@@ -2,14 +2,15 @@
 
 Quantized weights round what goes through them to eight bits, so a difference in the last bit grows to tenths of a nat.
 Here nothing is rounded, and each token's weight in the answer is large: KV that belongs to somebody else shows at once.
-They have no words: ids go in and ids come out. One attends to everything, one slides a window over the past, and one
-keeps a state instead of a past.
+They have no words: ids go in and ids come out. One attends to everything, one slides a window over the past, one keeps
+a state instead of a past, and one has layers of either kind.
 """
 
 from __future__ import annotations
 
 import atexit
 import struct
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from shutil import rmtree
@@ -32,13 +33,26 @@ _COMMON = {
 _HEADED = _COMMON | {"feed_forward_length": _WIDTH, "attention.head_count": _HEADS}
 _NORM = np.ones(_WIDTH, np.float32)
 
-Facts = dict[str, int | float]
+Fact = str | int | float | list[int]
+Facts = Mapping[str, Fact]
 Tensors = dict[str, Any]
 
 
 @cache
 def exact_model() -> Path:
     return _made("llama", _HEADED | {"rope.dimension_count": _WIDTH // _HEADS}, _llama())
+
+
+@cache
+def other_model() -> Path:
+    """Like the exact one, and of another opinion."""
+    return _made("llama", _HEADED | {"rope.dimension_count": _WIDTH // _HEADS}, _llama(seed=8))
+
+
+@cache
+def chanting_model() -> Path:
+    """The last word weighs more than all before it, so it soon says the same things again and again."""
+    return _made("llama", _HEADED | {"rope.dimension_count": _WIDTH // _HEADS}, _llama(depth=0.03))
 
 
 @cache
@@ -55,28 +69,35 @@ def recurrent_model() -> Path:
     return _made("mamba", _COMMON | none | {f"ssm.{key}": size for key, size in sizes.items()}, _mamba())
 
 
+@cache
+def hybrid_model() -> Path:
+    sizes = {"conv_kernel": _KERNEL, "inner_size": _INNER, "state_size": _STATE, "time_step_rank": _RANK}
+    heads = {"attention.head_count_kv": [0, _HEADS], "expert_count": 0, "expert_used_count": 0}
+    return _made("jamba", _HEADED | heads | {f"ssm.{key}": size for key, size in sizes.items()}, _jamba())
+
+
 def _made(architecture: str, facts: Facts, tensors: Tensors) -> Path:
     folder = mkdtemp(prefix="modelyard-test-")
     atexit.register(rmtree, folder, ignore_errors=True)
     path = Path(folder) / f"{architecture}.gguf"
     names = {"general.architecture": architecture, "tokenizer.ggml.model": "no_vocab"}
-    write(path, names | {f"{architecture}.{key}": value for key, value in facts.items()}, tensors)
+    write(path, {**names, **{f"{architecture}.{key}": value for key, value in facts.items()}}, tensors)
     return path
 
 
 class Weights:
-    def __init__(self) -> None:
-        self._random = np.random.default_rng(7)
+    def __init__(self, seed: int = 7) -> None:
+        self._random = np.random.default_rng(seed)
 
     def __call__(self, rows: int, columns: int = _WIDTH, scale: float = 0.2) -> Any:
         return self._random.normal(0, scale, (rows, columns)).astype(np.float32)
 
 
-def _llama() -> Tensors:
-    make = Weights()
+def _llama(seed: int = 7, depth: float = 0.2) -> Tensors:
+    make = Weights(seed)
     tensors = {"token_embd.weight": make(VOCAB, scale=1.0), "output_norm.weight": _NORM}
     tensors["output.weight"] = make(VOCAB, scale=0.4)
-    return tensors | _layers(make, "attn_norm", "ffn_norm")
+    return tensors | _layers(make, "attn_norm", "ffn_norm", scale=depth)
 
 
 def _gemma() -> Tensors:
@@ -86,11 +107,11 @@ def _gemma() -> Tensors:
     return tensors | _layers(make, "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
 
 
-def _layers(make: Weights, *norms: str) -> Tensors:
+def _layers(make: Weights, *norms: str, scale: float = 0.2) -> Tensors:
     tensors: Tensors = {}
     for layer in range(_LAYERS):
         tensors |= {f"blk.{layer}.{name}.weight": _NORM for name in norms}
-        tensors |= {f"blk.{layer}.{name}.weight": make(_WIDTH) for name in _MATRICES}
+        tensors |= {f"blk.{layer}.{name}.weight": make(_WIDTH, scale=scale) for name in _MATRICES}
     return tensors
 
 
@@ -100,6 +121,20 @@ def _mamba() -> Tensors:
     tensors["output.weight"] = make(VOCAB, scale=0.4)
     for layer in range(_LAYERS):
         tensors |= {f"blk.{layer}.{name}": data for name, data in _mamba_layer(make).items()}
+    return tensors
+
+
+def _jamba() -> Tensors:
+    """A layer that keeps a state, and one that attends."""
+    make = Weights()
+    tensors = {"token_embd.weight": make(VOCAB, scale=1.0), "output_norm.weight": _NORM}
+    tensors["output.weight"] = make(VOCAB, scale=0.4)
+    norms = {"dt": _RANK, "b": _STATE, "c": _STATE}
+    state = _mamba_layer(make) | {f"ssm_{key}_norm.weight": np.ones(size, np.float32) for key, size in norms.items()}
+    attention = {"attn_norm.weight": _NORM} | {f"{name}.weight": make(_WIDTH) for name in _MATRICES[:4]}
+    for layer, held in enumerate((state, attention)):
+        feed = {"ffn_norm.weight": _NORM} | {f"{name}.weight": make(_WIDTH) for name in _MATRICES[4:]}
+        tensors |= {f"blk.{layer}.{name}": data for name, data in (held | feed).items()}
     return tensors
 
 
@@ -119,7 +154,7 @@ def _mamba_layer(make: Weights) -> Tensors:
     }
 
 
-def write(path: Path, facts: dict[str, str | int | float], tensors: Tensors) -> None:
+def write(path: Path, facts: Mapping[str, Fact], tensors: Tensors) -> None:
     """As a GGUF file, version 3."""
     head, body = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(facts)), b""
     head += b"".join(_string(key) + _value(value) for key, value in facts.items())
@@ -130,7 +165,9 @@ def write(path: Path, facts: dict[str, str | int | float], tensors: Tensors) -> 
     path.write_bytes(_padded(head) + body)
 
 
-def _value(value: str | int | float) -> bytes:
+def _value(value: Fact) -> bytes:
+    if isinstance(value, list):
+        return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _string(value)
     return struct.pack("<II", 4, value) if isinstance(value, int) else struct.pack("<If", 6, value)

@@ -74,7 +74,7 @@ def _context(model: Any, ubatch: int) -> Iterator[Any]:
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = 512, 512, ubatch
     params.n_threads = params.n_threads_batch = 1
-    params.flash_attn_type = 0
+    params.flash_attn_type = 1  # as the engine has it on a CPU
     context = lib.llama_init_from_model(model, params)
     try:
         yield context

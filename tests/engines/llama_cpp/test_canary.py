@@ -14,9 +14,14 @@ SECRETS = ("zebra", "violin", "Norway", "pepper", "castle", "tulip")
 HOMES = {secret: ("main", "fast")[n % 2] for n, secret in enumerate(SECRETS)}
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_no_secret_word_crosses_between_conversations(seed: int) -> None:
-    """Two caches of two sequences and six conversations, so that sequences are also taken over."""
+@pytest.mark.parametrize(("seed", "copies"), [(1, False), (2, True)])
+async def test_no_secret_word_crosses_between_conversations(
+    seed: int, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two caches of two sequences and six conversations, so that sequences are also taken over; and, with `copies`,
+    everything that two of them have in common is copied from one to the other."""
+    if copies:
+        monkeypatch.setattr("modelyard.engines.llama_cpp.sequences.pays", lambda saved, moved, costs: saved > 0)
     random = Random(seed)
     got: dict[str, list[list[Chunk]]] = {secret: [] for secret in SECRETS}
     async with running({"main": CacheInfo(256, 2), "fast": CacheInfo(256, 2)}) as engine:
@@ -25,6 +30,7 @@ async def test_no_secret_word_crosses_between_conversations(seed: int) -> None:
             jobs = {s: engine.generate(_turn(s, HOMES[s], got[s])) for s in batch}
             for secret, job in jobs.items():
                 got[secret].append(await read(job))
+        assert (engine.stats().copied_tokens > 0) == copies
     for secret, answers in got.items():
         assert not any(other in said(chunks) for chunks in answers for other in SECRETS if other != secret)
     assert sum(secret in said(got[secret][0]) for secret in SECRETS) >= 4, "a model that tells nothing shows nothing"

@@ -241,7 +241,8 @@ async def test_bad_file_is_told_in_llama_cpps_own_words(
 
 
 async def test_cache_that_cannot_be_made_leaves_nothing_behind() -> None:
-    caches = {"main": CacheInfo(256, 1), "odd": CacheInfo(256, 1, type_v="q4_0")}  # needs flash attention
+    odd = CacheInfo(256, 1, type_v="q4_0", flash_attn=False)  # which needs it
+    caches = {"main": CacheInfo(256, 1), "odd": odd}
     engine = llama_cpp.create(spec(caches))
     with pytest.raises(InvalidRequest, match="'odd'"):
         await engine.open(lambda *_: None)

@@ -47,7 +47,7 @@ def taken(file: Path, options: Options, info: CacheInfo, monkeypatch: pytest.Mon
     [
         (CacheInfo(2048, 2), {"n_ubatch": 512}),
         (CacheInfo(8192, 1, flash_attn=True), {"n_ubatch": 512}),
-        (CacheInfo(8192, 1), {"n_ubatch": 256}),
+        (CacheInfo(8192, 1, flash_attn=False), {"n_ubatch": 256}),
         (CacheInfo(1000, 3, type_k="q8_0"), {"n_ubatch": 64}),
         (CacheInfo(4096, 1, flash_attn=True, type_k="q4_0", type_v="q8_0"), {"n_ubatch": 128}),
     ],
@@ -87,7 +87,7 @@ async def test_a_window_of_ten_million_tokens_is_refused_before_anything_is_load
         async with running({"main": CacheInfo(10_000_000)}):
             pass
     assert refused.value.code == "model_too_large"
-    assert re.search(r"weights \d+ MiB, KV caches [\d.]+ GiB, compute buffers [\d.]+ GiB", refused.value.message)
+    assert re.search(r"weights \d+ MiB, KV caches [\d.]+ GiB, compute buffers [\d.]+ [GM]iB", refused.value.message)
 
 
 def test_overcommit_loads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,3 +180,13 @@ def test_a_containers_limit_is_all_the_memory_there_is(tmp_path: Path) -> None:
     assert free._allowed(tmp_path) == 700
     (tmp_path / "memory.max").write_text("max\n")
     assert free._allowed(tmp_path) > 2**60
+
+
+def test_draft_model_counts_with_its_weights_and_a_context_for_each_cache() -> None:
+    caches = {"main": CacheInfo(1024, 2), "fast": CacheInfo(512, 1)}
+    alone = llama_cpp.estimate(spec(caches), NO_GPU)
+    drafted = llama_cpp.estimate(spec(caches, draft_model_path=str(model_file()), speculation="draft"), NO_GPU)
+    unused = llama_cpp.estimate(spec(caches, draft_model_path=str(model_file()), speculation="ngram"), NO_GPU)
+    assert (drafted.weights, drafted.kv) == (2 * alone.weights, 2 * alone.kv)
+    assert drafted.compute >= 2 * alone.compute
+    assert (unused.weights, unused.kv) == (alone.weights, alone.kv)

@@ -136,11 +136,11 @@ async def test_a_grammar_is_used_again_from_its_beginning() -> None:
 
 async def test_a_trigger_holds_what_follows_it_and_then_all_is_free_again() -> None:
     constraint = Constraint("lark", 'start: " is a " ("city" | "town") "!"', trigger="Paris")
+    (paris,) = vocabulary().encode_plain(" Paris")
+    nothing_else = Sampling(temperature=0, logit_bias={paris: 100.0})  # wherever the choice is free
     async with running() as engine:
-        got = await answer(engine, "Repeat: Paris is nice. Paris is nice.", constraint=constraint, max_tokens=36)
-    text = said(got)
-    assert not text.startswith("Paris is a")
-    assert text.count("Paris") == len(re.findall("Paris is a (?:city|town)!", text)) >= 2
+        got = await answer(engine, "Hello!", constraint=constraint, max_tokens=18, sampling=nothing_else)
+    assert re.fullmatch("( Paris is a (city|town)!){2,}( Paris.*)?", said(got))
 
 
 async def test_a_triggered_grammar_that_cannot_be_compiled_is_dropped(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import pytest
 from modelyard.core.engine import CacheInfo, Chunk, Generation, Prompt, Tokens
 from modelyard.engines.llama_cpp.engine import LlamaEngine
 from modelyard.engines.llama_cpp.job import Job
+from modelyard.engines.llama_cpp.sequences import Costs, Way
 from tests.engines.llama_cpp.exact import VOCAB, exact_model
 from tests.engines.llama_cpp.stage import Tap, id_prompt, running
 from tests.engines.reading import accepted, assert_alike, end, ids, read
@@ -72,6 +73,10 @@ async def test_new_conversation_goes_to_an_empty_sequence_and_evicts_only_where_
     async with exact(main=2) as engine:
         got = [await answer(engine, words(n), session=str(n)) for n in range(1, 4)]
         assert [accepted(chunks).evicted for chunks in got] == [False, False, True]
+        stats = engine.stats().caches["main"]
+        assert (stats.evictions, stats.evaluated_tokens) == (1, 3 * len(words(1)))
+        assert [(one.id, one.tokens, one.running) for one in stats.sequences] == [(n, 31, False) for n in range(2)]
+        assert all(one.used and one.session and one.session not in "123" for one in stats.sequences)
         assert accepted(await answer(engine, words(2), session="2")).cached_tokens == len(words(2)) - 1
     assert_alike(got[2], await alone(words(3)))
 
@@ -92,10 +97,15 @@ class Followed(Tap):
             self.followers = [self._engine.generate(prompt) for prompt in self._prompts]
 
 
-@pytest.fixture
-def _copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do from many tokens on; here from few, to keep the tests short."""
-    monkeypatch.setattr("modelyard.engines.llama_cpp.context._COPY_FROM", 8)
+@pytest.fixture(params=["stream", "state"])
+def _copies_pay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine takes to read a token; and by either way, where there is one."""
+
+    def way(saved: int, size: int, held: int, window: int, costs: Costs, ways: list[Way]) -> Way | None:
+        first: Way | None = request.param if request.param in ways else next(iter(ways), None)
+        return first if saved >= 8 else None
+
+    monkeypatch.setattr("modelyard.engines.llama_cpp.sequences.way", way)
 
 
 @pytest.mark.usefixtures("_copies_pay")
@@ -141,6 +151,83 @@ async def test_few_shared_tokens_are_read_anew_instead() -> None:
         assert accepted(await read(tap.followers[0])).cached_tokens == 0
 
 
+# --- copies between caches --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_copies_pay")
+async def test_shared_system_prompt_is_copied_from_a_cache_that_is_alike() -> None:
+    runs = [SYSTEM + words(n) for n in (1, 2)]
+    async with exact(main=2, fast=2) as engine:
+        first = await answer(engine, runs[0], session="a")
+        second = await answer(engine, runs[1], session="b", cache="fast")
+        stats = engine.stats()
+        again = await answer(engine, runs[0] + ids(first) + words(3), session="a")
+    assert accepted(second).cached_tokens == stats.copied_tokens == len(SYSTEM)
+    assert not accepted(second).evicted
+    assert stats.evaluated_tokens == len(runs[0]) + len(runs[1]) - len(SYSTEM)
+    assert accepted(again).cached_tokens == len(runs[0]) + len(ids(first)) - 1, "the source keeps its own"
+    assert_alike(second, await alone(runs[1]))
+    assert_alike(again, await alone(runs[0] + ids(first) + words(3)))
+
+
+@pytest.mark.usefixtures("_copies_pay")
+@pytest.mark.parametrize(
+    "other",
+    [
+        CacheInfo(256, 2, type_k="f32"),
+        CacheInfo(256, 2, type_v="f32"),
+        CacheInfo(256, 2, flash_attn=False),
+        CacheInfo(256, 3),
+    ],
+)
+async def test_nothing_is_copied_between_caches_that_are_not_alike(other: CacheInfo) -> None:
+    async with running({"main": CacheInfo(256, 2), "fast": other}, path=str(exact_model())) as engine:
+        await answer(engine, SYSTEM + words(1), session="a")
+        chunks = await answer(engine, SYSTEM + words(2), session="b", cache="fast")
+    assert accepted(chunks).cached_tokens == 0
+
+
+@pytest.mark.usefixtures("_copies_pay")
+async def test_conversation_longer_than_the_other_caches_window_is_not_copied() -> None:
+    async with running({"main": CacheInfo(512, 2), "fast": CacheInfo(256, 2)}, path=str(exact_model())) as engine:
+        await answer(engine, SYSTEM + words(1, 400), session="a")
+        await answer(engine, SYSTEM[:20], session="b", cache="fast")
+        long = await answer(engine, SYSTEM + words(2), session="b", cache="fast")
+        await answer(engine, SYSTEM + words(1), session="c")
+        short = await answer(engine, SYSTEM + words(3), session="d", cache="fast")
+    assert [accepted(chunks).cached_tokens for chunks in (long, short)] == [20, len(SYSTEM)]
+    assert_alike(short, await alone(SYSTEM + words(3)))
+
+
+@pytest.mark.usefixtures("_copies_pay")
+async def test_conversations_that_come_at_once_are_copied_one_from_the_other() -> None:
+    """A copy that waits for the next decode is nothing yet that could be copied by hand, nor may its source change."""
+    runs = [SYSTEM + words(n) for n in range(1, 6)]
+    homes = ["main", "main", "fast", "main", "fast"]
+    async with exact(main=4, fast=4) as engine:
+        tap = Followed(
+            engine,
+            *(id_prompt(run, session=str(run), cache=home) for run, home in list(zip(runs, homes, strict=True))[1:]),
+        )
+        got = [await answer(engine, runs[0], session="a", max_tokens=60)]
+        got += [await read(follower) for follower in tap.followers]
+    assert [accepted(chunks).cached_tokens for chunks in got] == [0, *[len(SYSTEM)] * 4]
+    for chunks, run in zip(got, runs, strict=True):
+        assert_alike(chunks, await alone(run, max_tokens=end(chunks).usage.output))
+
+
+async def test_measured_costs_decide_by_themselves() -> None:
+    """Nothing is asked of what they decide: only that they are measured, and that what comes of it is right."""
+    long = words(0, 300)
+    async with running({"main": CacheInfo(512, 2), "fast": CacheInfo(512, 2)}, path=str(exact_model())) as engine:
+        await answer(engine, long + words(1), session="a")
+        chunks = await answer(engine, long + words(2), session="b", cache="fast")
+        assert engine._caches["main"].places.kv.costs != Costs()
+    assert accepted(chunks).cached_tokens in (0, len(long))
+    async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
+        assert_alike(chunks, await answer(engine, long + words(2)))
+
+
 # --- isolation ------------------------------------------------------------------------------------------------------
 
 
@@ -161,11 +248,11 @@ class Reaper(Tap):
 @pytest.mark.usefixtures("_copies_pay")
 @pytest.mark.parametrize("seed", range(6))
 async def test_conversations_in_any_order_say_what_each_says_alone(seed: int) -> None:
-    """Two caches, eight conversations on five sequences, many turns, some with a common start, some cancelled:
-    sequences are taken over, copied and cut, several jobs at a time."""
+    """Two caches, alike or not, eight conversations on five or six sequences, many turns, some with a common start,
+    some cancelled: sequences are taken over, copied and cut, several jobs at a time."""
     random = Random(seed)
     homes = {n: ("main", "fast")[n % 2] for n in range(8)}
-    places = {"main": 3, "fast": 2}
+    places = {"main": 3, "fast": 2 + seed % 2}
     told = {n: (SYSTEM if n % 4 < 2 else []) + words(100 + n) for n in homes}
     turns: list[tuple[list[int], list[Chunk]]] = []
     async with exact(**places) as engine:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
+from random import Random
 
 import numpy as np
 import pytest
 
+from modelyard.core.engine import CacheInfo
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.engine import LlamaEngine
 from modelyard.engines.llama_cpp.sample import logprob_of
-from tests.engines.llama_cpp.stage import answer, running, vocabulary
-from tests.engines.reading import end, ids
+from tests.engines.llama_cpp import reference
+from tests.engines.llama_cpp.exact import VOCAB, exact_model
+from tests.engines.llama_cpp.stage import answer, id_prompt, running, vocabulary
+from tests.engines.reading import end, ids, read
 
 TEXT = "Name some animals."
-LOOP = "<|im_start|>la la la la la la la la la la la la"  # makes the model say a phrase again and again
+LOOP = "<|im_start|>" + " ".join(["red blue green gold"] * 8)  # makes the model say a phrase again and again
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ async def test_narrow_truncation_leaves_only_the_best_token(engine: LlamaEngine,
 
 
 @pytest.mark.parametrize(
-    "penalty", [{"repetition_penalty": 2.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 2.0}]
+    "penalty", [{"repetition_penalty": 3.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 20.0}]
 )
 async def test_penalties_break_a_loop(engine: LlamaEngine, penalty: dict[str, float]) -> None:
     looped = await spoken(engine, LOOP, 8, temperature=0)
@@ -135,3 +139,35 @@ def test_logprob_of_is_a_log_softmax() -> None:
     assert [token for token, _ in found.top] == [1, 2, 0, 3]
     assert [value for _, value in found.top] == pytest.approx(sorted(expected, reverse=True), abs=1e-6)
     assert logprob_of(logits, 0, 0).top == ()
+
+
+# --- looking back into the prompt -------------------------------------------------------------------------------------
+
+
+def expected_best(run: list[int], presence: float = 0.0, frequency: float = 0.0) -> int:
+    """By hand: the model's own opinion, less what the last 64 tokens of the prompt cost. A token's logit and its log
+    probability differ by the same number for all of them."""
+    (logprobs,) = reference.logprobs(exact_model(), run, [[512]])
+    counts = np.bincount(run[-64:], minlength=VOCAB)
+    return int((logprobs - frequency * counts - presence * (counts > 0)).argmax())
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(50.0, 0.0), (0.0, 20.0), (1.5, 0.5)])
+async def test_penalties_count_the_last_tokens_of_the_prompt(presence: float, frequency: float) -> None:
+    penalties = Sampling(temperature=0, presence_penalty=presence, frequency_penalty=frequency)
+    changed = 0
+    async with running({"main": CacheInfo(256, 1)}, path=str(exact_model())) as engine:
+        for seed in range(12):
+            run = Random(seed).choices(range(VOCAB), k=100)
+            said = ids(await read(engine.generate(id_prompt(run, max_tokens=1, sampling=penalties))))
+            assert said == [expected_best(run, presence, frequency)]
+            changed += said != [expected_best(run)]
+    assert changed
+
+
+async def test_dry_sees_what_the_prompt_repeats(engine: LlamaEngine) -> None:
+    text = "<|im_start|>one two three four five six. one two three four five six. one two three"
+    (four,) = vocabulary().encode_plain(" four")
+    assert await spoken(engine, text, 1, temperature=0) == [four]
+    assert await spoken(engine, text, 1, temperature=0, dry_multiplier=50.0) != [four]
+    assert await spoken(engine, text, 1, temperature=0, dry_multiplier=50.0, dry_penalty_last_n=3) == [four]

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelyard.engines.llama_cpp.sequences import Choice, Ids, Slot, choose, common, donor, intact
+from modelyard.engines.llama_cpp.checkpoints import Checkpoint
+from modelyard.engines.llama_cpp.sequences import Choice, Costs, Ids, Slot, Way, choose, common, intact, reach, way
 
 
 def run(*tokens: int) -> Ids:
@@ -82,11 +83,79 @@ def test_choice(slots: list[Slot], prompt: Ids, session: str | None, expected: C
     assert choose(slots, prompt, session) == expected
 
 
-def test_donor_is_whoever_shares_more_than_the_chosen_one_keeps() -> None:
-    slots = [slot(0, 1, 2, 3, busy=True), slot(1), slot(2, 1, 2), slot(3, 1, 2, 3, 4, adapters=(("x", 1.0),))]
-    assert donor(slots, run(1, 2, 3, 4), Choice(1, 0), ()) == (0, 3)
-    assert donor(slots, run(7), Choice(1, 0), ()) == (1, 0)
-    assert donor(slots, run(1, 2), Choice(2, 2), ()) == (2, 2)
+@pytest.mark.parametrize(
+    ("slots", "session", "expected"),
+    [
+        pytest.param([slot(0)], "a", False, id="nobody was there"),
+        pytest.param([slot(0, 9, session="a")], "a", False, id="its own, of which nothing stays"),
+        pytest.param([slot(0, 9, session="a", adapters=(("x", 1.0),))], "a", False, id="its own under an adapter"),
+        pytest.param([slot(0, 1, session="b")], "a", False, id="all of it stays"),
+        pytest.param([slot(0, 9, session="b")], "a", True, id="another session's"),
+        pytest.param([slot(0, 9, session="b")], None, True, id="another's, by somebody without a session"),
+        pytest.param([slot(0, 9)], "a", True, id="that of somebody without a session"),
+        pytest.param([slot(0, 1, 2, 9)], None, False, id="most of it is the same conversation"),
+        pytest.param([slot(0, 1, 2, 9, session="b")], None, True, id="but not where it is a session's"),
+        pytest.param([slot(0, 1, 2, adapters=(("x", 1.0),))], None, True, id="the same words under an adapter"),
+        pytest.param([slot(0, 9, session="b"), slot(1)], "a", False, id="there is an empty one"),
+        pytest.param([slot(0, 9, session="b"), slot(1, busy=True)], "a", True, id="the empty one is busy"),
+        pytest.param(
+            [slot(0, 5, session="a", busy=True), slot(1, 9, session="b")], "a", True, id="for its second answer"
+        ),
+    ],
+)
+def test_evicted_is_told_exactly_where_anothers_conversation_goes(
+    slots: list[Slot], session: str | None, expected: bool
+) -> None:
+    assert choose(slots, run(1, 2, 3), session).evicted is expected
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def at(*places: int) -> tuple[Checkpoint, ...]:
+    return tuple(Checkpoint(place, np.zeros(1, np.uint8)) for place in places)
+
+
+@pytest.mark.parametrize(
+    ("held", "can_cut", "expected"),
+    [
+        pytest.param(slot(0, 1, 2, 3, 9), True, 3, id="up to where they part"),
+        pytest.param(slot(0, 1, 2, adapters=(("x", 1.0),)), True, 0, id="under another adapter nothing"),
+        pytest.param(slot(0, 1, 2), False, 2, id="all of it, which needs no cut"),
+        pytest.param(slot(0, 1, 2, 3, 9), False, 0, id="without a checkpoint nothing"),
+        pytest.param(slot(0, 1, 2, 3, 9, checkpoints=at(1, 2, 4)), False, 2, id="to the last before they part"),
+        pytest.param(slot(0, 1, 2, 3, 9, checkpoints=at(4)), False, 0, id="not to one behind it"),
+        pytest.param(slot(0, 7, 2, 3, checkpoints=at(1)), False, 0, id="nothing in common"),
+    ],
+)
+def test_kv_reaches_as_far_as_it_can_be_cut(held: Slot, can_cut: bool, expected: int) -> None:
+    assert reach(held, run(1, 2, 3, 4), (), can_cut=can_cut) == expected
+
+
+CPU = Costs(token=1e-3, byte=5e-10)
+GPU = Costs(token=7e-6, byte=2e-10)
+KIB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("saved", "held", "window", "token_bytes", "costs", "ways", "expected"),
+    [
+        pytest.param(255, 255, 4096, 23 * KIB, CPU, ["stream", "state"], None, id="too few to bother"),
+        pytest.param(256, 256, 4096, 23 * KIB, CPU, ["stream", "state"], "state", id="what it holds is little"),
+        pytest.param(2000, 2000, 2048, 23 * KIB, CPU, ["stream", "state"], "stream", id="it is nearly full"),
+        pytest.param(2000, 2000, 2048, 23 * KIB, CPU, ["state"], "state", id="from another context"),
+        pytest.param(2000, 2000, 2048, 23 * KIB, CPU, [], None, id="from one that is not alike"),
+        pytest.param(300, 300, 131072, 128 * KIB, CPU, ["stream"], None, id="an endless stream for a few tokens"),
+        pytest.param(300, 8000, 8192, 512 * KIB, CPU, ["state"], None, id="a long conversation for a few tokens"),
+        pytest.param(300, 8000, 8192, 16 * KIB, CPU, ["state"], "state", id="the same in a small model"),
+        pytest.param(4000, 4000, 8192, 128 * KIB, GPU, ["state"], None, id="where reading is faster than moving"),
+        pytest.param(4000, 4000, 8192, 2 * KIB, GPU, ["stream", "state"], "state", id="and where it is not"),
+    ],
+)
+def test_kv_is_copied_where_that_is_cheaper_than_reading(
+    saved: int, held: int, window: int, token_bytes: int, costs: Costs, ways: list[Way], expected: Way | None
+) -> None:
+    assert way(saved, held * token_bytes, held, window, costs, ways) == expected
 
 
 @pytest.mark.parametrize(
@@ -137,10 +206,26 @@ def test_chosen_sequence_is_idle_and_keeps_only_its_own_verified_prefix(
     assert not chosen.busy
     assert list(chosen.tokens[: choice.keep]) == list(prompt[: choice.keep])
     assert choice.keep == 0 or chosen.adapters == adapters
-    source, shared = donor(slots, prompt, choice, adapters)
-    assert shared >= choice.keep
-    assert list(slots[source].tokens[:shared]) == list(prompt[:shared])
-    assert shared == 0 or slots[source].adapters == adapters
+    for other in slots:
+        shared = reach(other, prompt, adapters, can_cut=True)
+        assert list(other.tokens[:shared]) == list(prompt[:shared])
+        assert shared == 0 or other.adapters == adapters
+
+
+@given(SLOTS, RUNS, st.sampled_from([None, "a"]), ADAPTERS)
+def test_nobody_is_evicted_while_there_is_an_empty_sequence_or_the_sessions_own(
+    slots: list[Slot], prompt: Ids, session: str | None, adapters: Any
+) -> None:
+    slots[0].busy = False
+    choice = choose(slots, prompt, session, adapters)
+    chosen, idle = slots[choice.index], [slot for slot in slots if not slot.busy]
+    if choice.evicted:
+        assert all(len(slot.tokens) for slot in idle)
+        assert session is None or all(slot.session != session for slot in idle)
+        assert choice.keep < len(chosen.tokens)
+    else:
+        whole, own = choice.keep == len(chosen.tokens), session is not None and chosen.session == session
+        assert whole or own or (session is None and chosen.session is None and 2 * choice.keep >= len(chosen.tokens))
 
 
 @given(RUNS, RUNS)

@@ -33,14 +33,36 @@ from modelyard.engines.llama_cpp.step import Need, Slice, plan
             [Slice(0, 1, True), Slice(1, 1, True), Slice(2, 1, False)],
             id="streams that fill the budget do not starve a prompt",
         ),
+        pytest.param(
+            [Need(0, 1, True, 1, guessed=4)], 8, [Slice(0, 1, True, 4)], id="what is guessed is read behind the stream"
+        ),
+        pytest.param([Need(0, 1, True, 1, guessed=4)], 3, [Slice(0, 1, True, 2)], id="as far as there is room"),
+        pytest.param(
+            [Need(0, 1, True, 1, guessed=4), Need(1, 9, False, 2)],
+            8,
+            [Slice(0, 1, True), Slice(1, 7, False)],
+            id="what is certain comes first",
+        ),
+        pytest.param(
+            [Need(0, 1, True, 1, guessed=4), Need(1, 1, True, 2, guessed=3), Need(2, 1, True, 3)],
+            16,
+            [Slice(0, 1, True, 3), Slice(1, 1, True, 3), Slice(2, 1, True)],
+            id="guesses are of one length",
+        ),
+        pytest.param(
+            [Need(0, 1, True, 1, guessed=8), Need(1, 1, True, 2, guessed=1)],
+            16,
+            [Slice(0, 1, True, 8), Slice(1, 1, True)],
+            id="a short guess does not cut a long one",
+        ),
     ],
 )
 def test_plan(needs: list[Need], budget: int, expected: list[Slice]) -> None:
     assert plan(needs, budget) == expected
 
 
-NEEDS = st.lists(st.tuples(st.integers(1, 40), st.booleans()), max_size=8).map(
-    lambda rows: [Need(i, 1 if streams else n, streams, i) for i, (n, streams) in enumerate(rows)]
+NEEDS = st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 8)), max_size=8).map(
+    lambda rows: [Need(i, 1 if streams else n, streams, i, g * streams) for i, (n, streams, g) in enumerate(rows)]
 )
 
 
@@ -50,8 +72,10 @@ def test_every_stream_moves_the_budget_is_kept_and_somebody_is_read(needs: list[
     by_sequence = {piece.sequence: piece for piece in slices}
     streams = [need for need in needs if need.generating]
     prompts = [need for need in needs if not need.generating]
-    assert all(by_sequence[need.sequence] == Slice(need.sequence, 1, True) for need in streams)
-    assert sum(piece.count for piece in slices) <= max(budget, len(streams) + 1)
+    assert all(by_sequence[need.sequence].count == 1 and by_sequence[need.sequence].last for need in streams)
+    assert sum(piece.count + piece.guessed for piece in slices) <= max(budget, len(streams) + 1)
+    assert all(piece.guessed <= needs[piece.sequence].guessed for piece in slices)
+    assert len({piece.guessed for piece in slices if piece.guessed}) <= 1
     assert not prompts or min(prompts, key=lambda need: need.arrived).sequence in by_sequence
     assert [piece.sequence for piece in slices] == sorted(by_sequence)
     for piece in slices:
@@ -71,3 +95,9 @@ def test_prompts_are_all_read_in_the_end(needs: list[Need], budget: int) -> None
         pending = {sequence: count for sequence, count in pending.items() if count}
         steps += 1
         assert steps <= sum(need.pending for need in needs)
+
+
+def test_a_prompt_pauses_where_it_is_told_and_is_not_done_then() -> None:
+    needs = [Need(0, 40, False, 1, most=10), Need(1, 40, False, 2)]
+    assert plan(needs, 32) == [Slice(0, 10, False), Slice(1, 22, False)]
+    assert plan([Need(0, 10, False, 1, most=10)], 32) == [Slice(0, 10, True)]

@@ -1,0 +1,184 @@
+"""What Python costs in a decode step of the llama.cpp engine: the time of a step that is not spent inside C calls.
+
+    python -m bench.step [--threads N] [--tokens N] [--model FILE] [--sampled] [--profile]
+
+Streams of one cache say `--tokens` tokens each, greedily unless `--sampled`. Every call into libllama is timed; a step
+reaches from the end of the one before to its own end, so taking in jobs and handing out tokens counts too. What numpy
+does counts as Python. Rows are medians over the steps in which all streams ran: a machine that is busy otherwise
+stretches some steps, not the median. "cpu" is the same by the thread's own clock, which stands still while others have
+the core or the interpreter. `--profile` prints where Python spends it instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun
+from modelyard.core.request import Sampling
+from modelyard.engines import llama_cpp
+from modelyard.engines.llama_cpp import binding, context
+from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.library.default import fetch
+
+TARGET = 0.03
+STREAMS = (1, 2, 4, 8)
+_PROMPT = 64  # tokens
+
+
+class Step(Struct, frozen=True):
+    streams: int
+    wall: float
+    python: float
+    cpu: float
+
+
+class Row(Struct, frozen=True):
+    streams: int
+    steps: int
+    wall: float
+    python: float
+    cpu: float
+
+    @property
+    def share(self) -> float:
+        return self.python / self.wall
+
+
+class Clock:
+    """Adds up what the wrapped calls take, and cuts it into steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._inside = self._inside_cpu = 0.0
+        self._last: tuple[float, float] | None = None
+
+    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*arguments: Any) -> Any:
+            began, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return call(*arguments)
+            finally:
+                self._inside_cpu += time.thread_time() - cpu
+                self._inside += time.perf_counter() - began
+
+        return inside
+
+    def step(self, call: Callable[[context.Cache], None]) -> Callable[[context.Cache], None]:
+        def step(cache: context.Cache) -> None:
+            streams = sum(job.generating for job in cache.jobs.values())
+            call(cache)
+            self._cut(streams)
+
+        return step
+
+    def _cut(self, streams: int) -> None:
+        now, cpu = time.perf_counter(), time.thread_time()
+        if self._last is not None:
+            wall, busy = now - self._last[0], cpu - self._last[1]
+            self.steps.append(Step(streams, wall, wall - self._inside, busy - self._inside_cpu))
+        self._last, self._inside, self._inside_cpu = (now, cpu), 0.0, 0.0
+
+    def installed(self) -> ExitStack:
+        stack = ExitStack()
+        for name, call in vars(binding.short).items():
+            stack.enter_context(patch.object(binding.short, name, self.timed(call)))
+        stack.enter_context(patch.object(binding.lib, "llama_decode", self.timed(binding.lib.llama_decode)))
+        stack.enter_context(patch.object(context.Cache, "step", self.step(context.Cache.step)))
+        return stack
+
+
+def row(streams: int, steps: list[Step]) -> Row:
+    full = [step for step in steps if step.streams == streams]
+    wall, python, cpu = (
+        statistics.median(values) for values in zip(*((s.wall, s.python, s.cpu) for s in full), strict=True)
+    )
+    return Row(streams, len(full), wall, python, cpu)
+
+
+async def opened(file: Path, threads: int, streams: int) -> LlamaEngine:
+    options = llama_cpp.Options(path=str(file), n_threads=threads, speculation="off")
+    engine = llama_cpp.create(EngineSpec("bench", options, {"main": CacheInfo(1024, streams)}))
+    assert isinstance(engine, LlamaEngine)
+    await engine.open(lambda *_: None)
+    return engine
+
+
+async def speak(engine: LlamaEngine, streams: int, tokens: int, sampling: Sampling) -> None:
+    async def one(number: int) -> None:
+        ids = [(number * 7919 + at * 104729) % engine._n_vocab for at in range(_PROMPT)]
+        prompt = Prompt(parts=(TokenRun(ids),), sampling=sampling, max_tokens=tokens, session=str(number))
+        async for batch in engine.generate(prompt):
+            if isinstance(batch[-1], End) and batch[-1].error is not None:
+                raise batch[-1].error
+
+    await asyncio.gather(*(one(number) for number in range(streams)))
+
+
+async def measure(file: Path, threads: int, streams: int, tokens: int, sampling: Sampling) -> Row:
+    engine, clock = await opened(file, threads, streams), Clock()
+    try:
+        await speak(engine, streams, 4, sampling)
+        with clock.installed():
+            await speak(engine, streams, tokens, sampling)
+    finally:
+        await engine.close()
+    return row(streams, clock.steps)
+
+
+async def profile(file: Path, threads: int, streams: int, tokens: int, sampling: Sampling) -> None:
+    """Of the engine's own thread: `cProfile` sees one thread only, so its loop is run under it."""
+    engine, profiler = await opened(file, threads, streams), cProfile.Profile()
+    plain = context.Cache.step
+    try:
+        with patch.object(context.Cache, "step", lambda cache: profiler.runcall(plain, cache)):
+            await speak(engine, streams, tokens, sampling)
+    finally:
+        await engine.close()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+
+
+def shown(rows: list[Row]) -> Table:
+    table = Table(title="A decode step, and what of it is Python")
+    for name in ("streams", "steps", "step ms", "python µs", "cpu µs", "share", f"target {TARGET:.0%}"):
+        table.add_column(name, justify="right")
+    for each in rows:
+        verdict = "met" if each.share < TARGET else "missed"
+        cells = f"{each.wall * 1e3:.2f}", f"{each.python * 1e6:.0f}", f"{each.cpu * 1e6:.0f}", f"{each.share:.2%}"
+        table.add_row(str(each.streams), str(each.steps), *cells, verdict)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
+    parser.add_argument("--sampled", action="store_true")
+    parser.add_argument("--profile", action="store_true")
+    asked = parser.parse_args()
+    sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=1) if asked.sampled else Sampling(temperature=0)
+    file = asked.model or fetch()
+    if asked.profile:
+        asyncio.run(profile(file, asked.threads, max(asked.streams), asked.tokens, sampling))
+        return
+    rows = [asyncio.run(measure(file, asked.threads, n, asked.tokens, sampling)) for n in asked.streams]
+    Console().print(shown(rows))
+
+
+if __name__ == "__main__":
+    main()

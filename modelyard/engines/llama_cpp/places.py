@@ -1,0 +1,195 @@
+"""A cache's sequences: which one takes a job, what of its KV stays, what is copied to it, and what is kept of it.
+
+The decisions are `sequences` and `checkpoints`, which are pure; here they are carried out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from modelyard.core.engine import Accepted, CacheInfo, SequenceStats
+from modelyard.engines.llama_cpp import checkpoints, sequences
+from modelyard.engines.llama_cpp.checkpoints import Bound, Checkpoint
+from modelyard.engines.llama_cpp.image import Image, hashed
+from modelyard.engines.llama_cpp.job import Job
+from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.sequences import Choice, Ids, Slot
+from modelyard.engines.llama_cpp.state import Kv, layout
+
+_EMPTY: Ids = np.zeros(0, np.int32)
+
+
+class Places:
+    """Belongs to the engine's thread, as the context does."""
+
+    def __init__(self, info: CacheInfo, kv: Kv, bound: Bound) -> None:
+        self.kv, self._bound = kv, bound
+        self.slots = [Slot(index, _EMPTY) for index in range(info.parallel)]
+        self.kin: list[Places] = []  # of other caches, whose KV would mean the same here
+        self._clock = 0
+        self._adopted = 0
+        self.reused = self.copied = self.restored = self.evicted = 0
+
+    # --- a job comes ------------------------------------------------------------------------------------------------
+
+    def take(self, job: Job) -> tuple[Slot, Accepted]:
+        """The sequence for a job, holding just what the job shares with it."""
+        adapters, session = job.prompt.adapters, hashed(job.prompt.session)
+        choice = sequences.choose(self.slots, job.ids, session, adapters)
+        slot = self.slots[choice.index]
+        partings = [] if self.kv.can_cut else [sequences.common(other.tokens, job.ids) for other in self.slots]
+        keep = self._prepare(choice, job)
+        slot.file = None if choice.evicted else slot.file  # that is another conversation's
+        slot.saved = slot.saved if keep >= slot.saved else 0
+        slot.tokens, slot.adapters = job.ids[:keep], adapters
+        slot.session, slot.priority, slot.busy = session, job.prompt.priority, True
+        self._use(slot)
+        if not self.kv.can_cut and self._bound.count:
+            job.pauses = checkpoints.places(len(job.ids), keep, partings, slot.checkpoints)
+        self.reused += keep
+        self.evicted += choice.evicted
+        return slot, Accepted(keep, keep if keep < len(job.ids) else None, choice.evicted)
+
+    def _use(self, slot: Slot) -> None:
+        self._clock += 1
+        slot.used = self._clock
+
+    def _prepare(self, choice: Choice, job: Job) -> int:
+        """Make the chosen sequence hold exactly the shared prefix; how long it is. One token is always read anew: its
+        logits are what the first new token is sampled from."""
+        slot, most = self.slots[choice.index], len(job.ids) - 1
+        wanted = job.ids[:most]
+        own = sequences.reach(slot, wanted, job.prompt.adapters, can_cut=self.kv.can_cut)
+        copied = self._copy(slot, wanted, job.prompt.adapters, own)
+        keep = self._rewind(slot, sequences.common(slot.tokens, wanted) if slot.adapters == job.prompt.adapters else 0)
+        self.copied += max(0, keep - own) if copied else 0
+        return keep
+
+    def _copy(self, slot: Slot, wanted: Ids, adapters: sequences.Adapters, own: int) -> bool:
+        """KV from whoever holds most of what is wanted, where that is cheaper than reading it."""
+        best, source, donor = own, self, slot
+        for home, other in self._others(slot):
+            found = sequences.reach(other, wanted, adapters, can_cut=self.kv.can_cut)
+            if found > best:
+                best, source, donor = found, home, other
+        if donor is slot:
+            return False
+        size, ways = source.kv.size(donor.index), self.kv.ways(source.kv, donor.index, slot.index)
+        way = sequences.way(best - own, size, len(donor.tokens), self.kv.window, self.kv.costs, ways)
+        if way is None or len(donor.tokens) > self.kv.window:
+            return False
+        if not self.kv.copy(source.kv, donor.index, slot.index, way):
+            self.clear(slot)
+            return False
+        slot.tokens, slot.checkpoints, slot.adapters, slot.file = donor.tokens, donor.checkpoints, adapters, None
+        return True
+
+    def _others(self, slot: Slot) -> Iterator[tuple[Places, Slot]]:
+        for home in (self, *self.kin):
+            yield from ((home, other) for other in home.slots if other is not slot)
+
+    def _rewind(self, slot: Slot, keep: int) -> int:
+        """Cut the sequence to `keep` tokens, or to the last place before where it can be taken up, or to none."""
+        held = len(slot.tokens)
+        if self.kv.cut(slot.index, keep, held):
+            slot.checkpoints = checkpoints.within(slot.checkpoints, keep)
+            if keep == held:
+                self._remember(slot)
+            return keep
+        found = checkpoints.before(slot.checkpoints, keep)
+        if found is not None and self._take_up(slot, found):
+            slot.checkpoints = checkpoints.within(slot.checkpoints, found.tokens)
+            return found.tokens
+        self.clear(slot)
+        return 0
+
+    def _take_up(self, slot: Slot, found: Checkpoint) -> bool:
+        # First the state, then the cut: one that keeps a single state refuses to be cut before it stands there.
+        return self.kv.put(slot.index, found.data, partial=True) and self.kv.cut(
+            slot.index, found.tokens, held=found.tokens
+        )
+
+    # --- while it is read -------------------------------------------------------------------------------------------
+
+    def read(self, slot: Slot, job: Job) -> None:
+        """The sequence holds all that the job has done."""
+        slot.tokens, slot.at = job.ids[: job.done], time.time()
+        if job.pauses and job.done >= job.pauses[0]:
+            job.pauses.pop(0)
+            self._remember(slot)
+
+    def _remember(self, slot: Slot) -> None:
+        """Keep what the sequence is now, where it could not be got by going back."""
+        if self.kv.can_cut or not checkpoints.is_worth(slot.checkpoints, len(slot.tokens)):
+            return
+        data = self.kv.take(slot.index, partial=True) if self._bound.count else None
+        if data is not None:
+            slot.checkpoints = checkpoints.added(slot.checkpoints, Checkpoint(len(slot.tokens), data), self._bound)
+
+    # --- a job goes -------------------------------------------------------------------------------------------------
+
+    def clear(self, slot: Slot) -> None:
+        self.kv.clear(slot.index)
+        slot.tokens, slot.session, slot.adapters, slot.checkpoints, slot.file = _EMPTY, None, (), (), None
+
+    def stats(self) -> tuple[SequenceStats, ...]:
+        return tuple(SequenceStats(s.index, len(s.tokens), s.busy, s.session, s.at) for s in self.slots)
+
+    # --- saved and restored -----------------------------------------------------------------------------------------
+
+    def image(self, slot: Slot) -> Image | None:
+        """None where there is nothing, or nothing yet."""
+        state = self.kv.take(slot.index) if len(slot.tokens) else None
+        if state is None:
+            return None
+        tokens = slot.tokens.copy()
+        return Image(tokens, state, slot.checkpoints, slot.session, slot.adapters, slot.priority)
+
+    def note(self, slot: Slot, image: Image, file: str) -> str | None:
+        """The image is in that file; the file that it takes the place of. By now the sequence may hold something
+        else."""
+        if slot.adapters != image.adapters or sequences.common(slot.tokens, image.tokens) < len(image.tokens):
+            return None
+        older, slot.file, slot.saved = slot.file, file, len(image.tokens)
+        return older
+
+    @property
+    def empty(self) -> Slot | None:
+        return next((slot for slot in self.slots if not slot.busy and not len(slot.tokens)), None)
+
+    def adopt(self, image: Image, file: str) -> bool:
+        """Into an empty sequence; False where there is none, or where all of it is here already. The newest come
+        first, and all of them are older than whatever ran here."""
+        slot, count = self.empty, len(image.tokens)
+        if slot is None or self._holds(image):
+            return False
+        if not (self.kv.put(slot.index, image.state) and self.kv.cut(slot.index, count, held=count)):
+            self.clear(slot)
+            return False
+        slot.tokens, slot.checkpoints, slot.file, slot.saved = image.tokens, image.checkpoints, file, count
+        slot.session, slot.adapters, slot.priority = image.session, image.adapters, image.priority
+        self._adopted += 1
+        slot.used = -self._adopted
+        self.restored += count
+        return True
+
+    def _holds(self, image: Image) -> bool:
+        return any(
+            slot.adapters == image.adapters and sequences.common(slot.tokens, image.tokens) == len(image.tokens)
+            for slot in self.slots
+        )
+
+
+def places_for(raw: Any, info: CacheInfo, options: Options) -> Places:
+    kv = Kv(raw, info.window, layout(info, options))
+    return Places(info, kv, Bound(options.checkpoints, options.checkpoint_mb << 20))
+
+
+def acquaint(all_: Sequence[Places]) -> None:
+    """Those of one model whose KV is alike may copy from each other."""
+    for one in all_:
+        one.kin = [other for other in all_ if other is not one and other.kv.layout == one.kv.layout]

@@ -1,0 +1,33 @@
+"""The measurement of Python's share: steps are cut and added up right, and a run of it works."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.step import Step, measure, row
+from modelyard.core.request import Sampling
+from tests.engines.llama_cpp.exact import exact_model
+
+
+def test_row_is_the_median_of_the_steps_in_which_all_streams_ran() -> None:
+    steps = [
+        Step(2, 0.010, 0.001, 0.001),
+        Step(2, 0.020, 0.002, 0.001),
+        Step(2, 9.0, 8.99, 0.003),
+        Step(1, 9.0, 9.0, 9.0),
+    ]
+    found = row(2, steps)
+    assert (found.streams, found.steps) == (2, 3)
+    assert found.wall == 0.020
+    assert (found.python, found.cpu) == (0.002, 0.001)
+    assert found.share == pytest.approx(0.1)
+
+
+async def test_run_counts_each_step_and_leaves_the_library_as_it_was() -> None:
+    from modelyard.engines.llama_cpp import binding, context
+
+    before = binding.lib.llama_decode, dict(vars(binding.short)), context.Cache.step
+    found = await measure(exact_model(), threads=1, streams=1, tokens=6, sampling=Sampling(temperature=0))
+    assert found.steps == 5  # the first token comes with the prompt
+    assert 0 < found.python < found.wall
+    assert (binding.lib.llama_decode, dict(vars(binding.short)), context.Cache.step) == before

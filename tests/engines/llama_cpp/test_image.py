@@ -1,0 +1,125 @@
+"""Saved KV as bytes: what goes in comes out, and nothing comes out of a file that does not agree or is damaged."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from modelyard.engines.llama_cpp import image as image_
+from modelyard.engines.llama_cpp.checkpoints import Checkpoint
+from modelyard.engines.llama_cpp.image import Head, Image, Origin, Unfit, differences, hashed, pack, unpack
+from modelyard.engines.llama_cpp.state import Layout
+
+ORIGIN = Origin("0.3.36", "ab12", "main", 512, Layout("f16", "f16", "off", 2, True), {"rope_freq_scale": 0.5})
+IMAGE = Image(
+    np.arange(40, dtype=np.int32),
+    np.arange(200, dtype=np.uint8),
+    (Checkpoint(8, np.full(7, 3, np.uint8)), Checkpoint(32, np.full(9, 4, np.uint8))),
+    "5e55",
+    (("law", 0.5),),
+    "background",
+    (("law", 0.25, "cd34"),),
+)
+
+
+def written(image: Image = IMAGE) -> bytes:
+    return b"".join(bytes(piece) for piece in pack(ORIGIN, image))
+
+
+def read(data: bytes, check: Any = lambda head: None) -> Image:
+    return unpack(io.BufferedReader(io.BytesIO(data)), len(data), check)
+
+
+def alike(one: Image, other: Image) -> bool:
+    same = [(a.tokens, a.data.tolist()) for a in one.checkpoints] == [
+        (b.tokens, b.data.tolist()) for b in other.checkpoints
+    ]
+    plain = all(getattr(one, name) == getattr(other, name) for name in ("session", "adapters", "priority", "worn"))
+    return same and plain and np.array_equal(one.tokens, other.tokens) and np.array_equal(one.state, other.state)
+
+
+def test_what_goes_in_comes_out() -> None:
+    assert alike(read(written()), IMAGE)
+    bare = Image(np.array([5], np.int32), np.array([1], np.uint8))
+    assert alike(read(written(bare)), bare)
+
+
+def test_large_ones_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = written()
+    monkeypatch.setattr(image_, "_PIECE", 16)
+    assert len(list(pack(ORIGIN, IMAGE))) > 10
+    assert written() == whole
+    assert alike(read(whole), IMAGE)
+
+
+def test_head_is_checked_before_the_rest_is_read() -> None:
+    seen: list[Head] = []
+
+    def check(head: Head) -> None:
+        seen.append(head)
+        raise Unfit("no")
+
+    damaged = written()[:-50] + bytes(50)
+    with pytest.raises(Unfit, match=r"^no$"):
+        read(damaged, check)
+    assert (seen[0].origin, seen[0].worn, seen[0].tokens) == (ORIGIN, IMAGE.worn, 40)
+
+
+@given(st.integers(0, len(written()) - 1), st.integers(1, 255))
+def test_no_changed_byte_gets_through(place: int, change: int) -> None:
+    data = bytearray(written())
+    data[place] ^= change
+    with pytest.raises(Unfit):
+        read(bytes(data))
+
+
+@given(st.integers(0, len(written()) - 1))
+def test_no_cut_file_gets_through(length: int) -> None:
+    with pytest.raises(Unfit):
+        read(written()[:length])
+
+
+@pytest.mark.parametrize("data", [b"", b"GGUF", bytes(1000), b"MYARD-KV" + b"\xff" * 100, written() + b"x"])
+def test_garbage_is_told_from_saved_kv(data: bytes) -> None:
+    with pytest.raises(Unfit):
+        read(data)
+
+
+def test_another_version_is_named() -> None:
+    data = bytearray(written())
+    data[8] = 9
+    with pytest.raises(Unfit, match="of version 9"):
+        read(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"release": "0.4"}, "release was 0.4 and is 0.3.36"),
+        ({"model": "ff"}, "model was ff and is ab12"),
+        ({"cache": "fast"}, "cache was fast and is main"),
+        ({"window": 64}, "window was 64 and is 512"),
+        ({"layout": replace(ORIGIN.layout, type_k="q8_0")}, "type_k was q8_0 and is f16"),
+        ({"layout": replace(ORIGIN.layout, type_v="q8_0")}, "type_v was q8_0 and is f16"),
+        ({"layout": replace(ORIGIN.layout, flash_attn="on")}, "flash_attn was on and is off"),
+        ({"layout": replace(ORIGIN.layout, streams=1)}, "streams was 1 and is 2"),
+        ({"layout": replace(ORIGIN.layout, swa_full=False)}, "swa_full was False and is True"),
+        ({"positions": {}}, "rope_freq_scale was None and is 0.5"),
+        ({"positions": {"rope_freq_scale": 0.5, "yarn_orig_ctx": 9}}, "yarn_orig_ctx was 9 and is None"),
+    ],
+)
+def test_every_field_that_differs_is_told(change: dict[str, Any], words: str) -> None:
+    assert differences(replace(ORIGIN, **change), ORIGIN) == [words]
+    assert differences(ORIGIN, ORIGIN) == []
+
+
+def test_session_is_known_by_its_hash_only() -> None:
+    assert hashed(None) is None
+    assert hashed("key/talk") == hashed("key/talk") != hashed("key2/talk")
+    assert "key" not in str(hashed("key/talk"))

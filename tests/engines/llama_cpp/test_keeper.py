@@ -1,0 +1,378 @@
+"""KV over the end of an engine: a conversation goes on where it was, or is read anew where anything does not agree."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from shutil import copyfile
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, Chunk, Control, Tokens
+from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.engines.llama_cpp import Options, keeper
+from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.engines.llama_cpp.keeper import folder_of
+from modelyard.library.home import cache_folder
+from tests.engines.llama_cpp import stage
+from tests.engines.llama_cpp.exact import VOCAB, exact_model, hybrid_model, other_model, recurrent_model, sliding_model
+from tests.engines.llama_cpp.lora import write_lora
+from tests.engines.llama_cpp.stage import chatml, id_prompt, running, said
+from tests.engines.reading import ROUNDED, accepted, assert_alike, end, ids, read, until
+
+CACHES = {"main": CacheInfo(512, 2), "fast": CacheInfo(512, 2)}
+Model = Callable[[], Path]
+
+
+def words(seed: int, count: int = 60) -> list[int]:
+    random = Random(seed)
+    return [random.randrange(VOCAB) for _ in range(count)]
+
+
+RUN = words(1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@asynccontextmanager
+async def opened(
+    folder: Path | None, caches: dict[str, CacheInfo] | None = None, **options: Any
+) -> AsyncIterator[LlamaEngine]:
+    chosen = {"path": str(exact_model()), "flash_attn": True} | options
+    async with running(caches or CACHES, kv_store=str(folder) if folder else False, **chosen) as engine:
+        yield engine
+
+
+async def answer(engine: LlamaEngine, run: list[int] = RUN, **fields: Any) -> list[Chunk]:
+    return await read(engine.generate(id_prompt(run, **fields)))
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+# --- it goes on -------------------------------------------------------------------------------------------------------
+
+
+async def test_conversation_with_the_real_model_goes_on_after_a_restart_as_if_nothing_was(folder: Path) -> None:
+    async def turn(engine: LlamaEngine, *turns: tuple[str, str]) -> list[Chunk]:
+        return await stage.answer(engine, chatml(*turns), session="key/talk", max_tokens=10)
+
+    caches = {"main": CacheInfo(256, 2)}
+    first = ("user", "My name is Ada and I like the sea. What is my name?")
+    async with running(caches, kv_store=str(folder)) as engine:
+        before = await turn(engine, first)
+    more = [first, ("assistant", said(before)), ("user", "And what do I like?")]
+    async with running(caches, kv_store=str(folder)) as engine:
+        assert engine.stats().restored_tokens == engine.stats().occupied_tokens > 0
+        after = await turn(engine, *more)
+    async with running(caches) as engine:
+        await turn(engine, first)
+        expected = await turn(engine, *more)
+    assert accepted(after) == accepted(expected)
+    assert accepted(after).cached_tokens >= len(stage.prompt(chatml(first)).ids)
+    assert_alike(after, expected, ROUNDED)
+
+
+@pytest.mark.parametrize("model", [exact_model, sliding_model, recurrent_model, hybrid_model])
+@pytest.mark.parametrize("either", [True, False])
+async def test_every_kind_of_model_goes_on_where_it_was(model: Model, either: bool, folder: Path) -> None:
+    same = {"path": str(model()), "swa_full": either, "flash_attn": either}
+    async with opened(folder, **same) as engine:
+        first = await answer(engine, session="a")
+    turn = RUN + ids(first) + words(2, 20)
+    async with opened(folder, **same) as engine:
+        chunks = await answer(engine, turn, session="a")
+        held = [one.tokens for one in engine._caches["main"].slots[0].checkpoints]
+    assert accepted(chunks).cached_tokens == len(RUN) + len(ids(first)) - 1
+    if held:
+        assert held[0] == len(RUN) - 8, "its checkpoints were saved with it"
+    async with opened(None, **same) as engine:
+        assert_alike(chunks, await answer(engine, turn))
+
+
+async def test_caches_sessions_and_order_of_use_come_back(folder: Path) -> None:
+    async with opened(folder) as engine:
+        for n, (session, cache) in enumerate([("a", "main"), ("b", "main"), (None, "fast")]):
+            await answer(engine, words(n), session=session, cache=cache, priority="background" if n else "main")
+        held = _held(engine)
+    async with opened(folder) as engine:
+        assert _held(engine) == held
+        assert accepted(await answer(engine, words(7), session="a")).cached_tokens == 0
+        assert accepted(await answer(engine, words(1), session="b")).cached_tokens == len(words(1)) - 1
+
+
+def _held(engine: LlamaEngine) -> list[tuple[Any, ...]]:
+    caches = engine._caches.values()
+    by_use = [slot for cache in caches for slot in sorted(cache.slots, key=lambda slot: slot.used) if len(slot.tokens)]
+    return [(slot.session, slot.priority, slot.adapters, slot.tokens.tolist()) for slot in by_use]
+
+
+async def test_secret_part_of_a_session_is_in_no_file(folder: Path) -> None:
+    async with opened(folder) as engine:
+        await answer(engine, session="sk-secret/talk")
+    assert all(b"sk-secret" not in file.read_bytes() for file in files(folder))
+
+
+async def test_what_did_not_change_is_not_written_again_and_what_grew_replaces_its_file(folder: Path) -> None:
+    async with opened(folder) as engine:
+        first = await answer(engine, session="a")
+        await answer(engine, words(2), session="b")
+    before = files(folder)
+    async with opened(folder) as engine:
+        await answer(engine, RUN + ids(first) + words(3), session="a")
+    after = files(folder)
+    assert len(before) == len(after)
+    assert len(set(before) & set(after)) == len(before) - 1
+
+
+@pytest.mark.parametrize("edited", [RUN, RUN[:40] + words(5, 20)])
+async def test_edited_conversation_replaces_its_file(edited: list[int], folder: Path) -> None:
+    """Also where it comes to just as many tokens."""
+    async with opened(folder) as engine:
+        await answer(engine, session="a")
+    (before,) = files(folder)
+    async with opened(folder) as engine:
+        await answer(engine, edited, session="a")
+    (after,) = files(folder)
+    assert before != after
+    async with opened(folder) as engine:
+        assert accepted(await answer(engine, edited, session="a")).cached_tokens == len(edited) - 1
+
+
+async def test_evicted_conversation_keeps_its_file(folder: Path) -> None:
+    caches = {"main": CacheInfo(512, 1)}
+    async with opened(folder, caches) as engine:
+        await answer(engine, session="a")
+    async with opened(folder, caches) as engine:
+        chunks = await answer(engine, RUN[:30] + words(2), session="b")
+        assert accepted(chunks).evicted
+        assert accepted(chunks).cached_tokens == 30
+    assert len(files(folder)) == 2
+
+
+async def test_running_job_is_saved_as_far_as_it_came(folder: Path) -> None:
+    async with opened(folder) as engine:
+        job = engine.generate(id_prompt(RUN, session="a", max_tokens=200))
+        chunks = await until(job, Tokens)
+    spoken = ids(chunks + await read(job))
+    async with opened(folder) as engine:
+        kept = accepted(await answer(engine, RUN + spoken + words(2), session="a")).cached_tokens
+    assert len(RUN) <= kept == len(RUN) + len(spoken) - 1
+
+
+async def test_broken_engine_saves_nothing(folder: Path) -> None:
+    async with opened(folder) as engine:
+        await answer(engine)
+        engine._caches["main"].step = _explode  # type: ignore[method-assign]
+        assert end(await answer(engine)).error is not None
+    assert files(folder) == []
+
+
+def _explode() -> None:
+    raise ValueError("no more")
+
+
+async def test_trouble_with_saving_does_not_keep_the_engine_from_closing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper.Keeper, "save_all", lambda *_: _explode())
+    async with opened(folder) as engine:
+        await answer(engine)
+    assert "was not saved" in caplog.text
+
+
+async def test_without_the_setting_nothing_is_saved(folder: Path) -> None:
+    async with opened(None) as engine:
+        await answer(engine)
+        with pytest.raises(InvalidRequest, match="kv_store"):
+            await engine.control(Control("restore"))
+    assert files(folder) == []
+
+
+# --- or it is read anew -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        pytest.param({"path": "other"}, "model was", id="other weights of the same shape"),
+        pytest.param({"main": CacheInfo(256, 2)}, "window was 512 and is 256", id="window"),
+        pytest.param({"main": CacheInfo(512, 3)}, "streams was 2 and is 3", id="parallel"),
+        pytest.param({"main": CacheInfo(512, 2, type_k="f32")}, "type_k was f16 and is f32", id="keys"),
+        pytest.param({"main": CacheInfo(512, 2, type_v="f32")}, "type_v was f16 and is f32", id="values"),
+        pytest.param({"flash_attn": False}, "flash_attn was on and is off", id="flash attention"),
+        pytest.param({"swa_full": False}, "swa_full was True and is False", id="whole windows"),
+        pytest.param({"rope_freq_scale": 0.5}, "rope_freq_scale was None and is 0.5", id="scaled positions"),
+    ],
+)
+async def test_whatever_differs_is_told_and_left_out(
+    changed: dict[str, Any], told: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(folder) as engine:
+        await answer(engine, session="a")
+    (file,) = files(folder)
+    caches = CACHES | {"main": changed.pop("main")} if "main" in changed else CACHES
+    options = {"path": str(other_model())} if "path" in changed else changed
+    async with opened(folder, caches, **options) as engine:
+        assert engine.stats().restored_tokens == 0
+        chunks = await answer(engine, session="a")
+        assert f"the saved KV in {file} is left out: " in caplog.text
+        assert told in caplog.text
+    assert accepted(chunks).cached_tokens == 0
+    assert file.exists()
+
+
+async def test_another_release_of_the_library_reads_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(folder) as engine:
+        await answer(engine)
+    monkeypatch.setattr(keeper, "RELEASE", "9.9")
+    async with opened(folder) as engine:
+        assert engine.stats().restored_tokens == 0
+    assert "release was 0.3.36 and is 9.9" in caplog.text
+
+
+LAW = (("law", 1.0),)
+
+
+@pytest.mark.parametrize("change", ["file", "scale", "gone", "nothing"])
+async def test_kv_under_an_adapter_comes_back_only_with_that_adapter(change: str, folder: Path, tmp_path: Path) -> None:
+    law = write_lora(tmp_path / "law.gguf", width=64, layers=2, seed=1, strength=0.3)
+    async with opened(folder, lora={"law": str(law)}) as engine:
+        await answer(engine, adapters=LAW, session="a")
+    if change == "file":
+        write_lora(law, width=64, layers=2, seed=2, strength=0.3)
+    lora = {"law": {"path": str(law), "scale": 0.5 if change == "scale" else 1.0}} if change != "gone" else {}
+    async with opened(folder, lora=lora) as engine:
+        assert (engine.stats().restored_tokens > 0) == (change == "nothing")
+        plain = await answer(engine, session="a")
+    assert accepted(plain).cached_tokens == 0
+
+
+@pytest.mark.parametrize("place", [0, 10, 40, -200, -1])
+async def test_damaged_file_is_left_out(place: int, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(folder) as engine:
+        first = await answer(engine, session="a")
+    (file,) = files(folder)
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+    async with opened(folder) as engine:
+        assert engine.stats().restored_tokens == 0
+        assert "is left out" in caplog.text
+        assert_alike(await answer(engine, session="a"), first)
+
+
+async def test_cut_and_foreign_files_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with opened(folder) as engine:
+        await answer(engine, session="a")
+    (file,) = files(folder)
+    whole = file.read_bytes()
+    for n, data in enumerate([b"", whole[:100], whole[:-1], bytes(5000)]):
+        file.with_name(f"{file.stem[:-1]}{n}x.kv").write_bytes(data)
+    async with opened(folder) as engine:
+        assert engine.stats().restored_tokens > 0, "and they are in nobody's way"
+    assert caplog.text.count("is left out") == 4
+
+
+async def test_state_that_llama_cpp_refuses_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(folder) as engine:
+        await answer(engine, session="a")
+    with monkeypatch.context() as patched:
+        patched.setattr("modelyard.engines.llama_cpp.state.lib.llama_state_seq_set_data_ext", lambda *_: 0)
+        async with opened(folder) as engine:
+            assert engine.stats().occupied_tokens == 0
+            assert accepted(await answer(engine, session="a")).cached_tokens == 0
+
+
+async def test_same_file_of_weights_elsewhere_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+    async with opened(folder) as engine:
+        await answer(engine, session="a")
+    copyfile(exact_model(), moved := tmp_path / "moved.gguf")
+    async with opened(folder, path=str(moved)) as engine:
+        assert engine.stats().restored_tokens > 0
+
+
+# --- while the engine runs --------------------------------------------------------------------------------------------
+
+
+async def test_save_and_restore_by_hand(folder: Path) -> None:
+    async with opened(folder) as engine:
+        chunks = [await answer(engine, session="a", cache=cache) for cache in CACHES]
+        await engine.control(Control("save", "main"))
+        assert len(files(folder)) == 1
+        await engine.control(Control("evict"))
+        await engine.control(Control("restore"))
+        again = [await answer(engine, session="a", cache=cache) for cache in CACHES]
+        assert [accepted(one).cached_tokens for one in again] == [len(RUN) - 1, 0]
+        with pytest.raises(NotFound):
+            await engine.control(Control("save", "huge"))
+    for one, other in zip(chunks, again, strict=True):
+        assert_alike(one, other)
+
+
+async def test_saving_leaves_streams_alone(folder: Path) -> None:
+    async with opened(folder) as engine:
+        stream = engine.generate(id_prompt(RUN, session="a", max_tokens=100))
+        chunks = await until(stream, Tokens)
+        for _ in range(5):
+            await engine.control(Control("save"))
+        chunks += await read(stream)
+        assert len(files(folder)) == 1, "the later takes the place of the earlier"
+    async with opened(None) as engine:
+        assert_alike(chunks, await answer(engine, max_tokens=100))
+
+
+async def test_restoring_throws_nobody_out_and_brings_nothing_twice(folder: Path) -> None:
+    caches = {"main": CacheInfo(512, 2)}
+    async with opened(folder, caches) as engine:
+        await answer(engine, words(1), session="a")
+        await engine.control(Control("save"))
+        await engine.control(Control("restore"))
+        assert engine.stats().restored_tokens == 0, "it is here"
+        await engine.control(Control("evict"))
+        for n in (2, 3):
+            await answer(engine, words(n), session=str(n))
+        await engine.control(Control("restore"))
+        assert engine.stats().restored_tokens == 0, "there is no room"
+        assert accepted(await answer(engine, words(2), session="2")).cached_tokens == len(words(2)) - 1
+
+
+async def test_loading_that_is_given_up_does_not_restore_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened(folder) as engine:
+        await answer(engine, session="a")
+    read_: list[Path] = []
+    monkeypatch.setattr(keeper.Keeper, "_read", lambda self, cache, file: read_.append(file))
+    async with opened(folder) as engine:
+        engine._over = InvalidRequest("given up")
+        assert engine._keeper is not None
+        read_.clear()
+        await asyncio.to_thread(engine._keeper.restore_all, engine._caches.values(), lambda: engine._over is None)
+        assert read_ == []
+        engine._over = None
+
+
+async def test_log_tells_what_was_saved_and_restored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, keeper.__name__)
+    async with opened(folder) as engine:
+        await answer(engine)
+    async with opened(folder):
+        pass
+    assert "saved KV of 67 tokens of the cache 'main'" in caplog.text
+    assert "restored KV of 67 tokens of the cache 'main'" in caplog.text
+
+
+def test_setting_is_a_folder_or_the_users_cache() -> None:
+    assert folder_of(Options(path="x")) is None
+    assert folder_of(Options(path="x", kv_store=True)) == cache_folder() / "kv"
+    assert folder_of(Options(path="x", kv_store="~/kv")) == Path.home() / "kv"

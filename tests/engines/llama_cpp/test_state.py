@@ -1,0 +1,113 @@
+"""A context's KV as bytes and as copies, straight on a context: what comes back, and what is refused until it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ctypes import POINTER, c_float
+from typing import Any
+
+import numpy as np
+import pytest
+
+from modelyard.core.engine import CacheInfo
+from modelyard.engines.llama_cpp import Options, loading
+from modelyard.engines.llama_cpp.binding import Batch, lib
+from modelyard.engines.llama_cpp.state import Kv, Layout, layout
+from tests.engines.llama_cpp.exact import VOCAB, exact_model
+
+INFO = CacheInfo(256, 3)
+RUN = np.arange(7, 47, dtype=np.int32)
+
+
+class Reader:
+    """A context that is read by hand."""
+
+    def __init__(self, model: Any, options: Options) -> None:
+        self.raw = loading.context(model, "main", INFO, options)
+        self.kv = Kv(self.raw, INFO.window, layout(INFO, options))
+        self._batch = Batch(64)
+
+    def read(self, sequence: int, ids: Any, start: int = 0) -> Any:
+        """The logits after them."""
+        self._batch.clear()
+        row = self._batch.add(np.asarray(ids, np.int32), start, sequence, last=True)
+        assert lib.llama_decode(self.raw, self._batch.raw) == 0
+        self.kv.decoded(0, 0.0)
+        found: Any = lib.llama_get_logits_ith(self.raw, row)
+        assert isinstance(found, POINTER(c_float))
+        return np.ctypeslib.as_array(found, shape=(VOCAB,)).copy()
+
+
+@pytest.fixture
+def readers() -> Iterator[list[Reader]]:
+    options = Options(path=str(exact_model()), n_threads=1)
+    model = loading.load(exact_model(), options, lambda _: True)
+    two = [Reader(model, options) for _ in range(2)]
+    yield two
+    for reader in two:
+        lib.llama_free(reader.raw)
+    lib.llama_model_free(model)
+
+
+def test_what_is_taken_out_of_one_context_says_the_same_in_another(readers: list[Reader]) -> None:
+    one, other = readers
+    one.read(0, RUN)
+    data = one.kv.take(0)
+    assert data is not None
+    assert data.nbytes == one.kv.size(0)
+    assert other.kv.put(2, data)
+    assert other.kv.cut(2, len(RUN), held=len(RUN))
+    assert np.allclose(one.read(0, [5], len(RUN)), other.read(2, [5], len(RUN)), atol=1e-3)
+
+
+def test_bytes_that_are_no_state_are_refused(readers: list[Reader]) -> None:
+    one, other = readers
+    one.read(0, RUN)
+    data = one.kv.take(0)
+    assert data is not None
+    assert not other.kv.put(0, data[:-10])
+    assert not other.kv.put(0, np.zeros(100, np.uint8))
+    other.kv.clear(0)
+    assert not other.kv.cut(0, 1, held=1)
+    assert np.allclose(one.read(1, RUN), other.read(0, RUN), atol=1e-3), "and nothing of them stays behind"
+
+
+def test_stream_copy_that_waits_for_a_decode_is_neither_taken_nor_changed(readers: list[Reader]) -> None:
+    kv = readers[0].kv
+    readers[0].read(0, RUN)
+    before = kv.take(0)
+    assert before is not None
+    assert kv.copy(kv, 0, 1, "stream")
+    assert kv.take(1) is None, "its data is not there yet"
+    assert kv.take(0) is not None
+    assert not kv.put(0, before), "that would be copied"
+    assert not kv.put(1, before), "that would be written over"
+    assert kv.ways(kv, 1, 2) == kv.ways(kv, 2, 0) == ["stream"]
+    readers[0].read(2, [3])
+    after = kv.take(1)
+    assert after is not None
+    assert after.nbytes == before.nbytes
+    assert kv.put(0, before)
+    assert kv.ways(kv, 1, 0) == ["stream", "state"]
+    logits = [readers[0].read(n, [5], len(RUN)) for n in range(2)]
+    assert np.allclose(logits[0], logits[1], atol=1e-3)
+
+
+def test_first_decodes_of_prompts_are_measured_and_streams_are_not(readers: list[Reader]) -> None:
+    costs = readers[0].kv.costs
+    prior = costs.token
+    readers[0].kv.decoded(1, 0.0)
+    assert costs.token == prior
+    readers[0].kv.decoded(64, 0.0)  # began long ago
+    slow = costs.token
+    assert slow > prior
+    readers[0].kv.decoded(64, float("inf"))
+    assert costs.token < slow
+
+
+@pytest.mark.parametrize(
+    ("flash_attn", "expected"), [(None, "on"), (False, "off"), (True, "on"), ("on", "on"), ("auto", "auto")]
+)
+def test_layout_says_what_the_settings_come_to(flash_attn: Any, expected: str) -> None:
+    options = Options(path="x", flash_attn=flash_attn, swa_full=False)
+    assert layout(CacheInfo(64, 2, "Q8_0", "f16"), options) == Layout("q8_0", "f16", expected, 2, False)
