@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import os
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 from starlette.types import ASGIApp
 
-from modelyard import plugins
-from modelyard.config import Config, Problem, engine_spec
-from modelyard.core.engine import Engine
-from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unavailable
-from modelyard.definition import Definition, define
-from modelyard.footprint import footprint, machine, sentence
+from modelyard.blueprint import blueprints
+from modelyard.config import Config
+from modelyard.core.errors import Unavailable
+from modelyard.footprint import machine
 from modelyard.gateway import Gateway
+from modelyard.house import Household, Reread, defined
 from modelyard.http import server as front
+from modelyard.http.admin.office import Office
 from modelyard.http.auth import Key, check_bind, read_keys
-from modelyard.library import default, shelf
-from modelyard.library.describe import explain, explain_entry
-from modelyard.library.progress import Meter
-from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE, run_fleet
-from modelyard.processes.port import listen, reserve
+from modelyard.library.home import cache_folder
+from modelyard.processes.fleet import SOCKET_VARIABLE
 from modelyard.prompt.media import Images
-from modelyard.router.catalog import ModelEntry
-from modelyard.scheduler.scheduler import Bounds, Scheduler
+from modelyard.scheduler.appraisal import Appraiser
+from modelyard.scheduler.limits import KeyLimits
+from modelyard.scheduler.measured import Ledger
+from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store import open_store
-from modelyard.telemetry import log
-from modelyard.telemetry.hub import MetricsHub
+from modelyard.telemetry.history import History
 from modelyard.telemetry.journal import Journal
+from modelyard.telemetry.machine import MemoryGauge
 from modelyard.telemetry.metrics import Metrics
+from modelyard.telemetry.papers import Copies, Papers
 from modelyard.telemetry.peers import MetricsPeer
+from modelyard.workbench.mount import Workbench
 
 
 class Yard(Struct):
@@ -49,6 +46,7 @@ class Yard(Struct):
     keys: tuple[Key, ...]
     scheduler: Scheduler
     gateway: Gateway
+    house: Household
     app: ASGIApp
 
     async def stop(self) -> None:
@@ -61,40 +59,50 @@ async def _stop(gateway: Gateway, scheduler: Scheduler) -> None:
     await scheduler.close()
 
 
-def compose(config: Config, env: Mapping[str, str] = os.environ) -> Yard:
+def compose(config: Config, env: Mapping[str, str] = os.environ, reread: Reread | None = None) -> Yard:
     keys = read_keys(config.keys, env)
     check_bind(config.http, keys)
     metrics, router = Metrics(), config.router()
-    scheduler = Scheduler(_bounds(config))
-    definitions = {name: define(entry, config.models[name]) for name, entry in router.catalog.models.items()}
-    for name, entry in router.catalog.models.items():
-        scheduler.add(name, entry.cache_infos, _maker(config, entry, definitions[name]))
-    models = {name: definition.model for name, definition in definitions.items()}
-    gateway = Gateway(router=router, models=models, leases=scheduler, images=Images(config.images), metrics=metrics)
+    models = {name: definition.model for name, definition in defined(config).items()}
+    scheduler = _scheduler(config, env)
+    scheduler.reconfigure(blueprints(config, {name: model.fault for name, model in models.items()}))
+    gateway = Gateway(
+        router=router,
+        models=models,
+        leases=scheduler,
+        images=Images(config.images),
+        metrics=metrics,
+        history=History(config.log.history_requests),
+    )
     metrics.watch_queue(lambda: {name: status.waiting for name, status in scheduler.status().items()})
+    metrics.watch_pool(scheduler.figures)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
-    return Yard(config, keys, scheduler, gateway, _front(config, keys, scheduler, gateway, peer))
+    house = Household(config, scheduler, gateway, reread)
+    return Yard(config, keys, scheduler, gateway, house, _front(config, keys, scheduler, gateway, peer, house))
 
 
-def _bounds(config: Config) -> Bounds:
+def _scheduler(config: Config, env: Mapping[str, str]) -> Scheduler:
+    gauge = MemoryGauge()
+    ledger = Ledger(cache_folder(env) / "measured.json")
     settings = config.scheduler
-    return Bounds(settings.max_waiting, settings.max_waiting_tokens, settings.timeout_ms / 1000)
+    appraiser = Appraiser(settings.limits(), machine=machine, gauge=gauge.read, ledger=ledger)
+    return Scheduler(settings.bounds(), limits=_key_limits(config), appraiser=appraiser)
 
 
-def _maker(config: Config, entry: ModelEntry, definition: Definition) -> Callable[[], Engine]:
-    """Makes the engine when it is loaded. A definition that is broken fails there, with its reason, and alone."""
-
-    def make() -> Engine:
-        if definition.model.fault is not None:
-            raise definition.model.fault
-        engine: Engine = plugins.load("engines", entry.backend).create(engine_spec(entry, config.models[entry.name]))
-        return engine
-
-    return make
+def _key_limits(config: Config) -> dict[str, KeyLimits]:
+    """Of the keys that have any: the others cost a request nothing."""
+    fields = KeyLimits.__struct_fields__
+    limits = {key.name: KeyLimits(**{field: getattr(key, field) for field in fields}) for key in config.keys}
+    return {name: its for name, its in limits.items() if its != KeyLimits()}
 
 
 def _front(
-    config: Config, keys: tuple[Key, ...], scheduler: Scheduler, gateway: Gateway, peer: MetricsPeer | None
+    config: Config,
+    keys: tuple[Key, ...],
+    scheduler: Scheduler,
+    gateway: Gateway,
+    peer: MetricsPeer | None,
+    house: Household,
 ) -> ASGIApp:
     store = open_store(config.store)
     settings = config.log
@@ -110,19 +118,24 @@ def _front(
             await peer.open()
         for name, model in config.models.items():
             if model.enabled:
-                scheduler.load(name)
+                scheduler.preload(name)
         _calm_collector()
         yield
         await _stop(gateway, scheduler)  # not everybody who runs this app says goodbye first
         await gateway.close()
         await store.close()
+        await workbench.close()
         if peer is not None:
             await peer.close()
         if journal is not None:
             await asyncio.to_thread(journal.close)
 
     scrape: Callable[[], Awaitable[bytes]] = gateway.metrics.scrape if peer is None else peer.scrape
-    edge = front.Edge(gateway, config.http, keys, store, scrape, journal)
+    papers = Papers(settings.history_bytes, on=settings.history_texts)
+    scribe = papers if journal is None else Copies(journal, papers)
+    office = Office(scheduler, gateway, papers, house, cache_folder() / "tune", time.time)
+    workbench = Workbench()
+    edge = front.Edge(gateway, config.http, keys, store, scrape, scribe, office, workbench)
     return front.build(edge, life)
 
 
@@ -132,104 +145,3 @@ def _calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-
-
-# --- running it -------------------------------------------------------------------------------------------------------
-
-
-def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool) -> int:
-    """Serve until told to stop; the exit code. With several workers this process only looks after them."""
-    log.setup(config.log)
-    check_bind(config.http, read_keys(config.keys))
-    _prepare(config)
-    if config.http.workers > 1 and INDEX_VARIABLE not in os.environ:
-        return _serve_fleet(config, path, http, debug)
-    with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
-        return runner.run(_serve_one(config))
-
-
-def _prepare(config: Config) -> None:
-    """All that may take long or be refused before anybody is told to come."""
-    if config.http.workers > 1:
-        _refuse_copies_of_weights(config)
-    here = [model for model in config.models.values() if model.enabled]
-    if here and all(model.backend == "llama_cpp" for model in here) and find_spec("llama_cpp") is None:
-        raise plugins.MissingLibrary(
-            "the llama.cpp engine is not built: run make install, which compiles it in a few minutes, "
-            "or try --config configs/demo.toml, which needs no engine"
-        )
-    if any(default.is_default(model.path) for model in config.models.values()):
-        default.fetch(Meter(say=logging.getLogger("modelyard.library").info))
-
-
-async def _serve_one(config: Config) -> int:
-    yard = compose(config)
-    server = front.server(yard.app, config.http, yard.stop)
-    # Alone, it shares its port with nobody: SO_REUSEPORT would let a second server take half of the requests.
-    listening = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
-    log.announce(
-        config.http.host, listening.getsockname()[1], config.http.ssl_certfile is not None, list(config.models)
-    )
-    await server.serve(sockets=[listening])
-    return 0 if server.started else 1
-
-
-def _serve_fleet(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool) -> int:
-    held = reserve(config.http.host, config.http.port)
-    port = held.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="modelyard-store-") as folder:
-        argv = [sys.executable, "-m", "modelyard", "serve", *_arguments(path, http, port, debug)]
-        if config.store.backend == "memory":  # a conversation may go on in another process than it began in
-            os.environ |= {
-                "MODELYARD_STORE__BACKEND": "sqlite",
-                "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
-            }
-        return asyncio.run(run_fleet(argv, config.http.workers, MetricsHub()))
-
-
-def _arguments(path: Path | None, http: Mapping[str, Any], port: int, debug: bool) -> list[str]:
-    arguments = ["--port", str(port)]
-    if path is not None:
-        arguments += ["--config", str(path)]
-    if http.get("host"):
-        arguments += ["--host", str(http["host"])]
-    return arguments + (["--debug"] if debug else [])
-
-
-def _refuse_copies_of_weights(config: Config) -> None:
-    for name, entry in config.router().catalog.models.items():
-        if entry.backend in plugins.names("engines") and plugins.load("engines", entry.backend).HOLDS_WEIGHTS:
-            raise InvalidRequest(
-                f"--workers {config.http.workers} would load the weights of {name!r} {config.http.workers} times: its "
-                f"engine {entry.backend} runs inside the gateway's process. Use --workers 1.",
-                code="workers_refused",
-            )
-
-
-def broken_engines(config: Config) -> list[Problem]:
-    """Every model whose engine's native library is not here or does not work on this machine."""
-    return [problem for entry in config.router().catalog.models.values() for problem in _broken_engine(entry)]
-
-
-def _broken_engine(entry: ModelEntry) -> Iterator[Problem]:
-    if entry.backend not in plugins.names("engines"):
-        return  # the configuration's own checks have said so
-    try:
-        plugins.verify(plugins.load("engines", entry.backend))
-    except ModelyardError as error:
-        yield Problem("", f"models.{entry.name}.backend", error.message, "unavailable")
-
-
-def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
-    """What `modelyard models show` prints: of a model of the configuration, else of one in the library."""
-    catalog = config.router().catalog
-    entry = catalog.models.get(name) or catalog.models.get(catalog.aliases.get(name, ""))
-    if entry is not None:
-        settings = config.models[entry.name]
-        rows = [("model", entry.name), ("engine", entry.backend), *explain(settings.path)]
-        here = machine()
-        rows.append(("memory", sentence(footprint(config, entry, here), here)))
-        return [*rows, *define(entry, settings).notes]
-    if (kept := shelf.find(name)) is not None:
-        return explain_entry(kept)
-    raise NotFound(f"no model {name!r}; there are {', '.join(catalog.names())}")

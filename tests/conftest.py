@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
+
+# trio, which a browser's driver brings along, would hook itself into Hypothesis with a warning; warnings are errors.
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 for phase in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, phase, 60.0)

@@ -17,6 +17,7 @@ from modelyard.http.visit import Visit
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 _ADMIN = "/v1/admin"
+_WORKBENCH = "/workbench"
 _LONGEST = 256  # of a client's own words in our sentences
 
 
@@ -60,6 +61,11 @@ def check_bind(settings: HttpSettings, keys: Sequence[Key]) -> None:
         )
 
 
+def is_workbench(path: str) -> bool:
+    """The page itself holds no secrets: it asks for a key, and shows it at the admin API as any client would."""
+    return path == _WORKBENCH or path.startswith(_WORKBENCH + "/")
+
+
 class Doorkeeper:
     """Decides on each visit before anything else happens. Raises what is wrong."""
 
@@ -73,7 +79,7 @@ class Doorkeeper:
         if self._guarded:
             self._check_host(visit.headers.get("host", ""))
         if (origin := visit.headers.get("origin")) is not None:
-            self._check_origin(origin, visit.headers.get("host", ""))
+            self._check_origin(origin, visit.headers.get("host", ""), is_workbench(visit.path))
         self._identify(visit)
         if visit.headers.get("x-modelyard-allow-remote", "").lower() == "true":
             visit.allow_remote = True
@@ -89,9 +95,9 @@ class Doorkeeper:
             code="host_not_allowed",
         )
 
-    def _check_origin(self, origin: str, host: str) -> None:
+    def _check_origin(self, origin: str, host: str, ours_alone: bool) -> None:
         """CORS hides a reply from a foreign page but would still run its request: refuse the request itself."""
-        if "*" in self._origins or origin in self._origins:
+        if not ours_alone and ("*" in self._origins or origin in self._origins):
             return
         if host and origin.partition("://")[2].lower() == host.lower():
             return
@@ -108,7 +114,7 @@ class Doorkeeper:
         key = self._match(visit.headers)
         if key is not None:
             visit.key, visit.admin, visit.allow_remote = key.name, key.admin, key.allow_remote
-        elif visit.path not in OPEN_PATHS:
+        elif visit.path not in OPEN_PATHS and not is_workbench(visit.path):
             raise Unauthenticated(
                 "the API key is missing or wrong; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'"
             )

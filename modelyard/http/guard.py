@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from modelyard.core.errors import TooLarge
-from modelyard.http.auth import Doorkeeper
+from modelyard.core.errors import ModelyardError, TooLarge
+from modelyard.http.auth import Doorkeeper, is_workbench
 from modelyard.http.errors import ours, written
 from modelyard.http.settings import HttpSettings
 from modelyard.http.visit import Visit, respond_error
@@ -44,6 +44,7 @@ _ROUTES = frozenset(
 _UNPREFIXED = frozenset({"/chat/completions", "/completions", "/embeddings", "/responses"})
 _TRACE_BYTES = 12
 _QUIET = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
+_WATCHED = ("/workbench", "/v1/admin/")  # open pages read these every second
 
 
 class Guard:
@@ -58,15 +59,16 @@ class Guard:
         settings: HttpSettings,
         doorkeeper: Doorkeeper,
         metrics: Metrics,
+        workbench: ASGIApp | None = None,
     ) -> None:
         self._app, self._hot, self._doorkeeper, self._metrics = app, hot, doorkeeper, metrics
+        self._workbench = workbench
         self._max_header_bytes = settings.max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self._other(scope, receive, send)
             return
-        began = time.perf_counter()
         visit = Visit(new_trace(), _canonical(scope["path"]), _headers(scope))
         scope["path"] = visit.path
         visit.enter(scope)
@@ -74,7 +76,7 @@ class Guard:
         try:
             await self._through(visit, scope, receive, send)
         finally:
-            self._account(visit, scope["method"], time.perf_counter() - began)
+            self._account(visit, scope["method"], time.perf_counter() - visit.arrived)
 
     async def _through(self, visit: Visit, scope: Scope, receive: Receive, send: Send) -> None:
         async def noting(message: Message) -> None:
@@ -88,7 +90,7 @@ class Guard:
             if scope["method"] == "POST" and (handler := self._hot.get(visit.path)) is not None:
                 await handler(scope, receive, send)
             else:
-                await self._app(scope, receive, noting)
+                await self._inner(visit.path)(scope, receive, noting)
         except Exception as error:
             if visit.status:  # a reply is under way: it cannot be taken back, only cut off
                 if not visit.error:
@@ -97,6 +99,29 @@ class Guard:
             refusal = ours(error)
             visit.failed(refusal)
             await respond_error(send, visit, written(refusal, visit))
+
+    def _inner(self, path: str) -> ASGIApp:
+        return self._workbench if self._workbench is not None and is_workbench(path) else self._app
+
+    async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A web page may open a socket to any server: only pages of our own may do it here."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        scope["path"] = _canonical(scope["path"])
+        if self._workbench is None or not self._may_connect(scope):
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        await self._workbench(scope, receive, send)
+
+    def _may_connect(self, scope: Scope) -> bool:
+        try:
+            self._check_headers(scope)
+            self._doorkeeper.admit(Visit(new_trace(), scope["path"], _headers(scope)))
+        except ModelyardError as error:
+            event(log, logging.WARNING, "socket refused", path=scope["path"], why=error.message)
+            return False
+        return is_workbench(scope["path"])
 
     def _check_headers(self, scope: Scope) -> None:
         size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
@@ -110,7 +135,8 @@ class Guard:
         self._metrics.http(route, method, visit.status, seconds)
         if visit.error:
             self._metrics.failed(visit.error)
-        level = logging.DEBUG if visit.path in _QUIET else logging.INFO
+        watched = method == "GET" and visit.path.startswith(_WATCHED)
+        level = logging.DEBUG if watched or visit.path in _QUIET else logging.INFO
         event(
             log,
             level,
@@ -147,4 +173,4 @@ def _pattern(path: str) -> str:
     for prefix in ("/v1/models/", "/models/", "/v1/responses/", "/v1/admin/"):
         if path.startswith(prefix):
             return prefix + "{id}"
-    return "other"
+    return "/workbench" if is_workbench(path) else "other"

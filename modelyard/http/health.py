@@ -50,8 +50,8 @@ class Health:
         return _json({"status": "alive"}, 200)
 
     async def ready(self, _request: HttpRequest) -> Response:
-        """Ready as soon as one model answers, and not before: what a load balancer wants to know."""
-        ready = any(m.state == "ready" for m in self._gateway.leases.status().values())
+        """Ready as soon as one model answers, or would if asked, and not before: what a load balancer wants to know."""
+        ready = any(m.state == "ready" or m.loads_on_request for m in self._gateway.leases.status().values())
         return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 
     async def metrics(self, _request: HttpRequest) -> Response:

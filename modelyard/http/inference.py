@@ -16,7 +16,7 @@ from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream
 from modelyard.http.stored import StoredResponses
 from modelyard.http.visit import Visit, aside, read_body, respond, respond_error
-from modelyard.telemetry.journal import Journal
+from modelyard.telemetry.papers import Scribe
 
 
 class Inference:
@@ -27,11 +27,11 @@ class Inference:
         wire: Wire,
         gateway: Gateway,
         settings: HttpSettings,
-        journal: Journal | None = None,
+        scribe: Scribe | None = None,
         stored: StoredResponses | None = None,
     ) -> None:
         self.wire, self.gateway, self.settings = wire, gateway, settings
-        self.journal, self.stored = journal, stored
+        self.scribe, self.stored = scribe, stored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self.gateway.metrics
@@ -50,7 +50,7 @@ class Exchange:
     def __init__(self, home: Inference, scope: Scope, receive: Receive, send: Send) -> None:
         self._home, self._scope, self._receive, self._send = home, scope, receive, send
         self._visit = visit = Visit.of(scope)
-        self._entry = home.journal.entry(visit.trace) if home.journal is not None else None
+        self._entry = home.scribe.entry(visit.trace) if home.scribe is not None else None
         self._request: Request | None = None
 
     async def run(self) -> None:

@@ -51,7 +51,8 @@ class Models:
         catalog = self._gateway.router.catalog
         entry = catalog.models.get(name) or catalog.models[catalog.aliases[name]]
         state = status[entry.name].state if entry.name in status else "stopped"
-        window = entry.caches[entry.default_cache].info.window
+        unknown = self._gateway.models[entry.name].remote and not entry.sized
+        window = None if unknown else entry.caches[entry.default_cache].info.window
         aliases = tuple(entry.aliases) if name == entry.name else ()
         return ModelCard(
             name, self._started, window, window, state, aliases=aliases, modalities=tuple(entry.modalities)

@@ -13,6 +13,7 @@ from modelyard.protocols import openai_completions, openai_embeddings
 from modelyard.protocols.anthropic_messages import body as anthropic_messages
 from modelyard.protocols.openai_chat import body as openai_chat
 from modelyard.protocols.openai_responses import body as openai_responses
+from modelyard.protocols.pool_responses import body as pool_responses
 
 _TAKES: tuple[tuple[str, str, str, type], ...] = (
     ("/v1/messages", "Anthropic Messages", "AnthropicMessages", anthropic_messages.Body),
@@ -24,6 +25,7 @@ _TAKES: tuple[tuple[str, str, str, type], ...] = (
     ),
     ("/v1/chat/completions", "OpenAI Chat Completions", "OpenaiChat", openai_chat.Body),
     ("/v1/responses", "OpenAI Responses", "OpenaiResponses", openai_responses.Body),
+    ("/v1/responses", "OpenAI Responses, or the pool dialect", "PoolResponses", pool_responses.Body),
     ("/v1/responses/input_tokens", "Count the tokens of a Responses request", "OpenaiResponses", openai_responses.Body),
     ("/v1/completions", "OpenAI Completions (legacy)", "OpenaiCompletions", openai_completions.Body),
     ("/v1/embeddings", "OpenAI Embeddings", "OpenaiEmbeddings", openai_embeddings.Body),
@@ -63,12 +65,18 @@ def _add(schema: dict[str, Any]) -> None:
     for path, summary, name, body in _TAKES:
         inner, defined = msgspec.json.schema_components([body], ref_template=f"#/components/schemas/{name}.{{name}}")
         components |= {f"{name}.{key}": value for key, value in defined.items()}
-        content = {"application/json": {"schema": inner[0]}}
-        paths.setdefault(path, {})["post"] = _operation(
-            summary, {"requestBody": {"required": True, "content": content}}
-        )
+        operations = paths.setdefault(path, {})
+        content = {"application/json": {"schema": _either(operations.get("post"), inner[0])}}
+        operations["post"] = _operation(summary, {"requestBody": {"required": True, "content": content}})
     for method, path, summary in _GIVES:
         paths.setdefault(path, {})[method] = _operation(summary, _path_parameters(path))
+
+
+def _either(before: dict[str, Any] | None, schema: dict[str, Any]) -> dict[str, Any]:
+    """A path that speaks two dialects takes either body."""
+    if before is None:
+        return schema
+    return {"anyOf": [before["requestBody"]["content"]["application/json"]["schema"], schema]}
 
 
 def _operation(summary: str, more: dict[str, Any]) -> dict[str, Any]:

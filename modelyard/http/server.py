@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.telemetry import TelemetryConfig
 from msgspec import Struct
 from starlette.exceptions import HTTPException
@@ -28,6 +29,8 @@ from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.core.store import Store
 from modelyard.gateway import Gateway
 from modelyard.http import tokens
+from modelyard.http.admin.office import Office
+from modelyard.http.admin.routes import admin
 from modelyard.http.auth import Doorkeeper, Key
 from modelyard.http.connection import BoundedHttp
 from modelyard.http.errors import ours, wire, written
@@ -40,7 +43,7 @@ from modelyard.http.responses import Responses
 from modelyard.http.settings import HttpSettings
 from modelyard.http.stored import StoredResponses
 from modelyard.http.visit import Visit
-from modelyard.telemetry.journal import Journal
+from modelyard.telemetry.papers import Scribe
 
 Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 
@@ -58,7 +61,9 @@ class Edge(Struct, frozen=True):
     keys: tuple[Key, ...]
     store: Store
     scrape: Callable[[], Awaitable[bytes]]
-    journal: Journal | None = None
+    scribe: Scribe | None = None
+    office: Office | None = None  # None: there is no admin API
+    workbench: ASGIApp | None = None
 
 
 def build(edge: Edge, lifespan: Lifespan | None = None) -> ASGIApp:
@@ -71,13 +76,21 @@ def build(edge: Edge, lifespan: Lifespan | None = None) -> ASGIApp:
         openapi_url="/openapi.json" if settings.docs else None,
         telemetry=_NO_TELEMETRY,
         lifespan=lifespan,
-        exception_handlers={ModelyardError: _told, HTTPException: _told_http, Exception: _told},
+        exception_handlers={
+            ModelyardError: _told,
+            HTTPException: _told_http,
+            RequestValidationError: _told_invalid,
+            Exception: _told,
+        },
     )
     routes = _routes(edge)
     app.router.routes[:0] = routes
+    if edge.office is not None:
+        app.include_router(admin(edge.office, settings.keepalive_s))
     describe(app)
     hot = {r.path: r.app for r in routes if isinstance(r, Route) and isinstance(r.app, Inference)}
-    return _cors(Guard(app, hot, settings, Doorkeeper(settings, edge.keys), edge.gateway.metrics), settings)
+    doorkeeper = Doorkeeper(settings, edge.keys)
+    return _cors(Guard(app, hot, settings, doorkeeper, edge.gateway.metrics, edge.workbench), settings)
 
 
 def _routes(edge: Edge) -> list[BaseRoute]:
@@ -90,7 +103,7 @@ def _inference(edge: Edge, stored: StoredResponses) -> list[BaseRoute]:
     for name in ("anthropic_messages", "openai_chat", "openai_responses", "openai_completions"):
         spoken = wire(name)
         memory = stored if name == "openai_responses" else None
-        handler = Inference(spoken, edge.gateway, edge.settings, edge.journal, memory)
+        handler = Inference(spoken, edge.gateway, edge.settings, edge.scribe, memory)
         routes += [Route(path, handler, methods=["POST"], name=name) for path in spoken.PATHS]
     return routes
 
@@ -142,6 +155,13 @@ def _cors(app: ASGIApp, settings: HttpSettings) -> ASGIApp:
 
 async def _told(request: HttpRequest, error: Exception) -> Response:
     return _refusal(request, ours(error))
+
+
+async def _told_invalid(request: HttpRequest, error: Exception) -> Response:
+    """FastAPI's findings about a body or query, of which the first is enough to act on."""
+    first = error.errors()[0] if isinstance(error, RequestValidationError) else {"loc": (), "msg": str(error)}
+    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    return _refusal(request, InvalidRequest(f"{where or 'the body'}: {first['msg']}", param=where or None))
 
 
 async def _told_http(request: HttpRequest, error: Exception) -> Response:
@@ -202,7 +222,7 @@ def server(app: ASGIApp, settings: HttpSettings, goodbye: Callable[[], Awaitable
         port=settings.port,
         http=BoundedHttp.bounded(settings.max_header_bytes),
         loop="none",  # whoever runs us has made the loop
-        ws="none",
+        ws="websockets-sansio",  # for the workbench; the guard turns every other socket away
         proxy_headers=False,
         log_config=None,
         access_log=False,

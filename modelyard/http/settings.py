@@ -84,6 +84,15 @@ class KeySettings(BaseModel):
     allow_remote: bool = Field(
         default=False, description="Whether this key may use models that send data to another server."
     )
+    requests_per_minute: int | None = Field(
+        default=None, gt=0, description="Requests a minute; more are answered 429 with when to come back."
+    )
+    tokens_per_minute: int | None = Field(
+        default=None, gt=0, description="Tokens a minute, of prompts and answers together."
+    )
+    max_concurrent: int | None = Field(
+        default=None, gt=0, description="Requests that may wait or run at a time with this key."
+    )
 
     @field_validator("hash")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
@@ -34,16 +35,23 @@ class Visit:
     `error` is the code of what went wrong, if anything did: noted by whoever tells the client, counted by the guard.
     """
 
-    __slots__ = ("admin", "allow_remote", "error", "headers", "key", "path", "status", "trace")
+    __slots__ = ("admin", "allow_remote", "arrived", "error", "headers", "key", "path", "status", "trace")
 
     def __init__(self, trace: str, path: str, headers: Mapping[str, str]) -> None:
         self.trace, self.path, self.headers = trace, path, headers
+        self.arrived = time.perf_counter()
         self.key, self.admin, self.allow_remote = "", False, False
         self.status, self.error = 0, ""
 
     @property
     def caller(self) -> Caller:
-        return Caller(trace=self.trace, endpoint=self.path, key=self.key, allow_remote=self.allow_remote)
+        return Caller(
+            trace=self.trace,
+            endpoint=self.path,
+            key=self.key,
+            allow_remote=self.allow_remote,
+            arrived=self.arrived,
+        )
 
     def failed(self, error: ModelyardError) -> None:
         self.error = self.error or error.code or error.kind

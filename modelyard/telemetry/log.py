@@ -5,9 +5,10 @@ Every line carries the id of the request it belongs to, from `current_trace`: se
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import logging
 import sys
-from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -30,7 +31,44 @@ _RESET = "\x1b[0m"
 _encoder = msgspec.json.Encoder(enc_hook=str)
 _NAMES = {number: name.lower() for name, number in logging.getLevelNamesMapping().items()}
 # Where JSON lines without a traceback go at once: the library's record costs more than the line.
-_direct: Callable[[str], object] | None = None
+_direct: Gathered | None = None
+_GATHER_S = 0.02
+
+
+class Gathered:
+    """A stream for lines: those of one moment of a running loop are one write. Everything else is written at once.
+
+    `write` belongs to the loop's thread or to a thread without a loop, as a stream's own does; a line of another
+    thread goes out before those that still wait, which is no matter: each has its time.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._held: list[str] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def gather(self, line: str) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._stream.write(line)
+            return
+        if not self._held or loop is not self._loop:  # an ended loop has taken its timer with it
+            self._loop = loop
+            loop.call_later(_GATHER_S, self.flush)
+        self._held.append(line)
+
+    def write(self, text: str) -> None:
+        self.flush()
+        self._stream.write(text)
+
+    def flush(self) -> None:
+        held, self._held = self._held, []
+        if self._stream.closed:
+            return
+        if held:
+            self._stream.write("".join(held))
+        self._stream.flush()
 
 
 def setup(settings: LogSettings, stream: TextIO | None = None) -> logging.Handler:
@@ -38,13 +76,15 @@ def setup(settings: LogSettings, stream: TextIO | None = None) -> logging.Handle
     out = stream or sys.stderr
     on_terminal = out.isatty()
     human = settings.format == "human" or (settings.format == "auto" and on_terminal)
-    handler = logging.StreamHandler(out)
+    gathered = Gathered(out)
+    handler = logging.StreamHandler(gathered)
+    atexit.register(gathered.flush)
     handler.setFormatter(HumanLines(colour=on_terminal) if human else JsonLines())
     level = logging.getLevelNamesMapping()[settings.level.upper()]
     root = logging.getLogger()
     root.handlers[:] = [handler]
     global _direct  # noqa: PLW0603  the process has one log, as the library's root logger is one
-    _direct = None if human else out.write
+    _direct = None if human else gathered
     root.setLevel(level)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
@@ -72,7 +112,8 @@ def event(
     if not logger.isEnabledFor(level):
         return
     if _direct is not None and error is None:
-        _direct(_json(_line(time(), _NAMES[level], logger.name, message, fields)) + "\n")
+        line = _json(_line(time(), _NAMES[level], logger.name, message, fields)) + "\n"
+        (_direct.gather if level < logging.WARNING else _direct.write)(line)
         return
     exc_info: ExcInfo | None = (type(error), error, error.__traceback__) if error is not None else None
     record = logging.LogRecord(logger.name, level, "", 0, message, None, exc_info)

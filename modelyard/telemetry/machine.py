@@ -71,3 +71,14 @@ def _gpu_load(index: int) -> GpuLoad:
     rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     return GpuLoad(str(pynvml.nvmlDeviceGetUUID(handle)), float(rates.gpu), int(memory.used))
+
+
+class MemoryGauge:
+    """Bytes in use by device: by this program and its children of RAM ("cpu"), by anybody of all GPUs ("gpu")."""
+
+    def __init__(self, machine: Machine | None = None) -> None:
+        self._machine = machine or Machine()
+
+    def read(self) -> dict[str, int]:
+        load = self._machine.read()
+        return {"cpu": load.memory, "gpu": sum(gpu.memory for gpu in load.gpus)}

@@ -55,6 +55,7 @@ class Metrics:
         self._machine = machine or Machine()
         self._load = Load()
         self._depths: Callable[[], Mapping[str, int]] = dict
+        self._pool: Callable[[], Mapping[str, Mapping[str, int]]] = dict
         self._now = now = Snapshot()
         counters, gauges = now.counters, now.gauges
         self._http: Series = counters.setdefault("http_requests_total", {})
@@ -131,6 +132,10 @@ class Metrics:
         """Where to look up each model's queue length: asked at a snapshot, so that queueing itself costs nothing."""
         self._depths = depths
 
+    def watch_pool(self, figures: Callable[[], Mapping[str, Mapping[str, int]]]) -> None:
+        """Where to look up what the models do, by the metric's name and by model: asked at a snapshot, too."""
+        self._pool = figures
+
     async def measure(self) -> None:
         """Read the machine anew, off the event loop. Snapshots in between repeat the last reading."""
         self._load = await asyncio.to_thread(self._machine.read)
@@ -148,6 +153,9 @@ class Metrics:
     def _current(self) -> Snapshot:
         gauges, load = self._now.gauges, self._load
         gauges["queue_waiting"] = {(model,): depth for model, depth in self._depths().items()}
+        for name, rows in self._pool().items():
+            home = self._now.counters if FAMILIES[name].kind == "counter" else gauges
+            home[name] = {(model,): value for model, value in rows.items()}
         gauges["cpu_usage_percent"] = {(): load.cpu_percent}
         gauges["memory_usage_bytes"] = {(): load.memory}
         gauges["gpu_usage_percent"] = {(gpu.uuid,): gpu.percent for gpu in load.gpus}

@@ -29,6 +29,18 @@ class LogSettings(BaseModel):
         default=256 * 1024**2, gt=0, description="Bytes kept in debug_dir; older files are deleted."
     )
 
+    history_requests: int = Field(
+        default=1000, gt=0, description="Finished requests that the admin API remembers, in memory."
+    )
+    history_texts: bool = Field(
+        default=False,
+        description="Whether the texts of requests (prompt, output, reply) are kept in memory for the admin API, which "
+        "can also switch it while the server runs.",
+    )
+    history_bytes: int = Field(
+        default=64 * 1024**2, gt=0, description="Bytes of such texts in all; the oldest leave first."
+    )
+
     @field_validator("level", mode="before")
     @classmethod
     def _any_case(cls, value: Any) -> Any:

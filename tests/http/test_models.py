@@ -98,3 +98,11 @@ async def test_a_name_that_leads_nowhere_is_not_found_in_the_right_shape(headers
         assert reply.status_code == 404
         assert (reply.json().get("type") == "error") == bool(headers)
         assert "org/big-model" in reply.json()["error"]["message"]
+
+
+async def test_the_window_of_a_remote_model_is_known_only_where_it_was_told() -> None:
+    remote = {"backend": "openai_remote", "remote_base_url": "https://a.example", "remote_model": "m", "enabled": False}
+    async with door({"models": {"told": remote | {"n_ctx": 200_000}, "untold": remote}}) as client:
+        cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+        assert cards["told"]["context_length"] == 200_000
+        assert cards["untold"].get("context_length") is None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from modelyard.telemetry.log import current_trace, event, setup
+from modelyard.telemetry.log import Gathered, current_trace, event, setup
 from modelyard.telemetry.settings import LogSettings
 
 _log = logging.getLogger("modelyard.test")
@@ -155,3 +156,72 @@ def test_a_second_setup_replaces_the_first() -> None:
     event(_log, logging.INFO, "once")
     assert first.getvalue() == ""
     assert len(second.getvalue().splitlines()) == 1
+
+
+# --- gathering --------------------------------------------------------------------------------------------------------
+
+
+class Counting(io.StringIO):
+    writes = 0
+
+    def write(self, text: str) -> int:
+        self.writes += 1
+        return super().write(text)
+
+
+async def test_lines_of_one_moment_are_one_write() -> None:
+    stream = Counting()
+    lines = Gathered(stream)
+    for number in range(5):
+        lines.gather(f"{number}\n")
+    assert stream.writes == 0
+    lines.flush()
+    assert stream.writes == 1
+    assert stream.getvalue() == "0\n1\n2\n3\n4\n"
+
+
+async def test_what_waits_is_written_soon_without_anybody_asking() -> None:
+    class Heard(Counting):
+        done = asyncio.Event()
+
+        def flush(self) -> None:
+            self.done.set()
+
+    stream = Heard()
+    Gathered(stream).gather("news\n")
+    await asyncio.wait_for(stream.done.wait(), 60)
+    assert stream.getvalue() == "news\n"
+
+
+async def test_a_warning_goes_out_at_once_and_after_what_came_before_it() -> None:
+    stream = Counting()
+    lines = Gathered(stream)
+    lines.gather("first\n")
+    lines.write("warning\n")
+    assert stream.getvalue() == "first\nwarning\n"
+
+
+def test_without_a_loop_nothing_waits() -> None:
+    stream = Counting()
+    Gathered(stream).gather("at once\n")
+    assert stream.getvalue() == "at once\n"
+
+
+def test_lines_that_an_ended_loop_left_behind_are_not_lost() -> None:
+    stream = Counting()
+    lines = Gathered(stream)
+
+    async def say(word: str) -> None:
+        lines.gather(word)
+
+    asyncio.run(say("one\n"))
+    asyncio.run(say("two\n"))
+    lines.flush()
+    assert stream.getvalue() == "one\ntwo\n"
+
+
+def test_a_closed_stream_is_left_alone() -> None:
+    stream = Counting()
+    lines = Gathered(stream)
+    stream.close()
+    lines.flush()

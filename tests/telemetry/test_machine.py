@@ -9,7 +9,7 @@ import psutil
 import pynvml  # type: ignore[import-untyped]
 import pytest
 
-from modelyard.telemetry.machine import GpuLoad, Machine
+from modelyard.telemetry.machine import GpuLoad, Load, Machine, MemoryGauge
 
 
 def test_this_process_uses_memory_and_has_a_start() -> None:
@@ -78,3 +78,10 @@ def test_a_gpu_that_stops_answering_is_left_out(monkeypatch: pytest.MonkeyPatch)
     _driver(monkeypatch, lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lost)
     assert Machine().read().gpus == ()
+
+
+def test_the_memory_gauge_adds_all_gpus_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    load = Load(memory=7, gpus=(GpuLoad("A", 0.0, 3), GpuLoad("B", 0.0, 4)))
+    monkeypatch.setattr(machine, "read", lambda: load)
+    assert MemoryGauge(machine).read() == {"cpu": 7, "gpu": 7}

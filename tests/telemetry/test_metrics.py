@@ -99,6 +99,13 @@ def test_the_queue_is_looked_up_when_somebody_asks() -> None:
     assert values(metrics.render(), "queue_waiting") == {}
 
 
+def test_what_the_models_do_is_looked_up_when_somebody_asks() -> None:
+    metrics = _metrics()
+    metrics.watch_pool(lambda: {"model_replicas": {"m": 2}, "model_loads_total": {"m": 5}})
+    assert values(metrics.render(), "model_replicas") == {("m",): 2}
+    assert values(metrics.render(), "model_loads_total") == {("m",): 5}
+
+
 async def test_a_scrape_measures_the_machine_anew() -> None:
     text = await _metrics().scrape()
     assert values(text, "cpu_usage_percent") == {(): 75.5}

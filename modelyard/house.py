@@ -1,0 +1,126 @@
+"""The running server's own housekeeping: what its models are, what the machine holds, and a new configuration put in
+place of the old one while requests go on."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from modelyard.blueprint import blueprints
+from modelyard.config import Config, ConfigError, Loaded
+from modelyard.core.engine import Memory
+from modelyard.core.errors import Conflict, InvalidRequest, Unavailable
+from modelyard.core.pool import Pool
+from modelyard.definition import Definition, define
+from modelyard.footprint import footprint, machine
+from modelyard.gateway import Gateway
+from modelyard.http.admin.office import Particulars, Reloaded
+from modelyard.overrides import altered, schemas
+from modelyard.router.settings import ModelSettings
+from modelyard.telemetry.memory import MachineMemory, read_memory
+
+_SECRET = re.compile(r"(^|_)(key|token|secret|password|auth)($|_)", re.IGNORECASE)
+# Made once, at the start; a change of them waits for the next one.
+_AT_START = ("http", "keys", "log", "store", "images", "scheduler")
+
+Reread = Callable[[], Loaded]
+
+
+class Household:
+    def __init__(self, config: Config, pool: Pool, gateway: Gateway, reread: Reread | None) -> None:
+        self._config, self._pool, self._gateway, self._reread = config, pool, gateway, reread
+        self._busy = False
+
+    def particulars(self, model: str) -> Particulars:
+        settings = self._config.models[model]
+        return Particulars(
+            backend=settings.backend or "",
+            enabled=bool(settings.enabled),
+            aliases=tuple(settings.aliases),
+            description=settings.description,
+            overrides=schemas(settings),
+            definition=public(settings),
+        )
+
+    async def memory(self) -> MachineMemory:
+        return await asyncio.to_thread(read_memory)
+
+    async def estimate(self, model: str, overrides: Mapping[str, Any]) -> Memory:
+        """Files are read for it, so it is done in a thread."""
+
+        def work(config: Config) -> Memory:
+            changed = altered(config, model, overrides)
+            found = footprint(changed, changed.router().catalog.models[model], machine())
+            if found.memory is None:
+                raise Unavailable(f"what {model!r} takes of memory is not known: {found.note}", code="estimate")
+            return found.memory
+
+        return await asyncio.to_thread(work, self._config)
+
+    # --- a new configuration ------------------------------------------------------------------------------------------
+
+    async def reload(self) -> Reloaded:
+        """All or nothing: a file that is wrong changes nothing."""
+        if self._reread is None:
+            raise Conflict("this server was given its configuration by a program, not by a file", code="no_file")
+        if self._busy:
+            raise Conflict("the configuration is being read already", code="reload_running")
+        self._busy = True
+        try:
+            loaded = await asyncio.to_thread(self._read, self._reread)
+            definitions = await asyncio.to_thread(defined, loaded.config)
+            return self._replace(loaded, definitions)
+        finally:
+            self._busy = False
+
+    @staticmethod
+    def _read(reread: Reread) -> Loaded:
+        try:
+            return reread()
+        except ConfigError as error:
+            told = "; ".join(str(problem) for problem in error.problems)
+            raise InvalidRequest(f"the configuration has errors, the old one stays: {told}", code="config") from None
+
+    def _replace(self, loaded: Loaded, definitions: Mapping[str, Definition]) -> Reloaded:
+        """No await in here: a request meets either the old configuration or the new one."""
+        before, config = self._config, loaded.config
+        router = config.router()
+        models = {name: definition.model for name, definition in definitions.items()}
+        self._pool.reconfigure(blueprints(config, {name: model.fault for name, model in models.items()}))
+        self._gateway.router, self._gateway.models = router, models
+        self._config = config
+        return difference(before, config, tuple(str(problem) for problem in loaded.problems))
+
+
+def defined(config: Config) -> dict[str, Definition]:
+    return {name: define(entry, config.models[name]) for name, entry in config.router().catalog.models.items()}
+
+
+def difference(before: Config, after: Config, warnings: tuple[str, ...] = ()) -> Reloaded:
+    old, new = before.models, after.models
+    waits = [name for name in _AT_START if getattr(before, name) != getattr(after, name)]
+    told = (f"{', '.join(waits)}: changed, but only a restart puts it into effect",) if waits else ()
+    return Reloaded(
+        added=tuple(name for name in new if name not in old),
+        removed=tuple(name for name in old if name not in new),
+        changed=tuple(name for name in new if name in old and new[name] != old[name]),
+        warnings=(*told, *warnings),
+    )
+
+
+# --- what may be shown ------------------------------------------------------------------------------------------------
+
+
+def public(settings: ModelSettings) -> dict[str, Any]:
+    """The definition as it was written, without what could be a secret: keys, and the values of environments."""
+    written: dict[str, Any] = settings.model_dump(mode="json", exclude_unset=True)
+    return {name: _shown(name, value) for name, value in (written | written.pop("options", {})).items()}
+
+
+def _shown(name: str, value: Any) -> Any:
+    if name.endswith("_env") and isinstance(value, dict):
+        return dict.fromkeys(value, "***")
+    hidden = _SECRET.search(name) and not name.endswith("_env") and isinstance(value, str)
+    return "***" if hidden else value

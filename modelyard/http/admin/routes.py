@@ -1,0 +1,210 @@
+"""The endpoints under /v1/admin. Every order is checked, given to the pool, and answered with what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import takewhile
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Body, Query
+from starlette.responses import Response, StreamingResponse
+
+from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
+from modelyard.core.pool import ModelSnapshot
+from modelyard.core.request import Caller
+from modelyard.http.admin import shapes
+from modelyard.http.admin.feed import feed
+from modelyard.http.admin.office import Office
+from modelyard.http.admin.tune import runs
+
+Overrides = Annotated[dict[str, Any] | None, Body()]
+_MOST = 1000
+
+
+def admin(office: Office, keepalive_s: float) -> APIRouter:
+    desk = Desk(office, keepalive_s)
+    router = APIRouter(prefix="/v1/admin", tags=["admin"])
+    for method, path, call, summary in desk.endpoints():
+        router.add_api_route(path, call, methods=[method], summary=summary, response_class=Response)
+    return router
+
+
+class Desk:
+    def __init__(self, office: Office, keepalive_s: float) -> None:
+        self._office, self._keepalive_s = office, keepalive_s
+
+    def endpoints(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]:
+        return (
+            ("GET", "/models", self.models, "Every configured model: state, queue, replicas, memory, definition"),
+            ("GET", "/models/{name:path}/log", self.log, "The last lines of a managed engine's own output"),
+            ("POST", "/models/{name:path}/load", self.load, "Load a model, with overrides for this load only"),
+            (
+                "POST",
+                "/models/{name:path}/unload",
+                self.unload,
+                "Unload a model when its requests are done, or at once",
+            ),
+            ("POST", "/models/{name:path}/drain", self.drain, "Take no new requests for a model"),
+            ("POST", "/models/{name:path}/replicas", self.scale, "Set the number of loaded replicas"),
+            ("POST", "/models/{name:path}/estimate", self.estimate, "What a load with these overrides would take"),
+            ("GET", "/models/{name:path}", self.model, "One configured model"),
+            ("GET", "/gpu-memory", self.memory, "GPU memory and RAM in use, and what each model takes"),
+            ("GET", "/caches", self.caches, "Each cache's sequences, occupancy and reuse"),
+            ("GET", "/requests", self.requests, "Requests that run or wait, and those that ended lately"),
+            ("GET", "/requests/{id}", self.request, "One request: its timeline, tokens and texts"),
+            ("POST", "/requests/{id}/cancel", self.cancel, "End a request that runs or waits"),
+            ("GET", "/history", self.history, "The last hour in slices of ten seconds"),
+            ("POST", "/history", self.keep, "Whether the texts of requests are kept in memory"),
+            ("GET", "/route", self.route, "Which route, cache and model a name would take"),
+            ("GET", "/events", self.events, "Changes of the pool as server-sent events"),
+            ("GET", "/tune", self.tune, "Results of the optimizer"),
+            ("POST", "/reload", self.reload, "Read the configuration anew, without dropping requests"),
+        )
+
+    # --- models -------------------------------------------------------------------------------------------------------
+
+    async def models(self) -> Response:
+        return _json(self._listed())
+
+    def _listed(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._shown(m) for m in self._office.pool.snapshot().models.values()]}
+
+    async def model(self, name: str) -> Response:
+        return _json(self._shown(self._seen(name)))
+
+    async def log(self, name: str) -> Response:
+        return _json({"id": self._seen(name).name, "lines": self._said(name)})
+
+    def _said(self, name: str) -> list[str]:
+        """Only an engine that is a process of its own has such lines."""
+        engines = self._office.pool.engines(name)
+        return [line for engine in engines for line in getattr(engine, "log_tail", list)()]
+
+    async def load(self, name: str, overrides: Overrides = None, wait: bool = True) -> Response:
+        """Answered when the model is ready, or with the reason why it is not. `wait=false` answers at once."""
+        changes = overrides or {}
+        if isinstance(changes.get("overrides"), dict) and len(changes) == 1:
+            changes = changes["overrides"]
+        return await self._ordered(name, self._office.pool.load(name, changes or None), wait)
+
+    async def unload(self, name: str, force: bool = False, wait: bool = True) -> Response:
+        return await self._ordered(name, self._office.pool.unload(name, force), wait)
+
+    async def drain(self, name: str, wait: bool = False) -> Response:
+        return await self._ordered(name, self._office.pool.drain(name), wait)
+
+    async def scale(self, name: str, body: Overrides = None, wait: bool = True) -> Response:
+        replicas = (body or {}).get("replicas")
+        if not isinstance(replicas, int) or isinstance(replicas, bool):
+            raise InvalidRequest('the body is {"replicas": N}, with a whole number', param="replicas")
+        return await self._ordered(name, self._office.pool.scale(name, replicas), wait)
+
+    async def estimate(self, name: str, overrides: Overrides = None) -> Response:
+        """Nothing is loaded; an override that a load would refuse is refused here, too."""
+        self._seen(name)
+        house = self._office.house
+        return _json(shapes.estimate(name, await house.estimate(name, overrides or {}), await house.memory()))
+
+    async def _ordered(self, name: str, order: asyncio.Future[None], wait: bool) -> Response:
+        """Shielded: the work goes on when the one who asked for it leaves."""
+        if wait:
+            await _done(name, order)
+        else:
+            order.add_done_callback(_heard)
+        return _json(self._shown(self._seen(name)), 200 if wait else 202)
+
+    def _seen(self, name: str) -> ModelSnapshot:
+        found = self._office.pool.snapshot().models.get(name)
+        if found is None:
+            raise NotFound(f"no model {name!r} is configured", code="model_not_found")
+        return found
+
+    def _shown(self, seen: ModelSnapshot) -> dict[str, Any]:
+        gateway, house = self._office.gateway, self._office.house
+        up = self._office.pool.engines(seen.name)
+        told = up[0].info.capabilities if up else None
+        can = gateway.abilities.of(gateway.models[seen.name], told)
+        return shapes.model(seen, house.particulars(seen.name), can, self._said(seen.name))
+
+    async def memory(self) -> Response:
+        return _json(shapes.memory(await self._office.house.memory(), self._office.pool.snapshot()))
+
+    async def caches(self) -> Response:
+        pool = self._office.pool
+        seen = pool.snapshot().models.values()
+        return _json({"data": [row for m in seen for row in shapes.caches(m.name, m.caches, pool.engines(m.name))]})
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def requests(self, limit: Annotated[int, Query(ge=0, le=_MOST)] = 100, since: float = 0.0) -> Response:
+        """`since` is the unix time of the newest one that the reader knows: those that ended before are left out."""
+        live = [shapes.live(one) for one in self._office.pool.requests()]
+        recent = takewhile(lambda one: one.at >= since, self._office.gateway.history.recent(limit))
+        ended = [shapes.finished(one) for one in recent]
+        return _json({"live": live, "ended": ended})
+
+    async def request(self, id: str) -> Response:
+        trace, office = id.removeprefix("req_"), self._office
+        live = [shapes.live(one) for one in office.pool.requests() if one.trace == trace]
+        ended = [shapes.finished(one) for one in office.gateway.history.find(trace)]
+        if not live and not ended:
+            raise NotFound(f"no request {id!r} runs, and none of the remembered ones has this id")
+        return _json(
+            {"id": f"req_{trace}", "live": live, "ended": ended, "texts": shapes.paper(office.papers.find(trace))}
+        )
+
+    async def cancel(self, id: str) -> Response:
+        ended = self._office.pool.cancel(id.removeprefix("req_"))
+        if not ended:
+            raise NotFound(f"no request {id!r} runs or waits")
+        return _json({"id": id, "cancelled": ended})
+
+    async def history(self) -> Response:
+        office = self._office
+        told = shapes.history(office.gateway.history.slices(office.clock()))
+        return _json({**told, "texts": office.papers.on})
+
+    async def keep(self, body: Overrides = None) -> Response:
+        on = (body or {}).get("texts")
+        if not isinstance(on, bool):
+            raise InvalidRequest('the body is {"texts": true} or {"texts": false}', param="texts")
+        self._office.papers.switch(on)
+        return _json({"texts": on})
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    async def route(self, model: str, endpoint: str = "/v1/chat/completions") -> Response:
+        gateway = self._office.gateway
+        target, found = gateway.model_for(model, Caller(trace="", endpoint=endpoint, allow_remote=True))
+        return _json(shapes.route(model, endpoint, target, self._office.house.particulars(found.name).backend))
+
+    async def events(self) -> Response:
+        stream = feed(self._office.pool, self._listed(), self._keepalive_s)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    async def tune(self) -> Response:
+        return _json({"data": await asyncio.to_thread(runs, self._office.tune)})
+
+    async def reload(self) -> Response:
+        return _json(await self._office.house.reload())
+
+
+async def _done(name: str, order: asyncio.Future[None]) -> None:
+    """What went wrong inside is not the administrator's mistake, whatever the engine calls it."""
+    try:
+        await asyncio.shield(order)
+    except (InvalidRequest, NotFound) as error:
+        told = f"the model {name!r} could not be loaded: {error.message}"
+        raise Unavailable(told, code=error.code or "model_failed") from error
+
+
+def _heard(order: asyncio.Future[None]) -> None:
+    """The model's record says what went wrong; nobody awaits it here."""
+    if not order.cancelled():
+        order.exception()
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -1,0 +1,112 @@
+"""Running the server: one process that serves, or one that looks after several."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from modelyard import plugins
+from modelyard.app import compose
+from modelyard.config import Config, load
+from modelyard.core.errors import InvalidRequest
+from modelyard.house import Reread
+from modelyard.http import server as front
+from modelyard.http.auth import check_bind, read_keys
+from modelyard.library import default
+from modelyard.library.progress import Meter
+from modelyard.processes.fleet import INDEX_VARIABLE, run_fleet
+from modelyard.processes.port import listen, reserve
+from modelyard.telemetry import log
+from modelyard.telemetry.hub import MetricsHub
+from modelyard.watcher import on_hangup, watch
+
+
+def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool) -> int:
+    """Serve until told to stop; the exit code. With several workers this process only looks after them."""
+    log.setup(config.log)
+    check_bind(config.http, read_keys(config.keys))
+    _prepare(config)
+    if config.http.workers > 1 and INDEX_VARIABLE not in os.environ:
+        return _serve_fleet(config, path, http, debug)
+    with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
+        return runner.run(_serve_one(config, lambda: load(path, overrides=_overrides(http, debug))))
+
+
+def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:
+    """What the command line has set: it holds over every reading of the files."""
+    return {"http": dict(http), "log": {"debug_dir": "debug"} if debug else {}}
+
+
+def _prepare(config: Config) -> None:
+    """All that may take long or be refused before anybody is told to come."""
+    if config.http.workers > 1:
+        _refuse_copies_of_weights(config)
+    here = [model for model in config.models.values() if model.enabled]
+    if here and all(model.backend == "llama_cpp" for model in here) and find_spec("llama_cpp") is None:
+        raise plugins.MissingLibrary(
+            "the llama.cpp engine is not built: run make install, which compiles it in a few minutes, "
+            "or try --config configs/demo.toml, which needs no engine"
+        )
+    if any(default.is_default(model.path) for model in config.models.values()):
+        default.fetch(Meter(say=logging.getLogger("modelyard.library").info))
+
+
+async def _serve_one(config: Config, reread: Reread) -> int:
+    yard = compose(config, reread=reread)
+    server = front.server(yard.app, config.http, yard.stop)
+    # Alone, it shares its port with nobody: SO_REUSEPORT would let a second server take half of the requests.
+    listening = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
+    log.announce(
+        config.http.host, listening.getsockname()[1], config.http.ssl_certfile is not None, list(config.models)
+    )
+    with on_hangup(yard.house.reload):
+        watching = asyncio.create_task(watch(await _files(reread), yard.house.reload)) if config.watch else None
+        await server.serve(sockets=[listening])
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+    return 0 if server.started else 1
+
+
+async def _files(reread: Reread) -> tuple[Path, ...]:
+    loaded = await asyncio.to_thread(reread)
+    return tuple(source for source in loaded.source if isinstance(source, Path))
+
+
+def _serve_fleet(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool) -> int:
+    held = reserve(config.http.host, config.http.port)
+    port = held.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="modelyard-store-") as folder:
+        argv = [sys.executable, "-m", "modelyard", "serve", *_arguments(path, http, port, debug)]
+        if config.store.backend == "memory":  # a conversation may go on in another process than it began in
+            os.environ |= {
+                "MODELYARD_STORE__BACKEND": "sqlite",
+                "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
+            }
+        return asyncio.run(run_fleet(argv, config.http.workers, MetricsHub()))
+
+
+def _arguments(path: Path | None, http: Mapping[str, Any], port: int, debug: bool) -> list[str]:
+    arguments = ["--port", str(port)]
+    if path is not None:
+        arguments += ["--config", str(path)]
+    if http.get("host"):
+        arguments += ["--host", str(http["host"])]
+    return arguments + (["--debug"] if debug else [])
+
+
+def _refuse_copies_of_weights(config: Config) -> None:
+    for name, entry in config.router().catalog.models.items():
+        if entry.backend in plugins.names("engines") and plugins.load("engines", entry.backend).HOLDS_WEIGHTS:
+            raise InvalidRequest(
+                f"--workers {config.http.workers} would load the weights of {name!r} {config.http.workers} times: its "
+                f"engine {entry.backend} runs inside the gateway's process. Use --workers 1.",
+                code="workers_refused",
+            )

@@ -1,0 +1,99 @@
+"""What was answered lately: a bounded list of finished requests, and ten-second sums of the last hour for plots.
+
+Kept in memory and small: a request adds one record and touches one sum. Texts are not here but in `papers.py`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from msgspec import Struct, field
+
+from modelyard.core.events import Timings, Usage
+
+SLICE_S = 10
+_SLICES = 360  # an hour
+_SAMPLES = 64  # of each kind and slice: enough for a median and a 95th percentile that people look at
+
+
+class Record(Struct, frozen=True, kw_only=True):
+    """One choice of one request. `status` is its finish reason, or the code of its error."""
+
+    trace: str
+    model: str
+    cache: str
+    endpoint: str = ""
+    key: str = ""
+    session: str | None = None
+    at: float  # unix time at which it ended
+    status: str
+    failed: bool = False
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+    divergence: int | None = None  # the first token that no cached KV covered
+    evicted: bool = False
+
+
+class Slice(Struct):
+    """The sums of ten seconds from `at` on."""
+
+    at: int
+    requests: int = 0
+    failures: int = 0
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+    first_token_s: list[float] = field(default_factory=list)
+    inter_token_s: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+    waiting: int = 0  # the longest queue that was seen
+
+
+class History:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._records: OrderedDict[str, list[Record]] = OrderedDict()
+        self._slices: deque[Slice] = deque(maxlen=_SLICES)
+
+    def add(self, record: Record) -> None:
+        self._records.setdefault(record.trace, []).append(record)
+        if len(self._records) > self._limit:
+            self._records.popitem(last=False)
+        self._sum(self._slice(record.at), record)
+
+    def saw_queue(self, now: float, waiting: int) -> None:
+        current = self._slice(now)
+        current.waiting = max(current.waiting, waiting)
+
+    def find(self, trace: str) -> list[Record]:
+        """Every choice of a request, or nothing."""
+        return self._records.get(trace, [])
+
+    def recent(self, limit: int) -> Iterator[Record]:
+        """The newest first."""
+        for _, records in zip(range(limit), reversed(self._records.values()), strict=False):
+            yield from records
+
+    def slices(self, now: float) -> list[Slice]:
+        """Those of the last hour, the oldest first; ten seconds in which nothing happened have none."""
+        return [one for one in self._slices if one.at > now - _SLICES * SLICE_S]
+
+    def _slice(self, now: float) -> Slice:
+        at = int(now) // SLICE_S * SLICE_S
+        if not self._slices or self._slices[-1].at < at:
+            self._slices.append(Slice(at))
+        return self._slices[-1]
+
+    def _sum(self, current: Slice, record: Record) -> None:
+        usage, timings = record.usage, record.timings
+        current.requests += 1
+        current.failures += record.failed
+        current.prompt += usage.prompt
+        current.cached += usage.cached
+        current.output += usage.output
+        if timings.first_token is not None and len(current.first_token_s) < _SAMPLES:
+            current.first_token_s.append(timings.first_token)
+            if timings.decode and usage.output > 1:
+                current.inter_token_s.append(timings.decode / (usage.output - 1))
+                current.tokens_per_s.append((usage.output - 1) / timings.decode)

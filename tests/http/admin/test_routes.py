@@ -1,0 +1,258 @@
+"""The admin API over a real server with a scripted model: seen, ordered, refused."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.servers import until
+from tests.serving import Served, demo, serving
+
+ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+ENDLESS = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "endless"}]}
+SCRIPT = [
+    {"when": "^endless", "steps": [{"text": "so far"}, {"hang": True}]},
+    {"steps": [{"text": "Hello there."}]},
+]
+
+
+def config() -> dict[str, Any]:
+    made = demo(SCRIPT, replica_max=2, description="For tests", aliases=["other"])
+    made["models"]["broken"] = {"backend": "llama_cpp", "path": "/no/such/file.gguf", "enabled": False}
+    return made
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving(config()) as running:
+        yield running
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url) as made:
+        yield made
+
+
+def model(client: httpx.Client, name: str = "demo") -> Any:
+    return client.get(f"/v1/admin/models/{name}").json()
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_configured_model_is_listed_with_its_state(client: httpx.Client) -> None:
+    listed = client.get("/v1/admin/models").json()
+    demo_row, broken = listed["data"]
+    assert (demo_row["id"], demo_row["state"], demo_row["loaded"], demo_row["backend"]) == (
+        "demo",
+        "ready",
+        True,
+        "fake",
+    )
+    assert (broken["id"], broken["state"], broken["loaded"]) == ("broken", "stopped", False)
+    assert demo_row["description"] == "For tests"
+    assert demo_row["aliases"] == ["other"]
+    assert demo_row["definition"]["replica_max"] == 2
+    assert demo_row["replicas"]["max"] == 2
+    assert demo_row["queue"]["places"] == 6
+    assert set(demo_row["capabilities"]) >= {
+        "modalities", "multi_turn", "thinking_modes", "tools", "structured", "streaming", "lora",
+    }  # fmt: skip
+    assert demo_row["caches"]["main"]["window"] == 4096
+
+
+def test_a_model_is_unloaded_and_loaded_again(client: httpx.Client) -> None:
+    unloaded = client.post("/v1/admin/models/demo/unload")
+    assert (unloaded.status_code, unloaded.json()["state"]) == (200, "stopped")
+    assert client.post("/v1/chat/completions", json=ASK).status_code == 409
+    loaded = client.post("/v1/admin/models/demo/load")
+    assert (loaded.status_code, loaded.json()["state"]) == (200, "ready")
+    assert client.post("/v1/chat/completions", json=ASK).status_code == 200
+
+
+def test_who_does_not_want_to_wait_gets_an_answer_at_once(client: httpx.Client) -> None:
+    client.post("/v1/admin/models/demo/unload")
+    assert client.post("/v1/admin/models/demo/load?wait=false").status_code == 202
+    until(lambda: model(client)["state"] == "ready", "the model is ready")
+
+
+def test_a_load_that_fails_says_why_and_the_record_keeps_it(client: httpx.Client) -> None:
+    reply = client.post("/v1/admin/models/broken/load")
+    assert reply.status_code == 503
+    assert "/no/such/file.gguf" in reply.json()["error"]["message"]
+    assert model(client, "broken")["state"] == "failed"
+    assert "/no/such/file.gguf" in model(client, "broken")["reason"]
+
+
+def test_a_field_that_no_load_may_set_is_refused(client: httpx.Client) -> None:
+    client.post("/v1/admin/models/demo/unload")
+    reply = client.post("/v1/admin/models/demo/load", json={"model_path": "/etc/passwd"})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "model_path"
+    assert model(client)["state"] == "stopped"
+
+
+def test_replicas_go_up_and_down(client: httpx.Client) -> None:
+    up = client.post("/v1/admin/models/demo/replicas", json={"replicas": 2}).json()
+    assert [one["state"] for one in up["replicas"]["items"]] == ["ready", "ready"]
+    assert up["queue"]["places"] == 12
+    down = client.post("/v1/admin/models/demo/replicas", json={"replicas": 1}).json()
+    assert len(down["replicas"]["items"]) == 1
+
+
+@pytest.mark.parametrize("body", [{}, {"replicas": "2"}, {"replicas": True}, {"replicas": 3}, {"replicas": 0}])
+def test_replicas_that_cannot_be_are_refused(client: httpx.Client, body: dict[str, Any]) -> None:
+    reply = client.post("/v1/admin/models/demo/replicas", json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "replicas"
+
+
+@pytest.mark.parametrize("order", ["load", "unload", "drain", "replicas"])
+def test_an_unknown_model_is_not_found(client: httpx.Client, order: str) -> None:
+    reply = client.post(f"/v1/admin/models/nobody/{order}", json={"replicas": 1} if order == "replicas" else None)
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_drained_model_finishes_what_runs_and_takes_no_more(client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/chat/completions", json=ENDLESS) as running:
+        lines = running.iter_lines()
+        next(lines)
+        assert client.post("/v1/admin/models/demo/drain").json()["state"] == "draining"
+        assert client.post("/v1/chat/completions", json=ASK).status_code == 503
+    until(lambda: model(client)["queue"]["running"] == 0, "the last request is gone")
+    assert client.post("/v1/admin/models/demo/load").json()["state"] == "ready"
+
+
+def test_a_forced_unload_ends_what_runs_with_an_error(client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/chat/completions", json=ENDLESS) as running:
+        lines = running.iter_lines()
+        next(lines)
+        assert client.post("/v1/admin/models/demo/unload?force=true").json()["state"] == "stopped"
+        rest = "\n".join(lines)
+    assert '"error"' in rest
+
+
+# --- memory, caches, routes -------------------------------------------------------------------------------------------
+
+
+def test_memory_is_told_without_a_gpu(client: httpx.Client) -> None:
+    told = client.get("/v1/admin/gpu-memory").json()
+    assert told["ram"]["total"] > told["ram"]["free"] > 0
+    assert told["ram"]["used_here"] > 10_000_000
+    assert [row["id"] for row in told["models"]] == ["demo", "broken"]
+    assert told["models"][0]["estimate"]["total"] > 0
+
+
+def test_caches_are_listed_with_their_sizes(client: httpx.Client) -> None:
+    rows = client.get("/v1/admin/caches").json()["data"]
+    assert [(row["cache"], row["window"], row["parallel"]) for row in rows if row["model"] == "demo"] == [
+        ("main", 4096, 4),
+        ("fast", 2048, 2),
+    ]
+
+
+def test_a_name_is_resolved_as_a_request_would_be(client: httpx.Client) -> None:
+    told = client.get("/v1/admin/route", params={"model": "claude-haiku-4", "endpoint": "/v1/messages"}).json()
+    assert (told["model"], told["cache"], told["window"], told["backend"]) == ("demo", "fast", 2048, "fake")
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_running_request_is_seen_and_can_be_ended(client: httpx.Client, served: Served) -> None:
+    with ThreadPoolExecutor(1) as others, httpx.Client(base_url=served.url) as second:
+        reading = others.submit(second.post, "/v1/chat/completions", json=ENDLESS)
+        until(lambda: client.get("/v1/admin/requests").json()["live"], "the request runs")
+        (live,) = client.get("/v1/admin/requests").json()["live"]
+        assert (live["model"], live["cache"], live["state"]) == ("demo", "main", "running")
+        assert client.get(f"/v1/admin/requests/{live['id']}").json()["live"][0]["trace"] == live["trace"]
+        assert client.post(f"/v1/admin/requests/{live['id']}/cancel").json()["cancelled"] == 1
+        assert '"error"' in reading.result(60).text
+    until(lambda: not client.get("/v1/admin/requests").json()["live"], "it is gone")
+    assert client.post(f"/v1/admin/requests/{live['id']}/cancel").status_code == 404
+
+
+def test_a_finished_request_keeps_its_figures(client: httpx.Client) -> None:
+    asked = client.post("/v1/chat/completions", json=ASK).headers["x-request-id"]
+    told = client.get(f"/v1/admin/requests/{asked}").json()
+    (ended,) = told["ended"]
+    assert (ended["state"], ended["status"], ended["usage"]["output"]) == ("finished", "end", 4)
+    assert ended["timings"]["total"] > 0
+    assert told["texts"] is None
+    slices = client.get("/v1/admin/history").json()["slices"]
+    assert sum(one["requests"] for one in slices) == 1
+
+
+def test_texts_are_kept_once_they_are_asked_for(client: httpx.Client) -> None:
+    assert client.post("/v1/admin/history", json={"texts": True}).json() == {"texts": True}
+    asked = client.post("/v1/chat/completions", json=ASK).headers["x-request-id"]
+    texts = client.get(f"/v1/admin/requests/{asked}").json()["texts"]
+    assert json.loads(texts["request"]) == ASK
+    assert "hi" in texts["prompt"]
+    assert texts["output"].startswith("Hello there.")
+    assert json.loads(texts["response"])["object"] == "chat.completion"
+    client.post("/v1/admin/history", json={"texts": False})
+    assert client.get(f"/v1/admin/requests/{asked}").json()["texts"] is None
+
+
+def test_an_unknown_request_is_not_found(client: httpx.Client) -> None:
+    assert client.get("/v1/admin/requests/req_none").status_code == 404
+
+
+@pytest.mark.parametrize("body", [None, {}, {"texts": "yes"}])
+def test_the_switch_takes_a_boolean(client: httpx.Client, body: Any) -> None:
+    assert client.post("/v1/admin/history", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("query", ["limit=-1", "limit=1001", "limit=many"])
+def test_a_wrong_query_is_named(client: httpx.Client, query: str) -> None:
+    reply = client.get(f"/v1/admin/requests?{query}")
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == "limit"
+
+
+# --- changes as they happen -------------------------------------------------------------------------------------------
+
+
+def test_changes_are_told_as_they_happen(client: httpx.Client, served: Served) -> None:
+    with httpx.Client(base_url=served.url) as other, other.stream("GET", "/v1/admin/events") as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == "event: snapshot"
+        first = json.loads(next(lines).removeprefix("data: "))
+        assert first["data"][0]["state"] == "ready"
+        work = threading.Thread(target=lambda: client.post("/v1/admin/models/demo/unload"))
+        work.start()
+        states = []
+        for line in lines:
+            if line.startswith("data: "):
+                states.append(json.loads(line.removeprefix("data: "))["state"])
+                if states[-1] == "stopped":
+                    break
+        work.join()
+    assert states[-1] == "stopped"
+
+
+# --- who may ----------------------------------------------------------------------------------------------------------
+
+
+def test_where_keys_are_set_only_an_admin_may() -> None:
+    keys = [{"name": "root", "key": "sk-root", "admin": True}, {"name": "user", "key": "sk-user"}]
+    with serving({**config(), "keys": keys}) as running, httpx.Client(base_url=running.url) as client:
+        for path in ("models", "gpu-memory", "requests", "events", "history"):
+            assert client.get(f"/v1/admin/{path}").status_code == 401
+            assert client.get(f"/v1/admin/{path}", headers={"x-api-key": "sk-user"}).status_code == 403
+        assert client.post("/v1/admin/models/demo/unload", headers={"x-api-key": "sk-user"}).status_code == 403
+        assert client.get("/v1/admin/models", headers={"x-api-key": "sk-root"}).status_code == 200
+
+
+def test_the_documentation_lists_every_endpoint(client: httpx.Client) -> None:
+    paths = client.get("/openapi.json").json()["paths"]
+    assert {"/v1/admin/models", "/v1/admin/gpu-memory", "/v1/admin/models/{name}/load"} <= set(paths)
