@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -56,27 +57,27 @@ def serve(
 
     Then point a client at it, for example: [bold]ANTHROPIC_BASE_URL=http://localhost:8000 claude[/bold]
     """
-    import modelyard.app as composition
+    from modelyard.serve import serve as run
 
     http = {"host": host, "port": port, "workers": workers}
     log = {"debug_dir": "debug"} if debug else {}
     loaded = _load(config, {"http": http, "log": log})
     for problem in loaded.problems:
         _print_problem(problem)
-    raise typer.Exit(_guarded(composition.serve, loaded.config, config, http, debug))
+    raise typer.Exit(_guarded(run, loaded.config, config, http, debug))
 
 
 @app.command()
 def check(config: ConfigOption = None) -> None:
     """Show what a configuration comes to: models, caches, resolved routes, problems, and engines that do not work."""
-    import modelyard.app as composition
+    from modelyard.explain import broken_engines
 
     loaded = _load(config)
     seen = describe(loaded)
     out.print(f"[dim]from {', '.join(seen.sources)}[/dim]")
     _print_tables(seen)
     _print_memory(loaded)
-    problems = [*seen.problems, *composition.broken_engines(loaded.config)]
+    problems = [*seen.problems, *broken_engines(loaded.config)]
     for problem in problems:
         _print_problem(problem)
     raise typer.Exit(1 if any(p.level != "warning" for p in problems) else 0)
@@ -132,10 +133,10 @@ def models_show(
     config: ConfigOption = None,
 ) -> None:
     """Explain one model: its file, its caches, its template and where that comes from, its output format and why."""
-    import modelyard.app as composition
+    from modelyard.explain import explain_model
 
     loaded = _load(config)
-    rows = _guarded(composition.explain_model, loaded.config, name)
+    rows = _guarded(explain_model, loaded.config, name)
     table = Table(show_header=False, box=None)
     for label, value in rows:
         table.add_row(f"[bold]{label}[/bold]", escape(value))
@@ -158,6 +159,28 @@ def models_remove(
     out.print(f"{escape(name)} is no longer in the library.")
 
 
+@models_app.command("convert")
+def models_convert(
+    name: Annotated[str, typer.Argument(help="A GGUF model: a name in the library, or a path.")],
+    to: Annotated[str, typer.Option(help="Which kind of folder: hf for Hugging Face, ct2 for CTranslate2.")],
+    target: Annotated[Path | None, typer.Option("--out", help="The folder to make; else one in the library.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Number format of the weights; unset: int8 for ct2, bfloat16 for hf.")
+    ] = None,
+) -> None:
+    """Make a Hugging Face or CTranslate2 folder of a GGUF model, and put it into the library."""
+    from modelyard.library import describe as described
+    from modelyard.library import progress
+    from modelyard.library.convert import convert
+
+    meter = progress.Meter(err, lambda line: err.print(line, markup=False, highlight=False))
+    entry = _guarded(lambda: convert(name, to, out=target, quantization=quantization, meter=meter))
+    out.print(f"{escape(entry.name)} is in the library: {escape(entry.path)}", soft_wrap=True)
+    if to == "ct2":
+        out.print("To serve it, write into modelyard.toml:")
+        out.print(described.snippet(entry), markup=False, highlight=False, soft_wrap=True)
+
+
 @app.command()
 def chat(
     model: Annotated[
@@ -172,6 +195,32 @@ def chat(
 
     talk = Conversation(url, model, key=key, system=system)
     _guarded(talk.run, Screen(out))
+
+
+@app.command()
+def launch(
+    agent: Annotated[str, typer.Argument(help="claude, codex, opencode, continue or aider.")],
+    own: Annotated[list[str] | None, typer.Argument(help="After --: arguments for the agent itself.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Any name that the server knows; without one, the first that it lists.")
+    ] = None,
+    url: UrlOption = "http://127.0.0.1:8000",
+    key: KeyOption = None,
+    config: ConfigOption = None,
+    show: Annotated[bool, typer.Option("--print", help="Only print the same as lines for a shell.")] = False,
+) -> None:
+    """Run a coding agent on a local model. Where no server runs, one is started for as long as the agent runs.
+
+    For example: [bold]modelyard launch claude -- --resume[/bold]. The agent's own settings are left as they are.
+    """
+    from modelyard.launch import launch as launching
+
+    order = launching.Order(agent=agent, url=url, model=model, key=key, config=config, own=tuple(own or ()))
+    if show:
+        sys.stdout.write(_guarded(launching.printed, order, os.environ))
+        return
+    say = lambda line: err.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)  # noqa: E731
+    raise typer.Exit(_guarded(launching.launch, order, os.environ, say))
 
 
 @app.command()

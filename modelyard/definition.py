@@ -15,8 +15,9 @@ from modelyard.config import engine_options
 from modelyard.core.errors import ModelyardError
 from modelyard.gateway.model import Model, TextParts
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.source import TemplateSource, find_template
+from modelyard.prompt.source import TemplateSource, builtin, find_template
 from modelyard.prompt.template import ChatTemplate
+from modelyard.prompt.translation import SOURCE
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.scanner.detect import detect, taught
@@ -36,10 +37,33 @@ def define(entry: ModelEntry, settings: ModelSettings) -> Definition:
         plugins.verify(module)
         options = engine_options(settings)
         kind = module.kind(options)
-        text = _text_parts(entry, settings, module, options, notes) if kind == "text" else None
+        text = (_text_parts if kind == "text" else _counting)(entry, settings, module, options, notes)
+        translates = _translates(settings, text)
     except ModelyardError as error:
         return Definition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
-    return Definition(_model(entry, kind, text, getattr(module, "REMOTE", False)), notes)
+    return Definition(_model(entry, kind, text, getattr(module, "REMOTE", False), translates=translates), notes)
+
+
+def _counting(
+    entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
+) -> TextParts | None:
+    """Of an engine that renders by itself, and whose tokenizer is here: its tokens are known before it is asked.
+
+    Where they cannot be, it is no fault: the engine counts when it is up.
+    """
+    if not getattr(module, "COUNTS_LOCALLY", False):
+        return None
+    try:
+        return _text_parts(entry, settings, module, options, notes)
+    except ModelyardError as error:
+        notes.append(("tokenizer", f"the engine's own, once it is loaded: {error.message}"))
+        return None
+
+
+def _translates(settings: ModelSettings, text: TextParts | None) -> bool:
+    if text is not None:
+        return text.renderer.translates
+    return settings.prompt_format is not None and SOURCE in builtin(settings.prompt_format)
 
 
 def _model(
@@ -48,19 +72,21 @@ def _model(
     text: TextParts | None = None,
     remote: bool = False,
     fault: ModelyardError | None = None,
+    translates: bool = False,
 ) -> Model:
     return Model(
         name=entry.name,
         kind=kind,
         remote=remote,
         text=text,
-        sampling=entry.sampling,
+        sampling=entry.chosen if remote else entry.sampling,
         max_tokens=entry.max_tokens,
         stop=entry.stop,
         show_thinking=entry.show_thinking,
         tool_stream=entry.tool_stream,
         constrain_calls=entry.constrain_calls,
         modalities=entry.modalities,
+        translates=translates,
         fault=fault,
     )
 
@@ -71,10 +97,13 @@ def _text_parts(
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
     vocab = open_vocabulary(where)
     embedded = module.chat_template(options) or vocab.template
+    if embedded and module.kind(options) == "chat":  # it uses the file's own, whatever format is named here
+        settings = settings.model_copy(update={"prompt_format": None})
     source = _template(entry, settings, embedded, getattr(module, "PROMPT_FORMAT", None), where)
     format_ = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
     form = load_format(format_.format)
-    stops = {vocab.specials[text] for text in form.stops if text in vocab.specials}
+    stops = {vocab.specials[text] for text in (*form.stops, *source.stops) if text in vocab.specials}
+    spelled = tuple(text for text in source.stops if text not in vocab.specials)
     renderer = Renderer(
         _compiled(source.text, vocab),
         vocab,
@@ -89,7 +118,7 @@ def _text_parts(
         ("tools", "told in words, called as hermes does" if renderer.tells_tools else "by the template"),
     ]
     told = taught(form) if renderer.tells_tools else None
-    return TextParts(renderer, vocab, form, tuple(sorted(vocab.eos | stops)), told)
+    return TextParts(renderer, vocab, form, tuple(sorted(vocab.eos | stops)), told, stop_strings=spelled)
 
 
 def _template(

@@ -20,6 +20,7 @@ import modelyard.engines.fake
 from modelyard import __version__, cli
 from modelyard.core.errors import Unavailable
 from modelyard.library import default
+from tests.library.convert.tiny import write_model
 from tests.library.files import write_gguf
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -48,7 +49,7 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
     for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("modelyard.app.log.setup", lambda settings: None)
+    monkeypatch.setattr("modelyard.serve.log.setup", lambda settings: None)
     monkeypatch.setattr(cli, "out", Console(width=200))
     monkeypatch.setattr(cli, "err", Console(width=200, stderr=True))
 
@@ -74,6 +75,7 @@ def test_the_commands_are_those_that_are_promised():
         ("schema",),
         ("models",),
         ("models", "add"),
+        ("models", "convert"),
         ("models", "list"),
         ("models", "remove"),
         ("models", "show"),
@@ -231,6 +233,18 @@ def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
     assert (tmp_path / "tiny.Q4_K_M.gguf").exists()
 
 
+def test_a_model_is_converted_into_the_library_and_said_how_to_serve(tmp_path: Path):
+    write_model(tmp_path / "tiny.gguf")
+    made = invoke("models", "convert", "tiny.gguf", "--to", "ct2")
+    assert made.exit_code == 0
+    assert "100 %" in made.stderr
+    assert "[models.tiny-ct2]" in made.stdout
+    assert "tiny-ct2 tiny.gguf as ct2 int8" in " ".join(invoke("models", "list").stdout.split())
+    for wrong in (("tiny.gguf", "--to", "onnx"), ("nobody", "--to", "hf")):
+        shown = invoke("models", "convert", *wrong)
+        assert (shown.exit_code, shown.stderr.count("\n")) == (2, 1)
+
+
 def test_what_cannot_be_added_or_removed_is_one_sentence(tmp_path: Path):
     (tmp_path / "broken.gguf").write_bytes(b"GGUX")
     for command in (("add", "nowhere at all"), ("add", "broken.gguf"), ("remove", "nobody", "--yes")):
@@ -301,7 +315,7 @@ def test_several_processes_of_an_engine_that_holds_weights_are_refused(monkeypat
 
 
 def test_serve_without_the_engine_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelyard.app.find_spec", lambda name: None)
+    monkeypatch.setattr("modelyard.serve.find_spec", lambda name: None)
     shown = invoke("serve", "--port", "0")
     assert shown.exit_code == 2
     assert shown.stderr.count("\n") == 1
@@ -310,7 +324,7 @@ def test_serve_without_the_engine_says_how_to_build_it(monkeypatch: pytest.Monke
 
 
 def test_serve_without_the_engine_still_serves_what_does_not_need_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelyard.app.find_spec", lambda name: None)
+    monkeypatch.setattr("modelyard.serve.find_spec", lambda name: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         shown = invoke("serve", "--port", str(taken.getsockname()[1]), *DEMO)
     assert "is in use by another program" in shown.stderr, "it came as far as listening"

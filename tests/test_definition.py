@@ -9,8 +9,9 @@ import pytest
 
 from modelyard.config import load
 from modelyard.core.errors import Unavailable
-from modelyard.core.request import Request, Tool
+from modelyard.core.request import Message, Request, Sampling, Text, Tool
 from modelyard.definition import Definition, define
+from modelyard.library.default import fetch
 
 
 def defined(**settings: Any) -> Definition:
@@ -105,3 +106,50 @@ def test_how_calls_are_sent_and_held_is_a_setting():
     assert (defined().model.tool_stream, defined().model.constrain_calls) == (True, False)
     model = defined(tool_stream=False, constrain_calls=True).model
     assert (model.tool_stream, model.constrain_calls) == (False, True)
+
+
+def test_what_ends_a_turn_of_a_named_format_is_a_token_or_a_stop_string():
+    own, foreign = defined(prompt_format="generic").model.parts, defined(prompt_format="gemma4_template").model.parts
+    assert own.vocab.specials["<|im_end|>"] in own.stop_ids
+    assert own.stop_strings == ()
+    assert foreign.stop_strings == ("<turn|>",)
+
+
+def test_a_translating_format_is_known_whoever_renders():
+    assert defined(prompt_format="translategemma_template").model.translates
+    assert defined(prompt_format="translategemma_template", kind="chat").model.translates
+    assert not defined().model.translates
+    assert not defined(prompt_format="generic", kind="chat").model.translates
+
+
+def test_a_format_that_does_not_exist_is_a_fault_whoever_renders():
+    fault = defined(prompt_format="nonsense", kind="chat").model.fault
+    assert fault is not None
+    assert fault.code == "unknown_prompt_format"
+
+
+def native(**settings: Any) -> Definition:
+    return defined(backend="llama_server", **settings)
+
+
+def test_the_tokens_of_a_llama_server_are_counted_here() -> None:
+    made = native(path=str(fetch()), prompt_format="gemma4_template")
+    assert (made.model.kind, made.model.remote, made.model.fault) == ("chat", False, None)
+    assert "<|im_start|>" in made.model.parts.renderer.text(
+        Request(model="demo", messages=(Message("user", (Text("Hi"),)),))
+    )
+    assert dict(made.notes)["template"] == "from the model file's metadata", "it is what the program itself uses"
+
+
+def test_a_file_that_is_not_here_is_the_engines_to_complain_of() -> None:
+    made = native(path="/nowhere/model.gguf")
+    assert (made.model.text, made.model.fault) == (None, None)
+    assert "/nowhere/model.gguf" in dict(made.notes)["tokenizer"]
+
+
+def test_a_remote_model_is_sampled_with_what_was_chosen_and_no_more() -> None:
+    remote = {"backend": "openai_remote", "remote_base_url": "https://a.b", "remote_model": "m"}
+    made = defined(**remote, decoding={"top_p": 0.5})
+    assert made.model.remote
+    assert made.model.sampling == Sampling(top_p=0.5)
+    assert defined(decoding={"top_p": 0.5}).model.sampling == Sampling(temperature=0.7, top_p=0.5)

@@ -12,6 +12,7 @@ from modelyard.config.faults import sentence
 from modelyard.config.problems import Level, Loc, suggest
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest
+from modelyard.library import folders
 from modelyard.library.places import leads_to_gguf
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import MODEL_KEYS, ModelSettings
@@ -21,10 +22,13 @@ Finding = tuple[Loc, str, Level]
 
 def guess_backend(path: Any) -> str | None:
     """llama_cpp for a GGUF file, for a folder or library name that leads to one, and for a path that says GGUF though
-    it is not here."""
+    it is not here; ct2 for a folder of CTranslate2's."""
     if not isinstance(path, str):
         return None
-    return "llama_cpp" if "gguf" in path.lower() or leads_to_gguf(path) else None
+    if "gguf" in path.lower() or leads_to_gguf(path):
+        return "llama_cpp"
+    folder = folders.find(path)
+    return "ct2" if folder is not None and folder.kind == "ct2" else None
 
 
 def engine_options(model: ModelSettings) -> BaseModel:

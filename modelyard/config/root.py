@@ -38,6 +38,11 @@ class Config(BaseModel):
         default=None, description="Model for names that no route, id or alias knows; unset answers them with 404."
     )
 
+    watch: bool = Field(
+        default=False,
+        description="Read the configuration anew when one of its files changes. SIGHUP and the admin API do it, too.",
+    )
+
     def router(self) -> Router:
         return build(self.models, self.caches, self.routes, self.default_model, self.decoding)
 

@@ -7,6 +7,7 @@ One block index counts 0, 1, 2 …; at most one block is open at a time; exactly
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
@@ -24,7 +25,7 @@ class TokenLogprob(Struct, frozen=True):
 
     token: str
     logprob: float
-    bytes: bytes = b""
+    bytes: builtins.bytes = b""  # by its full name: a decoder looks `bytes` up in this class first
     top: tuple[TokenLogprob, ...] = ()
 
 
@@ -38,7 +39,12 @@ class Usage(Struct, frozen=True):
 
 
 class Timings(Struct, frozen=True):
-    """Seconds; None where nobody could measure."""
+    """Seconds; None where nobody could measure.
+
+    An engine tells `prefill`, `first_token`, `decode` and `total` as it sees them. The gateway lays its own around
+    them: `backend` is the whole time at the engine's seam, `engine` that and the rendering and the queue before it, and
+    `total` all since the request came in.
+    """
 
     queue: float | None = None
     tokenize: float | None = None
@@ -46,6 +52,7 @@ class Timings(Struct, frozen=True):
     first_token: float | None = None
     decode: float | None = None
     backend: float | None = None
+    engine: float | None = None
     total: float | None = None
 
 
@@ -132,19 +139,19 @@ class Fold:
 
     def feed(self, events: Iterable[Event]) -> None:
         for event in events:
-            if isinstance(event, BlockDelta):
+            if type(event) is BlockDelta:  # no class here has a subclass: the exact type is the cheap question
                 self._text.append(event.text)
                 if event.logprobs:
                     self._logprobs.extend(event.logprobs)
-            elif isinstance(event, BlockStart):
+            elif type(event) is BlockStart:
                 self._open, self._text, self._logprobs = event, [], []
-            elif isinstance(event, BlockEnd):
+            elif type(event) is BlockEnd:
                 self._blocks.append(self._close(event))
-            elif isinstance(event, Started):
+            elif type(event) is Started:
                 self._started = event
-            elif isinstance(event, Finished):
+            elif type(event) is Finished:
                 self._finished = event
-            else:
+            elif type(event) is Failed:
                 raise event.error
 
     @property

@@ -150,6 +150,7 @@ class Reasoning(Struct, frozen=True):
     budget: int | None = None
     visible: bool | None = None
     summary: str | None = None
+    strict: bool = False  # `enabled` is a demand: a model without that switch refuses instead of doing as it does
 
 
 Priority = Literal["main", "background"]
@@ -184,6 +185,8 @@ class Request(Struct, frozen=True, kw_only=True):
     encrypted_reasoning: bool = False  # the client wants reasoning back in a form it can return next turn
     echo: bool = False  # legacy completions: the prompt is part of the answer
     suffix: str | None = None
+    allow_remote: bool = False  # the client consents that this request leaves the machine
+    dialect: str = ""  # where a path speaks several: the one to answer in
     warnings: tuple[str, ...] = ()  # what the reader accepted but could not carry over; the gateway logs it
 
 
@@ -204,3 +207,4 @@ class Caller(Struct, frozen=True, kw_only=True):
     endpoint: str
     key: str = ""
     allow_remote: bool = False
+    arrived: float | None = None  # when the request came in, on `time.perf_counter`'s clock

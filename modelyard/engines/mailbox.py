@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """Made on the reader's loop. `put`, `put_many` and `close` belong to its thread; the others to any."""
 
-    __slots__ = ("_closed", "_loop", "_on_cancel", "_on_room", "_reader", "_waiting", "limit")
+    __slots__ = ("_closed", "_loop", "_on_cancel", "_on_room", "_reader", "_sink", "_waiting", "limit")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Mailbox(Generic[T]):
         self._waiting: list[T] = []
         self._reader: asyncio.Future[None] | None = None
         self._closed = False
+        self._sink: Callable[[list[T], bool], None] | None = None
         self._on_room = on_room
         # A list, because `pop` is atomic: two threads that cancel at once still cancel once.
         self._on_cancel = [on_cancel] if on_cancel else []
@@ -57,7 +58,7 @@ class Mailbox(Generic[T]):
         if self._closed:
             raise RuntimeError(f"{item!r} was put into a mailbox that is closed")
         self._waiting.append(item)
-        if self._reader is not None:
+        if self._reader is not None or self._sink is not None:
             self._wake()
         return len(self._waiting) < self.limit
 
@@ -86,6 +87,8 @@ class Mailbox(Generic[T]):
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+        elif self._sink is not None:
+            self._pour(self._sink)
 
     # --- the reader's side ------------------------------------------------------------------------------------------
 
@@ -113,6 +116,24 @@ class Mailbox(Generic[T]):
         finally:
             if self._reader is reader:
                 self._reader = None
+
+    def pour(self, sink: Callable[[list[T], bool], None] | None) -> None:
+        """From now on `sink` gets all that comes, at once, and whether it was the last; None: it waits here again.
+
+        For whoever passes items on and needs no task a job to do so. What waits already goes first.
+        """
+        self._sink = sink
+        if sink is not None and (self._waiting or self._closed):
+            self._pour(sink)
+
+    def _pour(self, sink: Callable[[list[T], bool], None]) -> None:
+        had_no_room = self.full
+        items, self._waiting = self._waiting, []
+        if self._closed:
+            self._sink = None
+        sink(items if len(items) < 2 else merged(items), self._closed)
+        if had_no_room and self._on_room is not None:
+            self._on_room()
 
     def cancel(self) -> None:
         try:

@@ -51,6 +51,8 @@ def _model(
         tool_stream=model.tool_stream,
         constrain_calls=model.constrain_calls,
         sampling=decoding.sampling().over(general.sampling().over(DEFAULT_SAMPLING)),
+        sized=bool(named) or model.n_ctx is not None,
+        chosen=decoding.sampling().over(general.sampling()),
         max_tokens=decoding.max_tokens or general.max_tokens,
         stop=tuple(decoding.stop or general.stop),
     )
@@ -73,7 +75,8 @@ def _cache(name: str, cache: CacheSettings, model: ModelSettings) -> CacheEntry:
 
 def _only_cache(name: str, model: ModelSettings) -> dict[str, CacheEntry]:
     types = model.type_k or DEFAULT_TYPE, model.type_v or DEFAULT_TYPE
-    info = CacheInfo(model.n_ctx or DEFAULT_WINDOW, model.parallel or 1, *types)
+    places = model.parallel or model.target_inflight or 1
+    info = CacheInfo(model.n_ctx or DEFAULT_WINDOW, places, *types)
     return {name: CacheEntry(name, name, info)}
 
 

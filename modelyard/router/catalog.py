@@ -36,6 +36,8 @@ class ModelEntry(Struct, frozen=True, kw_only=True):
     tool_stream: bool = True
     constrain_calls: bool = False
     sampling: Sampling = Sampling()
+    sized: bool = True  # the settings name its window; else it is the default, which says nothing of a remote model
+    chosen: Sampling = Sampling()  # the same without the built-in defaults: what the settings themselves say
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
 

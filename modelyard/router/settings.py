@@ -167,7 +167,7 @@ class ModelSettings(BaseModel):
 
     backend: str | None = Field(
         default=None,
-        description="Engine that runs the model. Unset: engine.backend, else llama_cpp where path points to GGUF.",
+        description="Engine that runs the model. Unset: engine.backend, else by path: llama_cpp for GGUF, ct2 for CT2.",
     )
     path: str | None = Field(
         default=None,
@@ -218,11 +218,17 @@ class ModelSettings(BaseModel):
         ge=1,
         description="Requests handed to one instance at a time; unset means as many as its caches hold.",
     )
+    idle_ttl_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="Seconds without a request after which it is unloaded until the next one; 0 means never, unset "
+        "means scheduler.idle_ttl_s.",
+    )
     modalities: list[Modality] = Field(default=["text"], min_length=1, description="What the model can read.")
     n_ctx: int | None = Field(
         default=None,
         gt=0,
-        validation_alias=AliasChoices("n_ctx", "gguf_n_ctx"),
+        validation_alias=AliasChoices("n_ctx", "gguf_n_ctx", "llama_server_n_ctx"),
         description="Window of a model without [caches]; unset means 4096. Ignored where caches name it.",
     )
     type_k: str | None = Field(
@@ -236,7 +242,9 @@ class ModelSettings(BaseModel):
         description="Number format of cached values for caches that set none of their own; unset means f16.",
     )
     parallel: int | None = Field(
-        default=None, ge=1, description="Conversations at a time of a model without [caches]; unset: 1."
+        default=None,
+        ge=1,
+        description="Conversations at a time of a model without [caches]; unset: target_inflight, else 1.",
     )
     decoding: DecodingSettings = Field(
         default=DecodingSettings(), description="Sampling defaults of this model, over the general [decoding]."

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from modelyard.app import explain_model
+from modelyard.explain import explain_model
 from modelyard.config import load
 from modelyard.library import default
 from tests.serving import Served, serving

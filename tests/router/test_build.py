@@ -15,6 +15,13 @@ def test_a_model_without_caches_has_one_of_its_own_name() -> None:
     assert router.catalog.models["a"].cache_infos == {"a": CacheInfo(4096, 1)}
     assert router.catalog.models["b"].cache_infos == {"b": CacheInfo(64, 3)}
     assert router.resolve("b", "/") == Target("b", "b", 64)
+    assert [router.catalog.models[name].sized for name in ("a", "b")] == [False, True]
+
+
+def test_a_model_without_caches_has_as_many_places_as_may_be_in_flight() -> None:
+    models = {"a": ModelSettings(target_inflight=5), "b": ModelSettings(target_inflight=5, parallel=2)}
+    catalog = build(models, {}).catalog
+    assert [catalog.models[name].cache_infos[name].parallel for name in models] == [5, 2]
 
 
 def test_the_first_cache_of_a_model_is_its_default() -> None:
@@ -51,6 +58,7 @@ def test_sampling_defaults_are_laid_over_each_other() -> None:
     general = DecodingSettings(top_k=9, temperature=0.1, max_tokens=64)
     catalog = build(models, {}, decoding=general).catalog
     assert catalog.models["m"].sampling == Sampling(temperature=0.1, top_p=0.9, top_k=5)
+    assert catalog.models["m"].chosen == Sampling(temperature=0.1, top_k=5)
     assert (catalog.models["m"].max_tokens, catalog.models["m"].stop) == (64, ("END",))
     assert build({"n": ModelSettings()}, {}).catalog.models["n"].sampling == Sampling(temperature=0.7, top_p=0.9)
 

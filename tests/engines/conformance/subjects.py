@@ -11,6 +11,8 @@ from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TextEngine, Tok
 from modelyard.core.request import Sampling
 from modelyard.core.vocab import Vocabulary
 from modelyard.engines import ct2, fake, llama_cpp
+from modelyard.workers.launch import apart
+from modelyard.workers.pulse import Pace
 from tests.engines.ct2 import stage as ct2_stage
 from tests.engines.fake import stage as fake_stage
 from tests.engines.llama_cpp import stage as llama_stage
@@ -18,6 +20,7 @@ from tests.engines.llama_cpp.lora import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
 
 GREEDY = Sampling(temperature=0)
+PATIENT = Pace(patience=1000)
 TOPICS = ("Tell me about the city of Paris and its river.", "Why is the sky blue on a clear day in summer?")
 
 
@@ -36,6 +39,7 @@ class Subject(Protocol):
         ...
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine: ...
+    def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec: ...
     def repeating(self, pattern: str) -> str:
         """The user's or the whole text that brings the engine to say the pattern."""
         ...
@@ -52,9 +56,11 @@ class Fake:
     file = property(lambda self: fake.tokenizer_path(fake.Options()) / "tokenizer.json")
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
+        return cast(TextEngine, fake.create(self.spec(caches, slow=slow, file=file)))
+
+    def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         pace: dict[str, Any] = {"token_delay": 0.001, "prefill_rate": 5000.0} if slow else {"token_delay": 0}
-        options = fake.Options(echo=True, tokenizer_path=file, **pace)
-        return cast(TextEngine, fake.create(EngineSpec("demo", options, caches)))
+        return EngineSpec("demo", fake.Options(echo=True, tokenizer_path=file, **pace), caches)
 
     def repeating(self, pattern: str) -> str:
         return fake_stage.chatml(("user", pattern))
@@ -70,8 +76,11 @@ class LlamaCpp:
     file = property(lambda self: llama_stage.model_file())
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
+        return cast(TextEngine, llama_cpp.create(self.spec(caches, slow=slow, file=file)))
+
+    def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         options = {"path": str(file)} if file is not None else {}
-        return cast(TextEngine, llama_cpp.create(llama_stage.spec(caches, **options)))
+        return llama_stage.spec(caches, **options)
 
     def repeating(self, pattern: str) -> str:
         return pattern * 5
@@ -87,11 +96,14 @@ class Ct2:
     file = property(lambda self: ct2_stage.model_folder() / "model.bin")
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
+        return cast(TextEngine, ct2.create(self.spec(caches, slow=slow, file=file)))
+
+    def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         if file is not None and file.exists():  # the one file that is broken, among others that are not
             for name in ("config.json", "vocabulary.json"):
                 copyfile(ct2_stage.model_folder() / name, file.parent / name)
         options = {"path": str(file)} if file is not None else {}
-        return cast(TextEngine, ct2.create(ct2_stage.spec(caches, **options)))
+        return ct2_stage.spec(caches, **options)
 
     def repeating(self, pattern: str) -> str:
         return pattern * 5
@@ -100,7 +112,36 @@ class Ct2:
         return None
 
 
-SUBJECTS: dict[str, Subject] = {"fake": Fake(), "llama_cpp": LlamaCpp(), "ct2": Ct2()}
+class InAProcess:
+    """Another subject's engine in a process of its own. Nobody is impatient: the machine may be busy."""
+
+    def __init__(self, backend: str, inner: Subject) -> None:
+        self._backend, self._inner = backend, inner
+        self.tolerance, self.reuses, self.tells_progress = inner.tolerance, inner.reuses, inner.tells_progress
+
+    vocabulary = property(lambda self: self._inner.vocabulary)
+    file = property(lambda self: self._inner.file)
+
+    def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
+        return cast(TextEngine, apart(self._backend, self.spec(caches, slow=slow, file=file), "text", PATIENT))
+
+    def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
+        return self._inner.spec(caches, slow=slow, file=file)
+
+    def repeating(self, pattern: str) -> str:
+        return self._inner.repeating(pattern)
+
+    def adapter(self, folder: Path) -> Path | None:
+        return self._inner.adapter(folder)
+
+
+SUBJECTS: dict[str, Subject] = {
+    "fake": Fake(),
+    "llama_cpp": LlamaCpp(),
+    "ct2": Ct2(),
+    "fake_process": InAProcess("fake", Fake()),
+    "llama_cpp_process": InAProcess("llama_cpp", LlamaCpp()),
+}
 REUSING = [name for name, subject in SUBJECTS.items() if subject.reuses]
 TELLING = [name for name, subject in SUBJECTS.items() if subject.tells_progress]
 

@@ -1,0 +1,50 @@
+"""Codex: it speaks Responses only, and takes every setting on its command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from modelyard.launch.plan import Agent, Facts, Plan
+
+AGENT = Agent(
+    title="Codex",
+    program="codex",
+    package="@openai/codex",
+    version="0.166.0",
+    source="npm",
+    inside="node_modules/.bin/codex",
+)
+
+NEEDS = 16_000  # its own prompt takes about 12,000
+_KEY = "MODELYARD_API_KEY"
+
+
+def plan(facts: Facts, home: Path) -> Plan:
+    settings: dict[str, str | int] = {
+        "model": facts.model,
+        "model_provider": "modelyard",
+        "model_providers.modelyard.name": "Modelyard",
+        "model_providers.modelyard.base_url": facts.v1,
+        "model_providers.modelyard.wire_api": "responses",
+        "model_providers.modelyard.env_key": _KEY,
+        "model_providers.modelyard.stream_idle_timeout_ms": 3_600_000,
+    }
+    if facts.window is not None:
+        settings["model_context_window"] = facts.window
+    arguments = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
+    return Plan(
+        arguments=tuple(arguments),
+        env={"CODEX_HOME": str(home), _KEY: facts.key},
+        initial={home / ".keep": ""},  # it refuses a home that is not there
+        notes=_notes(facts),
+    )
+
+
+def _notes(facts: Facts) -> tuple[str, ...]:
+    if facts.window is None or facts.window >= NEEDS:
+        return ()
+    return (
+        f"{facts.model} has a window of {facts.window} tokens and Codex needs about {NEEDS} for itself: every request "
+        "will be too long. Serve the model with a larger n_ctx, or launch aider, which needs 1,000.",
+    )
