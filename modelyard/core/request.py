@@ -208,3 +208,4 @@ class Caller(Struct, frozen=True, kw_only=True):
     key: str = ""
     allow_remote: bool = False
     arrived: float | None = None  # when the request came in, on `time.perf_counter`'s clock
+    deadline: float | None = None  # unix time: queue and engine give up on it then

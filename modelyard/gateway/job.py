@@ -79,6 +79,7 @@ class Job(Struct, frozen=True, kw_only=True):
             key=caller.key,
             session=_session(request, caller),
             priority=request.priority or "main",
+            deadline=caller.deadline,
             trace=caller.trace,
             prompt=self.runs[0].ids if self.runs else (),
             again=again,
@@ -110,6 +111,7 @@ class Job(Struct, frozen=True, kw_only=True):
             priority=request.priority or "main",
             adapters=((request.lora_adapter, 1.0),) if request.lora_adapter else (),
             logprobs=request.logprobs,
+            deadline=self.caller.deadline,
             trace=self.caller.trace,
         )
 

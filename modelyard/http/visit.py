@@ -15,6 +15,8 @@ from modelyard.core.wire import WireError
 from modelyard.http.depth import fault
 from modelyard.http.settings import HttpSettings
 
+TIMEOUT = "x-modelyard-timeout"
+_LONGEST_S = 7 * 86400
 _KEY = "modelyard.visit"
 _INLINE_BYTES = 1 << 18  # looking through so many takes about a millisecond
 
@@ -51,6 +53,7 @@ class Visit:
             key=self.key,
             allow_remote=self.allow_remote,
             arrived=self.arrived,
+            deadline=_deadline(self.headers.get(TIMEOUT)),
         )
 
     def failed(self, error: ModelyardError) -> None:
@@ -63,6 +66,19 @@ class Visit:
     def of(scope: Scope) -> Visit:
         visit: Visit = scope[_KEY]
         return visit
+
+
+def _deadline(told: str | None) -> float | None:
+    """The unix time until which the client wants its answer; most never say."""
+    if told is None:
+        return None
+    try:
+        seconds = float(told)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= _LONGEST_S:
+        raise InvalidRequest(f"{TIMEOUT} takes seconds, more than 0 and up to {_LONGEST_S}, got {told[:40]!r}")
+    return time.time() + seconds
 
 
 async def read_body(receive: Receive, visit: Visit, settings: HttpSettings) -> bytes:

@@ -8,9 +8,10 @@ import httpx
 import pytest
 
 from tests.e2e.frames import frames, names
-from tests.e2e.servers import config
+from tests.e2e.servers import config, until
+from tests.e2e.shapes import VALID
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import serving
+from tests.serving import demo, serving
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 
@@ -167,3 +168,23 @@ def test_a_strict_cache_refuses_an_answer_that_would_not_fit() -> None:
 def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, wire: Wire) -> None:
     post(client, wire, "error before")
     assert wire.whole(post(client, wire, "text").json()).text == "Hello there, friend."
+
+
+# --- a client that sets a deadline ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
+def test_a_deadline_ends_an_answer_that_takes_too_long(path: str) -> None:
+    with serving(demo([{"steps": [{"hang": True}]}])) as served:
+        reply = httpx.post(served.url + path, json=VALID[path], headers={"x-modelyard-timeout": "0.05"})
+        assert reply.status_code == 504
+        until(lambda: served.status("demo").running == 0, "its place is free")
+
+
+@pytest.mark.parametrize("told", ["soon", "0", "-1", "nan", "1e9"])
+def test_a_deadline_that_is_none_is_refused(told: str) -> None:
+    with serving(demo()) as served:
+        body = VALID["/v1/chat/completions"]
+        reply = httpx.post(served.url + "/v1/chat/completions", json=body, headers={"x-modelyard-timeout": told})
+        assert reply.status_code == 400
+        assert "x-modelyard-timeout" in reply.json()["error"]["message"]
