@@ -7,6 +7,7 @@ A `TextEngine` takes token ids and gives token ids back; templates, stop strings
     HOLDS_WEIGHTS       False where a second process may open the same engine for free
     REMOTE              True where requests leave this machine (absent means False)
     COUNTS_LOCALLY      True where a chat engine also offers `tokenizer_path` and `chat_template`: it need not be up
+    OWN_PROCESS         True where it should get a process of its own unless the settings say otherwise (absent: False)
     LIVE_OVERRIDES      field → its type with its range: what one load may set for itself (absent: nothing)
     verify()            raises where its native library does not work on this machine (absent: it has none)
     kind(options)       "text" or "chat"

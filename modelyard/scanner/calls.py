@@ -1,7 +1,7 @@
 """One tool call after another, from a reader's hand to the client: held until certain, then streamed.
 
 A call is **sent** once its name is known and its first argument byte is. Before that a broken call is given back as
-text; after that it ends as an incomplete call. A call of a tool that nobody offered becomes text.
+text; after that it ends as an incomplete call. A call of a tool that nobody offered becomes text, with a warning.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import msgspec
 
 from modelyard.core.request import Tool
 from modelyard.scanner.blocks import Blocks
-from modelyard.scanner.lexer import Tape, Unreadable
+from modelyard.scanner.lexer import Tape, Unoffered, Unreadable
 from modelyard.scanner.visible import Shown, Visible
+
+_EVIDENCE = 64  # characters within which the arguments of a call begin
 
 
 class Calls:
@@ -37,6 +39,8 @@ class Calls:
         self._name: str | None = None
         self._held: list[str] = []
         self._sent = False
+        self._suspect: Unoffered | None = None
+        self._rest = ""  # what followed the suspect
         self.tool: Tool | None = None
         self.count = 0
         self.parallel = True
@@ -66,7 +70,7 @@ class Calls:
         return self._visible.is_blank
 
     def name(self, name: str) -> None:
-        if not name:
+        if not name or (self._tools is None and self._clean(name) != name):
             raise Unreadable("a call without a name")
         self._name, self._sent = name, False
         self._held.clear()
@@ -78,19 +82,23 @@ class Calls:
     def put(self, text: str) -> None:
         if self._sent:
             self._blocks.parts.append(text)
+            self._tape.kept = []
             return
         self._held.append(text)
         if text and self._stream and self.is_known and not self.is_custom and not self.is_enough:
             self._send()
 
     def _send(self) -> None:
+        """Unless a stop string stood in the text that had to be shown first."""
         self._visible.turn()
+        if self.is_enough:
+            return
         namespace = self.tool.namespace if self.tool else None
         self._blocks.start_call(self._new_id(), self._name or "", namespace, self.is_custom)
         self._blocks.parts.extend(self._held)
         self._held.clear()
         self._sent = True
-        self._tape.kept = None
+        self._tape.kept = []
 
     def close(self) -> None:
         """The arguments are complete and valid."""
@@ -105,14 +113,37 @@ class Calls:
             self._held = [free_text("".join(self._held))]
         if not self._sent:
             self._send()
-        self._blocks.close()
-        self.count += 1
+        if self._sent:
+            self._blocks.close()
+            self.count += 1
 
     def _say(self) -> None:
         """Nobody offered this tool: the client gets to read what the model wanted."""
-        self.warnings.append(f"the model called {self._name!r}, which was not offered: passed on as text")
+        self._warn(self._name)
         name, arguments = msgspec.json.encode(self._name).decode(), "".join(self._held)
+        self._visible.seam()
         self._visible.show(self.kind, self._clean(f'{{"name": {name}, "arguments": {arguments}}}'))
+
+    def _warn(self, name: str | None) -> None:
+        self.warnings.append(f"the model called {name!r}, which was not offered: passed on as text")
+
+    def suspect(self, found: Unoffered, rest: str) -> None:
+        """A call without any marker was given back as text at once; whether it is one is told by the rest of it."""
+        self._suspect, self._rest = found, ""
+        self.hear(rest)
+
+    @property
+    def is_suspicious(self) -> bool:
+        return self._suspect is not None
+
+    def hear(self, rest: str) -> None:
+        """More of what follows a name that nobody offered."""
+        self._rest += rest
+        if self._suspect and self._suspect.evidence.match(self._rest):
+            self._warn(self._suspect.name)
+            self._suspect = None
+        elif len(self._rest) > _EVIDENCE:
+            self._suspect = None
 
     def say(self, text: str) -> None:
         """This was meant for nobody we know: a block of visible text."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import Steps, Tape, Unreadable
+from modelyard.scanner.lexer import BRACKET, Steps, Tape, Unreadable
 from modelyard.scanner.repair import JsonValue, mend
 
 _NAMES = frozenset({"name", "function", "tool_name"})
@@ -58,7 +58,8 @@ class JsonCall:
 
     def opened(self) -> Steps[None]:
         """After the opening bracket."""
-        yield from self._members()
+        with BRACKET:
+            yield from self._members()
         if not self._closed:
             self._settle()
         self._tape.kept = []  # the call's own bracket is no part of what may have to be given back
@@ -97,7 +98,8 @@ class JsonCall:
             yield from JsonValue(self._tape, _drop).read()
         elif key == "function" and char == "{":
             self._tape.skip(1)
-            yield from self._members()
+            with BRACKET:
+                yield from self._members()
         elif key in _NAMES:
             self._name(msgspec.json.decode((yield from self._whole())))
         elif key in _ARGUMENTS:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from modelyard.core.format import Format
+from modelyard.scanner.sieve import Spellings, purge
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -23,7 +24,30 @@ _SPACE = re.compile(r"\s*")
 
 
 class Unreadable(Exception):
-    """What stands on the tape is not what this reader reads."""
+    """What stands on the tape is not what this reader reads. `depth` counts the brackets that it left open."""
+
+    depth = 0
+
+
+class Unoffered(Unreadable):
+    """It looks like a call of a tool that nobody offered, and is one if `evidence` follows."""
+
+    def __init__(self, name: str, evidence: re.Pattern[str]) -> None:
+        super().__init__(f"nobody offered {name!r}")
+        self.name, self.evidence = name, evidence
+
+
+class _Bracket:
+    """Around the reading of what stands inside a bracket: whatever breaks there leaves it open."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Unreadable):
+            error.depth += 1
+
+
+BRACKET = _Bracket()
 
 
 class Tape:
@@ -135,13 +159,18 @@ class Alphabet:
         self.special = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
         self.pattern = _any_of(spelled)
         self._longest_first = sorted(self.codes, key=len, reverse=True)
-        self.rubble = _any_of([*known, *self.codes.values()])
+        self._rubble = frozenset((*known, *self.codes.values()))
+        self._any_rubble = _any_of(self._rubble)
+        plain = [m for m in shown_never if self.codes[m] == m]
+        self.spellings = Spellings(plain, [m for m in shown_never if m not in plain])
         self._prefixes = frozenset(s[:i] for s in spelled for i in range(1, len(s)))
         self._reach = max(map(len, spelled), default=1) - 1
-        self._first = frozenset(s[0] for s in spelled) | frozenset("\n" if form.framed else "")
+        line = frozenset("\n" if form.framed else "")
+        self._first = frozenset(s[0] for s in spelled) | self.spellings.first | line
 
     def starters(self, stop: Sequence[str]) -> re.Pattern[str]:
-        """A piece without one of these can hold neither a marker nor a stop string, nor the beginning of one."""
+        """A piece without one of these can hold neither a marker nor a stop string, nor the beginning of one, not even
+        that of a marker which only looks like one."""
         return one_of(self._first | frozenset(s[0] for s in stop if s) if stop else self._first)
 
     def find(self, tape: Tape) -> re.Match[str] | None:
@@ -161,7 +190,7 @@ class Alphabet:
 
     def clean(self, text: str) -> str:
         """The text of a block that could not be read, without any marker of the family."""
-        return self.rubble.sub("", text)
+        return purge(text, self._any_rubble, self._rubble)
 
     def encode(self, text: str) -> str:
         """A prompt's tail: there every marker is the token that it spells."""

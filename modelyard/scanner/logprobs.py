@@ -6,7 +6,7 @@ Tokens that are markers, or that end inside a call, have no visible text and the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from modelyard.core.engine import IdLogprob
 from modelyard.core.events import TokenLogprob
@@ -35,6 +35,10 @@ class Trail:
         while self._raw and self._raw[0][0] <= end:
             at, logprob = self._raw.popleft()
             self._shown.append((seen + max(0, at - start), logprob))
+
+    def drop(self, cuts: Sequence[tuple[int, int]]) -> None:
+        """Visible characters from one position to another turned out to be a marker."""
+        self._shown = deque(each for each in self._shown if not any(one < each[0] <= other for one, other in cuts))
 
     def take(self, said: int) -> list[TokenLogprob]:
         """Of all tokens that end within the first `said` visible characters."""

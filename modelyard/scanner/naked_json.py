@@ -1,18 +1,22 @@
 """Calls as bare JSON with nothing around them that says so, for `naked` markers: brackets and code fences.
 
 Such JSON is a call only if it names a tool on offer and has arguments. Anything else is the text that it looks like,
-down to the last character.
+down to the last character; arguments behind the name of another tool leave a warning.
 """
 
 from __future__ import annotations
 
+import re
+
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.json_calls import JsonCall, json_calls
-from modelyard.scanner.lexer import Steps, Tape, Unreadable
+from modelyard.scanner.lexer import BRACKET, Steps, Tape, Unoffered, Unreadable
 
 _FENCE = "```"
 _KEYS = frozenset({"name", "function", "tool_name", "arguments", "parameters", "args", "tool_calls"})
 _BESIDE = frozenset({"id", "type", "tool_call_id", "thought"})
+_ARGUMENTS_FOLLOW = re.compile(r"""\s*,\s*["']?(?:arguments|parameters|args)["']?\s*:""")
+_NOTHING = re.compile("")
 
 
 def open_list(tape: Tape, calls: Calls) -> Steps[str | None]:
@@ -26,12 +30,17 @@ def open_list(tape: Tape, calls: Calls) -> Steps[str | None]:
 
 def naked_list(tape: Tape, calls: Calls, kind: type[JsonCall] | None = None) -> Steps[str | None]:
     """After `[`."""
+    with BRACKET:
+        return (yield from _members(tape, calls, kind or CertainCall))
+
+
+def _members(tape: Tape, calls: Calls, kind: type[JsonCall]) -> Steps[str | None]:
     read = False
     while True:
         yield from tape.space()
         char = yield from tape.peek()
         if char == "{":
-            yield from (kind or CertainCall)(tape, calls).read()
+            yield from kind(tape, calls).read()
             read = True
         elif not read:
             raise Unreadable("no call stands here")
@@ -70,8 +79,8 @@ class CertainCall(JsonCall):
     def _name(self, name: object) -> None:
         if isinstance(name, str):
             self._calls.name(name.strip())
-        if not self._calls.is_known:
-            raise Unreadable("nobody offered this tool")
+        if isinstance(name, str) and not self._calls.is_known:
+            raise Unoffered(name.strip(), _NOTHING if self._waiting is not None else _ARGUMENTS_FOLLOW)
         super()._name(name)
 
     def _settle(self) -> None:

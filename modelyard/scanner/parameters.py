@@ -1,9 +1,13 @@
 """Values between tags, as text: where such a value really ends, though it may hold the same tags itself.
 
-Code that is written into a file may contain the closing tag. It ends the value only where the next parameter that the
-schema knows, or the end of the call, follows; a tag that is a token of the vocabulary is always itself. White space
-inside is exact: only where a family writes values on lines of their own does the line break on either side belong to
-the tags.
+Code that is written into a file may contain the closing tag. It ends the value only where the next parameter or the
+end of the call follows; a tag that is a token of the vocabulary is always itself. The next parameter is any that was
+not given yet: models invent some, and the tool should get to refuse them. But one that the schema does not know follows
+only a closing tag of the value's own, not one that closes a tag which the value itself quotes. So an example of a call
+goes into a file whole; a file that holds `</parameter>` and then `<parameter=x>` without an opening one before is cut.
+
+White space inside is exact: only where a family writes values on lines of their own does the line break on either side
+belong to the tags.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from modelyard.scanner.lexer import SURROGATES, Steps, Tape
 from modelyard.scanner.typed import TypedArguments
 
 _TAG = re.compile(f"[<{SURROGATES}]")
+_IS_NAME = re.compile(r"[\w.-]+\Z")
 _NAME_LIMIT = 128
 _SPACE_LIMIT = 512
 
@@ -42,6 +47,7 @@ class Value:
         self._tokens = tuple(filter(self._is_token, self._after))
         self._line = ""  # a line break that belongs to the closing tag, if one follows
         self._on_new_line = False
+        self._quoted = 0  # parameters that the value itself opens and has not closed yet
 
     def read(self) -> Steps[bool]:
         """True: closed by its tag or by what follows. False: the output ended inside it."""
@@ -84,19 +90,31 @@ class Value:
             if self._is_token(here) or (yield from self._is_end(len(here))):
                 tape.skip(len(here))
                 return True
+            self._quoted = max(0, self._quoted - 1)
             return False
         if self._is_token(here):
             return True
-        if here == self._opening:  # the closing tag was forgotten
-            return self._on_new_line and (yield from self._names_next(0))
+        if here == self._opening:
+            return (yield from self._was_forgotten())
         return (yield from self._is_over(len(here)))
+
+    def _was_forgotten(self) -> Steps[bool]:
+        """An opening tag stands here. If the schema knows the name, a closing tag was forgotten; else it is text."""
+        name = yield from self._name(0)
+        if name is not None and self._on_new_line and self._arguments.may_begin(name):
+            return True
+        self._quoted += name is not None
+        return False
 
     def _is_end(self, offset: int) -> Steps[bool]:
         offset = yield from self._past_space(offset)
         if self._tape.ended and self._tape.at + offset >= len(self._tape.text):
             return True
         here = yield from self._tape.stands((self._opening, *self._ends, *self._after), offset)
-        return here is not None and (here != self._opening or (yield from self._names_next(offset)))
+        if here != self._opening:
+            return here is not None
+        name = yield from self._name(offset)
+        return name is not None and self._arguments.may_begin(name, invented=not self._quoted)
 
     def _is_over(self, offset: int) -> Steps[bool]:
         """The call's end without the value's: believed only where nothing but another call can follow."""
@@ -118,15 +136,16 @@ class Value:
                 yield
         return offset
 
-    def _names_next(self, offset: int) -> Steps[bool]:
-        """A parameter tag stands there, with a name that the schema still waits for."""
+    def _name(self, offset: int) -> Steps[str | None]:
+        """The name in the parameter's tag that stands there; None: it has none."""
         tape, start = self._tape, offset + len(self._opening)
         while True:
             end = tape.text.find(self._named, tape.at + start, tape.at + start + _NAME_LIMIT)
             if end >= 0:
-                return self._arguments.may_begin(parameter_name(tape.text[tape.at + start : end]))
+                name = parameter_name(tape.text[tape.at + start : end])
+                return name if _IS_NAME.match(name) or self._arguments.may_begin(name) else None
             if tape.ended or len(tape.text) - tape.at - start >= _NAME_LIMIT:
-                return False
+                return None
             yield
 
 

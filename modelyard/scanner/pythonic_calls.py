@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
+from modelyard.scanner.lexer import BRACKET, SURROGATES, Steps, Tape, Unoffered, Unreadable
 from modelyard.scanner.repair import JsonValue, mended
 from modelyard.scanner.typed import TypedArguments, quoted
 
 _NAME = re.compile(r"[\w.-]*")
 _WORD_LIMIT = 512
 _GAP = 64
+_ARGUMENTS_FOLLOW = re.compile(r"\s*(?:\)|[^\W\d]\w*\s*=(?!=))")
 _AFTER_VALUE = frozenset({"", ",", ")", "]", "}", ":", "<"})
 _PADDING = re.compile(r"^(-?)0+(?=[1-9])")
 _LITERAL = re.compile(rf"[^\s,:=()\[\]{{}}\"'<{SURROGATES}]*")
@@ -35,6 +36,11 @@ def pythonic_calls(tape: Tape, calls: Calls) -> Steps[str | None]:
 
 def listed_calls(tape: Tape, calls: Calls, *, strict: bool = False) -> Steps[str | None]:
     """After the opening bracket. Where that is all there is (`strict`), a tool that nobody offered is just text."""
+    with BRACKET:
+        return (yield from _members(tape, calls, strict))
+
+
+def _members(tape: Tape, calls: Calls, strict: bool) -> Steps[str | None]:
     read = 0
     while True:
         yield from tape.space()
@@ -60,13 +66,14 @@ def _call(tape: Tape, calls: Calls, strict: bool) -> Steps[None]:
     tape.skip(1)
     calls.name(name)
     if strict and not calls.is_known:
-        raise Unreadable("nobody offered this tool")
+        raise Unoffered(name, _ARGUMENTS_FOLLOW)
     yield from call_arguments(tape, calls)
 
 
 def call_arguments(tape: Tape, calls: Calls) -> Steps[None]:
     """After the bracket that follows a name."""
-    yield from _Arguments(tape, calls).read()
+    with BRACKET:
+        yield from _Arguments(tape, calls).read()
 
 
 def _word(tape: Tape, pattern: re.Pattern[str]) -> Steps[str]:

@@ -37,13 +37,20 @@ class JsonValue:
         self._first = True
 
     def read(self) -> Steps[None]:
-        yield from self._value()
-        while self._stack:
-            if (yield from self._next()):
-                if self._stack[-1] == "{":
-                    yield from self.key()
-                    yield from self.colon()
-                yield from self._value()
+        try:
+            yield from self._value()
+            while self._stack:
+                yield from self._member()
+        except Unreadable as error:
+            error.depth += len(self._stack)
+            raise
+
+    def _member(self) -> Steps[None]:
+        if (yield from self._next()):
+            if self._stack[-1] == "{":
+                yield from self.key()
+                yield from self.colon()
+            yield from self._value()
 
     def _value(self) -> Steps[None]:
         self._put((yield from self._tape.space()))

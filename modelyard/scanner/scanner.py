@@ -13,8 +13,9 @@ from modelyard.core.events import Event
 from modelyard.core.format import Format, Go, Read
 from modelyard.core.request import Tool
 from modelyard.scanner.blocks import Blocks
+from modelyard.scanner.broken import as_text, skip
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import Tape, Unreadable, alphabet
+from modelyard.scanner.lexer import Tape, Unoffered, Unreadable, alphabet
 from modelyard.scanner.logprobs import Spell, Trail
 from modelyard.scanner.visible import Visible
 
@@ -45,7 +46,9 @@ class Scanner:
         self._alphabet = alphabet(format, frozenset(specials))  # the same object where it is one: its hash is kept
         self._tape = Tape(self._alphabet.codes, self._alphabet.special)
         self._blocks = Blocks()
-        self._visible = Visible(self._blocks, framed=format.framed, show_thinking=show_thinking)
+        self._visible = Visible(
+            self._blocks, self._alphabet.spellings, framed=format.framed, show_thinking=show_thinking
+        )
         self._calls = Calls(
             self._tape,
             self._blocks,
@@ -59,6 +62,7 @@ class Scanner:
         self._reading: Read | None = None
         self._spell = spell
         self.reasoning_tokens = 0
+        self._prompt = 0  # where on the tape the prompt ends: what stands before is not repeated
         self._enter(format.start)
         if prefill:
             self._prime(prefill)
@@ -128,13 +132,21 @@ class Scanner:
     def _step(self, piece: Piece) -> None:
         text = self._spelled(piece) if piece.special else piece.text
         tape = self._tape
+        if piece.special and not text and tape.is_empty:
+            self._visible.seam()
         tape.push(text)
+        if self._calls.is_suspicious:
+            self._calls.hear(text)
         if piece.logprob is not None and self._spell:
             self._visible.trail = self._visible.trail or Trail(self._spell)
             self._visible.trail.note(tape.base + len(tape.text), piece.logprob)
         self._advance()
         self._quick = (
-            self._reader is None and not self.done and tape.is_empty and self._visible.is_clear(self._region.kind)
+            self._reader is None
+            and not self.done
+            and tape.is_empty
+            and self._visible.is_clear(self._region.kind)
+            and not self._calls.is_suspicious
         )
 
     def _spelled(self, piece: Piece) -> str:
@@ -154,13 +166,16 @@ class Scanner:
             return False
         self._show(found.start())
         if self._visible.stopped is None:
+            new = found.group()[max(0, self._prompt - tape.base - found.start()) :]
             tape.at = found.end()
             self._pass_over()
-            self._act(found.group())
+            self._act(found.group(), new)
         return True
 
     def _show(self, end: int) -> None:
         tape, visible = self._tape, self._visible
+        if tape.base + tape.at < self._prompt:
+            self._recall(min(end, self._prompt - tape.base))
         if end > tape.at:
             start, text = tape.base + tape.at, tape.text[tape.at : end]
             tape.at = end
@@ -168,17 +183,25 @@ class Scanner:
                 visible.trail.show(start, tape.base + end, visible.seen)
             visible.show(self._region.kind, text)
 
+    def _recall(self, end: int) -> None:
+        """The prompt ended in what might have become a marker, but is text."""
+        self._visible.recall(self._region.kind, self._tape.text[self._tape.at : end])
+        self._tape.at = end
+
     def _pass_over(self) -> None:
         if self._visible.trail:
             self._visible.trail.pass_over(self._tape.base + self._tape.at)
 
-    def _act(self, marker: str) -> None:
+    def _act(self, marker: str, new: str) -> None:
+        """`new` is what the prompt did not hold of the marker."""
         action = self._actions.get(marker)
+        if marker not in self._alphabet.naked:
+            self._visible.seam()
         if isinstance(action, Go):
             self._visible.turn()
             self._enter(action.region)
         elif isinstance(action, Read):
-            self._tape.kept = [marker] if action.naked else []
+            self._tape.kept = [new] if action.naked else []
             self._reading = action
             self._reader = action.reader(self._tape, self._calls)
 
@@ -193,8 +216,8 @@ class Scanner:
             next(self._reader)
         except StopIteration as over:
             self._leave(over.value)
-        except Unreadable:
-            self._give_up()
+        except Unreadable as error:
+            self._give_up(error)
         else:
             return False
         finally:
@@ -203,34 +226,34 @@ class Scanner:
 
     def _leave(self, region: str | None) -> None:
         self._reader, self._tape.kept = None, None
+        self._visible.seam()
         if region is not None:
             self._visible.turn()
             self._enter(region)
 
-    def _give_up(self) -> None:
-        """The call is no call: what was sent of it ends there, else its text is given back."""
+    def _give_up(self, error: Unreadable) -> None:
+        """The call is no call: what was sent of it ends there (`broken.py`), else its text is given back."""
         kept = "".join(self._tape.kept or ())
-        was_sent = self._calls.fail()
+        was_sent, around = self._calls.fail(), self._reading
         self._reader, self._tape.kept = None, None
-        if was_sent:
-            self._reader = self._skip(self._reading.close if self._reading else ())
-        elif text := self._alphabet.clean(kept):
-            self._visible.show(self._region.kind, text)
+        if was_sent and around and (around.close or not around.naked):
+            self._reader = skip(self._tape, self._alphabet, around.close)
+            return
+        if not (was_sent and self._tape.cut and self._tape.is_empty):
+            self._give_back(kept)
+        if was_sent and error.depth:
+            self._reader = as_text(self._tape, self._alphabet, self._show, error.depth)
+        elif isinstance(error, Unoffered):
+            self._calls.suspect(error, self._tape.text[self._tape.at :])
 
-    def _skip(self, close: tuple[str, ...]) -> Generator[None, None, str | None]:
-        """The rest of a broken call, up to its end or the next marker of any kind."""
-        tape = self._tape
-        while (found := self._alphabet.find(tape)) is None or found.group() in self._alphabet.naked:
-            if found:
-                tape.at = found.end()
-                continue
-            tape.at = self._alphabet.hold(tape)
-            if tape.ended:
-                tape.at = len(tape.text)
-                return None
-            yield
-        tape.at = found.end() if found.group() in map(tape.mark, close) else found.start()
-        return None
+    def _give_back(self, text: str) -> None:
+        clean = self._alphabet.clean(text)
+        if clean != text:
+            self._visible.seam()
+        if clean:
+            self._visible.show(self._region.kind, clean)
+        if clean != text:
+            self._visible.seam()
 
     # --- the prompt's tail ------------------------------------------------------------------------------------------
 
@@ -245,7 +268,6 @@ class Scanner:
         self._blocks.forget()
         self._visible.prime()
         self._calls.count = 0
-        if self._reader is None:
-            self._tape.at = len(self._tape.text)
-        elif self._tape.kept is not None:
+        self._prompt = self._tape.base + len(self._tape.text)
+        if self._reader is not None and self._tape.kept is not None:
             self._tape.kept.clear()

@@ -160,6 +160,6 @@ class TypedArguments:
         self._calls.put("}" if self._opened else "{}")
         self._calls.close()
 
-    def may_begin(self, name: str) -> bool:
-        """A parameter of that name can come next, as far as the schema knows."""
-        return name not in self.given and (not self.properties or name in self.properties)
+    def may_begin(self, name: str, *, invented: bool = False) -> bool:
+        """A parameter of that name can come next, as far as the schema knows, or even if it was `invented`."""
+        return name not in self.given and (invented or not self.properties or name in self.properties)

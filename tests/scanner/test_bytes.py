@@ -1,8 +1,13 @@
-"""Every case one byte at a time through the real detokenizer: markers come as tokens, characters in pieces."""
+"""Every case one byte at a time through the real detokenizer: markers come as tokens, characters in pieces.
+
+A marker that the client is to see, in an argument or in text, is one that the model quoted: it comes byte by byte, too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,21 +48,55 @@ def read(vocabulary: Vocabulary, ids: Iterable[int], format: str, **options: Any
     return scan(pieces(vocabulary, ids), format, specials=vocabulary.specials, **options)
 
 
-_tokens_only = [c for c in read_cases() if not c.values[1].get("quotes")]
+def _seen(value: Any) -> Iterator[str]:
+    """Every string that the client gets to read."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _seen(each)
 
 
-@pytest.mark.parametrize(("format", "case"), _tokens_only)
+def quoted(format: str, case: dict[str, Any]) -> list[str]:
+    """The stretches of the raw output in which markers are quoted: as they are seen, or as JSON spells them."""
+    if not case.get("quotes"):
+        return []
+    wanted = expected(case)
+    values = [
+        *_seen([json.loads(arguments) for _, arguments in wanted["calls"]]),
+        wanted["reasoning"],
+        wanted["content"],
+    ]
+    held = [v for v in values if any(m in v for m in (*load(format).markers, *load(format).inner))]
+    spelled = [[v, json.dumps(v, ensure_ascii=False)[1:-1]] for v in held]
+    return [next(s for s in each if s in case["raw"]) for each in spelled]
+
+
+def encode(vocabulary: Vocabulary, format: str, case: dict[str, Any]) -> list[int]:
+    """The case as its model would have written it."""
+    quotes = quoted(format, case)
+    parts = re.split("(" + "|".join(map(re.escape, quotes)) + ")", case["raw"]) if quotes else [case["raw"]]
+    return [id for i, p in enumerate(parts) for id in (vocabulary.encode_plain if i % 2 else vocabulary.encode)(p)]
+
+
+@pytest.mark.parametrize(("format", "case"), read_cases())
 def test_case_reads_the_same_one_byte_at_a_time(format: str, case: dict[str, Any]) -> None:
     vocabulary = byte_vocabulary(format)
-    blocks = read(vocabulary, vocabulary.encode(case["raw"]), format, **options_of(case))
+    blocks = read(vocabulary, encode(vocabulary, format, case), format, **options_of(case))
     assert summary(blocks) == expected(case)
 
 
-@pytest.mark.parametrize(("format", "case"), [c for c in _tokens_only if c.values[0] in SPOKEN_BY_THE_FAKE])
+@pytest.mark.parametrize(("format", "case"), [c for c in read_cases() if c.values[0] in SPOKEN_BY_THE_FAKE])
 def test_case_reads_the_same_in_the_shipped_vocabulary(format: str, case: dict[str, Any]) -> None:
     vocabulary = HfVocabulary.load(SHIPPED)
-    blocks = read(vocabulary, vocabulary.encode(case["raw"]), format, **options_of(case))
+    blocks = read(vocabulary, encode(vocabulary, format, case), format, **options_of(case))
     assert summary(blocks) == expected(case)
+
+
+def test_cases_that_quote_markers_say_which() -> None:
+    quoting = [case.values for case in read_cases() if case.values[1].get("quotes")]
+    assert quoting
+    assert [case["name"] for format, case in quoting if not quoted(format, case)] == []
 
 
 @pytest.mark.parametrize("format", names())
@@ -84,4 +123,4 @@ def test_a_character_in_four_pieces_is_whole_again() -> None:
 
 
 def test_every_format_with_markers_is_read_in_bytes() -> None:
-    assert {case.values[0] for case in _tokens_only} == {path.stem for path in CASES.glob("*.toml")}
+    assert {case.values[0] for case in read_cases()} == {path.stem for path in CASES.glob("*.toml")}

@@ -9,6 +9,7 @@ import pytest
 
 from modelyard.core.engine import Piece
 from modelyard.core.events import BlockDelta, Event
+from modelyard.core.request import Tool
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import load
 from tests.scanner.reading import TOOLS, calls_of, scan, text_of
@@ -42,3 +43,42 @@ def test_a_list_of_a_call_and_something_else_loses_nothing() -> None:
     blocks = scan(['[{"name": "now", "arguments": {}}, {"name": "Bob", "age": 3}]'], "xlam")
     assert calls_of(blocks) == [("now", "{}")]
     assert text_of(blocks) == ', {"name": "Bob", "age": 3}]'
+
+
+def _warnings(raw: str, format: str, *, tools: Sequence[Tool] | None = TOOLS, by: int = 1) -> list[str]:
+    scanner = Scanner(load(format), tools=tools, new_id=lambda: "c")
+    events = [e for at in range(0, len(raw), by) for e in scanner.feed([Piece(raw[at : at + by])])]
+    assert _shown([*events, *scanner.finish()]) == raw
+    return scanner.warnings
+
+
+@pytest.mark.parametrize("by", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("format", "raw"),
+    [
+        ("llama3_json", 'So: {"name": "fly", "parameters": {"to": "Rome"}}'),
+        ("llama3_json", '{"parameters": {"to": "Rome"}, "name": "fly"}'),
+        ("llama3_json", '[{"type": "function", "name": "fly" , "parameters": {}}]'),
+        ("xlam", '[{"name": "fly", "arguments": {"to": "Rome"}}]'),
+        ("pythonic", 'So: [fly(to="Rome")]'),
+        ("pythonic", "[ fly( ) ]"),
+        ("llama4_pythonic", "[fly(to = 'Rome', when=1)]"),
+        ("minimax_m2", '<invoke name="fly">\n<parameter name="to">Rome</parameter>\n</invoke>'),
+    ],
+)
+def test_a_naked_call_of_a_tool_that_nobody_offered_is_text_with_a_warning(format: str, raw: str, by: int) -> None:
+    assert _warnings(raw, format, by=by) == ["the model called 'fly', which was not offered: passed on as text"]
+
+
+@pytest.mark.parametrize(
+    ("format", "raw"),
+    [
+        ("llama3_json", '[{"name": "Bob", "age": 3}, {"name": "Eve"}]'),
+        ("llama3_json", '{"name": "Bob"} has parameters: {"x": 1}'),
+        ("pythonic", "[f(x) for x in y] and [len(a) == 3]"),
+        ("pythonic", "[link](https://x.org/?a=1)"),
+    ],
+)
+def test_what_only_looks_like_a_call_leaves_no_warning(format: str, raw: str) -> None:
+    assert _warnings(raw, format) == []
+    assert _warnings(raw, format, by=1000) == []

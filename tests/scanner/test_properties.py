@@ -10,14 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modelyard.core.engine import Piece
+from modelyard.core.format import Format
 from modelyard.core.request import Tool
 from modelyard.scanner.formats import load, names
-from tests.scanner.reading import calls_of, scan, text_of
+from modelyard.scanner.lexer import alphabet
+from tests.scanner.reading import Heard, calls_of, scan, text_of, tokens
 from tests.scanner.writers import Write, written
 
 Arguments = dict[str, Any]
 
-_quiet = settings(max_examples=60, deadline=None)
+_quiet = settings(max_examples=60, deadline=None, derandomize=True)
+_short = settings(_quiet, max_examples=30)
 _text = st.text(max_size=30)
 _numbers = st.integers(-(10**12), 10**12)
 _leaves = st.none() | st.booleans() | _numbers | st.floats(allow_nan=False, allow_infinity=False) | _text
@@ -146,6 +150,96 @@ def test_no_marker_is_ever_shown(format: str, data: st.DataObject) -> None:
     raw = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=14)))
     for block in scan([raw], format, cut=data.draw(st.booleans())):
         assert block.kind == "tool_call" or not any(marker in block.text for marker in form.markers)
+
+
+def _nested(form: Format) -> st.SearchStrategy[list[Piece]]:
+    """Markers inside markers: each half is ordinary text, what stands at the heart is whole and counts as a token."""
+    whole = st.sampled_from(form.markers).map(lambda marker: [Piece(marker, special=True)])
+
+    def around(inner: st.SearchStrategy[list[Piece]]) -> st.SearchStrategy[list[Piece]]:
+        halves = st.sampled_from(form.markers).flatmap(
+            lambda marker: st.integers(1, len(marker) - 1).map(lambda at: (marker[:at], marker[at:]))
+        )
+        joined = st.lists(inner, min_size=1, max_size=2).map(lambda each: [piece for one in each for piece in one])
+        return st.tuples(halves, joined).map(lambda made: [Piece(made[0][0]), *made[1], Piece(made[0][1])])
+
+    return st.recursive(whole, around, max_leaves=6)
+
+
+_between = ["word", "\n", " ", '{"name": "now", "arguments": {', "}}", "now>", "{", "[", "to=functions.now"]
+
+
+def _junk(form: Format) -> st.SearchStrategy[list[Piece]]:
+    other = st.sampled_from(_between).map(lambda text: [Piece(text)])
+    return st.lists(_nested(form) | other, max_size=6).map(lambda each: [piece for one in each for piece in one])
+
+
+def _shows_none(blocks: list[Heard], markers: Any) -> None:
+    """Neither a block nor all blocks of a kind together, as clients join them."""
+    for kind in ("text", "thinking"):
+        shown = text_of(blocks, kind)
+        assert not [marker for marker in markers if marker in shown], shown
+
+
+def _at_will(data: st.DataObject) -> dict[str, Any]:
+    return {
+        "cut": data.draw(st.booleans()),
+        "tool_stream": data.draw(st.booleans()),
+        "stop": data.draw(st.lists(st.sampled_from(["wor", "|>", "<", "xyz"]), max_size=2)),
+        "tools": data.draw(st.sampled_from([None, (), (Tool("now"),)])),
+    }
+
+
+@pytest.mark.parametrize("format", names())
+@_short
+@given(data=st.data())
+def test_a_marker_that_is_left_when_others_are_dropped_is_not_shown(format: str, data: st.DataObject) -> None:
+    form, options = load(format), _at_will(data)
+    raw = "".join(piece.text for piece in data.draw(_junk(form)))
+    at = data.draw(st.integers(0, len(raw)))
+    whole = scan([raw], format, **options)
+    _shows_none(whole, form.markers)
+    assert scan(list(raw), format, **options) == whole
+    assert scan([raw[:at], raw[at:]], format, **options) == whole
+
+
+@pytest.mark.parametrize("format", names())
+@_short
+@given(data=st.data())
+def test_nor_is_one_that_a_vocabulary_has_as_a_token(format: str, data: st.DataObject) -> None:
+    """Some of the markers are tokens, some are text. Only what ordinary text spells in one go is a quotation."""
+    form, options = load(format), _at_will(data)
+    specials = data.draw(st.sets(st.sampled_from(tokens(form)), min_size=1))
+    given_ = [Piece(p.text, special=p.special and p.text in specials) for p in data.draw(_junk(form))]
+    whole = scan(given_, format, specials=specials, **options)
+    in_one_go = "\0".join("" if piece.special else piece.text for piece in _runs(given_))
+    codes = alphabet(form, frozenset(specials)).codes
+    _shows_none(whole, [m for m in form.markers if m not in in_one_go or codes[m] == m])
+    single = [one for p in given_ for one in ([p] if p.special else map(Piece, p.text))]
+    assert scan(single, format, specials=specials, **options) == whole
+
+
+def _runs(given_: list[Piece]) -> list[Piece]:
+    """Ordinary text that no token interrupts as one piece."""
+    runs: list[Piece] = []
+    for piece in given_:
+        if runs and not piece.special and not runs[-1].special:
+            runs[-1] = Piece(runs[-1].text + piece.text)
+        else:
+            runs.append(piece)
+    return runs
+
+
+@pytest.mark.parametrize("format", names())
+@_short
+@given(data=st.data())
+def test_no_marker_is_finished_that_the_prompt_began(format: str, data: st.DataObject) -> None:
+    form = load(format)
+    raw = "".join(piece.text for piece in data.draw(_junk(form)))
+    at = data.draw(st.integers(0, len(raw)))
+    blocks = scan(list(raw[at:]), format, prefill=(form.turn[0] if form.turn else "") + raw[:at])
+    _shows_none(blocks, form.markers)
+    assert scan([raw[at:]], format, prefill=(form.turn[0] if form.turn else "") + raw[:at]) == blocks
 
 
 @pytest.mark.parametrize("format", names())

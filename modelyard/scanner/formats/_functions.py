@@ -1,4 +1,8 @@
-"""Calls as `<function=name>` with one `<parameter=name>` for each value, as several families write them."""
+"""Calls as `<function=name>` with one `<parameter=name>` for each value, as several families write them.
+
+Tags that models get wrong are read where one reading is certain: `<function name>` of a tool that was offered, a name
+that a line break ends instead of the bracket, and `<parameter=parameter=name>`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from modelyard.scanner.parameters import Tags, Value, parameter_name
 from modelyard.scanner.typed import TypedArguments
 
 FUNCTION, END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
+_NO_SIGN = FUNCTION[:-1]
 _NAME_END = re.compile(rf"[>\n<{SURROGATES}]")
 _NAME_LIMIT = 128
 
@@ -33,18 +38,30 @@ class Functions:
         yield from tape.space()
         if (yield from tape.peek()) in ("{", "["):
             return (yield from json_calls(tape, calls))
-        function = (tape.mark(FUNCTION),)
-        if not (yield from tape.stands(function)):
+        if not (yield from self._functions(tape, calls)):
             raise Unreadable("no function stands here")
-        while (yield from tape.stands(function)):
-            tape.skip(len(function[0]))
-            yield from self._naked(tape, calls)
-            yield from tape.space()
         return None
+
+    def _functions(self, tape: Tape, calls: Calls) -> Steps[int]:
+        """How many there are."""
+        proper, count = tape.mark(FUNCTION), 0
+        while here := (yield from tape.stands((proper,))) or (yield from tape.stands((_NO_SIGN,))):
+            tape.skip(len(here))
+            calls.name((yield from _name(tape)))
+            if here != proper and not calls.is_known:
+                raise Unreadable("no function stands here")
+            yield from self._body(tape, calls)
+            yield from tape.space()
+            count += 1
+        return count
 
     def _naked(self, tape: Tape, calls: Calls) -> Steps[str | None]:
         """After `<function=`."""
         calls.name((yield from _name(tape)))
+        yield from self._body(tape, calls)
+        return None
+
+    def _body(self, tape: Tape, calls: Calls) -> Steps[None]:
         arguments = TypedArguments(calls)
         yield from tape.space()
         if (yield from tape.peek()) == "{":
@@ -54,7 +71,6 @@ class Functions:
         yield from tape.space()
         if here := (yield from tape.stands((tape.mark(END),))):
             tape.skip(len(here))
-        return None
 
     def _parameters(self, tape: Tape, arguments: TypedArguments) -> Steps[None]:
         closers = (*map(tape.mark, self._tags.ends), *map(tape.mark, self._tags.after))
@@ -70,7 +86,7 @@ class Functions:
                 raise Unreadable("neither a parameter nor the end of the call")
 
     def _parameter(self, tape: Tape, arguments: TypedArguments) -> Steps[None]:
-        arguments.begin((yield from _name(tape)))
+        arguments.begin((yield from _name(tape)).removeprefix(PARAMETER[1:]))
         if not (yield from Value(tape, self._tags, arguments).read()) and tape.cut:
             raise Unreadable("cut off inside a parameter")
         arguments.end()
@@ -78,7 +94,9 @@ class Functions:
 
 def _name(tape: Tape) -> Steps[str]:
     name = parameter_name((yield from tape.until(_NAME_END, _NAME_LIMIT)))
-    if (yield from tape.peek()) != ">":
+    end = yield from tape.peek()
+    if end == ">":
+        tape.skip(1)
+    elif end != "\n" or not name or " " in name:
         raise Unreadable("a tag without an end")
-    tape.skip(1)
     return name

@@ -3,7 +3,8 @@
     call:get_weather{city:<|"|>Paris<|"|>,days:3,options:{exact:true,tags:[<|"|>a<|"|>]}}
 
 Between two such tokens text stands as it is, without escapes. Keys, and the strings of careless models, may also be
-quoted in JSON's way; a bare word is a string.
+quoted in JSON's way; a bare word is a string. Where only the first of two tokens was forgotten, the text ends at the
+second, and may hold commas.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from modelyard.scanner.typed import TypedArguments, convert, quoted
 from modelyard.scanner.verbatim import verbatim
 
 _CALL = "call:"
+_OPENINGS = (_CALL, f":{_CALL}")  # some models repeat the colon before it
 _NAME_END = re.compile(rf"[{{\n<{SURROGATES}]")
 _QUOTED_END = re.compile('["\n]')
 _KEY_END = re.compile(rf"[:,{{}}\[\]\n<{SURROGATES}]")
 _BARE_END = re.compile(rf"[,{{}}\[\]<{SURROGATES}]")
 _NAME_LIMIT = 256
+_TEXT_LIMIT = 4096  # so long may a text be that begins without its quote
 _DEPTH = 64
+_BEFORE_TEXT = (":", ",", "[", "{")
 _NOTHING = ("nil", "none", "None", "null")
 
 
@@ -37,7 +41,7 @@ class Notation:
         """After the token that opens calls: one or several."""
         yield from tape.space()
         while True:
-            if here := (yield from tape.stands((_CALL,))):
+            if here := (yield from tape.stands(_OPENINGS)):
                 tape.skip(len(here))
             name = (yield from tape.until(_NAME_END, _NAME_LIMIT)).strip()
             if (yield from tape.peek()) != "{" or " " in name:
@@ -54,6 +58,7 @@ class _Arguments:
     def __init__(self, tape: Tape, calls: Calls, quote: str, close: str) -> None:
         self._tape, self._put = tape, calls.put
         self._quote, self._close = quote, close
+        self._next = re.compile(f"{re.escape(quote)}|{re.escape(close)}")
         self._types = TypedArguments(calls).allowed
 
     def read(self) -> Steps[None]:
@@ -130,7 +135,7 @@ class _Arguments:
         elif char and char in "\"'":
             yield from JsonValue(tape, self._put).read()
         elif not (yield from tape.stands((self._quote,))):
-            self._put(_bare((yield from self._word()), allowed))
+            self._put((yield from self._bare(allowed)))
         elif allowed and "string" not in allowed:
             parts: list[str] = []
             yield from self._text(parts.append)
@@ -139,6 +144,25 @@ class _Arguments:
             self._put('"')
             yield from self._text(lambda text: self._put(quoted(text)))
             self._put('"')
+
+    def _bare(self, allowed: tuple[str, ...]) -> Steps[str]:
+        word = yield from self._word()
+        lost = None if _is_literal(word.strip()) else (yield from self._half_quoted())
+        if lost is None:
+            return _meant(word.strip(), allowed)
+        self._tape.skip(len(self._quote))
+        return convert(word + lost, allowed or ("string",))
+
+    def _half_quoted(self) -> Steps[str | None]:
+        """The rest of a text whose first quote was forgotten, up to its second. None: the next quote begins a text."""
+        tape = self._tape
+        while (found := self._next.search(tape.text, tape.at, tape.at + _TEXT_LIMIT)) is None:
+            if tape.ended or len(tape.text) - tape.at >= _TEXT_LIMIT:
+                return None
+            yield
+        if found.group() == self._close or tape.text[tape.at : found.start()].rstrip().endswith(_BEFORE_TEXT):
+            return None
+        return tape.take(found.start())
 
     def _word(self) -> Steps[str]:
         parts: list[str] = []
@@ -149,7 +173,7 @@ class _Arguments:
             if not found and tape.ended and tape.cut:
                 raise Unreadable("cut off inside a value")
             if found or tape.ended:
-                return "".join(parts).strip()
+                return "".join(parts)
             yield
 
     def _text(self, say: Callable[[str], None]) -> Steps[None]:
@@ -164,13 +188,18 @@ class _Arguments:
             raise Unreadable("a text without an end")
 
 
-def _bare(word: str, allowed: tuple[str, ...]) -> str:
+def _is_literal(word: str) -> bool:
+    """Quotes would stand around anything else."""
+    try:
+        return word in _NOTHING or bool(mended(word))
+    except Unreadable:
+        return False
+
+
+def _meant(word: str, allowed: tuple[str, ...]) -> str:
     """A number, a truth value, or a string that lost its quotes."""
     if allowed:
         return convert(word, allowed)
     if word in _NOTHING:
         return "null"
-    try:
-        return mended(word)
-    except Unreadable:
-        return f'"{quoted(word)}"'
+    return mended(word) if _is_literal(word) else f'"{quoted(word)}"'

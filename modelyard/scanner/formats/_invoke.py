@@ -19,13 +19,14 @@ from modelyard.core.format import Read
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import NAME_LIMIT, function_name
 from modelyard.scanner.json_calls import json_arguments
-from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
+from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unoffered, Unreadable
 from modelyard.scanner.parameters import Tags, Value
 from modelyard.scanner.repair import JsonValue
 from modelyard.scanner.typed import ANY, TypedArguments
 
 _TAG_END = re.compile(rf"[>\n<{SURROGATES}]")
 _ATTRIBUTES = re.compile(r"""\s*["']?([^"'=]*)["']?(?:\s+string\s*=\s*["']?(true|false)["']?)?\s*\Z""")
+_TAG_FOLLOWS = re.compile(r"\s*[<{]")
 _WRAPPERS = ("arguments", "input", "parameters")
 
 
@@ -70,9 +71,10 @@ def _block(of: Dialect, tape: Tape, calls: Calls) -> Steps[str | None]:
 
 
 def _invoke(of: Dialect, plain: bool, tape: Tape, calls: Calls) -> Steps[str | None]:
-    calls.name(function_name((yield from _tag(tape))[0]))
+    name = function_name((yield from _tag(tape))[0])
+    calls.name(name)
     if plain and not calls.is_known:
-        raise Unreadable("no call, but talk of one")
+        raise Unoffered(name, _TAG_FOLLOWS)  # no call, but talk of one
     yield from tape.space()
     if (yield from tape.peek()) == "{":
         yield from json_arguments(tape, calls)

@@ -4,7 +4,8 @@
     <|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|>
     <|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>
 
-The tokens around the section, and those that end a call, are often missing. Some versions write `tool_call_section`.
+The tokens around the section, and those that end a call, are often missing. Some versions write `tool_call_section`. A
+tool that takes no arguments may be called by its id alone.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ _NAME = re.compile(r"[\w.:/-]*[\w-]\Z")
 
 def _call(tape: Tape, calls: Calls) -> Steps[str | None]:
     yield from tape.space()
-    name = _COUNT.sub("", (yield from tape.until(_ID_END, _ID_LIMIT)).strip()).removeprefix("functions.")
+    given = (yield from tape.until(_ID_END, _ID_LIMIT)).strip()
+    name = _COUNT.sub("", given).removeprefix("functions.")
     yield from tape.space()
-    here = yield from tape.stands((tape.mark(_ARGUMENTS),))
+    here = yield from tape.stands((tape.mark(_ARGUMENTS), tape.mark(_END)))
     if not here or not _NAME.match(name):
         raise Unreadable("no id stands here")
-    tape.skip(len(here))
     calls.name(name)
+    if here == tape.mark(_ARGUMENTS):
+        tape.skip(len(here))
+    elif name == given or not calls.is_known:
+        raise Unreadable("no arguments stand here, and this may be prose")
     yield from tape.space()
     if (yield from tape.stands((tape.mark(_END), tape.mark(_BEGIN)))):
         calls.put("{}")

@@ -21,7 +21,7 @@ from modelyard.scanner.formats._functions import END, FUNCTION, Functions
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.grammar import JsonBody, Shape
 from modelyard.scanner.json_calls import JsonCall
-from modelyard.scanner.lexer import Steps, Tape, Unreadable
+from modelyard.scanner.lexer import BRACKET, Steps, Tape, Unreadable
 from modelyard.scanner.naked_json import CertainCall
 from modelyard.scanner.pythonic_calls import call_arguments
 from modelyard.scanner.typed import TypedArguments
@@ -44,7 +44,8 @@ def _list(tape: Tape, calls: Calls) -> Steps[str | None]:
     yield from tape.space()
     if (yield from tape.peek()) != "{":
         raise Unreadable("no call stands here")
-    yield from CertainCall(tape, calls).read()
+    with BRACKET:
+        yield from CertainCall(tape, calls).read()
     return (yield from _more(tape, calls, CertainCall, listed=True))
 
 

@@ -5,7 +5,8 @@
     [TOOL_CALLS]get_weather[CALL_ID]abc123def[ARGS]{"city": "Paris"}
     [THINK]I need the weather.[/THINK]Let me look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}
 
-Some detokenizers lose `[ARGS]`, so the arguments may follow the name at once. The first Magistral wrote `<think>`.
+Some detokenizers lose `[ARGS]`, so the arguments may follow the name at once. A tool that takes none is called by its
+name alone. The first Magistral wrote `<think>`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from collections.abc import Sequence
 from modelyard.core.format import Format, Place, Read
 from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner.calls import Calls
+from modelyard.scanner.formats._common import function_name
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.grammar import JsonBody, Shape
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
 
-_CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_CALLS, _ARGS, _ID, _END = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "</s>"
 _TAGS = (("[THINK]", "[/THINK]"), *THINK)
-_NAME_END = re.compile(rf"[\[{{\n{SURROGATES}]")
+_NAME_END = re.compile(rf"[\[{{<\n{SURROGATES}]")
 _NAME_LIMIT = 128
 
 
@@ -38,11 +40,22 @@ def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
     if here := (yield from tape.stands((tape.mark(_ARGS),))):
         tape.skip(len(here))
     yield from tape.space()
-    if (yield from tape.peek()) != "{":
-        raise Unreadable("a name without arguments")
-    calls.name(name)
-    yield from json_arguments(tape, calls)
+    if (yield from tape.peek()) == "{":
+        calls.name(name)
+        yield from json_arguments(tape, calls)
+    else:
+        yield from _without_arguments(tape, calls, name)
     return None
+
+
+def _without_arguments(tape: Tape, calls: Calls, name: str) -> Steps[None]:
+    """A name alone is a call where nothing else stands and the tool was offered."""
+    calls.name(function_name(name))
+    over = yield from tape.stands((tape.mark(_CALLS), tape.mark(_END)))
+    if not calls.is_known or not (over or (tape.is_empty and not tape.cut)):
+        raise Unreadable("a name without arguments")
+    calls.put("{}")
+    calls.close()
 
 
 def _is_json(tape: Tape) -> Steps[bool]:
@@ -52,9 +65,12 @@ def _is_json(tape: Tape) -> Steps[bool]:
 
 
 def _word(tape: Tape) -> Steps[str]:
-    """A name or an id, without spaces inside."""
-    word = (yield from tape.until(_NAME_END, _NAME_LIMIT)).strip()
-    if not word or " " in word:
+    """A name or an id, without spaces inside; it may be the last that the model said."""
+    word = ""
+    while (char := (yield from tape.peek())) and not _NAME_END.match(char) and len(word) <= _NAME_LIMIT:
+        word += tape.skip(1)
+    word = word.strip()
+    if not word or " " in word or len(word) > _NAME_LIMIT:
         raise Unreadable("no name stands here")
     return word
 
@@ -84,9 +100,9 @@ def _grammar(tools: Sequence[Tool], choice: ToolChoice, place: Place = Place()) 
 FORMAT = Format(
     name="mistral",
     regions=regions(_TAGS, {_CALLS: Read(_calls)}),
-    hidden=(_ARGS, _ID, "[/THINK]", "</think>", "</s>"),
-    stops=("</s>",),
-    turn=("[/INST]", "[/TOOL_RESULTS]", "</s>"),
+    hidden=(_ARGS, _ID, "[/THINK]", "</think>", _END),
+    stops=(_END,),
+    turn=("[/INST]", "[/TOOL_RESULTS]", _END),
     template=((_CALLS,), (_CALLS, "[AVAILABLE_TOOLS]"), ("[SYSTEM_PROMPT]", "[THINK]")),
     names=("mistral", "ministral", "devstral", "magistral", "mixtral", "codestral"),
     grammar=_grammar,

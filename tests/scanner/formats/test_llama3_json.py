@@ -7,7 +7,7 @@ from modelyard.core.events import BlockDelta
 from modelyard.core.request import Tool
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import load
-from tests.scanner.reading import TOOLS, calls_of, scan, text_of
+from tests.scanner.reading import TOOLS, calls_of, scan
 
 PYTHON = Tool("python", parameters={"properties": {"code": {"type": "string"}}})
 
@@ -28,9 +28,3 @@ def test_brackets_of_ordinary_text_wait_no_longer_than_they_must() -> None:
     texts = ["".join(e.text for e in events if isinstance(e, BlockDelta)) for events in told]
     assert "".join(texts) == 'if { x[0] {"a": 1}'
     assert texts[:3] == ["if ", "{ x", "[0] "]
-
-
-def test_after_a_broken_call_its_rubble_is_not_shown() -> None:
-    raw = '{"name": "get_weather", "parameters": {"city": oops, "days": [{"x": 1}]}}<|eom_id|>'
-    blocks = scan(list(raw), "llama3_json")
-    assert (text_of(blocks), calls_of(blocks, complete=False)) == ("", [("get_weather", '{"city": ')])
