@@ -40,6 +40,10 @@ test: install ## format, lint, types, layers, tests: all that must pass
 	$(BIN)/lint-imports
 	$(BIN)/pytest
 
+test-clients: install ## install the real coding agents (about 2 GB, once) and run each against a running server
+	$(BIN)/python setup/clients.py
+	$(BIN)/pytest -m clients tests/clients
+
 format: install ## format the code and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -50,4 +54,10 @@ architecture: install ## write the tree in ARCHITECTURE.md anew from the docstri
 bench: install ## measure the gateway beside a LiteLLM proxy (installed on demand)
 	$(BIN)/python bench/gateway.py $(ARGS)
 
-.PHONY: help install rebuild-engine serve test format architecture bench
+bench-engine: install ## measure the llama.cpp engine beside llama-server (fetched on demand, on Debian)
+	$(BIN)/python bench/engine.py $(ARGS)
+
+bench-agents: install ## replay an agent's session against ours and llama-server
+	$(BIN)/python bench/agents.py $(ARGS)
+
+.PHONY: help install rebuild-engine serve test test-clients format architecture bench bench-engine bench-agents

@@ -20,6 +20,7 @@ import uvloop
 from bench.stats import Latencies, Stream, in_flight, latencies
 
 NUMBER = "00000000"  # stands once in a body and counts up, so that no two prompts are the same
+_END = b"\r\n0\r\n\r\n"  # the last chunk, with the end of the one before: a header line may end in 0, too
 _GRACE_S = 30.0  # for what is under way when the time is over
 
 
@@ -98,8 +99,8 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.streams:
             self.parts.append((perf_counter(), data))
-            self._tail = (self._tail + data)[-5:]
-            if self._tail == b"0\r\n\r\n":
+            self._tail = (self._tail + data)[-len(_END) :]
+            if self._tail == _END:
                 self._over()
             elif len(self.parts) == 1 and not data.startswith(b"HTTP/1.1 200"):
                 self._break()

@@ -35,6 +35,10 @@ class Server:
     def rss_mb(self) -> float:
         return sum(process.memory_info().rss for process in self._tree()) / 1e6
 
+    def peak_mb(self) -> float:
+        """The most that each process has had resident, summed; as the kernel keeps it."""
+        return sum(_peak_kb(process.pid) for process in self._tree()) * 1024 / 1e6
+
     def _tree(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
@@ -42,6 +46,11 @@ class Server:
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
+
+
+def _peak_kb(pid: int) -> int:
+    told = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in told.splitlines() if line.startswith("VmHWM:")).split()[1])
 
 
 @contextmanager

@@ -115,14 +115,20 @@ def test_a_wrapper_stands_a_blank_in_the_programs_path():
     assert setup.wrapper(Path("/a b/zig"), "c++") == "#!/bin/sh\nexec '/a b/zig' c++ \"$@\"\n"
 
 
-def test_the_scripts_are_those_of_the_tools_and_zigs_only_where_it_compiles(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("machine", "flags"), [("x86_64", "-mno-avx512fp16 "), ("AMD64", "-mno-avx512fp16 "), ("aarch64", "")]
+)
+def test_the_scripts_are_those_of_the_tools_and_zigs_only_where_it_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, flags: str
+):
+    monkeypatch.setattr(setup.platform, "machine", lambda: machine)
     for place in ("cmake/data/bin/cmake", "bin/ninja", "bin/cmake"):
         (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / place).touch()
     scripts = setup.tool_scripts(tmp_path, zig=True)
     assert set(scripts) == {"cmake", "ninja", "zig-cc", "zig-c++"}
     assert f"{tmp_path}/cmake/data/bin/cmake" in scripts["cmake"], "not the launcher, which needs its package"
-    assert scripts["zig-c++"].splitlines()[1] == f'exec {tmp_path}/ziglang/zig c++ "$@"'
+    assert scripts["zig-c++"].splitlines()[1] == f'exec {tmp_path}/ziglang/zig c++ {flags}"$@"'
     assert set(setup.tool_scripts(tmp_path, zig=False)) == {"cmake", "ninja"}
 
 

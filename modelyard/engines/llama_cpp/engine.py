@@ -109,6 +109,8 @@ class LlamaEngine:
 
     def _load(self, path: Path, tell: Callable[[float], bool]) -> None:
         shape = loading.survey(path, self._spec)
+        self._spec = loading.settled(self._spec, shape)
+        self.options = self._spec.options
         self._model = loading.load(path, self.options, tell)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._n_vocab = lib.llama_vocab_n_tokens(self._vocab)

@@ -41,7 +41,7 @@ _PAD = 256  # llama.cpp rounds windows up to it
 
 class Shape(Struct, frozen=True):
     """What of a model decides its memory. `key` and `value` are the widths of one token's KV, summed over layers;
-    `state` the numbers that a sequence's recurrent layers keep."""
+    `state` the numbers that a sequence's recurrent layers keep; `head` the width of one head's values."""
 
     weights: int
     trained: int
@@ -52,6 +52,7 @@ class Shape(Struct, frozen=True):
     key: int
     value: int
     state: int = 0
+    head: int = 0
 
 
 def shape(file: Path) -> Shape:
@@ -84,6 +85,7 @@ def _shape(about: Mapping[str, Any], weights: int) -> Shape:
         key=sum(kv_heads) * number("attention.key_length", of_head),
         value=sum(kv_heads) * number("attention.value_length", of_head),
         state=state * recurrent,
+        head=number("attention.value_length", of_head),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import psutil
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp import attention, free
+from modelyard.engines.llama_cpp import attention, free, halves, verdict
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import Shape, check, draft_shape, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
@@ -54,6 +55,12 @@ def fit(model: Shape, name: str, options: Options, caches: Mapping[str, CacheInf
         return
     share = offloaded(model, options, machine)
     check(name, memory_of(model, options, caches, machine, draft), share, machine)
+
+
+def settled(spec: EngineSpec, model: Shape | None) -> EngineSpec:
+    """With what this machine and model decide where the user did not."""
+    slow = partial(halves.slow_with, model.head if model is not None else 0, verdict.library_folder())
+    return attention.settled(spec, gpu=uses_gpus(spec.options), slow=slow)
 
 
 def uses_gpus(options: Options) -> bool:

@@ -18,6 +18,7 @@ from tests.engines.fake import stage as fake_stage
 from tests.engines.llama_cpp import stage as llama_stage
 from tests.engines.llama_cpp.lora import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
+from tests.workers.split import SplitEngine
 
 GREEDY = Sampling(temperature=0)
 PATIENT = Pace(patience=1000)
@@ -135,13 +136,23 @@ class InAProcess:
         return self._inner.adapter(folder)
 
 
+class Split(InAProcess):
+    """Another subject's engine in a worker, reached through a scheduler as a gateway reaches it; all on one loop."""
+
+    def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
+        return cast(TextEngine, SplitEngine(self._backend, self.spec(caches, slow=slow, file=file), PATIENT))
+
+
 SUBJECTS: dict[str, Subject] = {
     "fake": Fake(),
     "llama_cpp": LlamaCpp(),
     "ct2": Ct2(),
     "fake_process": InAProcess("fake", Fake()),
     "llama_cpp_process": InAProcess("llama_cpp", LlamaCpp()),
+    "llama_cpp_split": Split("llama_cpp", LlamaCpp()),
 }
+# Starting a process with a real model twenty times is for a benchmark.
+RELOADED = [name for name in SUBJECTS if name not in ("llama_cpp_process", "llama_cpp_split")]
 REUSING = [name for name, subject in SUBJECTS.items() if subject.reuses]
 TELLING = [name for name, subject in SUBJECTS.items() if subject.tells_progress]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from modelyard.core.engine import Accepted, CacheInfo, Control, Progress, Tokens
 from modelyard.core.errors import ModelyardError, NotFound, Unavailable
 from tests.engines.conformance.conftest import Open
-from tests.engines.conformance.subjects import REUSING, TELLING, Subject, prompt
+from tests.engines.conformance.subjects import RELOADED, REUSING, TELLING, Subject, prompt
 from tests.engines.reading import accepted, end, ids, read, until
 
 CACHES = {"main": CacheInfo(256, 2)}
@@ -65,23 +67,30 @@ async def test_closed_engine_refuses_jobs(subject: Subject, opened: Open) -> Non
     assert isinstance(end(await read(engine.generate(prompt(subject)))).error, Unavailable)
 
 
+@pytest.mark.parametrize("subject", RELOADED, indirect=True)
 async def test_many_loads_and_unloads_leave_no_memory_behind(subject: Subject) -> None:
-    async def cycle() -> None:
+    async def cycle() -> int:
+        """What was taken while it was open."""
+        closed = _own_memory()
         engine = subject.make(CACHES)
         await engine.open(lambda *_: None)
         assert ids(await read(engine.generate(prompt(subject, "Hi.", max_tokens=1))))
+        taken = _own_memory() - closed
         await engine.close()
+        return taken
 
-    for _ in range(3):  # the first ones fill pools and tables that stay
-        await cycle()
+    loads = [await cycle() for _ in range(3)]  # the first ones fill pools and tables that stay
     before = _own_memory()
     for _ in range(20):
         await cycle()
-    assert _own_memory() - before < GROWTH
+    # An allocator keeps some of what it got, and more in a process that has seen much; a load that stays is a multiple.
+    assert _own_memory() - before < max(GROWTH, loads[-1] // 2)
 
 
 def _own_memory() -> int:
     gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL(None).malloc_trim(0)
     memory = psutil.Process().memory_info()
     return int(memory.rss - memory.shared)
 

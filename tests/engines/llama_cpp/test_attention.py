@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo
+from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.engines.llama_cpp import attention
 from modelyard.engines.llama_cpp.options import Options
 
@@ -30,3 +30,30 @@ def test_the_users_word_comes_first_then_the_backend(asked: Any, gpu: bool, mode
 def test_a_cache_may_differ_from_its_model() -> None:
     options = Options(path="x", flash_attn="on").of(CacheInfo(64, flash_attn=False))
     assert attention.mode(options, gpu=False) == "off"
+
+
+def spec(*caches: CacheInfo, **options: Any) -> EngineSpec:
+    named = {str(number): info for number, info in enumerate(caches or (CacheInfo(64),))}
+    return EngineSpec("m", Options(path="x", **options), named)
+
+
+def test_where_it_is_slow_the_plain_way_is_taken() -> None:
+    assert attention.settled(spec(), gpu=False, slow=lambda: True).options.flash_attn == "off"
+    assert attention.settled(spec(), gpu=False, slow=lambda: False) == spec()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        spec(flash_attn="on"),
+        spec(CacheInfo(64, flash_attn=True)),
+        spec(CacheInfo(64), CacheInfo(64, type_v="q8_0")),
+        spec(CacheInfo(64, type_v="f32")),
+    ],
+)
+def test_a_wish_or_values_that_are_no_halves_leave_it_as_it_is(asked: EngineSpec) -> None:
+    assert attention.settled(asked, gpu=False, slow=lambda: True) == asked
+
+
+def test_a_gpu_is_not_looked_at() -> None:
+    assert attention.settled(spec(), gpu=True, slow=lambda: pytest.fail("nobody needs to know")) == spec()

@@ -1,0 +1,26 @@
+"""docs/config.md: its table of prompt formats is what the templates are."""
+
+from __future__ import annotations
+
+import re
+
+from modelyard.prompt.render import Renderer
+from modelyard.prompt.source import builtin, find_template, formats
+from modelyard.prompt.template import ChatTemplate
+from modelyard.vocab.hf import HfVocabulary
+from tests.docs.pages import DOCS
+from tests.vocab import tokenizers_made as made
+
+ROW = re.compile(r"^\| `(\w+)`[^|]*\| [^|]* \| `((?:[^`])+)` \| (yes|no) \|$", re.MULTILINE)
+
+
+def test_the_table_of_prompt_formats_is_true():
+    rows = {
+        name: (stop.replace("\\|", "|"), switch) for name, stop, switch in ROW.findall((DOCS / "config.md").read_text())
+    }
+    vocab = HfVocabulary.from_text(made.byte_level())
+    for name, (stop, switch) in rows.items():
+        assert find_template(prompt_format=name).stops == (stop,)
+        modes = Renderer(ChatTemplate(builtin(name)), vocab).thinking_modes
+        assert (switch == "yes") == ("disabled" in modes), name
+    assert set(rows) | {"chatml"} == set(formats())

@@ -1,0 +1,32 @@
+"""The set-up's script prints where the program is, or why there is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from modelyard.library import llama_server
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(**env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "setup" / "llama_server.py")]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, check=False)
+
+
+def test_the_path_is_printed_and_the_program_runs():
+    program = run().stdout.strip()
+    assert program == str(llama_server.binary())
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+    assert "version: " in done.stdout + done.stderr
+
+
+def test_without_debians_tools_one_sentence_says_so(tmp_path: Path):
+    done = run(PATH=str(tmp_path), MODELYARD_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "no prebuilt package can be fetched: this is no Debian: apt-get and dpkg-deb are not here"
+    )
