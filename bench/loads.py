@@ -3,7 +3,7 @@
     python -m bench.loads [--rounds N] [--json FILE]
 
 By hand means llama-cpp-python's own class, CTranslate2's own generator, and llama-server started from a shell, each on
-the same file and one thread, in a process of its own or in this one. Both sides in turns, after one load each that is not
+the same file and one thread, in a process of its own or in this one. Both in turns, after one load each that is not
 counted: the file is in the page cache then.
 """
 

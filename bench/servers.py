@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -86,9 +86,9 @@ def _answers(port: int, path: str) -> bool:
         if not path:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return True
-        connection = HTTPConnection("127.0.0.1", port, timeout=2)
-        connection.request("GET", path)
-        return connection.getresponse().status == 200
+        with closing(HTTPConnection("127.0.0.1", port, timeout=2)) as connection:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
     except OSError:
         return False
 

@@ -321,6 +321,9 @@ script = [{ steps = [{ text = "Hello there, this is a short answer." }] }]
 model = "demo"
 n_ctx = 4096
 parallel = 64
+[[routes]]
+match = "*"
+cache = "main"
 [[keys]]
 name = "bench"
 value = "bench-key-bench-key"
