@@ -40,11 +40,10 @@ class Go(Struct, frozen=True):
 
 
 class Read(Struct, frozen=True):
-    """The marker starts a reader. After a call that broke in the middle everything up to `close` is its rubble.
+    """The marker starts a reader. After a call that broke in the middle no tag up to `close` is text.
 
     A `naked` marker is ordinary text, such as a bracket, that opens a call only if the reader finds one behind it. If
-    not, it is shown with all the rest. A naked call without a `close` that broke in the middle has no rubble: what
-    could not be read of it is text.
+    not, it is shown with all the rest.
     """
 
     reader: Reader

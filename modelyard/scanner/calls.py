@@ -79,6 +79,13 @@ class Calls:
         if self.tool is not None:
             self._name = self.tool.name
 
+    def taking(self, arguments: str) -> str | None:
+        """The name of the only tool on offer, or of the only one that takes these arguments."""
+        tools = list({id(tool): tool for tool in (self._tools or {}).values()}.values())
+        given: Any = msgspec.json.decode(arguments)
+        fitting = tools if len(tools) == 1 else [tool for tool in tools if takes(tool, given)]
+        return fitting[0].name if len(fitting) == 1 and isinstance(given, dict) else None
+
     def put(self, text: str) -> None:
         if self._sent:
             self._blocks.parts.append(text)
@@ -176,6 +183,12 @@ def offered(tools: Sequence[Tool]) -> dict[str, Tool]:
             if tool.namespace:
                 found[f"{tool.namespace}.{tool.name}"] = found[f"{tool.namespace}__{tool.name}"] = tool
     return found
+
+
+def takes(tool: Tool, arguments: object) -> bool:
+    """All of these have names that the tool knows, and none is missing that it wants."""
+    known, wanted = tool.parameters.get("properties"), tool.parameters.get("required")
+    return isinstance(arguments, dict) and set(wanted or ()) <= set(arguments) <= set(known or ())
 
 
 def free_text(arguments: str) -> str:

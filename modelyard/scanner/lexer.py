@@ -8,7 +8,7 @@ the vocabulary has no such token, the marker is its own spelling and is found in
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
@@ -24,9 +24,15 @@ _SPACE = re.compile(r"\s*")
 
 
 class Unreadable(Exception):
-    """What stands on the tape is not what this reader reads. `depth` counts the brackets that it left open."""
+    """What stands on the tape is not what this reader reads. `depth` counts the brackets that it left open.
+
+    Where it was one member of a list, `further` reads those that follow, once the member's own `inner` brackets are
+    closed.
+    """
 
     depth = 0
+    inner = 0
+    further: Callable[..., Steps[str | None]] | None = None
 
 
 class Unoffered(Unreadable):
@@ -143,6 +149,32 @@ def _end(pattern: re.Pattern[str], tape: Tape) -> int:
     return found.end() if found else tape.at
 
 
+class Spelled:
+    """A set of texts to be found on the tape."""
+
+    __slots__ = ("_prefixes", "_reach", "pattern")
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.pattern = _any_of(texts)
+        self._prefixes = frozenset(s[:i] for s in texts for i in range(1, len(s)))
+        self._reach = max(map(len, texts), default=1) - 1
+
+    def find(self, tape: Tape) -> re.Match[str] | None:
+        """The next one, unless more text could still make it a longer one, or part of one that began before it."""
+        found = self.pattern.search(tape.text, tape.at)
+        if found and not tape.ended and self.hold(tape) <= found.start():
+            return None
+        return found
+
+    def hold(self, tape: Tape) -> int:
+        """Where the shortest suffix begins that may still become one."""
+        text = tape.text
+        for start in range(max(tape.at, len(text) - self._reach), len(text)):
+            if text[start:] in self._prefixes:
+                return start
+        return len(text)
+
+
 class Alphabet:
     """A format's markers as one vocabulary spells them, compiled once for each pair of the two."""
 
@@ -157,14 +189,13 @@ class Alphabet:
             for name, region in form.regions.items()
         }
         self.special = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
-        self.pattern = _any_of(spelled)
+        self._marks = Spelled(spelled)
+        self.find, self.hold = self._marks.find, self._marks.hold
         self._longest_first = sorted(self.codes, key=len, reverse=True)
         self._rubble = frozenset((*known, *self.codes.values()))
         self._any_rubble = _any_of(self._rubble)
         plain = [m for m in shown_never if self.codes[m] == m]
         self.spellings = Spellings(plain, [m for m in shown_never if m not in plain])
-        self._prefixes = frozenset(s[:i] for s in spelled for i in range(1, len(s)))
-        self._reach = max(map(len, spelled), default=1) - 1
         line = frozenset("\n" if form.framed else "")
         self._first = frozenset(s[0] for s in spelled) | self.spellings.first | line
 
@@ -173,20 +204,14 @@ class Alphabet:
         that of a marker which only looks like one."""
         return one_of(self._first | frozenset(s[0] for s in stop if s) if stop else self._first)
 
-    def find(self, tape: Tape) -> re.Match[str] | None:
-        """The next marker, unless more text could still make it a longer one, or part of one that began before it."""
-        found = self.pattern.search(tape.text, tape.at)
-        if found and not tape.ended and self.hold(tape) <= found.start():
-            return None
-        return found
+    def inside(self, close: tuple[str, ...]) -> Spelled:
+        """What is no text between the tags of a call, of which the last is one of `close`."""
+        return Spelled(list(dict.fromkeys((*self.codes.values(), *close))))
 
-    def hold(self, tape: Tape) -> int:
-        """Where the shortest suffix begins that may still become a marker."""
-        text = tape.text
-        for start in range(max(tape.at, len(text) - self._reach), len(text)):
-            if text[start:] in self._prefixes:
-                return start
-        return len(text)
+    def stands(self, tape: Tape) -> bool:
+        """A marker stands here that counts outside of calls, too."""
+        found = self._marks.pattern.match(tape.text, tape.at)
+        return found is not None and found.group() not in self.naked
 
     def clean(self, text: str) -> str:
         """The text of a block that could not be read, without any marker of the family."""

@@ -99,9 +99,11 @@ class Value:
         return (yield from self._is_over(len(here)))
 
     def _was_forgotten(self) -> Steps[bool]:
-        """An opening tag stands here. If the schema knows the name, a closing tag was forgotten; else it is text."""
+        """An opening tag stands here. If the schema knows the name, a closing tag was forgotten; else it is text,
+        unless nobody knows the names and the tag begins a line."""
         name = yield from self._name(0)
-        if name is not None and self._on_new_line and self._arguments.may_begin(name):
+        known = name in self._arguments.properties or self._on_new_line
+        if name is not None and known and self._arguments.may_begin(name):
             return True
         self._quoted += name is not None
         return False

@@ -1,19 +1,24 @@
 """Calls written as Python: `[get_weather(city="Paris"), now()]`, one or several, in a list or one a line.
 
 Arguments become JSON as they come. Values are Python's literals or JSON's. Arguments without a name get the names of
-the tool's properties, in their order; where nobody knows these, such a call is unreadable.
+the tool's properties, in their order; where nobody knows these, such a call is unreadable. It does not take the others
+of its list with it: what can be read of them counts.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.lexer import BRACKET, SURROGATES, Steps, Tape, Unoffered, Unreadable
-from modelyard.scanner.repair import JsonValue, mended
+from modelyard.scanner.repair import SET, JsonValue, key_of, mended
 from modelyard.scanner.typed import TypedArguments, quoted
 
 _NAME = re.compile(r"[\w.-]*")
+_BETWEEN = (",", ";")
+_QUOTES = ("'", '"')
+_BRACKETS = ("", "{", "[", "}", ",")
 _WORD_LIMIT = 512
 _GAP = 64
 _ARGUMENTS_FOLLOW = re.compile(r"\s*(?:\)|[^\W\d]\w*\s*=(?!=))")
@@ -40,23 +45,42 @@ def listed_calls(tape: Tape, calls: Calls, *, strict: bool = False) -> Steps[str
         return (yield from _members(tape, calls, strict))
 
 
-def _members(tape: Tape, calls: Calls, strict: bool) -> Steps[str | None]:
-    read = 0
+def _members(tape: Tape, calls: Calls, strict: bool, read: int = 0) -> Steps[str | None]:
     while True:
         yield from tape.space()
         char = yield from tape.peek()
         if read and char == "]":
             tape.skip(1)
             return None
-        if read and char and char in ",;":
+        if read and char and char in _BETWEEN:
             tape.skip(1)
         elif not (char.isalpha() or char == "_"):
             if not read:
                 raise Unreadable("no call stands here")
             return None
         else:
-            yield from _call(tape, calls, strict)
+            yield from _member(tape, calls, strict)
             read += 1
+
+
+def _member(tape: Tape, calls: Calls, strict: bool) -> Steps[None]:
+    try:
+        yield from _call(tape, calls, strict)
+    except Unreadable as error:
+        if error.depth:
+            error.inner, error.further = error.depth, partial(_further, strict=strict)
+        raise
+
+
+def _further(tape: Tape, calls: Calls, *, strict: bool) -> Steps[str | None]:
+    """After a call that was none: others may follow, else this is just the rest of a text."""
+    space = yield from tape.space()
+    if (yield from tape.peek()) in _BETWEEN:
+        tape.skip(1)
+    elif "\n" not in space:
+        raise Unreadable("no further call stands here")
+    with BRACKET:
+        return (yield from _members(tape, calls, strict))
 
 
 def _call(tape: Tape, calls: Calls, strict: bool) -> Steps[None]:
@@ -65,9 +89,10 @@ def _call(tape: Tape, calls: Calls, strict: bool) -> Steps[None]:
         raise Unreadable("a name without brackets")
     tape.skip(1)
     calls.name(name)
-    if strict and not calls.is_known:
-        raise Unoffered(name, _ARGUMENTS_FOLLOW)
-    yield from call_arguments(tape, calls)
+    with BRACKET:
+        if strict and not calls.is_known:
+            raise Unoffered(name, _ARGUMENTS_FOLLOW)
+        yield from _Arguments(tape, calls).read()
 
 
 def call_arguments(tape: Tape, calls: Calls) -> Steps[None]:
@@ -154,13 +179,44 @@ class PythonValue(JsonValue):
         else:
             yield from super()._string(quote)
 
+    def _open(self, bracket: str) -> Steps[None]:
+        """A dictionary begins like a set: only what follows the first member tells."""
+        space = yield from self._tape.space()
+        char = yield from self._tape.peek()
+        if bracket == "[" or char in _BRACKETS:
+            yield from super()._open(bracket)
+            self._put(space)
+            return
+        self._stack.append(bracket)
+        first = yield from self._first_member(char)
+        after = yield from self._tape.space()
+        if (yield from self._tape.peek()) == ":":
+            self._put(f"{bracket}{space}{first if char in _QUOTES else key_of(first)}{after}")
+            yield from self.colon()
+            yield from self._value()
+        else:
+            self._put(f"[{space}{first if char in _QUOTES else mended(first)}{after}")
+            self._stack[-1], self._first = SET, False
+
+    def _first_member(self, char: str) -> Steps[str]:
+        if char not in _QUOTES:
+            return (yield from self._literal())
+        parts: list[str] = []
+        yield from PythonValue(self._tape, parts.append)._string(char)
+        return "".join(parts)
+
     def _closes(self) -> Steps[bool]:
         """Commands for a shell hold quotes that nobody escaped (`'sed -n '1,9p' f.py'`): the last one is the one that
-        is followed by what can follow a value."""
+        is followed by what can follow a value, and behind its brackets by no other quote."""
+        closed = False
         for offset in range(1, _GAP):
             char = (yield from self._tape.ahead(offset + 1))[offset:]
+            if closed and (not char or char not in ")]}"):
+                return char not in _QUOTES
             if not char.isspace():
-                return char in _AFTER_VALUE or char in self._tape.special
+                closed = bool(char) and char in ")]}"
+                if not closed:
+                    return char in _AFTER_VALUE or char in self._tape.special
         return True
 
     def _block(self, quotes: str) -> Steps[None]:

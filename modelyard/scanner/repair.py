@@ -21,7 +21,10 @@ _LOOSE_NUMBER = re.compile(r"\+?(-?)(0|[1-9][0-9]*)?(?:\.([0-9]*))?\Z")
 _BARE_KEY = re.compile(r"[A-Za-z_$][\w$-]*\Z")
 _WORDS = {w: w for w in ("true", "false", "null")} | {"True": "true", "False": "false", "None": "null"}
 _CONTROLS = {"\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
-_CLOSER = {"{": "}", "[": "]"}
+_OPENERS = frozenset("{[")
+SET = "set"  # Python's, for which JSON has lists
+_CLOSER = {"{": "}", "[": "]", SET: "}"}
+_WRITTEN = _CLOSER | {SET: "]"}
 _HEX = re.compile(r"\\u[0-9a-fA-F]{4}\Z")
 _LONE = "\\ufffd"
 
@@ -55,16 +58,22 @@ class JsonValue:
     def _value(self) -> Steps[None]:
         self._put((yield from self._tape.space()))
         char = yield from self._tape.peek()
-        if char in _CLOSER and len(self._stack) < _DEPTH:
-            self._put(self._tape.skip(1))
-            self._stack.append(char)
-            self._first = True
+        if char in _OPENERS and len(self._stack) < _DEPTH:
+            self._tape.skip(1)
+            yield from self._open(char)
             return
         if char in _PLAIN:
             yield from self._string(char)
         else:
             self._put(mended((yield from self._literal())))
         self._first = False
+
+    def _open(self, bracket: str) -> Steps[None]:
+        """After the bracket that begins a container."""
+        yield from ()
+        self._put(bracket)
+        self._stack.append(bracket)
+        self._first = True
 
     def _next(self) -> Steps[bool]:
         """Move to the next member of the open container. False: there is none, the container is closed."""
@@ -84,13 +93,14 @@ class JsonValue:
     def _close(self, char: str, gap: str) -> None:
         opener = self._stack.pop()
         if char == _CLOSER[opener]:
-            self._put(gap + self._tape.skip(1))
+            self._tape.skip(1)
+            self._put(gap + _WRITTEN[opener])
         elif not char and self._tape.cut:
             raise Unreadable("cut off inside a container")
         elif char and char in "]}" and not any(_CLOSER[o] == char for o in self._stack):
             raise Unreadable(f"{char} closes nothing")
         else:  # its own bracket is missing: what stands here closes something outside
-            self._put(gap + _CLOSER[opener])
+            self._put(gap + _WRITTEN[opener])
         self._first = False
 
     def _gap(self) -> Steps[str]:
@@ -109,9 +119,7 @@ class JsonValue:
             yield from self._string(char)
         else:
             bare = yield from self._literal()
-            if not _BARE_KEY.match(bare):
-                raise Unreadable(f"{bare[:20]!r} is no key")
-            self._put(f'"{bare}"')
+            self._put(key_of(bare))
 
     def colon(self) -> Steps[None]:
         space = yield from self._tape.space()
@@ -198,6 +206,11 @@ def _inside(char: str) -> str:
     if char >= "\ud800":
         return _LONE
     return _CONTROLS.get(char) or f"\\u{ord(char):04x}"
+
+
+def key_of(bare: str) -> str:
+    """A key without quotes as JSON writes it."""
+    return f'"{bare if _BARE_KEY.match(bare) else mended(bare)}"'
 
 
 def mended(literal: str) -> str:

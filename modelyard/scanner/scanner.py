@@ -13,9 +13,9 @@ from modelyard.core.events import Event
 from modelyard.core.format import Format, Go, Read
 from modelyard.core.request import Tool
 from modelyard.scanner.blocks import Blocks
-from modelyard.scanner.broken import as_text, skip
+from modelyard.scanner.broken import between, bracketed
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import Tape, Unoffered, Unreadable, alphabet
+from modelyard.scanner.lexer import Steps, Tape, Unoffered, Unreadable, alphabet
 from modelyard.scanner.logprobs import Spell, Trail
 from modelyard.scanner.visible import Visible
 
@@ -233,18 +233,27 @@ class Scanner:
 
     def _give_up(self, error: Unreadable) -> None:
         """The call is no call: what was sent of it ends there (`broken.py`), else its text is given back."""
-        kept = "".join(self._tape.kept or ())
-        was_sent, around = self._calls.fail(), self._reading
+        kept, was_sent = "".join(self._tape.kept or ()), self._calls.fail()
         self._reader, self._tape.kept = None, None
-        if was_sent and around and (around.close or not around.naked):
-            self._reader = skip(self._tape, self._alphabet, around.close)
-            return
         if not (was_sent and self._tape.cut and self._tape.is_empty):
             self._give_back(kept)
-        if was_sent and error.depth:
-            self._reader = as_text(self._tape, self._alphabet, self._show, error.depth)
-        elif isinstance(error, Unoffered):
+        if isinstance(error, Unoffered):
             self._calls.suspect(error, self._tape.text[self._tape.at :])
+        if was_sent or error.further:
+            self._reader = self._rest(error, was_sent)
+
+    def _rest(self, error: Unreadable, was_sent: bool) -> Steps[str | None]:
+        tape, letters, around = self._tape, self._alphabet, self._reading
+        if error.further:
+            if not (yield from bracketed(tape, letters, self._show, error.inner, sent=was_sent)):
+                return None
+            tape.kept = []
+            return (yield from error.further(tape, self._calls))
+        if around and (around.close or not around.naked):
+            return (yield from between(tape, letters, around.close, self._show, self._visible.seam))
+        if error.depth:
+            yield from bracketed(tape, letters, self._show, error.depth)
+        return None
 
     def _give_back(self, text: str) -> None:
         clean = self._alphabet.clean(text)

@@ -1,11 +1,15 @@
 """Arguments of formats that write every value as text: what JSON they mean, by the tool's own schema.
 
-Text stays text unless the schema says otherwise. A value that fits none of its types is passed on as a string: the
-tool can say what is wrong with it better than we can.
+Text stays text unless the schema says otherwise. Where it allows several types, the value is the first of null, number,
+truth value, object and list that it spells; where text is one of them, it must spell it exactly. A value that fits none
+of its types is passed on as a string: the tool can say what is wrong with it better than we can.
+
+Schemas in the wild also name types as programming languages do: these count as what they mean.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +21,18 @@ from modelyard.scanner.lexer import Unreadable
 from modelyard.scanner.repair import mend, mended
 
 _NAMES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-_TYPES = frozenset({"string", "boolean", "integer", "number", "null", "object", "array"})
+_ORDER = ("null", "integer", "number", "boolean", "object", "array", "any", "string")
+_SPOKEN = {
+    "string": ("str", "text", "char", "varchar", "enum"),
+    "integer": ("int", "uint", "long", "short", "unsigned", "bigint", "byte"),
+    "number": ("num", "float", "double", "decimal", "real"),
+    "boolean": ("bool",),
+    "object": ("dict", "map", "mapping", "struct", "record"),
+    "array": ("arr", "list", "tuple", "set", "sequence"),
+    "null": ("none", "nonetype"),
+}
+_TYPES = {name: name for name in _ORDER} | {word: name for name, words in _SPOKEN.items() for word in words}
+_BASE = re.compile(r"[a-z]+")  # `int64` and `list[str]` are an int and a list
 _BOOLEANS = {"true": "true", "false": "false", "1": "true", "0": "false"}
 _MAX_REFS = 32
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -42,7 +57,7 @@ def types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, ..
 def _named(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Iterator[str]:
     declared = schema.get("type")
     if isinstance(declared, str | list):
-        yield from (t for t in ([declared] if isinstance(declared, str) else declared) if t in _TYPES)
+        yield from filter(None, map(_type, [declared] if isinstance(declared, str) else declared))
     elif "const" in schema or isinstance(schema.get("enum"), list):
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         yield from (_NAMES.get(type(v), "object" if isinstance(v, dict) else "array") for v in values)
@@ -52,6 +67,11 @@ def _named(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> It
         yield from _combined(schema, root, depth)
     if schema.get("nullable") is True:
         yield "null"
+
+
+def _type(declared: Any) -> str | None:
+    base = _BASE.match(declared.strip().lower()) if isinstance(declared, str) else None
+    return _TYPES.get(base.group()) if base else None
 
 
 def _combined(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Iterator[str]:
@@ -73,26 +93,45 @@ def resolve(ref: str, root: Mapping[str, Any]) -> Any:
 
 def convert(raw: str, allowed: tuple[str, ...]) -> str:
     """The JSON text of a raw value that may be of these types."""
-    text = raw.strip()
-    if "null" in allowed and text.lower() in ("null", "none"):
-        return "null"
-    for one in allowed:
-        if (found := _as(one, raw, text)) is not None:
+    text, exact = raw.strip(), "string" in allowed
+    for one in _ORDER if len(allowed) > 1 else allowed:
+        if one in allowed and (found := _as(one, raw, text)) is not None and not (exact and _is_loose(text, found)):
             return found
     return f'"{quoted(raw)}"'
+
+
+def _is_loose(text: str, found: str) -> bool:
+    """What was found had to be mended out of a text that may just as well be one."""
+    return found not in (text, text.lower(), _WORDS.get(text))
 
 
 def _as(one: str, raw: str, text: str) -> str | None:
     if one == "string":
         return f'"{quoted(raw)}"'
+    if one == "null":
+        return "null" if text.lower() in ("null", "none") else None
     if one == "boolean":
         return _BOOLEANS.get(text.lower())
     if one in ("integer", "number"):
         return _number(text, whole=one == "integer")
     if one in ("object", "array"):
-        found = mend(text)
-        return found if found and found.startswith("{" if one == "object" else "[") else None
+        return _container(text, "{" if one == "object" else "[")
     return _looks(text) if one == "any" else None
+
+
+def _container(text: str, bracket: str) -> str | None:
+    """The object or list that this spells, perhaps as a string of JSON, with its quotes around or without."""
+    found = mend(text) or mend(_unescaped(text))
+    if found and found.startswith('"'):
+        found = mend(_unescaped(text))
+    return found if found and found.startswith(bracket) else None
+
+
+def _unescaped(text: str) -> str:
+    try:
+        return msgspec.json.decode(text if text.startswith('"') else f'"{text}"', type=str)
+    except msgspec.DecodeError:
+        return ""
 
 
 def _looks(text: str) -> str | None:

@@ -9,6 +9,8 @@ from tests.scanner.reading import Heard, scan
 
 QWEN3 = "{%- if tools %}<tool_call>{{ x }}</tool_call>{% endif %}<think>\n"
 CODER = "<tool_call>\n<function=a>\n<parameter=b>\n</tool_call><think>"
+FUNCTIONARY = "{{ '<|start_header_id|>' }}{{ '<function=' + name + '>' }}"
+FIREFUNCTION = "{{ '<|start_header_id|>' }}{{ ' functools[' + calls + ']' }}"
 HARMONY = "<|start|>assistant<|channel|>final<|message|>"
 
 
@@ -20,6 +22,8 @@ HARMONY = "<|start|>assistant<|channel|>final<|message|>"
         (None, QWEN3, "", "hermes"),
         (None, CODER, "", "qwen3_coder"),
         (None, HARMONY, "qwen3", "harmony"),
+        (None, FUNCTIONARY, "", "llama3_json"),
+        (None, FIREFUNCTION, "", "phi4mini"),
         (None, "{{ m }}<think>", "", "think"),
         (None, "{{ m }}[THINK]", "", "think"),
         (None, "", "openai/gpt-oss-20b-GGUF", "harmony"),

@@ -44,7 +44,9 @@ def test_a_special_marker_is_one_code_that_no_text_spells() -> None:
     letters = alphabet(FORM, frozenset({"<a>"}))
     assert len(letters.codes["<a>"]) == 1
     assert letters.codes["[b]"] == "[b]"
-    assert letters.pattern.search("<a>") is None
+    tape = Tape(letters.codes)
+    tape.push("<a>!")
+    assert letters.find(tape) is None
     assert letters.encode("x<a>y") == f"x{letters.codes['<a>']}y"
 
 

@@ -87,6 +87,16 @@ def test_a_closing_tag_alone_is_quoted() -> None:
     assert _read("qwen3_coder", _coder(_parameter("content", code))) == {"content": code}
 
 
+def test_a_known_name_opens_a_parameter_also_on_the_same_line() -> None:
+    raw = "<tool_call><function=write><parameter=path>a.py<parameter=content>x</parameter></function></tool_call>"
+    assert _read("qwen3_coder", raw) == {"path": "a.py", "content": "x"}
+
+
+def test_unless_it_was_given() -> None:
+    raw = _coder(_parameter("path", "a.py"), _parameter("content", "Say <parameter=path> here."))
+    assert _read("qwen3_coder", raw) == {"path": "a.py", "content": "Say <parameter=path> here."}
+
+
 def test_an_unknown_name_without_a_closing_tag_before_it_is_quoted() -> None:
     assert _read("qwen3_coder", _coder(_parameter("content", "a\n<parameter=mode>\nb"))) == {
         "content": "a\n<parameter=mode>\nb"

@@ -26,6 +26,24 @@ def test_parse_is_primed_by_the_prompt() -> None:
     assert parse(["Hm.</think>So."], format="think", prefill="<think>\n") == Parsed("Hm.", "So.", ())
 
 
+@pytest.mark.parametrize(
+    ("format", "raw"),
+    [
+        ("hermes", "Hm.</think>So."),
+        ("mistral", "Hm.[/THINK]So."),
+        ("think", "Hm.◁/think▷So."),
+        ("glm45", "Hm.</think>So."),
+    ],
+)
+def test_a_closing_tag_that_comes_first_tells_what_the_prompt_opened(format: str, raw: str) -> None:
+    assert parse([raw], format=format) == parse(list(raw), format=format) == Parsed("Hm.", "So.", ())
+
+
+def test_one_that_comes_later_tells_nothing() -> None:
+    raw = "A <tool_call>{} B</think> C"
+    assert parse([raw], format="hermes").reasoning == ""
+
+
 def test_parse_returns_a_broken_call_as_text() -> None:
     raw = '<tool_call>{"name": "f", "arguments": {"x": oops}}</tool_call>'
     assert parse([raw], format="hermes") == Parsed("", '{"name": "f", "arguments": {"x": oops}}', ())

@@ -28,8 +28,14 @@ STRINGS = [
     "'''a\n\"b\" 'c' '''",
     "''''''",
 ]
-OTHERS = ["-1", "2.5", "True", "None", "[]", "[1, ['a'], {}]", "{'a': {'b': [None, False]}}"]
-LOOSE = [("true", True), ("null", None), ('"\\ud83d\\ude00"', "😀"), ("'\\xz \\q'", "\\xz \\q")]
+OTHERS = ["-1", "2.5", "True", "None", "[]", "[1, ['a'], {}]", "{'a': {'b': [None, False]}}", "{ 'a' : 1, 'b': {} }"]
+LOOSE = [("true", True), ("null", None), ('"\\ud83d\\ude00"', "😀"), ("'\\xz \\q'", "\\xz \\q"), ("{a: 1}", {"a": 1})]
+SETS = [("{'a', 'b'}", ["a", "b"]), ("{1}", [1]), ("{'k': {True, None,}}", {"k": [True, None]}), ("{1: {}}", {"1": {}})]
+QUOTED = [
+    ("'sed -n '1,9p' f.py'", "sed -n '1,9p' f.py"),
+    ("""'g "h(m='\\,')"'""", """g "h(m='\\,')\""""),
+    ("'it's'", "it's"),
+]
 
 
 @pytest.mark.parametrize("literal", [*STRINGS, *OTHERS])
@@ -42,7 +48,37 @@ def test_json_and_wrong_escapes_are_read_too(literal: str, value: object) -> Non
     assert _value(literal) == value
 
 
-@pytest.mark.parametrize("raw", ["[f(x=y)]", "[f(1)]", "[f(**x)]", "[f(x='a)]", "[f(x=(1, 2))]", "[f]", "[]", "[(x)]"])
+@pytest.mark.parametrize(("literal", "value"), SETS)
+def test_what_json_does_not_have_becomes_what_it_has(literal: str, value: object) -> None:
+    assert _value(literal) == value
+
+
+@pytest.mark.parametrize(("literal", "value"), QUOTED)
+def test_quotes_that_nobody_escaped_do_not_end_a_string(literal: str, value: object) -> None:
+    assert _value(literal) == value
+
+
+@pytest.mark.parametrize("after", ["", " So.", "So.", "]", "\n"])
+def test_what_follows_the_list_does_not_matter(after: str) -> None:
+    assert parse([f"[f(x='a')]{after}"], format="pythonic").tool_calls[0].arguments == '{"x": "a"}'
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "[f(x={'a')]",
+        "[f(x={'a' 1})]",
+        "[f(x={y})]",
+        "[f(x=y)]",
+        "[f(1)]",
+        "[f(**x)]",
+        "[f(x='a)]",
+        "[f(x=(1, 2))]",
+        "[f]",
+        "[]",
+        "[(x)]",
+    ],
+)
 def test_what_is_no_literal_call_is_text(raw: str) -> None:
     parsed = parse([raw], format="pythonic")
     assert (parsed.content, parsed.tool_calls) == (raw, ())

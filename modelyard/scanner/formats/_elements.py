@@ -177,6 +177,7 @@ class Elements:
         """The element is over: by its own closing tag, by one that is nobody's, or by that of an outer one."""
         if self._closed is None:
             self._closed = yield from self._closing()
+            self._put("")  # so far all is read: if the call breaks, this tag is no part of the rest
         self._open.pop()
         if self._closed == name or self._closed not in self._open:
             self._closed = None

@@ -13,14 +13,16 @@ import re
 from collections.abc import Callable
 
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
+from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unoffered, Unreadable
 from modelyard.scanner.repair import JsonValue, mended
-from modelyard.scanner.typed import TypedArguments, convert, quoted
+from modelyard.scanner.typed import ANY, TypedArguments, convert, quoted
 from modelyard.scanner.verbatim import verbatim
 
 _CALL = "call:"
 _OPENINGS = (_CALL, f":{_CALL}")  # some models repeat the colon before it
 _NAME_END = re.compile(rf"[{{\n<{SURROGATES}]")
+_IN_NAME = re.compile(r"[\w.-]")
+_CERTAIN = re.compile("")
 _QUOTED_END = re.compile('["\n]')
 _KEY_END = re.compile(rf"[:,{{}}\[\]\n<{SURROGATES}]")
 _BARE_END = re.compile(rf"[,{{}}\[\]<{SURROGATES}]")
@@ -28,6 +30,7 @@ _NAME_LIMIT = 256
 _TEXT_LIMIT = 4096  # so long may a text be that begins without its quote
 _DEPTH = 64
 _BEFORE_TEXT = (":", ",", "[", "{")
+_TEXT = frozenset({"string", *ANY})
 _NOTHING = ("nil", "none", "None", "null")
 
 
@@ -47,11 +50,27 @@ class Notation:
             if (yield from tape.peek()) != "{" or " " in name:
                 raise Unreadable("no call stands here")
             calls.name(name)
-            yield from _Arguments(tape, calls, tape.mark(self._quote), tape.mark(self._close)).read()
-            calls.close()
+            yield from self._arguments(tape, calls)
             yield from tape.space()
             if not (yield from tape.stands((_CALL,))):
                 return None
+
+    def naked(self, tape: Tape, calls: Calls) -> Steps[str | None]:
+        """After the word that begins a call, with no token before it: only a tool on offer is surely meant."""
+        name = ""
+        while (char := (yield from tape.peek())) and _IN_NAME.match(char) and len(name) < _NAME_LIMIT:
+            name += tape.skip(1)
+        if char != "{" or not name:
+            raise Unreadable("no call stands here")
+        calls.name(name)
+        if not calls.is_known:
+            raise Unoffered(name, _CERTAIN)
+        yield from self._arguments(tape, calls)
+        return None
+
+    def _arguments(self, tape: Tape, calls: Calls) -> Steps[None]:
+        yield from _Arguments(tape, calls, tape.mark(self._quote), tape.mark(self._close)).read()
+        calls.close()
 
 
 class _Arguments:
@@ -79,10 +98,17 @@ class _Arguments:
         self._put(self._tape.skip(1))
         comma = ""
         while not (yield from self._ends("]")):
+            yield from self._expect_item()
             self._put(comma)
             yield from self._value(depth, ())
             comma = ", "
         self._put("]")
+
+    def _expect_item(self) -> Steps[None]:
+        """A bare word may be empty between the commas of an object. In a list that would be an item without end."""
+        char = yield from self._tape.peek()
+        if char not in ("{", "[") and _BARE_END.match(char) and not (yield from self._tape.stands((self._quote,))):
+            raise Unreadable("no item stands here")
 
     def _ends(self, bracket: str) -> Steps[bool]:
         """Move to the next member. True: there is none; at the end of it all brackets may be missing."""
@@ -136,7 +162,7 @@ class _Arguments:
             yield from JsonValue(tape, self._put).read()
         elif not (yield from tape.stands((self._quote,))):
             self._put((yield from self._bare(allowed)))
-        elif allowed and "string" not in allowed:
+        elif allowed and not _TEXT.intersection(allowed):
             parts: list[str] = []
             yield from self._text(parts.append)
             self._put(convert("".join(parts), allowed))

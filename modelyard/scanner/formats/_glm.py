@@ -25,6 +25,7 @@ _TAGS = Tags(KEY, _KEY_END, _VALUE_END, (_END,), (CALL,), lines=False)
 _NAME_END = re.compile(rf"[\n<{{{SURROGATES}]")
 _KEY_STOP = re.compile(rf"[<{SURROGATES}]")
 _SPACE_LIMIT = 64
+_LINE = "\\n"  # some write the line break as two characters
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 HIDDEN = (_END, "<|endoftext|>", *_ROLES)
@@ -37,7 +38,7 @@ def _call(tape: Tape, calls: Calls) -> Steps[str | None]:
     yield from tape.space()
     if (yield from tape.peek()) in ("{", "["):
         return (yield from json_calls(tape, calls))
-    calls.name(function_name((yield from _name(tape))))
+    calls.name(function_name((yield from _name(tape)).removesuffix(_LINE)))
     yield from _pass(tape, _KEY_END, _VALUE_END)
     if (yield from tape.peek()) == "{":
         yield from json_arguments(tape, calls)
@@ -85,7 +86,7 @@ def _argument(tape: Tape, arguments: TypedArguments) -> Steps[None]:
     name = (yield from tape.until(_KEY_STOP, NAME_LIMIT)).strip()
     if not (yield from tape.stands(tuple(map(tape.mark, (_KEY_END, VALUE))))):
         raise Unreadable("a key without an end")
-    yield from _pass(tape, _KEY_END, "\\n")  # some write the line break as two characters
+    yield from _pass(tape, _KEY_END, _LINE)
     yield from _skip(tape, VALUE)
     arguments.begin(name, arguments.allowed(name) or ANY)
     if not (yield from Value(tape, _TAGS, arguments).read()) and tape.cut:

@@ -13,6 +13,7 @@ EVERY_TAG = (
     ("<thought>", "</thought>"),
     ("<reasoning>", "</reasoning>"),
     ("[THINK]", "[/THINK]"),
+    ("◁think▷", "◁/think▷"),
 )
 
 

@@ -3,7 +3,8 @@
     <|channel>thought
     I need the weather.<channel|>Let me look.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|>
 
-After its calls the model writes `<|tool_response>` and waits. Channels may open twice, and close without need.
+After its calls the model writes `<|tool_response>` and waits. Channels may open twice, and close without need. The
+token before a call is at times forgotten (`call:now{}`) or broken (`<call>now{}`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ def _channel(tape: Tape, _: Calls) -> Steps[str | None]:
     return "thinking"
 
 
-_READ = {_CHANNEL: Read(_channel), _CALL: Read(Notation(_QUOTE, _CALL_END).read, (_CALL_END,))}
+_NOTATION = Notation(_QUOTE, _CALL_END)
+_READ = {
+    _CHANNEL: Read(_channel),
+    _CALL: Read(_NOTATION.read, (_CALL_END,)),
+    **dict.fromkeys(("call:", "<call>"), Read(_NOTATION.naked, (_CALL_END,), naked=True)),
+}
 
 FORMAT = Format(
     name="gemma4",

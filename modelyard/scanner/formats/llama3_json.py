@@ -8,7 +8,7 @@
 
 Without the token, JSON is a call only if it names a tool on offer and has arguments. After the token also come the
 tools that Llama was trained with, and code: a call of the tool `python`, `ipython` or `code_interpreter`, if one of
-them is on offer, else text. The last form is the one that Meta's guide teaches for custom tools.
+them is on offer, else text. The last form is the one that Meta's guide teaches for custom tools; so writes Functionary.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ FORMAT = Format(
     hidden=("</think>", END, *_ENDS),
     stops=_ENDS,
     turn=("<|start_header_id|>assistant<|end_header_id|>",),
-    template=(("<|start_header_id|>", '"parameters": '), ("<|start_header_id|>", _TAG)),
+    template=tuple(("<|start_header_id|>", sign) for sign in ('"parameters": ', _TAG, FUNCTION)),
     names=("llama-3.1", "llama-3.2", "llama-3.3", "llama3.1", "llama3.2", "llama3.3"),
     grammar=_CALL.grammar,
 )

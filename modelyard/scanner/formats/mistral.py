@@ -6,7 +6,7 @@
     [THINK]I need the weather.[/THINK]Let me look.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}
 
 Some detokenizers lose `[ARGS]`, so the arguments may follow the name at once. A tool that takes none is called by its
-name alone. The first Magistral wrote `<think>`.
+name alone. A word that stands before a list of calls is just that. The first Magistral wrote `<think>`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
     if (yield from _is_json(tape)):
         return (yield from json_calls(tape, calls))
     name = yield from _word(tape)
+    if (yield from _is_json(tape)) and (yield from tape.peek()) == "[":
+        calls.say(name)
+        return (yield from json_calls(tape, calls))
     if here := (yield from tape.stands((tape.mark(_ID),))):
         tape.skip(len(here))
         yield from _word(tape)

@@ -1,4 +1,4 @@
-"""A JSON list of calls behind one word or between tokens: Phi 4 mini.
+"""A JSON list of calls behind one word or between tokens: Phi 4 mini, FireFunction 2.
 
     functools[{"name": "get_weather", "arguments": {"city": "Paris"}}]
     <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]<|/tool_call|>
@@ -36,9 +36,9 @@ FORMAT = Format(
             "[": Read(naked_list, naked=True),
         },
     ),
-    hidden=(*_CLOSE, "<|end|>", "<|assistant|>"),
-    stops=("<|end|>", "<|endoftext|>"),
-    turn=("<|assistant|>",),
-    template=(("<|tool|>", "<|/tool|>"), ("functools[", "<|end|>")),
-    names=("phi-4-mini", "phi4-mini", "phi4mini", "phi-4-multimodal"),
+    hidden=(*_CLOSE, "<|end|>", "<|assistant|>", "<|eot_id|>"),
+    stops=("<|end|>", "<|endoftext|>", "<|eot_id|>"),
+    turn=("<|assistant|>", "<|start_header_id|>assistant<|end_header_id|>"),
+    template=(("<|tool|>", "<|/tool|>"), ("functools[", "<|end|>"), ("functools[", "<|start_header_id|>")),
+    names=("phi-4-mini", "phi4-mini", "phi4mini", "phi-4-multimodal", "firefunction"),
 )

@@ -13,7 +13,7 @@ from modelyard.core.format import Format, Read
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.pythonic_calls import listed_calls
 
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<|im_end|>")
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<|im_end|>", "<|python_start|>", "<|python_end|>")
 
 FORMAT = Format(
     name="pythonic",

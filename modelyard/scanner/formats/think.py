@@ -6,8 +6,8 @@
 
     The answer.
 
-Also `<thinking>`, `<thought>`, `<reasoning>` and `[THINK]…[/THINK]`. Many templates write the opening tag into the
-prompt: then the output begins inside the reasoning, which the scanner knows from the prompt's tail.
+Also `<thinking>`, `<thought>`, `<reasoning>`, `[THINK]…[/THINK]` and `◁think▷…◁/think▷`. Many templates write the
+opening tag into the prompt: then the output begins inside the reasoning, as the scanner knows from the prompt's tail.
 """
 
 from __future__ import annotations

@@ -17,6 +17,10 @@ Calls = Sequence[tuple[Tool, dict[str, Any]]]
 Write = Callable[[str, str, Calls], str]
 
 
+class Unwritable(Exception):
+    """These values cannot be written in this format."""
+
+
 def written() -> dict[str, Write]:
     """Every writer by the id of its format; a name with an underscore in front is shared code."""
     stems = sorted(path.stem for path in Path(__file__).parent.glob("[!_]*.py"))
