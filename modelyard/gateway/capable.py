@@ -6,9 +6,11 @@ import msgspec
 
 from modelyard.core.engine import Capabilities
 from modelyard.core.errors import Unsupported
-from modelyard.core.request import Image, Message, Request, ToolResult
+from modelyard.core.request import Image, Message, Request, Text, ToolResult
 from modelyard.gateway.model import Model
 
+_PICTURE = Text("[image: this model reads text only]")
+_UNSEEN = "image_dropped: a tool returned a picture and the model reads text only"
 THINKING_MODES = ("default", "enabled", "disabled")
 # An engine that is not up yet is given the benefit of the doubt: it is asked again when it is.
 _ANYTHING = Capabilities(
@@ -88,6 +90,26 @@ def _mode(request: Request) -> str:
 
 def _is_multi_turn(request: Request) -> bool:
     return any(message.role in ("assistant", "tool") for message in request.messages)
+
+
+def without_results_pictures(request: Request) -> Request:
+    """For a model that reads only text: a word where a tool has returned a picture. A refusal would end an agent's
+    session for good, because the picture stays in its history; one that a user sends is still refused."""
+    messages = tuple(_worded(message) if message.role == "tool" else message for message in request.messages)
+    if messages == request.messages:
+        return request
+    return msgspec.structs.replace(request, messages=messages, warnings=(*request.warnings, _UNSEEN))
+
+
+def _worded(message: Message) -> Message:
+    return msgspec.structs.replace(
+        message, parts=tuple(_result_in_words(p) if isinstance(p, ToolResult) else p for p in message.parts)
+    )
+
+
+def _result_in_words(result: ToolResult) -> ToolResult:
+    content = tuple(_PICTURE if isinstance(part, Image) else part for part in result.content)
+    return msgspec.structs.replace(result, content=content)
 
 
 def has_images(request: Request) -> bool:

@@ -23,7 +23,7 @@ from modelyard.core.events import Failed, Finished
 from modelyard.core.lease import Demand, Leases
 from modelyard.core.request import Caller, EmbeddingRequest, Request
 from modelyard.gateway.answer import Answer
-from modelyard.gateway.capable import Abilities, check, has_images
+from modelyard.gateway.capable import Abilities, check, has_images, without_results_pictures
 from modelyard.gateway.choices import Choices
 from modelyard.gateway.constrain import constrain
 from modelyard.gateway.job import Job, Run, fit
@@ -75,7 +75,7 @@ class Gateway:
         runs = await self._runs(request, model, target, wanted) if _renders(request, model) else ()
         structured = able is None or able.structured
         constraint, dropped = constrain(request, model, runs[0].text if runs else "", structured=structured)
-        self._tell((*request.warnings, *dropped))
+        self._tell((*request.warnings, *dropped, *_left_out(request, model)))
         return Job(
             request=request,
             caller=caller,
@@ -151,8 +151,11 @@ class Gateway:
 
     async def _settled(self, request: Request, model: Model, able: Capabilities | None) -> Request:
         """The request as the model can take it, with everything from outside in it; or why it cannot."""
-        request, images = _offered(request), has_images(request)
-        check(request, self.abilities.of(model, able), model.name, images=images)
+        request, images, can = _offered(request), has_images(request), self.abilities.of(model, able)
+        if images and "image" not in can.modalities:
+            request = without_results_pictures(request)
+            images = has_images(request)
+        check(request, can, model.name, images=images)
         if model.translates:
             request = translated(request)
         return await self.images.inline(request) if images else request
@@ -203,6 +206,10 @@ class Gateway:
         finally:
             ticket.cancel()
 
+    def target(self, name: str, endpoint: str) -> Target:
+        """Where requests by this name go, with the window that the cache was loaded with."""
+        return self._as_loaded(self.router.resolve(name, endpoint))
+
     def model_for(self, name: str, caller: Caller) -> tuple[Target, Model]:
         return self._resolve(name, caller)
 
@@ -235,6 +242,13 @@ def _renders(request: Request, model: Model) -> bool:
     if model.kind == "text":
         return True
     return model.text is not None and not request.prompts and not has_images(request)
+
+
+def _left_out(request: Request, model: Model) -> Sequence[str]:
+    """Tools that run on their maker's servers: accepted, because agents send them unasked, and not offered here."""
+    if model.kind != "text":
+        return ()  # another server may have them
+    return [f"tool_left_out: {t.type or t.name} is not run here" for t in request.tools if t.kind == "server"]
 
 
 def _offered(request: Request) -> Request:

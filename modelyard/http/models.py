@@ -52,7 +52,7 @@ class Models:
         entry = catalog.models.get(name) or catalog.models[catalog.aliases[name]]
         state = status[entry.name].state if entry.name in status else "stopped"
         unknown = self._gateway.models[entry.name].remote and not entry.sized
-        window = None if unknown else entry.caches[entry.default_cache].info.window
+        window = None if unknown else self._gateway.target(name, "/v1/models").window
         aliases = tuple(entry.aliases) if name == entry.name else ()
         return ModelCard(
             name, self._started, window, window, state, aliases=aliases, modalities=tuple(entry.modalities)

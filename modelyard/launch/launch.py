@@ -102,7 +102,7 @@ def _environment(plan: Plan, env: Mapping[str, str]) -> dict[str, str]:
 def run(command: Sequence[str], env: Mapping[str, str], relay: Relay) -> int:
     """Its exit code, as a shell counts: an end by a signal is 128 and the signal's number."""
     try:
-        process = relay.process = subprocess.Popen(command, env=dict(env))  # noqa: S603  the agent that the user named
+        process = relay.start(command, env)
     except OSError as error:
         raise Unavailable(f"{command[0]} cannot be started: {error.strerror}") from error
     code = process.wait()
@@ -113,13 +113,24 @@ class Relay:
     """Signals while an agent runs are for it. Before it runs they end us in good order: the server goes, too."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._held: list[int] | None = None  # what came while the agent was being started
 
-    def __call__(self, number: int, _frame: FrameType | None) -> None:
-        if self.process is None:
+    def start(self, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        self._held = []
+        process = self._process = subprocess.Popen(command, env=dict(env))  # noqa: S603  the agent that the user named
+        for number in self._held:
+            self(number)
+        return process
+
+    def __call__(self, number: int, _frame: FrameType | None = None) -> None:
+        if self._process is not None:
+            if number != signal.SIGINT:  # Ctrl-C has reached it already, being in the terminal's foreground
+                self._process.send_signal(number)
+        elif self._held is not None:
+            self._held.append(number)
+        else:
             raise SystemExit(128 + number)
-        if number != signal.SIGINT:  # Ctrl-C has reached it already, being in the terminal's foreground
-            self.process.send_signal(number)
 
     @contextmanager
     def installed(self) -> Iterator[Relay]:

@@ -10,8 +10,10 @@ import msgspec
 
 from modelyard.core import errors
 from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflow, Overloaded
+from modelyard.core.request import Request
 from modelyard.core.wire import WireError
 from modelyard.protocols.json import encode
+from modelyard.protocols.overflow import advice
 from modelyard.protocols.statuses import BY_STATUS
 
 # kind → (HTTP status, OpenAI's word for it)
@@ -30,6 +32,9 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "cancelled": (499, "cancelled"),
     "internal": (500, "server_error"),
 }
+
+
+_LESS = "choose a client that brings less along, for example aider: modelyard launch aider"
 
 
 def error_body(error: ModelyardError, overflow_param: str = "messages") -> dict[str, Any]:
@@ -67,10 +72,14 @@ def retry_headers(error: ModelyardError) -> dict[str, str]:
     return headers
 
 
-def write_http_error(error: ModelyardError, trace: str, overflow_param: str = "messages") -> WireError:
+def write_http_error(
+    error: ModelyardError, trace: str, overflow_param: str = "messages", request: Request | None = None
+) -> WireError:
     status = STATUS[error.kind][0]
     headers = {"x-request-id": trace} | retry_headers(error)
-    return WireError(status, encode({"error": error_body(error, overflow_param)}), headers)
+    body = error_body(error, overflow_param)
+    body["message"] += advice(error, request, _LESS)
+    return WireError(status, encode({"error": body}), headers)
 
 
 # What an error chunk inside a stream has instead of an HTTP status.

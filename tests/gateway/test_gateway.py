@@ -103,16 +103,28 @@ async def test_a_model_that_could_not_be_defined_says_why() -> None:
     assert "no tokenizer here" in error.message
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        Message("user", (Text("see"), Image("data:image/png;base64,AAAA"))),
-        Message("tool", (ToolResult("c", (Image("data:image/png;base64,AAAA"),)),)),
-    ],
-)
-async def test_images_go_to_no_model_that_reads_only_text(message: Message) -> None:
+async def test_images_go_to_no_model_that_reads_only_text() -> None:
+    message = Message("user", (Text("see"), Image("data:image/png;base64,AAAA")))
     error = await refused(Stage(), Unsupported, messages=(message,))
     assert error.code == "modality_unsupported"
+
+
+async def test_a_tool_that_runs_on_its_makers_servers_is_left_out_and_the_log_says_which(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tools = (Tool("now"), Tool("web_search", kind="server", type="web_search_20250305"))
+    with caplog.at_level("INFO", "modelyard.gateway"):
+        job = await Stage().gateway.prepare(asked(tools=tools), CALLER)
+    assert "web_search" not in job.runs[0].text
+    assert "tool_left_out: web_search_20250305 is not run here" in caplog.text
+
+
+async def test_a_picture_that_a_tool_returned_is_a_word_to_a_model_that_reads_only_text() -> None:
+    """It stays in an agent's history: a refusal would be the end of the session."""
+    message = Message("tool", (ToolResult("c", (Text("here"), Image("data:image/png;base64,AAAA"))),))
+    job = await Stage().gateway.prepare(asked(messages=(message,)), CALLER)
+    assert "here\n[image: this model reads text only]" in job.runs[0].text
+    assert job.request.warnings
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,12 @@ async def test_the_window_of_a_remote_model_is_known_only_where_it_was_told() ->
         cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
         assert cards["told"]["context_length"] == 200_000
         assert cards["untold"].get("context_length") is None
+
+
+async def test_a_card_has_the_window_of_the_cache_that_the_routes_lead_to() -> None:
+    """Agents size themselves by it: the model's own default cache may be larger."""
+    made = demo()
+    made["routes"] = [{"match": "*", "cache": "fast"}]
+    async with door(made) as client:
+        assert (await client.get("/v1/models/demo")).json()["context_length"] == 2048
+        assert [card["context_length"] for card in (await client.get("/v1/models")).json()["data"]] == [2048]

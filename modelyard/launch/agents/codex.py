@@ -17,7 +17,7 @@ AGENT = Agent(
 )
 
 NEEDS = 16_000  # its own prompt takes about 12,000
-_KEY = "MODELYARD_API_KEY"
+_KEY = "CODEX_MODELYARD_KEY"  # not one of our own names: the agent may run modelyard, too
 
 
 def plan(facts: Facts, home: Path) -> Plan:

@@ -36,7 +36,7 @@ def _settings(facts: Facts) -> dict[str, Any]:
         "apiKey": facts.key,
         "roles": ["chat"],
         "capabilities": ["tool_use"],
-        "requestOptions": {"timeout": 3600},
+        "requestOptions": {"timeout": 3_600_000},  # milliseconds
     }
     if facts.window is not None:
         model["contextLength"] = facts.window

@@ -41,6 +41,8 @@ def _settings(facts: Facts) -> dict[str, Any]:
         "model": f"modelyard/{facts.model}",
         "small_model": f"modelyard/{facts.aside}",
         "provider": {"modelyard": provider},
+        # Where its own prompt does not fit, a summary never helps, and it would make one after another for ever.
+        **({"compaction": {"auto": False}} if _is_too_small(facts) else {}),
     }
 
 
@@ -50,8 +52,12 @@ def _model(facts: Facts) -> dict[str, Any]:
     return {"limit": {"context": facts.window, "output": min(32_000, facts.window // 4)}}
 
 
+def _is_too_small(facts: Facts) -> bool:
+    return facts.window is not None and facts.window < NEEDS
+
+
 def _notes(facts: Facts) -> tuple[str, ...]:
-    if facts.window is None or facts.window >= NEEDS:
+    if not _is_too_small(facts):
         return ()
     return (
         f"{facts.model} has a window of {facts.window} tokens and opencode needs about {NEEDS}: its requests may be "

@@ -13,6 +13,7 @@ from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflo
 from modelyard.core.request import Request
 from modelyard.core.wire import WireError
 from modelyard.protocols.json import encode
+from modelyard.protocols.overflow import advice
 from modelyard.protocols.statuses import BY_STATUS
 
 # kind → (HTTP status, Anthropic's word for it)
@@ -33,18 +34,22 @@ _STATUS: Mapping[str, tuple[int, str]] = {
 }
 
 
+_LESS = "start Claude Code in its bare mode: modelyard launch claude -- --bare"
+
+
 def write_error(
     error: ModelyardError,
     *,
     trace: str,
     streaming: bool = False,  # noqa: ARG001  # before the first byte a stream fails like any other request
-    request: Request | None = None,  # noqa: ARG001
+    request: Request | None = None,
 ) -> WireError:
-    return WireError(_STATUS[error.kind][0], error_body(error, trace), _headers(error, trace))
+    body = error_body(error, trace, advice(error, request, _LESS))
+    return WireError(_STATUS[error.kind][0], body, _headers(error, trace))
 
 
-def error_body(error: ModelyardError, trace: str) -> bytes:
-    told = {"type": _STATUS[error.kind][1], "message": _message(error)}
+def error_body(error: ModelyardError, trace: str, more: str = "") -> bytes:
+    told = {"type": _STATUS[error.kind][1], "message": _message(error) + (f".{more}" if more else "")}
     told |= {name: value for name in ("code", "param") if (value := getattr(error, name)) is not None}
     return encode({"type": "error", "error": told, "request_id": f"req_{trace}"})
 

@@ -44,9 +44,9 @@ def write_error(
     *,
     trace: str,
     streaming: bool = False,  # noqa: ARG001 - before the first byte both kinds of request get the same HTTP error
-    request: Request | None = None,  # noqa: ARG001
+    request: Request | None = None,
 ) -> WireError:
-    return write_http_error(error, trace)
+    return write_http_error(error, trace, request=request)
 
 
 def writer(request: Request, trace: str) -> ChatWriter:

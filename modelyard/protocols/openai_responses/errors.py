@@ -21,7 +21,7 @@ def write_error(
     if streaming and isinstance(error, ContextOverflow):
         events = ResponsesWriter(request or _UNREAD, trace).write(Failed(error))
         return WireError(200, events, {"x-request-id": trace}, "text/event-stream")
-    return write_http_error(error, trace, overflow_param="input")
+    return write_http_error(error, trace, overflow_param="input", request=request)
 
 
 def read_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError:

@@ -20,7 +20,8 @@ from modelyard.protocols.openai_responses.tools import read_choice, read_tools
 ENCRYPTED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
 MOST_LOGPROBS = 20
-SESSION_HEADERS = ("session-id", "thread-id", "x-session-id", "x-session-affinity")
+# A Codex sub-agent is a thread of its own in its parent's session: the thread is the conversation.
+SESSION_HEADERS = ("thread-id", "session-id", "x-session-id", "x-session-affinity")
 
 
 def read_asked(asked: Body, headers: Mapping[str, str]) -> Request:

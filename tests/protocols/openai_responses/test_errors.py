@@ -19,7 +19,9 @@ def test_a_streamed_overflow_is_a_failed_response() -> None:
 
 
 def test_an_overflow_without_a_stream_is_told_as_on_chat() -> None:
-    told = wire.write_error(ContextOverflow(40123, 32768), trace=TRACE, request=CODEX)
+    told = wire.write_error(
+        ContextOverflow(40123, 32768), trace=TRACE, request=msgspec.structs.replace(CODEX, tools=())
+    )
     error = msgspec.json.decode(told.body)["error"]
     assert told.status == 400
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")

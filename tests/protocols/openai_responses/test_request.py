@@ -111,8 +111,8 @@ def test_include_turns_on_logprobs_and_encrypted_reasoning() -> None:
         ({}, "cache-key"),
         ({"x-session-affinity": "d"}, "d"),
         ({"x-session-id": "c", "x-session-affinity": "d"}, "c"),
-        ({"thread-id": "b", "x-session-id": "c"}, "b"),
-        ({"session-id": "a", "thread-id": "b"}, "a"),
+        ({"session-id": "b", "x-session-id": "c"}, "b"),
+        ({"session-id": "b", "thread-id": "a"}, "a"),
     ],
 )
 def test_the_session_comes_from_headers_before_the_cache_key(headers: dict[str, str], session: str) -> None:

@@ -1,0 +1,77 @@
+"""Puts the coding agents into the cache folder, at the versions that our tests run: `python setup/clients.py`.
+
+python setup/clients.py               all of them, where they are not there yet (about 2 GB)
+python setup/clients.py claude aider  only these
+
+Agents from npm are installed without their install scripts; aider gets an environment of its own. Nothing outside of
+the cache folder is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from modelyard.core.errors import ModelyardError, Unavailable
+from modelyard.launch import agents, programs
+from modelyard.launch.plan import Agent
+from modelyard.library.home import locked
+
+_TAIL = 15  # lines of what an installer said last
+
+
+def main(arguments: list[str] | None = None) -> int:
+    wanted = sys.argv[1:] if arguments is None else arguments
+    try:
+        for name in wanted or agents.names():
+            agent, _ = agents.find(name)
+            print(f"{agent.title} {agent.version}: {install(agent, os.environ)}", flush=True)
+    except ModelyardError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    return 0
+
+
+def install(agent: Agent, env: Mapping[str, str]) -> Path:
+    """Its program. The stamp is written last: a folder without it is the wreck of an installation that was cut off."""
+    folder, program = programs.folder(agent, env), programs.pinned(agent, env)
+    stamp = folder / ".installed"
+    with locked(folder.parent / f".{folder.name}.lock", lambda: _say(f"another process installs {agent.title}")):
+        if not (stamp.is_file() and program.is_file()):
+            shutil.rmtree(folder, ignore_errors=True)
+            _say(f"installing {agent.title} {agent.version} from {agent.source} into {folder} …")
+            for command in commands(agent, folder, shutil.which("npm", path=env.get("PATH"))):
+                _run(command, env)
+            if not program.is_file():
+                raise Unavailable(f"{agent.requirement} was installed, but has no program for this system: {program}")
+            stamp.touch()
+    return program
+
+
+def commands(agent: Agent, folder: Path, npm: str | None) -> list[list[str]]:
+    if agent.source == "PyPI":
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+        return [[sys.executable, "-m", "venv", str(folder)], [*pip, agent.requirement]]
+    if npm is None:
+        raise Unavailable(f"{agent.title} comes from npm, which is not here: install Node.js 20 or newer")
+    flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
+    return [[npm, "install", "--prefix", str(folder), *flags, agent.requirement]]
+
+
+def _run(command: list[str], env: Mapping[str, str]) -> None:
+    done = subprocess.run(command, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        said = "\n".join(done.stdout.splitlines()[-_TAIL:])
+        raise Unavailable(f"{' '.join(command)} failed; the last that it said:\n{said}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

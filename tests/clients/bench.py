@@ -1,0 +1,182 @@
+"""A bench for one agent: a scripted server, a private home, a work folder, and no way out but the loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from modelyard.core.errors import Unavailable
+from modelyard.core.request import Caller, Image, Part, Request, Text, Thinking, ToolCall, ToolResult
+from modelyard.engines.fake import base
+from modelyard.engines.fake.script import Rule, Script
+from modelyard.gateway import Gateway
+from modelyard.gateway.job import Job
+from modelyard.launch import agents, launch, programs
+from modelyard.launch.plan import Facts
+from modelyard.launch.server import Server
+from tests.e2e.servers import until
+from tests.serving import Served, serving
+
+DEADLINE = 240.0  # seconds, for a busy machine: an agent that is well needs a few
+_DEAD_END = "http://127.0.0.1:9"  # nobody listens on the discard port
+
+
+class Done:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    def __repr__(self) -> str:
+        return f"<Done {self.code}\n--- out\n{self.out[-4000:]}\n--- err\n{self.err[-4000:]}>"
+
+
+class Bench:
+    """`work` is the agent's folder. `asked` are its requests as the server has read them, in the order they came."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.agent, self._planner = agents.find(name)
+        self.work = folder / "work"
+        self.work.mkdir()
+        self.program = programs.pinned(self.agent)
+        assert self.program.is_file(), f"{self.agent.title} is not installed: .venv/bin/python setup/clients.py"
+        self.served: Served
+        self.asked: list[Request] = []
+
+    @contextmanager
+    def serve(self, script: list[dict[str, Any]], *, n_ctx: int = 131072, **model: Any) -> Iterator[Served]:
+        with ExitStack() as self._held, serving(_config(script, n_ctx, model)) as served:
+            self.talk_to(served)
+            yield served
+
+    def talk_to(self, served: Served) -> None:
+        self.served = served
+        self._listen(served.yard.gateway)
+
+    def _listen(self, gateway: Gateway) -> None:
+        prepare = gateway.prepare
+
+        async def noted(request: Request, caller: Caller) -> Job:
+            self.asked.append(request)
+            return await prepare(request, caller)
+
+        gateway.prepare = noted  # type: ignore[method-assign]
+
+    @property
+    def turns(self) -> list[Request]:
+        """Without side requests, such as those for a title: they bring no tools."""
+        return [request for request in self.asked if request.tools]
+
+    def facts(self, **more: Any) -> Facts:
+        server = Server(self.served.url)
+        try:
+            return msgspec.structs.replace(server.facts(None), **more)
+        finally:
+            server.close()
+
+    def run(self, *own: str, facts: Facts | None = None, **env: str) -> Done:
+        """The agent with these arguments of its own, to its end."""
+        process = self.start(*own, facts=facts, **env)
+        try:
+            out, err = process.communicate(timeout=DEADLINE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            raise AssertionError(f"it did not end: {Done(-9, out, err)}") from None
+        return Done(process.returncode, out, err)
+
+    def start(self, *own: str, facts: Facts | None = None, **env: str) -> subprocess.Popen[str]:
+        plan = self._planner(facts or self.facts(), self.folder / "settings")
+        launch.write(plan)
+        return subprocess.Popen(
+            [str(self.program), *plan.arguments, *own],
+            cwd=self.work,
+            env={**self.environment(), **plan.env, **env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def environment(self) -> dict[str, str]:
+        home = self.folder / "home"
+        home.mkdir(exist_ok=True)
+        proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), _DEAD_END)
+        loopback = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+        own = {"HOME": str(home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "IS_SANDBOX": "1"}
+        return own | proxies | loopback
+
+    def interrupt(self, process: subprocess.Popen[str]) -> Done:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=DEADLINE)
+        return Done(process.returncode, out, err)
+
+    def is_waiting_for(self, wanted: int = 1) -> None:
+        until(lambda: self.served.status("demo").running >= wanted, "the agent asked", DEADLINE)
+
+    def lose_the_engine(self, afterwards: list[dict[str, Any]]) -> None:
+        """The engine is gone in mid-answer; the one that comes in its place follows another script."""
+        rules = [Rule.model_validate(each) for each in afterwards]
+        self._held.enter_context(mock.patch.object(base, "Script", return_value=Script(rules)))
+        engine: Any = self.served.yard.scheduler.engine("demo")
+        self.served.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))
+
+
+def _config(script: list[dict[str, Any]], n_ctx: int, model: dict[str, Any]) -> dict[str, Any]:
+    demo = {"backend": "fake", "token_delay": 0, "modalities": ["text", "image"], "script": script, **model}
+    return {
+        "models": {"demo": demo},
+        "caches": {"main": {"model": "demo", "n_ctx": n_ctx, "parallel": 4}},
+        "routes": [{"match": "*", "cache": "main"}],
+    }
+
+
+# --- what a request holds -------------------------------------------------------------------------------------------
+
+
+def parts(request: Request, kind: type[Part]) -> list[Any]:
+    return [part for message in request.messages for part in message.parts if isinstance(part, kind)]
+
+
+def texts(request: Request) -> str:
+    return "\n".join(part.text for part in parts(request, Text))
+
+
+def thoughts(request: Request) -> list[str]:
+    return [part.text for part in parts(request, Thinking)]
+
+
+def called(request: Request) -> list[str]:
+    return [part.name for part in parts(request, ToolCall)]
+
+
+def results(request: Request) -> str:
+    found = (inner for part in parts(request, ToolResult) for inner in part.content)
+    return "\n".join(part.text for part in found if isinstance(part, Text))
+
+
+def pictures(request: Request) -> int:
+    inside = [inner for part in parts(request, ToolResult) for inner in part.content]
+    return sum(isinstance(part, Image) for part in [*parts(request, Image), *inside])
+
+
+# --- scripts --------------------------------------------------------------------------------------------------------
+
+
+def says(text: str) -> dict[str, str]:
+    return {"text": text}
+
+
+def calls(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"call": {"name": name, "arguments": arguments}}
+
+
+def rule(*steps: dict[str, Any], **conditions: Any) -> dict[str, Any]:
+    return {**conditions, "steps": list(steps)}

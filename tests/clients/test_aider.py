@@ -1,0 +1,71 @@
+"""aider, headless, against a scripted model: its edits land in files, and it gets over what goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.clients.bench import DEADLINE, Bench, rule, says, texts
+from tests.e2e.servers import is_idle
+
+MESSAGE = ("--yes-always", "--no-git", "--no-auto-commits", "--no-pretty", "--message")
+EDIT = "Here it is.\n\nnote.txt\n```\nforty-two\n```\n"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("aider", tmp_path)
+
+
+def test_it_writes_a_file_that_the_model_has_shown(bench: Bench) -> None:
+    (bench.work / "note.txt").write_text("nothing\n")
+    with bench.serve([rule({"think": "An edit."}, says(EDIT), when="write a note"), rule(says("ok"))]):
+        done = bench.run(*MESSAGE, "write a note", "note.txt")
+    assert done.code == 0, done
+    assert (bench.work / "note.txt").read_text() == "forty-two\n", done
+    assert "nothing" in texts(bench.asked[0])
+
+
+def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
+    script = [rule(says("Remembered."), when="remember 42"), rule(says("It was 42."), when="what was")]
+    with bench.serve(script):
+        bench.run(*MESSAGE, "remember 42")
+        done = bench.run("--restore-chat-history", *MESSAGE, "what was it?")
+    assert "It was 42." in done.out, done
+    assert "Remembered." in texts(bench.asked[-1])
+
+
+def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+    with bench.serve([rule(says("So far "), {"hang": True})]) as served:
+        process = bench.start(*MESSAGE, "wait for ever")
+        bench.is_waiting_for()
+        bench.interrupt(process)
+        is_idle(served)
+
+
+def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
+    with bench.serve([rule(says("Never said."))], n_ctx=500):
+        done = bench.run(*MESSAGE, "hello", facts=bench.facts(window=200_000))
+    assert "context" in (done.out + done.err).lower(), done
+    assert "Never said." not in done.out
+
+
+@pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal"])
+def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
+    script = [
+        rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
+        rule(says("Second time lucky."), when="try it"),
+    ]
+    with bench.serve(script):
+        done = bench.run(*MESSAGE, "try it")
+    assert "Second time lucky." in done.out, done
+
+
+def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+    with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
+        process = bench.start(*MESSAGE, "try it")
+        bench.is_waiting_for()
+        bench.lose_the_engine([rule(says("Back again."), when="try it")])
+        out, err = process.communicate(timeout=DEADLINE)
+    assert "Back again." in out, (out, err)

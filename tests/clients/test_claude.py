@@ -1,0 +1,193 @@
+"""Claude Code, headless, against a scripted model: its own tools work, and it gets over everything that goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.bench import (
+    DEADLINE,
+    Bench,
+    called,
+    calls,
+    pictures,
+    results,
+    rule,
+    says,
+    texts,
+    thoughts,
+)
+from tests.clients.pictures import png
+from tests.e2e.servers import is_idle
+
+ALLOWED = "--dangerously-skip-permissions"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("claude", tmp_path)
+
+
+def told(out: str) -> dict[str, Any]:
+    """The last line of --output-format json."""
+    found: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    return found
+
+
+def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_thoughts(bench: Bench) -> None:
+    note = bench.work / "note.txt"
+    script = [
+        rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
+        rule({"think": "Now read it."}, calls("Read", file_path=str(note)), result="(?i)created|written"),
+        rule(
+            {"think": "Write it first."},
+            says("Writing."),
+            calls("Write", file_path=str(note), content="forty-two\n"),
+            when="write a note",
+        ),
+    ]
+    with bench.serve(script):
+        done = bench.run("-p", "write a note", ALLOWED, "--output-format", "json")
+    assert done.code == 0, done
+    assert told(done.out)["result"] == "The note says: forty-two.", done
+    assert note.read_text() == "forty-two\n"
+    first, second, third = bench.turns
+    assert (called(first), called(second), called(third)) == ([], ["Write"], ["Write", "Read"])
+    assert thoughts(third) == ["Write it first.", "Now read it."]
+    assert "forty-two" in results(third)
+
+
+def test_a_second_turn_goes_on_where_the_first_ended_and_finds_its_prompt_cached(bench: Bench) -> None:
+    script = [
+        rule({"think": "A number."}, says("Remembered."), when="remember 42"),
+        rule(says("It was 42."), when="what was"),
+    ]
+    with bench.serve(script):
+        first = bench.run("-p", "remember 42", ALLOWED, "--output-format", "json")
+        session = told(first.out)["session_id"]
+        second = bench.run("-p", "what was it?", ALLOWED, "--output-format", "json", "--resume", session)
+    assert told(second.out)["result"] == "It was 42.", second
+    assert bench.turns[0].session == bench.turns[1].session
+    assert thoughts(bench.turns[1]) == ["A number."]
+    assert "Remembered." in texts(bench.turns[1])
+    before, usage = told(first.out)["usage"], told(second.out)["usage"]
+    known = before["input_tokens"] + before["cache_read_input_tokens"] + before["output_tokens"]
+    assert usage["cache_read_input_tokens"] > 0.9 * known
+
+
+def test_a_sub_agent_has_a_conversation_of_its_own(bench: Bench) -> None:
+    script = [
+        rule(says("The sub-agent has found it."), when="FOUND-IT"),
+        rule(says("FOUND-IT"), when="look for the needle"),
+        rule(says("Waiting."), result="."),
+        rule(
+            calls("Agent", description="find it", prompt="look for the needle", subagent_type="general-purpose"),
+            when="send somebody",
+        ),
+    ]
+    with bench.serve(script):
+        done = bench.run("-p", "send somebody", ALLOWED)
+    assert done.code == 0, done
+    assert "The sub-agent has found it." in done.out, done
+    sessions = {request.session for request in bench.turns}
+    assert len(sessions) == 2, sessions
+
+
+def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
+    picture = bench.work / "red.png"
+    picture.write_bytes(png())
+    script = [
+        rule(says("It is red."), result=r"\[image\]"),
+        rule(calls("Read", file_path=str(picture)), when="look at"),
+    ]
+    with bench.serve(script):
+        done = bench.run("-p", "look at red.png", ALLOWED)
+    assert "It is red." in done.out, done
+    assert pictures(bench.turns[-1]) == 1
+
+
+def test_a_model_that_sees_nothing_is_told_that_there_was_a_picture(bench: Bench) -> None:
+    picture = bench.work / "red.png"
+    picture.write_bytes(png())
+    script = [
+        rule(says("A picture, I am told."), result=r"\[image"),
+        rule(calls("Read", file_path=str(picture)), when="look at"),
+    ]
+    with bench.serve(script, modalities=["text"]):
+        done = bench.run("-p", "look at red.png", ALLOWED)
+    assert "A picture, I am told." in done.out, done
+
+
+def test_a_deferred_tool_is_found_by_search_and_then_called(bench: Bench) -> None:
+    script = [
+        rule(says("Nothing is planned."), result="(?i)no scheduled"),
+        rule(calls("CronList"), result="From here on this tool"),
+        rule(calls("ToolSearch", query="select:CronList"), when="what is planned", turn=1),
+    ]
+    with bench.serve(script):
+        done = bench.run("-p", "what is planned", ALLOWED)
+    assert "Nothing is planned." in done.out, done
+    assert called(bench.turns[-1]) == ["ToolSearch", "CronList"]
+
+
+def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+    with bench.serve([rule(says("So far "), {"hang": True})]) as served:
+        process = bench.start("-p", "wait for ever", ALLOWED)
+        bench.is_waiting_for()
+        bench.interrupt(process)
+        is_idle(served)
+
+
+def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -> None:
+    """The client believes in a larger window, so that only the server's refusal can tell it."""
+    script = [
+        rule(says("<summary>We spoke of yards.</summary>"), when="(?i)summary of the conversation|detailed summary"),
+        rule({"tokens": 6000}, when="tell me a long story"),
+        rule(says("Short enough."), when="and now"),
+    ]
+    with bench.serve(script, n_ctx=24_000):
+        facts = bench.facts(window=200_000)
+        first = bench.run("-p", "tell me a long story", ALLOWED, "--output-format", "json", facts=facts)
+        session = told(first.out)["session_id"]
+        for _ in range(2):
+            done = bench.run("-p", "tell me a long story, again", ALLOWED, "--resume", session, facts=facts)
+            assert done.code == 0, done
+        done = bench.run("-p", "and now", ALLOWED, "--resume", session, facts=facts)
+    assert "Short enough." in done.out, done
+    assert "We spoke of yards." in texts(bench.turns[-1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "requests"), [("rate_limited", 2), ("overloaded", 2), ("internal", 2), ("timeout", 2)]
+)
+def test_it_comes_back_after_a_refusal(bench: Bench, kind: str, requests: int) -> None:
+    script = [
+        rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
+        rule(says("Second time lucky."), when="try it"),
+    ]
+    with bench.serve(script):
+        done = bench.run("-p", "try it", ALLOWED)
+    assert "Second time lucky." in done.out, done
+    assert len(bench.turns) == requests
+
+
+def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+    with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
+        process = bench.start("-p", "try it", ALLOWED)
+        bench.is_waiting_for()
+        bench.lose_the_engine([rule(says("Back again."), when="try it")])
+        out, err = process.communicate(timeout=DEADLINE)
+    assert "Back again." in out, (out, err)
+
+
+def test_in_a_window_that_its_own_prompt_does_not_fit_it_ends_and_says_so(bench: Bench) -> None:
+    """The server's numbers reach the user, and it does not try in vain."""
+    with bench.serve([rule(says("Never said."))], n_ctx=8_000):
+        done = bench.run("-p", "hello", ALLOWED, facts=bench.facts(window=200_000))
+    assert done.code != 0
+    assert "Prompt is too long" in done.out, done
+    assert "8000" in done.out, done
+    assert len(bench.turns) == 1

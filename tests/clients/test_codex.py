@@ -1,0 +1,160 @@
+"""Codex, headless, against a scripted model: its own tools work, and it gets over everything that goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from modelyard.core.request import ToolCall
+from tests.clients.bench import DEADLINE, Bench, called, calls, parts, pictures, results, rule, says, texts, thoughts
+from tests.clients.pictures import png
+from tests.e2e.servers import is_idle
+
+EXEC = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("codex", tmp_path)
+
+
+def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_thoughts(bench: Bench) -> None:
+    script = [
+        rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
+        rule({"think": "Now read it."}, calls("exec_command", cmd="cat note.txt"), result="exited with code 0"),
+        rule(
+            {"think": "Write it first."},
+            says("Writing."),
+            calls("exec_command", cmd="echo forty-$((40+2)) | sed s/42/two/ > note.txt"),
+            when="write a note",
+        ),
+    ]
+    with bench.serve(script):
+        done = bench.run(*EXEC, "write a note")
+    assert done.code == 0, done
+    assert done.out.strip() == "The note says: forty-two.", done
+    assert (bench.work / "note.txt").read_text() == "forty-two\n"
+    assert [called(request) for request in bench.turns] == [[], ["exec_command"], ["exec_command", "exec_command"]]
+    assert thoughts(bench.turns[-1]) == ["Write it first.", "Now read it."]
+    assert "forty-two" in results(bench.turns[-1])
+
+
+def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
+    script = [
+        rule({"think": "A number."}, says("Remembered."), when="remember 42"),
+        rule(says("It was 42."), when="what was"),
+    ]
+    with bench.serve(script) as served:
+        bench.run(*EXEC, "remember 42")
+        engine = served.yard.scheduler.engine("demo")
+        read = engine.stats().evaluated_tokens  # type: ignore[union-attr]
+        done = bench.run(*EXEC, "resume", "--last", "what was it?")
+        new = engine.stats().evaluated_tokens - read  # type: ignore[union-attr]
+    assert done.out.strip() == "It was 42.", done
+    assert "Remembered." in texts(bench.turns[1])
+    assert thoughts(bench.turns[1]) == ["A number."]
+    assert bench.turns[0].session == bench.turns[1].session
+    assert new < 0.1 * read
+
+
+def test_a_sub_agent_is_called_in_its_namespace_and_has_a_conversation_of_its_own(bench: Bench) -> None:
+    """The main agent waits for a file that the sub-agent makes: to wait for it by name, a script cannot know its id."""
+    script = [
+        rule(says("FOUND-IT"), when="look for the needle", result="code 0"),
+        rule(calls("exec_command", cmd="touch needle"), when="look for the needle"),
+        rule(says("The needle is there."), result="needle is here"),
+        rule(
+            calls("exec_command", cmd="until [ -e needle ]; do sleep 0.1; done; echo needle is here"),
+            when="send somebody",
+            result=".",
+        ),
+        rule(calls("spawn_agent", message="look for the needle"), when="send somebody"),
+        rule(says("The needle is there.")),
+    ]
+    with bench.serve(script):
+        done = bench.run(*EXEC, "send somebody")
+    assert done.out.strip() == "The needle is there.", done
+    made = [part for request in bench.turns for part in parts(request, ToolCall) if part.name == "spawn_agent"]
+    assert {call.namespace for call in made} == {"multi_agent_v1"}
+    assert "unsupported call" not in "".join(map(results, bench.turns))
+    assert len({request.session for request in bench.turns}) == 2
+
+
+def test_a_custom_tool_is_called_with_free_text(bench: Bench) -> None:
+    patch = "*** Begin Patch\n*** Add File: note.txt\n+forty-two\n*** End Patch\n"
+    script = [
+        rule(says("Patched."), result="Success"),
+        rule(calls("apply_patch", input=patch), when="patch it"),
+    ]
+    with bench.serve(script):
+        done = bench.run(*EXEC, "patch it", facts=bench.facts(model="gpt-5.5"))
+    assert done.out.strip() == "Patched.", done
+    assert (bench.work / "note.txt").read_text() == "forty-two\n"
+    (call,) = parts(bench.turns[-1], ToolCall)
+    assert (call.custom, call.arguments) == (True, patch)
+
+
+def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
+    (bench.work / "red.png").write_bytes(png())
+    script = [
+        rule(says("It is red."), result=r"\[image\]"),
+        rule(calls("view_image", path=str(bench.work / "red.png")), when="look at"),
+    ]
+    with bench.serve(script):
+        done = bench.run(*EXEC, "look at red.png")
+    assert done.out.strip() == "It is red.", done
+    assert pictures(bench.turns[-1]) == 1
+
+
+def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+    with bench.serve([rule(says("So far "), {"hang": True})]) as served:
+        process = bench.start(*EXEC, "wait for ever")
+        bench.is_waiting_for()
+        bench.interrupt(process)
+        is_idle(served)
+
+
+def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:
+    """By the window that the launcher tells it and the usage that we report."""
+    script = [
+        rule(says("We spoke of yards."), when="(?i)handoff summary|compaction"),
+        rule({"tokens": 3000}, when="tell me a long story"),
+        rule(says("Short enough."), when="and now"),
+    ]
+    with bench.serve(script, n_ctx=20_000):
+        bench.run(*EXEC, "tell me a long story")
+        bench.run(*EXEC, "resume", "--last", "tell me a long story, again")
+        done = bench.run(*EXEC, "resume", "--last", "and now")
+    assert done.out.strip() == "Short enough.", done
+    assert "We spoke of yards." in texts(bench.turns[-1])
+    assert len(bench.asked) == len(bench.turns) + 1
+
+
+def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
+    with bench.serve([rule(says("Never said."))], n_ctx=8_000):
+        done = bench.run(*EXEC, "hello", facts=bench.facts(window=200_000))
+    assert done.code != 0
+    assert "ran out of room" in done.err, done
+    assert len(bench.asked) == 1, "it tried again in vain"
+
+
+@pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal", "timeout"])
+def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
+    script = [
+        rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
+        rule(says("Second time lucky."), when="try it"),
+    ]
+    with bench.serve(script):
+        done = bench.run(*EXEC, "try it")
+    assert done.out.strip() == "Second time lucky.", done
+    assert len(bench.turns) == 2
+
+
+def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+    with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
+        process = bench.start(*EXEC, "try it")
+        bench.is_waiting_for()
+        bench.lose_the_engine([rule(says("Back again."), when="try it")])
+        out, err = process.communicate(timeout=DEADLINE)
+    assert out.strip() == "Back again.", (out, err)

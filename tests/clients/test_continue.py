@@ -1,0 +1,102 @@
+"""Continue's command line, headless, against a scripted model: its own tools work, and it survives what goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.clients.bench import DEADLINE, Bench, called, calls, results, rule, says, texts
+from tests.e2e.servers import is_idle
+
+PRINT = ("--auto", "-p")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("continue", tmp_path)
+
+
+def test_it_writes_a_file_and_reads_it_back_with_its_own_tools(bench: Bench) -> None:
+    note = bench.work / "note.txt"
+    script = [
+        rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
+        rule(calls("Read", filepath=str(note)), result="(?i)success|created|wrote"),
+        rule(
+            {"think": "Write it first."},
+            calls("Write", filepath=str(note), content="forty-two\n"),
+            when="write a note",
+        ),
+    ]
+    with bench.serve(script):
+        done = bench.run(*PRINT, "write a note")
+    assert done.code == 0, done
+    assert "The note says: forty-two." in done.out, done
+    assert note.read_text() == "forty-two\n"
+    assert [called(request) for request in bench.turns] == [[], ["Write"], ["Write", "Read"]]
+    assert "forty-two" in results(bench.turns[-1])
+
+
+def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
+    script = [rule(says("Remembered."), when="remember 42"), rule(says("It was 42."), when="what was")]
+    with bench.serve(script):
+        bench.run(*PRINT, "remember 42")
+        done = bench.run(*PRINT, "--resume", "what was it?")
+    assert "It was 42." in done.out, done
+    assert "Remembered." in texts(bench.turns[-1])
+
+
+def test_a_model_named_like_gpt_5_is_asked_by_responses(bench: Bench) -> None:
+    note = bench.work / "note.txt"
+    script = [
+        rule(says("Written."), result="(?i)success|created|wrote"),
+        rule(calls("Write", filepath=str(note), content="forty-two\n"), when="write a note"),
+    ]
+    with bench.serve(script):
+        done = bench.run(*PRINT, "write a note", facts=bench.facts(model="gpt-5-local"))
+    assert "Written." in done.out, done
+    assert note.read_text() == "forty-two\n"
+
+
+def test_it_waits_for_a_prompt_that_takes_long_to_read(bench: Bench) -> None:
+    """Its own patience is a few seconds where a timeout is set in the wrong unit."""
+    with bench.serve([rule({"prefill": 6}, says("At last."))]):
+        done = bench.run(*PRINT, "a long prompt")
+    assert "At last." in done.out, done
+    assert len(bench.asked) == 1
+
+
+def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+    with bench.serve([rule(says("So far "), {"hang": True})]) as served:
+        process = bench.start(*PRINT, "wait for ever")
+        bench.is_waiting_for()
+        bench.interrupt(process)
+        is_idle(served)
+
+
+def test_a_prompt_beyond_the_window_is_an_error_that_says_so(bench: Bench) -> None:
+    with bench.serve([rule(says("Never said."))], n_ctx=1000):
+        done = bench.run(*PRINT, "hello", facts=bench.facts(window=200_000))
+    assert done.code != 0
+    assert "maximum context length is 1000 tokens" in done.out + done.err, done
+
+
+@pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal"])
+def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
+    script = [
+        rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
+        rule(says("Second time lucky."), when="try it"),
+    ]
+    with bench.serve(script):
+        done = bench.run(*PRINT, "try it")
+    assert "Second time lucky." in done.out, done
+    assert len(bench.turns) == 2
+
+
+def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+    with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it")]):
+        process = bench.start(*PRINT, "try it")
+        bench.is_waiting_for()
+        bench.lose_the_engine([rule(says("Back again."), when="try it")])
+        out, err = process.communicate(timeout=DEADLINE)
+    assert "Back again." in out, (out, err)

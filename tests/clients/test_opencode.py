@@ -1,0 +1,139 @@
+"""opencode, headless, against a scripted model: its own tools work, and it gets over everything that goes wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.clients.bench import DEADLINE, Bench, called, calls, pictures, results, rule, says, texts, thoughts
+from tests.clients.pictures import png
+from tests.e2e.servers import is_idle
+
+RUN = ("run", "--auto")
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("opencode", tmp_path)
+
+
+def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_thoughts(bench: Bench) -> None:
+    note = bench.work / "note.txt"
+    script = [
+        rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
+        rule({"think": "Now read it."}, calls("read", filePath=str(note)), result="(?i)wrote|success"),
+        rule(
+            {"think": "Write it first."},
+            says("Writing."),
+            calls("write", filePath=str(note), content="forty-two\n"),
+            when="write a note",
+        ),
+    ]
+    with bench.serve(script):
+        done = bench.run(*RUN, "write a note")
+    assert done.code == 0, done
+    assert "The note says: forty-two." in done.out, done
+    assert note.read_text() == "forty-two\n"
+    assert [called(request) for request in bench.turns] == [[], ["write"], ["write", "read"]]
+    assert thoughts(bench.turns[-1]) == ["Write it first.", "Now read it."]
+    assert "forty-two" in results(bench.turns[-1])
+
+
+def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
+    script = [
+        rule({"think": "A number."}, says("Remembered."), when="remember 42"),
+        rule(says("It was 42."), when="what was"),
+    ]
+    with bench.serve(script):
+        bench.run(*RUN, "remember 42")
+        done = bench.run(*RUN, "--continue", "what was it?")
+    assert "It was 42." in done.out, done
+    assert "Remembered." in texts(bench.turns[-1])
+    assert thoughts(bench.turns[-1]) == ["A number."]
+    assert bench.turns[0].session == bench.turns[-1].session
+
+
+def test_a_sub_agent_has_a_conversation_of_its_own(bench: Bench) -> None:
+    script = [
+        rule(says("The sub-agent has found it."), result="FOUND-IT"),
+        rule(says("FOUND-IT"), when="look for the needle"),
+        rule(
+            calls("task", description="find it", prompt="look for the needle", subagent_type="general"),
+            when="send somebody",
+        ),
+    ]
+    with bench.serve(script):
+        done = bench.run(*RUN, "send somebody")
+    assert "The sub-agent has found it." in done.out, done
+    assert len({request.session for request in bench.turns}) == 2
+
+
+def test_a_picture_that_a_tool_returns_reaches_the_model_or_is_told_of(bench: Bench) -> None:
+    (bench.work / "red.png").write_bytes(png())
+    script = [
+        rule(says("It is there."), when="(?i)image"),
+        rule(says("It is there."), result="(?i)image"),
+        rule(calls("read", filePath=str(bench.work / "red.png")), when="look at"),
+    ]
+    with bench.serve(script):
+        done = bench.run(*RUN, "look at red.png")
+    assert "It is there." in done.out, done
+    assert called(bench.turns[-1]) == ["read"]
+    assert pictures(bench.turns[-1]) <= 1
+
+
+def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
+    with bench.serve([rule(says("So far "), {"hang": True}, when="wait for ever"), rule(says("ok"))]) as served:
+        process = bench.start(*RUN, "wait for ever")
+        bench.is_waiting_for()
+        bench.interrupt(process)
+        is_idle(served)
+
+
+def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -> None:
+    """The client believes in a larger window, so that only the server's refusal can tell it. It goes on, and still
+    ends with the error's exit code."""
+    script = [
+        rule(says("We spoke of yards."), when="(?i)anchored summary|summary of|summar[iy]"),
+        rule({"tokens": 4000}, when="tell me a long story"),
+        rule(says("Short enough.")),
+    ]
+    with bench.serve(script, n_ctx=16_000):
+        facts = bench.facts(window=200_000)
+        bench.run(*RUN, "tell me a long story", facts=facts)
+        bench.run(*RUN, "--continue", "tell me a long story, again", facts=facts)
+        done = bench.run(*RUN, "--continue", "and now", facts=facts)
+    assert "Short enough." in done.out, done
+    assert "We spoke of yards." in texts(bench.turns[-1])
+
+
+@pytest.mark.parametrize("kind", ["rate_limited", "overloaded", "internal"])
+def test_it_comes_back_after_a_refusal(bench: Bench, kind: str) -> None:
+    script = [
+        rule(says("A title"), when="(?i)generate a title"),
+        rule({"fail": "not now", "kind": kind}, when="try it", turn=1),
+        rule(says("Second time lucky."), when="try it"),
+    ]
+    with bench.serve(script):
+        done = bench.run(*RUN, "--title", "t", "try it")
+    assert "Second time lucky." in done.out, done
+    assert len(bench.turns) == 2
+
+
+def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> None:
+    with bench.serve([rule(says("Half an ans"), {"hang": True}, when="try it"), rule(says("ok"))]):
+        process = bench.start(*RUN, "--title", "t", "try it")
+        bench.is_waiting_for()
+        bench.lose_the_engine([rule(says("Back again."), when="try it")])
+        out, err = process.communicate(timeout=DEADLINE)
+    assert "Back again." in out, (out, err)
+
+
+def test_in_a_window_that_its_own_prompt_does_not_fit_it_ends_and_says_what_helps(bench: Bench) -> None:
+    """With its own settings it would make one summary after another for ever."""
+    with bench.serve([rule(says("Never said."))], n_ctx=4_000):
+        done = bench.run(*RUN, "--title", "t", "hello")
+    assert done.code != 0
+    assert "serve the model with a larger n_ctx" in done.err, done
+    assert len(bench.turns) == 1

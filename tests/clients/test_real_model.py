@@ -1,0 +1,68 @@
+"""Agents on the real default model, as far as its window of 8,192 tokens carries: each gets an answer and ends well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from modelyard.library import default
+from tests.clients.bench import Bench
+from tests.serving import Served, serving
+
+SHORT = "You are a helpful assistant. Answer in one sentence.\n"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    default.fetch()
+    config = {
+        "models": {"smollm2": {"n_threads": 1}},
+        "caches": {"main": {"model": "smollm2", "n_ctx": 8192, "parallel": 1}},
+        "routes": [{"match": "*", "cache": "main"}],
+        "engine": {"decoding": {"temperature": 0}},
+    }
+    with serving(config) as running:
+        yield running
+
+
+def bench(name: str, folder: Path, served: Served) -> Bench:
+    made = Bench(name, folder)
+    made.talk_to(served)
+    return made
+
+
+def test_claude_code_starts_bare_and_is_answered(tmp_path: Path, served: Served) -> None:
+    claude = bench("claude", tmp_path, served)
+    done = claude.run("-p", "Say hello.")
+    assert (done.code, bool(done.out.strip())) == (0, True), done
+    assert [tool.name for tool in claude.asked[0].tools] == ["Bash", "Edit", "Read"]
+
+
+def test_codex_with_short_instructions_is_answered(tmp_path: Path, served: Served) -> None:
+    codex = bench("codex", tmp_path, served)
+    (tmp_path / "short.md").write_text(SHORT)
+    less = (
+        "-c",
+        f'model_instructions_file="{tmp_path / "short.md"}"',
+        "--disable",
+        "multi_agent",
+        "--disable",
+        "goals",
+    )
+    done = codex.run("exec", "--skip-git-repo-check", *less, "Say hello.")
+    assert (done.code, bool(done.out.strip())) == (0, True), done
+
+
+def test_continue_is_answered(tmp_path: Path, served: Served) -> None:
+    done = bench("continue", tmp_path, served).run("-p", "Say hello.")
+    assert (done.code, bool(done.out.strip())) == (0, True), done
+
+
+def test_aider_is_answered(tmp_path: Path, served: Served) -> None:
+    aider = bench("aider", tmp_path, served)
+    done = aider.run("--yes-always", "--no-git", "--no-pretty", "--message", "Say hello.")
+    assert done.code == 0, done
+    assert "tokens" in done.out.lower(), done
+    assert len(aider.asked) >= 1

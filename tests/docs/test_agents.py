@@ -1,0 +1,33 @@
+"""docs/agents.md: each agent has its section, with the command that starts it and the version that is tested."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from modelyard.launch import agents
+from modelyard.launch.agents import claude
+from tests.docs.pages import DOCS, blocks
+
+PAGE = (DOCS / "agents.md").read_text()
+
+
+@pytest.mark.parametrize("name", agents.names())
+def test_each_agent_has_a_section_a_command_and_the_version_that_is_tested(name: str) -> None:
+    agent, _ = agents.find(name)
+    section = re.search(rf"^## {agent.title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    assert f"```console\nmodelyard launch {name}\n" in section[1]
+    assert re.search(rf"^\| {agent.title} \| {re.escape(agent.version)} \|", PAGE, re.MULTILINE)
+
+
+def test_every_command_names_an_agent_that_there_is() -> None:
+    lines = [shlex.split(line) for block in blocks("agents.md", "console") for line in block.splitlines()]
+    assert {words[2] for words in lines} == set(agents.names())
+    assert all(words[:2] == ["modelyard", "launch"] and (len(words) == 3 or words[3] == "--") for words in lines)
+
+
+def test_the_windows_of_claude_code_are_those_of_the_launcher() -> None:
+    assert f"{claude.FULL:,}, better {claude.COMFORTABLE:,}" in PAGE

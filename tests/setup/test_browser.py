@@ -1,0 +1,32 @@
+"""The browser of the tests: the machine's own comes first, then what was unpacked, then none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.workbench.screen import setup_script
+
+script = setup_script()
+
+
+def unpack(root: Path) -> None:
+    for name in ("usr/lib/chromium/chromium", "usr/bin/chromedriver", "usr/lib/x86_64-linux-gnu/libx.so"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+def test_the_machines_own_browser_comes_first(tmp_path: Path) -> None:
+    unpack(tmp_path)
+    here = {"google-chrome": "/opt/chrome", "chromedriver": "/opt/driver"}
+    assert script.find(here.get, tmp_path) == (Path("/opt/chrome"), Path("/opt/driver"), {})
+
+
+def test_a_browser_without_its_driver_is_not_enough(tmp_path: Path) -> None:
+    assert script.find({"chromium": "/usr/bin/chromium"}.get, tmp_path) is None
+
+
+def test_an_unpacked_one_is_started_with_its_own_libraries(tmp_path: Path) -> None:
+    unpack(tmp_path)
+    found = script.find(lambda _: None, tmp_path)
+    assert found.browser == tmp_path / "usr/lib/chromium/chromium"
+    assert str(tmp_path / "usr/lib/x86_64-linux-gnu") in found.environment["LD_LIBRARY_PATH"]
