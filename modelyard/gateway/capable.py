@@ -113,11 +113,11 @@ def _result_in_words(result: ToolResult) -> ToolResult:
 
 
 def has_images(request: Request) -> bool:
-    return any(_has_image(message) for message in request.messages)
-
-
-def _has_image(message: Message) -> bool:
-    return any(
-        isinstance(part, Image) or (isinstance(part, ToolResult) and any(isinstance(p, Image) for p in part.content))
-        for part in message.parts
-    )
+    """Loops, not generators: this looks at every part of every request."""
+    for message in request.messages:
+        for part in message.parts:
+            if type(part) is Image:
+                return True
+            if type(part) is ToolResult and any(type(inside) is Image for inside in part.content):
+                return True
+    return False

@@ -189,7 +189,10 @@ class Pooled:
 
     @property
     def living(self) -> Engine | None:
-        return next((one.engine for one in self.up if one.engine is not None and not one.engine.lost.done()), None)
+        for one in self.up:  # asked twice a request: a generator would cost more than the answer
+            if one.engine is not None and not one.engine.lost.done():
+                return one.engine
+        return None
 
     @property
     def capabilities(self) -> Capabilities:

@@ -5,7 +5,8 @@ Kept in memory and small: a request adds one record and touches one sum. Texts a
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import itertools
+from collections import deque
 from collections.abc import Iterator
 
 from msgspec import Struct, field
@@ -52,15 +53,12 @@ class Slice(Struct):
 
 class History:
     def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._records: OrderedDict[str, list[Record]] = OrderedDict()
+        self._records: deque[Record] = deque(maxlen=limit)
         self._slices: deque[Slice] = deque(maxlen=_SLICES)
 
     def add(self, record: Record) -> None:
-        self._records.setdefault(record.trace, []).append(record)
-        if len(self._records) > self._limit:
-            self._records.popitem(last=False)
-        self._sum(self._slice(record.at), record)
+        self._records.append(record)
+        _sum(self._slice(record.at), record)
 
     def saw_queue(self, now: float, waiting: int) -> None:
         current = self._slice(now)
@@ -68,32 +66,32 @@ class History:
 
     def find(self, trace: str) -> list[Record]:
         """Every choice of a request, or nothing."""
-        return self._records.get(trace, [])
+        return [record for record in self._records if record.trace == trace]
 
     def recent(self, limit: int) -> Iterator[Record]:
         """The newest first."""
-        for _, records in zip(range(limit), reversed(self._records.values()), strict=False):
-            yield from records
+        return itertools.islice(reversed(self._records), limit)
 
     def slices(self, now: float) -> list[Slice]:
         """Those of the last hour, the oldest first; ten seconds in which nothing happened have none."""
         return [one for one in self._slices if one.at > now - _SLICES * SLICE_S]
 
     def _slice(self, now: float) -> Slice:
-        at = int(now) // SLICE_S * SLICE_S
-        if not self._slices or self._slices[-1].at < at:
-            self._slices.append(Slice(at))
-        return self._slices[-1]
+        slices = self._slices
+        if not slices or now >= slices[-1].at + SLICE_S:
+            slices.append(Slice(int(now) // SLICE_S * SLICE_S))
+        return slices[-1]
 
-    def _sum(self, current: Slice, record: Record) -> None:
-        usage, timings = record.usage, record.timings
-        current.requests += 1
-        current.failures += record.failed
-        current.prompt += usage.prompt
-        current.cached += usage.cached
-        current.output += usage.output
-        if timings.first_token is not None and len(current.first_token_s) < _SAMPLES:
-            current.first_token_s.append(timings.first_token)
-            if timings.decode and usage.output > 1:
-                current.inter_token_s.append(timings.decode / (usage.output - 1))
-                current.tokens_per_s.append((usage.output - 1) / timings.decode)
+
+def _sum(current: Slice, record: Record) -> None:
+    usage, timings = record.usage, record.timings
+    current.requests += 1
+    current.failures += record.failed
+    current.prompt += usage.prompt
+    current.cached += usage.cached
+    current.output += usage.output
+    if timings.first_token is not None and len(current.first_token_s) < _SAMPLES:
+        current.first_token_s.append(timings.first_token)
+        if timings.decode and usage.output > 1:
+            current.inter_token_s.append(timings.decode / (usage.output - 1))
+            current.tokens_per_s.append((usage.output - 1) / timings.decode)
