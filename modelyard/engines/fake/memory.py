@@ -78,8 +78,6 @@ class Sequences:
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Strides are compared in C and double while they are equal; the short one that differs goes token by token."""
     end, at, stride = min(len(a), len(b)), 0, _STRIDE
-    if a[:end] == b[:end]:  # the next turn of a conversation, or the same question again
-        return end
     while at < end:
         if a[at : min(end, at + stride)] == b[at : min(end, at + stride)]:
             at, stride = min(end, at + stride), stride * 2
