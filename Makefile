@@ -44,6 +44,11 @@ test-clients: install ## install the real coding agents (about 2 GB, once) and r
 	$(BIN)/python setup/clients.py
 	$(BIN)/pytest -m clients tests/clients
 
+test-cluster: install ## the tests that need a Ray cluster: one of three nodes is started, in a network of its own
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/ray 'ray>=2.50,<3'
+	PYTHONPATH=$(CURDIR)/$(VENV)/ray unshare --map-root-user --net sh -c \
+		'ip link set lo up && $(BIN)/pytest -m cluster tests/workers'
+
 format: install ## format the code and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -60,4 +65,4 @@ bench-engine: install ## measure the llama.cpp engine beside llama-server (fetch
 bench-agents: install ## replay an agent's session against ours and llama-server
 	$(BIN)/python bench/agents.py $(ARGS)
 
-.PHONY: help install rebuild-engine serve test test-clients format architecture bench bench-engine bench-agents
+.PHONY: help install rebuild-engine serve test test-clients test-cluster format architecture bench bench-engine bench-agents

@@ -67,12 +67,16 @@ class Stage:
         return None
 
     def break_(self, what: str) -> None:
+        """Done when its successor is there: one that still loads may be silent for as long as it likes."""
         if what in self.parts:
             self.parts[what].kill()
             self.parts[what].wait()
             self.start(what)
         elif (pid := self.worker()) is not None:
             os.kill(pid, signal.SIGKILL if what == "worker" else signal.SIGSTOP)
+            deadline = time.monotonic() + 60
+            while self.worker() in (pid, None) and time.monotonic() < deadline:
+                time.sleep(0.05)
 
     def stop(self) -> None:
         for part in self.parts.values():

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from modelyard.blueprint import blueprints
 from modelyard.config import Config
 from modelyard.core.errors import Unavailable
+from modelyard.core.store import Store
 from modelyard.footprint import machine
 from modelyard.gateway import Gateway
 from modelyard.house import Household, Reread, defined
@@ -23,7 +24,7 @@ from modelyard.http import server as front
 from modelyard.http.admin.office import Office
 from modelyard.http.auth import Key, check_bind, read_keys
 from modelyard.library.home import cache_folder
-from modelyard.processes.fleet import SOCKET_VARIABLE
+from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE
 from modelyard.prompt.media import Images
 from modelyard.scheduler.appraisal import Appraiser
 from modelyard.scheduler.limits import KeyLimits
@@ -37,6 +38,9 @@ from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.papers import Copies, Papers
 from modelyard.telemetry.peers import MetricsPeer
 from modelyard.workbench.mount import Workbench
+from modelyard.workbench.relay import is_keeper, meeting_place
+from modelyard.workers.pool import RemotePool
+from modelyard.workers.store import SharedStore
 
 
 class Yard(Struct):
@@ -44,7 +48,7 @@ class Yard(Struct):
 
     config: Config
     keys: tuple[Key, ...]
-    scheduler: Scheduler
+    scheduler: Scheduler | RemotePool
     gateway: Gateway
     house: Household
     app: ASGIApp
@@ -53,18 +57,24 @@ class Yard(Struct):
         await _stop(self.gateway, self.scheduler)
 
 
-async def _stop(gateway: Gateway, scheduler: Scheduler) -> None:
+async def _stop(gateway: Gateway, scheduler: Scheduler | RemotePool) -> None:
     """Every answer under way ends in an error that its client can read, and nothing new begins."""
     gateway.stop(Unavailable("the server is shutting down", code="shutting_down"))
     await scheduler.close()
 
 
-def compose(config: Config, env: Mapping[str, str] = os.environ, reread: Reread | None = None) -> Yard:
+def compose(
+    config: Config,
+    env: Mapping[str, str] = os.environ,
+    reread: Reread | None = None,
+    pool: RemotePool | None = None,
+) -> Yard:
+    """`pool` is a scheduler in another process; without one it is part of this."""
     keys = read_keys(config.keys, env)
     check_bind(config.http, keys)
     metrics, router = Metrics(), config.router()
     models = {name: definition.model for name, definition in defined(config).items()}
-    scheduler = _scheduler(config, env)
+    scheduler = pool or make_scheduler(config, env)
     scheduler.reconfigure(blueprints(config, {name: model.fault for name, model in models.items()}))
     gateway = Gateway(
         router=router,
@@ -75,21 +85,22 @@ def compose(config: Config, env: Mapping[str, str] = os.environ, reread: Reread 
         history=History(config.log.history_requests),
     )
     metrics.watch_queue(lambda: {name: status.waiting for name, status in scheduler.status().items()})
-    metrics.watch_pool(scheduler.figures)
+    if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one tells its figures
+        metrics.watch_pool(scheduler.figures)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
     house = Household(config, scheduler, gateway, reread)
     return Yard(config, keys, scheduler, gateway, house, _front(config, keys, scheduler, gateway, peer, house))
 
 
-def _scheduler(config: Config, env: Mapping[str, str]) -> Scheduler:
+def make_scheduler(config: Config, env: Mapping[str, str]) -> Scheduler:
     gauge = MemoryGauge()
     ledger = Ledger(cache_folder(env) / "measured.json")
     settings = config.scheduler
     appraiser = Appraiser(settings.limits(), machine=machine, gauge=gauge.read, ledger=ledger)
-    return Scheduler(settings.bounds(), limits=_key_limits(config), appraiser=appraiser)
+    return Scheduler(settings.bounds(), limits=key_limits(config), appraiser=appraiser)
 
 
-def _key_limits(config: Config) -> dict[str, KeyLimits]:
+def key_limits(config: Config) -> dict[str, KeyLimits]:
     """Of the keys that have any: the others cost a request nothing."""
     fields = KeyLimits.__struct_fields__
     limits = {key.name: KeyLimits(**{field: getattr(key, field) for field in fields}) for key in config.keys}
@@ -99,12 +110,13 @@ def _key_limits(config: Config) -> dict[str, KeyLimits]:
 def _front(
     config: Config,
     keys: tuple[Key, ...],
-    scheduler: Scheduler,
+    scheduler: Scheduler | RemotePool,
     gateway: Gateway,
     peer: MetricsPeer | None,
     house: Household,
 ) -> ASGIApp:
-    store = open_store(config.store)
+    far = isinstance(scheduler, RemotePool) and config.store.backend == "memory"
+    store: Store = SharedStore(scheduler) if far and isinstance(scheduler, RemotePool) else open_store(config.store)
     settings = config.log
     journal = (
         Journal(settings.debug_dir, settings.debug_max_requests, settings.debug_max_bytes)
@@ -116,6 +128,7 @@ def _front(
     async def life(_: Any) -> AsyncIterator[None]:
         if peer is not None:
             await peer.open()
+        await workbench.meet(built)
         for name, model in config.models.items():
             if model.enabled:
                 scheduler.preload(name)
@@ -134,9 +147,10 @@ def _front(
     papers = Papers(settings.history_bytes, on=settings.history_texts)
     scribe = papers if journal is None else Copies(journal, papers)
     office = Office(scheduler, gateway, papers, house, cache_folder() / "tune", time.time)
-    workbench = Workbench()
+    workbench = Workbench(meeting=meeting_place(), keeper=is_keeper())
     edge = front.Edge(gateway, config.http, keys, store, scrape, scribe, office, workbench)
-    return front.build(edge, life)
+    built = front.build(edge, life)
+    return built
 
 
 def _calm_collector() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 from pydantic import ValidationError
@@ -17,16 +17,28 @@ from modelyard.core.pool import Blueprint, Overrides
 from modelyard.overrides import altered
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
+from modelyard.workers.launch import apart
+
+Placing = Callable[[str, EngineSpec, str], Engine]  # (backend, spec, identity) → the engine, wherever it may run
 
 
-def blueprint(config: Config, entry: ModelEntry, fault: ModelyardError | None = None) -> Blueprint:
-    """`fault` is why the model could not be defined: it fails when it is loaded, with that reason, and alone."""
+def blueprint(
+    config: Config, entry: ModelEntry, fault: ModelyardError | None = None, place: Placing | None = None
+) -> Blueprint:
+    """`fault` is why the model could not be defined: it fails when it is loaded, with that reason, and alone. `place`
+    is asked for the engine where it is not made in this process or a child of it."""
     settings = config.models[entry.name]
+    identity = _identity(entry, settings)
 
     def make() -> Engine:
         if fault is not None:
             raise fault
-        engine: Engine = plugins.load("engines", entry.backend).create(engine_spec(entry, settings))
+        module, spec = plugins.load("engines", entry.backend), engine_spec(entry, settings)
+        if place is not None:
+            return place(entry.backend, spec, identity)
+        if is_apart(settings):
+            return apart(entry.backend, spec, module.kind(spec.options))
+        engine: Engine = module.create(spec)
         return engine
 
     def estimate(here: Machine) -> Memory:
@@ -39,8 +51,8 @@ def blueprint(config: Config, entry: ModelEntry, fault: ModelyardError | None = 
         caches=entry.cache_infos,
         make=make,
         estimate=estimate,
-        altered=lambda overrides: _altered(config, entry.name, fault, overrides),
-        identity=_identity(entry, settings),
+        altered=lambda overrides: _altered(config, entry.name, fault, place, overrides),
+        identity=identity,
         replicas=settings.replicas,
         replica_max=settings.replica_max,
         target_inflight=settings.target_inflight,
@@ -50,7 +62,16 @@ def blueprint(config: Config, entry: ModelEntry, fault: ModelyardError | None = 
     )
 
 
-def _altered(config: Config, name: str, fault: ModelyardError | None, overrides: Overrides) -> Blueprint:
+def is_apart(settings: ModelSettings) -> bool:
+    """Whether the engine gets a process of its own: where that is asked for, or its module says that it should."""
+    if settings.placement != "auto":
+        return settings.placement == "process"
+    return bool(getattr(plugins.load("engines", settings.backend or ""), "OWN_PROCESS", False))
+
+
+def _altered(
+    config: Config, name: str, fault: ModelyardError | None, place: Placing | None, overrides: Overrides
+) -> Blueprint:
     """As if the overrides stood in the model's section; the file is left as it is."""
     changed = altered(config, name, overrides)
     entry = changed.router().catalog.models[name]
@@ -58,12 +79,14 @@ def _altered(config: Config, name: str, fault: ModelyardError | None, overrides:
         engine_spec(entry, changed.models[name])
     except ValidationError as error:  # each value may be, but not together with the others
         raise InvalidRequest(sentence(error.errors()[0]), code="bad_override") from None
-    return replace(blueprint(changed, entry, fault), altered=None)
+    return replace(blueprint(changed, entry, fault, place), altered=None)
 
 
-def blueprints(config: Config, faults: Mapping[str, ModelyardError | None]) -> dict[str, Blueprint]:
+def blueprints(
+    config: Config, faults: Mapping[str, ModelyardError | None], place: Placing | None = None
+) -> dict[str, Blueprint]:
     entries = config.router().catalog.models
-    return {name: blueprint(config, entry, faults.get(name)) for name, entry in entries.items()}
+    return {name: blueprint(config, entry, faults.get(name), place) for name, entry in entries.items()}
 
 
 def _identity(entry: ModelEntry, settings: ModelSettings) -> str:
@@ -72,7 +95,8 @@ def _identity(entry: ModelEntry, settings: ModelSettings) -> str:
         spec = engine_spec(entry, settings)
     except (ModelyardError, ValidationError):  # it cannot be loaded anyway; a corrected one is another
         return f"{entry.name}:{hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]}"
-    return f"{entry.name}:{hashlib.sha256(_told(entry.backend, spec).encode()).hexdigest()[:16]}"
+    told = _told(entry.backend, spec) + f"\n{is_apart(settings)}"
+    return f"{entry.name}:{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
 
 def _told(backend: str, spec: EngineSpec) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from modelyard import __version__
+from modelyard import __version__, stations
 from modelyard.config import ConfigError, Description, Loaded, Problem, describe, json_schema, load
 from modelyard.core.errors import ModelyardError
 
@@ -48,6 +48,18 @@ def serve(
     workers: Annotated[
         int | None, typer.Option(help="How many gateway processes share the port; for engines outside them.")
     ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of a scheduler in another process, such as tcp://127.0.0.1:5555; it has the models."
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="A Ray cluster that is to run the workers: ray://HOST:PORT, auto for the one that runs here."
+        ),
+    ] = None,
     debug: Annotated[
         bool,
         typer.Option("--debug", help="Keep four files of each request in ./debug: both sides of it, prompt, output."),
@@ -59,12 +71,14 @@ def serve(
     """
     from modelyard.serve import serve as run
 
+    if cluster is not None:  # for the scheduler, which is another process
+        os.environ |= {"MODELYARD_WORKERS__CLUSTER": "ray", "MODELYARD_WORKERS__RAY_ADDRESS": cluster}
     http = {"host": host, "port": port, "workers": workers}
     log = {"debug_dir": "debug"} if debug else {}
     loaded = _load(config, {"http": http, "log": log})
     for problem in loaded.problems:
         _print_problem(problem)
-    raise typer.Exit(_guarded(run, loaded.config, config, http, debug))
+    raise typer.Exit(_guarded(run, loaded.config, config, http, debug, scheduler))
 
 
 @app.command()
@@ -199,7 +213,7 @@ def chat(
 
 @app.command()
 def launch(
-    agent: Annotated[str, typer.Argument(help="claude, codex, opencode, continue or aider.")],
+    agent: Annotated[str, typer.Argument(help="Which one: claude, codex, opencode, continue or aider.")],
     own: Annotated[list[str] | None, typer.Argument(help="After --: arguments for the agent itself.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Any name that the server knows; without one, the first that it lists.")
@@ -221,6 +235,20 @@ def launch(
         return
     say = lambda line: err.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)  # noqa: E731
     raise typer.Exit(_guarded(launching.launch, order, os.environ, say))
+
+
+@app.command()
+def workbench(
+    url: UrlOption = "http://127.0.0.1:8000",
+    port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 takes a free one.")] = 8010,
+) -> None:
+    """Open the workbench of a server that runs elsewhere. A server's own is at /workbench on its own port."""
+    from modelyard.telemetry import log
+    from modelyard.telemetry.settings import LogSettings
+    from modelyard.workbench.standalone import serve as serve_workbench
+
+    log.setup(LogSettings())
+    raise typer.Exit(_guarded(serve_workbench, url, port))
 
 
 @app.command()
@@ -340,3 +368,6 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column)
     return table
+
+
+stations.add_to(app, _load, _guarded, lambda line: out.print(line, markup=False, soft_wrap=True))

@@ -4,6 +4,7 @@ place of the old one while requests go on."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from modelyard.blueprint import blueprints
 from modelyard.config import Config, ConfigError, Loaded
 from modelyard.core.engine import Memory
-from modelyard.core.errors import Conflict, InvalidRequest, Unavailable
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.pool import Pool
 from modelyard.definition import Definition, define
 from modelyard.footprint import footprint, machine
@@ -20,6 +21,9 @@ from modelyard.http.admin.office import Particulars, Reloaded
 from modelyard.overrides import altered, schemas
 from modelyard.router.settings import ModelSettings
 from modelyard.telemetry.memory import MachineMemory, read_memory
+from modelyard.workers.pool import RemotePool
+
+log = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"(^|_)(key|token|secret|password|auth)($|_)", re.IGNORECASE)
 # Made once, at the start; a change of them waits for the next one.
@@ -32,6 +36,7 @@ class Household:
     def __init__(self, config: Config, pool: Pool, gateway: Gateway, reread: Reread | None) -> None:
         self._config, self._pool, self._gateway, self._reread = config, pool, gateway, reread
         self._busy = False
+        self._following: asyncio.Task[None] | None = None
 
     def particulars(self, model: str) -> Particulars:
         settings = self._config.models[model]
@@ -59,10 +64,22 @@ class Household:
 
         return await asyncio.to_thread(work, self._config)
 
+    def follow(self, edition: int) -> None:
+        """Another gateway has had the configuration read anew, the scheduler has done so, and now it is our turn."""
+        log.info("edition %d of the configuration", edition)
+        self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    async def _follow(self) -> None:
+        try:
+            await self.reload(alone=True)
+        except ModelyardError as error:
+            log.warning("%s", error.message)
+
     # --- a new configuration ------------------------------------------------------------------------------------------
 
-    async def reload(self) -> Reloaded:
-        """All or nothing: a file that is wrong changes nothing."""
+    async def reload(self, *, alone: bool = False) -> Reloaded:
+        """All or nothing: a file that is wrong changes nothing. A pool in another process reads it first, unless we are
+        `alone` with the news."""
         if self._reread is None:
             raise Conflict("this server was given its configuration by a program, not by a file", code="no_file")
         if self._busy:
@@ -71,6 +88,8 @@ class Household:
         try:
             loaded = await asyncio.to_thread(self._read, self._reread)
             definitions = await asyncio.to_thread(defined, loaded.config)
+            if isinstance(self._pool, RemotePool) and not alone:
+                await self._pool.reload()
             return self._replace(loaded, definitions)
         finally:
             self._busy = False

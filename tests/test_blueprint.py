@@ -11,6 +11,8 @@ from modelyard.config import load
 from modelyard.core.engine import Machine
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.pool import Blueprint
+from modelyard.engines.fake.text import FakeTextEngine
+from modelyard.workers.launch import ApartText
 from tests.serving import demo
 
 
@@ -43,10 +45,19 @@ def test_a_models_own_ttl_wins_over_the_general_one(general: float, own: float |
         ({"description": "other words", "replicas": 3, "aliases": ["x"], "autoload": True}, True),
         ({"n_ctx": 99}, False),
         ({"echo": True}, False),
+        ({"placement": "process"}, False),
+        ({"placement": "inline"}, True),
     ],
 )
 def test_the_identity_changes_with_what_makes_another_engine(change: dict[str, Any], same: bool):
     assert (made(**change).identity == made().identity) is same
+
+
+@pytest.mark.parametrize(
+    ("placement", "kind"), [("auto", FakeTextEngine), ("inline", FakeTextEngine), ("process", ApartText)]
+)
+async def test_placement_says_in_which_process_the_engine_runs(placement: str, kind: type):
+    assert isinstance(made(placement=placement).make(), kind)
 
 
 async def test_a_model_with_a_fault_fails_when_it_is_made():

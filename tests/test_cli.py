@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 import modelyard.engines.fake
 from modelyard import __version__, cli
+from modelyard.config import load
 from modelyard.core.errors import Unavailable
 from modelyard.library import default
+from modelyard.serve import needs_scheduler
 from tests.library.convert.tiny import write_model
 from tests.library.files import write_gguf
 
@@ -306,12 +308,28 @@ def test_a_port_that_cannot_be_is_a_problem_of_the_command_line():
     assert "65535" in shown.stderr
 
 
-def test_several_processes_of_an_engine_that_holds_weights_are_refused(monkeypatch: pytest.MonkeyPatch):
+def test_several_gateways_share_a_scheduler_where_weights_or_limits_are_to_be_shared(monkeypatch: pytest.MonkeyPatch):
+    demo = load(Path(DEMO[1]), env={}).config
+    assert not needs_scheduler(demo)
+    limited = load(Path(DEMO[1]), env={}, overrides={"keys": [{"name": "k", "key": "x" * 20, "max_concurrent": 1}]})
+    assert needs_scheduler(limited.config)
     monkeypatch.setattr(modelyard.engines.fake, "HOLDS_WEIGHTS", True)
-    shown = invoke("serve", "--port", "0", "--workers", "2", *DEMO)
-    assert shown.exit_code == 2
-    assert "would load the weights of 'demo' 2 times" in shown.stderr
-    assert "Use --workers 1." in shown.stderr
+    assert needs_scheduler(demo)
+
+
+def test_keys_are_made_once(tmp_path: Path):
+    file = tmp_path / "cluster.keys"
+    assert invoke("keys", str(file)).exit_code == 0
+    again = invoke("keys", str(file))
+    assert again.exit_code == 2
+    assert "exists already" in again.stderr
+
+
+def test_an_address_that_others_can_reach_is_refused_without_keys():
+    for command in (("scheduler", "--listen", "tcp://0.0.0.0:1"), ("worker", "--scheduler", "tcp://192.0.2.1:1")):
+        shown = invoke(*command, *DEMO)
+        assert shown.exit_code == 2
+        assert "modelyard keys" in shown.stderr
 
 
 def test_serve_without_the_engine_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):

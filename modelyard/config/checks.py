@@ -9,6 +9,7 @@ from modelyard.config.problems import suggest
 from modelyard.config.root import Config
 from modelyard.router.globs import covers
 from modelyard.router.settings import RouteSettings
+from modelyard.workers.link import address_fault
 
 
 def check(
@@ -24,9 +25,8 @@ def check(
     yield from _files(config)
     if config.default_model is not None and config.default_model not in public:
         yield ("default_model",), _no("model", config.default_model, public), "error"
-    if config.scheduler.endpoint:
-        message = "is not used by this build: the scheduler runs inside the gateway's process."
-        yield ("scheduler", "endpoint"), message, "warning"
+    if config.scheduler.endpoint and (told := address_fault(config.scheduler.endpoint)) is not None:
+        yield ("scheduler", "endpoint"), told, "error"
 
 
 def _no(what: str, name: str, known: Collection[str]) -> str:

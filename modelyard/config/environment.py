@@ -21,7 +21,7 @@ from modelyard.router.settings import ModelSettings
 
 PREFIX = "MODELYARD_"
 SOURCE = "environment"
-_NOT_SETTINGS = re.compile(r"MODELYARD_(GOLDEN|CACHE|WORKER.*|URL|API_KEY|ADMIN_KEY)")
+_NOT_SETTINGS = re.compile(r"MODELYARD_(GOLDEN|CACHE|WORKER_.*|URL|API_KEY|ADMIN_KEY)")
 _NAMED = ("models", "caches")  # tables whose keys are chosen by the user
 
 

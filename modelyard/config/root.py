@@ -15,6 +15,7 @@ from modelyard.router.settings import CacheSettings, DecodingSettings, ModelSett
 from modelyard.scheduler.settings import SchedulerSettings
 from modelyard.store.settings import StoreSettings
 from modelyard.telemetry.settings import LogSettings
+from modelyard.workers.settings import WorkerSettings
 
 
 class Config(BaseModel):
@@ -30,6 +31,9 @@ class Config(BaseModel):
     store: StoreSettings = Field(default=StoreSettings(), description="Memory between requests.")
     images: ImageSettings = Field(default=ImageSettings(), description="Images that requests name by URL.")
     scheduler: SchedulerSettings = Field(default=SchedulerSettings(), description="The queue in front of the engines.")
+    workers: WorkerSettings = Field(
+        default=WorkerSettings(), description="Engines in other processes and on other machines."
+    )
     decoding: DecodingSettings = Field(default=DecodingSettings(), description="Sampling defaults of all models.")
     models: dict[str, ModelSettings] = Field(default_factory=dict, description="Models by their public ids.")
     caches: dict[str, CacheSettings] = Field(default_factory=dict, description="Isolated KV caches by name.")

@@ -44,7 +44,7 @@ _ROUTES = frozenset(
 _UNPREFIXED = frozenset({"/chat/completions", "/completions", "/embeddings", "/responses"})
 _TRACE_BYTES = 12
 _QUIET = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
-_WATCHED = ("/workbench", "/v1/admin/")  # open pages read these every second
+_READ = "/v1/admin/"  # by open pages, every second
 
 
 class Guard:
@@ -135,7 +135,7 @@ class Guard:
         self._metrics.http(route, method, visit.status, seconds)
         if visit.error:
             self._metrics.failed(visit.error)
-        watched = method == "GET" and visit.path.startswith(_WATCHED)
+        watched = is_workbench(visit.path) or (method == "GET" and visit.path.startswith(_READ))
         level = logging.DEBUG if watched or visit.path in _QUIET else logging.INFO
         event(
             log,

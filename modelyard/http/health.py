@@ -37,7 +37,7 @@ class Health:
         body: dict[str, Any] = {
             "status": status,
             "version": __version__,
-            "scheduler_connected": True,
+            "scheduler_connected": getattr(self._gateway.leases, "connected", True),
             "tokenizer_loaded": all(m.text is not None for m in self._gateway.models.values() if m.kind == "text"),
             "active_requests": self._gateway.metrics.active,
         }

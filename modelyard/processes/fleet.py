@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from asyncio.subprocess import Process
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -50,8 +50,8 @@ class Pace(Struct, frozen=True):
 class Child:
     """One place in the fleet, whoever fills it at the moment."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, argv: Sequence[str] = (), name: str = "gateway process") -> None:
+        self.index, self.argv, self.name = index, tethered(list(argv)), name
         self.process: Process | None = None
         self.early_deaths = 0
 
@@ -73,9 +73,17 @@ def is_hopeless(children: list[Child], pace: Pace) -> bool:
 
 
 class Fleet:
-    def __init__(self, argv: list[str], workers: int, environment: Mapping[str, str], pace: Pace) -> None:
-        self._argv, self._environment, self._pace = tethered(argv), environment, pace
-        self.children = [Child(index) for index in range(workers)]
+    def __init__(
+        self,
+        argv: list[str],
+        workers: int,
+        environment: Mapping[str, str],
+        pace: Pace,
+        beside: Sequence[list[str]] = (),
+    ) -> None:
+        self._environment, self._pace, self._workers = environment, pace, workers
+        self.children = [Child(index, argv) for index in range(workers)]
+        self.children += [Child(workers + more, other, "helper process") for more, other in enumerate(beside)]
         self._stopping = asyncio.Event()
         self._hurried = asyncio.Event()
         self._hopeless = False
@@ -115,22 +123,22 @@ class Fleet:
             if self._stopping.is_set():
                 return
             child.died(time.monotonic() - started, self._pace)
-            if is_hopeless(self.children, self._pace):
+            if is_hopeless(self.children[: self._workers], self._pace):
                 _log.error("every gateway process ends right after its start (last exit code %s): giving up", code)
                 self._hopeless = True
                 self._stopping.set()
                 return
             wait = child.wait(self._pace)
-            _log.warning("gateway process %d ended with code %s: starting it again in %.1f s", child.index, code, wait)
+            _log.warning("%s %d ended with code %s: starting it again in %.1f s", child.name, child.index, code, wait)
             await _until(self._stopping, wait)
 
     async def _live(self, child: Child) -> int:
         environment = {**os.environ, **self._environment, INDEX_VARIABLE: str(child.index)}
         # A session of its own: Ctrl-C reaches the parent only, which passes it on once. uvicorn takes two for "now!".
         try:
-            child.process = await asyncio.create_subprocess_exec(*self._argv, env=environment, start_new_session=True)
+            child.process = await asyncio.create_subprocess_exec(*child.argv, env=environment, start_new_session=True)
         except OSError as error:  # no memory or no process left for it: as good as dead at birth
-            _log.error("gateway process %d cannot start: %s", child.index, error)
+            _log.error("%s %d cannot start: %s", child.name, child.index, error)
             return _NEVER_STARTED
         if self._stopping.is_set():
             child.signal(signal.SIGTERM)
@@ -163,10 +171,13 @@ async def _until(event: asyncio.Event, seconds: float) -> None:
         await asyncio.wait_for(event.wait(), seconds)
 
 
-async def run_fleet(argv: list[str], workers: int, hub: Hub, pace: Pace = Pace()) -> int:
-    """Run until a signal comes or nothing helps; the exit code for the parent. `argv` is one child's command."""
+async def run_fleet(
+    argv: list[str], workers: int, hub: Hub, pace: Pace = Pace(), beside: Sequence[list[str]] = ()
+) -> int:
+    """Run until a signal comes or nothing helps; the exit code for the parent. `argv` is one child's command; `beside`
+    are the commands of others that are kept alive with them."""
     await hub.open()
     try:
-        return await Fleet(argv, workers, {SOCKET_VARIABLE: hub.path}, pace).run()
+        return await Fleet(argv, workers, {SOCKET_VARIABLE: hub.path}, pace, beside).run()
     finally:
         await hub.close()

@@ -65,7 +65,6 @@ def test_two_keys_of_one_name_are_an_error(toml: Loader) -> None:
     ("text", "message"),
     [
         ('[[keys]]\nname = "a"\nkey = "plain"', "keys[0].key: stands in the file in plain text."),
-        ('[scheduler]\nendpoint = "tcp://h:1"', "scheduler.endpoint: is not used by this build"),
         ('[[routes]]\ncache = "main"\n[[routes]]\nmatch = "X*"\nmodel = "n"', "routes[1]: is never reached: routes[0]"),
         (
             '[[routes]]\nmatch = ["*a*", "b"]\ncache = "main"\n[[routes]]\nmatch = ["B", "xA"]\nmodel = "n"',
@@ -86,3 +85,9 @@ def test_what_is_odd_is_a_warning(text: str, message: str, toml: Loader) -> None
 def test_a_route_with_another_endpoint_is_not_shadowed(toml: Loader) -> None:
     routes = '[[routes]]\nendpoint = "/v1/messages*"\ncache = "main"\n[[routes]]\nmodel = "n"'
     assert toml(BASE + routes).problems == []
+
+
+def test_an_address_of_the_scheduler_that_is_none_is_an_error(toml: Loader) -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.endpoint: .*is no address"):
+        toml(BASE + '[scheduler]\nendpoint = "5555"')
+    assert toml(BASE + '[scheduler]\nendpoint = "tcp://127.0.0.1:5555"').problems == []

@@ -18,7 +18,8 @@ from modelyard.config import load
 from modelyard.core.request import Sampling
 from modelyard.http.errors import wire
 from modelyard.workers.messages import AddRequest, InferRequest, encode, read_for_worker
-request = wire("openai_chat").read_request(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "top_a": 0.25}', {})
+body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "top_a": 0.25}'
+request = wire("openai_chat").read_request(body, {})
 assert request.sampling.top_a == 0.25, request.sampling
 asked = AddRequest("e", InferRequest(1, b"", request.sampling))
 assert read_for_worker(encode(asked)).request.sampling_params.top_a == 0.25

@@ -191,3 +191,27 @@ def test_merging_keeps_every_token_in_order_and_leaves_no_neighbours(items: list
 
     assert flat(out) == flat(items)
     assert not any(isinstance(a, Tokens) and isinstance(b, Tokens) for a, b in pairwise(out))
+
+
+async def test_what_is_poured_goes_to_the_sink_at_once_and_waits_again_when_it_stops():
+    got: list[tuple[list[object], bool]] = []
+    box: Mailbox[object] = Mailbox(limit=2)
+    box.put("before")
+    box.pour(lambda items, last: got.append((items, last)))
+    box.put("one")
+    box.pour(None)
+    assert box.put("two") is True
+    assert box.put("three") is False
+    box.pour(lambda items, last: got.append((items, last)))
+    box.put_many(["last"], last=True)
+    assert got == [(["before"], False), (["one"], False), (["two", "three"], False), (["last"], True)]
+
+
+async def test_pouring_out_of_a_full_mailbox_tells_the_engine_that_there_is_room():
+    told: list[str] = []
+    box: Mailbox[object] = Mailbox(limit=1, on_room=lambda: told.append("room"))
+    box.put("full")
+    box.pour(lambda items, last: told.append(f"{items} {last}"))
+    assert told == ["['full'] False", "room"]
+    box.close()
+    assert told[-1] == "[] True"

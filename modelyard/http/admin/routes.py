@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Body, Query
+from fastapi import APIRouter, Body, Depends, Query
 from starlette.responses import Response, StreamingResponse
 
 from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
@@ -25,7 +25,7 @@ _MOST = 1000
 
 def admin(office: Office, keepalive_s: float) -> APIRouter:
     desk = Desk(office, keepalive_s)
-    router = APIRouter(prefix="/v1/admin", tags=["admin"])
+    router = APIRouter(prefix="/v1/admin", tags=["admin"], dependencies=[Depends(desk.refresh)])
     for method, path, call, summary in desk.endpoints():
         router.add_api_route(path, call, methods=[method], summary=summary, response_class=Response)
     return router
@@ -62,6 +62,12 @@ class Desk:
             ("GET", "/tune", self.tune, "Results of the optimizer"),
             ("POST", "/reload", self.reload, "Read the configuration anew, without dropping requests"),
         )
+
+    async def refresh(self) -> None:
+        """A pool in another process is asked how it stands before anything is told of it."""
+        ask: Callable[[], Awaitable[None]] | None = getattr(self._office.pool, "refresh", None)
+        if ask is not None:
+            await ask()
 
     # --- models -------------------------------------------------------------------------------------------------------
 

@@ -256,3 +256,33 @@ def test_where_keys_are_set_only_an_admin_may() -> None:
 def test_the_documentation_lists_every_endpoint(client: httpx.Client) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     assert {"/v1/admin/models", "/v1/admin/gpu-memory", "/v1/admin/models/{name}/load"} <= set(paths)
+
+
+# --- what pages ask ---------------------------------------------------------------------------------------------------
+
+
+def test_a_load_is_appraised_without_being_done(client: httpx.Client) -> None:
+    client.post("/v1/admin/models/demo/unload")
+    told = client.post("/v1/admin/models/demo/estimate", json={"token_delay": 1}).json()
+    assert (told["id"], told["fits"]) == ("demo", True)
+    assert 0 < told["estimate"]["total"] < told["free"]
+    assert model(client)["state"] == "stopped"
+
+
+def test_an_appraisal_refuses_what_a_load_would(client: httpx.Client) -> None:
+    refused = client.post("/v1/admin/models/demo/estimate", json={"path": "/etc/passwd"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "override_not_allowed")
+    unknown = client.post("/v1/admin/models/broken/estimate")
+    assert unknown.status_code == 503
+    assert "/no/such/file.gguf" in unknown.json()["error"]["message"]
+    assert client.post("/v1/admin/models/nobody/estimate").status_code == 404
+
+
+def test_a_reader_asks_only_for_what_ended_since(client: httpx.Client) -> None:
+    assert client.post("/v1/chat/completions", json=ASK).status_code == 200
+    (first,) = client.get("/v1/admin/requests").json()["ended"]
+    assert client.post("/v1/chat/completions", json=ASK).status_code == 200
+    newer = client.get("/v1/admin/requests", params={"since": first["at"]}).json()["ended"]
+    assert first["id"] in [one["id"] for one in newer]
+    last = max(one["at"] for one in newer)
+    assert client.get("/v1/admin/requests", params={"since": last + 1}).json()["ended"] == []

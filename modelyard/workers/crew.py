@@ -1,0 +1,275 @@
+"""The scheduler's workers: those that it starts itself, those that have come by themselves, and what is open in them.
+
+A worker that the scheduler starts is not tied to it: it goes on when the scheduler dies, keeps its model, and is found
+again by the next one, through the addresses that lie in the scheduler's folder. It ends when no scheduler has spoken
+to it for a while, or when the process that started the scheduler has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+from msgspec import Struct
+
+from modelyard.core.errors import ModelyardError, Timeout, Unavailable
+from modelyard.processes.child import fate
+from modelyard.processes.port import reserve
+from modelyard.workers.link import Keys
+from modelyard.workers.messages import Dismiss, Held, Welcome
+from modelyard.workers.pulse import Pace
+from modelyard.workers.ray import RayCluster
+from modelyard.workers.session import Session
+
+_START_S = 120.0  # Python, on a machine that is busy with loading something else
+_FIND_S = 3.0  # for a worker of the last scheduler to answer
+_STOP_S = 5.0  # a worker without engines has nothing left to do
+_WORDS = 5  # lines of its output that explain a death
+_MOST_WORDS = 64 << 10
+
+
+class Enlisted(Struct):
+    """A worker that came by itself; `used` counts the engines that it was given."""
+
+    name: str
+    endpoint: str
+    engines: list[Held]
+    used: int = 0
+
+
+class Hire:
+    """A worker for one engine. `held` names the engine where it is open already; `ours`: it was started for this engine
+    alone and goes with it; `ended` gives its exit code where it is a child of this process."""
+
+    def __init__(self, session: Session, *, ours: bool = False, log: Path | None = None) -> None:
+        self.session, self.ours, self._log = session, ours, log
+        self.held: str | None = None
+        self.enlisted: Enlisted | None = None
+        self.process: Process | None = None
+        self.ended: asyncio.Task[int] | None = None
+        self.release: Callable[[bool], None] | None = None  # to a cluster; told whether it died
+
+    def born(self, process: Process) -> None:
+        self.process = process
+        self.ended = asyncio.get_running_loop().create_task(process.wait())
+
+    def words(self) -> list[str]:
+        if self._log is None or not self._log.exists():
+            return []
+        return self._log.read_bytes()[-_MOST_WORDS:].decode("utf-8", "replace").splitlines()
+
+    def death(self) -> Unavailable:
+        code = self.ended.result() if self.ended is not None else 0
+        words = "\n".join(self.words()[-_WORDS:])
+        return Unavailable(f"the worker {fate(code)}: {words}" if words else f"the worker {fate(code)}")
+
+    async def end(self, *, kill: bool = False) -> None:
+        """Let go of it; one that exists for us alone ends."""
+        if self.ours and not self.session.over:
+            self.session.tell(Dismiss())
+        await self.session.close()
+        if self.release is not None:
+            self.release(kill)
+        if self.ours and self.process is not None and self.ended is not None:
+            if not kill:
+                await asyncio.wait({self.ended}, timeout=_STOP_S)
+            if not self.ended.done():
+                with contextlib.suppress(ProcessLookupError):
+                    self.process.send_signal(signal.SIGKILL)
+            await asyncio.shield(self.ended)
+
+
+class Crew:
+    """`folder` is this scheduler's own: addresses and logs of the workers that it starts. `host` is this machine's
+    address, where gateways are on others. Without `launch` it starts none, and waits for those that come."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keys: Keys | None = None,
+        pace: Pace = Pace(),
+        host: str | None = None,
+        launch: bool = True,
+        cluster: RayCluster | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._folder, self._keys, self._pace, self._host, self._launch = folder, keys, pace, host, launch
+        self._came = asyncio.Event()
+        self.name = f"scheduler-{uuid4().hex[:12]}"
+        self._enlisted: dict[str, Enlisted] = {}
+        self._found: dict[str, list[str]] = {}  # identity → addresses of workers that hold such an engine
+
+    # --- who is there -----------------------------------------------------------------------------------------------
+
+    async def find(self) -> int:
+        """Workers of a scheduler before this one; how many engines they hold."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files = sorted(await asyncio.to_thread(lambda: list(self._folder.glob("*.address"))))
+        asked = await asyncio.gather(*(self._ask(file) for file in files))
+        for endpoint, engines in asked:
+            for engine in engines:
+                self._found.setdefault(engine.identity, []).append(endpoint)
+        return sum(len(engines) for _, engines in asked)
+
+    async def _ask(self, file: Path) -> tuple[str, list[Held]]:
+        endpoint = await asyncio.to_thread(file.read_text, "utf-8")
+        hire = await self._meet(endpoint)
+        if hire is None:
+            self._forget(file)
+            return endpoint, []
+        held = [] if hire.session.welcome is None else hire.session.welcome.engines
+        hire.ours = not held  # it was still loading, or had lost its engine: of no use to anybody
+        await hire.end()
+        return endpoint, held
+
+    @staticmethod
+    def _forget(file: Path) -> None:
+        for path in (file, file.with_suffix(".log"), file.with_suffix(".sock")):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    def enlist(self, name: str, endpoint: str, engines: list[Held]) -> bool:
+        """True: it is new here."""
+        known = self._enlisted.get(name)
+        if known is not None and known.endpoint == endpoint:
+            known.engines = engines
+            return False
+        self._enlisted[name] = Enlisted(name, endpoint, engines)
+        self._came.set()
+        return True
+
+    def gone(self, name: str) -> None:
+        self._enlisted.pop(name, None)
+
+    # --- who does it ------------------------------------------------------------------------------------------------
+
+    async def hire(self, identity: str, model: str = "") -> Hire:
+        """1. a worker that holds this very engine  2. one that came by itself and has least to do  3. a new one."""
+        while True:
+            self._came.clear()
+            if (hire := await self._holder(identity) or await self._volunteer()) is not None:
+                return hire
+            if self._cluster is not None:
+                return await self._requisition(self._cluster, model)
+            if self._launch:
+                return await self._recruit()
+            await self._came.wait()  # as long as a load may take
+
+    async def _holder(self, identity: str) -> Hire | None:
+        while endpoints := self._found.get(identity):
+            if (hire := await self._meet(endpoints.pop(0), identity)) is not None:
+                hire.ours = True
+                return hire
+        for one in list(self._enlisted.values()):
+            free = not one.used and any(held.identity == identity for held in one.engines)
+            if free and (hire := await self._meet(one.endpoint, identity)) is not None:
+                return _employed(hire, one)
+        return None
+
+    async def _volunteer(self) -> Hire | None:
+        for one in sorted(self._enlisted.values(), key=lambda each: each.used):
+            if (hire := await self._meet(one.endpoint)) is not None:
+                return _employed(hire, one)
+        return None
+
+    async def _meet(self, endpoint: str, identity: str | None = None) -> Hire | None:
+        """None: it does not answer, or has no such engine."""
+        hire = Hire(Session(endpoint, self.name, keys=self._keys, pace=self._pace))
+        try:
+            async with asyncio.timeout(_FIND_S):
+                welcome = await hire.session.meet()
+        except (TimeoutError, ModelyardError):
+            await hire.end()
+            return None
+        except BaseException:  # nobody wants it any more: the link must not stay behind
+            await hire.end()
+            raise
+        hire.held = next((one.engine for one in welcome.engines if one.identity == identity), None)
+        if identity is not None and hire.held is None:
+            await hire.end()
+            return None
+        return hire
+
+    async def _requisition(self, cluster: RayCluster, model: str) -> Hire:
+        """Where it runs, and that it runs at all, is the cluster's business."""
+        actor, endpoint = await cluster.start(model)
+        hire = await self._meet(endpoint)
+        if hire is None:
+            cluster.give_back(model, actor, kill=True)
+            raise Unavailable(f"the worker that Ray has put at {endpoint} does not answer")
+        hire.release = lambda dead: cluster.lost(model, actor) if dead else cluster.give_back(model, actor, kill=False)
+        return hire
+
+    async def _recruit(self) -> Hire:
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = self._folder / f"{uuid4().hex[:12]}.address"
+        endpoint = self._endpoint(file)
+        file.write_text(endpoint, "utf-8")
+        process = await self._spawn(endpoint, file.with_suffix(".log"))
+        session = Session(endpoint, self.name, keys=self._keys, pace=self._pace)
+        hire = Hire(session, ours=True, log=file.with_suffix(".log"))
+        hire.born(process)
+        try:
+            await self._first_word(hire)
+        except BaseException:
+            await hire.end(kill=True)
+            self._forget(file)
+            raise
+        return hire
+
+    def _endpoint(self, file: Path) -> str:
+        if self._host is None:
+            return f"ipc://{file.with_suffix('.sock')}"
+        with reserve(self._host, 0) as held:
+            return f"tcp://{self._host}:{held.getsockname()[1]}"
+
+    async def _spawn(self, endpoint: str, log: Path) -> Process:
+        argv = [sys.executable, "-m", "modelyard.workers", endpoint, "--hired"]
+        with log.open("wb") as out:
+            return await asyncio.create_subprocess_exec(
+                *argv, env=dict(os.environ), stdin=DEVNULL, stdout=out, stderr=STDOUT, start_new_session=True
+            )
+
+    @staticmethod
+    async def _first_word(hire: Hire) -> Welcome:
+        assert hire.ended is not None  # noqa: S101  it was just born
+        meeting = asyncio.get_running_loop().create_task(hire.session.meet())
+        try:
+            waiting: set[asyncio.Task[object]] = {meeting, hire.ended}
+            await asyncio.wait(waiting, timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+            if hire.ended.done():
+                raise hire.death()
+            if not meeting.done():
+                raise Timeout(f"a worker did not answer within {_START_S:g} s", code="load_timeout")
+            return meeting.result()
+        finally:
+            meeting.cancel()
+            await asyncio.gather(meeting, return_exceptions=True)
+
+    def clear(self) -> None:
+        """Addresses of workers that have gone, when the scheduler ends in peace."""
+        for file in self._folder.glob("*.address"):
+            self._forget(file)
+
+
+def _employed(hire: Hire, one: Enlisted) -> Hire:
+    hire.enlisted = one
+    one.used += 1
+    return hire
+
+
+def run_folder(endpoint: str, home: Path) -> Path:
+    """Where the workers of the scheduler at this address leave theirs: beside its socket, or in a folder of their own
+    with a short name, since a socket's path may not be long."""
+    if endpoint.startswith("ipc://"):
+        return Path(endpoint.removeprefix("ipc://")).parent / "workers"
+    return home / hashlib.sha256(endpoint.encode()).hexdigest()[:8]

@@ -1,0 +1,377 @@
+"""The scheduler's desk: gateways ask it for places, administrators' orders reach it, workers offer themselves.
+
+It stands in front of the scheduler and of the shared store, and decides nothing itself. A gateway is known by its name:
+one that comes back keeps the places in which its answers still run and is given no other; one that is gone gives back
+all, as soon as the workers have ended what ran for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from modelyard.core.errors import ModelyardError
+from modelyard.core.lease import Lease, Leases, Ticket
+from modelyard.core.pool import Pool
+from modelyard.core.store import Store
+from modelyard.workers.crew import Crew
+from modelyard.workers.errands import carry_out, demand_of, engine_of, kept, lease_of
+from modelyard.workers.hosted import fault
+from modelyard.workers.link import Keys, Listener
+from modelyard.workers.messages import VERSION, Beat, Goodbye, Refused, encode, version_fault
+from modelyard.workers.packing import Malformed
+from modelyard.workers.peers import Peer, Post
+from modelyard.workers.placed import Placed
+from modelyard.workers.pulse import Pace
+from modelyard.workers.scheduling import (
+    Answer,
+    Ask,
+    Asked,
+    Changed,
+    Command,
+    Denied,
+    EngineAt,
+    Enlist,
+    Granted,
+    Join,
+    Joined,
+    Keep,
+    Leave,
+    Look,
+    Queued,
+    Revoked,
+    State,
+    read_for_scheduler,
+)
+
+log = logging.getLogger(__name__)
+
+_REMEMBERED = 1024  # identities of peers that have gone or were sent away
+_SOON_S = 0.02  # changes within it are told together
+_DOUBT_S = 2.5  # how long a gateway's word that an engine is lost is given to become ours
+
+
+class Governed(Leases, Pool, Protocol):
+    """What the desk stands in front of."""
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]: ...
+
+
+class Counter(msgspec.Struct):
+    """A gateway's place: what it asked for and the ticket that it has here."""
+
+    asked: Asked
+    ticket: Ticket
+    lease: Lease | None = None
+
+
+class Desk:
+    def __init__(
+        self,
+        endpoint: str,
+        pool: Governed,
+        crew: Crew,
+        store: Store,
+        reload: Callable[[], Awaitable[Any]],
+        *,
+        keys: Keys | None = None,
+        pace: Pace = Pace(),
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pool, self._crew, self._store, self._reload, self._pace = pool, crew, store, reload, pace
+        self.faults = self.edition = 0
+        self._peers: dict[bytes, Peer] = {}
+        self._workers: dict[bytes, Peer] = {}
+        self._places: dict[str, dict[int, Counter]] = {}
+        self._standing: dict[tuple[str, int], Asked] = {}  # places of old that could not be counted yet
+        self._away: OrderedDict[bytes, None] = OrderedDict()
+        self._told: bytes = b""
+        self._known: set[str] = set()
+        self._due: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._post = Post(lambda: self._listener, lambda: None, self._loop.call_soon, self._loop.call_later, self._gone)
+        self._do: Mapping[type, Callable[[Peer, Any], None]] = {
+            Ask: self._ask,
+            Leave: self._leave,
+            Command: self._command,
+            Look: self._look,
+            Keep: self._keep,
+            Beat: self._beat,
+            Goodbye: lambda peer, _: self._gone(peer),
+        }
+        self._listener = Listener(endpoint, self._heard, keys)
+        self._timer = self._loop.call_later(pace.beat_s, self._tick)
+        self._spawn(self._follow())
+
+    def __repr__(self) -> str:
+        return f"<Desk {len(self._peers)} gateways, {len(self._workers)} workers>"
+
+    @property
+    def endpoint(self) -> str:
+        return self._listener.endpoint
+
+    # --- who speaks -------------------------------------------------------------------------------------------------
+
+    def _heard(self, identity: bytes, data: bytes) -> None:
+        if identity in self._away:
+            return
+        peer = self._peers.get(identity) or self._workers.get(identity)
+        try:
+            message = read_for_scheduler(data)
+            if isinstance(message, Enlist):
+                self._enlist(identity, peer, message)
+            elif isinstance(message, Join) and peer is None:
+                self._join(identity, message)
+            elif peer is not None and type(message) in self._do:
+                peer.pulse.heard()
+                self._do[type(message)](peer, message)
+            else:
+                raise Malformed("a conversation begins with Join")
+        except Malformed as error:
+            self._send_away(peer or Peer(identity, "", 1), str(error))
+
+    def _send_away(self, peer: Peer, reason: str) -> None:
+        self.faults += 1
+        log.warning("a peer was sent away: %s", reason)
+        self._post.send(peer, Refused(reason))
+        self._gone(peer)
+
+    def _join(self, identity: bytes, join: Join) -> None:
+        peer = Peer(identity, join.name, self._pace.indulgence)
+        if (reason := version_fault(join.version)) is not None:
+            self._send_away(peer, reason)
+            return
+        for old in [one for one in self._peers.values() if one.name == join.name]:
+            old.gone = True
+            del self._peers[old.identity]
+        self._peers[identity] = peer
+        self._take_over(join)
+        self._post.send(peer, Joined(VERSION))
+        self._post.send(peer, self._state())
+
+    def _take_over(self, join: Join) -> None:
+        """The places it still uses are its own; what it had asked for otherwise it asks again."""
+        had, kept = self._places.get(join.name, {}), dict(join.held)
+        for number, counter in list(had.items()):
+            if number not in kept:
+                counter.ticket.cancel()
+                del had[number]
+        for number, asked in kept.items():
+            if number not in had and not self._seat(join.name, number, asked):
+                self._standing[join.name, number] = asked
+
+    def _seat(self, name: str, number: int, asked: Asked) -> bool:
+        """A place that another scheduler gave: it counts here from now on, once its engine is up here, too."""
+        try:
+            ticket = self._pool.request(demand_of(asked, again=True))
+        except ModelyardError:
+            return False
+        if ticket.granted:
+            self._places.setdefault(name, {})[number] = Counter(asked, ticket)
+        else:
+            ticket.cancel()
+        return ticket.granted
+
+    def _enlist(self, identity: bytes, peer: Peer | None, enlist: Enlist) -> None:
+        if (reason := version_fault(enlist.version)) is not None:
+            self._send_away(Peer(identity, "", 1), reason)
+            return
+        if peer is None:
+            peer = self._workers[identity] = Peer(identity, enlist.name, self._pace.indulgence)
+        peer.pulse.heard()
+        if self._crew.enlist(enlist.name, enlist.endpoint, list(enlist.engines)):
+            log.info("the worker %s at %s has come", enlist.name, enlist.endpoint)
+            self._post.send(peer, Joined(VERSION))
+
+    def _beat(self, peer: Peer, beat: Beat) -> None:
+        self._post.send(peer, Beat(beat.number))
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._pace.beat_s, self._tick)
+        for peer in [*self._peers.values(), *self._workers.values()]:
+            if peer.pulse.tick():
+                log.warning("%s fell silent", peer.name)
+                self._gone(peer)
+            else:
+                self._post.send(peer, Beat(0))  # that fails at once where its process has gone
+        for (name, number), asked in list(self._standing.items()):
+            if self._seat(name, number, asked):
+                del self._standing[name, number]
+        self._publish()
+
+    def _remember(self, peer: Peer) -> None:
+        self._away[peer.identity] = None
+        while len(self._away) > _REMEMBERED:
+            self._away.popitem(last=False)
+
+    def _gone(self, peer: Peer) -> None:
+        """What it may still have said is not heard."""
+        peer.gone = True
+        self._remember(peer)
+        if self._workers.pop(peer.identity, None) is not None:
+            self._crew.gone(peer.name)
+        if self._peers.pop(peer.identity, None) is not None:
+            places = self._places.pop(peer.name, {})
+            self._standing = {place: asked for place, asked in self._standing.items() if place[0] != peer.name}
+            self._spawn(self._clear(peer.name, list(places.values())))
+
+    async def _clear(self, name: str, places: list[Counter]) -> None:
+        """A place is free when nothing runs in it: its worker is asked first."""
+        held = {engine_of(counter.ticket) for counter in places if counter.ticket.granted}
+        await asyncio.gather(*(one.forget(name) for one in held if isinstance(one, Placed)), return_exceptions=True)
+        for counter in places:
+            counter.ticket.cancel()
+
+    # --- places -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, peer: Peer, ask: Ask) -> None:
+        if ask.ticket in self._places.setdefault(peer.name, {}):
+            raise Malformed(f"the ticket {ask.ticket} is in use")
+        if any(engine in self._known for engine in ask.avoid):
+            self._spawn(self._doubt(peer, ask))
+        else:
+            self._request(peer, ask)
+
+    async def _doubt(self, peer: Peer, ask: Ask) -> None:
+        """The gateway has lost an engine that seems well from here. Give the news a moment to arrive."""
+        deadline = self._loop.time() + _DOUBT_S
+        while self._loop.time() < deadline and any(self._is_up(engine) for engine in ask.avoid):  # noqa: ASYNC110
+            await asyncio.sleep(_SOON_S)
+        if not peer.gone:
+            self._request(peer, ask)
+
+    def _is_up(self, engine: str) -> bool:
+        return any(at.engine == engine for at in self._engines())
+
+    def _request(self, peer: Peer, ask: Ask) -> None:
+        try:
+            ticket = self._pool.request(demand_of(ask.demand))
+        except ModelyardError as error:
+            self._post.send(peer, Denied(ask.ticket, error))
+            return
+        counter = self._places[peer.name][ask.ticket] = Counter(ask.demand, ticket)
+        if ticket.granted:
+            self._grant(peer, ask.ticket, counter)
+        else:
+            self._post.send(peer, Queued(ask.ticket, ticket.position))
+            self._spawn(self._wait(peer, ask.ticket, counter))
+
+    async def _wait(self, peer: Peer, number: int, counter: Counter) -> None:
+        try:
+            await counter.ticket.lease()
+        except ModelyardError as error:
+            if self._places.get(peer.name, {}).pop(number, None) is not None:
+                self._post.send(self._now(peer), Denied(number, error))
+        else:
+            if number in self._places.get(peer.name, {}):
+                self._grant(self._now(peer), number, counter)
+
+    def _now(self, peer: Peer) -> Peer:
+        """The gateway may have come back by another link while it waited; it has asked again there."""
+        return next((one for one in self._peers.values() if one.name == peer.name), peer)
+
+    def _grant(self, peer: Peer, number: int, counter: Counter) -> None:
+        lease = counter.lease = lease_of(counter.ticket)
+        engine = lease.engine
+        assert isinstance(engine, Placed)  # noqa: S101  all blueprints here make these
+        if engine.id not in self._known:
+            self._publish()  # a gateway must know an engine before it is sent there
+        lease.on_revoke(lambda why: self._post.send(self._now(peer), Revoked(number, why)))
+        self._post.send(peer, Granted(number, engine.endpoint, engine.id, lease.weight, lease.waited))
+
+    def _leave(self, peer: Peer, leave: Leave) -> None:
+        self._standing.pop((peer.name, leave.ticket), None)
+        counter = self._places.get(peer.name, {}).pop(leave.ticket, None)
+        if counter is None:
+            return
+        if leave.spent and counter.lease is not None:
+            counter.lease.spend(leave.spent)
+        counter.ticket.cancel()
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def _engines(self) -> list[EngineAt]:
+        found = (engine for name in self._pool.status() for engine in self._pool.engines(name))
+        return [e.at() for e in found if isinstance(e, Placed) and not e.lost.done()]
+
+    def _state(self) -> State:
+        engines = self._engines()
+        self._known = {at.engine for at in engines}
+        seen = self._pool.status()
+        counts = {name: len(self._pool.engines(name)) for name in seen}
+        figures = {name: dict(values) for name, values in self._pool.figures().items()}
+        return State(dict(seen), tuple(engines), counts, figures, self.edition)
+
+    def _publish(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        state = self._state()
+        if (data := encode(state)) != self._told:
+            self._told = data
+            for peer in list(self._peers.values()):
+                self._post.send(peer, state)
+
+    async def _follow(self) -> None:
+        async for change in self._pool.subscribe():
+            for peer in list(self._peers.values()):
+                self._post.send(peer, Changed(change))
+            if self._due is None:
+                self._due = self._loop.call_later(_SOON_S, self._publish)
+
+    # --- orders and questions ---------------------------------------------------------------------------------------
+
+    def _command(self, peer: Peer, command: Command) -> None:
+        try:
+            argument = msgspec.json.decode(command.argument)
+        except msgspec.DecodeError as error:
+            raise Malformed(str(error)) from None
+        self._answer(peer, command.id, self._carry_out(command, argument))
+
+    async def _carry_out(self, command: Command, argument: Any) -> bytes | None:
+        if command.verb == "reload":
+            await self._reload()
+            self.edition += 1
+            self._loop.call_later(_SOON_S, self._publish)  # whoever asked for it hears of it first
+            return msgspec.msgpack.encode(self.edition)
+        told = await carry_out(self._pool, command, argument)
+        self._publish()
+        return told
+
+    def _look(self, peer: Peer, look: Look) -> None:
+        seen: Any = self._pool.snapshot() if look.what == "snapshot" else self._pool.requests()
+        self._post.send(peer, Answer(look.id, value=msgspec.msgpack.encode(seen)))
+
+    def _keep(self, peer: Peer, keep: Keep) -> None:
+        self._answer(peer, keep.id, kept(self._store, keep))
+
+    def _answer(self, peer: Peer, id: int, work: Coroutine[Any, Any, bytes | None]) -> None:
+        async def answer() -> None:
+            try:
+                told = Answer(id, value=await work)
+            except Exception as error:
+                told = Answer(id, fault(error))
+            self._post.send(peer, told)
+
+        self._spawn(answer())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        self._timer.cancel()
+        if self._due is not None:
+            self._due.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for peer in list(self._peers.values()):
+            self._post.send(peer, Goodbye("the scheduler ends"))
+        await self._listener.close()

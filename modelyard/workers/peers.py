@@ -1,0 +1,165 @@
+"""A worker's clients: who they are, what runs for each, and what waits to be sent to them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from modelyard.core.engine import EngineStats, Generation
+from modelyard.core.errors import ModelyardError
+from modelyard.core.events import Failed
+from modelyard.engines.mailbox import Mailbox
+from modelyard.workers.hosted import Hosted
+from modelyard.workers.link import Listener, PeerGone
+from modelyard.workers.messages import Error, Frame, Item, Message, Said, encode, item_of
+from modelyard.workers.packing import pack_ids
+from modelyard.workers.pulse import Pulse
+
+log = logging.getLogger(__name__)
+
+
+class Running:
+    """One request in an engine. `ended` is called once, when its slot is free."""
+
+    __slots__ = ("_generation", "_post", "ended", "hosted", "id", "over", "peer")
+
+    def __init__(
+        self,
+        id: int,
+        peer: Peer,
+        hosted: Hosted,
+        post: Callable[[Peer, Sequence[Item]], None],
+        ended: Callable[[Running], None],
+    ) -> None:
+        self.id, self.peer, self.hosted, self.ended = id, peer, hosted, ended
+        self._post, self.over = post, False
+        self._generation: Mailbox[Any] | None = None
+
+    def begin(self, generation: Generation[Any]) -> None:
+        if not isinstance(generation, Mailbox):
+            raise TypeError(f"an engine hands out its jobs as mailboxes, and this is a {type(generation).__name__}")
+        self._generation = generation
+        self.go_on()
+
+    def _said(self, items: list[Any], last: bool) -> None:
+        if last:
+            self.over = True
+            self.ended(self)
+        if self.hosted.kind == "chat":
+            self._post(self.peer, [Said(self.id, items)])
+        else:
+            self._post(self.peer, [item_of(self.id, chunk, pack_ids) for chunk in items])
+
+    def fail(self, error: ModelyardError) -> None:
+        if not self.over:
+            self.over = True
+            self.ended(self)
+            self._post(self.peer, [last_word(self.id, self.hosted.kind, error)])
+
+    def hold(self) -> None:
+        """What comes waits in the engine's own mailbox, which tells the engine when it is full."""
+        if self._generation is not None:
+            self._generation.pour(None)
+
+    def go_on(self) -> None:
+        if self._generation is not None and not self.over:
+            self._generation.pour(self._said)
+
+    def abort(self) -> None:
+        """What waited for its reader is let out: nobody will ask for it any more."""
+        if self._generation is not None:
+            self._generation.cancel()
+            self.go_on()
+
+
+def last_word(id: int, kind: str, error: ModelyardError) -> Item:
+    return Said(id, [Failed(error)]) if kind == "chat" else Error(id, error)
+
+
+class Peer:
+    """`backlog` is what its socket did not take: while there is any, all that runs for it is held back."""
+
+    def __init__(self, identity: bytes, name: str, allowed: int) -> None:
+        self.identity, self.name, self.pulse = identity, name, Pulse(allowed)
+        self.requests: dict[int, Running] = {}
+        self.held: set[int] = set()
+        self.backlog: deque[bytes] = deque()
+        self.items: list[Item] = []
+        self.stats: dict[str, EngineStats] = {}
+        self.gone = False
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name}: {len(self.requests)} running>"
+
+
+class Post:
+    """Everything that leaves a worker. What is made in one turn of the loop leaves as one frame a peer, and what
+    `before` sends leaves before it."""
+
+    def __init__(
+        self,
+        listener: Callable[[], Listener],
+        before: Callable[[], None],
+        soon: Callable[[Callable[[], None]], object],
+        later: Callable[[float, Callable[[], None]], object],
+        gone: Callable[[Peer], None],
+    ) -> None:
+        self._listener, self._before, self._soon, self._later, self._gone = listener, before, soon, later, gone
+        self._due: list[Peer] = []
+
+    def add(self, peer: Peer, items: Sequence[Item]) -> None:
+        if peer.gone:
+            return
+        if not peer.items:
+            if not self._due:
+                self._soon(self._flush)
+            self._due.append(peer)
+        peer.items.extend(items)
+
+    def _flush(self) -> None:
+        self._before()
+        due, self._due = self._due, []
+        for peer in due:
+            items, peer.items = peer.items, []
+            stats, peer.stats = peer.stats, {}
+            if items:
+                self.send(peer, Frame(items, stats))
+
+    def send(self, peer: Peer, message: Message) -> None:
+        """In order, always: where something waits, this waits behind it."""
+        if peer.gone:
+            return
+        data = encode(message)
+        if peer.backlog or not self._sent(peer, data):
+            self._wait(peer, data)
+
+    def _sent(self, peer: Peer, data: bytes) -> bool:
+        try:
+            return self._listener().send(peer.identity, data)
+        except PeerGone:
+            self._gone(peer)
+            return True
+
+    def _wait(self, peer: Peer, data: bytes) -> None:
+        if not peer.backlog:
+            for running in peer.requests.values():
+                running.hold()
+            self._later(_AGAIN_S, partial(self._again, peer))
+        peer.backlog.append(data)
+
+    def _again(self, peer: Peer) -> None:
+        while peer.backlog and not peer.gone:
+            if not self._sent(peer, peer.backlog[0]):
+                self._later(_AGAIN_S, partial(self._again, peer))
+                return
+            if peer.backlog:
+                peer.backlog.popleft()
+        for id, running in list(peer.requests.items()):
+            if id not in peer.held:
+                running.go_on()
+
+
+_AGAIN_S = 0.02  # before another look whether a peer reads again

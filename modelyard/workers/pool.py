@@ -1,0 +1,395 @@
+"""The scheduler as a gateway sees it: the same seams as one in its own process, over a link that may break and heal.
+
+What the scheduler knows is mirrored here as it changes, so that questions are answered at once. While the link is
+broken answers that run go on, since they speak to their workers directly; who waits is asked for again when it is back,
+and is turned away when that takes too long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from modelyard.core.engine import Engine
+from modelyard.core.errors import ModelyardError, NotFound, Unavailable
+from modelyard.core.lease import Demand, ModelStatus
+from modelyard.core.pool import Blueprint, Change, Overrides, PoolSnapshot, RequestSnapshot
+from modelyard.workers.client import Noted, RemoteChat, RemoteText, remote
+from modelyard.workers.feed import Feed
+from modelyard.workers.link import Dialer, Keys
+from modelyard.workers.messages import VERSION, Beat, Goodbye, Message, Opened, Refused, encode, version_fault
+from modelyard.workers.packing import Malformed
+from modelyard.workers.place import RemotePlace, asked_of
+from modelyard.workers.pulse import Pace, Pulse
+from modelyard.workers.scheduling import (
+    Answer,
+    Ask,
+    Changed,
+    Command,
+    Denied,
+    EngineAt,
+    Granted,
+    Join,
+    Joined,
+    Leave,
+    Look,
+    Queued,
+    Revoked,
+    State,
+    read_for_gateway,
+)
+from modelyard.workers.session import Session
+
+log = logging.getLogger(__name__)
+
+_MEET_S = 5.0  # for a worker to answer
+
+
+class RemotePool:
+    """`Leases` and `Pool` of `core`. `connected` tells whether the scheduler is there now."""
+
+    def __init__(
+        self, endpoint: str, name: str, *, keys: Keys | None = None, pace: Pace = Pace(), timeout_s: float = 30.0
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.endpoint, self.name = endpoint, name
+        self._keys, self._pace, self._timeout_s = keys, pace, timeout_s
+        self.connected = False
+        self.state = State({})
+        self.on_edition: Callable[[int], None] | None = None  # called when the configuration was read anew elsewhere
+        self._ids = count(1)
+        self._places: dict[int, RemotePlace] = {}
+        self._asked: dict[int, asyncio.Future[bytes | None]] = {}
+        self._sessions: dict[str, Session] = {}
+        self._engines: dict[str, RemoteText | RemoteChat] = {}
+        self._lost: dict[str, float] = {}
+        self._snapshot = PoolSnapshot(models={})
+        self._requests: tuple[RequestSnapshot, ...] = ()
+        self._listeners: set[Feed] = set()
+        self._first = asyncio.Event()
+        self._closed = False
+        self._refusal: ModelyardError | None = None
+        self._away_since: float | None = self._loop.time()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._hear: Mapping[type, Callable[[Any], None]] = {
+            Granted: self._granted,
+            Denied: self._denied,
+            Queued: self._queued,
+            State: self._stated,
+            Beat: lambda _: None,
+            Answer: self._answered,
+            Revoked: self._revoked,
+            Changed: self._changed,
+            Joined: self._joined,
+            Refused: self._refused,
+            Goodbye: lambda _: None,
+        }
+        self._pulse = Pulse(pace.patience)
+        self._dial()
+        self._timer = self._loop.call_later(pace.beat_s, self._tick)
+
+    def __repr__(self) -> str:
+        return f"<RemotePool {self.endpoint}{'' if self.connected else ', away'}: {len(self._places)} places>"
+
+    async def ready(self, seconds: float) -> None:
+        """Waits for the scheduler's first word. Without it the gateway starts, and says that it is not well."""
+        waiting = asyncio.ensure_future(self._first.wait())
+        try:
+            await asyncio.wait({waiting}, timeout=seconds)
+        finally:
+            waiting.cancel()
+        if self._refusal is not None:
+            raise self._refusal
+
+    # --- the link ---------------------------------------------------------------------------------------------------
+
+    def _dial(self) -> None:
+        """A new conversation: whatever was on its way in the last one is lost."""
+        self._dialer = Dialer(self.endpoint, self._heard, self._dropped, self._keys)
+        held = [(place.id, place.asked) for place in self._places.values() if place.granted]
+        self._send(Join(VERSION, self.name, tuple(held)))
+        self._pulse.heard()
+
+    def _dropped(self, why: str) -> None:
+        if self.connected:
+            log.warning("the scheduler is away: %s", why)
+            self._redial()
+
+    def _redial(self) -> None:
+        self.connected = False
+        self._away_since = self._away_since if self._away_since is not None else self._loop.time()
+        self._spawn(self._dialer.close())
+        self._fail_questions(Unavailable("the scheduler was lost; try again", code="scheduler_lost"))
+        self._dial()
+
+    def _fail_questions(self, error: ModelyardError) -> None:
+        for waiting in self._asked.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # marks it seen: nobody may be waiting
+        self._asked.clear()
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(self._pace.beat_s, self._tick)
+        if self._pulse.tick() and self.connected:
+            log.warning("the scheduler is silent")
+            self._redial()
+        elif self.connected:
+            self._send(Beat(self._pulse.number))
+        self._turn_away()
+
+    def _turn_away(self) -> None:
+        """Who waits for a scheduler that does not come back has waited long enough."""
+        if self._away_since is None or self._loop.time() - self._away_since < self._timeout_s:
+            return
+        for place in [one for one in self._places.values() if one.waits]:
+            del self._places[place.id]
+            place.refuse(self._absence())
+
+    def _absence(self) -> Unavailable:
+        return Unavailable(f"the scheduler at {self.endpoint} is away", code="scheduler_lost")
+
+    def _heard(self, data: bytes) -> None:
+        self._pulse.heard()
+        try:
+            message = read_for_gateway(data)
+            self._hear[type(message)](message)
+        except Malformed as error:
+            log.warning("the scheduler sent what is no message: %s", error)
+            self._redial()
+
+    def _joined(self, joined: Joined) -> None:
+        if (fault := version_fault(joined.version)) is not None:
+            self._refusal = Unavailable(f"the scheduler at {self.endpoint} cannot be used: {fault}")
+            self._first.set()
+            return
+        self.connected, self._away_since = True, None
+        for place in self._places.values():
+            if place.waits:
+                self._ask(place)
+
+    def _refused(self, refused: Refused) -> None:
+        self._refusal = Unavailable(f"the scheduler refused us: {refused.reason}")
+        log.error("%s", self._refusal.message)
+        self._first.set()
+
+    def _send(self, message: Message) -> None:
+        self._dialer.send(encode(message))
+
+    def _spawn(self, work: Any) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- places -----------------------------------------------------------------------------------------------------
+
+    def request(self, demand: Demand) -> RemotePlace:
+        if self._closed:
+            raise Unavailable("the server is shutting down", code="shutting_down")
+        if self._away_since is not None and self._loop.time() - self._away_since > self._timeout_s:
+            raise self._absence()
+        number = next(self._ids)
+        place = self._places[number] = RemotePlace(
+            self, number, asked_of(demand, self.state.replicas.get(demand.model, 1) > 1)
+        )
+        if self.connected:
+            self._ask(place)
+        return place
+
+    def _ask(self, place: RemotePlace) -> None:
+        now = self._loop.time()
+        self._lost = {engine: at for engine, at in self._lost.items() if now - at < _MEET_S}
+        self._send(Ask(place.id, place.asked, tuple(self._lost)))
+
+    def left(self, place: RemotePlace) -> None:
+        if self._places.pop(place.id, None) is not None:
+            self._send(Leave(place.id, place.spent))
+
+    def _granted(self, granted: Granted) -> None:
+        place = self._places.get(granted.ticket)
+        if place is None:
+            self._send(Leave(granted.ticket))  # given up meanwhile: the two have crossed
+            return
+        engine = self._engines.get(granted.engine)
+        if engine is None:
+            del self._places[place.id]
+            self._send(Leave(granted.ticket))
+            place.refuse(Unavailable("the scheduler granted an engine that nobody knows", code="engine_gone"))
+            return
+        place.grant(engine, granted.engine, granted.weight, granted.waited)
+
+    def _denied(self, denied: Denied) -> None:
+        if (place := self._places.pop(denied.ticket, None)) is not None:
+            place.refuse(denied.error)
+
+    def _queued(self, queued: Queued) -> None:
+        if (place := self._places.get(queued.ticket)) is not None and place.waits:
+            place.position = queued.position
+
+    def _revoked(self, revoked: Revoked) -> None:
+        if (place := self._places.get(revoked.ticket)) is not None:
+            place.revoke(revoked.error)
+
+    # --- what is known ----------------------------------------------------------------------------------------------
+
+    def _stated(self, state: State) -> None:
+        edition, self.state = self.state.edition, state
+        there = {at.engine: at for at in state.engines}
+        for engine in [id for id in self._engines if id not in there]:
+            self._spawn(self._engines.pop(engine).close())
+        for at in there.values():
+            if at.engine not in self._engines or self._engines[at.engine].lost.done():
+                self._engines[at.engine] = self._reach(at)
+        used = {at.endpoint for at in state.engines}
+        for endpoint in [each for each in self._sessions if each not in used]:
+            self._retire(endpoint)
+        if self._first.is_set() and edition != state.edition and self.on_edition is not None:
+            self.on_edition(state.edition)
+        self._first.set()
+
+    def _retire(self, endpoint: str) -> None:
+        """Of an engine that is not granted any more: answers may still run there."""
+        session = self._sessions[endpoint]
+        if session.over or session.idle:
+            del self._sessions[endpoint]
+            self._spawn(session.close())
+
+    def _reach(self, at: EngineAt) -> RemoteText | RemoteChat:
+        session = self._sessions.get(at.endpoint)
+        if session is None or session.over:
+            if session is not None:
+                self._spawn(session.close())
+            session = Session(at.endpoint, self.name, keys=self._keys, pace=self._pace, meet_s=_MEET_S)
+            self._sessions[at.endpoint] = session
+        return remote(
+            session, Opened(at.engine, at.kind, at.info, at.embeds), Noted(lambda: self.lost(at.engine), self._loop)
+        )
+
+    def lost(self, engine: str) -> None:
+        """Heard here, at a worker's link; the scheduler may not have noticed yet."""
+        self._lost[engine] = self._loop.time()
+
+    def status(self) -> Mapping[str, ModelStatus]:
+        return self.state.models
+
+    def figures(self) -> Mapping[str, Mapping[str, int]]:
+        return self.state.figures
+
+    def engine(self, model: str) -> Engine | None:
+        return next(iter(self.engines(model)), None)
+
+    def engines(self, name: str) -> tuple[Engine, ...]:
+        ids = (at.engine for at in self.state.engines if at.model == name)
+        return tuple(e for id in ids if (e := self._engines.get(id)) is not None and not e.lost.done())
+
+    def snapshot(self) -> PoolSnapshot:
+        return self._snapshot
+
+    def requests(self) -> tuple[RequestSnapshot, ...]:
+        return self._requests
+
+    async def refresh(self) -> None:
+        """What `snapshot` and `requests` tell is as old as the last call of this."""
+        seen, live = await asyncio.gather(self._look("snapshot"), self._look("requests"))
+        self._snapshot = msgspec.msgpack.decode(seen, type=PoolSnapshot)
+        self._requests = msgspec.msgpack.decode(live, type=tuple[RequestSnapshot, ...])
+
+    async def _look(self, what: Any) -> bytes:
+        return await self.question(lambda id: Look(id, what)) or b""
+
+    def subscribe(self) -> AsyncIterator[Change]:
+        return Feed(self._listeners)
+
+    def _changed(self, changed: Changed) -> None:
+        for listener in list(self._listeners):
+            listener.put(changed.change)
+
+    # --- orders -----------------------------------------------------------------------------------------------------
+
+    async def question(self, message: Callable[[int], Message]) -> bytes | None:
+        if not self.connected:
+            raise self._absence()
+        id = next(self._ids)
+        waiting: asyncio.Future[bytes | None] = self._loop.create_future()
+        self._asked[id] = waiting
+        self._send(message(id))
+        try:
+            return await waiting
+        finally:
+            self._asked.pop(id, None)
+
+    def _answered(self, answer: Answer) -> None:
+        if (waiting := self._asked.pop(answer.id, None)) is not None and not waiting.done():
+            if answer.error is not None:
+                waiting.set_exception(answer.error)
+            else:
+                waiting.set_result(answer.value)
+
+    def _order(self, verb: Any, name: str, argument: Any = None) -> asyncio.Future[None]:
+        if name not in self.state.models:
+            raise NotFound(f"there is no model {name!r}", code="model_not_found")
+
+        async def work() -> None:
+            await self.question(lambda id: Command(id, verb, name, msgspec.json.encode(argument)))
+            await self.refresh()
+
+        return asyncio.ensure_future(work())
+
+    def load(self, name: str, overrides: Overrides | None = None) -> asyncio.Future[None]:
+        return self._order("load", name, overrides)
+
+    def unload(self, name: str, force: bool = False) -> asyncio.Future[None]:
+        return self._order("unload", name, force)
+
+    def drain(self, name: str) -> asyncio.Future[None]:
+        return self._order("drain", name)
+
+    def scale(self, name: str, replicas: int) -> asyncio.Future[None]:
+        return self._order("scale", name, replicas)
+
+    def cancel(self, trace: str) -> int:
+        """Of those whom the last `refresh` has seen."""
+        found = sum(1 for one in self._requests if trace and one.trace == trace)
+        if found:
+            self._spawn(self._cancel(trace))
+        return found
+
+    async def _cancel(self, trace: str) -> None:
+        await self.question(lambda id: Command(id, "cancel", argument=msgspec.json.encode(trace)))
+
+    def reconfigure(self, blueprints: Mapping[str, Blueprint]) -> None:
+        """The models are the scheduler's: it reads its own configuration (`reload`)."""
+        del blueprints
+
+    async def reload(self) -> None:
+        """The scheduler reads its configuration anew, and all other gateways hear of it."""
+        edition = msgspec.msgpack.decode(await self.question(lambda id: Command(id, "reload")) or b"\0", type=int)
+        self.state = msgspec.structs.replace(self.state, edition=edition)
+
+    def preload(self, name: str) -> None:
+        """The scheduler does that."""
+        del name
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._timer.cancel()
+        error = Unavailable("the server is shutting down", code="shutting_down")
+        for place in list(self._places.values()):
+            place.refuse(error) if place.waits else place.revoke(error)
+        for listener in list(self._listeners):
+            listener.end()
+        self._send(Goodbye())
+        await asyncio.gather(*(session.close() for session in self._sessions.values()))
+        await self._dialer.close()
+        self._fail_questions(error)
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # links that are on their way out: each in a moment

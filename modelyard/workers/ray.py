@@ -1,0 +1,139 @@
+"""Workers as actors of a Ray cluster: Ray places them, starts them again and loses them; tokens still travel our way.
+
+An actor is a worker in a process that Ray has put on some node. The scheduler asks it for its address and speaks to it
+as to any other. When it dies Ray starts it anew, on another node where it must, and the next engine of its model is
+opened there; how soon a death is noticed is our own heartbeat's doing, since Ray takes 16 seconds to miss a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from msgspec import Struct, field
+
+from modelyard.core.errors import InvalidRequest, Unavailable
+from modelyard.workers.link import Keys
+from modelyard.workers.pulse import Pace
+from modelyard.workers.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_RESTARTS = 100  # of one actor; after that the scheduler asks for another
+_ANSWER_S = 60.0  # for a node to start a process, or for Ray to start one again
+
+
+class Resources(Struct, frozen=True):
+    """What an actor is promised on its node."""
+
+    num_cpus: float = 1.0
+    num_gpus: float = 0.0
+    memory: int | None = None
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        told = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": dict(self.custom)}
+        return told if self.memory is None else told | {"memory": self.memory}
+
+
+class Actor:
+    """Runs on some node. The worker is made in the first call, on the loop that Ray gives to async methods."""
+
+    def __init__(self, keys: tuple[str, str] | None, beat_s: float, patience: int) -> None:
+        self._keys = None if keys is None else Keys(*keys)
+        self._pace = Pace(beat_s, patience)
+        self._worker: Worker | None = None
+
+    async def address(self) -> tuple[str, int]:
+        """Where it listens, and its process."""
+        if self._worker is None:
+            host = _ray().util.get_node_ip_address()
+            self._worker = Worker(f"tcp://{host}:*", keys=self._keys, pace=self._pace)
+        return self._worker.endpoint, os.getpid()
+
+
+class RayCluster:
+    """The actors that this scheduler has asked for, by model."""
+
+    def __init__(self, address: str, resources: Mapping[str, Resources], keys: Keys | None, pace: Pace) -> None:
+        self._address, self._resources, self._keys, self._pace = address, resources, keys, pace
+        self._idle: dict[str, list[Any]] = {}
+
+    async def open(self) -> None:
+        ray = _ray()
+        if not ray.is_initialized():
+            where = None if self._address in ("local", "ray://local") else self._address
+            try:
+                await asyncio.to_thread(ray.init, where, log_to_driver=False, logging_level=logging.WARNING)
+            except ConnectionError as error:
+                raise Unavailable(f"no Ray cluster answers at {self._address}: {error}", code="no_cluster") from error
+
+    async def start(self, model: str) -> tuple[Any, str]:
+        """An actor for one engine of this model, and its address: one that is there and free, else a new one."""
+        while idle := self._idle.get(model):
+            actor = idle.pop()
+            try:
+                return actor, await self._where(actor)
+            except Unavailable as error:
+                log.warning("an actor of %s is gone for good: %s", model, error.message)
+        actor = self._new(model)
+        return actor, await self._where(actor)
+
+    def _new(self, model: str) -> Any:
+        keys = None if self._keys is None else (self._keys.public, self._keys.secret)
+        made = (
+            _ray()
+            .remote(Actor)
+            .options(max_restarts=_RESTARTS, max_concurrency=1000, **self._resources.get(model, Resources()).options())
+        )
+        return made.remote(keys, self._pace.beat_s, self._pace.patience)
+
+    async def _where(self, actor: Any) -> str:
+        """Asked anew each time: an actor that was started again listens elsewhere."""
+        errors = import_module("ray.exceptions")
+        deadline = asyncio.get_running_loop().time() + _ANSWER_S
+        while True:
+            try:
+                endpoint, _ = await asyncio.wait_for(_result(actor.address.remote()), _ANSWER_S)
+                return str(endpoint)
+            except errors.ActorUnavailableError:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise Unavailable("Ray has not started the worker again in time") from None
+                await asyncio.sleep(0.2)
+            except (errors.RayError, TimeoutError) as error:
+                raise Unavailable(f"Ray has no place for the worker: {type(error).__name__}: {error}") from error
+
+    def give_back(self, model: str, actor: Any, *, kill: bool) -> None:
+        """A worker without an engine: the next engine of its model may have it, unless it is not wanted any more."""
+        if kill:
+            _ray().kill(actor, no_restart=False)  # it hangs: Ray starts it anew
+            self._idle.setdefault(model, []).append(actor)
+        else:
+            _ray().kill(actor, no_restart=True)
+
+    def lost(self, model: str, actor: Any) -> None:
+        """It died: Ray starts it again, and the next engine of its model goes there."""
+        self._idle.setdefault(model, []).append(actor)
+
+    async def close(self) -> None:
+        for actors in self._idle.values():
+            for actor in actors:
+                _ray().kill(actor, no_restart=True)
+
+
+async def _result(reference: Any) -> Any:
+    return await reference
+
+
+def _ray() -> Any:
+    try:
+        return import_module("ray")
+    except ModuleNotFoundError:
+        raise InvalidRequest(
+            "cluster = \"ray\" needs the Python package ray: install it with pip install 'modelyard[ray]'",
+            code="missing_library",
+        ) from None

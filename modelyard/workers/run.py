@@ -1,0 +1,142 @@
+"""A worker from its first breath to its last: it listens, offers itself, works, and drains when it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from importlib.util import find_spec
+from typing import Any
+
+from modelyard.workers.link import Dialer, Keys
+from modelyard.workers.messages import VERSION, Beat, Refused, encode
+from modelyard.workers.packing import Malformed
+from modelyard.workers.pulse import Pace
+from modelyard.workers.scheduling import Enlist, read_for_gateway
+from modelyard.workers.worker import Worker
+
+log = logging.getLogger(__name__)
+
+PARENT_VARIABLE = "MODELYARD_WORKER_PARENT"  # pid of whoever started the scheduler: when it has gone, all end
+_GRACE_S = 30.0
+_ORPHAN_S = 60.0  # a worker that a scheduler started lives so long without one
+_LOOK_S = 1.0
+
+
+def quiet_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is: a hop costs a fifth less."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    if find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+async def run_worker(
+    endpoint: str,
+    *,
+    keys: Keys | None = None,
+    pace: Pace = Pace(),
+    scheduler: str | None = None,
+    hired: bool = False,
+    grace_s: float = _GRACE_S,
+) -> None:
+    """Until SIGTERM: then it takes nothing new and ends when what runs has ended, at a second one at once."""
+    told, hurried = _signals()
+    worker = Worker(endpoint, keys=keys, pace=pace)
+    works: list[Coroutine[Any, Any, object]] = [told.wait(), worker.dismissed.wait()]
+    if hired:
+        works += [_orphaned(worker), _parent_gone()]
+    tasks = [asyncio.create_task(work) for work in works]
+    offering = asyncio.create_task(_offer(worker, scheduler, keys, pace)) if scheduler is not None else None
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if offering is not None:
+            offering.cancel()
+        if told.is_set():
+            await _drain(worker, hurried, grace_s)
+    finally:
+        for task in (*tasks, *([offering] if offering is not None else [])):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await worker.close()
+
+
+def _signals() -> tuple[asyncio.Event, asyncio.Event]:
+    told, hurried = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        (hurried if told.is_set() else told).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    return told, hurried
+
+
+async def _drain(worker: Worker, hurried: asyncio.Event, grace_s: float) -> None:
+    ending: set[asyncio.Task[Any]] = {
+        asyncio.create_task(worker.drain(grace_s)),
+        asyncio.create_task(hurried.wait()),
+    }
+    await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+    for task in ending:
+        task.cancel()
+
+
+async def _orphaned(worker: Worker) -> None:
+    """Done when no scheduler has been a client for too long."""
+    silent = 0.0
+    while silent < _ORPHAN_S:
+        await asyncio.sleep(_LOOK_S)
+        served = any(name.startswith("scheduler-") for name in worker.clients)
+        silent = 0.0 if served else silent + _LOOK_S
+    log.warning("no scheduler has come for %g s: the worker ends", _ORPHAN_S)
+
+
+async def _parent_gone() -> None:
+    """Done when the process named in the environment has ended; never where none is named."""
+    gone = asyncio.Event()
+    parent = os.environ.get(PARENT_VARIABLE)
+    if parent is None or not hasattr(os, "pidfd_open"):
+        await gone.wait()
+        return
+    try:
+        watched = os.pidfd_open(int(parent))
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_reader(watched, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(watched)
+        os.close(watched)
+
+
+async def _offer(worker: Worker, scheduler: str, keys: Keys | None, pace: Pace) -> None:
+    """Tells the scheduler again and again that this worker is here: one that was started anew learns of it so."""
+    refused = asyncio.Event()
+
+    def heard(data: bytes) -> None:
+        try:
+            message = read_for_gateway(data)
+        except Malformed:
+            return
+        if isinstance(message, Refused):
+            log.error("the scheduler refused this worker: %s", message.reason)
+            refused.set()
+
+    dialer = Dialer(scheduler, heard, lambda why: log.warning("%s", why), keys)
+    try:
+        while not refused.is_set():
+            held = tuple(hosted.held() for hosted in worker.engines)
+            dialer.send(encode(Enlist(VERSION, worker.name, worker.endpoint, held)))
+            dialer.send(encode(Beat(0)))
+            await asyncio.sleep(pace.beat_s)
+    finally:
+        await dialer.close()

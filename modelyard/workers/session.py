@@ -1,0 +1,379 @@
+"""A client's conversation with one worker: greeting, heartbeats, its requests and their answers.
+
+connect ─ Hello ─→ Welcome ─→ (open engines, requests …) ─→ over: the link broke, the worker fell silent, or was left
+
+A session that is over never begins again: what was on its way is lost with it, and every request in it ends with that
+error. Whoever wants the worker back makes a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+from typing import Any
+
+from modelyard.core.engine import Chunk, End, EngineStats, OnProgress
+from modelyard.core.errors import ModelyardError, Unavailable
+from modelyard.core.events import Event, Failed
+from modelyard.engines.mailbox import Mailbox
+from modelyard.workers.link import Dialer, Keys
+from modelyard.workers.messages import (
+    VERSION,
+    AbortRequest,
+    Beat,
+    Closed,
+    CloseEngine,
+    Done,
+    Error,
+    Finish,
+    Frame,
+    Goodbye,
+    GoOn,
+    Hello,
+    Hold,
+    Item,
+    Loading,
+    Lost,
+    Message,
+    Opened,
+    OpenEngine,
+    OpenFailed,
+    Refused,
+    Said,
+    Welcome,
+    chunk_of,
+    encode,
+    read_for_client,
+    version_fault,
+)
+from modelyard.workers.packing import Malformed, unpack_ids
+from modelyard.workers.pulse import Pace, Pulse
+
+log = logging.getLogger(__name__)
+
+_ROOM = 1024  # items that may wait for a reader before the worker is asked to hold
+
+
+class Request:
+    """One request on its way. `last` makes its end of an error."""
+
+    __slots__ = ("box", "held", "last")
+
+    def __init__(self, box: Mailbox[Any], last: Callable[[ModelyardError], Any]) -> None:
+        self.box, self.last, self.held = box, last, False
+
+
+class Session:
+    """`lost` resolves when it is over, whatever the reason. `broke` is called in place of `end` where the connection
+    breaks: whoever knows more of the reason may wait for it a moment, and must then call `end`. With `meet_s` it is
+    over where the worker does not answer in that time; without, whoever waits in `meet` says how long."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        name: str,
+        *,
+        keys: Keys | None = None,
+        pace: Pace = Pace(),
+        broke: Callable[[ModelyardError], None] | None = None,
+        meet_s: float | None = None,
+    ) -> None:
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self.endpoint, self._pace = endpoint, pace
+        self._broke = broke or self.end
+        self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
+        self.welcome: Welcome | None = None
+        self.complaint = ""  # why it has not answered yet, as far as is known
+        self.leaving = False  # the worker has said goodbye: what runs there ends, nothing new begins
+        self._met: asyncio.Future[Welcome] = self._loop.create_future()
+        self._ids = count(1)
+        self._requests: dict[int, Request] = {}
+        self._asked: dict[int, asyncio.Future[Done]] = {}
+        self._opening: dict[str, tuple[asyncio.Future[Opened], OnProgress]] = {}
+        self._closing: dict[str, asyncio.Future[None]] = {}
+        self._watchers: dict[str, Callable[[ModelyardError], None]] = {}
+        self.stats: dict[str, EngineStats] = {}
+        self._pulse = Pulse(pace.patience)
+        self._dialer = Dialer(endpoint, self._heard, self._dropped, keys)
+        self._timer: asyncio.TimerHandle | None = None
+        self._hear: Mapping[type, Callable[[Any], None]] = {
+            Frame: self._frame,
+            Beat: self._beat,
+            Welcome: self._welcomed,
+            Refused: lambda message: self.end(Unavailable(f"the worker refused us: {message.reason}")),
+            Loading: self._loading,
+            Opened: self._opened,
+            OpenFailed: self._open_failed,
+            Closed: self._closed,
+            Lost: self._engine_lost,
+            Done: self._done,
+            Goodbye: self._goodbye,
+        }
+        self._send(Hello(VERSION, name))
+        if meet_s is not None:
+            self._timer = self._loop.call_later(meet_s, self._unmet)
+
+    def __repr__(self) -> str:
+        return f"<Session {self.endpoint}: {len(self._requests)} requests{', over' if self.over else ''}>"
+
+    @property
+    def over(self) -> bool:
+        return self.lost.done()
+
+    def _unmet(self) -> None:
+        if not self._met.done():
+            self.end(Unavailable(f"the worker at {self.endpoint} does not answer. {self.complaint}".rstrip()))
+
+    async def meet(self) -> Welcome:
+        """Waits until the worker has answered; how long is the caller's to say."""
+        return await asyncio.shield(self._met)
+
+    # --- engines ----------------------------------------------------------------------------------------------------
+
+    async def open(self, order: OpenEngine, progress: OnProgress) -> Opened:
+        """While an engine loads its worker may be silent: no heartbeat is missed then."""
+        self._check()
+        opening: asyncio.Future[Opened] = self._loop.create_future()
+        self._opening[order.engine] = (opening, progress)
+        try:
+            self._must_send(order)
+            return await opening
+        finally:
+            self._opening.pop(order.engine, None)
+            self._pulse.heard()
+
+    async def close_engine(self, engine: str) -> None:
+        """Done when the engine is gone, or its worker."""
+        if self.over:
+            return
+        self._watchers.pop(engine, None)
+        closing = self._closing[engine] = self._loop.create_future()
+        self._send(CloseEngine(engine))
+        await closing
+
+    def tell(self, message: Message) -> None:
+        """A word that needs no answer."""
+        self._send(message)
+
+    def watch(self, engine: str, lost: Callable[[ModelyardError], None]) -> None:
+        """Whom to tell when this engine dies, or the session ends."""
+        if self.over:
+            lost(self.lost.result())
+        else:
+            self._watchers[engine] = lost
+
+    def unwatch(self, engine: str) -> None:
+        self._watchers.pop(engine, None)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def text(self, message: Callable[[int], Message]) -> Mailbox[Chunk]:
+        return self._begin(message, lambda error: End("error", error=error))
+
+    def chat(self, message: Callable[[int], Message]) -> Mailbox[Event]:
+        return self._begin(message, Failed)
+
+    def _begin(self, message: Callable[[int], Message], last: Callable[[ModelyardError], Any]) -> Mailbox[Any]:
+        id = next(self._ids)
+        box: Mailbox[Any] = Mailbox(
+            on_cancel=lambda: self._soon(partial(self._abort, id)),
+            on_room=partial(self._go_on, id),
+            limit=_ROOM,
+            loop=self._loop,
+        )
+        try:
+            self._check()
+            self._must_send(message(id))
+        except ModelyardError as error:
+            box.put_many([last(error)], last=True)
+        else:
+            self._requests[id] = Request(box, last)
+        return box
+
+    def _soon(self, deed: Callable[[], None]) -> None:
+        """At once on the loop's own thread: whoever cancels there and leaves wants it sent before he is gone."""
+        if threading.get_ident() == self._thread:
+            deed()
+        else:
+            self._loop.call_soon_threadsafe(deed)
+
+    def _abort(self, id: int) -> None:
+        if id in self._requests:
+            self._send(AbortRequest(id))
+
+    def _go_on(self, id: int) -> None:
+        request = self._requests.get(id)
+        if request is not None and request.held:
+            request.held = False
+            self._send(GoOn(id))
+
+    async def ask(self, message: Callable[[int], Message]) -> Done:
+        """An order or a question; raises what the worker says is wrong with it."""
+        self._check()
+        id = next(self._ids)
+        asked: asyncio.Future[Done] = self._loop.create_future()
+        self._asked[id] = asked
+        try:
+            self._must_send(message(id))
+            answer = await asked
+        finally:
+            self._asked.pop(id, None)
+        if answer.error is not None:
+            raise answer.error
+        return answer
+
+    # --- what the worker says ---------------------------------------------------------------------------------------
+
+    def _heard(self, data: bytes) -> None:
+        if self.over:
+            return
+        self._pulse.heard()
+        try:
+            message = read_for_client(data)
+            self._hear[type(message)](message)
+        except Malformed as error:
+            log.warning("%s sent what is no message: %s", self.endpoint, error)
+            self.end(Unavailable(f"the worker at {self.endpoint} does not speak our protocol: {error}"))
+
+    def _frame(self, frame: Frame) -> None:
+        if frame.stats:
+            self.stats.update(frame.stats)
+        for item in frame.items:
+            self._item(item)
+
+    def _item(self, item: Item) -> None:
+        request = self._requests.get(item.request_id)
+        if request is None:
+            return  # it has ended here already
+        if type(item) is Said:
+            last = bool(item.events) and type(item.events[-1]).__name__ in ("Finished", "Failed")
+            self._put(item.request_id, request, item.events, last)
+        else:
+            ends = type(item) is Finish or type(item) is Error
+            self._put(item.request_id, request, [chunk_of(item, unpack_ids)], ends)
+
+    def _put(self, id: int, request: Request, items: list[Any], last: bool) -> None:
+        if last:
+            del self._requests[id]
+        if not request.box.put_many(items, last=last) and not (last or request.held):
+            request.held = True
+            self._send(Hold(id))
+
+    def _beat(self, beat: Beat) -> None:
+        self.stats.update(beat.stats)
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        if (fault := version_fault(welcome.version)) is not None:
+            self.end(Unavailable(f"the worker at {self.endpoint} cannot be used: {fault}"))
+            return
+        self.welcome = welcome
+        if not self._met.done():
+            self._met.set_result(welcome)
+            if self._timer is not None:
+                self._timer.cancel()
+            self._tick()
+
+    def _loading(self, loading: Loading) -> None:
+        if loading.engine in self._opening:
+            self._opening[loading.engine][1](loading.done, loading.doing)
+
+    def _opened(self, opened: Opened) -> None:
+        if opened.engine in self._opening and not (waiting := self._opening[opened.engine][0]).done():
+            waiting.set_result(opened)
+
+    def _open_failed(self, failed: OpenFailed) -> None:
+        if failed.engine in self._opening and not (waiting := self._opening[failed.engine][0]).done():
+            waiting.set_exception(failed.error)
+
+    def _closed(self, closed: Closed) -> None:
+        if (waiting := self._closing.pop(closed.engine, None)) is not None and not waiting.done():
+            waiting.set_result(None)
+
+    def _engine_lost(self, lost: Lost) -> None:
+        if (tell := self._watchers.pop(lost.engine, None)) is not None:
+            tell(lost.error)
+
+    def _done(self, done: Done) -> None:
+        self.stats.update(done.stats)
+        if (waiting := self._asked.pop(done.request_id, None)) is not None and not waiting.done():
+            waiting.set_result(done)
+
+    def _goodbye(self, goodbye: Goodbye) -> None:
+        self.leaving = True
+        error = Unavailable(f"the worker at {self.endpoint} is leaving: {goodbye.reason}", code="worker_leaving")
+        for tell in self._take_watchers():
+            tell(error)
+
+    # --- its end ----------------------------------------------------------------------------------------------------
+
+    def _dropped(self, why: str) -> None:
+        if self._met.done():
+            self._broke(Unavailable(f"the worker was lost: {why}"))
+        else:
+            self.complaint = why  # not up yet, or not ours: whoever waits decides when to give up
+
+    def _tick(self) -> None:
+        if self.over:
+            return
+        self._timer = self._loop.call_later(self._pace.beat_s, self._tick)
+        if self._opening:
+            self._pulse.heard()
+        if self._pulse.tick():
+            silent = self._pace.beat_s * self._pace.patience
+            self.end(Unavailable(f"the worker at {self.endpoint} has been silent for {silent:.1f} s"))
+        else:
+            self._send(Beat(self._pulse.number))
+
+    def end(self, error: ModelyardError) -> None:
+        """Everything in it ends with this error. Idempotent."""
+        if self.over:
+            return
+        self.lost.set_result(error)
+        if self._timer is not None:
+            self._timer.cancel()
+        for tell in self._take_watchers():  # first: whoever tries again elsewhere must not be sent here
+            tell(error)
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            request.box.put_many([request.last(error)], last=True)
+        waiting: list[asyncio.Future[Any]] = [self._met, *(opening for opening, _ in self._opening.values())]
+        for future in (*waiting, *self._asked.values()):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # marks it seen: nobody may be waiting
+        for closing in self._closing.values():
+            if not closing.done():
+                closing.set_result(None)
+        self._closing.clear()
+
+    def _take_watchers(self) -> list[Callable[[ModelyardError], None]]:
+        watchers, self._watchers = self._watchers, {}
+        return list(watchers.values())
+
+    @property
+    def idle(self) -> bool:
+        return not self._requests
+
+    async def close(self) -> None:
+        """Idempotent. What still runs ends as unavailable."""
+        if not self.over:
+            self._send(Goodbye())
+            self.end(Unavailable("the engine was closed"))
+        await self._dialer.close()
+
+    def _check(self) -> None:
+        if self.over:
+            raise self.lost.result()
+
+    def _must_send(self, message: Message) -> None:
+        if not self._dialer.send(encode(message)):
+            raise Unavailable(f"the worker at {self.endpoint} takes nothing more: too much waits for it already")
+
+    def _send(self, message: Message) -> None:
+        """A small word to the worker. Where not even that can be queued, it has not read for very long: its silence
+        is about to be noticed."""
+        self._dialer.send(encode(message))

@@ -1,0 +1,117 @@
+"""Finds a Chrome or Chromium with its driver for the workbench's tests, or fetches Debian's: `python setup/browser.py`.
+
+What is on the machine comes first. As root, apt installs it; without root, apt's packages are unpacked into the cache
+folder, where they are found again. Prints the two paths, or says why there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from modelyard.library.home import cache_folder
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+DRIVER = "chromedriver"
+PACKAGES = ("chromium", "chromium-driver")
+_TIMEOUT_S = 900
+
+
+class Browser(NamedTuple):
+    """`environment` is what both must be started with, beside what is there anyway."""
+
+    browser: Path
+    driver: Path
+    environment: Mapping[str, str]
+
+
+class NoBrowser(Exception):
+    """There is none, and why none can be had."""
+
+
+def find(which: Callable[[str], str | None] = shutil.which, folder: Path | None = None) -> Browser | None:
+    """The machine's own, else the one in the cache folder. A browser whose driver is not here cannot be used."""
+    browser, driver = next(filter(None, map(which, BROWSERS)), None), which(DRIVER)
+    if browser and driver:
+        return Browser(Path(browser), Path(driver), {})
+    return unpacked(folder or home())
+
+
+def home() -> Path:
+    return cache_folder() / "browser"
+
+
+def unpacked(root: Path) -> Browser | None:
+    browser, driver = root / "usr/lib/chromium/chromium", root / "usr/bin/chromedriver"
+    if not (browser.is_file() and driver.is_file()):
+        return None
+    libraries = [str(folder) for folder in sorted(root.glob("usr/lib/*-linux-gnu*"))]
+    return Browser(browser, driver, {"LD_LIBRARY_PATH": os.pathsep.join([*libraries, str(root / "usr/lib/chromium")])})
+
+
+def install() -> Browser:
+    if (found := find()) is not None:
+        return found
+    if shutil.which("apt-get") is None:
+        raise NoBrowser("no Chrome or Chromium with its chromedriver is on this machine; install them")
+    if os.geteuid() == 0:
+        _with_apt()
+    else:
+        _without_root(home())
+    if (found := find()) is None:
+        raise NoBrowser("apt brought no chromium and chromedriver")
+    return found
+
+
+def _with_apt() -> None:
+    _run("apt-get", "update", "-q")
+    _run("apt-get", "install", "-q", "-y", "--no-install-recommends", *PACKAGES)
+
+
+def _without_root(root: Path) -> None:
+    """apt works out what is missing and fetches it, in folders of our own; nothing is installed, only unpacked."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="modelyard-browser-", dir=root.parent) as made:
+        work = Path(made)
+        for folder in ("lists/partial", "archives/partial", "root"):
+            (work / folder).mkdir(parents=True)
+        options = [
+            f"-oDir::State::lists={work / 'lists'}",
+            f"-oDir::Cache={work}",
+            f"-oDir::Cache::archives={work / 'archives'}",
+            "-oDebug::NoLocking=1",
+            "-oAPT::Sandbox::User=",
+        ]
+        _run("apt-get", *options, "update", "-q")
+        _run("apt-get", *options, "install", "-q", "-y", "--download-only", "--no-install-recommends", *PACKAGES)
+        for package in sorted((work / "archives").glob("*.deb")):
+            _run("dpkg-deb", "-x", str(package), str(work / "root"))
+        shutil.rmtree(root, ignore_errors=True)
+        (work / "root").rename(root)
+
+
+def _run(*command: str) -> None:
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
+    if done.returncode:
+        raise NoBrowser(f"{' '.join(command[:2])} failed: {done.stderr.strip()[-600:]}")
+
+
+def main() -> int:
+    try:
+        found = install()
+    except NoBrowser as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(found.browser, found.driver, sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

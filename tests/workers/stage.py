@@ -1,0 +1,92 @@
+"""What the tests of workers share: a worker on this loop, and clients of it, with scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
+from modelyard.engines import fake
+from modelyard.workers.client import remote
+from modelyard.workers.hosted import order_of
+from modelyard.workers.link import Dialer, Keys
+from modelyard.workers.messages import Message, encode, read_for_client
+from modelyard.workers.pulse import Pace
+from modelyard.workers.session import Session
+from modelyard.workers.worker import Worker
+from tests.engines.fake import stage as fake_stage
+
+PATIENT = Pace(patience=1000, indulgence=1000)  # the machine may be busy
+HASTY = Pace(beat_s=0.01, patience=5, indulgence=5)  # for those who are known to be silent
+DEADLINE_S = 60.0
+
+
+def address() -> str:
+    return f"ipc://{Path(tempfile.mkdtemp(prefix='my-')) / 'w'}"
+
+
+@asynccontextmanager
+async def working(
+    endpoint: str | None = None, *, keys: Keys | None = None, pace: Pace = PATIENT
+) -> AsyncIterator[Worker]:
+    worker = Worker(endpoint or address(), keys=keys, name="w", pace=pace)
+    try:
+        yield worker
+    finally:
+        await worker.close()
+
+
+@asynccontextmanager
+async def talking(
+    worker: Worker, name: str = "client", *, keys: Keys | None = None, pace: Pace = PATIENT
+) -> AsyncIterator[Session]:
+    session = Session(worker.endpoint, name, keys=keys, pace=pace)
+    try:
+        await asyncio.wait_for(session.meet(), DEADLINE_S)
+        yield session
+    finally:
+        await session.close()
+
+
+def spec(caches: dict[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:
+    chosen = {"token_delay": 0} | options
+    return EngineSpec("demo", fake.Options(**chosen), caches or {"main": CacheInfo(4096, 8)})
+
+
+async def opened(
+    session: Session, engine: str = "e", *, caches: dict[str, CacheInfo] | None = None, **options: Any
+) -> Any:
+    """An engine of the fake in the worker."""
+    told = await session.open(order_of(engine, "fake", spec(caches, **options)), lambda *_: None)
+    return remote(session, told)
+
+
+def prompt(text: str = "Hello.", **fields: Any) -> Prompt:
+    ids = fake_stage.vocabulary().encode(fake_stage.chatml(("user", text)))
+    return Prompt(parts=(TokenRun(ids),), **({"max_tokens": 3000, "cache": "main"} | fields))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Looks again and again, and gives up long after everybody else would have."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110  whatever is looked at, nobody there sets events for us
+            await asyncio.sleep(0.002)
+
+
+class Stranger:
+    """A peer that says what it likes. `heard` are the messages that came back."""
+
+    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
+        self.heard: list[Any] = []
+        self.drops: list[str] = []
+        self._dialer = Dialer(endpoint, lambda data: self.heard.append(read_for_client(data)), self.drops.append, keys)
+
+    def say(self, what: Message | bytes) -> None:
+        assert self._dialer.send(what if isinstance(what, bytes) else encode(what))
+
+    async def close(self) -> None:
+        await self._dialer.close()

@@ -1,0 +1,167 @@
+"""An engine in a process of its own: how it starts, dies, hangs and ends, and that nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from modelyard.core.engine import CacheInfo, Embedder, EngineSpec, Tokens
+from modelyard.core.errors import ModelyardError, Unavailable
+from modelyard.engines import fake, llama_cpp
+from modelyard.workers.launch import ApartText, apart
+from modelyard.workers.pulse import Pace
+from tests.engines.reading import end, read, until
+from tests.serving import demo, serving
+from tests.workers.stage import PATIENT, prompt, spec
+from tests.workers.stage import until as looking
+
+QUICK = Pace(beat_s=0.2, patience=20)
+ENDLESS: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
+
+
+@asynccontextmanager
+async def running(pace: Pace = PATIENT, **options: Any) -> AsyncIterator[ApartText]:
+    engine = apart("fake", spec(**options), "text", pace)
+    assert isinstance(engine, ApartText)
+    try:
+        await engine.open(lambda *_: None)
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def test_it_runs_in_another_process_which_ends_with_it() -> None:
+    async with running(echo=True) as engine:
+        pid = engine.pid
+        assert pid is not None
+        assert pid != os.getpid()
+        assert psutil.Process(pid).ppid() == os.getpid()
+        assert isinstance(engine, Embedder)
+        assert end(await read(engine.generate(prompt()))).reason == "stop"
+        folder = Path(engine._folder.name)
+    assert not psutil.pid_exists(pid)
+    assert not await asyncio.to_thread(folder.exists)
+
+
+async def test_a_killed_process_is_lost_with_its_cause_and_its_requests_end() -> None:
+    async with running(**ENDLESS) as engine:
+        jobs = [engine.generate(prompt(f"{i}")) for i in range(4)]
+        for job in jobs:
+            await until(job, Tokens)
+        os.kill(engine.pid, signal.SIGKILL)
+        ends = [end(await read(job)) for job in jobs]
+        assert {type(last.error) for last in ends} == {Unavailable}
+        assert "SIGKILL" in engine.lost.result().message
+        assert isinstance(end(await read(engine.generate(prompt()))).error, Unavailable)
+
+
+async def test_a_process_that_is_stopped_is_noticed_by_its_silence_and_ended() -> None:
+    async with running(QUICK, **ENDLESS) as engine:
+        job = engine.generate(prompt())
+        await until(job, Tokens)
+        pid = engine.pid
+        os.kill(pid, signal.SIGSTOP)
+        last = end(await read(job))
+        assert isinstance(last.error, Unavailable)
+        assert "silent" in last.error.message
+        assert engine.lost.done()
+    assert not psutil.pid_exists(pid)
+
+
+async def test_an_engine_that_cannot_be_opened_says_why_and_leaves_no_process() -> None:
+    for backend, spec_ in (
+        ("fake", spec(tokenizer_path="/nowhere")),
+        ("llama_cpp", EngineSpec("m", llama_cpp.Options(path="/nowhere.gguf"), {"main": CacheInfo(64)})),
+    ):
+        engine = apart(backend, spec_, "text", PATIENT)
+        with pytest.raises(ModelyardError, match="nowhere"):
+            await engine.open(lambda *_: None)
+        pid = engine.pid
+        await engine.close()
+        assert not psutil.pid_exists(pid)
+
+
+async def test_a_process_that_ends_before_it_answers_is_explained_by_its_last_words(monkeypatch) -> None:
+    from modelyard.workers import launch
+
+    monkeypatch.setattr(launch, "command", lambda _: ["sh", "-c", "echo no such luck; exit 3"])
+    engine = apart("fake", spec(), "text", PATIENT)
+    with pytest.raises(Unavailable, match="exit code 3: no such luck"):
+        await engine.open(lambda *_: None)
+    await engine.close()
+
+
+async def test_opening_that_is_given_up_leaves_no_process() -> None:
+    engine = apart("fake", spec(), "text", PATIENT)
+    opening = asyncio.create_task(engine.open(lambda *_: None))
+    await looking(lambda: engine.pid is not None)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+    await engine.close()
+    assert not psutil.pid_exists(engine.pid)
+
+
+async def test_what_was_opened_and_closed_leaves_no_files_open() -> None:
+    me = psutil.Process()
+
+    async def cycle() -> None:
+        async with running(echo=True) as engine:
+            await read(engine.generate(prompt()))
+
+    await cycle()
+    before = me.num_fds()
+    for _ in range(3):
+        await cycle()
+    assert me.num_fds() <= before
+
+
+@pytest.mark.parametrize(
+    "options", [fake.Options(kind="chat"), fake.Options(script=[{"when": "a|b", "steps": [{"text": "x"}]}])]
+)
+def test_options_come_through_the_wire_as_they_were(options: fake.Options) -> None:
+    from modelyard.workers.hosted import order_of, spec_of
+
+    made = EngineSpec("m", options, {"main": CacheInfo(9, 2, "q8_0")}, ("text", "image"))
+    assert spec_of(order_of("e", "fake", made)) == made
+
+
+def test_a_request_survives_the_death_of_its_engines_process() -> None:
+    """It has said nothing yet: it is tried again in the next process. One that has ends in an error."""
+    script = [
+        {"when": "slow", "steps": [{"delay": 3600}]},
+        {"when": "talk", "steps": [{"text": "so"}, {"hang": True}]},
+        {"steps": [{"text": "Hello."}]},
+    ]
+    with serving(demo(script, placement="process")) as served, httpx.Client(base_url=served.url, timeout=60) as client:
+        pid = _pid(client)
+        with client.stream("POST", "/v1/chat/completions", json=_asked("talk", stream=True)) as answer:
+            lines = answer.iter_lines()
+            while "so" not in next(lines):
+                pass
+            os.kill(pid, signal.SIGKILL)
+            rest = "".join(lines)
+        assert '"error"' in rest
+        assert "SIGKILL" in rest
+        assert (
+            client.post("/v1/chat/completions", json=_asked("hello")).json()["choices"][0]["message"]["content"]
+            == "Hello."
+        )
+        assert _pid(client) != pid
+
+
+def _pid(client: httpx.Client) -> int:
+    model = client.get("/v1/admin/models/demo").json()
+    return int(model["replicas"]["items"][0]["pid"])
+
+
+def _asked(text: str, **fields: Any) -> dict[str, Any]:
+    return {"model": "x", "messages": [{"role": "user", "content": text}], **fields}

@@ -1,0 +1,182 @@
+"""Messages: what is written is read, more fields are tolerated, other versions and other bytes are refused."""
+
+from __future__ import annotations
+
+import ast
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelyard.core import engine as core
+from modelyard.core.errors import Unavailable
+from modelyard.core.events import BlockDelta, Failed, Started, TokenLogprob, Usage
+from modelyard.core.request import Constraint, Image, Request, Sampling, Text
+from modelyard.core.request import Message as Turn
+from modelyard.workers import messages
+from modelyard.workers.messages import (
+    VERSION,
+    AddChat,
+    AddRequest,
+    Beat,
+    Done,
+    Error,
+    ForClient,
+    ForWorker,
+    Frame,
+    Hello,
+    InferRequest,
+    OpenEngine,
+    Said,
+    Step,
+    chunk_of,
+    encode,
+    item_of,
+    read_for_client,
+    read_for_worker,
+    version_fault,
+)
+from modelyard.workers.packing import Malformed, pack_ids, unpack_ids
+
+CHUNKS = [
+    core.Accepted(7, 3, evicted=True),
+    core.Progress(1, 9),
+    core.Tokens([1, 2, 3]),
+    core.Tokens([5], [core.IdLogprob(5, -0.5, ((5, -0.5), (6, -1.5)))]),
+    core.End("stop", Usage(1, 2, 3)),
+    core.End("cancelled"),
+    core.End("error", error=Unavailable("gone")),
+]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: type(chunk).__name__)
+def test_what_an_engine_says_is_what_its_client_hears(chunk: core.Chunk) -> None:
+    frame = read_for_client(encode(Frame([item_of(4, chunk, pack_ids)])))
+    assert isinstance(frame, Frame)
+    (item,) = frame.items
+    assert item.request_id == 4
+    assert chunk_of(item, unpack_ids) == chunk
+
+
+def test_events_of_a_chat_engine_are_no_chunks() -> None:
+    with pytest.raises(Malformed, match="events"):
+        chunk_of(Said(1, []), unpack_ids)
+
+
+REQUEST = Request(
+    model="m",
+    messages=(Turn("user", (Text("hi"), Image("data:image/png;base64,xx"))),),
+    sampling=Sampling(temperature=0.5, logit_bias={3: 1.0}),
+    metadata={"a": [1, None, {"b": "c"}]},
+)
+FOR_WORKER = [
+    Hello(VERSION, "me"),
+    Beat(3),
+    OpenEngine("e", "fake", "m", b"{}", {"main": core.CacheInfo(9, 2)}),
+    AddRequest("e", InferRequest(1, pack_ids([1, 2]), Sampling(seed=3), constraint=Constraint("gbnf", "root ::= x"))),
+    AddRequest("e", InferRequest(1, b"", media=[(0, core.Media("image", "ab", b"\xff", 4))])),
+    AddChat("e", 2, REQUEST),
+]
+FOR_CLIENT = [
+    Frame([Error(1, Unavailable("x"))], {"e": core.EngineStats(caches={"main": core.CacheStats(sequences=())})}),
+    Frame(
+        [
+            Said(
+                1,
+                [
+                    Started("i", "m", 1),
+                    BlockDelta(0, "a", (TokenLogprob("a", -1.0, b"\xff"),)),
+                    Failed(Unavailable("x")),
+                ],
+            )
+        ]
+    ),
+    Done(1, None, [b"12345678"], 9),
+]
+
+
+@pytest.mark.parametrize("message", FOR_WORKER, ids=lambda m: type(m).__name__)
+def test_messages_for_a_worker_are_read_as_they_were_written(message) -> None:
+    assert read_for_worker(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", FOR_CLIENT, ids=lambda m: type(m).__name__)
+def test_messages_for_a_client_are_read_as_they_were_written(message) -> None:
+    assert read_for_client(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", [*FOR_WORKER[:2], FOR_WORKER[3]], ids=lambda m: type(m).__name__)
+def test_fields_that_we_do_not_know_are_tolerated(message) -> None:
+    longer = [*msgspec.msgpack.decode(encode(message)), {"from": "the future"}, 1]
+    assert read_for_worker(msgspec.msgpack.encode(longer)) == message
+
+
+def test_no_two_messages_have_the_same_tag() -> None:
+    for group in (ForWorker, ForClient):
+        tags = [kind.__struct_config__.tag for kind in get_args(group)]
+        assert len(tags) == len(set(tags))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"), [(VERSION + 1, "this side is older"), (VERSION - 1, "other side is older")]
+)
+def test_another_version_is_refused_with_a_sentence(theirs: int, told: str) -> None:
+    assert told in (version_fault(theirs) or "")
+    assert version_fault(VERSION) is None
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_malformed_or_a_message_and_nothing_else(data: bytes) -> None:
+    for read in (read_for_worker, read_for_client):
+        with suppress(Malformed):
+            read(data)
+
+
+@given(st.sampled_from([*FOR_WORKER, *FOR_CLIENT]), st.data())
+def test_cut_and_bent_messages_break_nothing(message, data) -> None:
+    whole = bytearray(encode(message))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] = data.draw(st.integers(0, 255))
+    for bent in (bytes(whole), bytes(whole[:at])):
+        for read in (read_for_worker, read_for_client):
+            with suppress(Malformed):
+                read(bent)
+
+
+@pytest.mark.parametrize(
+    "deep", [b"\x91" * 100_000, b"\x81\xa1a" * 50_000, b"\x94\xa4chat\xa1e\x01" + b"\x91" * 100_000]
+)
+def test_bottomless_messages_are_malformed(deep: bytes) -> None:
+    with pytest.raises(Malformed):
+        read_for_worker(deep)
+
+
+def test_a_prompt_is_smaller_on_the_wire_than_its_ids_as_json() -> None:
+    ids = list(range(30_000, 31_024))
+    wire = encode(AddRequest("0123456789abcdef", InferRequest(1, pack_ids(ids))))
+    assert len(wire) < 4 * len(ids) + 150
+    assert len(wire) < len(json.dumps(ids)) * 0.6
+
+
+def test_a_token_of_64_streams_takes_about_eleven_bytes() -> None:
+    frame = encode(Frame([Step(i, pack_ids([30_000])) for i in range(64)]))
+    assert len(frame) / 64 < 12
+
+
+def test_nothing_is_ever_unpickled_and_only_the_link_knows_zeromq() -> None:
+    home = Path(messages.__file__).parents[1]
+    for file in home.rglob("*.py"):
+        roots = {name.partition(".")[0] for name in _imports(file)}
+        assert not roots & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, file
+        assert "zmq" not in roots or file == home / "workers" / "link.py", file
+
+
+def _imports(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}

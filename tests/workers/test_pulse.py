@@ -1,0 +1,24 @@
+"""Silence is counted in whole ticks of our own."""
+
+from __future__ import annotations
+
+from modelyard.workers.pulse import Pace, Pulse
+
+
+def test_silence_is_noticed_after_the_allowed_ticks() -> None:
+    pulse = Pulse(3)
+    assert [pulse.tick() for _ in range(5)] == [False, False, False, True, True]
+
+
+def test_a_word_begins_the_count_anew() -> None:
+    pulse = Pulse(2)
+    for _ in range(10):
+        assert not pulse.tick()
+        assert not pulse.tick()
+        pulse.heard()
+
+
+def test_by_default_a_worker_that_is_stopped_is_noticed_within_two_seconds() -> None:
+    pace = Pace()
+    assert pace.beat_s * (pace.patience + 1) <= 2.0
+    assert pace.patience >= 3

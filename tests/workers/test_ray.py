@@ -1,0 +1,149 @@
+"""Workers as Ray actors on a cluster of three nodes: placed and started again by Ray, missed by our heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
+from modelyard.core.errors import InvalidRequest, Unavailable
+from modelyard.core.lease import Demand
+from modelyard.core.pool import Blueprint
+from modelyard.engines import fake, llama_cpp
+from modelyard.scheduler.scheduler import Scheduler
+from modelyard.store.memory import MemoryStore
+from modelyard.workers.crew import Crew
+from modelyard.workers.desk import Desk
+from modelyard.workers.link import new_keys
+from modelyard.workers.placed import placed
+from modelyard.workers.pool import RemotePool
+from modelyard.workers.pulse import Pace
+from modelyard.workers.ray import RayCluster, Resources
+from tests.engines.llama_cpp import stage as llama_stage
+from tests.engines.reading import end, read
+from tests.engines.reading import until as read_until
+from tests.workers.stage import address, prompt, until
+
+HEAD = "127.0.0.1:6379"
+PACE = Pace(beat_s=0.4, patience=10)
+
+
+def test_resources_are_told_in_rays_words() -> None:
+    told = Resources(2.0, 0.5, 1 << 30, {"fast": 1.0}).options()
+    assert told == {"num_cpus": 2.0, "num_gpus": 0.5, "memory": 1 << 30, "resources": {"fast": 1.0}}
+    assert "memory" not in Resources().options()
+
+
+async def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidRequest, match=r"pip install 'modelyard\[ray\]'"):
+        await RayCluster("auto", {}, None, Pace()).open()
+
+
+class Nodes:
+    """A head without CPUs, and two nodes of one CPU each."""
+
+    def __init__(self) -> None:
+        self._start("--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false")
+        for _ in range(2):
+            self._start(f"--address={HEAD}", "--num-cpus=1")
+
+    @staticmethod
+    def _start(*words: str) -> None:
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", *words]
+        subprocess.run([*ray, "--node-ip-address=127.0.0.1", "--disable-usage-stats"], check=True, timeout=120)
+
+    @staticmethod
+    def kill_under(pid: int) -> None:
+        """The node on which this process runs, with all that is on it."""
+        for parent in psutil.Process(pid).parents():
+            if "raylet" in parent.name():
+                for each in (*parent.children(recursive=True), parent):
+                    each.kill()
+                return
+        raise AssertionError(f"{pid} is not under a raylet")
+
+    @staticmethod
+    def stop() -> None:
+        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "stop", "--force"]
+        subprocess.run(ray, check=False, timeout=120)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    try:
+        yield made
+    finally:
+        import ray
+
+        ray.shutdown()
+        made.stop()
+
+
+@asynccontextmanager
+async def gateway(folder: Path, backend: str, spec: EngineSpec) -> AsyncIterator[tuple[RemotePool, Scheduler]]:
+    keys = new_keys()
+    cluster = RayCluster(HEAD, {spec.model: Resources(1.0)}, keys, PACE)
+    await cluster.open()
+    crew = Crew(folder / "w", keys=keys, pace=PACE, cluster=cluster)
+    scheduler = Scheduler()
+    make: Any = lambda: placed(crew, backend, spec, "x")  # noqa: E731
+    print_ = Blueprint(name=spec.model, caches=spec.caches, make=make, identity="x", replica_max=2)
+    scheduler.reconfigure({spec.model: print_})
+    desk = Desk(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, keys=keys, pace=PACE)
+    pool = RemotePool(desk.endpoint, "g", keys=keys, pace=PACE)
+    try:
+        await scheduler.load(spec.model)
+        await until(lambda: pool.engine(spec.model) is not None)
+        yield pool, scheduler
+    finally:
+        for part in (pool, desk, scheduler, cluster):
+            await part.close()
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def leased(pool: RemotePool, model: str) -> Any:
+    return await asyncio.wait_for(pool.request(Demand(model=model, cache="main")).lease(), 120)
+
+
+@pytest.mark.cluster
+async def test_a_killed_actor_and_a_lost_node_cost_their_streams_and_nothing_else(nodes: Nodes, tmp_path: Path) -> None:
+    script = [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}]
+    spec = EngineSpec("demo", fake.Options(echo=True, script=script, token_delay=0), {"main": CacheInfo(4096, 2)})
+    async with gateway(tmp_path, "fake", spec) as (pool, scheduler):
+        for destroy in (lambda pid: os.kill(pid, signal.SIGKILL), nodes.kill_under):
+            lease = await leased(pool, "demo")
+            job = lease.engine.generate(prompt("Go on."))
+            await read_until(job, Tokens)
+            destroy(scheduler.engines("demo")[0].pid)
+            last = end(await asyncio.wait_for(read(job), 60))
+            assert isinstance(last.error, Unavailable)
+            lease.release()
+            again = await leased(pool, "demo")
+            assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"
+            again.release()
+
+
+@pytest.mark.cluster
+async def test_a_real_model_answers_from_an_actor(nodes: Nodes, tmp_path: Path) -> None:
+    spec = llama_stage.spec({"main": CacheInfo(256, 2)})
+    async with gateway(tmp_path, "llama_cpp", spec) as (pool, _):
+        lease = await leased(pool, spec.model)
+        assert llama_cpp.HOLDS_WEIGHTS
+        there = await read(lease.engine.generate(llama_stage.prompt("Hello!")))
+        assert end(there).usage.output == 8
+        lease.release()

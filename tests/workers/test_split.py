@@ -1,0 +1,389 @@
+"""Scheduler, workers and gateways apart from each other, on one loop: places, deaths, returns, orders, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, Control, EngineSpec, TextEngine, Tokens
+from modelyard.core.errors import Cancelled, Conflict, NotFound, RateLimited, Unavailable
+from modelyard.core.lease import Demand
+from modelyard.core.pool import Blueprint
+from modelyard.engines import fake
+from modelyard.scheduler.limits import KeyLimits
+from modelyard.scheduler.scheduler import Scheduler
+from modelyard.store.memory import MemoryStore
+from modelyard.workers.crew import Crew
+from modelyard.workers.desk import Desk
+from modelyard.workers.messages import VERSION, Beat, Refused, encode
+from modelyard.workers.placed import placed
+from modelyard.workers.pool import RemotePool
+from modelyard.workers.pulse import Pace
+from modelyard.workers.scheduling import Ask, Asked, Enlist, Join, Leave, read_for_gateway
+from modelyard.workers.store import SharedStore
+from modelyard.workers.worker import Worker
+from tests.engines.reading import end, ids, read
+from tests.engines.reading import until as read_until
+from tests.workers.stage import DEADLINE_S, PATIENT, address, prompt, until, working
+
+ENDLESS: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}], "echo": True}
+BRISK = Pace(beat_s=0.02, patience=1000, indulgence=1000)
+
+
+def blueprint(crew: Crew, name: str = "demo", parallel: int = 2, **options: Any) -> Blueprint:
+    caches = {"main": CacheInfo(4096, parallel)}
+    spec = EngineSpec(name, fake.Options(**({"token_delay": 0, **ENDLESS} | options)), caches)
+    identity = f"{name}:{parallel}:{options}"
+    return Blueprint(
+        name=name, caches=caches, make=lambda: placed(crew, "fake", spec, identity), identity=identity, replica_max=3
+    )
+
+
+class Yard:
+    """One scheduler with its desk; `restart` puts another in its place, which knows nothing."""
+
+    def __init__(self, folder: Path, workers: list[Worker], limits: dict[str, KeyLimits] | None = None) -> None:
+        self.endpoint, self._folder, self.workers, self._limits = address(), folder, workers, limits
+        self.reloads = 0
+
+    async def start(self, **options: Any) -> None:
+        self.crew = Crew(self._folder, pace=BRISK, launch=False)
+        self.scheduler = Scheduler(limits=self._limits)
+        self.store = MemoryStore(100, 1 << 20, 3600)
+        for worker in self.workers:
+            self.crew.enlist(worker.name, worker.endpoint, [hosted.held() for hosted in worker.engines])
+        self.scheduler.reconfigure({"demo": blueprint(self.crew, **options)})
+        self.desk = Desk(self.endpoint, self.scheduler, self.crew, self.store, self._reload, pace=BRISK)
+
+    async def _reload(self) -> None:
+        self.reloads += 1
+
+    async def die(self) -> None:
+        """As kill -9 would: nobody is told anything, engines stay where they are."""
+        await self.desk._listener.close()
+        self.desk._timer.cancel()
+        for task in list(self.desk._tasks):
+            task.cancel()
+        replicas = [one for model in self.scheduler._models.values() for one in model.replicas]
+        for replica in replicas:
+            replica._task.cancel()  # a dead one opens nothing again
+        await asyncio.gather(*(replica._task for replica in replicas), return_exceptions=True)
+        for replica in replicas:
+            replica.engine._hire.session.end(Unavailable("dead"))
+            await replica.engine._hire.session._dialer.close()
+
+    async def close(self) -> None:
+        await self.desk.close()
+        await self.scheduler.close()
+
+
+@asynccontextmanager
+async def yard(folder: Path, workers: int = 1, **more: Any) -> AsyncIterator[Yard]:
+    async with AsyncExitStack() as stack:
+        there = [await stack.enter_async_context(working(pace=BRISK)) for _ in range(workers)]
+        for number, worker in enumerate(there):
+            worker.name = f"w{number}"
+        made = Yard(folder, there, more.pop("limits", None))
+        await made.start(**more)
+        await made.scheduler.load("demo")
+        stack.push_async_callback(made.close)
+        yield made
+
+
+@asynccontextmanager
+async def gateway(there: Yard, name: str = "g", **more: Any) -> AsyncIterator[RemotePool]:
+    pool = RemotePool(there.endpoint, name, pace=BRISK, **more)
+    try:
+        await pool.ready(DEADLINE_S)
+        await until(lambda: pool.connected)
+        yield pool
+    finally:
+        await pool.close()
+
+
+def demand(**fields: Any) -> Demand:
+    return Demand(**({"model": "demo", "cache": "main"} | fields))
+
+
+async def leased(pool: RemotePool, **fields: Any) -> Any:
+    return await asyncio.wait_for(pool.request(demand(**fields)).lease(), DEADLINE_S)
+
+
+async def test_a_place_is_granted_and_its_tokens_come_from_the_worker(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        lease = await leased(pool)
+        assert isinstance(lease.engine, TextEngine)
+        assert lease.engine.info.caches["main"].parallel == 2
+        assert end(await read(lease.engine.generate(prompt("Hello.")))).reason == "stop"
+        await until(lambda: pool.status()["demo"].running == 1)
+        lease.release()
+        lease.release()
+        await until(lambda: pool.status()["demo"].running == 0)
+        assert pool.engine("demo") is not None
+
+
+async def test_two_gateways_share_the_places_of_one_engine(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
+        first, second = await leased(one), await leased(two)
+        waiting = one.request(demand())
+        await until(lambda: waiting.position == 1)
+        assert not waiting.granted
+        second.release()
+        third = await asyncio.wait_for(waiting.lease(), DEADLINE_S)
+        assert third.waited > 0
+        for lease in (first, third):
+            lease.release()
+        await until(lambda: there.scheduler.status()["demo"].running == 0)
+
+
+async def test_limits_of_a_key_hold_for_all_gateways_together(tmp_path: Path) -> None:
+    async with (
+        yard(tmp_path, limits={"k": KeyLimits(max_concurrent=1)}) as there,
+        gateway(there, "a") as one,
+        gateway(there, "b") as two,
+    ):
+        lease = await leased(one, key="k")
+        with pytest.raises(RateLimited):
+            await leased(two, key="k")
+        lease.release()
+        await until(lambda: there.scheduler.status()["demo"].running == 0)
+        (await leased(two, key="k")).release()
+
+
+async def test_refusals_are_the_schedulers_own(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        with pytest.raises(NotFound):
+            await leased(pool, model="nobody")
+        await pool.unload("demo")
+        with pytest.raises(Conflict):
+            await leased(pool)
+
+
+async def test_a_request_that_is_given_up_while_it_waits_leaves_the_queue(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        held = [await leased(pool) for _ in range(2)]
+        waiting = pool.request(demand())
+        await until(lambda: there.scheduler.status()["demo"].waiting == 1)
+        waiting.cancel()
+        with pytest.raises(Cancelled):
+            await waiting.lease()
+        await until(lambda: there.scheduler.status()["demo"].waiting == 0)
+        quick = pool.request(demand())
+        quick.cancel()  # before the scheduler has said anything
+        for lease in held:
+            lease.release()
+        await until(lambda: there.scheduler.status()["demo"].running == 0)
+
+
+async def test_a_gateway_that_dies_gives_its_places_back_when_its_requests_have_ended(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there, "other") as other:
+        dead = RemotePool(there.endpoint, "dead", pace=BRISK)
+        await until(lambda: dead.connected)
+        for _ in range(2):
+            lease = await leased(dead)
+            await read_until(lease.engine.generate(prompt("Go on.")), Tokens)
+        waiting = other.request(demand())
+        await until(lambda: waiting.position == 1)
+        dead._timer.cancel()
+        await dead._dialer.close()  # its links break, as they do when a process is killed
+        lease = await asyncio.wait_for(waiting.lease(), DEADLINE_S)
+        assert sum(hosted.running for hosted in there.workers[0].engines) == 0
+        lease.release()
+        await dead.close()
+
+
+async def test_the_scheduler_dies_and_nobody_notices_but_those_who_wait(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        lease = await leased(pool)
+        job = lease.engine.generate(prompt("Go on."))
+        await read_until(job, Tokens)
+        (engine,) = (hosted.id for hosted in there.workers[0].engines)
+        await there.die()
+        await until(lambda: not pool.connected)
+        waiting = pool.request(demand())
+        await there.start()
+        there.scheduler.preload("demo")
+        second = await asyncio.wait_for(waiting.lease(), DEADLINE_S)
+        assert [hosted.id for hosted in there.workers[0].engines] == [engine], "it was loaded anew"
+        await until(lambda: there.scheduler.status()["demo"].running == 2)
+        third = pool.request(demand())
+        await until(lambda: third.position == 1)  # the place of old counts
+        job.cancel()
+        assert end(await read(job)).reason == "cancelled"
+        lease.release()
+        (await asyncio.wait_for(third.lease(), DEADLINE_S)).release()
+        second.release()
+
+
+async def test_who_waits_for_a_scheduler_that_does_not_come_back_is_turned_away(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there, timeout_s=0.1) as pool:
+        await there.die()
+        await until(lambda: not pool.connected)
+        with pytest.raises(Unavailable, match="away"):
+            await leased(pool)
+        with pytest.raises(Unavailable):
+            await SharedStore(pool).get("s", "k")
+        with pytest.raises(Unavailable):
+            pool.request(demand())
+
+
+async def test_a_lost_engine_is_not_granted_again_before_the_scheduler_knows(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        lease = await leased(pool)
+        job = lease.engine.generate(prompt("Go on."))
+        await read_until(job, Tokens)
+        there.workers[0].engines[0].engine.die(Unavailable("out of memory"))
+        assert isinstance(end(await read(job)).error, Unavailable)
+        lease.release()
+        again = await leased(pool, again=True)
+        assert again.engine is not lease.engine
+        assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"
+        again.release()
+
+
+async def test_a_worker_that_leaves_finishes_its_answers_and_its_model_goes_elsewhere(tmp_path: Path) -> None:
+    says_much: dict[str, Any] = {"script": [{"steps": [{"tokens": 3000}]}], "token_delay": 0.0005}
+    async with yard(tmp_path, workers=2, **says_much) as there, gateway(there) as pool:
+        lease = await leased(pool)
+        job = lease.engine.generate(prompt())
+        chunks = await read_until(job, Tokens)
+        (busy,) = (worker for worker in there.workers if worker.engines)
+        there.crew.gone(busy.name)
+        draining = asyncio.create_task(busy.drain(DEADLINE_S))
+        await until(lambda: there.scheduler.engines("demo") == ())
+        second = await leased(pool)
+        assert second.engine is not lease.engine
+        second.release()
+        chunks += await read(job)
+        assert len(ids(chunks)) == 3000
+        lease.release()
+        assert await draining
+
+
+async def test_orders_reach_the_scheduler_and_what_it_says_comes_back(tmp_path: Path) -> None:
+    async with yard(tmp_path, workers=2) as there, gateway(there) as pool:
+        changes = pool.subscribe()
+        await pool.scale("demo", 2)
+        assert len(pool.snapshot().models["demo"].replicas) == 2
+        assert len({hosted.id for worker in there.workers for hosted in worker.engines}) == 2
+        await pool.drain("demo")
+        assert (await asyncio.wait_for(anext(changes), DEADLINE_S)).model == "demo"
+        await changes.aclose()
+        with pytest.raises(Unavailable):
+            await leased(pool)
+        await pool.load("demo")
+        with pytest.raises(NotFound):
+            pool.load("nobody")
+        await pool.reload()
+        assert there.reloads == 1
+        await pool.unload("demo", force=True)
+        assert pool.status()["demo"].state == "stopped"
+        assert all(worker.engines == () for worker in there.workers)
+
+
+async def test_other_gateways_hear_that_the_configuration_was_read_anew(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
+        heard: list[int] = []
+        one.on_edition = two.on_edition = heard.append
+        await one.reload()
+        await until(lambda: two.state.edition == 1 and one.state.edition == 1)
+        assert heard == [1]
+
+
+async def test_a_request_is_cancelled_by_its_trace_wherever_it_runs(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
+        lease = await leased(one, trace="t")
+        why: list[Any] = []
+        lease.on_revoke(why.append)
+        await two.refresh()
+        assert [request.trace for request in two.requests()] == ["t"]
+        assert two.cancel("nobody") == 0
+        assert two.cancel("t") == 1
+        await until(lambda: bool(why))
+        assert isinstance(why[0], Cancelled)
+        lease.release()
+
+
+async def test_gateways_share_their_memory_by_scope(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
+        here, there_ = SharedStore(one), SharedStore(two)
+        await here.put("key", "r\udc80", b"\0value")
+        assert await there_.get("key", "r\udc80") == b"\0value"
+        assert await there_.get("other", "r\udc80") is None
+        assert await there_.delete("key", "r\udc80")
+        assert not await here.delete("key", "r\udc80")
+
+
+async def test_questions_need_no_place(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        (engine,) = pool.engines("demo")
+        await engine.control(Control("evict"))
+        assert pool.engines("nobody") == ()
+
+
+async def test_a_second_replica_is_chosen_by_what_it_knows(tmp_path: Path) -> None:
+    async with yard(tmp_path, workers=2) as there, gateway(there) as pool:
+        await pool.scale("demo", 2)
+        await until(lambda: pool.state.replicas["demo"] == 2)
+        first = await leased(pool, session="s", prompt=list(range(100)))
+        name = first.engine_id
+        first.release()
+        for _ in range(3):
+            again = await leased(pool, session="s", prompt=list(range(100)))
+            assert again.engine_id == name
+            again.release()
+
+
+# --- strangers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [b""],
+        [b"\xc1"],
+        [os.urandom(40)],
+        [encode(Beat(1))],
+        [encode(Leave(1))],
+        [encode(Join(VERSION + 1, "x"))],
+        [encode(Enlist(VERSION + 1, "w", "ipc:///x"))],
+        [encode(Join(VERSION, "x")), encode(Join(VERSION, "x"))],
+        [encode(Join(VERSION, "x")), encode(Ask(1, Asked("demo", "main", prompt=b"\0")))],
+        [encode(Join(VERSION, "x")), encode(Ask(1, Asked("demo", "main"))), encode(Ask(1, Asked("demo", "main")))],
+    ],
+)
+async def test_who_does_not_speak_as_he_should_is_sent_away_and_counted(tmp_path: Path, words: list[bytes]) -> None:
+    from modelyard.workers.link import Dialer
+
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        heard: list[Any] = []
+        stranger = Dialer(there.endpoint, lambda data: heard.append(read_for_gateway(data)), lambda _: None)
+        for word in words:
+            stranger.send(word)
+        await until(lambda: any(isinstance(message, Refused) for message in heard))
+        assert there.desk.faults == 1
+        (await leased(pool)).release()
+        await until(lambda: there.scheduler.status()["demo"].running == 0)
+        await stranger.close()
+
+
+async def test_a_worker_that_enlists_is_used_and_one_that_goes_is_forgotten(tmp_path: Path) -> None:
+    made = Yard(tmp_path, [])
+    await made.start()
+    async with working(pace=PATIENT) as worker, gateway(made) as pool:
+        from modelyard.workers.run import _offer
+
+        loading = made.scheduler.load("demo")
+        offering = asyncio.create_task(_offer(worker, made.endpoint, None, BRISK))
+        await asyncio.wait_for(loading, DEADLINE_S)
+        (await leased(pool)).release()
+        offering.cancel()
+        await asyncio.gather(offering, return_exceptions=True)
+        await until(lambda: made.crew._enlisted == {})
+        await made.close()

@@ -1,0 +1,415 @@
+"""A worker and its clients on one loop: answers, orders, strangers, silence, slow readers, and leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, Control, End, Tokens
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, Unavailable, Unsupported
+from modelyard.core.events import Failed, fold
+from modelyard.core.request import Message as Turn
+from modelyard.core.request import Request, Text
+from modelyard.workers.hosted import order_of
+from modelyard.workers.link import new_keys
+from modelyard.workers.messages import (
+    VERSION,
+    AbortRequest,
+    AddRequest,
+    Beat,
+    Done,
+    Embed,
+    Forget,
+    Frame,
+    Goodbye,
+    GoOn,
+    Hello,
+    Hold,
+    InferRequest,
+    OpenEngine,
+    Refused,
+    Welcome,
+    encode,
+)
+from modelyard.workers.packing import pack_ids
+from modelyard.workers.session import Session
+from modelyard.workers.worker import Worker
+from tests.engines.reading import end, ids, read
+from tests.engines.reading import until as read_until
+from tests.workers.stage import DEADLINE_S, HASTY, PATIENT, Stranger, opened, prompt, spec, talking, until, working
+
+ENDLESS: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
+SAYS_MUCH: dict[str, Any] = {"script": [{"steps": [{"tokens": 2000}]}], "token_delay": 0.0001}
+
+
+async def test_streams_of_two_clients_never_mix() -> None:
+    async with working() as worker, talking(worker, "a") as one, talking(worker, "b") as two:
+        engine = await opened(one, echo=True, token_delay=0.0001)
+        same = await opened(two)
+        texts = [f"This is the number {i}, and it has its own words: {i * 7919}." for i in range(16)]
+        jobs = [(engine if i % 2 else same).generate(prompt(text)) for i, text in enumerate(texts)]
+        said = await asyncio.gather(*(read(job) for job in jobs))
+        alone = [ids(await read(engine.generate(prompt(text)))) for text in texts]
+        assert [ids(chunks) for chunks in said] == alone
+        assert len({tuple(each) for each in alone}) == len(texts)
+
+
+async def test_an_engine_that_is_open_is_taken_over_by_its_id() -> None:
+    async with working() as worker, talking(worker, "a") as one:
+        first = await opened(one, "e", echo=True)
+        async with talking(worker, "b") as two:
+            assert two.welcome is not None
+            assert [held.engine for held in two.welcome.engines] == ["e"]
+            second = await opened(two, "e")
+            assert ids(await read(second.generate(prompt("Hi.")))) == ids(await read(first.generate(prompt("Hi."))))
+        assert len(worker.engines) == 1
+        assert not first.lost.done()
+
+
+async def test_an_engine_that_cannot_be_made_says_why() -> None:
+    async with working() as worker, talking(worker) as session:
+        for order, told in [
+            (OpenEngine("e", "nonsense", "m", b"{}", {}), "nonsense"),
+            (OpenEngine("e", "fake", "m", b'{"echo": "maybe"}', {}), "echo"),
+            (OpenEngine("e", "fake", "m", b"{", {}), "options"),
+            (OpenEngine("e", "fake", "m", b'{"tokenizer_path": "/nowhere"}', {"main": CacheInfo(9)}), "nowhere"),
+        ]:
+            with pytest.raises(ModelyardError, match=told):
+                await session.open(order, lambda *_: None)
+        assert worker.engines == ()
+
+
+async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(session, echo=True)
+        await read(engine.generate(prompt("Hi.")))
+        assert engine.stats().occupied_tokens > 0
+        await engine.control(Control("evict"))
+        assert engine.stats().occupied_tokens == 0
+        with pytest.raises(NotFound, match="nothing was saved"):
+            await engine.control(Control("restore", argument="x"))
+        made = await engine.embed([[1, 2], [3]])
+        assert made.prompt_tokens == 3
+        assert made == await engine.embed([[1, 2], [3]])
+        chat = await opened(session, "c", kind="chat", echo=True)
+        asked = Request(model="m", messages=(Turn("user", (Text("Good morning."),)),))
+        assert await chat.count(asked) > 0
+        with pytest.raises(Unsupported):
+            await session.ask(lambda id: Embed(id, "c", []))
+        assert fold(await read(chat.chat(asked))).text == "Good morning."
+
+
+async def test_a_request_of_the_wrong_kind_or_for_no_engine_is_refused() -> None:
+    async with working() as worker, talking(worker) as session:
+        await opened(session, "text")
+        chat = await opened(session, "chat", kind="chat")
+        chat.id = "text"
+        (last,) = await read(chat.chat(Request(model="m")))
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, Conflict)
+        chat.id = "gone"
+        (last,) = await read(chat.chat(Request(model="m")))
+        assert isinstance(last.error, Unavailable)
+
+
+async def test_ids_that_are_none_fail_their_own_request_only() -> None:
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(session, echo=True)
+        from modelyard.core.engine import Prompt, TokenRun
+
+        (last,) = await read(engine.generate(Prompt(parts=(TokenRun([-1]),))))
+        assert isinstance(last.error, InvalidRequest)
+        assert end(await read(engine.generate(prompt()))).reason == "stop"
+
+
+async def test_an_engine_that_dies_is_reported_before_its_requests_end() -> None:
+    script = [{"when": "die", "steps": [{"text": "a"}, {"die": "out of memory"}]}, *ENDLESS["script"]]
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(session, script=script)
+        other = engine.generate(prompt("Go on."))
+        await read_until(other, Tokens)
+        fatal = engine.generate(prompt("Please die."))
+        while not isinstance((batch := await anext(other))[-1], End):
+            pass
+        assert engine.lost.done()
+        assert "out of memory" in engine.lost.result().message
+        assert isinstance(batch[-1].error, ModelyardError)
+        await read(fatal)
+        await until(lambda: worker.engines == ())
+        again = await opened(session, "e", echo=True)
+        assert end(await read(again.generate(prompt()))).reason == "stop"
+
+
+# --- strangers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "word", [b"", b"\xc1", os.urandom(64), encode(Beat(1)), encode(Hello(VERSION + 1, "x")), encode(Goodbye())]
+)
+async def test_who_does_not_begin_with_a_good_hello_is_sent_away_and_counted(word: bytes) -> None:
+    async with working() as worker:
+        stranger = Stranger(worker.endpoint)
+        stranger.say(word)
+        await until(lambda: bool(stranger.heard))
+        assert isinstance(stranger.heard[0], Refused)
+        assert worker.faults == 1
+        stranger.say(Hello(VERSION, "again"))
+        async with talking(worker) as session:  # whoever comes after it is served, and it is not
+            await opened(session)
+        assert len(stranger.heard) == 1
+        await stranger.close()
+
+
+async def test_another_version_is_told_what_to_do() -> None:
+    async with working() as worker:
+        stranger = Stranger(worker.endpoint)
+        stranger.say(Hello(VERSION + 1, "newer"))
+        await until(lambda: bool(stranger.heard))
+        assert "run the same Modelyard on both sides" in stranger.heard[0].reason
+        await stranger.close()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        b"\xc1",
+        encode(Hello(VERSION, "twice")),
+        encode(AddRequest("e", InferRequest(1, b"\0\0\0"))),
+        encode(AddRequest("e", InferRequest(7, pack_ids([1])))),
+        encode(Embed(1, "e", [b"\0"])),
+        encode(AddRequest("e", InferRequest(1, b"")))[:-1],
+    ],
+)
+async def test_a_client_that_sends_what_is_no_message_loses_its_requests_and_nobody_elses(word: bytes) -> None:
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(session, **ENDLESS)
+        mine = engine.generate(prompt())
+        await read_until(mine, Tokens)
+        hostile = Stranger(worker.endpoint)
+        hostile.say(Hello(VERSION, "hostile"))
+        hostile.say(AddRequest("e", InferRequest(7, pack_ids(prompt().ids), max_tokens=100)))
+        await until(lambda: engine_running(worker) == 2)
+        hostile.say(word)
+        await until(lambda: engine_running(worker) == 1)
+        assert worker.faults == 1
+        mine.cancel()
+        assert end(await read(mine)).reason == "cancelled"
+        await hostile.close()
+
+
+def engine_running(worker: Worker) -> int:
+    return sum(hosted.running for hosted in worker.engines)
+
+
+async def test_orders_for_requests_that_are_not_there_are_harmless() -> None:
+    async with working() as worker:
+        stranger = Stranger(worker.endpoint)
+        for word in (Hello(VERSION, "x"), AbortRequest(9), Hold(9), GoOn(9), Beat(1), Forget(3, "nobody")):
+            stranger.say(word)
+        await until(lambda: any(isinstance(word, Done) for word in stranger.heard))
+        assert worker.faults == 0
+        await stranger.close()
+
+
+async def test_random_frames_to_a_worker_never_stop_it() -> None:
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(session, echo=True)
+        good = [
+            encode(AddRequest("e", InferRequest(1, pack_ids([1, 2, 3])))),
+            encode(OpenEngine("f", "fake", "m", b"{}", {})),
+        ]
+        for i in range(60):
+            stranger = Stranger(worker.endpoint)
+            if i % 2:
+                stranger.say(Hello(VERSION, "fuzz"))
+                await until(lambda s=stranger: bool(s.heard))
+            bent = bytearray(good[i % 2] if i % 3 else os.urandom(50))
+            bent[i % len(bent)] ^= 0xFF
+            stranger.say(bytes(bent))
+            await stranger.close()
+            assert end(await read(engine.generate(prompt("Hi.")))).reason == "stop"
+
+
+# --- silence ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_falls_silent_is_forgotten_with_what_ran_for_it() -> None:
+    async with working(pace=HASTY) as worker:
+        silent = Stranger(worker.endpoint)
+        silent.say(Hello(VERSION, "silent"))
+        silent.say(order_of("e", "fake", spec(**ENDLESS)))
+        await until(lambda: bool(worker.engines))
+        silent.say(AddRequest("e", InferRequest(1, pack_ids(prompt().ids), max_tokens=100)))
+        await until(lambda: engine_running(worker) == 0 and "0 clients" in repr(worker))
+        assert worker.engines != ()  # the model stays
+        await silent.close()
+
+
+async def test_a_client_that_leaves_takes_its_requests_with_it() -> None:
+    async with working() as worker:
+        async with talking(worker) as session:
+            engine = await opened(session, **ENDLESS)
+            job = engine.generate(prompt())
+            await read_until(job, Tokens)
+        assert isinstance(end(await read(job)).error, Unavailable)
+        await until(lambda: engine_running(worker) == 0)
+
+
+async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests() -> None:
+    async with working() as worker:
+        session = Session(worker.endpoint, "client", pace=PATIENT)
+        await session.meet()
+        engine = await opened(session, **ENDLESS)
+        job = engine.generate(prompt())
+        await read_until(job, Tokens)
+        session._pace, session._pulse = HASTY, type(session._pulse)(HASTY.patience)
+        worker._do = {**worker._do, Beat: lambda *_: None}
+        session._timer.cancel()
+        session._tick()
+        last = end(await asyncio.wait_for(read(job), DEADLINE_S))
+        assert isinstance(last.error, Unavailable)
+        assert "silent" in last.error.message
+        assert engine.lost.result() == last.error
+        with pytest.raises(Unavailable):
+            await engine.control(Control("evict"))
+        assert isinstance(end(await read(engine.generate(prompt()))).error, Unavailable)
+        await session.close()
+
+
+async def test_while_an_engine_loads_nobody_is_impatient() -> None:
+    async with working() as worker:
+        session = Session(worker.endpoint, "client", pace=HASTY)
+        await session.meet()
+        gate = asyncio.Event()
+        worker._do = {**worker._do, Beat: lambda *_: None, OpenEngine: _late(worker, gate)}
+        opening = asyncio.create_task(opened(session, echo=True))
+        for _ in range(4 * HASTY.patience):
+            await asyncio.sleep(HASTY.beat_s)
+        assert not session.over
+        gate.set()
+        await opening
+        await session.close()
+
+
+def _late(worker: Worker, gate: asyncio.Event) -> Any:
+    def open_(peer: Any, order: OpenEngine) -> None:
+        async def wait() -> None:
+            await gate.wait()
+            worker._open(peer, order)
+
+        worker._spawn(wait())
+
+    return open_
+
+
+async def test_forgetting_a_client_is_answered_when_its_places_are_free() -> None:
+    async with working() as worker, talking(worker, "dead") as one, talking(worker, "scheduler") as two:
+        engine = await opened(one, **ENDLESS)
+        await opened(two, "e")
+        jobs = [engine.generate(prompt(f"{i}")) for i in range(3)]
+        for job in jobs:
+            await read_until(job, Tokens)
+        await two.ask(lambda id: Forget(id, "dead"))
+        assert engine_running(worker) == 0
+
+
+# --- slow readers ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_reader_that_lags_holds_back_its_own_stream_only() -> None:
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(
+            session, caches={"main": CacheInfo(200_000, 4)}, script=[{"steps": [{"tokens": 50_000}]}], token_delay=1e-9
+        )
+        slow = engine.generate(prompt(max_tokens=50_000))
+        quick = engine.generate(prompt(max_tokens=3000))
+        assert len(ids(await read(quick))) == 3000
+        await until(lambda: bool(next(iter(worker._peers.values())).held))
+        held = session._requests[1]
+        assert held.held
+        waiting = len(held.box._waiting)
+        quick = engine.generate(prompt(max_tokens=3000))
+        assert len(ids(await read(quick))) == 3000
+        assert len(held.box._waiting) - waiting < 1024, "it went on though nobody read"
+        chunks = await read(slow)
+        assert len(ids(chunks)) == end(chunks).usage.output == 50_000
+
+
+async def test_what_a_held_request_had_to_say_is_dropped_when_it_is_cancelled() -> None:
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(
+            session, caches={"main": CacheInfo(200_000, 4)}, script=[{"steps": [{"tokens": 90_000}]}], token_delay=1e-9
+        )
+        slow = engine.generate(prompt(max_tokens=90_000))
+        await until(lambda: bool(next(iter(worker._peers.values())).held))
+        slow.cancel()
+        assert end(await read(slow)).reason == "cancelled"
+        assert engine_running(worker) == 0
+
+
+async def test_a_client_that_does_not_read_at_all_stops_its_own_streams() -> None:
+    """Its socket fills up, its requests are held, another client goes on; when it reads again it gets every token."""
+    async with working() as worker, talking(worker, "deaf") as deaf, talking(worker, "other") as other:
+        engine = await opened(
+            deaf, caches={"main": CacheInfo(400_000, 4)}, script=[{"steps": [{"tokens": 60_000}]}], token_delay=1e-9
+        )
+        same = await opened(other, "e")
+        peer = next(p for p in worker._peers.values() if p.name == "deaf")
+        sent, worker._listener.send = worker._listener.send, lambda who, data: who != peer.identity and sent(who, data)
+        job = engine.generate(prompt(max_tokens=60_000))
+        await until(lambda: bool(peer.backlog))
+        assert len(ids(await read(same.generate(prompt(max_tokens=2000))))) == 2000
+        assert len(peer.backlog) < 10
+        worker._listener.send = sent
+        assert len(ids(await read(job))) == 60_000
+
+
+async def test_one_turn_of_the_loop_is_one_frame_a_client() -> None:
+    async with working() as worker:
+        stranger = Stranger(worker.endpoint)
+        stranger.say(Hello(VERSION, "x"))
+        stranger.say(order_of("e", "fake", spec(script=[{"steps": [{"text": "Hello there."}]}])))
+        await until(lambda: bool(worker.engines))
+        data = [encode(AddRequest("e", InferRequest(i, pack_ids(prompt().ids), max_tokens=50))) for i in range(8)]
+        for each in data:
+            worker._heard(next(iter(worker._peers)), each)
+        await until(lambda: any(isinstance(word, Frame) for word in stranger.heard))
+        (frame,) = [word for word in stranger.heard if isinstance(word, Frame)]
+        assert {item.request_id for item in frame.items} == set(range(8))
+        assert isinstance(stranger.heard[0], Welcome)
+        await stranger.close()
+
+
+# --- leaving ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> None:
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(session, **SAYS_MUCH)
+        job = engine.generate(prompt())
+        chunks = await read_until(job, Tokens)
+        draining = asyncio.create_task(worker.drain(DEADLINE_S))
+        await until(lambda: session.leaving)
+        assert engine.lost.done()
+        assert isinstance(end(await read(engine.generate(prompt()))).error, Unavailable)
+        chunks += await read(job)
+        assert end(chunks).reason == "stop"
+        assert len(ids(chunks)) == 2000
+        assert await draining
+
+
+async def test_draining_does_not_wait_for_ever() -> None:
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(session, **ENDLESS)
+        await read_until(engine.generate(prompt()), Tokens)
+        assert not await worker.drain(0.01)
+
+
+async def test_everything_is_the_same_with_keys_over_tcp() -> None:
+    keys = new_keys()
+    async with working("tcp://127.0.0.1:*", keys=keys) as worker, talking(worker, keys=keys) as session:
+        engine = await opened(session, echo=True)
+        assert end(await read(engine.generate(prompt()))).reason == "stop"
