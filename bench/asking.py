@@ -29,6 +29,11 @@ class Answer(Struct, frozen=True):
     prompt: int
     evaluated: int
     text: str
+    times: tuple[float, ...] = ()  # of each event that brought tokens
+
+    def between(self, begin: float, end: float) -> float:
+        """Tokens that came after `begin` and up to `end`; events bring about the same number each."""
+        return self.tokens * sum(begin < at <= end for at in self.times) / len(self.times)
 
     @property
     def ttft(self) -> float:
@@ -102,6 +107,7 @@ def read(stream: Stream) -> Answer:
         prompt=usage["prompt_tokens"],
         evaluated=timings.get("prompt_n", usage["prompt_tokens"] - cached),
         text=text,
+        times=tuple(times),
     )
 
 

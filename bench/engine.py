@@ -74,9 +74,11 @@ Rounds = dict[tuple[str, Cell], list[Taken]]
 
 
 def taken(answers: list[Answer], cpu_s: float) -> Taken:
-    """From the first token of any stream to the last of all: what prompts take is the other figure."""
-    seconds = max(answer.last for answer in answers) - min(answer.first for answer in answers)
-    rate = sum(answer.tokens - 1 for answer in answers) / seconds
+    """The rate while all streams run: from the last one's first token to the first one's last. A clock that began with
+    anybody's first token would count it against a server that it answers one while it still reads the others' prompts;
+    what prompts take is the other figure."""
+    begin, end = max(answer.first for answer in answers), min(answer.last for answer in answers)
+    rate = sum(answer.between(begin, end) for answer in answers) / (end - begin)
     return Taken(rate, fmean(answer.ttft for answer in answers), cpu_s)
 
 

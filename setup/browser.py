@@ -19,7 +19,7 @@ from modelyard.library.home import cache_folder
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 DRIVER = "chromedriver"
-PACKAGES = ("chromium", "chromium-driver")
+PACKAGES = ("chromium", "chromium-driver", "fonts-dejavu-core")
 _TIMEOUT_S = 900
 
 

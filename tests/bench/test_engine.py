@@ -7,13 +7,17 @@ from bench.engine import QUICK, Cell, Plan, Taken, comparisons, taken
 from bench.peers import OURS, THEIRS
 
 
-def answer(sent: float, first: float, last: float, tokens: int) -> Answer:
-    return Answer(sent, first, last, tokens, 32, 32, "")
+def answer(sent: float, *times: float) -> Answer:
+    return Answer(sent, times[0], times[-1], len(times), 32, 32, "", times)
 
 
-def test_a_rate_counts_all_streams_from_the_first_token_to_the_last():
-    found = taken([answer(0.0, 1.0, 3.0, 11), answer(0.0, 2.0, 5.0, 11)], 4.0)
-    assert found == Taken(rate=20 / 4, ttft=1.5, cpu_s=4.0)
+def test_a_rate_counts_the_tokens_that_come_while_all_streams_run():
+    early, late = answer(0.0, 1.0, 2.0, 3.0, 4.0), answer(0.0, 2.0, 2.5, 3.0, 3.5, 5.0)
+    assert taken([early, late], 4.0) == Taken(rate=(2 + 3) / 2, ttft=1.5, cpu_s=4.0)
+
+
+def test_the_rate_of_one_stream_leaves_out_the_wait_for_its_first_token():
+    assert taken([answer(0.0, 7.0, 8.0, 9.0)], 1.0).rate == 1.0
 
 
 def test_streams_depths_and_prompts_are_those_of_the_targets():
