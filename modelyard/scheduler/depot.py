@@ -15,7 +15,6 @@ from typing import Any
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.pool import Blueprint, Change
 from modelyard.scheduler.appraisal import Appraiser
-from modelyard.scheduler.changes import Changes
 from modelyard.scheduler.model import Bounds, Pooled
 from modelyard.scheduler.place import Place
 from modelyard.scheduler.placement import Bytes
@@ -34,6 +33,7 @@ from modelyard.scheduler.view import (
     Stop,
     Survey,
 )
+from modelyard.telemetry.changes import Changes
 
 log = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.lease import Demand, Lease
 from modelyard.core.request import Priority
+from modelyard.core.revocable import Revocable
 from modelyard.scheduler.lane import Lane
 from modelyard.scheduler.limits import Allowance
 from modelyard.scheduler.replica import Replica
@@ -30,15 +30,13 @@ class Owner(Protocol):
     def spent(self, place: Place, tokens: int) -> None: ...
 
 
-class Place:
+class Place(Revocable):
     """Both seams in one object: a request makes one of these and nothing else."""
 
     __slots__ = (
         "_engine",
         "_future",
         "_owner",
-        "_revoked",
-        "_revokers",
         "allowance",
         "demand",
         "lane",
@@ -54,6 +52,7 @@ class Place:
     def __init__(
         self, owner: Owner, model: Pooled, lane: Lane[Place], demand: Demand, weight: int, since: float
     ) -> None:
+        super().__init__()
         self._owner, self.model, self.lane, self.demand = owner, model, lane, demand
         self.weight, self.since, self.waited = weight, since, 0.0
         self.over = False
@@ -62,8 +61,6 @@ class Place:
         self.timer: Handle | None = None
         self._engine: Engine | None = None
         self._future: asyncio.Future[None] | None = None
-        self._revokers: tuple[Callable[[ModelyardError], None], ...] = ()
-        self._revoked: ModelyardError | None = None
 
     # --- what a lane wants to know ---------------------------------------------------------------------------------
 
@@ -141,20 +138,6 @@ class Place:
     @property
     def cache(self) -> str:
         return self.demand.cache
-
-    def on_revoke(self, end: Callable[[ModelyardError], None]) -> None:
-        if self._revoked is not None:
-            end(self._revoked)
-        else:
-            self._revokers = (*self._revokers, end)
-
-    def revoke(self, why: ModelyardError) -> None:
-        """Ends the work in it. Whoever has not said yet how that is done hears of it when he does."""
-        if self._revoked is None:
-            self._revoked = why
-            revokers, self._revokers = self._revokers, ()
-            for end in revokers:
-                end(why)
 
     def spend(self, tokens: int) -> None:
         self._owner.spent(self, tokens)

@@ -36,13 +36,13 @@ from modelyard.core.lease import Demand, ModelStatus
 from modelyard.core.pool import Blueprint, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.scheduler import snapshots
 from modelyard.scheduler.appraisal import Appraiser
-from modelyard.scheduler.changes import Listener
 from modelyard.scheduler.depot import Depot
 from modelyard.scheduler.limits import Allowance, KeyLimits
 from modelyard.scheduler.model import Bounds, Pooled
 from modelyard.scheduler.orders import Orders
 from modelyard.scheduler.place import Place
 from modelyard.scheduler.timers import LoopTimers, Timers
+from modelyard.telemetry.changes import Listener
 
 __all__ = ["Bounds", "Scheduler"]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Protocol
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.lease import Demand, Lease
+from modelyard.core.revocable import Revocable
 from modelyard.workers.packing import pack_ids
 from modelyard.workers.scheduling import Asked
 
@@ -21,12 +21,10 @@ class Owner(Protocol):
         ...
 
 
-class RemotePlace:
+class RemotePlace(Revocable):
     __slots__ = (
         "_future",
         "_owner",
-        "_revoked",
-        "_revokers",
         "asked",
         "engine_id",
         "found",
@@ -39,14 +37,13 @@ class RemotePlace:
     )
 
     def __init__(self, owner: Owner, id: int, asked: Asked) -> None:
+        super().__init__()
         self._owner, self.id, self.asked = owner, id, asked
         self.weight, self.waited, self.position, self.spent = asked.weight, 0.0, 0, 0
         self.over = False
         self.found: Engine | None = None
         self.engine_id = ""
         self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._revokers: tuple[Callable[[ModelyardError], None], ...] = ()
-        self._revoked: ModelyardError | None = None
 
     # --- a ticket ---------------------------------------------------------------------------------------------------
 
@@ -92,19 +89,6 @@ class RemotePlace:
     @property
     def cache(self) -> str:
         return self.asked.cache
-
-    def on_revoke(self, end: Callable[[ModelyardError], None]) -> None:
-        if self._revoked is not None:
-            end(self._revoked)
-        else:
-            self._revokers = (*self._revokers, end)
-
-    def revoke(self, why: ModelyardError) -> None:
-        if self._revoked is None:
-            self._revoked = why
-            revokers, self._revokers = self._revokers, ()
-            for end in revokers:
-                end(why)
 
     def spend(self, tokens: int) -> None:
         """Told when the place goes back."""

@@ -19,8 +19,8 @@ from modelyard.core.engine import Engine
 from modelyard.core.errors import ModelyardError, NotFound, Unavailable
 from modelyard.core.lease import Demand, ModelStatus
 from modelyard.core.pool import Blueprint, Change, Overrides, PoolSnapshot, RequestSnapshot
+from modelyard.telemetry.changes import Changes
 from modelyard.workers.client import Noted, RemoteChat, RemoteText, remote
-from modelyard.workers.feed import Feed
 from modelyard.workers.link import Dialer, Keys
 from modelyard.workers.messages import VERSION, Beat, Goodbye, Message, Opened, Refused, encode, version_fault
 from modelyard.workers.packing import Malformed
@@ -70,7 +70,7 @@ class RemotePool:
         self._lost: dict[str, float] = {}
         self._snapshot = PoolSnapshot(models={})
         self._requests: tuple[RequestSnapshot, ...] = ()
-        self._listeners: set[Feed] = set()
+        self._changes = Changes()
         self._first = asyncio.Event()
         self._closed = False
         self._refusal: ModelyardError | None = None
@@ -303,11 +303,10 @@ class RemotePool:
         return await self.question(lambda id: Look(id, what)) or b""
 
     def subscribe(self) -> AsyncIterator[Change]:
-        return Feed(self._listeners)
+        return self._changes.listen()
 
     def _changed(self, changed: Changed) -> None:
-        for listener in list(self._listeners):
-            listener.put(changed.change)
+        self._changes.tell(changed.change)
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -386,8 +385,7 @@ class RemotePool:
         error = Unavailable("the server is shutting down", code="shutting_down")
         for place in list(self._places.values()):
             place.refuse(error) if place.waits else place.revoke(error)
-        for listener in list(self._listeners):
-            listener.end()
+        self._changes.end()
         self._send(Goodbye())
         await asyncio.gather(*(session.close() for session in self._sessions.values()))
         await self._dialer.close()

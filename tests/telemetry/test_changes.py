@@ -6,7 +6,7 @@ import asyncio
 import gc
 
 from modelyard.core.pool import Change
-from modelyard.scheduler.changes import Changes
+from modelyard.telemetry.changes import Changes
 
 
 def change(number: int) -> Change:
