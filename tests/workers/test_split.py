@@ -274,7 +274,6 @@ async def test_orders_reach_the_scheduler_and_what_it_says_comes_back(tmp_path: 
         assert len({hosted.id for worker in there.workers for hosted in worker.engines}) == 2
         await pool.drain("demo")
         assert (await asyncio.wait_for(anext(changes), DEADLINE_S)).model == "demo"
-        await changes.aclose()
         with pytest.raises(Unavailable):
             await leased(pool)
         await pool.load("demo")
