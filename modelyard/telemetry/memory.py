@@ -32,7 +32,7 @@ def read_memory() -> MachineMemory:
         ram_total=int(whole.total),
         ram_free=int(whole.available),
         ram_used_here=sum(map(_resident, [here, *here.children(recursive=True)])),
-        gpus=_gpus(),
+        gpus=read_gpus(),
     )
 
 
@@ -43,7 +43,7 @@ def _resident(process: psutil.Process) -> int:
         return 0  # it ended while we looked
 
 
-def _gpus() -> tuple[GpuMemory, ...]:
+def read_gpus() -> tuple[GpuMemory, ...]:
     try:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]

@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
-import pynvml  # type: ignore[import-untyped]
 
 from modelyard.core.engine import Machine
+from modelyard.telemetry.memory import read_gpus
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def machine(*, with_gpus: bool) -> Machine:
-    """`with_gpus`: whether the library was built to use them."""
-    return Machine(min(psutil.virtual_memory().available, _allowed(_CGROUP)), _gpus() if with_gpus else {})
+    """`with_gpus`: whether the library was built to use them. Where no driver answers llama.cpp has the last word."""
+    gpus = {gpu.uuid: gpu.free for gpu in read_gpus()} if with_gpus else {}
+    return Machine(min(psutil.virtual_memory().available, _allowed(_CGROUP)), gpus)
 
 
 def _allowed(group: Path) -> int:
@@ -26,13 +27,3 @@ def _allowed(group: Path) -> int:
         return 2**63
     files = int(told.get("inactive_file", 0)) + int(told.get("active_file", 0))
     return max(0, limit - used + files)
-
-
-def _gpus() -> dict[str, int]:
-    """None where the driver does not answer: then llama.cpp has the last word on what fits."""
-    try:
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return {str(pynvml.nvmlDeviceGetUUID(one)): int(pynvml.nvmlDeviceGetMemoryInfo(one).free) for one in handles}
-    except pynvml.NVMLError:
-        return {}

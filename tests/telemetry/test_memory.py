@@ -1,0 +1,49 @@
+"""Memory of the machine and of its GPUs; a machine without a driver has none."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pynvml  # type: ignore[import-untyped]
+import pytest
+
+from modelyard.telemetry.memory import GpuMemory, read_gpus, read_memory
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "Some GPU")
+    held = [SimpleNamespace(total=100, used=30, free=70), SimpleNamespace(total=200, used=0, free=200)]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", held.__getitem__)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_each_gpu_is_told_by_its_uuid() -> None:
+    assert read_gpus() == (
+        GpuMemory(uuid="GPU-0", name="Some GPU", total=100, used=30, free=70),
+        GpuMemory(uuid="GPU-1", name="Some GPU", total=200, used=0, free=200),
+    )
+
+
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", none)
+    assert read_gpus() == ()
+
+
+def test_a_process_that_ends_while_we_look_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def memory_info(self) -> None:
+            raise psutil.NoSuchProcess(1)
+
+    alone = read_memory().ram_used_here
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [Gone()])
+    assert read_memory().ram_used_here == pytest.approx(alone, rel=0.2)
+    assert read_memory().ram_total > read_memory().ram_free > 0
