@@ -387,7 +387,7 @@ class RemotePool:
             place.refuse(error) if place.waits else place.revoke(error)
         self._changes.end()
         self._send(Goodbye())
+        await self._dialer.close()  # first: whoever still heard the scheduler would go and meet new workers
         await asyncio.gather(*(session.close() for session in self._sessions.values()))
-        await self._dialer.close()
         self._fail_questions(error)
         await asyncio.gather(*self._tasks, return_exceptions=True)  # links that are on their way out: each in a moment

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from modelyard.core.engine import Control, Embeddings, EngineInfo, EngineSpec, EngineStats, OnProgress, Prompt
@@ -18,6 +16,7 @@ from modelyard.workers.placed import placed
 from modelyard.workers.pool import RemotePool
 from modelyard.workers.pulse import Pace
 from modelyard.workers.worker import Worker
+from tests.workers.stage import folder
 
 
 class SplitEngine:
@@ -31,14 +30,14 @@ class SplitEngine:
         self._engine: Any = None
 
     async def open(self, progress: OnProgress) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="my-"))
-        crew = Crew(folder / "workers", pace=self._pace, launch=False)
+        home = folder()
+        crew = Crew(home / "workers", pace=self._pace, launch=False)
         scheduler = Scheduler()
         name, spec = self._spec.model, self._spec
         make = lambda: placed(crew, self._backend, spec, "x")  # noqa: E731
         scheduler.reconfigure({name: Blueprint(name=name, caches=spec.caches, make=make, identity="x")})
-        desk = Desk(f"ipc://{folder / 's'}", scheduler, crew, MemoryStore(1, 1, 1), _nothing, pace=self._pace)
-        worker = Worker(f"ipc://{folder / 'w'}", pace=self._pace)
+        desk = Desk(f"ipc://{home / 's'}", scheduler, crew, MemoryStore(1, 1, 1), _nothing, pace=self._pace)
+        worker = Worker(f"ipc://{home / 'w'}", pace=self._pace)
         pool = RemotePool(desk.endpoint, "gateway", pace=self._pace)
         self._parts = [pool, desk, scheduler, worker]
         crew.enlist("w", worker.endpoint, [])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import itertools
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,8 +27,20 @@ HASTY = Pace(beat_s=0.01, patience=5, indulgence=5)  # for those who are known t
 DEADLINE_S = 60.0
 
 
+_HOME = tempfile.TemporaryDirectory(prefix="my-")  # a socket's path may not be long: pytest's own folders are
+_NUMBERS = itertools.count()
+atexit.register(_HOME.cleanup)
+
+
+def folder() -> Path:
+    """A new one, gone when the tests are."""
+    made = Path(_HOME.name) / str(next(_NUMBERS))
+    made.mkdir()
+    return made
+
+
 def address() -> str:
-    return f"ipc://{Path(tempfile.mkdtemp(prefix='my-')) / 'w'}"
+    return f"ipc://{folder() / 'w'}"
 
 
 @asynccontextmanager

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Control, EngineSpec, TextEngine, Tokens
+from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Conflict, NotFound, RateLimited, Unavailable
 from modelyard.core.lease import Demand
 from modelyard.core.pool import Blueprint
@@ -21,11 +21,12 @@ from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
 from modelyard.workers.crew import Crew
 from modelyard.workers.desk import Desk
+from modelyard.workers.link import Listener, PeerGone
 from modelyard.workers.messages import VERSION, Beat, Refused, encode
 from modelyard.workers.placed import placed
 from modelyard.workers.pool import RemotePool
 from modelyard.workers.pulse import Pace
-from modelyard.workers.scheduling import Ask, Asked, Enlist, Join, Leave, read_for_gateway
+from modelyard.workers.scheduling import Ask, Asked, EngineAt, Enlist, Join, Leave, State, read_for_gateway
 from modelyard.workers.store import SharedStore
 from modelyard.workers.worker import Worker
 from tests.engines.reading import end, ids, read
@@ -264,6 +265,33 @@ async def test_a_worker_that_leaves_finishes_its_answers_and_its_model_goes_else
         assert len(ids(chunks)) == 3000
         lease.release()
         assert await draining
+
+
+async def test_a_gateway_that_ends_goes_to_no_new_worker_though_the_scheduler_tells_of_one() -> None:
+    def engine(worker: Worker, id: str) -> EngineAt:
+        return EngineAt("demo", worker.endpoint, id, "text", EngineInfo("fake", {}), False)
+
+    peers: list[bytes] = []
+    scheduler = Listener(address(), lambda peer, _: peers.append(peer))
+    async with working() as old, working() as new:
+        pool = RemotePool(scheduler.endpoint, "g", pace=PATIENT)
+        await until(lambda: bool(peers))
+        scheduler.send(peers[0], encode(State({}, (engine(old, "a"),))))
+        await until(lambda: bool(pool._sessions))
+        (session,) = pool._sessions.values()
+        close = session.close
+
+        async def slowly() -> None:
+            with suppress(PeerGone):
+                scheduler.send(peers[0], encode(State({}, (engine(old, "a"), engine(new, "b")))))
+            for _ in range(20):
+                await asyncio.sleep(0.005)  # long enough to hear of it, for whoever still listens
+            await close()
+
+        session.close = slowly  # type: ignore[method-assign]
+        await pool.close()
+        assert [one.endpoint for one in pool._sessions.values()] == [old.endpoint]
+    await scheduler.close()
 
 
 async def test_orders_reach_the_scheduler_and_what_it_says_comes_back(tmp_path: Path) -> None:
