@@ -14,7 +14,7 @@ from modelyard.core.events import Failed
 from modelyard.engines.mailbox import Mailbox
 from modelyard.workers.hosted import Hosted
 from modelyard.workers.link import Listener, PeerGone
-from modelyard.workers.messages import Error, Frame, Item, Message, Said, encode, item_of
+from modelyard.workers.messages import Beat, Error, Frame, Item, Message, Said, encode, item_of
 from modelyard.workers.packing import pack_ids
 from modelyard.workers.pulse import Pulse
 
@@ -129,8 +129,8 @@ class Post:
                 self.send(peer, Frame(items, stats))
 
     def send(self, peer: Peer, message: Message) -> None:
-        """In order, always: where something waits, this waits behind it."""
-        if peer.gone:
+        """In order, always: where something waits, this waits behind it. A beat does not: what waits tells as much."""
+        if peer.gone or (peer.backlog and isinstance(message, Beat)):
             return
         data = encode(message)
         if peer.backlog or not self._sent(peer, data):
