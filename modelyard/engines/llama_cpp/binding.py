@@ -7,8 +7,9 @@ are worth it; sampling, logits and memory operations go through `PyDLL`, which k
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_void_p
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ IntArray = npt.NDArray[np.int32]
 
 # name → (result, arguments) of the short calls
 _SHORT: dict[str, tuple[Any, list[Any]]] = {
+    "llama_get_logits": (c_void_p, [c_void_p]),
     "llama_get_logits_ith": (c_void_p, [c_void_p, c_int32]),
     "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
     "llama_sampler_sample": (c_int32, [c_void_p, c_void_p, c_int32]),
@@ -70,6 +72,15 @@ class LogitBias(ctypes.Structure):
     _fields_ = (("token", c_int32), ("bias", c_float))
 
 
+class Speaker(Protocol):
+    """A job that says one token a step."""
+
+    done: int
+
+    @property
+    def newest(self) -> int: ...
+
+
 class Batch:
     """A `llama_batch` whose arrays are numpy's: filled by slices, never row by row."""
 
@@ -89,8 +100,20 @@ class Batch:
         self.raw.seq_id = self._pointers.ctypes.data_as(POINTER(POINTER(c_int32)))
         self.raw.logits = self.output.ctypes.data_as(POINTER(ctypes.c_int8))
 
+        self._speakers: object = None  # whose rows stand in it
+
     def clear(self) -> None:
         self.raw.n_tokens = 0
+        self._speakers = None
+
+    def speak(self, jobs: Mapping[int, Speaker]) -> None:
+        """One row a sequence, in order; of the same jobs as before only what has changed is written."""
+        count = len(jobs)
+        if jobs is not self._speakers:
+            self.seq[:count], self.output[:count] = list(jobs), 1
+            self.raw.n_tokens, self._speakers = count, jobs
+        self.token[:count] = [job.newest for job in jobs.values()]
+        self.pos[:count] = [job.done for job in jobs.values()]
 
     @property
     def size(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from modelyard.engines.llama_cpp.adapters import Wardrobe
 from modelyard.engines.llama_cpp.binding import Batch, lib, short
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.engines.llama_cpp.places import Places
-from modelyard.engines.llama_cpp.sample import logits_of, logprob_of
+from modelyard.engines.llama_cpp.sample import best_of, logits_of, logprob_of
 from modelyard.engines.llama_cpp.sequences import Adapters
 from modelyard.engines.llama_cpp.speculate import Guesses, Speculator
 from modelyard.engines.llama_cpp.step import Need, Slice, plan, turn
@@ -56,6 +56,8 @@ class Cache:
         self._wardrobe = wardrobe
         self._worn: Adapters = ()  # by the context, since the last step
         self.speculator: Speculator | None = None
+        self._choir: Mapping[int, Job] | None = None  # all jobs, by sequence in order, while all of them speak
+        self._alike = False  # all of the choir take the likeliest token
         self.evaluated = 0
 
     def __repr__(self) -> str:
@@ -71,6 +73,7 @@ class Cache:
             raise Overloaded(f"the cache {self.name!r} has no free sequence")
 
     def admit(self, job: Job) -> None:
+        self._choir = None
         slot, accepted = self.places.take(job)
         self.jobs[slot.index] = job
         job.begin(accepted.cached_tokens)
@@ -89,10 +92,27 @@ class Cache:
         if not self.jobs:
             return
         began = time.perf_counter()
+        jobs, speaking = self._turn()
+        speculator = self.speculator if speaking else None
+        guesses = speculator.guess(jobs) if speculator is not None else {}
+        guessed = self._speak_all(jobs) if speaking and not guesses else self._read(jobs, guesses)
+        if speculator is not None and guessed is not None:
+            speculator.took(len(jobs), guessed, time.perf_counter() - began)
+
+    def _turn(self) -> tuple[Mapping[int, Job], bool]:
+        """The jobs whose turn it is, and whether all of them only speak. Where all jobs do, the next step is like this
+        one, until somebody comes or goes."""
+        if self._choir is not None:
+            return self._choir, True
         self._wear(turn((job.prompt.adapters for job in self.jobs.values()), self._worn))
-        jobs = {index: job for index, job in self.jobs.items() if job.prompt.adapters == self._worn}
-        only_streams = all(job.generating for job in jobs.values())
-        guesses = self.speculator.guess(jobs) if only_streams and self.speculator is not None else {}
+        jobs = {index: job for index, job in sorted(self.jobs.items()) if job.prompt.adapters == self._worn}
+        speaking = all(job.generating for job in jobs.values())
+        if speaking and len(jobs) == len(self.jobs):
+            self._choir, self._alike = jobs, all(job.takes_the_best for job in jobs.values())
+        return jobs, speaking
+
+    def _read(self, jobs: Mapping[int, Job], guesses: Guesses) -> int | None:
+        """Prompts, guesses and streams in one decode. How many rows were guesses; None where it failed."""
         needs = [
             Need(index, job.pending, job.generating, job.arrived, len(guesses.get(index, ())), job.until_pause)
             for index, job in jobs.items()
@@ -100,15 +120,36 @@ class Cache:
         slices = plan(needs, self._ubatch)
         rows = self._fill(slices, guesses)
         asked = time.perf_counter()
-        code = lib.llama_decode(self._raw, self._batch.raw)
-        if code != 0:
-            self._failed(slices, code)
-            return
+        if not self._decoded(piece.sequence for piece in slices):
+            return None
         self.places.kv.decoded(0 if any(job.generating for job in jobs.values()) else self._batch.size, asked)
         for piece in slices:
             self._advance(piece, rows[piece.sequence], guesses.get(piece.sequence, [])[: piece.guessed])
-        if only_streams and self.speculator is not None:
-            self.speculator.took(len(slices), sum(piece.guessed for piece in slices), time.perf_counter() - began)
+        return sum(piece.guessed for piece in slices)
+
+    def _speak_all(self, jobs: Mapping[int, Job]) -> int | None:
+        """What `_read` does where there is nothing to plan: every job one token further. On a fast GPU a step takes
+        half a millisecond, so each microsecond here shows."""
+        self._batch.speak(jobs)
+        if not self._decoded(jobs):
+            return None
+        self.places.kv.decoded(0, 0.0)
+        best = best_of(self._raw, len(jobs), self._n_vocab) if self._choir is jobs and self._alike else None
+        for row, (index, job) in enumerate(jobs.items()):
+            job.done += 1
+            said = Said([], [] if job.prompt.logprobs is not None else None)
+            ending = self._draw(job, row, said, None if best is None else best[row])
+            self._settle(job, index, [], 0, said)
+            self.places.read(self.slots[index], job)
+            if ending is not None:
+                self._finish(index, *ending)
+        return 0
+
+    def _decoded(self, sequences: Iterable[int]) -> bool:
+        code = lib.llama_decode(self._raw, self._batch.raw)
+        if code != 0:
+            self._failed(list(sequences), code)
+        return bool(code == 0)
 
     def _wear(self, adapters: Adapters) -> None:
         if adapters != self._worn:
@@ -165,15 +206,15 @@ class Cache:
         if said.ids:
             self._emit(job, [Tokens(said.ids, said.logprobs)], False)
 
-    def _draw(self, job: Job, row: int, said: Said) -> Ending | None:
-        """The next token, or why there is none; and whether it was the last."""
+    def _draw(self, job: Job, row: int, said: Said, best: int | None = None) -> Ending | None:
+        """The next token, or why there is none; and whether it was the last. `best` where it is known already."""
         wanted = job.prompt.logprobs
         raw = logits_of(self._raw, row, self._n_vocab).copy() if wanted is not None else None
         try:
-            token = self._pick(job, row)
+            token = self._pick(job, row) if best is None else best
         except ModelyardError as error:
             return "error", error
-        if token in job.stops:
+        if token in job.stops or token < 0:
             return "stop", None
         job.append(token)
         said.ids.append(token)
@@ -189,8 +230,11 @@ class Cache:
         return ("window", None) if job.length >= self.info.window else None
 
     def _pick(self, job: Job, row: int) -> int:
-        choose = partial(job.chain.pick, self._raw, row)
-        return choose() if job.mask is None else job.mask.pick(logits_of(self._raw, row, self._n_vocab), choose)
+        if job.scripted is not None:
+            return next(job.scripted, next(iter(job.stops), -1))
+        if job.mask is None:
+            return job.chain.pick(self._raw, row)
+        return job.mask.pick(logits_of(self._raw, row, self._n_vocab), partial(job.chain.pick, self._raw, row))
 
     # --- a job goes -------------------------------------------------------------------------------------------------
 
@@ -203,6 +247,7 @@ class Cache:
                 self._finish(index, "error", Timeout("the job's deadline passed"))
 
     def _finish(self, index: int, reason: Any, error: ModelyardError | None = None) -> None:
+        self._choir = None
         job, slot = self.jobs.pop(index), self.slots[index]
         slot.busy = False
         if self.speculator is not None:
@@ -210,12 +255,12 @@ class Cache:
         job.close()
         self._emit(job, [End(reason, _usage(job), _timings(job), error)], True)
 
-    def _failed(self, slices: list[Slice], code: int) -> None:
+    def _failed(self, sequences: list[int], code: int) -> None:
         """Nobody dies for another: only the sequences of this very batch fail, and their KV is thrown away."""
         fault = Internal(f"llama_decode answered {code}") if code < 0 else Unavailable("the KV cache is out of cells")
-        for piece in slices:
-            self.places.clear(self.slots[piece.sequence])
-            self._finish(piece.sequence, "error", fault)
+        for index in sequences:
+            self.places.clear(self.slots[index])
+            self._finish(index, "error", fault)
 
     def fail_all(self, error: ModelyardError) -> None:
         for index in list(self.jobs):
@@ -225,6 +270,7 @@ class Cache:
         for slot in self.slots:
             if not slot.busy:
                 self.places.clear(slot)
+        self.places.lot.clear()
 
     def stats(self) -> CacheStats:
         """Read on the loop while the thread goes on: numbers that may be a step apart."""
@@ -242,6 +288,7 @@ class Cache:
         for slot in self.slots:
             if any(name == adapter for name, _ in slot.adapters):
                 self.places.clear(slot)
+        self.places.lot.forget(adapter)
 
     def close(self) -> None:
         if self.speculator is not None:

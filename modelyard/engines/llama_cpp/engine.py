@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from modelyard.core.engine import (
@@ -54,6 +54,7 @@ from modelyard.engines.llama_cpp.masks import Mask, Masks, Triggered
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.orders import Order, fault_of, obeyed, tried
 from modelyard.engines.llama_cpp.places import acquaint, places_for
+from modelyard.engines.llama_cpp.replay import Replay, replay_for
 from modelyard.engines.llama_cpp.sample import Chain
 from modelyard.engines.llama_cpp.speculate import NGrams, Speculator
 from modelyard.engines.llama_cpp.threads import Pool
@@ -88,6 +89,7 @@ class LlamaEngine:
         self._draft: DraftModel | None = None
         self._pool: Pool | None = None
         self._keeper: Keeper | None = None
+        self._replay: Replay | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -134,6 +136,7 @@ class LlamaEngine:
                 places_for(raw, info, self.options),
             )
             self._caches[name].speculator = self._speculator(name, info)
+        self._replay = replay_for(self.options.replay, path)
         acquaint([cache.places for cache in self._caches.values()])
         self._keeper = keeper_for(self._spec, path, self._wardrobe)
         if self._keeper is not None:
@@ -291,17 +294,15 @@ class LlamaEngine:
     def _receive(self) -> bool:
         """Take what has come; wait only where nothing is to be done. False: the end."""
         busy = any(cache.has_work for cache in self._caches.values())
-        while True:
-            try:
-                item = self._inbox.get(block=not busy)
-            except Empty:
-                return True
+        while not (busy and self._inbox.empty()):
+            item = self._inbox.get()
             if item is None:
                 return False
             self._take(item)
             if isinstance(item, Order):
                 return True  # one a round: many of them must not keep streams waiting
             busy = True
+        return True
 
     def _take(self, item: Job | Order) -> None:
         if isinstance(item, Job):
@@ -322,6 +323,8 @@ class LlamaEngine:
         except Exception as error:
             self._emit(job, [_refused(job, fault_of(error))], True)
         else:
+            if self._replay is not None:
+                job.mask, job.scripted = None, self._replay.answer(job.prompt.ids, job.prompt.session)
             cache.admit(job)
 
     def _unload_adapter(self, name: str) -> None:

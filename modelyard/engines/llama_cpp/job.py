@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,11 +35,18 @@ class Job:
         self.stops = frozenset(prompt.stop_ids)
         self.chain: Chain  # set by the engine's thread
         self.mask: Mask | Triggered | None = None  # set before the thread sees the job
+        self.scripted: Iterator[int] | None = None  # what it is to say instead of what is drawn; set by the thread
         self.began = time.perf_counter()
         self.first_at: float | None = None
 
     def cancel(self) -> None:
         self.cancelled = True
+
+    @property
+    def takes_the_best(self) -> bool:
+        """Of the row's logits as they are, and nobody asks how likely it was."""
+        plain = self.mask is None and self.scripted is None and self.prompt.logprobs is None
+        return plain and self.chain.takes_the_best
 
     def is_late(self, now: float) -> bool:
         """`now` is unix time, as deadlines are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import secrets
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,14 +31,14 @@ class Chain:
         self._raw: int | None = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         for sampler in self._samplers(sampling, vocab, n_vocab):
             short.sampler_chain_add(self._raw, sampler)
-        self._takes_the_best = _is_greedy(sampling) and not _looks_back(sampling, window) and not sampling.logit_bias
+        self.takes_the_best = _is_greedy(sampling) and not _looks_back(sampling, window) and not sampling.logit_bias
         if back := _looks_back(sampling, window):
             for token in np.asarray(prompt, np.int32)[-back:].tolist():
                 short.sampler_accept(self._raw, token)
 
     def pick(self, context: Any, row: int) -> int:
         """The next token after that row; the chain remembers it."""
-        if self._takes_the_best:  # the same as the samplers would, without a copy of the whole row
+        if self.takes_the_best:  # the same as the samplers would, without a copy of the whole row
             return int(logits_of(context, row, self._n_vocab).argmax())
         token: int = short.sampler_sample(self._raw, context, row)
         return token
@@ -128,12 +128,20 @@ def _mirostat(s: Sampling, n_vocab: int, seed: int) -> Any:
 
 def logits_of(context: Any, row: int, n_vocab: int) -> npt.NDArray[np.float32]:
     """A view of the row's logits: valid until the next decode, and writable."""
-    return np.frombuffer(_row(n_vocab).from_address(short.get_logits_ith(context, row)), np.float32)
+    return _view(short.get_logits_ith(context, row), n_vocab)
 
 
-@cache
-def _row(n_vocab: int) -> Any:
-    return ctypes.c_float * n_vocab
+def best_of(context: Any, rows: int, n_vocab: int) -> list[int]:
+    """The likeliest token of each row, where every row of the last decode has logits: they lie one behind the other."""
+    found: list[int] = _view(short.get_logits(context), rows * n_vocab).reshape(rows, n_vocab).argmax(1).tolist()
+    return found
+
+
+@lru_cache(1024)
+def _view(address: int, count: int) -> npt.NDArray[np.float32]:
+    """Making one takes longer than to find a maximum in it, and a context's buffer rarely moves."""
+    row: Any = (ctypes.c_float * count).from_address(address)
+    return np.frombuffer(row, np.float32)
 
 
 def logprob_of(logits: npt.NDArray[np.float32], token: int, top: int) -> IdLogprob:

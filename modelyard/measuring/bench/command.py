@@ -1,0 +1,150 @@
+"""The command `modelyard bench`: parsing and printing only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from modelyard.config import Loaded
+
+if TYPE_CHECKING:
+    from modelyard.measuring.bench.book import Book
+    from modelyard.measuring.bench.subjects import Candidate
+
+Load = Callable[[Path | None], Loaded]  # or it has said what is wrong, and the command is over
+Guarded = Callable[..., Any]  # likewise
+_INTERRUPTED = 130
+
+_HELP = """Measure a model or a server: time to the first token, time per token, tokens a second, at so many streams.
+
+\b
+[bold]A model of a configuration[/bold], its engine in this process or a server of its own:
+  modelyard bench
+  modelyard bench --config modelyard.toml --model qwen -c 1,4
+  modelyard bench --config modelyard.toml --model qwen --workload agent --http
+\b
+[bold]Any server[/bold] with OpenAI's chat completions:
+  modelyard bench --url http://127.0.0.1:8000 --model qwen --key $KEY -c 1,8,32 --duration 30s
+\b
+[bold]Two of them in one run[/bold], their rounds taking turns; a difference counts only beyond the noise:
+  modelyard bench --url http://127.0.0.1:8000 --url http://127.0.0.1:8080 --workload batch
+  modelyard bench --config old.toml --config new.toml --rounds 10
+\b
+[bold]For programs and papers[/bold]:
+  modelyard bench --json > run.json
+  modelyard bench -c 1,2,4 --plot run.svg
+
+Prompts are made anew for every round, so that no cache has seen them; --seed makes them the same again. Ctrl-C ends the
+run and prints what it has measured. Exit code 1 where nothing was answered.
+"""
+
+
+def add_to(app: typer.Typer, load: Load, guarded: Guarded, out: Console, err: Console) -> None:
+    @app.command(help=_HELP)
+    def bench(
+        url: Annotated[
+            list[str] | None, typer.Option(help="A server, with or without /v1; give two to compare them.")
+        ] = None,
+        config: Annotated[
+            list[Path] | None, typer.Option(help="TOML or JSON file; without any, the one that serve would take.")
+        ] = None,
+        model: Annotated[
+            list[str] | None, typer.Option(help="Which model; without one, the first. Two: both of one place.")
+        ] = None,
+        key: Annotated[
+            list[str] | None,
+            typer.Option(help="API key of the server, where it wants one.", envvar="MODELYARD_API_KEY"),
+        ] = None,
+        http: Annotated[
+            bool, typer.Option("--http", help="Of a configured model: start a server and measure through it.")
+        ] = False,
+        cache: Annotated[str | None, typer.Option(help="Which cache of the model; without one, its default.")] = None,
+        workload: Annotated[
+            str, typer.Option(help="What is asked: chat (short), agent (long, several turns) or batch (many streams).")
+        ] = "chat",
+        concurrency: Annotated[
+            str | None, typer.Option("--concurrency", "-c", help="How many streams at once, such as 1,4,8.")
+        ] = None,
+        prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Length of the first prompt.")] = None,
+        output_tokens: Annotated[int | None, typer.Option(min=1, help="Length of an answer, at most.")] = None,
+        turns: Annotated[int | None, typer.Option(min=1, help="Requests in one conversation.")] = None,
+        requests: Annotated[int | None, typer.Option(min=1, help="Requests in one round.")] = None,
+        duration: Annotated[str | None, typer.Option(help="Instead: how long a round lasts, such as 30s.")] = None,
+        rounds: Annotated[int | None, typer.Option(min=1, help="How many; 3 if not set, 6 to compare.")] = None,
+        warmup: Annotated[int, typer.Option(min=0, help="Conversations a stream before the first round.")] = 1,
+        limit: Annotated[str, typer.Option(help="An answer that takes longer is an error.")] = "10m",
+        body: Annotated[
+            str | None, typer.Option(help="JSON fields for every request, such as '{\"ignore_eos\": true}'.")
+        ] = None,
+        seed: Annotated[int | None, typer.Option(help="Of the prompts; without it they are new in every run.")] = None,
+        json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of tables.")] = False,
+        plot: Annotated[Path | None, typer.Option(help="Draw it into this file: .svg, or .png with Pillow.")] = None,
+    ) -> None:
+        from modelyard.measuring.bench.order import Order, prepare
+        from modelyard.measuring.drawing import check
+
+        order = Order(
+            urls=tuple(url or ()),
+            configs=tuple(config or ()),
+            models=tuple(model or ()),
+            keys=tuple(key or ()),
+            cache=cache,
+            http=http,
+            workload=workload,
+            streams=concurrency,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            turns=turns,
+            requests=requests,
+            duration=duration,
+            rounds=rounds,
+            warmup=warmup,
+            seed=seed,
+            limit=limit,
+            body=body,
+        )
+        if plot is not None:
+            guarded(check, plot)
+        candidates, book = guarded(prepare, order, load)
+        guarded(_measured, candidates, book, err)
+        _print(book, out, as_json=json)
+        if plot is not None:
+            guarded(_draw, book, plot)
+        raise typer.Exit(_INTERRUPTED if book.is_interrupted else 0 if book.answers else 1)
+
+
+def _measured(candidates: list[Candidate], book: Book, err: Console) -> None:
+    import asyncio
+
+    from modelyard.http.server import loop_factory
+    from modelyard.measuring.bench.progress import Bar
+    from modelyard.measuring.bench.run import run
+
+    with Bar(book.plan, book.subjects, err) as bar, asyncio.Runner(loop_factory=loop_factory()) as runner:
+        try:
+            runner.run(run(candidates, book.plan, book, bar))
+        except KeyboardInterrupt:
+            book.is_interrupted = True
+
+
+def _print(book: Book, out: Console, *, as_json: bool) -> None:
+    from msgspec.json import encode, format
+
+    from modelyard.measuring.bench import report
+
+    if as_json:
+        sys.stdout.write(format(encode(report.values(book)), indent=2).decode() + "\n")
+    else:
+        report.show(book, out)
+
+
+def _draw(book: Book, file: Path) -> None:
+    from modelyard.measuring.bench.plot import plot
+    from modelyard.measuring.drawing import save
+
+    save(plot(book), file)
