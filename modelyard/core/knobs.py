@@ -1,0 +1,77 @@
+"""What an engine lets the optimizer turn: a knob is one of its own fields with the values worth trying.
+
+An engine package may hold a module `knobs` with
+
+    knobs(spec, here, goal)      the knobs of this model on this machine
+    current(spec, cache)         the value of each as the engine will take it, whether somebody set it or not
+    forbids(setting)             why the engine cannot run with these values together; None: it can
+    fitted(spec)                 the values that the engine's own program would fit to the machine (absent: it has none)
+
+and a module `loss` with `loss(spec, reference, ids)`, which says what values that round numbers cost in quality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from msgspec import Struct
+
+Value = bool | int | float | str
+Goal = Literal["chat", "agent", "batch", "memory"]
+
+
+class Knob(Struct, frozen=True, kw_only=True):
+    """`stage`: those of one stage are tried together, the lowest first, since it should matter most."""
+
+    name: str
+    values: tuple[Value, ...]
+    stage: int
+    ordered: bool = True  # numbers that mean more or less of something
+    lossy: bool = False  # rounds numbers: its values are held against the quality bound before they are tried
+    place: Literal["model", "cache"] = "model"  # whose section it stands in; a cache's own value wins over a model's
+
+
+class Setting(Struct, frozen=True):
+    """One value for each knob, in the knobs' order."""
+
+    pairs: tuple[tuple[str, Value], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Value]) -> Setting:
+        return cls(tuple(values.items()))
+
+    @property
+    def values(self) -> dict[str, Value]:
+        return dict(self.pairs)
+
+    def __getitem__(self, name: str) -> Value:
+        return self.values[name]
+
+    def but(self, changes: Mapping[str, Value]) -> Setting:
+        return Setting(tuple((name, changes.get(name, value)) for name, value in self.pairs))
+
+    def only(self, names: Iterable[str]) -> Setting:
+        wanted = set(names)
+        return Setting(tuple(pair for pair in self.pairs if pair[0] in wanted))
+
+    def changes(self, old: Setting) -> dict[str, Value]:
+        """What differs from the old one."""
+        before = old.values
+        return {name: value for name, value in self.pairs if before.get(name) != value}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} = {value}" for name, value in self.pairs)
+
+
+class Loss(Struct, frozen=True):
+    """What rounded numbers cost on a text: perplexity beside the reference's, and how far its odds have moved."""
+
+    perplexity: float
+    reference: float
+    divergence: float | None = None  # Kullback-Leibler, nats a token; None where only perplexity is known
+
+    @property
+    def rise(self) -> float:
+        """Of perplexity, as a share: 0.01 is one per cent worse."""
+        return self.perplexity / self.reference - 1

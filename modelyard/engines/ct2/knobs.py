@@ -1,0 +1,50 @@
+"""What the optimizer may turn of a CTranslate2 model, and what cannot go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from modelyard.core.engine import EngineSpec, Machine
+from modelyard.core.knobs import Goal, Knob, Setting, Value
+from modelyard.engines import cores
+from modelyard.engines.ct2.options import Options
+
+_TYPES = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32")
+
+
+def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
+    del here
+    options: Options = spec.options
+    if goal == "batch":
+        yield Knob(name="parallel", values=(1, 2, 4, 8, 16), stage=1, place="cache")
+    yield Knob(name="inter_threads", values=cores.thread_counts(), stage=2)
+    yield Knob(name="intra_threads", values=cores.thread_counts(), stage=2)
+    yield Knob(name="compute_type", values=_types(options), stage=3, lossy=True)
+
+
+def _types(options: Options) -> tuple[str, ...]:
+    """Those that this machine computes with; the others would silently become one of these."""
+    import ctranslate2
+
+    device = "cuda" if options.device != "cpu" and ctranslate2.get_cuda_device_count() else "cpu"
+    able = ctranslate2.get_supported_compute_types(device)
+    return tuple(kind for kind in _TYPES if kind in able)
+
+
+def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
+    options: Options = spec.options
+    places = sum(info.parallel for info in spec.caches.values())
+    return {
+        "parallel": spec.caches[cache].parallel,
+        "inter_threads": options.workers(places),
+        "intra_threads": options.threads(places),
+        "compute_type": options.compute_type,
+    }
+
+
+def forbids(setting: Setting) -> str | None:
+    told = setting.values
+    batches, each = int(told.get("inter_threads", 1)), int(told.get("intra_threads", 1))
+    if each > 1 and batches * each > cores.logical():
+        return "more threads than the machine has cores"
+    return None

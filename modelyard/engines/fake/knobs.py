@@ -1,0 +1,33 @@
+"""What the optimizer may turn of the fake engine: how long its tokens take. It shows the optimizer without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from modelyard.core.engine import EngineSpec, Machine
+from modelyard.core.knobs import Goal, Knob, Setting, Value
+from modelyard.engines.fake.options import Options
+
+_AT_ONCE = 1_000_000.0
+
+
+def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
+    del spec, here
+    if goal == "batch":
+        yield Knob(name="parallel", values=(1, 2, 4, 8), stage=1, place="cache")
+    yield Knob(name="token_delay", values=(0.0, 0.001, 0.005, 0.02), stage=2)
+    yield Knob(name="prefill_rate", values=(1000.0, 10_000.0, 100_000.0, _AT_ONCE), stage=3)
+
+
+def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
+    options: Options = spec.options
+    return {
+        "parallel": spec.caches[cache].parallel,
+        "token_delay": options.delay,
+        "prefill_rate": options.prefill_rate or _AT_ONCE,
+    }
+
+
+def forbids(setting: Setting) -> str | None:
+    del setting
+    return None

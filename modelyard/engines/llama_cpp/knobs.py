@@ -1,0 +1,90 @@
+"""What the optimizer may turn of a llama.cpp model, and what cannot go together.
+
+`n_batch` is none of them: the engine never hands over more than `n_ubatch` at a time, and llama.cpp is always told of
+at least that many. Neither is `speculation = "ngram"`: `auto` guesses from the text already, and stops where that
+measures slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from modelyard.core.engine import CacheInfo, EngineSpec, Machine
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.knobs import Goal, Knob, Setting, Value
+from modelyard.engines import cores
+from modelyard.engines.llama_cpp import devices
+from modelyard.engines.llama_cpp.estimate import shape
+from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_server.fit import fitted_layers
+from modelyard.engines.llama_server.options import Options as ServerOptions
+from modelyard.library.places import locate
+
+_COARSENESS = {"f32": 0, "f16": 1, "bf16": 1, "q8_0": 2, "q5_1": 3, "q5_0": 4, "q4_1": 5, "q4_0": 6}
+_FULL = ("f32", "f16", "bf16")
+
+
+def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
+    options: Options = spec.options
+    if devices.seen(here).gpus:
+        yield Knob(name="n_gpu_layers", values=_layers(spec), stage=0, ordered=False)
+    if goal == "batch":
+        yield Knob(name="parallel", values=(1, 2, 4, 8, 16), stage=1, place="cache")
+    yield Knob(name="n_threads", values=cores.thread_counts(), stage=2)
+    yield Knob(name="n_threads_batch", values=cores.thread_counts(), stage=3)
+    yield Knob(name="n_ubatch", values=(64, 128, 256, 512, 1024, 2048), stage=4)
+    yield Knob(name="flash_attn", values=("on", "off"), stage=5)
+    yield Knob(name="type_k", values=("f16", "q8_0", "q4_0"), stage=6, lossy=True)
+    yield Knob(name="type_v", values=("f16", "q8_0", "q4_0"), stage=6, lossy=True)
+    yield Knob(name="speculation", values=("auto", "off"), stage=7)
+    if options.drafts:
+        yield Knob(name="draft_n_max", values=(2, 4, 8, 16), stage=8)
+
+
+def _layers(spec: EngineSpec) -> tuple[int, ...]:
+    """All, and the quarters; none where the file does not tell how many there are."""
+    try:
+        layers = shape(locate(spec.options.path)).layers
+    except InvalidRequest:
+        return (-1, 0)
+    return (-1, *dict.fromkeys(layers * share // 4 for share in (3, 2, 1, 0)))
+
+
+def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
+    info: CacheInfo = spec.caches[cache]
+    options: Options = spec.options.of(info)
+    return {
+        "n_gpu_layers": options.n_gpu_layers,
+        "parallel": info.parallel,
+        "n_threads": options.n_threads or cores.physical(),
+        "n_threads_batch": options.n_threads_batch or options.n_threads or cores.physical(),
+        "n_ubatch": options.n_ubatch,
+        "flash_attn": _flash(options.flash_attn),
+        "type_k": info.type_k.lower(),
+        "type_v": info.type_v.lower(),
+        "speculation": options.speculation,
+        "draft_n_max": options.draft_n_max,
+    }
+
+
+def fitted(spec: EngineSpec) -> dict[str, Value] | None:
+    """By llama.cpp's own program, where a native llama-server lies on this machine. It fits layers to GPUs only."""
+    told = fitted_layers(ServerOptions(path=spec.options.path), locate(spec.options.path))
+    return None if told is None else {"n_gpu_layers": int(told)}
+
+
+def _flash(asked: bool | str | None) -> str:
+    """Unset is on wherever it is not known to be slow; `auto` has the engine decide, which is one of the two."""
+    if asked is None or asked == "auto":
+        return "on"
+    return asked if isinstance(asked, str) else ("on" if asked else "off")
+
+
+def forbids(setting: Setting) -> str | None:
+    told = setting.values
+    keys, values = str(told.get("type_k", "f16")), str(told.get("type_v", "f16"))
+    if told.get("flash_attn") == "off" and values not in _FULL:
+        return "rounded values in the cache need flash attention"
+    if _COARSENESS.get(values, 0) < _COARSENESS.get(keys, 0):
+        return "keys feel rounding more than values: they are never the coarser ones"
+    return None

@@ -1,0 +1,95 @@
+"""What a trial's process makes of its order: figures of a round, a workload that fits, failures by their kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
+from modelyard.measuring.sample import Round, Sample
+from modelyard.measuring.workload import Workload
+from modelyard.tune.child import carried_out, figures, fitted, main
+from modelyard.tune.order import Failure, Figures, Order, Outcome
+from tests.serving import demo
+
+LOAD = Workload(name="chat", prompt_tokens=100, output_tokens=20)
+
+
+def sample(ttft: float, total: float, tokens: int = 11, error: str | None = None) -> Sample:
+    gap = (total - ttft) / (tokens - 1)
+    return Sample(output_tokens=tokens, ttft_s=ttft, total_s=total, gaps_s=(gap,) * (tokens - 1), error=error)
+
+
+def test_one_stream_is_told_by_its_middle_answer():
+    seen = figures(Round(streams=1, wall_s=30.0, samples=tuple(sample(1.0, n) for n in (2.0, 3.0, 21.0))), 5, 0.5)
+    assert isinstance(seen, Figures)
+    assert (seen.answer_s, seen.ttft_s, seen.memory, seen.load_s) == (3.0, 1.0, 5, 0.5)
+    assert seen.speed == pytest.approx(5.0)
+
+
+def test_several_streams_are_told_by_all_their_tokens():
+    seen = figures(Round(streams=2, wall_s=2.0, samples=(sample(1.0, 2.0), sample(1.0, 2.0))), 5, 0.5)
+    assert isinstance(seen, Figures)
+    assert seen.speed == pytest.approx(11.0)
+
+
+def test_an_answer_that_failed_fails_the_trial():
+    seen = figures(Round(streams=1, wall_s=2.0, samples=(sample(1.0, 2.0), sample(1.0, 2.0, error="lost"))), 5, 0.5)
+    assert seen == Failure("errors", "1 of 2 answers failed, the first with: lost")
+
+
+def test_answers_without_a_token_are_none():
+    assert isinstance(figures(Round(streams=1, wall_s=1.0, samples=(Sample(total_s=1.0),)), 5, 0.5), Failure)
+
+
+def test_a_workload_is_made_to_fit_the_window():
+    assert fitted(LOAD, 4096) is LOAD
+    assert fitted(LOAD, 101).longest == 100
+    with pytest.raises(Unavailable, match="too small"):
+        fitted(LOAD, 30)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidRequest("no such format"), "refused"),
+        (InvalidRequest("it needs 3 GiB", code="model_too_large"), "memory"),
+        (Unavailable("failed to allocate buffer of size 123"), "memory"),
+        (Unavailable("CUDA error: out of memory"), "memory"),
+    ],
+)
+def test_what_cannot_be_loaded_says_whether_memory_was_the_reason(
+    error: ModelyardError, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("modelyard.tune.child._made", refuse)
+    outcome = carried_out(Order(config={}, model="m", workload=LOAD))
+    assert isinstance(outcome, Failure)
+    assert outcome.kind == kind
+
+
+def test_the_answer_is_a_file_that_is_there_whole(tmp_path: Path):
+    config = {key: demo([{"steps": [{"tokens": 50}]}])[key] for key in ("models", "caches")}
+    order, answer = tmp_path / "order.json", tmp_path / "answer.json"
+    order.write_bytes(msgspec.json.encode(Order(config=config, model="demo", workload=LOAD)))
+    main([str(order), str(answer)])
+    assert isinstance(msgspec.json.decode(answer.read_bytes(), type=Outcome), Figures)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["answer.json", "order.json"]
+
+
+def test_fewer_places_answer_as_much_one_after_the_other():
+    raw = demo([{"steps": [{"tokens": 30}]}])
+    raw["caches"]["main"]["parallel"] = 2
+    config = {key: raw[key] for key in ("models", "caches")}
+    many = Workload(name="batch", prompt_tokens=20, output_tokens=5, streams=8)
+    assert isinstance(carried_out(Order(config=config, model="demo", workload=many)), Figures)
+
+
+def test_an_engine_that_renders_by_itself_is_measured_too():
+    raw = demo([{"steps": [{"tokens": 30}]}], kind="chat")
+    config = {key: raw[key] for key in ("models", "caches")}
+    assert isinstance(carried_out(Order(config=config, model="demo", workload=LOAD)), Figures)

@@ -1,0 +1,68 @@
+"""Goals: what scores more, and which settings no other beats."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.knobs import Setting
+from modelyard.tune.goals import GOALS, goal_named, load, scaled, score, standings
+from modelyard.tune.order import Figures
+
+SLOW = Figures(speed=10, ttft_s=1.0, answer_s=4.0, memory=1000)
+FAST = Figures(speed=40, ttft_s=0.2, answer_s=1.0, memory=2000)
+
+
+def named(n: int) -> Setting:
+    return Setting((("n", n),))
+
+
+@pytest.mark.parametrize("goal", ["chat", "agent", "batch"])
+def test_the_faster_one_scores_more(goal):
+    assert score(goal, FAST) == pytest.approx({"chat": 4, "agent": 5, "batch": 4}[goal] * score(goal, SLOW))
+
+
+def test_for_memory_the_smaller_one_scores_more_as_long_as_it_is_fast_enough():
+    enough, too_slow = 0.2, 0.9
+    assert score("memory", SLOW, enough) == pytest.approx(2 * score("memory", FAST, enough))
+    assert score("memory", SLOW, too_slow) < score("memory", FAST, too_slow)
+
+
+def test_before_the_best_speed_is_known_memory_looks_for_that():
+    assert score("memory", FAST) > score("memory", SLOW)
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_every_goal_has_a_load(goal):
+    assert load(goal).workload.prompt_tokens > 0
+    assert load(goal).conversations > 0
+
+
+@pytest.mark.parametrize(
+    ("want_s", "conversations", "tokens"),
+    [(100.0, 3, 64), (12.5, 3, 64), (9.0, 2, 64), (5.6, 1, 64), (4.5, 1, 43), (0.1, 1, 16)],
+)
+def test_a_load_shrinks_to_the_wanted_time(want_s, conversations, tokens):
+    seen = Figures(speed=1, ttft_s=1, answer_s=3, memory=1, load_s=1.0, wall_s=9.0)
+    small = scaled(load("chat"), seen, want_s)
+    assert small.conversations == conversations
+    assert small.workload.output_tokens == pytest.approx(tokens, abs=4)
+
+
+def test_batch_takes_as_many_streams_as_are_asked_for():
+    assert load("batch", 16).workload.streams == 16
+
+
+def test_an_unknown_goal_names_those_there_are():
+    with pytest.raises(InvalidRequest, match="chat, agent, batch, memory"):
+        goal_named("speed")
+
+
+def test_the_front_has_whom_nobody_beats_in_everything():
+    worst = Figures(speed=9, ttft_s=1.5, answer_s=5.0, memory=2500)
+    rows = standings("chat", {named(1): [SLOW], named(2): [FAST, FAST], named(3): [worst], named(4): []})
+    assert [(row.setting["n"], row.front, row.trials) for row in rows] == [(2, True, 2), (1, True, 1), (3, False, 1)]
+
+
+def test_of_two_that_are_alike_both_are_on_the_front():
+    assert all(row.front for row in standings("chat", {named(1): [FAST], named(2): [FAST]}))
