@@ -1,0 +1,83 @@
+"""A model of the ExLlamaV3 engine behind the real server, on the stand-in for its library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from modelyard.engines import exllamav3
+from modelyard.engines.exllamav3.engine import Exl3Engine
+from tests.engines.exllamav3.stage import write_model
+from tests.engines.exllamav3.standin import StandIn
+from tests.serving import Served, serving
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = {
+        "backend": "exllamav3",
+        "path": str(write_model(tmp_path_factory.mktemp("exl3") / "tiny")),
+        "prompt_format": "generic",
+        "placement": "inline",
+        "n_ctx": 1024,
+        "parallel": 2,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exllamav3, "verify", lambda: None)
+        patch.setattr(exllamav3, "create", lambda spec: Exl3Engine(spec, StandIn().load))
+        with serving({"models": {"tiny": model}}) as made:
+            yield made
+
+
+def ask(served: Served, **fields: Any) -> httpx.Response:
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Hello there"}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    return httpx.post(served.url + "/v1/chat/completions", json=body | fields, timeout=60)
+
+
+def test_answer_counts_its_tokens_and_those_it_found_in_the_cache(served: Served) -> None:
+    first, second = (ask(served).json() for _ in range(2))
+    assert first["choices"][0]["message"] == second["choices"][0]["message"]
+    usage = second["usage"]
+    assert usage["completion_tokens"] == 8
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
+
+
+def test_answer_has_the_form_that_was_asked_for(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+    told = ask(served, response_format=form, max_tokens=30).json()["choices"][0]
+    assert json.loads(told["message"]["content"])["ok"] in (True, False)
+    assert told["finish_reason"] == "stop"
+
+
+def test_prompt_that_is_too_long_is_refused(served: Served) -> None:
+    answer = ask(served, messages=[{"role": "user", "content": "word " * 2000}])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_stream_ends_as_its_protocol_says(served: Served) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
+    with httpx.stream("POST", served.url + "/v1/messages", json=body, timeout=60) as answer:
+        events = [line.removeprefix("event: ") for line in answer.iter_lines() if line.startswith("event: ")]
+    assert (events[0], events[-1]) == ("message_start", "message_stop")
+
+
+def test_memory_of_the_model_is_told_as_a_gpus(served: Served) -> None:
+    (told,) = httpx.get(served.url + "/v1/admin/gpu-memory", timeout=60).json()["models"]
+    assert told["estimate"]["device"] == "gpu"
+    assert told["estimate"]["kv"] > 0
