@@ -1,4 +1,4 @@
-"""What another process costs: engines inline, apart and behind a scheduler, side by side. `python bench/workers.py`
+"""What another process costs: engines inline, apart and behind a scheduler, side by side. `python -m bench.workers`
 
 Every figure is the median of several rounds in which the topologies take turns. Nothing here is a test: run it on a
 machine that has nothing else to do.
@@ -10,9 +10,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -20,7 +18,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from modelyard.core.engine import CacheInfo, EngineInfo, EngineSpec, EngineStats, Prompt, TokenRun, Tokens
@@ -89,6 +86,18 @@ async def rate(engine: Any, streams: int, tokens: int) -> float:
     return said / (time.perf_counter() - began)
 
 
+async def worked(child: int, engine: Any, streams: int, tokens: int) -> float:
+    """CPU seconds of both processes."""
+    family = [psutil.Process(), psutil.Process(child)]
+    before = cpu_s(family)
+    await rate(engine, streams, tokens)
+    return cpu_s(family) - before
+
+
+def cpu_s(family: list[psutil.Process]) -> float:
+    return sum(sum(each.cpu_times()[:2]) for each in family)
+
+
 @asynccontextmanager
 async def both(backend: str, spec: EngineSpec) -> AsyncIterator[tuple[Any, Any]]:
     module: Any = {"llama_cpp": llama_cpp, "fake": fake}[backend]
@@ -134,6 +143,8 @@ async def decoding(rounds: int) -> list[Row]:
     async with both("llama_cpp", llama_spec()) as engines:
         near, far = await in_turns(lambda engine: rate(engine, 8, 48), engines, rounds)
         rows.append(("8 streams, apart / inline", f"{far / near:.3f} ({far:.0f} / {near:.0f} tok/s)", "≥ 0.98"))
+        near, far = await in_turns(lambda engine: worked(engines[1].pid, engine, 8, 48), engines, rounds)
+        rows.append(("the same by CPU time, whoever else is busy", f"{near / far:.3f}", "≥ 0.98"))
         stop = asyncio.Event()
         working = asyncio.create_task(busy(0.6, stop))
         near, far = await in_turns(lambda engine: rate(engine, 8, 48), engines, rounds)
@@ -313,78 +324,13 @@ async def scaling(tokens: int, delay: float) -> list[Row]:
 
 # --- the whole: gateways, scheduler, worker --------------------------------------------------------------------------
 
-CONFIG = """
-[models.demo]
-backend = "fake"
-script = [{ steps = [{ text = "Hello there, this is a short answer." }] }]
-[caches.main]
-model = "demo"
-n_ctx = 4096
-parallel = 64
-[[routes]]
-match = "*"
-cache = "main"
-[[keys]]
-name = "bench"
-value = "bench-key-bench-key"
-max_concurrent = 100000
-"""
 
+def whole(rounds: int, seconds: float) -> list[Row]:
+    from bench.whole import measure
 
-async def whole(seconds: float) -> list[Row]:
-    rows = []
-    for title, workers in (("one process (a)", 1), ("2 gateways, scheduler, worker (c)", 2)):
-        with tempfile.TemporaryDirectory(prefix="my-bench-") as folder:
-            file = Path(folder) / "bench.toml"
-            file.write_text(CONFIG)
-            done, cpu = await asyncio.to_thread(_served, file, workers, seconds)
-        rows.append((f"requests per CPU second: {title}", f"{done / cpu:,.0f}", ""))
-    return rows
-
-
-def _served(file: Path, workers: int, seconds: float) -> tuple[int, float]:
-    import subprocess
-
-    port = 20_000 + os.getpid() % 10_000
-    argv = [sys.executable, "-m", "modelyard", "serve", "--config", str(file), "--port", str(port)]
-    with subprocess.Popen([*argv, "--workers", str(workers)], stderr=subprocess.DEVNULL) as server:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            while not _is_ready(url):
-                time.sleep(0.1)
-            family = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
-            before = _cpu(family)
-            done = asyncio.run(_load(url, seconds))
-            return done, _cpu(family) - before
-        finally:
-            server.terminate()
-
-
-def _cpu(family: list[psutil.Process]) -> float:
-    return sum(sum(each.cpu_times()[:2]) for each in family)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health/ready").status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-async def _load(url: str, seconds: float) -> int:
-    body = {"model": "x", "messages": [{"role": "user", "content": "Hello."}]}
-    ended = time.perf_counter() + seconds
-
-    async def client() -> int:
-        done = 0
-        async with httpx.AsyncClient(headers={"authorization": "Bearer bench-key-bench-key"}) as http:
-            while time.perf_counter() < ended:
-                answer = await http.post(f"{url}/v1/chat/completions", json=body)
-                answer.raise_for_status()
-                done += 1
-        return done
-
-    return sum(await asyncio.gather(*(client() for _ in range(16))))
+    return [
+        (f"requests per CPU second: {title}", f"{made:,.0f}", "") for title, made in measure(rounds, seconds).items()
+    ]
 
 
 async def main(quick: bool) -> None:
@@ -394,7 +340,7 @@ async def main(quick: bool) -> None:
     show(await scaling(100 if quick else 200, 0.01))
     show(await latency(50 if quick else 300))
     show(await decoding(3 if quick else 9))
-    show(await whole(3 if quick else 10))
+    show(await asyncio.to_thread(whole, 1 if quick else 3, 3 if quick else 10))
 
 
 def show(rows: list[Row]) -> None:

@@ -50,22 +50,31 @@ def own_address(scope: Scope) -> Address:
 
 
 class Workbench:
-    """`address` says which server the page of a visitor works with; `meeting` where the processes of a fleet meet."""
+    """`address` says which server the page of a visitor works with; `meeting` where the processes of a fleet meet, and
+    `own` where this one is met by the others."""
 
     def __init__(
-        self, address: Callable[[Scope], Address] = own_address, *, meeting: str = "", keeper: bool = True
+        self,
+        address: Callable[[Scope], Address] = own_address,
+        *,
+        meeting: str = "",
+        keeper: bool = True,
+        own: str = "",
     ) -> None:
-        self._address, self._meeting = address, meeting
+        self._address, self._meeting, self._own = address, meeting, own
         self._opening: asyncio.Future[ASGIApp] | None = None
         self._life = AsyncExitStack()
         self._relay = Relay(meeting) if meeting and not keeper else None
 
     async def meet(self, app: ASGIApp) -> None:
         """In a fleet, `app` is the whole server: what siblings are to reach of it."""
+        doors = [self._own]
         if self._relay is not None:
             self._life.push_async_callback(self._relay.close)
-        elif self._meeting:
-            door = Door(self._meeting)
+        else:
+            doors.append(self._meeting)
+        for path in filter(None, doors):
+            door = Door(path)
             await door.open(app)
             self._life.push_async_callback(door.close)
 

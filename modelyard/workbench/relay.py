@@ -31,12 +31,17 @@ def meeting_place(env: Mapping[str, str] = os.environ) -> str:
     return str(Path(env[SOCKET_VARIABLE]).with_name(_NAME)) if env.get(SOCKET_VARIABLE) else ""
 
 
+def own_place(env: Mapping[str, str] = os.environ) -> str:
+    """This process's own socket, beside those of its siblings. Empty: no fleet."""
+    return f"{meeting_place(env)}-{env.get(INDEX_VARIABLE, '0')}" if env.get(SOCKET_VARIABLE) else ""
+
+
 def is_keeper(env: Mapping[str, str] = os.environ) -> bool:
     return env.get(INDEX_VARIABLE, "0") == "0"
 
 
 class Door:
-    """The keeper's second way in: the whole server, for its siblings and for its own page."""
+    """A second way in: the whole server, for its siblings, and the keeper's for its own page."""
 
     def __init__(self, path: str) -> None:
         self._path, self._state = path, ServerState()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from msgspec.structs import replace
 
@@ -18,11 +17,22 @@ from modelyard.core.engine import (
     OnProgress,
     Prompt,
 )
-from modelyard.core.errors import ModelyardError
+from modelyard.core.errors import ModelyardError, Unsupported
 from modelyard.core.events import Event
 from modelyard.core.request import Request
-from modelyard.workers.messages import AddChat, AddRequest, Count, Embed, InferRequest, Opened, Order
-from modelyard.workers.packing import flat, pack_ids, unpack_vector
+from modelyard.workers.messages import (
+    STUDY,
+    AddChat,
+    AddRequest,
+    Count,
+    Done,
+    Embed,
+    Opened,
+    Order,
+    Study,
+)
+from modelyard.workers.packing import pack_ids, unpack_vector
+from modelyard.workers.prompts import request_of
 from modelyard.workers.session import Session
 
 Loss = asyncio.Future[ModelyardError]
@@ -46,6 +56,13 @@ class Remote:
     async def open(self, progress: OnProgress) -> None:
         progress(1.0, "ready")
 
+    async def study(self, have: tuple[str, ...]) -> Done:
+        """Its tokenizer, from the worker; raises where that one cannot tell."""
+        welcome = await self._session.meet()
+        if STUDY not in welcome.able:
+            raise Unsupported(f"the worker {welcome.worker} is too old to send its tokenizers: update it")
+        return await self._session.ask(lambda id: Study(id, self.id, have))
+
     def stats(self) -> EngineStats:
         return self._session.stats.get(self.id, EngineStats())
 
@@ -55,29 +72,7 @@ class Remote:
 
 class RemoteText(Remote):
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        return self._session.text(partial(self._request, prompt))
-
-    def _request(self, prompt: Prompt, id: int) -> AddRequest:
-        tokens, media = flat(prompt)
-        return AddRequest(
-            self.id,
-            InferRequest(
-                request_id=id,
-                tokens=tokens,
-                sampling_params=prompt.sampling,
-                lora_adapter=prompt.adapters,
-                max_tokens=prompt.max_tokens,
-                stop_ids=prompt.stop_ids,
-                constraint=prompt.constraint,
-                cache=prompt.cache,
-                session=prompt.session,
-                priority=prompt.priority,
-                logprobs=prompt.logprobs,
-                deadline=prompt.deadline,
-                trace=prompt.trace,
-                media=media,
-            ),
-        )
+        return self._session.text(lambda id: AddRequest(self.id, request_of(id, prompt)))
 
     async def control(self, op: Control) -> None:
         await self._session.ask(lambda id: Order(id, self.id, op))

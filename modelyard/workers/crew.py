@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import signal
-import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from msgspec import Struct
 from modelyard.core.errors import ModelyardError, Timeout, Unavailable
 from modelyard.processes.child import fate
 from modelyard.processes.port import reserve
+from modelyard.workers import interpreter
 from modelyard.workers.link import Keys
 from modelyard.workers.messages import Dismiss, Held, Welcome
 from modelyard.workers.pulse import Pace
@@ -31,6 +31,7 @@ from modelyard.workers.session import Session
 
 _START_S = 120.0  # Python, on a machine that is busy with loading something else
 _FIND_S = 3.0  # for a worker of the last scheduler to answer
+_AGAIN_S = 1.0  # before those are asked again who did not answer
 _STOP_S = 5.0  # a worker without engines has nothing left to do
 _WORDS = 5  # lines of its output that explain a death
 _MOST_WORDS = 64 << 10
@@ -75,16 +76,23 @@ class Hire:
         """Let go of it; one that exists for us alone ends."""
         if self.ours and not self.session.over:
             self.session.tell(Dismiss())
-        await self.session.close()
         if self.release is not None:
             self.release(kill)
-        if self.ours and self.process is not None and self.ended is not None:
-            if not kill:
-                await asyncio.wait({self.ended}, timeout=_STOP_S)
-            if not self.ended.done():
+        try:
+            await self.session.close()
+        finally:
+            if self.ours and self.process is not None and self.ended is not None:
+                await self._bury(self.process, self.ended, 0.0 if kill else _STOP_S)
+
+    @staticmethod
+    async def _bury(process: Process, ended: asyncio.Task[int], grace_s: float) -> None:
+        try:
+            await asyncio.wait({ended}, timeout=grace_s)
+        finally:
+            if not ended.done():
                 with contextlib.suppress(ProcessLookupError):
-                    self.process.send_signal(signal.SIGKILL)
-            await asyncio.shield(self.ended)
+                    process.send_signal(signal.SIGKILL)
+        await asyncio.shield(ended)
 
 
 class Crew:
@@ -152,17 +160,29 @@ class Crew:
 
     # --- who does it ------------------------------------------------------------------------------------------------
 
-    async def hire(self, identity: str, model: str = "") -> Hire:
-        """1. a worker that holds this very engine  2. one that came by itself and has least to do  3. a new one."""
+    async def hire(self, identity: str, model: str = "", python: str | None = None) -> Hire:
+        """1. a worker that holds this very engine  2. one that came by itself and has least to do  3. a new one. An
+        engine with an interpreter of its own goes to a new one at once: what others have in theirs nobody knows."""
+        may_recruit = self._launch and self._cluster is None
         while True:
             self._came.clear()
-            if (hire := await self._holder(identity) or await self._volunteer()) is not None:
+            if (hire := await self._holder(identity)) is not None:
+                return hire
+            if (python is None or not may_recruit) and (hire := await self._volunteer()) is not None:
                 return hire
             if self._cluster is not None:
                 return await self._requisition(self._cluster, model)
             if self._launch:
-                return await self._recruit()
-            await self._came.wait()  # as long as a load may take
+                return await self._recruit(python)
+            await self._somebody()
+
+    async def _somebody(self) -> None:
+        """Waits for one who comes, as long as a load may take; those who are here may only have been too busy."""
+        coming = asyncio.get_running_loop().create_task(self._came.wait())
+        try:
+            await asyncio.wait({coming}, timeout=_AGAIN_S if self._enlisted else None)
+        finally:
+            coming.cancel()
 
     async def _holder(self, identity: str) -> Hire | None:
         while endpoints := self._found.get(identity):
@@ -202,19 +222,25 @@ class Crew:
     async def _requisition(self, cluster: RayCluster, model: str) -> Hire:
         """Where it runs, and that it runs at all, is the cluster's business."""
         actor, endpoint = await cluster.start(model)
-        hire = await self._meet(endpoint)
+        try:
+            hire = await self._meet(endpoint)
+        except BaseException:  # nobody wants it any more: its place on a node is for others
+            cluster.give_back(model, actor, kill=False)
+            raise
         if hire is None:
             cluster.give_back(model, actor, kill=True)
             raise Unavailable(f"the worker that Ray has put at {endpoint} does not answer")
         hire.release = lambda dead: cluster.lost(model, actor) if dead else cluster.give_back(model, actor, kill=False)
         return hire
 
-    async def _recruit(self) -> Hire:
+    async def _recruit(self, python: str | None) -> Hire:
+        if python is not None:
+            await interpreter.check(python)
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = self._folder / f"{uuid4().hex[:12]}.address"
         endpoint = self._endpoint(file)
         file.write_text(endpoint, "utf-8")
-        process = await self._spawn(endpoint, file.with_suffix(".log"))
+        process = await self._spawn(endpoint, file.with_suffix(".log"), python)
         session = Session(endpoint, self.name, keys=self._keys, pace=self._pace)
         hire = Hire(session, ours=True, log=file.with_suffix(".log"))
         hire.born(process)
@@ -232,11 +258,12 @@ class Crew:
         with reserve(self._host, 0) as held:
             return f"tcp://{self._host}:{held.getsockname()[1]}"
 
-    async def _spawn(self, endpoint: str, log: Path) -> Process:
-        argv = [sys.executable, "-m", "modelyard.workers", endpoint, "--hired"]
+    async def _spawn(self, endpoint: str, log: Path, python: str | None) -> Process:
+        argv = [interpreter.found(python), "-m", "modelyard.workers", endpoint, "--hired"]
+        env = interpreter.environment(python, self._folder, os.environ)
         with log.open("wb") as out:
             return await asyncio.create_subprocess_exec(
-                *argv, env=dict(os.environ), stdin=DEVNULL, stdout=out, stderr=STDOUT, start_new_session=True
+                *argv, env=env, stdin=DEVNULL, stdout=out, stderr=STDOUT, start_new_session=True
             )
 
     @staticmethod

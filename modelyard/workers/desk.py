@@ -369,9 +369,10 @@ class Desk:
         self._timer.cancel()
         if self._due is not None:
             self._due.cancel()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         for peer in list(self._peers.values()):
             self._post.send(peer, Goodbye("the scheduler ends"))
-        await self._listener.close()
+        await self._listener.close()  # first: whoever is still heard begins something new
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)

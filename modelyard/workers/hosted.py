@@ -11,8 +11,9 @@ from pydantic import ValidationError
 
 from modelyard import plugins
 from modelyard.core.engine import Embedder, Engine, EngineSpec, OnProgress
-from modelyard.core.errors import Internal, InvalidRequest, ModelyardError
+from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Unsupported
 from modelyard.workers.messages import Held, Opened, OpenEngine
+from modelyard.workers.tokenizer import gather
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Hosted:
         self.engine: Engine | None = None  # once it is open
         self.kind: Literal["text", "chat"] = "text"
         self.running = 0
+        self.opening: asyncio.Task[None] | None = None  # whoever opens it
         self._made: Engine | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -55,6 +57,9 @@ class Hosted:
             self.kind = module.kind(spec.options)
             self._made = made = module.create(spec)
             await made.open(progress)
+        except asyncio.CancelledError:
+            await self.close()
+            raise
         except Exception as error:
             await self.close()
             raise fault(error) from error
@@ -66,6 +71,13 @@ class Hosted:
         error = await asyncio.shield(engine.lost)
         self._lost(self, error)
 
+    async def end(self) -> None:
+        """Whatever it does now: one that still opens is not waited for."""
+        if self.opening is not None and not self.opening.done():
+            self.opening.cancel()
+            await asyncio.wait({self.opening})
+        await self.close()
+
     async def close(self) -> None:
         """Idempotent."""
         self.engine = None
@@ -74,6 +86,13 @@ class Hosted:
         made, self._made = self._made, None
         if made is not None:
             await made.close()
+
+    async def tokenizer(self) -> dict[str, bytes]:
+        """What a gateway needs that does not have this model's files."""
+        module: Any = plugins.load("engines", self._order.backend)
+        if not hasattr(module, "tokenizer_path"):
+            raise Unsupported(f"the engine of {self.model!r} has no tokenizer of its own", code="tokenizer_missing")
+        return await asyncio.to_thread(lambda: gather(module.tokenizer_path(spec_of(self._order).options)))
 
     def told(self) -> Opened:
         assert self.engine is not None  # noqa: S101  the caller has looked

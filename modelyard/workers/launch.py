@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
+from modelyard import plugins
 from modelyard.core.engine import (
     Chunk,
     Control,
@@ -31,6 +31,7 @@ from modelyard.core.errors import ModelyardError, Timeout, Unavailable
 from modelyard.core.events import Event
 from modelyard.core.request import Request
 from modelyard.processes.child import Child, fate
+from modelyard.workers import interpreter
 from modelyard.workers.client import RemoteChat, RemoteEmbedder, RemoteText, remote
 from modelyard.workers.hosted import order_of
 from modelyard.workers.pulse import Pace
@@ -74,8 +75,11 @@ class Apart:
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "starting a process")
         self._folder = tempfile.TemporaryDirectory(prefix="modelyard-", ignore_cleanup_errors=True)
-        endpoint = f"ipc://{Path(self._folder.name) / 'worker'}"
-        self._child = await Child.start(command(endpoint), dict(os.environ))
+        endpoint, python = f"ipc://{Path(self._folder.name) / 'worker'}", self._spec.python
+        if python is not None:
+            await interpreter.check(python)
+        env = interpreter.environment(python, Path(self._folder.name), os.environ)
+        self._child = await Child.start(command(endpoint, python), env)
         name = f"gateway-{os.getpid()}"
         self._session = session = Session(endpoint, name, pace=self._pace, broke=self._broke)
         try:
@@ -84,7 +88,10 @@ class Apart:
         except TimeoutError:
             raise Timeout(f"the engine's process did not answer within {_START_S:g} s", code="load_timeout") from None
         order = order_of(uuid4().hex[:16], self._backend, self._spec)
-        opened = await self._while_it_lives(session.open(order, progress))
+        try:
+            opened = await self._while_it_lives(session.open(order, progress))
+        except ModelyardError as error:
+            raise await self._explained(error) from error
         self.info = opened.info
         self._engine = remote(session, opened, self.lost)
         self._watching = asyncio.get_running_loop().create_task(self._watch(self._child, session))
@@ -101,6 +108,15 @@ class Apart:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def _explained(self, error: ModelyardError) -> ModelyardError:
+        """Some engines have helpers of their own: what these say of a fault stands in the child's output alone."""
+        explain = getattr(plugins.load("engines", self._backend), "explain", None)
+        if explain is None:
+            return error
+        await asyncio.sleep(_MOMENT_S)  # what was written before the news may come after it
+        explained: ModelyardError = explain(error, self.log_tail())
+        return explained
 
     def _death(self, child: Child) -> Unavailable:
         words = child.log.tail(_WORDS)
@@ -122,12 +138,16 @@ class Apart:
         if self._watching is not None:
             self._watching.cancel()
         child, session = self._child, self._session
-        if child is not None and session is not None:
-            await self._end(child, session)
-        if session is not None:
-            await session.close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        try:
+            if child is not None and session is not None:
+                await self._end(child, session)
+            elif child is not None:
+                await child.stop(0.0)
+        finally:
+            if session is not None:
+                await session.close()
+            if self._folder is not None:
+                self._folder.cleanup()
 
     async def _end(self, child: Child, session: Session) -> None:
         if self._engine is not None and not session.over and not self.lost.done():
@@ -181,5 +201,5 @@ def apart(backend: str, spec: EngineSpec, kind: str, pace: Pace = Pace()) -> Apa
     return (ApartChat if kind == "chat" else ApartEmbedder)(backend, spec, pace)
 
 
-def command(endpoint: str) -> list[str]:
-    return [sys.executable, "-m", "modelyard.workers", endpoint]
+def command(endpoint: str, python: str | None = None) -> list[str]:
+    return [interpreter.found(python), "-m", "modelyard.workers", endpoint]

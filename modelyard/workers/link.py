@@ -186,10 +186,9 @@ class Listener:
         try:
             wire.bind(endpoint)
         except zmq.ZMQError as error:
-            wire.close(0)
             if self._guard is not None:
                 self._guard.close()
-            self._context.term()
+            self._context.destroy(0)
             raise Unavailable(f"cannot listen on {endpoint}: {error.strerror}", code="endpoint_unusable") from error
         self.endpoint = str(wire.getsockopt_string(zmq.LAST_ENDPOINT))
         self._wire = wire
@@ -271,8 +270,12 @@ class Dialer:
             wire.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
             wire.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
         self._wire = wire
-        monitor = wire.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSALS)
-        wire.connect(endpoint)
+        try:
+            monitor = wire.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSALS)
+            wire.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise Unavailable(f"cannot connect to {endpoint}: {error.strerror}", code="endpoint_unusable") from error
         self._monitored = _Watched(monitor, self._event)
         self._watched = _Watched(wire, self._read)
 

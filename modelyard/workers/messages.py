@@ -31,6 +31,7 @@ from modelyard.core.request import Constraint, Priority, Request, Sampling
 from modelyard.workers.packing import Malformed, pack_error, unpack_error
 
 VERSION = 1
+STUDY = "tokenizer"  # in `Welcome.able`: `Study` is understood
 
 T = TypeVar("T")
 
@@ -100,6 +101,7 @@ class InferRequest(Message, frozen=True):
     deadline: float | None = None
     trace: str = ""
     media: list[tuple[int, Media]] = []
+    joint: str | None = None
 
 
 class AddRequest(Message, frozen=True, tag="add"):
@@ -152,6 +154,14 @@ class Forget(Message, frozen=True, tag="forget"):
     name: str
 
 
+class Study(Message, frozen=True, tag="study"):
+    """The tokenizer of this engine, for a gateway without its files; those of the hashes in `have` it has already."""
+
+    request_id: int
+    engine: str
+    have: tuple[str, ...] = ()
+
+
 class Dismiss(Message, frozen=True, tag="dismiss"):
     """From the scheduler to a worker that it started: nothing is left to do, end."""
 
@@ -170,6 +180,7 @@ ForWorker = (
     | Embed
     | Count
     | Forget
+    | Study
     | Dismiss
     | Goodbye
 )
@@ -284,13 +295,16 @@ class Frame(Message, frozen=True, tag="frame"):
 
 
 class Done(Message, frozen=True, tag="done"):
-    """The answer to `Order`, `Embed`, `Count` and `Forget`; `stats` are what an order has changed."""
+    """The answer to `Order`, `Embed`, `Count`, `Forget` and `Study`; `stats` are what an order has changed;
+    `tokenizer` is its hash, and `files` are none where the asker has them."""
 
     request_id: int
     error: ModelyardError | None = None
     vectors: list[bytes] = []
     tokens: int | None = None
     stats: dict[str, EngineStats] = field(default_factory=dict)
+    tokenizer: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
 
 
 ForClient = Beat | Welcome | Refused | Loading | Opened | OpenFailed | Closed | Lost | Frame | Done | Goodbye

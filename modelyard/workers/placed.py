@@ -15,6 +15,7 @@ from modelyard.workers.messages import Forget
 from modelyard.workers.scheduling import EngineAt
 
 _CLOSE_S = 60.0  # an engine may have much to save
+_GIVE_UP_S = 5.0  # one that was never open has nothing
 
 
 class Placed:
@@ -48,7 +49,7 @@ class Placed:
 
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "looking for a worker")
-        self._hire = hire = await self._crew.hire(self._identity, self._spec.model)
+        self._hire = hire = await self._crew.hire(self._identity, self._spec.model, self._spec.python)
         order = order_of(hire.held or uuid4().hex[:16], self._backend, self._spec, self._identity)
         self.id = order.engine
         opening = asyncio.get_running_loop().create_task(hire.session.open(order, progress))
@@ -89,9 +90,11 @@ class Placed:
         if hire is None:
             return
         session, dead = hire.session, self.lost.done()
-        if not dead and not session.over and self._engine is not None:
+        opened = self._engine is not None
+        # One that was given up while it opened goes with its worker, unless others have that one.
+        if not dead and not session.over and (opened or (self.id and hire.enlisted is not None)):
             try:
-                async with asyncio.timeout(_CLOSE_S):
+                async with asyncio.timeout(_CLOSE_S if opened else _GIVE_UP_S):
                     await session.close_engine(self.id)
             except TimeoutError:
                 dead = True

@@ -21,8 +21,9 @@ from modelyard.core.lease import Demand, ModelStatus
 from modelyard.core.pool import Blueprint, Change, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.telemetry.changes import Changes
 from modelyard.workers.client import Noted, RemoteChat, RemoteText, remote
+from modelyard.workers.inquiries import Inquiries
 from modelyard.workers.link import Dialer, Keys
-from modelyard.workers.messages import VERSION, Beat, Goodbye, Message, Opened, Refused, encode, version_fault
+from modelyard.workers.messages import VERSION, Beat, Done, Goodbye, Message, Opened, Refused, encode, version_fault
 from modelyard.workers.packing import Malformed
 from modelyard.workers.place import RemotePlace, asked_of
 from modelyard.workers.pulse import Pace, Pulse
@@ -47,7 +48,7 @@ from modelyard.workers.session import Session
 
 log = logging.getLogger(__name__)
 
-_MEET_S = 5.0  # for a worker to answer
+_MEET_S = 3.0  # for a worker to answer that is ready, says the scheduler
 
 
 class RemotePool:
@@ -62,9 +63,10 @@ class RemotePool:
         self.connected = False
         self.state = State({})
         self.on_edition: Callable[[int], None] | None = None  # called when the configuration was read anew elsewhere
+        self.on_engine: Callable[[str], None] | None = None  # called with a model's name when an engine of it is new
         self._ids = count(1)
         self._places: dict[int, RemotePlace] = {}
-        self._asked: dict[int, asyncio.Future[bytes | None]] = {}
+        self._inquiries = Inquiries(self._send, lambda: next(self._ids))
         self._sessions: dict[str, Session] = {}
         self._engines: dict[str, RemoteText | RemoteChat] = {}
         self._lost: dict[str, float] = {}
@@ -72,7 +74,7 @@ class RemotePool:
         self._requests: tuple[RequestSnapshot, ...] = ()
         self._changes = Changes()
         self._first = asyncio.Event()
-        self._closed = False
+        self._closed: asyncio.Task[None] | None = None
         self._refusal: ModelyardError | None = None
         self._away_since: float | None = self._loop.time()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,7 +84,7 @@ class RemotePool:
             Queued: self._queued,
             State: self._stated,
             Beat: lambda _: None,
-            Answer: self._answered,
+            Answer: self._inquiries.answered,
             Revoked: self._revoked,
             Changed: self._changed,
             Joined: self._joined,
@@ -124,15 +126,8 @@ class RemotePool:
         self.connected = False
         self._away_since = self._away_since if self._away_since is not None else self._loop.time()
         self._spawn(self._dialer.close())
-        self._fail_questions(Unavailable("the scheduler was lost; try again", code="scheduler_lost"))
+        self._inquiries.fail(Unavailable("the scheduler was lost; try again", code="scheduler_lost"))
         self._dial()
-
-    def _fail_questions(self, error: ModelyardError) -> None:
-        for waiting in self._asked.values():
-            if not waiting.done():
-                waiting.set_exception(error)
-                waiting.exception()  # marks it seen: nobody may be waiting
-        self._asked.clear()
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._pace.beat_s, self._tick)
@@ -189,7 +184,7 @@ class RemotePool:
     # --- places -----------------------------------------------------------------------------------------------------
 
     def request(self, demand: Demand) -> RemotePlace:
-        if self._closed:
+        if self._closed is not None:
             raise Unavailable("the server is shutting down", code="shutting_down")
         if self._away_since is not None and self._loop.time() - self._away_since > self._timeout_s:
             raise self._absence()
@@ -215,13 +210,21 @@ class RemotePool:
         if place is None:
             self._send(Leave(granted.ticket))  # given up meanwhile: the two have crossed
             return
-        engine = self._engines.get(granted.engine)
+        engine = self._sound(granted.engine)
         if engine is None:
             del self._places[place.id]
             self._send(Leave(granted.ticket))
             place.refuse(Unavailable("the scheduler granted an engine that nobody knows", code="engine_gone"))
             return
         place.grant(engine, granted.engine, granted.weight, granted.waited)
+
+    def _sound(self, id: str) -> RemoteText | RemoteChat | None:
+        """It is well, says the scheduler: where our link to it was not, another one is made."""
+        at = next((at for at in self.state.engines if at.engine == id), None)
+        session = None if at is None else self._sessions.get(at.endpoint)
+        if at is not None and session is not None and session.over:
+            self._engines[id] = self._reach(at)
+        return self._engines.get(id)
 
     def _denied(self, denied: Denied) -> None:
         if (place := self._places.pop(denied.ticket, None)) is not None:
@@ -245,6 +248,8 @@ class RemotePool:
         for at in there.values():
             if at.engine not in self._engines or self._engines[at.engine].lost.done():
                 self._engines[at.engine] = self._reach(at)
+                if self.on_engine is not None:
+                    self.on_engine(at.model)
         used = {at.endpoint for at in state.engines}
         for endpoint in [each for each in self._sessions if each not in used]:
             self._retire(endpoint)
@@ -287,6 +292,11 @@ class RemotePool:
         ids = (at.engine for at in self.state.engines if at.model == name)
         return tuple(e for id in ids if (e := self._engines.get(id)) is not None and not e.lost.done())
 
+    async def tokenizer(self, model: str, have: tuple[str, ...]) -> Done | None:
+        """Of a model whose files only its workers have; None while no engine of it is up."""
+        found = next((self._engines[at.engine] for at in self.state.engines if at.model == model), None)
+        return None if found is None else await found.study(have)
+
     def snapshot(self) -> PoolSnapshot:
         return self._snapshot
 
@@ -313,21 +323,7 @@ class RemotePool:
     async def question(self, message: Callable[[int], Message]) -> bytes | None:
         if not self.connected:
             raise self._absence()
-        id = next(self._ids)
-        waiting: asyncio.Future[bytes | None] = self._loop.create_future()
-        self._asked[id] = waiting
-        self._send(message(id))
-        try:
-            return await waiting
-        finally:
-            self._asked.pop(id, None)
-
-    def _answered(self, answer: Answer) -> None:
-        if (waiting := self._asked.pop(answer.id, None)) is not None and not waiting.done():
-            if answer.error is not None:
-                waiting.set_exception(answer.error)
-            else:
-                waiting.set_result(answer.value)
+        return await self._inquiries.put(message)
 
     def _order(self, verb: Any, name: str, argument: Any = None) -> asyncio.Future[None]:
         if name not in self.state.models:
@@ -377,10 +373,12 @@ class RemotePool:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Idempotent; whoever asks again waits for the same end, and whoever is cancelled does not break it off."""
+        if self._closed is None:
+            self._closed = self._loop.create_task(self._end())
+        await asyncio.shield(self._closed)
+
+    async def _end(self) -> None:
         self._timer.cancel()
         error = Unavailable("the server is shutting down", code="shutting_down")
         for place in list(self._places.values()):
@@ -389,5 +387,5 @@ class RemotePool:
         self._send(Goodbye())
         await self._dialer.close()  # first: whoever still heard the scheduler would go and meet new workers
         await asyncio.gather(*(session.close() for session in self._sessions.values()))
-        self._fail_questions(error)
+        self._inquiries.fail(error)
         await asyncio.gather(*self._tasks, return_exceptions=True)  # links that are on their way out: each in a moment

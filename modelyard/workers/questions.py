@@ -6,20 +6,27 @@ from collections.abc import Callable
 
 from modelyard.core.engine import Embedder, Engine, TextEngine
 from modelyard.core.errors import Unsupported
-from modelyard.workers.messages import Count, Done, Embed, Order
+from modelyard.workers.hosted import Hosted
+from modelyard.workers.messages import Count, Done, Embed, Order, Study
 from modelyard.workers.packing import pack_vector, unpack_ids
+from modelyard.workers.tokenizer import name_of
 
-Read = tuple[Order | Embed | Count, list[list[int]]]
+Question = Order | Embed | Count | Study
+Read = tuple[Question, list[list[int]]]
 
 
-def read_question(question: Order | Embed | Count) -> Read:
+def read_question(question: Question) -> Read:
     """Raises Malformed, in the same breath as it was heard."""
     return question, [unpack_ids(ids) for ids in question.batch] if isinstance(question, Embed) else []
 
 
-async def answered(read: Read, find: Callable[[str], Engine]) -> Done:
+async def answered(read: Read, find: Callable[[str], tuple[Hosted, Engine]]) -> Done:
     question, batch = read
-    engine, id = find(question.engine), question.request_id
+    (hosted, engine), id = find(question.engine), question.request_id
+    if isinstance(question, Study):
+        files = await hosted.tokenizer()
+        name = name_of(files)
+        return Done(id, tokenizer=name, files={} if name in question.have else files)
     if isinstance(question, Order):
         if not isinstance(engine, TextEngine):
             raise Unsupported(f"the engine {question.engine!r} takes no orders")

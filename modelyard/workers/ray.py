@@ -1,8 +1,9 @@
 """Workers as actors of a Ray cluster: Ray places them, starts them again and loses them; tokens still travel our way.
 
 An actor is a worker in a process that Ray has put on some node. The scheduler asks it for its address and speaks to it
-as to any other. When it dies Ray starts it anew, on another node where it must, and the next engine of its model is
-opened there; how soon a death is noticed is our own heartbeat's doing, since Ray takes 16 seconds to miss a node.
+as to any other. When it dies Ray starts it anew, on another node where it must; a new one is asked for as well, and the
+next engine of its model is opened in whichever is there first. How soon a death is noticed is our own heartbeat's
+doing, since Ray takes 16 seconds to miss a node.
 """
 
 from __future__ import annotations
@@ -73,15 +74,24 @@ class RayCluster:
                 raise Unavailable(f"no Ray cluster answers at {self._address}: {error}", code="no_cluster") from error
 
     async def start(self, model: str) -> tuple[Any, str]:
-        """An actor for one engine of this model, and its address: one that is there and free, else a new one."""
-        while idle := self._idle.get(model):
-            actor = idle.pop()
-            try:
-                return actor, await self._where(actor)
-            except Unavailable as error:
-                log.warning("an actor of %s is gone for good: %s", model, error.message)
-        actor = self._new(model)
-        return actor, await self._where(actor)
+        """An actor for one engine of this model, and its address: one that Ray has started again, or a new one.
+
+        Whichever is there first: where the node is lost, Ray knows that only after a while, and nobody waits for that.
+        """
+        idle = self._idle.get(model)
+        asked = [self._new(model), *([idle.pop()] if idle else [])]
+        loop = asyncio.get_running_loop()
+        asking = {loop.create_task(self._where(actor)): actor for actor in asked}
+        chosen = None
+        try:
+            chosen, endpoint = await _first(asking)
+            return chosen, endpoint
+        finally:
+            for task, actor in asking.items():
+                task.cancel()
+                if actor is not chosen:  # its place on a node is for others
+                    _ray().kill(actor, no_restart=True)
+            await asyncio.gather(*asking, return_exceptions=True)
 
     def _new(self, model: str) -> Any:
         keys = None if self._keys is None else (self._keys.public, self._keys.secret)
@@ -123,6 +133,19 @@ class RayCluster:
         for actors in self._idle.values():
             for actor in actors:
                 _ray().kill(actor, no_restart=True)
+
+
+async def _first(asking: Mapping[asyncio.Task[str], Any]) -> tuple[Any, str]:
+    """Who answers first, and with what; raises where nobody can."""
+    left = set(asking)
+    while True:
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if task.exception() is None:
+                return asking[task], task.result()
+            log.warning("an actor is gone for good: %s", task.exception())
+        if not left:
+            raise Unavailable(f"Ray has started no worker: {done.pop().exception()}")
 
 
 async def _result(reference: Any) -> Any:

@@ -52,7 +52,7 @@ async def run_worker(
     works: list[Coroutine[Any, Any, object]] = [told.wait(), worker.dismissed.wait()]
     if hired:
         works += [_orphaned(worker), _parent_gone()]
-    tasks = [asyncio.create_task(work) for work in works]
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work) for work in works]
     offering = asyncio.create_task(_offer(worker, scheduler, keys, pace)) if scheduler is not None else None
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -61,7 +61,8 @@ async def run_worker(
         if told.is_set():
             await _drain(worker, hurried, grace_s)
     finally:
-        for task in (*tasks, *([offering] if offering is not None else [])):
+        tasks += [] if offering is None else [offering]
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await worker.close()

@@ -15,11 +15,12 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 from uuid import uuid4
 
-from modelyard.core.engine import ChatEngine, Engine, Prompt, TextEngine
+from modelyard.core.engine import ChatEngine, Engine, TextEngine
 from modelyard.core.errors import Conflict, ModelyardError, Unavailable
 from modelyard.workers.hosted import Hosted, fault
 from modelyard.workers.link import Keys, Listener
 from modelyard.workers.messages import (
+    STUDY,
     VERSION,
     AbortRequest,
     AddChat,
@@ -43,14 +44,17 @@ from modelyard.workers.messages import (
     OpenFailed,
     Order,
     Refused,
+    Study,
     Welcome,
     read_for_worker,
     version_fault,
 )
-from modelyard.workers.packing import Malformed, parts
+from modelyard.workers.packing import Malformed
 from modelyard.workers.peers import Peer, Post, Running, last_word
+from modelyard.workers.prompts import prompt_of
 from modelyard.workers.pulse import Pace
-from modelyard.workers.questions import answered, read_question
+from modelyard.workers.questions import Question, answered, read_question
+from modelyard.workers.twins import Twins
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +79,7 @@ class Worker:
         self._idle.set()
         self._running = 0
         self._draining = False
+        self._twins = Twins()
         self._post = Post(
             lambda: self._listener, self._report_losses, self._loop.call_soon, self._loop.call_later, self._forgotten
         )
@@ -91,6 +96,7 @@ class Worker:
             Embed: self._question,
             Count: self._question,
             Forget: self._forget,
+            Study: self._question,
             Dismiss: lambda *_: self.dismissed.set(),
             Goodbye: self._goodbye,
             Hello: self._hello_again,
@@ -143,7 +149,7 @@ class Worker:
             return
         self._peers[identity] = peer = Peer(identity, hello.name, self._pace.indulgence)
         held = [hosted.held() for hosted in self.engines]
-        self._post.send(peer, Welcome(VERSION, self.name, os.getpid(), held))
+        self._post.send(peer, Welcome(VERSION, self.name, os.getpid(), held, (STUDY,)))
 
     def _send_away(self, identity: bytes, peer: Peer | None, reason: str) -> None:
         self.faults += 1
@@ -185,22 +191,8 @@ class Worker:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _add_request(self, peer: Peer, add: AddRequest) -> None:
-        asked = add.request
-        prompt = Prompt(
-            parts=parts(asked.tokens, asked.media),
-            sampling=asked.sampling_params,
-            max_tokens=asked.max_tokens,
-            stop_ids=asked.stop_ids,
-            constraint=asked.constraint,
-            cache=asked.cache,
-            session=asked.session,
-            priority=asked.priority,
-            adapters=asked.lora_adapter,
-            logprobs=asked.logprobs,
-            deadline=asked.deadline,
-            trace=asked.trace,
-        )
-        self._begin(peer, add.engine, asked.request_id, "text", lambda e: cast(TextEngine, e).generate(prompt))
+        id, prompt = add.request.request_id, prompt_of(add.request)
+        self._begin(peer, add.engine, id, "text", lambda e: self._twins.generate(cast(TextEngine, e), prompt))
 
     def _add_chat(self, peer: Peer, add: AddChat) -> None:
         self._begin(peer, add.engine, add.request_id, "chat", lambda e: cast(ChatEngine, e).chat(add.request))
@@ -230,7 +222,7 @@ class Worker:
         if hosted is None or hosted.engine is None:
             raise Unavailable(f"the worker has no engine {engine!r}", code="engine_gone")
         if kind is not None and self._draining:
-            raise Unavailable("the worker is leaving", code="worker_leaving")
+            raise _leaving()
         if kind is not None and hosted.kind != kind:
             raise Conflict(f"the engine {engine!r} takes {hosted.kind} requests, not {kind}")
         return hosted, hosted.engine
@@ -276,13 +268,16 @@ class Worker:
 
     def _open(self, peer: Peer, order: OpenEngine) -> None:
         hosted = self._engines.get(order.engine)
+        if hosted is None and self._draining:
+            self._post.send(peer, OpenFailed(order.engine, _leaving()))
+            return
         if hosted is not None and hosted.engine is not None:
             self._post.send(peer, hosted.told())
             return
         self._openings.setdefault(order.engine, set()).add(peer)
         if hosted is None:
             self._engines[order.engine] = hosted = Hosted(order, self._lost)
-            self._spawn(self._opening(hosted))
+            hosted.opening = self._spawn(self._opening(hosted))
 
     async def _opening(self, hosted: Hosted) -> None:
         def progress(done: float, doing: str) -> None:
@@ -294,6 +289,10 @@ class Worker:
         except ModelyardError as error:
             self._engines.pop(hosted.id, None)
             told = OpenFailed(hosted.id, error)
+        except asyncio.CancelledError:
+            given_up = Unavailable("the engine was closed while it opened")
+            self._tell(self._openings.pop(hosted.id, ()), OpenFailed(hosted.id, given_up))
+            raise
         await asyncio.sleep(0)  # what an engine's thread told of its progress reaches the loop in its next round
         self._tell(self._openings.pop(hosted.id, ()), told)
 
@@ -320,7 +319,7 @@ class Worker:
         hosted = self._engines.pop(engine, None)
         if hosted is not None:
             try:
-                await hosted.close()
+                await hosted.end()
             except Exception:
                 log.exception("an engine could not be closed")
         others = [other for other in self._peers.values() if other is not peer]
@@ -330,8 +329,8 @@ class Worker:
 
     # --- orders and questions ---------------------------------------------------------------------------------------
 
-    def _question(self, peer: Peer, question: Order | Embed | Count) -> None:
-        work = answered(read_question(question), lambda engine: self._find(engine)[1])
+    def _question(self, peer: Peer, question: Question) -> None:
+        work = answered(read_question(question), self._find)
         self._answer(peer, question.request_id, work)
 
     def _forget(self, peer: Peer, forget: Forget) -> None:
@@ -355,10 +354,11 @@ class Worker:
 
         self._spawn(answer())
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -374,11 +374,15 @@ class Worker:
 
     async def close(self) -> None:
         self._timer.cancel()
-        for hosted in list(self._engines.values()):
-            await hosted.close()
-        self._engines.clear()
+        self._draining = True  # whoever still speaks opens nothing any more
+        while self._engines:
+            await self._engines.popitem()[1].end()
         await asyncio.sleep(0)  # the last words of what ran
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._listener.close()
+
+
+def _leaving() -> Unavailable:
+    return Unavailable("the worker is leaving", code="worker_leaving")

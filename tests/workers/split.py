@@ -1,8 +1,13 @@
-"""An engine behind a scheduler of its own, as a gateway sees it, for suites that know engines only."""
+"""An engine behind a scheduler of its own, as a gateway sees it, for suites that know engines only.
+
+The worker is on the same loop, on another machine, or an actor of a Ray cluster.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+from pathlib import Path
 from typing import Any
 
 from modelyard.core.engine import Control, Embeddings, EngineInfo, EngineSpec, EngineStats, OnProgress, Prompt
@@ -12,41 +17,61 @@ from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
 from modelyard.workers.crew import Crew
 from modelyard.workers.desk import Desk
+from modelyard.workers.link import Keys, new_keys, write_keys
 from modelyard.workers.placed import placed
 from modelyard.workers.pool import RemotePool
 from modelyard.workers.pulse import Pace
+from modelyard.workers.ray import RayCluster
 from modelyard.workers.worker import Worker
-from tests.workers.stage import folder
+from tests.workers.machines import HERE, machine
+from tests.workers.nodes import HEAD
+from tests.workers.stage import DEADLINE_S, folder
 
 
 class SplitEngine:
     """A worker, a scheduler with its desk, and a gateway's pool, made when it is opened."""
 
+    keys: Keys | None = None
+
     def __init__(self, backend: str, spec: EngineSpec, pace: Pace) -> None:
         self._backend, self._spec, self._pace = backend, spec, pace
         self.info = EngineInfo(backend, dict(spec.caches))
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self._parts: list[Any] = []
+        self._parts: list[Any] = []  # the last one ends first
         self._engine: Any = None
 
     async def open(self, progress: OnProgress) -> None:
         home = folder()
-        crew = Crew(home / "workers", pace=self._pace, launch=False)
+        crew = await self._crew(home)
         scheduler = Scheduler()
+        self._parts.append(scheduler)
         name, spec = self._spec.model, self._spec
         make = lambda: placed(crew, self._backend, spec, "x")  # noqa: E731
         scheduler.reconfigure({name: Blueprint(name=name, caches=spec.caches, make=make, identity="x")})
-        desk = Desk(f"ipc://{home / 's'}", scheduler, crew, MemoryStore(1, 1, 1), _nothing, pace=self._pace)
-        worker = Worker(f"ipc://{home / 'w'}", pace=self._pace)
-        pool = RemotePool(desk.endpoint, "gateway", pace=self._pace)
-        self._parts = [pool, desk, scheduler, worker]
-        crew.enlist("w", worker.endpoint, [])
+        store = MemoryStore(1, 1, 1)
+        desk = Desk(self._address(home), scheduler, crew, store, _nothing, keys=self.keys, pace=self._pace)
+        self._parts.append(desk)
+        self._staff(crew, desk.endpoint, home)
+        pool = self.pool = RemotePool(desk.endpoint, "gateway", keys=self.keys, pace=self._pace)
+        self._parts.append(pool)
         await scheduler.load(name)
-        while pool.engine(name) is None:  # noqa: ASYNC110  it hears of it in a moment
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(DEADLINE_S):
+            while pool.engine(name) is None:  # noqa: ASYNC110  it hears of it in a moment
+                await asyncio.sleep(0.005)
         self._engine = pool.engine(name)
         self.info = self._engine.info
         progress(1.0, "ready")
+
+    def _address(self, home: Path) -> str:
+        return f"ipc://{home / 's'}"
+
+    async def _crew(self, home: Path) -> Crew:
+        return Crew(home / "workers", pace=self._pace, launch=False)
+
+    def _staff(self, crew: Crew, scheduler: str, home: Path) -> None:
+        worker = Worker(f"ipc://{home / 'w'}", pace=self._pace)
+        self._parts.insert(0, worker)
+        crew.enlist("w", worker.endpoint, [])
 
     def generate(self, prompt: Prompt) -> Any:
         return self._engine.generate(prompt)
@@ -62,8 +87,53 @@ class SplitEngine:
 
     async def close(self) -> None:
         parts, self._parts = self._parts, []
-        for part in parts:
+        for part in reversed(parts):
             await part.close()
+
+
+class FarEngine(SplitEngine):
+    """The worker is a process on the other machine, which has found the scheduler by its address and keys."""
+
+    keys = new_keys()
+
+    def _address(self, home: Path) -> str:
+        return f"tcp://{HERE}:*"
+
+    async def _crew(self, home: Path) -> Crew:
+        machine()  # our own end of the cable is an address that the scheduler needs
+        return Crew(home / "workers", keys=self.keys, pace=self._pace, launch=False)
+
+    def _staff(self, crew: Crew, scheduler: str, home: Path) -> None:
+        assert self.keys is not None
+        write_keys(home / "keys", self.keys)
+        config = home / "c.toml"
+        config.write_text(f'[workers]\nkeys = "{home / "keys"}"\npatience = {self._pace.patience}\n')
+        self._parts.insert(0, Guest(machine().worker(scheduler, config)))
+
+
+class Guest:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    async def close(self) -> None:
+        self._process.terminate()
+        code = await asyncio.to_thread(self._process.wait, DEADLINE_S)
+        assert code in (0, -15), f"the worker ended with {code}"  # it may not have come to listen to signals yet
+
+
+class RayEngine(SplitEngine):
+    """The worker is an actor, on whichever node Ray has put it."""
+
+    keys = new_keys()
+
+    async def _crew(self, home: Path) -> Crew:
+        cluster = RayCluster(HEAD, {}, self.keys, self._pace)
+        self._parts.append(cluster)
+        await cluster.open()
+        return Crew(home / "workers", keys=self.keys, pace=self._pace, cluster=cluster)
+
+    def _staff(self, crew: Crew, scheduler: str, home: Path) -> None:
+        """That is Ray's."""
 
 
 async def _nothing() -> None:

@@ -93,7 +93,7 @@ async def test_an_engine_that_cannot_be_opened_says_why_and_leaves_no_process() 
 async def test_a_process_that_ends_before_it_answers_is_explained_by_its_last_words(monkeypatch) -> None:
     from modelyard.workers import launch
 
-    monkeypatch.setattr(launch, "command", lambda _: ["sh", "-c", "echo no such luck; exit 3"])
+    monkeypatch.setattr(launch, "command", lambda *_: ["sh", "-c", "echo no such luck; exit 3"])
     engine = apart("fake", spec(), "text", PATIENT)
     with pytest.raises(Unavailable, match="exit code 3: no such luck"):
         await engine.open(lambda *_: None)

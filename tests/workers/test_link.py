@@ -24,6 +24,7 @@ from modelyard.workers.link import (
     read_keys,
     write_keys,
 )
+from tests.workers.conftest import Closing
 from tests.workers.stage import address, until
 
 LOCAL = "tcp://127.0.0.1:*"
@@ -138,9 +139,9 @@ def bare(server: Keys | None = None, own: Keys | None = None) -> Iterator[zmq.So
         context.term()
 
 
-async def test_a_listener_that_goes_is_told_of_after_its_last_words() -> None:
+async def test_a_listener_that_goes_is_told_of_after_its_last_words(closing: Closing) -> None:
     peers: list[bytes] = []
-    listener = Listener(address(), lambda peer, _: peers.append(peer))
+    listener = closing(Listener(address(), lambda peer, _: peers.append(peer)))
     async with dialing(listener.endpoint) as (dialer, heard, drops):
         dialer.send(b"hello")
         await until(lambda: bool(peers))
@@ -151,9 +152,9 @@ async def test_a_listener_that_goes_is_told_of_after_its_last_words() -> None:
         assert "broke" in drops[0]
 
 
-async def test_a_dialer_comes_back_by_itself_as_another_peer() -> None:
+async def test_a_dialer_comes_back_by_itself_as_another_peer(closing: Closing) -> None:
     endpoint, peers = address(), []
-    first = Listener(endpoint, lambda peer, _: peers.append(peer))
+    first = closing(Listener(endpoint, lambda peer, _: peers.append(peer)))
     async with dialing(endpoint) as (dialer, _, drops):
         dialer.send(b"one")
         await until(lambda: len(peers) == 1)

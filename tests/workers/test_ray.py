@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
@@ -32,9 +30,10 @@ from modelyard.workers.ray import RayCluster, Resources
 from tests.engines.llama_cpp import stage as llama_stage
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
+from tests.workers.nodes import HEAD, Nodes
+from tests.workers.nodes import nodes as ray_nodes
 from tests.workers.stage import address, prompt, until
 
-HEAD = "127.0.0.1:6379"
 PACE = Pace(beat_s=0.4, patience=10)
 
 
@@ -50,45 +49,10 @@ async def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> 
         await RayCluster("auto", {}, None, Pace()).open()
 
 
-class Nodes:
-    """A head without CPUs, and two nodes of one CPU each."""
-
-    def __init__(self) -> None:
-        self._start("--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false")
-        for _ in range(2):
-            self._start(f"--address={HEAD}", "--num-cpus=1")
-
-    @staticmethod
-    def _start(*words: str) -> None:
-        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", *words]
-        subprocess.run([*ray, "--node-ip-address=127.0.0.1", "--disable-usage-stats"], check=True, timeout=120)
-
-    @staticmethod
-    def kill_under(pid: int) -> None:
-        """The node on which this process runs, with all that is on it."""
-        for parent in psutil.Process(pid).parents():
-            if "raylet" in parent.name():
-                for each in (*parent.children(recursive=True), parent):
-                    each.kill()
-                return
-        raise AssertionError(f"{pid} is not under a raylet")
-
-    @staticmethod
-    def stop() -> None:
-        ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "stop", "--force"]
-        subprocess.run(ray, check=False, timeout=120)
-
-
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    made = Nodes()
-    try:
+    with ray_nodes() as made:
         yield made
-    finally:
-        import ray
-
-        ray.shutdown()
-        made.stop()
 
 
 @asynccontextmanager

@@ -31,6 +31,7 @@ from modelyard.workers.store import SharedStore
 from modelyard.workers.worker import Worker
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
+from tests.workers.conftest import Closing
 from tests.workers.stage import DEADLINE_S, PATIENT, address, prompt, until, working
 
 ENDLESS: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}], "echo": True}
@@ -182,9 +183,11 @@ async def test_a_request_that_is_given_up_while_it_waits_leaves_the_queue(tmp_pa
         await until(lambda: there.scheduler.status()["demo"].running == 0)
 
 
-async def test_a_gateway_that_dies_gives_its_places_back_when_its_requests_have_ended(tmp_path: Path) -> None:
+async def test_a_gateway_that_dies_gives_its_places_back_when_its_requests_have_ended(
+    tmp_path: Path, closing: Closing
+) -> None:
     async with yard(tmp_path) as there, gateway(there, "other") as other:
-        dead = RemotePool(there.endpoint, "dead", pace=BRISK)
+        dead = closing(RemotePool(there.endpoint, "dead", pace=BRISK))
         await until(lambda: dead.connected)
         for _ in range(2):
             lease = await leased(dead)
@@ -267,14 +270,14 @@ async def test_a_worker_that_leaves_finishes_its_answers_and_its_model_goes_else
         assert await draining
 
 
-async def test_a_gateway_that_ends_goes_to_no_new_worker_though_the_scheduler_tells_of_one() -> None:
+async def test_a_gateway_that_ends_goes_to_no_new_worker_though_the_scheduler_tells_of_one(closing: Closing) -> None:
     def engine(worker: Worker, id: str) -> EngineAt:
         return EngineAt("demo", worker.endpoint, id, "text", EngineInfo("fake", {}), False)
 
     peers: list[bytes] = []
-    scheduler = Listener(address(), lambda peer, _: peers.append(peer))
+    scheduler = closing(Listener(address(), lambda peer, _: peers.append(peer)))
     async with working() as old, working() as new:
-        pool = RemotePool(scheduler.endpoint, "g", pace=PATIENT)
+        pool = closing(RemotePool(scheduler.endpoint, "g", pace=PATIENT))
         await until(lambda: bool(peers))
         scheduler.send(peers[0], encode(State({}, (engine(old, "a"),))))
         await until(lambda: bool(pool._sessions))
@@ -385,12 +388,14 @@ async def test_a_second_replica_is_chosen_by_what_it_knows(tmp_path: Path) -> No
         [encode(Join(VERSION, "x")), encode(Ask(1, Asked("demo", "main"))), encode(Ask(1, Asked("demo", "main")))],
     ],
 )
-async def test_who_does_not_speak_as_he_should_is_sent_away_and_counted(tmp_path: Path, words: list[bytes]) -> None:
+async def test_who_does_not_speak_as_he_should_is_sent_away_and_counted(
+    tmp_path: Path, words: list[bytes], closing: Closing
+) -> None:
     from modelyard.workers.link import Dialer
 
     async with yard(tmp_path) as there, gateway(there) as pool:
         heard: list[Any] = []
-        stranger = Dialer(there.endpoint, lambda data: heard.append(read_for_gateway(data)), lambda _: None)
+        stranger = closing(Dialer(there.endpoint, lambda data: heard.append(read_for_gateway(data)), lambda _: None))
         for word in words:
             stranger.send(word)
         await until(lambda: any(isinstance(message, Refused) for message in heard))
@@ -400,17 +405,19 @@ async def test_who_does_not_speak_as_he_should_is_sent_away_and_counted(tmp_path
         await stranger.close()
 
 
-async def test_a_worker_that_enlists_is_used_and_one_that_goes_is_forgotten(tmp_path: Path) -> None:
+async def test_a_worker_that_enlists_is_used_and_one_that_goes_is_forgotten(tmp_path: Path, closing: Closing) -> None:
     made = Yard(tmp_path, [])
     await made.start()
+    closing(made)
     async with working(pace=PATIENT) as worker, gateway(made) as pool:
         from modelyard.workers.run import _offer
 
         loading = made.scheduler.load("demo")
         offering = asyncio.create_task(_offer(worker, made.endpoint, None, BRISK))
-        await asyncio.wait_for(loading, DEADLINE_S)
-        (await leased(pool)).release()
-        offering.cancel()
-        await asyncio.gather(offering, return_exceptions=True)
+        try:
+            await asyncio.wait_for(loading, DEADLINE_S)
+            (await leased(pool)).release()
+        finally:
+            offering.cancel()
+            await asyncio.gather(offering, return_exceptions=True)
         await until(lambda: made.crew._enlisted == {})
-        await made.close()

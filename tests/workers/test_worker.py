@@ -39,6 +39,7 @@ from modelyard.workers.session import Session
 from modelyard.workers.worker import Worker
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
+from tests.workers.conftest import Closing
 from tests.workers.stage import DEADLINE_S, HASTY, PATIENT, Stranger, opened, prompt, spec, talking, until, working
 
 ENDLESS: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
@@ -149,9 +150,9 @@ async def test_an_engine_that_dies_is_reported_before_its_requests_end() -> None
 @pytest.mark.parametrize(
     "word", [b"", b"\xc1", os.urandom(64), encode(Beat(1)), encode(Hello(VERSION + 1, "x")), encode(Goodbye())]
 )
-async def test_who_does_not_begin_with_a_good_hello_is_sent_away_and_counted(word: bytes) -> None:
+async def test_who_does_not_begin_with_a_good_hello_is_sent_away_and_counted(word: bytes, closing: Closing) -> None:
     async with working() as worker:
-        stranger = Stranger(worker.endpoint)
+        stranger = closing(Stranger(worker.endpoint))
         stranger.say(word)
         await until(lambda: bool(stranger.heard))
         assert isinstance(stranger.heard[0], Refused)
@@ -163,9 +164,9 @@ async def test_who_does_not_begin_with_a_good_hello_is_sent_away_and_counted(wor
         await stranger.close()
 
 
-async def test_another_version_is_told_what_to_do() -> None:
+async def test_another_version_is_told_what_to_do(closing: Closing) -> None:
     async with working() as worker:
-        stranger = Stranger(worker.endpoint)
+        stranger = closing(Stranger(worker.endpoint))
         stranger.say(Hello(VERSION + 1, "newer"))
         await until(lambda: bool(stranger.heard))
         assert "run the same Modelyard on both sides" in stranger.heard[0].reason
@@ -183,12 +184,14 @@ async def test_another_version_is_told_what_to_do() -> None:
         encode(AddRequest("e", InferRequest(1, b"")))[:-1],
     ],
 )
-async def test_a_client_that_sends_what_is_no_message_loses_its_requests_and_nobody_elses(word: bytes) -> None:
+async def test_a_client_that_sends_what_is_no_message_loses_its_requests_and_nobody_elses(
+    word: bytes, closing: Closing
+) -> None:
     async with working() as worker, talking(worker) as session:
         engine = await opened(session, **ENDLESS)
         mine = engine.generate(prompt())
         await read_until(mine, Tokens)
-        hostile = Stranger(worker.endpoint)
+        hostile = closing(Stranger(worker.endpoint))
         hostile.say(Hello(VERSION, "hostile"))
         hostile.say(AddRequest("e", InferRequest(7, pack_ids(prompt().ids), max_tokens=100)))
         await until(lambda: engine_running(worker) == 2)
@@ -204,9 +207,9 @@ def engine_running(worker: Worker) -> int:
     return sum(hosted.running for hosted in worker.engines)
 
 
-async def test_orders_for_requests_that_are_not_there_are_harmless() -> None:
+async def test_orders_for_requests_that_are_not_there_are_harmless(closing: Closing) -> None:
     async with working() as worker:
-        stranger = Stranger(worker.endpoint)
+        stranger = closing(Stranger(worker.endpoint))
         for word in (Hello(VERSION, "x"), AbortRequest(9), Hold(9), GoOn(9), Beat(1), Forget(3, "nobody")):
             stranger.say(word)
         await until(lambda: any(isinstance(word, Done) for word in stranger.heard))
@@ -214,7 +217,7 @@ async def test_orders_for_requests_that_are_not_there_are_harmless() -> None:
         await stranger.close()
 
 
-async def test_random_frames_to_a_worker_never_stop_it() -> None:
+async def test_random_frames_to_a_worker_never_stop_it(closing: Closing) -> None:
     async with working() as worker, talking(worker) as session:
         engine = await opened(session, echo=True)
         good = [
@@ -222,7 +225,7 @@ async def test_random_frames_to_a_worker_never_stop_it() -> None:
             encode(OpenEngine("f", "fake", "m", b"{}", {})),
         ]
         for i in range(60):
-            stranger = Stranger(worker.endpoint)
+            stranger = closing(Stranger(worker.endpoint))
             if i % 2:
                 stranger.say(Hello(VERSION, "fuzz"))
                 await until(lambda s=stranger: bool(s.heard))
@@ -236,9 +239,9 @@ async def test_random_frames_to_a_worker_never_stop_it() -> None:
 # --- silence ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_falls_silent_is_forgotten_with_what_ran_for_it() -> None:
+async def test_a_client_that_falls_silent_is_forgotten_with_what_ran_for_it(closing: Closing) -> None:
     async with working(pace=HASTY) as worker:
-        silent = Stranger(worker.endpoint)
+        silent = closing(Stranger(worker.endpoint))
         silent.say(Hello(VERSION, "silent"))
         silent.say(order_of("e", "fake", spec(**ENDLESS)))
         await until(lambda: bool(worker.engines))
@@ -258,9 +261,9 @@ async def test_a_client_that_leaves_takes_its_requests_with_it() -> None:
         await until(lambda: engine_running(worker) == 0)
 
 
-async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests() -> None:
+async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests(closing: Closing) -> None:
     async with working() as worker:
-        session = Session(worker.endpoint, "client", pace=PATIENT)
+        session = closing(Session(worker.endpoint, "client", pace=PATIENT))
         await session.meet()
         engine = await opened(session, **ENDLESS)
         job = engine.generate(prompt())
@@ -279,9 +282,9 @@ async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests() -> Non
         await session.close()
 
 
-async def test_while_an_engine_loads_nobody_is_impatient() -> None:
+async def test_while_an_engine_loads_nobody_is_impatient(closing: Closing) -> None:
     async with working() as worker:
-        session = Session(worker.endpoint, "client", pace=HASTY)
+        session = closing(Session(worker.endpoint, "client", pace=HASTY))
         await session.meet()
         gate = asyncio.Event()
         worker._do = {**worker._do, Beat: lambda *_: None, OpenEngine: _late(worker, gate)}
@@ -367,9 +370,9 @@ async def test_a_client_that_does_not_read_at_all_stops_its_own_streams() -> Non
         assert len(ids(await read(job))) == 60_000
 
 
-async def test_one_turn_of_the_loop_is_one_frame_a_client() -> None:
+async def test_one_turn_of_the_loop_is_one_frame_a_client(closing: Closing) -> None:
     async with working() as worker:
-        stranger = Stranger(worker.endpoint)
+        stranger = closing(Stranger(worker.endpoint))
         stranger.say(Hello(VERSION, "x"))
         stranger.say(order_of("e", "fake", spec(script=[{"steps": [{"text": "Hello there."}]}])))
         await until(lambda: bool(worker.engines))

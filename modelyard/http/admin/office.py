@@ -11,6 +11,7 @@ from msgspec import Struct
 from modelyard.core.engine import Memory
 from modelyard.core.pool import Pool
 from modelyard.gateway import Gateway
+from modelyard.http.admin.siblings import Siblings
 from modelyard.telemetry.memory import MachineMemory
 from modelyard.telemetry.papers import Papers
 
@@ -50,3 +51,4 @@ class Office(Struct, frozen=True):
     house: House
     tune: Path  # where the optimizer leaves its results
     clock: Callable[[], float]
+    siblings: Siblings = Siblings()

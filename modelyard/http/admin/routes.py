@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import takewhile
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, Body, Depends, Query
+from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 
 from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
@@ -17,6 +19,7 @@ from modelyard.core.request import Caller
 from modelyard.http.admin import shapes
 from modelyard.http.admin.feed import feed
 from modelyard.http.admin.office import Office
+from modelyard.http.admin.siblings import joined
 from modelyard.http.admin.tune import runs
 
 Overrides = Annotated[dict[str, Any] | None, Body()]
@@ -144,25 +147,40 @@ class Desk:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    async def requests(self, limit: Annotated[int, Query(ge=0, le=_MOST)] = 100, since: float = 0.0) -> Response:
+    async def requests(
+        self,
+        asked: StarletteRequest,
+        limit: Annotated[int, Query(ge=0, le=_MOST)] = 100,
+        since: float = 0.0,
+        own: bool = False,
+    ) -> Response:
         """`since` is the unix time of the newest one that the reader knows: those that ended before are left out."""
         live = [shapes.live(one) for one in self._office.pool.requests()]
         recent = takewhile(lambda one: one.at >= since, self._office.gateway.history.recent(limit))
         ended = [shapes.finished(one) for one in recent]
-        return _json({"live": live, "ended": ended})
+        here: dict[str, Any] = {"live": live, "ended": ended}
+        path = f"requests?limit={limit}&since={since!r}"
+        others = [] if own else await self._office.siblings.ask("GET", path, asked.headers)
+        return _json(joined(msgspec.to_builtins(here), others, limit) if others else here)
 
-    async def request(self, id: str) -> Response:
+    async def request(self, asked: StarletteRequest, id: str, own: bool = False) -> Response:
         trace, office = id.removeprefix("req_"), self._office
         live = [shapes.live(one) for one in office.pool.requests() if one.trace == trace]
         ended = [shapes.finished(one) for one in office.gateway.history.find(trace)]
+        texts = shapes.paper(office.papers.find(trace))
+        if not ended and not own:
+            told = await office.siblings.ask("GET", f"requests/req_{trace}", asked.headers)
+            if known := next((one for one in told if one["ended"] or one["texts"]), None):
+                return _json(known)
         if not live and not ended:
             raise NotFound(f"no request {id!r} runs, and none of the remembered ones has this id")
-        return _json(
-            {"id": f"req_{trace}", "live": live, "ended": ended, "texts": shapes.paper(office.papers.find(trace))}
-        )
+        return _json({"id": f"req_{trace}", "live": live, "ended": ended, "texts": texts})
 
-    async def cancel(self, id: str) -> Response:
+    async def cancel(self, asked: StarletteRequest, id: str, own: bool = False) -> Response:
         ended = self._office.pool.cancel(id.removeprefix("req_"))
+        if not ended and not own:
+            told = await self._office.siblings.ask("POST", f"requests/{quote(id, safe='')}/cancel", asked.headers)
+            ended = sum(one["cancelled"] for one in told)
         if not ended:
             raise NotFound(f"no request {id!r} runs or waits")
         return _json({"id": id, "cancelled": ended})
@@ -172,11 +190,13 @@ class Desk:
         told = shapes.history(office.gateway.history.slices(office.clock()))
         return _json({**told, "texts": office.papers.on})
 
-    async def keep(self, body: Overrides = None) -> Response:
+    async def keep(self, asked: StarletteRequest, body: Overrides = None, own: bool = False) -> Response:
         on = (body or {}).get("texts")
         if not isinstance(on, bool):
             raise InvalidRequest('the body is {"texts": true} or {"texts": false}', param="texts")
         self._office.papers.switch(on)
+        if not own:
+            await self._office.siblings.ask("POST", "history", asked.headers, msgspec.json.encode({"texts": on}))
         return _json({"texts": on})
 
     # --- the rest -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""What is counted of a session's turns, that every scripted session is one, and that a model can be cut to a layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFReader
+
+from bench.recorded import counted, shortened
+from bench.reuse import Found, Turn, configuration, ratio, table, tally
+from bench.shallow import cut
+from bench.sittings import SITTINGS, Sitting, furnish
+from modelyard.config import load
+from modelyard.engines.fake.script import Rule
+from modelyard.launch import agents
+from modelyard.library import default
+
+OURS = (Turn("a", 100, 0, 10), Turn("b", 50, 0, 5), Turn("a", 130, 108), Turn("b", 70, 55))
+
+
+def test_only_what_was_there_before_counts_and_each_session_for_itself() -> None:
+    found = tally(OURS)
+    assert (found.requests, found.known, found.again, found.evaluated) == (4, 165, 2, 37)
+    assert found.share == pytest.approx(2 / 165)
+
+
+def test_another_conversation_under_the_same_name_begins_anew() -> None:
+    title = Turn("a", 60, 0, 10, "new_session")
+    assert tally([title, Turn("a", 500, 0, 10, "other_session"), Turn("a", 600, 510, 0, "none")]).known == 510
+
+
+def test_a_shorter_prompt_knows_no_more_than_it_has() -> None:
+    assert tally([Turn("a", 100, 0, 10), Turn("a", 60, 60)]).share == 0
+    assert tally([Turn("a", 100, 0)]).share == 0
+
+
+def test_what_we_generated_is_taken_off_what_the_other_read() -> None:
+    theirs = (Turn("a", 100, 0), Turn("b", 50, 0), Turn("a", 130, 100), Turn("b", 70, 50))
+    found = Found("x", OURS, theirs)
+    assert ratio(found) == pytest.approx(37 / (50 - 15))
+    assert table([found]).row_count == 1
+
+
+@pytest.mark.parametrize("sitting", SITTINGS, ids=lambda one: one.name)
+def test_every_session_has_rules_an_agent_and_a_configuration(sitting: Sitting, tmp_path: Path) -> None:
+    furnish(tmp_path)
+    rules = [Rule.model_validate(rule) for rule in sitting.rules(tmp_path)]
+    assert sum(any(step.calls for step in rule.steps) for rule in rules) >= 6
+    assert sitting.agent in agents.names()
+    assert "line 0 of file 5:" in (tmp_path / "f5.txt").read_text()
+
+
+def test_the_configuration_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("bench.reuse.shallow_model", lambda: tmp_path / "model.gguf")
+    loaded = load(env={}, overrides=configuration(tmp_path / "replay.jsonl", "generic"))
+    assert loaded.config.caches["main"].n_ctx == 65536
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "kept"),
+    [
+        ("/v1/messages", {"name": "Bash", "input_schema": {}}, True),
+        ("/v1/messages", {"type": "web_search_20250305", "name": "web_search"}, False),
+        ("/v1/responses", {"type": "function", "name": "exec"}, True),
+        ("/v1/responses", {"type": "namespace", "name": "agents", "tools": []}, False),
+        ("/v1/chat/completions", {"type": "function", "function": {"name": "read"}}, True),
+    ],
+)
+def test_a_recorded_request_asks_for_one_token_and_for_tools_that_a_local_server_knows(
+    path: str, tool: dict[str, Any], kept: bool
+) -> None:
+    sent = shortened({"tools": [tool], "max_tokens": 9, "max_output_tokens": 9, "stream": True, "model": "m"}, path)
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    assert sent == {"tools": [tool] if kept else [], "model": "m", "stream": False, limit: 1}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"timings": {"prompt_n": 30, "cache_n": 70}},
+        {"usage": {"input_tokens": 30, "cache_read_input_tokens": 70}},
+        {"usage": {"input_tokens": 100, "input_tokens_details": {"cached_tokens": 70}}},
+        {"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 70}}},
+    ],
+)
+def test_each_wire_tells_what_was_cached(reply: dict[str, Any]) -> None:
+    assert counted(reply) == (100, 70)
+
+
+def test_a_model_is_cut_to_its_first_layers(tmp_path: Path) -> None:
+    source, target = default.fetch(), tmp_path / "cut.gguf"
+    cut(source, target, 2)
+    before, after = GGUFReader(str(source)), GGUFReader(str(target))
+    layers = {tensor.name.split(".")[1] for tensor in after.tensors if tensor.name.startswith("blk.")}
+    assert layers == {"0", "1"}
+    assert after.fields["llama.block_count"].contents() == 2
+    assert after.fields["llama.context_length"].contents() == 131072
+    for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.chat_template", "llama.embedding_length"):
+        assert after.fields[name].contents() == before.fields[name].contents()

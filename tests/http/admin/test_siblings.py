@@ -1,0 +1,118 @@
+"""Whichever gateway of a fleet is asked, it tells of the requests of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from modelyard.http.admin.siblings import Siblings, joined
+from tests import commands
+from tests.e2e.servers import until
+
+KEY = "the-key-of-the-house"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+CONFIG = f"""
+[models.demo]
+backend = "fake"
+token_delay = 0
+script = [
+    {{ when = "on", steps = [{{ text = "so far" }}, {{ hang = true }}] }},
+    {{ steps = [{{ text = "Hello there." }}] }},
+]
+[[keys]]
+name = "admin"
+key = "{KEY}"
+admin = true
+"""
+
+
+def one(id: str, at: float = 0.0) -> dict[str, Any]:
+    return {"id": id, "at": at}
+
+
+def test_lists_are_joined_newest_first_and_nobody_twice() -> None:
+    own = {"live": [one("a")], "ended": [one("x", 3.0), one("y", 1.0)]}
+    other = {"live": [one("a"), one("b")], "ended": [one("z", 2.0)]}
+    told = joined(own, [other], 2)
+    assert {each["id"] for each in told["live"]} == {"a", "b"}
+    assert len(told["live"]) == 2
+    assert [each["id"] for each in told["ended"]] == ["x", "z"]
+
+
+async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
+    alone, bereaved = Siblings(), Siblings(str(tmp_path / "workbench-0"))
+    try:
+        assert await alone.ask("GET", "requests", {}) == []
+        (tmp_path / "workbench-1").touch()  # left by one that was killed
+        assert await bereaved.ask("GET", "requests", {}) == []
+    finally:
+        await bereaved.close()
+
+
+# --- two real gateways ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with commands.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
+        server.until("listening on")  # the second one: what all are told the last to come must hear, too
+        until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", commands.DEADLINE)
+        yield server.url
+
+
+def _is_ready(url: str) -> bool:
+    return httpx.get(f"{url}/health/ready", timeout=commands.DEADLINE).status_code == 200
+
+
+def get(url: str, path: str) -> httpx.Response:
+    """On a connection of its own, as all here are: any gateway may get it."""
+    return httpx.get(f"{url}/v1/admin/{path}", headers=HEADERS, timeout=commands.DEADLINE)
+
+
+def post(url: str, path: str, body: Any = None) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=body, headers=HEADERS, timeout=commands.DEADLINE)
+
+
+def asked(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": text}], **more}
+
+
+def test_each_gateway_tells_of_the_requests_of_all(fleet: str) -> None:
+    assert post(fleet, "/v1/admin/history", {"texts": True}).json() == {"texts": True}
+    replies = [post(fleet, "/v1/chat/completions", asked("Hi.")) for _ in range(12)]
+    ids = {reply.headers["x-request-id"] for reply in replies}
+    for _ in range(8):
+        told = get(fleet, "requests").json()
+        assert ids <= {one["id"] for one in told["ended"]}
+        assert [one["at"] for one in told["ended"]] == sorted((one["at"] for one in told["ended"]), reverse=True)
+    for id in ids:
+        told = get(fleet, f"requests/{id}").json()
+        assert (told["ended"][0]["id"], bool(told["texts"])) == (id, True)
+    assert len(get(fleet, "requests?limit=3").json()["ended"]) == 3
+    assert get(fleet, "requests/req_nobody").status_code == 404
+
+
+def test_each_gateway_ends_the_requests_of_all(fleet: str) -> None:
+    with ExitStack() as stack:
+        client = [stack.enter_context(httpx.Client(timeout=commands.DEADLINE)) for _ in range(6)]
+        url, body = f"{fleet}/v1/chat/completions", asked("Go on.", stream=True)
+        streams = [stack.enter_context(one.stream("POST", url, json=body, headers=HEADERS)) for one in client]
+        lines = [stream.iter_lines() for stream in streams]
+        for line in lines:
+            next(line)
+        ids = [stream.headers["x-request-id"] for stream in streams]
+        assert {one["id"] for one in get(fleet, "requests").json()["live"]} == set(ids)
+        for id in ids:
+            assert post(fleet, f"/v1/admin/requests/{id}/cancel").json()["cancelled"] == 1
+        for line in lines:
+            assert any("error" in each for each in line)
+    assert post(fleet, "/v1/admin/requests/req_nobody/cancel").status_code == 404
+
+
+def test_who_has_no_key_is_told_nothing(fleet: str) -> None:
+    assert httpx.get(f"{fleet}/v1/admin/requests", timeout=commands.DEADLINE).status_code == 401

@@ -1,0 +1,143 @@
+"""Engines in an environment of their own: which interpreters can run one, and one that does."""
+
+from __future__ import annotations
+
+import os
+import sys
+import venv
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.core.errors import InvalidRequest
+from modelyard.engines import fake
+from modelyard.workers import interpreter
+from modelyard.workers.crew import Crew
+from modelyard.workers.launch import ApartText, apart
+from modelyard.workers.pulse import Pace
+from tests.engines.fake.stage import prompt
+from tests.engines.reading import end, ids, read
+
+Program = Callable[[str], str]
+# What a worker needs and what those need, the fake engine's own library, and nothing else.
+LENT = (
+    "msgspec",
+    "pydantic",
+    "pydantic_core",
+    "annotated_types",
+    "typing_extensions",
+    "typing_inspection",
+    "zmq",
+    "tokenizers",
+)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Program:
+    """A program that says this, whatever it is asked."""
+
+    def write(script: str) -> str:
+        file = tmp_path / "python"
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+        return str(file)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An environment without this program, and without most of what it needs."""
+    folder = tmp_path_factory.mktemp("env")
+    venv.create(folder, with_pip=False, symlinks=True)
+    (packages,) = (folder / "lib").glob("python3*/site-packages")
+    for name in LENT:
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        place = Path(spec.origin).parent if spec.submodule_search_locations else Path(spec.origin)
+        (packages / place.name).symlink_to(place)
+        for beside in place.parent.glob(f"*{name.removeprefix('_')}*.libs"):
+            (packages / beside.name).symlink_to(beside)
+    return str(folder / "bin" / "python")
+
+
+def test_no_word_means_this_very_interpreter() -> None:
+    assert interpreter.found(None) == sys.executable
+
+
+def test_link_of_an_environment_stays_a_link(elsewhere: str) -> None:
+    """Its target would be the interpreter that the environment was made from, without what is installed in it."""
+    assert interpreter.found(elsewhere) == elsewhere
+
+
+async def test_program_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="there is no such program") as caught:
+        await interpreter.check("/nowhere/bin/python")
+    assert caught.value.param == "python"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo '[[3, 9], []]'", "it is Python 3.9, and an engine's process needs 3.11"),
+        ("""echo '[[3, 11], ["msgspec", "zmq"]]'""", "lacks msgspec pyzmq: .* -m pip install msgspec pyzmq"),
+        ("echo no snake >&2; exit 3", "exit code 3: no snake"),
+        ("echo hello", "said nothing"),
+    ],
+)
+async def test_unfit_interpreter_is_told_in_one_sentence(program: Program, script: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        await interpreter.check(program(script))
+    assert "\n" not in caught.value.message
+
+
+async def test_own_interpreter_is_fit() -> None:
+    await interpreter.check(sys.executable)
+
+
+def test_own_environment_is_left_as_it_is(tmp_path: Path) -> None:
+    assert interpreter.environment(None, tmp_path, {"PYTHONPATH": "x"}) == {"PYTHONPATH": "x"}
+
+
+def test_other_environment_is_lent_this_package_and_nothing_beside_it(tmp_path: Path) -> None:
+    for _ in range(2):
+        env = interpreter.environment("/other/python", tmp_path, {"PYTHONPATH": "/mine", "HOME": "/me"})
+    first, mine = env["PYTHONPATH"].split(os.pathsep)
+    assert (mine, env["HOME"]) == ("/mine", "/me")
+    assert [each.name for each in Path(first).iterdir()] == ["modelyard"]
+
+
+async def test_engine_runs_in_an_environment_that_has_no_modelyard(elsewhere: str) -> None:
+    spec = EngineSpec("demo", fake.Options(token_delay=0), {"main": CacheInfo(512)}, python=elsewhere)
+    engine = apart("fake", spec, "text", Pace(patience=1000))
+    assert isinstance(engine, ApartText)
+    try:
+        await engine.open(lambda *_: None)
+        chunks = await read(engine.generate(prompt()))
+        assert end(chunks).error is None
+        assert ids(chunks)
+    finally:
+        await engine.close()
+
+
+async def test_engine_with_an_unfit_interpreter_does_not_open(program: Program) -> None:
+    unfit = program("""echo '[[3, 11], ["zmq"]]'""")
+    engine = apart("fake", EngineSpec("demo", fake.Options(), {"main": CacheInfo(512)}, python=unfit), "text")
+    with pytest.raises(InvalidRequest, match="pyzmq"):
+        await engine.open(lambda *_: None)
+    await engine.close()
+
+
+async def test_scheduler_hires_a_worker_with_that_interpreter(elsewhere: str, tmp_path: Path) -> None:
+    crew = Crew(tmp_path, pace=Pace(patience=1000))
+    hire = await crew.hire("any", "demo", elsewhere)
+    try:
+        assert hire.session.welcome is not None
+        assert psutil.Process(hire.session.welcome.pid).cmdline()[0] == elsewhere
+    finally:
+        await hire.end()

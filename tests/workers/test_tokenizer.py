@@ -1,0 +1,136 @@
+"""A gateway without a model's files has its tokenizer and template from the worker, once, and known by their hash."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from modelyard.core.errors import Unavailable, Unsupported
+from modelyard.engines import fake
+from modelyard.vocab import open_vocabulary
+from modelyard.workers.tokenizer import gather, known, lay_down, name_of
+from tests import commands
+from tests.e2e.servers import until
+from tests.engines.llama_cpp.stage import model_file
+from tests.workers.stage import folder, opened, talking, working
+
+SHIPPED = fake.tokenizer_path(fake.Options())
+
+
+@pytest.mark.parametrize(
+    "find", [lambda: SHIPPED, lambda: SHIPPED / "tokenizer.json", model_file], ids=["folder", "file", "gguf"]
+)
+def test_what_was_sent_reads_as_what_it_was_made_from(find: Callable[[], Path], tmp_path: Path) -> None:
+    files = gather(where := find())
+    assert sum(map(len, files.values())) < 8 << 20, "no weights travel"
+    there = open_vocabulary(lay_down(tmp_path / "shelf", name_of(files), files))
+    here = open_vocabulary(where)
+    text = "<|im_start|>user\nNaïve 🎉<|im_end|>"
+    assert (there.size, there.encode(text), there.eos) == (here.size, here.encode(text), here.eos)
+    assert (there.template, there.bos_token, there.specials) == (here.template, here.bos_token, here.specials)
+
+
+def test_it_is_laid_down_once_and_found_by_its_hash(tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    assert known(shelf) == ()
+    name = name_of(files := gather(SHIPPED))
+    first = lay_down(shelf, name, files)
+    assert known(shelf) == (name,)
+    assert lay_down(shelf, name, {}) == lay_down(shelf, name, files) == first
+    assert [each.name for each in tmp_path.iterdir()] == ["shelf"], "nothing half-written stays"
+
+
+def test_a_change_of_one_byte_is_another_tokenizer() -> None:
+    files = gather(SHIPPED)
+    assert name_of(files) != name_of(files | {"tokenizer.json": files["tokenizer.json"] + b" "})
+    assert name_of({"a": b"b", "c": b""}) != name_of({"a": b"", "c": b"b"})
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/etc/passwd", "weights.bin"])
+def test_other_files_are_not_taken(name: str, tmp_path: Path) -> None:
+    files = {name: b"x"}
+    with pytest.raises(Unavailable):
+        lay_down(tmp_path / "shelf", name_of(files), files)
+    with pytest.raises(Unavailable):
+        lay_down(tmp_path / "shelf", "0" * 32, gather(SHIPPED))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=str(tmp_path)):
+        gather(tmp_path)
+
+
+async def test_a_worker_sends_what_the_asker_does_not_have() -> None:
+    async with working() as worker, talking(worker) as session:
+        engine = await opened(session)
+        told = await engine.study(())
+        assert told.files == gather(SHIPPED)
+        again = await engine.study((told.tokenizer,))
+        assert (again.tokenizer, again.files) == (told.tokenizer, {})
+        assert worker.faults == 0
+
+
+# --- the whole: the files are on the worker's side alone ------------------------------------------------------------
+
+
+CONFIG = """
+[models.small]
+backend = "llama_cpp"
+path = "far.gguf"
+n_threads = 1
+[caches.main]
+model = "small"
+n_ctx = 512
+[workers]
+launch = false
+patience = 1000
+[scheduler]
+endpoint = "{endpoint}"
+"""
+
+
+@contextmanager
+def command(cwd: Path, *arguments: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([*commands.MODELYARD, *arguments], cwd=cwd, env=commands.environment(**env)) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+            process.wait(commands.DEADLINE)
+
+
+def _answer(url: str) -> httpx.Response:
+    body = {"model": "small", "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": "Hi."}]}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=commands.DEADLINE)
+
+
+def test_a_gateway_answers_for_a_model_of_which_it_has_no_file(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    (there / "models").mkdir(parents=True)
+    here.mkdir()
+    (there / "models" / "far.gguf").symlink_to(model_file())
+    endpoint = f"ipc://{folder() / 's'}"
+    config = CONFIG.format(endpoint=endpoint)
+    (there / "modelyard.toml").write_text(config)
+    (here / "modelyard.toml").write_text(config)
+    with ExitStack() as stack:
+        stack.enter_context(command(here, "scheduler", MODELYARD_CACHE=str(here)))
+        gateway = stack.enter_context(commands.serve(here, config=config, MODELYARD_CACHE=str(here)))
+        refused = _answer(gateway.url)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
+        stack.enter_context(command(there, "worker", "--scheduler", endpoint, MODELYARD_CACHE=str(there)))
+        until(lambda: _answer(gateway.url).status_code == 200, "the tokenizer has come", commands.DEADLINE)
+        counted = httpx.post(
+            f"{gateway.url}/v1/messages/count_tokens",
+            json={"model": "small", "messages": [{"role": "user", "content": json.dumps({"a": "b"})}]},
+        )
+        assert counted.json()["input_tokens"] > 5
+        (kept,) = (here / "tokenizers").iterdir()
+        assert [each.name for each in kept.iterdir()] == ["tokenizer.gguf"]

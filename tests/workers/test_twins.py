@@ -1,0 +1,195 @@
+"""The same request of two gateways is one run in the engine; whoever leaves takes nothing from the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from modelyard.core.engine import Accepted, Chunk, End, Prompt, TokenRun, Tokens
+from modelyard.core.errors import Unavailable
+from modelyard.core.request import Sampling
+from modelyard.engines.mailbox import Mailbox
+from modelyard.workers.twins import Twins
+from tests.engines.reading import end, ids, read
+from tests.engines.reading import until as read_until
+from tests.workers.stage import opened, talking, until, working
+from tests.workers.stage import prompt as prompt_of
+
+
+class Engine:
+    """Hands out mailboxes that the test fills."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Mailbox[Chunk]] = []
+        self.cancelled: list[int] = []
+        self.had_room = 0
+
+    def generate(self, prompt: Prompt) -> Mailbox[Chunk]:
+        number = len(self.jobs)
+        self.jobs.append(Mailbox(on_cancel=lambda: self.cancelled.append(number), on_room=self._room, limit=4))
+        return self.jobs[-1]
+
+    def _room(self) -> None:
+        self.had_room += 1
+
+
+def prompt(*ids: int, **fields: Any) -> Prompt:
+    chosen = {"joint": "ann", "sampling": Sampling(temperature=0), "max_tokens": 9} | fields
+    return Prompt(parts=(TokenRun(list(ids or (1, 2, 3))),), **chosen)
+
+
+class Table:
+    def __init__(self) -> None:
+        self.engine, self.twins = Engine(), Twins()
+
+    def ask(self, *ids: int, **fields: Any) -> Mailbox[Chunk]:
+        box = self.twins.generate(self.engine, prompt(*ids, **fields))  # type: ignore[arg-type]
+        assert isinstance(box, Mailbox)
+        return box
+
+
+@pytest.fixture
+async def table() -> Table:
+    return Table()
+
+
+async def heard(box: Mailbox[Chunk]) -> list[Chunk]:
+    return [chunk for batch in [batch async for batch in box] for chunk in batch]
+
+
+async def test_both_hear_all_of_it_from_the_start(table: Table) -> None:
+    first = table.ask()
+    table.engine.jobs[0].put_many([Accepted(2), Tokens([5])])
+    second = table.ask(trace="other", priority="background")
+    table.engine.jobs[0].put_many([Tokens([6]), End("stop")], last=True)
+    wanted = [Accepted(2), Tokens([5, 6]), End("stop")]
+    assert [await heard(first), await heard(second)] == [wanted, wanted]
+    assert (len(table.engine.jobs), len(table.twins)) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"joint": "bob"},
+        {"joint": None},
+        {"sampling": Sampling(temperature=0, seed=1)},
+        {"max_tokens": 8},
+        {"cache": "fast"},
+        {"session": "s"},
+        {"stop_ids": (7,)},
+        {"logprobs": 1},
+    ],
+)
+async def test_another_request_is_another_run(table: Table, fields: dict[str, Any]) -> None:
+    table.ask()
+    table.ask(**fields)
+    assert len(table.engine.jobs) == 2
+
+
+async def test_prompts_that_end_alike_are_told_apart(table: Table) -> None:
+    tail = range(100, 120)
+    table.ask(1, *tail)
+    table.ask(2, *tail)
+    assert len(table.engine.jobs) == 2
+
+
+async def test_another_engine_is_another_run(table: Table) -> None:
+    table.ask()
+    other, table.engine = table.engine, Engine()
+    table.ask()
+    assert (len(other.jobs), len(table.engine.jobs)) == (1, 1)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+async def test_one_leaves_and_the_other_reads_on(table: Table, leaver: int) -> None:
+    boxes = [table.ask(), table.ask()]
+    boxes[leaver].cancel()
+    assert [chunk.reason for chunk in await heard(boxes[leaver]) if isinstance(chunk, End)] == ["cancelled"]
+    assert table.engine.cancelled == []
+    table.engine.jobs[0].put_many([Tokens([5]), End("stop")], last=True)
+    assert await heard(boxes[1 - leaver]) == [Tokens([5]), End("stop")]
+
+
+async def test_the_last_takes_the_run_with_it(table: Table) -> None:
+    boxes = [table.ask(), table.ask()]
+    for box in boxes:
+        box.cancel()
+        box.cancel()
+    assert (table.engine.cancelled, len(table.twins)) == ([0], 0)
+    table.ask()
+    assert len(table.engine.jobs) == 2  # nobody joins what was cancelled
+    table.engine.jobs[0].put_many([End("cancelled")], last=True)
+    assert await heard(boxes[1]) == [End("cancelled")]
+
+
+async def test_an_error_in_the_middle_reaches_both(table: Table) -> None:
+    boxes, lost = [table.ask(), table.ask()], End("error", error=Unavailable("gone"))
+    table.engine.jobs[0].put_many([Tokens([5]), lost], last=True)
+    assert [await heard(box) for box in boxes] == [[Tokens([5]), lost]] * 2
+
+
+async def test_a_run_that_grew_too_long_is_not_joined(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelyard.workers.twins._LONGEST", 2)
+    first = table.ask()
+    for token in range(3):
+        table.engine.jobs[0].put_many([Tokens([token])])
+    table.ask()
+    assert len(table.engine.jobs) == 2
+    table.engine.jobs[0].put_many([End("stop")], last=True)
+    assert await heard(first) == [Tokens([0, 1, 2]), End("stop")]
+
+
+async def test_an_engine_hears_that_nobody_reads_and_goes_on_when_somebody_does(table: Table) -> None:
+    box, other = table.ask(), table.ask()
+    box.limit = other.limit = 2
+    job = table.engine.jobs[0]
+    for token in range(6):
+        job.put_many([Tokens([token])])
+    assert job.full  # two went through, four wait where the engine sees them
+    assert await box.__anext__() == [Tokens([0, 1])]
+    assert (job.full, table.engine.had_room) == (False, 1)
+    job.put_many([End("stop")], last=True)
+    assert await heard(box) == [Tokens([2, 3, 4, 5]), End("stop")]
+    assert await heard(other) == [Tokens([0, 1, 2, 3, 4, 5]), End("stop")]
+
+
+async def test_leaving_a_held_run_lets_it_come_to_its_end(table: Table) -> None:
+    box = table.ask()
+    box.limit = 1
+    job = table.engine.jobs[0]
+    job.put_many([Tokens([0])])
+    job.put_many([Tokens([1])])
+    box.cancel()
+    job.put_many([End("cancelled")], last=True)
+    assert await heard(box) == [Tokens([0, 1]), End("cancelled")]
+
+
+# --- over the wire ----------------------------------------------------------------------------------------------------
+
+
+async def test_two_gateways_share_one_run_in_a_worker() -> None:
+    """The second comes while the first one's answer hangs; a client of another key has a run of its own."""
+    script = [{"steps": [{"text": "so far"}, {"hang": True}]}]
+    async with working() as worker, talking(worker, "a") as one, talking(worker, "b") as two:
+        first = await opened(one, "e", script=script)
+        second = await opened(two, "e")
+        (engine,) = [hosted.engine for hosted in worker.engines]
+        assert engine is not None
+        jobs = [first.generate(replace(prompt_of("Hi."), joint="ann"))]
+        said = ids(await read_until(jobs[0], Tokens))
+        jobs.append(second.generate(replace(prompt_of("Hi."), joint="ann")))
+        again = ids(await read_until(jobs[1], Tokens))
+        assert again[: len(said)] == said[: len(again)]
+        assert engine.stats().running == 1
+        jobs.append(second.generate(replace(prompt_of("Hi."), joint="bob")))
+        await read_until(jobs[2], Tokens)
+        assert engine.stats().running == 2
+        jobs[0].cancel()
+        assert end(await read(jobs[0])).reason == "cancelled"
+        assert engine.stats().running == 2
+        for job in jobs[1:]:
+            job.cancel()
+            assert end(await read(job)).reason == "cancelled"
+        await until(lambda: engine.stats().running == 0)
