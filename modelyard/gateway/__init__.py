@@ -3,6 +3,7 @@
 from modelyard.gateway.answer import Answer
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.job import Job
+from modelyard.gateway.joined import Listener
 from modelyard.gateway.model import Model
 
-__all__ = ["Answer", "Gateway", "Job", "Model"]
+__all__ = ["Answer", "Gateway", "Job", "Listener", "Model"]

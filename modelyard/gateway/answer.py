@@ -14,6 +14,8 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, cast
 
+from msgspec import Struct
+
 from modelyard.core.engine import Accepted, ChatEngine, End, Engine, Generation, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Incomplete, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
@@ -21,10 +23,20 @@ from modelyard.core.lease import Lease, Leases, Ticket
 from modelyard.gateway.job import Job
 from modelyard.gateway.timings import Moments, around
 from modelyard.gateway.translate import ChatTranslation, TextTranslation, foreign
+from modelyard.telemetry.cause import Reuse
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.metrics import Metrics
 
 log = logging.getLogger("modelyard.gateway")
+
+
+class Course(Struct):
+    """How an answer went: where it was placed, what its cache had, and, for requests with tools, what was said."""
+
+    where: Accepted | None = None
+    reuse: Reuse | None = None
+    said: list[Event] | None = None
+    ids: list[int] | None = None
 
 
 class Surroundings(Protocol):
@@ -34,8 +46,8 @@ class Surroundings(Protocol):
     metrics: Metrics
 
     def granted(self, job: Job, engine: Engine) -> None: ...
-    def accepted(self, job: Job, choice: int, where: Accepted) -> None: ...
-    def ended(self, job: Job, choice: int, last: Finished | Failed, where: Accepted | None) -> None: ...
+    def accepted(self, job: Job, choice: int, where: Accepted) -> Reuse | None: ...
+    def ended(self, job: Job, choice: int, last: Finished | Failed, course: Course) -> None: ...
     def left(self, answer: Any) -> None: ...
     def background(self, work: Coroutine[Any, Any, None]) -> None: ...
 
@@ -62,7 +74,8 @@ class Answer:
         self._translation = self._new_translation()
         self._retried, self._cancelled, self._closed = not retry, False, False
         self._why: ModelyardError | None = None
-        self._where: Accepted | None = None
+        listens = job.request.tools and choice == 0 and job.model.kind == "text"
+        self.course = Course(said=[] if listens else None)
         self._began = time.perf_counter()
         self._at = Moments(self._began, job.caller.arrived)
         self._last = 0.0
@@ -71,6 +84,11 @@ class Answer:
         if self.job.model.kind == "chat":
             return ChatTranslation(self.job, self.choice)
         return TextTranslation(self.job, self.choice, new_call_id, self._entry.output if self._entry else None)
+
+    @property
+    def reuse(self) -> Reuse | None:
+        """What the cache had of the prompt; None until the engine has said so, and where it cannot."""
+        return self.course.reuse
 
     def __aiter__(self) -> Answer:
         return self
@@ -87,7 +105,8 @@ class Answer:
             events = self._translation.fail(foreign(error))
         if isinstance(events[-1], Finished | Failed):
             events[-1] = self._told(events[-1])
-            self._around.ended(self.job, self.choice, events[-1], self._where)
+            self.course.ids = self._translation.ids
+            self._around.ended(self.job, self.choice, events[-1], self.course)
             if self._lease is not None:
                 self._lease.spend(self._translation.usage.output)
         return self.choice, events
@@ -136,11 +155,13 @@ class Answer:
 
     def _translate(self, batch: Sequence[Any]) -> list[Event]:
         if type(batch[0]) is Accepted:
-            self._where = batch[0]
-            self._around.accepted(self.job, self.choice, batch[0])
+            self.course.where = batch[0]
+            self.course.reuse = self._around.accepted(self.job, self.choice, batch[0])
         before = self._translation.usage.output
         events = self._translation.feed(batch)
         self._observe(batch, self._translation.usage.output - before)
+        if self.course.said is not None:
+            self.course.said += events
         return events
 
     def _observe(self, batch: Sequence[Any], tokens: int) -> None:

@@ -15,6 +15,7 @@ from modelyard.core.events import Event
 from modelyard.core.lease import Lease, Ticket
 from modelyard.gateway.answer import Answer, Surroundings
 from modelyard.gateway.job import Job
+from modelyard.telemetry.cause import Reuse
 from modelyard.telemetry.journal import Entry
 
 
@@ -31,6 +32,10 @@ class Choices:
         self._ready: deque[tuple[int, list[Event]]] = deque()
         self._wake = asyncio.Event()
         self._running = job.choices
+
+    @property
+    def reuse(self) -> Reuse | None:
+        return self._answers[0].reuse
 
     def __aiter__(self) -> Choices:
         return self

@@ -9,6 +9,7 @@ from modelyard.core.request import Constraint, Request, Tool
 from modelyard.gateway.model import Model, TextParts
 from modelyard.prompt.constraints import enforceable, enforceable_format, schema_of
 from modelyard.scanner.grammar import after_reasoning
+from modelyard.scanner.regular import form
 from modelyard.scanner.scanner import Scanner
 
 
@@ -26,8 +27,9 @@ def constrain(
     if own is not None or model.text is None or not request.tools:
         return own, ()
     is_forced = request.tool_choice.mode in ("required", "named")
-    if not is_forced and not (model.constrain_calls or any(tool.strict for tool in request.tools)):
-        return None, ()
+    unheld = [f"grammar_not_enforced: {tool.name}: {fault}" for tool in request.tools if (fault := form(tool).fault)]
+    if not is_forced and not (model.constrain_calls or any(_is_strict(tool) for tool in request.tools)):
+        return None, unheld
     if not is_forced and not structured:
         return None, (f"the engine of {model.name} cannot hold calls to their schema: strict tools are not enforced",)
     tools, warnings = enforceable(_callable(request))
@@ -35,7 +37,12 @@ def constrain(
     made = grammar(tools, request.tool_choice, _place(request, model.text, prompt)) if grammar is not None else None
     if made is None and is_forced:
         return Constraint("tools", tools=tuple(tool.name for tool in tools)), ()
-    return made, warnings if made is not None else ()
+    return made, [*warnings, *unheld] if made is not None else unheld
+
+
+def _is_strict(tool: Tool) -> bool:
+    """Whoever gives a custom tool a grammar relies on it, as on a strict schema."""
+    return bool(tool.strict) or form(tool).pattern is not None
 
 
 def _after_reasoning(own: Constraint, request: Request, parts: TextParts, prompt: str) -> Constraint:

@@ -19,20 +19,25 @@ import msgspec
 
 from modelyard.core.engine import Accepted, Capabilities, Embedder, Embeddings, Engine, TextEngine
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unimplemented, Unsupported
-from modelyard.core.events import Failed, Finished
+from modelyard.core.events import Failed, Finished, Usage
 from modelyard.core.lease import Demand, Leases
 from modelyard.core.request import Caller, EmbeddingRequest, Request
-from modelyard.gateway.answer import Answer
+from modelyard.gateway.answer import Answer, Course
+from modelyard.gateway.background import priority
 from modelyard.gateway.capable import Abilities, check, has_images, without_results_pictures
 from modelyard.gateway.choices import Choices
 from modelyard.gateway.constrain import constrain
+from modelyard.gateway.heard import as_message, heard, text_before_calls
 from modelyard.gateway.job import Job, Run, fit
+from modelyard.gateway.joined import Joints, Listener
 from modelyard.gateway.model import Model
+from modelyard.gateway.recall import Recall
 from modelyard.gateway.record import record
 from modelyard.gateway.watch import Watch
 from modelyard.prompt.media import Images
 from modelyard.prompt.translation import translated
 from modelyard.router.routes import Router, Target
+from modelyard.telemetry.cause import Reuse
 from modelyard.telemetry.history import History
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.metrics import Metrics
@@ -55,22 +60,25 @@ class Gateway:
         images: Images,
         metrics: Metrics,
         history: History | None = None,
+        recall: Recall | None = None,
     ) -> None:
         self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
         self.history = history or History(_REMEMBERED)
         self.abilities = Abilities()
         self._watch = Watch()
+        self._recall = recall or Recall()
         self._background: set[asyncio.Task[None]] = set()
         self._answers: set[Answer | Choices] = set()
+        self._joints = Joints()
 
     # --- the main road --------------------------------------------------------------------------------------------
 
     async def prepare(self, request: Request, caller: Caller) -> Job:
         target, model = self._resolve(request.model, caller, request.allow_remote)
-        began = time.perf_counter()
+        began, urgency = time.perf_counter(), priority(request)
         engine = self.leases.engine(model.name)
         able = None if engine is None else engine.info.capabilities
-        request = await self._settled(request, model, able)
+        request = await self._settled(await self._recall.restored(request, caller.key), model, able)
         wanted = request.max_tokens if request.max_tokens is not None else model.max_tokens
         runs = await self._runs(request, model, target, wanted) if _renders(request, model) else ()
         structured = able is None or able.structured
@@ -87,19 +95,24 @@ class Gateway:
             created=int(time.time()),
             tokenize_s=time.perf_counter() - began,
             able=able,
+            priority=urgency,
         )
 
-    def start(self, job: Job, entry: Entry | None = None) -> Answer | Choices:
-        """A place in the queue and the answer that will come of it. Raises at once where waiting would be in vain."""
+    def start(self, job: Job, entry: Entry | None = None) -> Answer | Choices | Listener:
+        """A place in the queue and the answer that will come of it, or a seat at the same one that runs already. Raises
+        at once where waiting would be in vain."""
         if entry is not None:
             entry.prompt("\n\n".join(unshield(run.text) for run in job.runs))
+        if (joined := self._joints.find(job)) is not None:
+            self.metrics.joined(job.model.name)
+            return joined
         ticket = self.leases.request(job.demand())
         if not ticket.granted:
             self.history.saw_queue(time.time(), ticket.position)
         one = job.choices == 1
         answer = Answer(job, 0, ticket, self, entry) if one else Choices(job, ticket, self, entry)
         self._answers.add(answer)
-        return answer
+        return self._joints.opened(answer)
 
     def left(self, answer: Answer | Choices) -> None:
         """Nobody reads it any more."""
@@ -111,17 +124,38 @@ class Gateway:
             request, can = job.request, self.abilities.of(job.model, told)
             check(request, can, job.model.name, images=has_images(request))
 
-    def accepted(self, job: Job, choice: int, where: Accepted) -> None:
-        """A job has its place: had the cache its system prompt? One look-up where nothing changed."""
-        if choice == 0 and (found := self._watch.look(job, where)) is not None:
+    def accepted(self, job: Job, choice: int, where: Accepted) -> Reuse | None:
+        """A job has its place: what had the cache of its prompt? Costs a look-up where nothing changed."""
+        if choice != 0:
+            return None
+        if (found := self._watch.look(job, where)) is not None:
             self.metrics.prompt_changed(job.target.cache)
             log.warning("%s", found)
+        engine = self.leases.engine(job.model.name)
+        reuse = self._watch.reuse(job, where, engine.info.page if engine is not None else 1)
+        if reuse is not None:
+            self.metrics.looked_up(job.target.cache, reuse)
+        return reuse
 
-    def ended(self, job: Job, choice: int, last: Finished | Failed, where: Accepted | None) -> None:
+    def ended(self, job: Job, choice: int, last: Finished | Failed, course: Course) -> None:
         """An answer is over: it is counted and remembered."""
         if isinstance(last, Finished):
             self.metrics.finished(job.model.name, job.counted(choice, last.usage), last.reason)
-        self.history.add(record(job, last, where, time.time()))
+            if choice == 0:
+                self._heard(job, last.usage, course)
+        self.history.add(record(job, last, course, time.time()))
+
+    def _heard(self, job: Job, usage: Usage, course: Course) -> None:
+        """What the next prompt of this session will begin with."""
+        reply = heard(job, usage, course)
+        if course.ids and (run := job.run(0)) is not None:
+            job.model.parts.renderer.learn(run.ids, course.ids)
+        self._watch.answered(job, usage, None if reply is None else as_message(reply))
+        if reply is None:
+            return
+        text = text_before_calls(job, reply, course.ids)
+        if shared := self._recall.keep(reply, job.caller.key, text):
+            self.background(self._recall.share(shared, job.caller.key))
 
     # --- its steps ------------------------------------------------------------------------------------------------
 
@@ -181,7 +215,8 @@ class Gateway:
         """Prompt tokens of a request, by the same render path. It never queues and needs no loaded model."""
         _, model = self._resolve(request.model, caller, request.allow_remote)
         engine = self.leases.engine(model.name)
-        request = await self._settled(request, model, None if engine is None else engine.info.capabilities)
+        able = None if engine is None else engine.info.capabilities
+        request = await self._settled(await self._recall.restored(request, caller.key), model, able)
         if _renders(request, model):
             return sum(len(ids) for ids, _ in await self._rendered(request, model))
         counted = None if engine is None or isinstance(engine, TextEngine) else await engine.count(request)

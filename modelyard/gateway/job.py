@@ -7,12 +7,14 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.engine import Capabilities, Prompt, TokenRun
+from modelyard.core.engine import Capabilities, Media, Prompt, TokenRun
 from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.events import Usage
 from modelyard.core.lease import Demand
-from modelyard.core.request import Caller, Constraint, Request, Sampling
+from modelyard.core.request import Caller, Constraint, Priority, Request, Sampling
+from modelyard.gateway.background import errand
 from modelyard.gateway.model import Model
+from modelyard.prompt.media import pictures
 from modelyard.router.routes import Target
 
 
@@ -56,10 +58,38 @@ class Job(Struct, frozen=True, kw_only=True):
     created: int
     tokenize_s: float
     able: Capabilities | None = None  # what the engine said of itself when the request was checked; None: it was not up
+    priority: Priority = "main"
 
     @property
     def choices(self) -> int:
         return max(1, len(self.runs)) * self.request.n
+
+    @property
+    def session(self) -> str | None:
+        """Session names are the client's own words: two keys that say the same must not meet. What runs in the
+        background of a session is no part of its conversation, and must not take its place."""
+        told = self.request.session
+        if not told:
+            return None
+        return f"{self.caller.key}/{told}" + (f"~{errand(self.request)}" if self.priority == "background" else "")
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether asking the same again gives the same answer."""
+        sampling = self.sampling
+        return sampling.temperature == 0 or sampling.top_k == 1 or sampling.seed is not None
+
+    @property
+    def may_be_joined(self) -> bool:
+        """A deadline is one client's own: nobody else's answer ends with it."""
+        return self.caller.deadline is None and (self.is_repeatable or self.caller.idempotency is not None)
+
+    def joint(self, choice: int) -> str | None:
+        """Under which name the same request by another gateway joins this one in a worker; None: none does."""
+        if not self.may_be_joined:
+            return None
+        sure = None if self.is_repeatable else self.caller.idempotency
+        return repr((self.caller.key, choice, sure))  # nothing that a client says can make it another's
 
     def run(self, choice: int) -> Run | None:
         """The legacy API counts choices prompt by prompt: all answers to the first, then all to the second."""
@@ -70,15 +100,15 @@ class Job(Struct, frozen=True, kw_only=True):
         return usage if choice % self.request.n == 0 else replace(usage, prompt=0, cached=0)
 
     def demand(self, *, again: bool = False) -> Demand:
-        request, caller = self.request, self.caller
+        caller = self.caller
         return Demand(
             model=self.target.model,
             cache=self.target.cache,
             tokens=sum(len(run.ids) for run in self.runs),
             weight=self.choices,
             key=caller.key,
-            session=_session(request, caller),
-            priority=request.priority or "main",
+            session=self.session,
+            priority=self.priority,
             deadline=caller.deadline,
             trace=caller.trace,
             prompt=self.runs[0].ids if self.runs else (),
@@ -96,29 +126,30 @@ class Job(Struct, frozen=True, kw_only=True):
             stop=(*model.stop, *request.stop),
         )
 
+    def _pictures(self) -> tuple[Media, ...]:
+        """Behind the tokens, among which the template has left a marker for each."""
+        sees = "image" in self.model.modalities and self.model.parts.renderer.shows_images
+        return pictures(self.request) if sees else ()
+
     def prompt(self, choice: int) -> Prompt:
         run, request = self.run(choice), self.request
         if run is None:
             raise ValueError("a chat engine takes the request itself")
         return Prompt(
-            parts=(TokenRun(run.ids),),
+            parts=(TokenRun(run.ids), *self._pictures()),
             sampling=_seeded(self.sampling, choice % request.n),
             max_tokens=run.room.max_tokens,
             stop_ids=self.model.parts.stop_ids,
             constraint=self.constraint,
             cache=self.target.cache,
-            session=_session(request, self.caller),
-            priority=request.priority or "main",
+            session=self.session,
+            priority=self.priority,
             adapters=((request.lora_adapter, 1.0),) if request.lora_adapter else (),
             logprobs=request.logprobs,
             deadline=self.caller.deadline,
             trace=self.caller.trace,
+            joint=self.joint(choice),
         )
-
-
-def _session(request: Request, caller: Caller) -> str | None:
-    """Session names are the client's own words: two keys that say the same must not meet."""
-    return f"{caller.key}/{request.session}" if request.session else None
 
 
 def _seeded(sampling: Sampling, answer: int) -> Sampling:

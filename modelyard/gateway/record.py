@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from modelyard.core.engine import Accepted
 from modelyard.core.events import Failed, Finished, Timings, Usage
+from modelyard.gateway.answer import Course
 from modelyard.gateway.job import Job
 from modelyard.telemetry.history import Record
 
 
-def record(job: Job, last: Finished | Failed, where: Accepted | None, now: float) -> Record:
+def record(job: Job, last: Finished | Failed, course: Course, now: float) -> Record:
+    where = course.where
     usage, timings = (last.usage, last.timings) if isinstance(last, Finished) else (Usage(), Timings())
     return Record(
         trace=job.caller.trace,
@@ -24,4 +25,5 @@ def record(job: Job, last: Finished | Failed, where: Accepted | None, now: float
         timings=timings,
         divergence=where.divergence if where is not None else None,
         evicted=where is not None and where.evicted,
+        reuse=course.reuse,
     )

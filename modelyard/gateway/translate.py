@@ -68,6 +68,7 @@ class TextTranslation:
             spell=self._spell if request.logprobs is not None else None,
         )
         self.usage = Usage(prompt=len(run.ids))
+        self.ids: list[int] | None = [] if request.tools else None  # what was said: an agent's next prompt tells it
         self.over = self.slot_free = self.spoke = False
         self._started = False
 
@@ -97,6 +98,8 @@ class TextTranslation:
         return events
 
     def _tokens(self, chunk: Tokens, events: list[Event]) -> None:
+        if self.ids is not None:
+            self.ids += chunk.ids
         pieces = self._detokenizer.feed(chunk.ids, chunk.logprobs)
         if self._on_text is not None:
             self._on_text("".join(piece.text for piece in pieces))
@@ -151,6 +154,7 @@ class ChatTranslation:
     """
 
     warnings: Sequence[str] = ()
+    ids = None  # whoever made them knows them
 
     def __init__(self, job: Job, choice: int = 0) -> None:
         self._job, self._run = job, job.run(choice)

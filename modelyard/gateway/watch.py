@@ -1,16 +1,36 @@
-"""Watches what each cache was asked: a changed system prompt that the cache did not hold is a sentence for the log."""
+"""Watches what each cache was asked: how much of a prompt it had, why not more, and which system prompt it was."""
 
 from __future__ import annotations
 
 from modelyard.core.engine import Accepted
+from modelyard.core.events import Usage
+from modelyard.core.request import Image, Message, Request
+from modelyard.gateway.capable import has_images
 from modelyard.gateway.job import Job, Run
+from modelyard.telemetry.cause import Asked, Reuse
 from modelyard.telemetry.fingerprint import Change, Fingerprints, leading_system, message_at
+from modelyard.telemetry.sessions import Key, Sessions
 from modelyard.vocab.shield import unshield
 
 
 class Watch:
     def __init__(self) -> None:
         self._seen = Fingerprints()
+        self._sessions = Sessions()
+
+    def reuse(self, job: Job, where: Accepted, page: int = 1) -> Reuse | None:
+        """What the cache did for this prompt. None where it was not rendered here. `page` is as in `EngineInfo`."""
+        run = job.run(0)
+        if run is None:
+            return None
+        request, vocab = job.request, job.model.parts.vocab
+        tools = tuple(tool for tool in request.tools if not tool.deferred) if request.tools else ()
+        asked = Asked(job.caller.trace, unshield(run.text), len(run.ids), _light(request), tools)
+        characters = lambda tokens: len(vocab.decode(run.ids[:tokens]))  # noqa: E731  seldom asked
+        return self._sessions.look(_key(job), asked, where.cached_tokens, characters, page)
+
+    def answered(self, job: Job, usage: Usage, reply: Message | None) -> None:
+        self._sessions.answered(_key(job), job.caller.trace, usage.output, reply)
 
     def look(self, job: Job, where: Accepted) -> str | None:
         """None where the prompt stayed, or where another sequence of the cache had the changed one already."""
@@ -21,6 +41,21 @@ class Watch:
         if change is None or run is None or where.divergence is None:
             return None
         return _told(change, job, run, where.divergence)
+
+
+def _key(job: Job) -> Key:
+    """Sessions are each API key's own; prompts without one are compared among themselves."""
+    return job.target.cache, f"{job.caller.key}/{job.request.session or ''}"
+
+
+def _light(request: Request) -> tuple[Message, ...]:
+    """Without the pictures themselves: they are large, and only whether they changed matters."""
+    return tuple(map(_unpictured, request.messages)) if has_images(request) else request.messages
+
+
+def _unpictured(message: Message) -> Message:
+    parts = tuple(Image(str(hash(part.url))) if isinstance(part, Image) else part for part in message.parts)
+    return Message(message.role, parts, message.name)
 
 
 def _told(change: Change, job: Job, run: Run, token: int) -> str | None:

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,6 +15,7 @@ from modelyard.http.auth import Doorkeeper, is_workbench
 from modelyard.http.errors import ours, written
 from modelyard.http.settings import HttpSettings
 from modelyard.http.visit import Visit, respond_error
+from modelyard.telemetry.cause import Reuse
 from modelyard.telemetry.log import current_trace, event
 from modelyard.telemetry.metrics import Metrics
 
@@ -146,7 +148,16 @@ class Guard:
             status=visit.status,
             ms=round(seconds * 1e3, 2),
             key=visit.key,
+            **(_told(visit.reuse) if visit.reuse is not None else {}),
         )
+
+
+def _told(reuse: Reuse) -> dict[str, Any]:
+    """Which token and message were the first to be read anew is said only where something is amiss."""
+    told: dict[str, Any] = {"reused": reuse.reused, "evaluated": reuse.evaluated, "cause": reuse.cause}
+    if reuse.message is not None:
+        told |= {"token": reuse.token, "message": reuse.message, "role": reuse.role}
+    return told
 
 
 def _traces() -> Iterator[str]:

@@ -8,7 +8,7 @@ from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Fold
 from modelyard.core.request import Request
 from modelyard.core.wire import Wire, WireError
-from modelyard.gateway import Answer, Gateway
+from modelyard.gateway import Answer, Gateway, Listener
 from modelyard.gateway.choices import Choices
 from modelyard.http.errors import ours
 from modelyard.http.farewell import watch
@@ -75,14 +75,14 @@ class Exchange:
         request = await aside(len(body), self._home.wire.read_request, body, visit.headers)
         return request if stored is None else await stored.recall(request, visit.key)
 
-    async def _stream(self, answer: Answer | Choices, request: Request) -> None:
+    async def _stream(self, answer: Answer | Choices | Listener, request: Request) -> None:
         home, visit = self._home, self._visit
         writer = home.wire.writer(request, visit.trace)
         remember = home.stored.recorder(request, visit.key) if home.stored is not None else None
         stream = EventStream(answer, writer, self._refusal, visit, home.settings, self._entry, remember)
         await stream.run(self._scope, self._receive, self._send)
 
-    async def _whole(self, answer: Answer | Choices, request: Request) -> None:
+    async def _whole(self, answer: Answer | Choices | Listener, request: Request) -> None:
         folds = [Fold() for _ in range(answer.job.choices)]
         unwatch = watch(self._scope, self._receive, answer)
         try:
@@ -91,6 +91,7 @@ class Exchange:
         finally:
             unwatch()
             answer.close()
+        self._visit.reuse = answer.reuse
         replies = [fold.reply() for fold in folds]
         if self._home.stored is not None:
             await self._home.stored.remember(request, replies, self._visit.key)

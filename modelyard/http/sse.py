@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event, Failed
 from modelyard.core.wire import WireError, Writer
-from modelyard.gateway import Answer
+from modelyard.gateway import Answer, Listener
 from modelyard.gateway.choices import Choices
 from modelyard.http.farewell import watch
 from modelyard.http.settings import HttpSettings
@@ -30,7 +30,7 @@ Remember = Callable[[int, list[Event]], Awaitable[None]]
 class EventStream:
     def __init__(
         self,
-        answer: Answer | Choices,
+        answer: Answer | Choices | Listener,
         writer: Writer,
         refusal: Callable[[ModelyardError], WireError],
         visit: Visit,
@@ -58,6 +58,7 @@ class EventStream:
             self._over = True
             self._timer.cancel()
             unwatch()
+            self._visit.reuse = self._answer.reuse  # for the log: headers that a ping brought knew nothing of it yet
             self._answer.close()
 
     async def _relay(self) -> None:
@@ -99,7 +100,7 @@ class EventStream:
         self._last = self._sending = time.monotonic()
         if not self._started:
             self._started = True
-            self._visit.status = 200
+            self._visit.status, self._visit.reuse = 200, self._answer.reuse
             start = headers(self._visit, b"text/event-stream; charset=utf-8", *_STREAM_HEADERS)
             await self._send_raw({"type": "http.response.start", "status": 200, "headers": start})
         if self._entry is not None:

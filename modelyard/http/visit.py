@@ -14,6 +14,7 @@ from modelyard.core.request import Caller
 from modelyard.core.wire import WireError
 from modelyard.http.depth import fault
 from modelyard.http.settings import HttpSettings
+from modelyard.telemetry.cause import Reuse
 
 TIMEOUT = "x-modelyard-timeout"
 _LONGEST_S = 7 * 86400
@@ -35,15 +36,17 @@ class Visit:
     """`key` names who asks; `status` is what was answered (0 until then); `path` is without a trailing slash.
 
     `error` is the code of what went wrong, if anything did: noted by whoever tells the client, counted by the guard.
+    `reuse` is what a cache had of the prompt, where that is known.
     """
 
-    __slots__ = ("admin", "allow_remote", "arrived", "error", "headers", "key", "path", "status", "trace")
+    __slots__ = ("admin", "allow_remote", "arrived", "error", "headers", "key", "path", "reuse", "status", "trace")
 
     def __init__(self, trace: str, path: str, headers: Mapping[str, str]) -> None:
         self.trace, self.path, self.headers = trace, path, headers
         self.arrived = time.perf_counter()
         self.key, self.admin, self.allow_remote = "", False, False
         self.status, self.error = 0, ""
+        self.reuse: Reuse | None = None
 
     @property
     def caller(self) -> Caller:
@@ -54,6 +57,7 @@ class Visit:
             allow_remote=self.allow_remote,
             arrived=self.arrived,
             deadline=_deadline(self.headers.get(TIMEOUT)),
+            idempotency=self.headers.get("idempotency-key"),
         )
 
     def failed(self, error: ModelyardError) -> None:
@@ -121,7 +125,10 @@ def _too_large(limit: int) -> TooLarge:
 def headers(visit: Visit, content_type: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
     """Both SDKs look for the request's id, each under a name of its own."""
     trace = b"req_" + visit.trace.encode()
-    return [(b"content-type", content_type), (b"x-request-id", trace), (b"request-id", trace), *more]
+    told = [(b"content-type", content_type), (b"x-request-id", trace), (b"request-id", trace), *more]
+    if visit.reuse is not None:
+        told.append((b"x-modelyard-cache", visit.reuse.header.encode()))
+    return told
 
 
 async def respond(

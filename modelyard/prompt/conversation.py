@@ -23,6 +23,7 @@ from modelyard.core.request import (
     ToolReference,
     ToolResult,
 )
+from modelyard.prompt.sandbox import spelled
 from modelyard.prompt.tools import Toolbox
 from modelyard.vocab.shield import Shield
 
@@ -117,6 +118,8 @@ class Conversation:
             value = None
         if not isinstance(value, dict):
             return {RAW: self._shield(text)}
+        if call.verbatim:
+            return spelled(self._shield.deep(value), self._shield(text))
         escaped = "\\u" in text or "\\/" in text  # a spelling may hide behind JSON's escapes
         return self._shield.deep(value) if escaped or self._shield(text) is not text else value
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
 
+from modelyard.core.engine import Media
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Request, ResultPart, ToolResult
 from modelyard.prompt.fetch import Fetcher, Picture, too_large
@@ -83,6 +85,16 @@ def check_data(url: str, max_bytes: int) -> None:
         raise _invalid("the data: URL of an image is empty")
     if len(data) > max_bytes:
         raise too_large(max_bytes)
+
+
+def pictures(request: Request) -> tuple[Media, ...]:
+    """The images themselves, in the order in which a template gives each its place; all of them are `data:` URLs. How
+    many tokens one takes only the model's own processor knows."""
+    return tuple(_media(base64.b64decode(url.partition(",")[2])) for url in _urls(request))
+
+
+def _media(data: bytes) -> Media:
+    return Media("image", hashlib.sha256(data).hexdigest(), data, 0)
 
 
 def _invalid(message: str) -> InvalidRequest:

@@ -5,7 +5,7 @@ Needs no running engine: prompts are counted, checked and cut off before anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -16,7 +16,7 @@ from modelyard.core.vocab import Vocabulary
 from modelyard.prompt.conversation import Conversation, Entry
 from modelyard.prompt.sandbox import Frozen
 from modelyard.prompt.steps import tools_as_text
-from modelyard.prompt.taming import TamedTemplate
+from modelyard.prompt.taming import TamedTemplate, used_tool
 from modelyard.prompt.template import ChatTemplate, TemplateFailed
 from modelyard.prompt.tools import Toolbox, instructions
 from modelyard.prompt.translation import SOURCE, TARGET, translated
@@ -24,6 +24,15 @@ from modelyard.vocab.prefix import Cuttable, PrefixTokens
 from modelyard.vocab.shield import Shield, unshield
 
 _HERE = "\ufdd1"  # marks where a prefilled reply ends; a noncharacter like the shield's own
+# Switches by which templates keep the reasoning of earlier turns: one that drops it changes the prompt from the first
+# answer on, with every new question. A model's own settings and a request's win over them.
+_KEEPS = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "keep_past_thinking": True,
+    "truncate_history_thinking": False,
+    "drop_thinking": False,
+}
 _OURS = frozenset({"messages", "range", "raise_exception", "strftime_now"})
 
 
@@ -64,11 +73,13 @@ class Renderer:
         self.translates = template.mentions(SOURCE)
         self._shield = Shield(vocab.specials)
         self._toolbox = Toolbox(self._shield)
-        images = any(template.mentions(word) for word in ("image", "image_url"))
-        self._conversation = Conversation(tuple(vocab.specials), self._toolbox, self._shield, images=images)
+        self.shows_images = any(template.mentions(word) for word in ("image", "image_url"))
+        specials = tuple(vocab.specials)
+        self._conversation = Conversation(specials, self._toolbox, self._shield, images=self.shows_images)
         sources = template.source + (tools_template.source if tools_template else "")
         self._tokens = PrefixTokens(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
         self._opening, self._bare = self._find_opening(template)
+        self.separator = self._find_separator()
 
     def __repr__(self) -> str:
         return f"<Renderer {self._plain!r}>"
@@ -107,6 +118,7 @@ class Renderer:
         out |= {name: value for name, value in asked.items() if value is not None and template.mentions(name)}
         if enabled is not None:
             out |= _switched(template, enabled)
+        out |= {name: value for name, value in _KEEPS.items() if template.mentions(name)}
         if request.documents:
             out["documents"] = self._shield.deep(request.documents)
         if self._kwargs or request.chat_template_kwargs:
@@ -121,6 +133,10 @@ class Renderer:
 
     def tokens(self, text: str) -> list[int]:
         return self._tokens.encode(text)
+
+    def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """What the model said behind a prompt, in its own tokens: the next prompt that tells it is made of these."""
+        self._tokens.learn(prompt, output)
 
     def fresh(self, text: str) -> int:
         """How many characters of it were never tokenized: the caller sends long ones to a thread."""
@@ -142,6 +158,17 @@ class Renderer:
             return ""  # a turn with nothing in it: the usual case, and nothing to read
         at = text.rfind(self._opening) if self._opening else -1
         return unshield(text[at:]) if at >= 0 else ""
+
+    def _find_separator(self) -> str:
+        """The white space that the template writes between an answer's text and its first call."""
+        probe = used_tool("call_0123456789")
+        probe[1] = probe[1] | {"content": "probe text"}
+        variables = {"tools": None, "add_generation_prompt": True}
+        try:
+            rest = self._with_tools.render(probe, variables).partition("probe text")[2]
+        except TemplateFailed:
+            return ""
+        return rest[: len(rest) - len(rest.lstrip())]
 
     def _find_opening(self, template: ChatTemplate) -> tuple[str, str]:
         """What opens an assistant's turn, from a small prompt with and without it: the token that begins it, and all

@@ -122,10 +122,18 @@ _plain_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class Frozen(dict[str, Any]):
-    """A dictionary that never changes and is written as JSON again and again: a tool's definition."""
+    """A dictionary that never changes and has one spelling as JSON: a tool's definition, which is written again and
+    again, or arguments in the words in which a model wrote them."""
 
     __slots__ = ("_json",)
     _json: str
+
+
+def spelled(value: dict[str, Any], text: str) -> Frozen:
+    """`text` is how this value is written as JSON."""
+    made = Frozen(value)
+    made._json = text
+    return made
 
 
 def tojson(
@@ -139,12 +147,21 @@ def tojson(
     if ensure_ascii or indent is not None or separators is not None or sort_keys:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if type(value) is not Frozen:
-        return _plain_json(value)
+        return _around(value) if _holds_frozen(value) else _plain_json(value)
     try:
         return value._json
     except AttributeError:
         value._json = _plain_json(value)
         return value._json
+
+
+def _holds_frozen(value: Any) -> bool:
+    return type(value) is dict and any(type(item) is Frozen for item in value.values())
+
+
+def _around(value: dict[str, Any]) -> str:
+    """As `_plain_json` writes it, with each spelling as it is: templates put arguments beside a call's name."""
+    return "{" + ", ".join(f"{_plain_json(str(key))}: {tojson(item)}" for key, item in value.items()) + "}"
 
 
 def _center(value: str, width: int = 80) -> str:

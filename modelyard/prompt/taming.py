@@ -33,7 +33,7 @@ def _say(role: str, content: str) -> Entry:
     return {"role": role, "content": content}
 
 
-def _used_tool(call_id: str) -> list[Entry]:
+def used_tool(call_id: str) -> list[Entry]:
     function = {"name": "probename", "arguments": {"probekey": "probevalue"}}
     call = {"id": call_id, "type": "function", "function": function}
     return [
@@ -58,8 +58,8 @@ _PROBES: Mapping[Step, tuple[tuple[list[Entry], tuple[str, ...]], ...]] = {
         ([_say("developer", "probe rule"), _ONE], ("probe rule", "probe one")),
         ([_ONE, _TWO, _say("developer", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),
     ),
-    tools_as_text: ((_used_tool("abcdef123"), _CALLED),),
-    short_call_ids: ((_used_tool("call_0123456789"), _CALLED),),
+    tools_as_text: ((used_tool("abcdef123"), _CALLED),),
+    short_call_ids: ((used_tool("call_0123456789"), _CALLED),),
     one_system_first: (
         ([_say("system", "probe rule"), _say("system", "probe more"), _ONE], ("probe rule", "probe more", "probe one")),
         ([_ONE, _TWO, _say("system", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),

@@ -21,10 +21,19 @@ def definition(tool: Tool, shield: Shield) -> Frozen:
     parameters = _FREE_TEXT if tool.kind == "custom" else tool.parameters or {"type": "object", "properties": {}}
     function: dict[str, Any] = {
         "name": shield(tool.name),
-        "description": shield(tool.description),
+        "description": shield(_description(tool)),
         "parameters": shield.deep(parameters),
     }
     return Frozen(type="function", function=Frozen(function))
+
+
+def _description(tool: Tool) -> str:
+    """A custom tool's grammar is told in words, too: a model that is only held to it would not know what it writes."""
+    rules = tool.grammar.get("definition") if tool.kind == "custom" and tool.grammar else None
+    if not isinstance(rules, str) or not rules:
+        return tool.description
+    syntax = tool.grammar.get("syntax", "lark") if tool.grammar else ""
+    return f"{tool.description}\nThe input is text of this form ({syntax}):\n{rules.strip()}".lstrip()
 
 
 class Toolbox:

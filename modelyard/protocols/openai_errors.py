@@ -34,7 +34,7 @@ STATUS: Mapping[str, tuple[int, str]] = {
 }
 
 
-_LESS = "choose a client that brings less along, for example aider: modelyard launch aider"
+LESS = "choose a client that brings less along, for example aider: modelyard launch aider"
 
 
 def error_body(error: ModelyardError, overflow_param: str = "messages") -> dict[str, Any]:
@@ -78,7 +78,7 @@ def write_http_error(
     status = STATUS[error.kind][0]
     headers = {"x-request-id": trace} | retry_headers(error)
     body = error_body(error, overflow_param)
-    body["message"] += advice(error, request, _LESS)
+    body["message"] += advice(error, request, LESS)
     return WireError(status, encode({"error": body}), headers)
 
 
@@ -139,9 +139,14 @@ def from_fields(status: int, fields: Mapping[str, Any], retry_after: float | Non
     return errors.Internal(message, id=code or "upstream")
 
 
-_WINDOW = re.compile(r"maximum context length is (\d+) tokens")
-_ASKED = re.compile(r"(?:resulted in|requested|request has|contains at least) (\d+)(?: input)? tokens")
+_WINDOW = re.compile(r"maximum (?:context|model) length (?:is |of |\()(\d+)")
+_ASKED = re.compile(
+    r"(?:resulted in|requested|request has|contains(?: at least)?) (\d+)(?: input)? tokens"
+    r"|(?:[Ii]nput length|prompt) \((?:length )?(\d+)\)"
+)
+_BOUND = re.compile(r"upper bound for (\d+) input tokens")  # of a prompt so long that nobody has counted it
 _PARTS = re.compile(r"\((\d+) in the messages, (\d+) in the completion\)")
+_BOTH = re.compile(r"requested (?P<output>\d+) output tokens and your prompt contains(?: at least)? (?P<prompt>\d+)")
 
 
 def _read_overflow(fields: Mapping[str, Any], message: str) -> ModelyardError | None:
@@ -151,13 +156,17 @@ def _read_overflow(fields: Mapping[str, Any], message: str) -> ModelyardError | 
         return None
     if parts := _PARTS.search(message):
         return OutputOverflow(int(parts[1]), int(parts[2]), window)
+    if (both := _BOTH.search(message)) and int(both["prompt"]) < window:
+        return OutputOverflow(int(both["prompt"]), int(both["output"]), window)
     prompt = fields.get("n_prompt_tokens") or _number(_ASKED, message)
+    if prompt is None and (bound := _number(_BOUND, message)) is not None:
+        prompt = max(bound, window) + 1
     return ContextOverflow(prompt, window) if isinstance(prompt, int) else None
 
 
 def _number(pattern: re.Pattern[str], text: str) -> int | None:
     found = pattern.search(text)
-    return int(found[1]) if found else None
+    return int(next(filter(None, found.groups()))) if found else None
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:

@@ -16,11 +16,13 @@ from msgspec.structs import replace
 
 from modelyard.core.format import Place
 from modelyard.core.request import Constraint, Tool, ToolChoice
+from modelyard.scanner.regular import escaped, form
 from modelyard.scanner.typed import types
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _SHARED = ("$defs", "definitions")
+_SLASH = re.compile(r"\\.|/", re.DOTALL)
 
 
 class Lark:
@@ -46,6 +48,16 @@ class Lark:
         if any(close.startswith(token) for token in self._specials):
             return f"ANY {self.spelled(close)}"
         return self.rule("ANY", f"[suffix={quoted(close)}]")
+
+    def matching(self, pattern: str, close: str) -> str:
+        """A text of this form, up to and with what closes it, which does not stand inside."""
+        form = re.sub(_SLASH, lambda found: found[0] if len(found[0]) > 1 else r"\/", pattern)
+        if any(close.startswith(token) for token in self._specials):
+            return f"/{form}/ {self.spelled(close)}"
+        # One terminal: two would be read as far as each can, and the first may take what begins the second.
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: (/{form}/ & ~/(?s:.*){escaped(close)}(?s:.*)/) {quoted(close)}")
+        return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
         return f"%json {json.dumps({**schema, 'x-guidance': _SPACING}, ensure_ascii=False)}"
@@ -143,6 +155,8 @@ class TaggedBody(Struct, frozen=True):
     closing: str  # of a parameter
 
     def __call__(self, lark: Lark, tool: Tool) -> str:
+        if (pattern := form(tool).pattern) is not None:
+            return self._formed(lark, tool, pattern)
         schema = arguments(tool)
         required = schema.get("required") or ()
         given = [
@@ -150,6 +164,11 @@ class TaggedBody(Struct, frozen=True):
             for name, one in (schema.get("properties") or {}).items()
         ]
         return " ".join([self._named(lark, self.function, tool.name), *given])
+
+    def _formed(self, lark: Lark, tool: Tool, pattern: str) -> str:
+        function, parameter = self._named(lark, self.function, tool.name), self._named(lark, self.parameter, "input")
+        tag = self.closing.rstrip("\n")
+        return f"{function} {parameter} {lark.matching(pattern, tag)} {lark.spelled(self.closing.removeprefix(tag))}"
 
     def _parameter(self, lark: Lark, name: str, schema: Any, root: Mapping[str, Any]) -> str:
         return lark.rule(f"{self._named(lark, self.parameter, name)} {self._value(lark, schema, root)}")
@@ -186,7 +205,16 @@ def _refers_elsewhere(schema: Any) -> bool:
 
 def arguments(tool: Tool) -> dict[str, Any]:
     """The schema of a call's arguments. What it does not name is not asked for, unless it says so."""
-    schema = {**(_FREE_TEXT if tool.kind == "custom" else tool.parameters), "type": "object"}
+    schema = {**(_free_text(tool) if tool.kind == "custom" else tool.parameters), "type": "object"}
     if "properties" in schema:
         schema.setdefault("additionalProperties", False)
     return schema
+
+
+def _free_text(tool: Tool) -> dict[str, Any]:
+    pattern = form(tool).pattern
+    return _FREE_TEXT if pattern is None else _FREE_TEXT | {"properties": {"input": _text_of(pattern)}}
+
+
+def _text_of(pattern: str) -> dict[str, Any]:
+    return {"type": "string", "pattern": f"^(?:{pattern})$"}

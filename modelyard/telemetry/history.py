@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from msgspec import Struct, field
 
 from modelyard.core.events import Timings, Usage
+from modelyard.telemetry.cause import Reuse
 
 SLICE_S = 10
 _SLICES = 360  # an hour
@@ -34,6 +35,7 @@ class Record(Struct, frozen=True, kw_only=True):
     timings: Timings = Timings()
     divergence: int | None = None  # the first token that no cached KV covered
     evicted: bool = False
+    reuse: Reuse | None = None  # None where nobody could know
 
 
 class Slice(Struct):

@@ -191,7 +191,8 @@ def _one_line(text: str) -> str:
 
 
 def announce(host: str, port: int, tls: bool, models: list[str]) -> None:
-    """The first line that people look for: where to point a client."""
+    """The first lines that people look for: where to point a client, and a browser."""
     name = "localhost" if host in ("127.0.0.1", "::1", "localhost") else host
     url = f"{'https' if tls else 'http'}://{name}:{port}"
     event(logging.getLogger("modelyard"), logging.INFO, f"listening on {url}", models=", ".join(models))
+    event(logging.getLogger("modelyard"), logging.INFO, f"the workbench is at {url}/workbench")

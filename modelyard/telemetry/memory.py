@@ -52,8 +52,16 @@ def read_gpus() -> tuple[GpuMemory, ...]:
         return ()  # no driver: a machine without GPUs
 
 
+def _info(handle: Any) -> Any:
+    """The newer one does not count as used what the driver keeps for itself; nvidia-smi doesn't either."""
+    try:
+        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:
+        return pynvml.nvmlDeviceGetMemoryInfo(handle)
+
+
 def _gpu(handle: Any) -> GpuMemory:
-    held = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    held = _info(handle)
     return GpuMemory(
         uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
         name=str(pynvml.nvmlDeviceGetName(handle)),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from modelyard import __version__
 from modelyard.core.events import Usage
+from modelyard.telemetry.cause import Reuse
 from modelyard.telemetry.exposition import expose, merge
 from modelyard.telemetry.families import FAMILIES
 from modelyard.telemetry.machine import Load, Machine
@@ -66,6 +67,9 @@ class Metrics:
         self._reasons: Series = counters.setdefault("finish_reasons_total", {})
         self._errors: Series = counters.setdefault("errors_total", {})
         self._warnings: Series = counters.setdefault("request_warnings_total", {})
+        self._joined: Series = counters.setdefault("joined_requests_total", {})
+        self._causes: Series = counters.setdefault("cache_requests_total", {})
+        self._evaluated: Series = counters.setdefault("evaluated_tokens_total", {})
         self._prompt_changes: Series = counters.setdefault("system_prompt_changes_total", {})
         self._active: Series = gauges.setdefault("active_requests_current", {(): 0})
         gauges["process_start_time_seconds"] = {(): self._machine.started}
@@ -116,8 +120,16 @@ class Metrics:
     def failed(self, code: str) -> None:
         _count(self._errors, (code,))
 
+    def joined(self, model: str) -> None:
+        _count(self._joined, (model,))
+
     def warned(self, kind: str) -> None:
         _count(self._warnings, (kind,))
+
+    def looked_up(self, cache: str, reuse: Reuse) -> None:
+        label = (cache, reuse.cause)
+        _count(self._causes, label)
+        _count(self._evaluated, label, reuse.evaluated)
 
     def prompt_changed(self, cache: str) -> None:
         _count(self._prompt_changes, (cache,))

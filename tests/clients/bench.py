@@ -49,12 +49,22 @@ class Bench:
         assert self.program.is_file(), f"{self.agent.title} is not installed: .venv/bin/python setup/clients.py"
         self.served: Served
         self.asked: list[Request] = []
+        self._started: list[subprocess.Popen[str]] = []
 
     @contextmanager
     def serve(self, script: list[dict[str, Any]], *, n_ctx: int = 131072, **model: Any) -> Iterator[Served]:
         with ExitStack() as self._held, serving(_config(script, n_ctx, model)) as served:
             self.talk_to(served)
-            yield served
+            try:
+                yield served
+            finally:
+                self._end_all()
+
+    def _end_all(self) -> None:
+        """Also where a test failed: what it leaves behind would fail another one."""
+        for process in self._started:
+            process.kill()
+            process.communicate()
 
     def talk_to(self, served: Served) -> None:
         self.served = served
@@ -82,20 +92,22 @@ class Bench:
             server.close()
 
     def run(self, *own: str, facts: Facts | None = None, **env: str) -> Done:
-        """The agent with these arguments of its own, to its end."""
-        process = self.start(*own, facts=facts, **env)
+        """The agent with these arguments of its own, to its end. One that failed before it asked anything at all has
+        not been launched: that is its own trouble, and it gets a second chance."""
+        before = len(self.asked)
         try:
-            out, err = process.communicate(timeout=DEADLINE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-            raise AssertionError(f"it did not end: {Done(-9, out, err)}") from None
-        return Done(process.returncode, out, err)
+            done = _ended(self.start(*own, facts=facts, **env))
+            if done.code == 0 or len(self.asked) > before:
+                return done
+        except AssertionError:
+            if len(self.asked) > before:
+                raise
+        return _ended(self.start(*own, facts=facts, **env))
 
     def start(self, *own: str, facts: Facts | None = None, **env: str) -> subprocess.Popen[str]:
         plan = self._planner(facts or self.facts(), self.folder / "settings")
         launch.write(plan)
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [str(self.program), *plan.arguments, *own],
             cwd=self.work,
             env={**self.environment(), **plan.env, **env},
@@ -104,6 +116,8 @@ class Bench:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self._started.append(process)
+        return process
 
     def environment(self) -> dict[str, str]:
         home = self.folder / "home"
@@ -115,8 +129,7 @@ class Bench:
 
     def interrupt(self, process: subprocess.Popen[str]) -> Done:
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=DEADLINE)
-        return Done(process.returncode, out, err)
+        return _ended(process)
 
     def is_waiting_for(self, wanted: int = 1) -> None:
         until(lambda: self.served.status("demo").running >= wanted, "the agent asked", DEADLINE)
@@ -127,6 +140,16 @@ class Bench:
         self._held.enter_context(mock.patch.object(base, "Script", return_value=Script(rules)))
         engine: Any = self.served.yard.scheduler.engine("demo")
         self.served.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))
+
+
+def _ended(process: subprocess.Popen[str]) -> Done:
+    try:
+        out, err = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"it did not end: {Done(-9, out, err)}") from None
+    return Done(process.returncode, out, err)
 
 
 def _config(script: list[dict[str, Any]], n_ctx: int, model: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench("aider", tmp_path)
 
 
+@pytest.mark.steady
 def test_it_writes_a_file_that_the_model_has_shown(bench: Bench) -> None:
     (bench.work / "note.txt").write_text("nothing\n")
     with bench.serve([rule({"think": "An edit."}, says(EDIT), when="write a note"), rule(says("ok"))]):
@@ -27,6 +28,7 @@ def test_it_writes_a_file_that_the_model_has_shown(bench: Bench) -> None:
     assert "nothing" in texts(bench.asked[0])
 
 
+@pytest.mark.steady
 def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
     script = [rule(says("Remembered."), when="remember 42"), rule(says("It was 42."), when="what was")]
     with bench.serve(script):

@@ -37,6 +37,7 @@ def told(out: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.steady
 def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_thoughts(bench: Bench) -> None:
     note = bench.work / "note.txt"
     script = [
@@ -60,6 +61,7 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_tho
     assert "forty-two" in results(third)
 
 
+@pytest.mark.steady
 def test_a_second_turn_goes_on_where_the_first_ended_and_finds_its_prompt_cached(bench: Bench) -> None:
     script = [
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),
@@ -96,6 +98,7 @@ def test_a_sub_agent_has_a_conversation_of_its_own(bench: Bench) -> None:
     assert len(sessions) == 2, sessions
 
 
+@pytest.mark.steady
 def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
     picture = bench.work / "red.png"
     picture.write_bytes(png())
@@ -109,6 +112,7 @@ def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
     assert pictures(bench.turns[-1]) == 1
 
 
+@pytest.mark.steady
 def test_a_model_that_sees_nothing_is_told_that_there_was_a_picture(bench: Bench) -> None:
     picture = bench.work / "red.png"
     picture.write_bytes(png())
@@ -121,6 +125,7 @@ def test_a_model_that_sees_nothing_is_told_that_there_was_a_picture(bench: Bench
     assert "A picture, I am told." in done.out, done
 
 
+@pytest.mark.steady
 def test_a_deferred_tool_is_found_by_search_and_then_called(bench: Bench) -> None:
     script = [
         rule(says("Nothing is planned."), result="(?i)no scheduled"),

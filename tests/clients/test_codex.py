@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from modelyard.core.request import ToolCall
+from modelyard.scanner.regular import form
 from tests.clients.bench import DEADLINE, Bench, called, calls, parts, pictures, results, rule, says, texts, thoughts
 from tests.clients.pictures import png
 from tests.e2e.servers import is_idle
@@ -19,6 +21,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench("codex", tmp_path)
 
 
+@pytest.mark.steady
 def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_thoughts(bench: Bench) -> None:
     script = [
         rule({"think": "It is there."}, says("The note says: forty-two."), result="forty-two"),
@@ -40,6 +43,7 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_tho
     assert "forty-two" in results(bench.turns[-1])
 
 
+@pytest.mark.steady
 def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
     script = [
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),
@@ -81,6 +85,7 @@ def test_a_sub_agent_is_called_in_its_namespace_and_has_a_conversation_of_its_ow
     assert len({request.session for request in bench.turns}) == 2
 
 
+@pytest.mark.steady
 def test_a_custom_tool_is_called_with_free_text(bench: Bench) -> None:
     patch = "*** Begin Patch\n*** Add File: note.txt\n+forty-two\n*** End Patch\n"
     script = [
@@ -93,8 +98,14 @@ def test_a_custom_tool_is_called_with_free_text(bench: Bench) -> None:
     assert (bench.work / "note.txt").read_text() == "forty-two\n"
     (call,) = parts(bench.turns[-1], ToolCall)
     assert (call.custom, call.arguments) == (True, patch)
+    (offered,) = [tool for tool in bench.turns[0].tools if tool.name == "apply_patch"]
+    held = form(offered)
+    assert held.pattern, held.fault
+    assert re.fullmatch(held.pattern, patch)
+    assert not re.fullmatch(held.pattern, patch.replace("+forty", "forty"))
 
 
+@pytest.mark.steady
 def test_a_picture_that_a_tool_returns_reaches_the_model(bench: Bench) -> None:
     (bench.work / "red.png").write_bytes(png())
     script = [
@@ -131,6 +142,7 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
     assert len(bench.asked) == len(bench.turns) + 1
 
 
+@pytest.mark.steady
 def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=8_000):
         done = bench.run(*EXEC, "hello", facts=bench.facts(window=200_000))

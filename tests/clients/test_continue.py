@@ -17,6 +17,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench("continue", tmp_path)
 
 
+@pytest.mark.steady
 def test_it_writes_a_file_and_reads_it_back_with_its_own_tools(bench: Bench) -> None:
     note = bench.work / "note.txt"
     script = [
@@ -37,6 +38,7 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools(bench: Bench) -> 
     assert "forty-two" in results(bench.turns[-1])
 
 
+@pytest.mark.steady
 def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
     script = [rule(says("Remembered."), when="remember 42"), rule(says("It was 42."), when="what was")]
     with bench.serve(script):
@@ -46,6 +48,7 @@ def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
     assert "Remembered." in texts(bench.turns[-1])
 
 
+@pytest.mark.steady
 def test_a_model_named_like_gpt_5_is_asked_by_responses(bench: Bench) -> None:
     note = bench.work / "note.txt"
     script = [

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from modelyard.gateway.background import priority
 from tests.clients.bench import DEADLINE, Bench, called, calls, pictures, results, rule, says, texts, thoughts
 from tests.clients.pictures import png
 from tests.e2e.servers import is_idle
@@ -18,6 +19,7 @@ def bench(tmp_path: Path) -> Bench:
     return Bench("opencode", tmp_path)
 
 
+@pytest.mark.steady
 def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_thoughts(bench: Bench) -> None:
     note = bench.work / "note.txt"
     script = [
@@ -36,10 +38,13 @@ def test_it_writes_a_file_and_reads_it_back_with_its_own_tools_and_keeps_its_tho
     assert "The note says: forty-two." in done.out, done
     assert note.read_text() == "forty-two\n"
     assert [called(request) for request in bench.turns] == [[], ["write"], ["write", "read"]]
+    assert {priority(request) for request in bench.turns} == {"main"}
+    assert {priority(request) for request in bench.asked if not request.tools} == {"background"}  # the title
     assert thoughts(bench.turns[-1]) == ["Write it first.", "Now read it."]
     assert "forty-two" in results(bench.turns[-1])
 
 
+@pytest.mark.steady
 def test_a_second_turn_goes_on_where_the_first_ended(bench: Bench) -> None:
     script = [
         rule({"think": "A number."}, says("Remembered."), when="remember 42"),

@@ -11,6 +11,7 @@ from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.gateway.constrain import constrain
 from modelyard.scanner.formats import load
 from tests.gateway.stage import CALLER, Stage, asked, model
+from tests.scanner.patches import APPLY_PATCH
 
 LOOK = Tool("look_at", "Looks.", {"type": "object", "properties": {"at": {"type": "string", "not": {}}}})
 NOW = Tool("now")
@@ -41,11 +42,22 @@ def test_a_call_that_may_come_is_free() -> None:
     assert made() is None
 
 
-@pytest.mark.parametrize("asks", [{"calls": True}, {"tools": (LOOK, Tool("now", strict=True))}])
+@pytest.mark.parametrize(
+    "asks", [{"calls": True}, {"tools": (LOOK, Tool("now", strict=True))}, {"tools": (LOOK, APPLY_PATCH)}]
+)
 def test_it_is_held_to_its_schema_where_somebody_wants_that(asks: dict[str, Any]) -> None:
     found = made(**asks)
     assert found
     assert found.trigger == "<tool_call>"
+
+
+def test_a_custom_tools_grammar_that_cannot_be_held_to_is_said_and_leaves_the_call_free() -> None:
+    endless = Tool("brackets", kind="custom", grammar={"syntax": "lark", "definition": 'start: "(" start? ")"'})
+    found, warnings = constrain(asked(tools=(LOOK, endless)), model(), TAIL)
+    assert (found, warnings) == (None, ["grammar_not_enforced: brackets: the rule 'start' refers to itself"])
+    found, warnings = constrain(asked(tools=(endless,), tool_choice=MUST), model(), TAIL)
+    assert found
+    assert warnings == ["grammar_not_enforced: brackets: the rule 'start' refers to itself"]
 
 
 def test_the_clients_own_constraint_wins() -> None:

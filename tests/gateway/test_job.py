@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
@@ -9,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from modelyard.config import load
+from modelyard.core.engine import Media
 from modelyard.core.errors import ContextOverflow, OutputOverflow
-from modelyard.core.request import Caller, Request, Sampling
+from modelyard.core.request import Caller, Image, Message, Request, Sampling, Text
+from modelyard.definition import define
 from modelyard.gateway.job import Job, Room, Run, fit
 from modelyard.router.routes import Target
 from tests.gateway.stage import asked, model
+from tests.serving import demo
 
 
 def job(request: Request, key: str = "", runs: int = 1) -> Job:
@@ -27,6 +32,7 @@ def job(request: Request, key: str = "", runs: int = 1) -> Job:
         constraint=None,
         created=0,
         tokenize_s=0.0,
+        priority=request.priority or "main",
     )
 
 
@@ -85,6 +91,14 @@ def test_two_keys_that_name_the_same_session_do_not_meet() -> None:
     assert job(asked(), key="ann").demand().session is None
 
 
+def test_what_runs_in_the_background_of_a_session_does_not_take_its_conversations_place() -> None:
+    main, side = (job(asked(session="s", priority=how), key="ann") for how in ("main", "background"))
+    assert main.session == "ann/s"
+    assert side.session != main.session
+    assert side.demand().session == side.prompt(0).session == side.session
+    assert (side.demand().priority, side.prompt(0).priority) == ("background", "background")
+
+
 def test_choices_are_counted_prompt_by_prompt() -> None:
     two = job(asked(n=2), runs=2)
     assert two.choices == 4
@@ -119,3 +133,44 @@ def test_a_chat_engine_gets_one_answers_request_with_the_models_defaults_in_it()
     assert (first.n, first.stop, first.max_tokens) == (1, ("STOP", "END"), 11)
     assert (first.sampling.seed, second.sampling.seed) == (7, 8)
     assert job(asked(max_tokens=5)).chat(0).max_tokens == 5
+
+
+SEEING = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+PICTURE = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
+
+
+@pytest.mark.parametrize(("template", "shown"), [(SEEING, 1), ("{{ messages[0].content }}", 0)])
+def test_pictures_go_along_where_the_template_has_a_place_for_them(template: str, shown: int) -> None:
+    loaded = load(env={}, overrides=demo(modalities=["text", "image"], chat_template=template)).config
+    seeing = define(loaded.router().catalog.models["demo"], loaded.models["demo"]).model
+    request = asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))
+    made = replace(job(request), model=seeing).prompt(0)
+    assert [each.data for each in made.parts if isinstance(each, Media)] == [b"a picture"] * shown
+    assert made.ids == [0, 0, 0]
+
+
+def test_pictures_are_kept_from_a_model_that_reads_text() -> None:
+    made = job(asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))).prompt(0)
+    assert len(made.parts) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "caller", "name"),
+    [
+        ({"temperature": 0}, {}, "('ann', 1, None)"),
+        ({"temperature": 0}, {"idempotency": "x"}, "('ann', 1, None)"),
+        ({"temperature": 0.8, "seed": 3}, {}, "('ann', 1, None)"),
+        ({"temperature": 0.8}, {"idempotency": "x"}, "('ann', 1, 'x')"),
+        ({"temperature": 0.8}, {}, None),
+        ({"temperature": 0}, {"deadline": 4e9}, None),
+    ],
+)
+def test_only_what_would_be_answered_alike_may_be_joined_by_another_gateway(
+    sampling: Any, caller: Any, name: str | None
+) -> None:
+    made = job(asked(n=2, sampling=Sampling(**sampling)), key="ann")
+    assert replace(made, caller=replace(made.caller, **caller)).prompt(1).joint == name

@@ -20,6 +20,7 @@ class FailsAsItIsPinged:
     """An answer whose failure comes in the same turn of the loop as the timer that sends a ping."""
 
     stream: Any
+    reuse = None
 
     def __init__(self) -> None:
         self._over = False

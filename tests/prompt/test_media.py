@@ -10,7 +10,7 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Request, Text, ToolResult
-from modelyard.prompt.media import Images
+from modelyard.prompt.media import Images, pictures
 from modelyard.prompt.settings import ImageSettings
 from tests.prompt.picture_server import PNG, PictureServer, serve
 
@@ -241,3 +241,14 @@ async def test_unfit_file_is_an_error_with_a_reason(folder: Path) -> None:
     assert "regular file" in (await refusal(f"file://{folder}/pipe.png", allow=allow)).message
     assert "cannot be read" in (await refusal(f"file://{folder}/gone.png", allow=allow)).message
     assert (await refusal(f"file://{folder}/a%20b.png", allow=allow, max_bytes=10)).code == "image_too_large"
+
+
+# --- as an engine takes them ----------------------------------------------------------------------------------------
+
+
+def test_pictures_come_in_the_order_of_the_conversation_with_their_hashes() -> None:
+    other = "data:image/png;base64," + base64.b64encode(b"other").decode()
+    found = pictures(asking(Image(DATA), ToolResult("1", (Text("x"), Image(other))), Image(DATA)))
+    assert [each.data for each in found] == [PNG, b"other", PNG]
+    assert found[0] == found[2]
+    assert found[0].sha256 != found[1].sha256

@@ -265,3 +265,32 @@ SWITCH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 def test_a_template_has_a_switch_where_it_makes_a_difference(vocab: HfVocabulary, template: str, can: bool) -> None:
     modes = ("default", "enabled", "disabled") if can else ("default",)
     assert Renderer(ChatTemplate(template), vocab).thinking_modes == modes
+
+
+# Reduced to what is peculiar to them: the switches by which GLM, Qwen, LFM, Nemotron and DeepSeek keep old reasoning.
+KEEPING = {
+    "clear_thinking": "{% if clear_thinking is defined and not clear_thinking or loop.last %}",
+    "preserve_thinking": "{% if preserve_thinking | default(false) or loop.last %}",
+    "keep_past_thinking": "{% set keep = keep_past_thinking | default(false) %}{% if keep or loop.last %}",
+    "truncate_history_thinking": "{% if not (truncate_history_thinking | default(true)) or loop.last %}",
+    "drop_thinking": "{% if not (drop_thinking | default(true)) or loop.last %}",
+}
+THOUGHT = "{% for m in messages %}[{{ m.content }}]{SWITCH}{{ m.reasoning_content or '' }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("switch", KEEPING)
+def test_a_template_that_can_keep_the_reasoning_of_earlier_turns_does(switch: str) -> None:
+    source = THOUGHT.replace("{SWITCH}", KEEPING[switch])
+    history = ask(say("user", "one"), say("assistant", Thinking("WHY"), "two"), say("user", "three"))
+    assert echo(source).apply(history).text == "[one][two]WHY[three]"
+    overruled = {switch: switch in ("clear_thinking", "truncate_history_thinking", "drop_thinking")}
+    assert echo(source, template_kwargs=overruled).apply(history).text == "[one][two][three]"
+
+
+@pytest.mark.parametrize("name", TALKING)
+def test_what_stands_between_a_text_and_its_call_is_known(name: str) -> None:
+    renderer = Renderer(ChatTemplate(builtin(name)), VOCAB)
+    history = ask(say("user", "go"), say("assistant", "Looking.", call()), result(), tools=(TOOL,))
+    rest = renderer.apply(history).text.partition("Looking.")[2]
+    assert rest.startswith(renderer.separator)
+    assert not rest.removeprefix(renderer.separator)[0].isspace()

@@ -5,7 +5,7 @@ import json
 import pytest
 from jinja2.exceptions import SecurityError
 
-from modelyard.prompt.sandbox import MAX_STEPS, Frozen, Steps, environment, tojson
+from modelyard.prompt.sandbox import MAX_STEPS, Frozen, Steps, environment, spelled, tojson
 
 
 def test_ordinary_arithmetic_and_formatting_still_work() -> None:
@@ -48,3 +48,11 @@ def test_a_list_that_grows_under_its_own_loop_is_stopped() -> None:
     text = "{% set ids = [1] %}{% for n in ids %}{% set _ = ids.append(n) %}{% endfor %}"
     with pytest.raises(SecurityError, match="more than"):
         environment().from_string(text).render()
+
+
+def test_arguments_are_written_as_they_were_spelled_also_beside_their_name() -> None:
+    arguments = spelled({"b": 1, "a": "é"}, '{"b":1,  "a":"\\u00e9"}')
+    assert tojson(arguments) == '{"b":1,  "a":"\\u00e9"}'
+    assert tojson({"name": "x", "arguments": arguments}) == '{"name": "x", "arguments": {"b":1,  "a":"\\u00e9"}}'
+    assert tojson({"name": "x", "arguments": {"b": 1}, 2: None}) == '{"name": "x", "arguments": {"b": 1}, "2": null}'
+    assert json.loads(tojson(arguments, indent=2)) == {"b": 1, "a": "é"}

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from modelyard.core.request import Tool
-from modelyard.prompt.tools import Toolbox, instructions
+from modelyard.prompt.tools import Toolbox, definition, instructions
 from modelyard.vocab.shield import SENTINEL, Shield
 
 BOX = Toolbox(Shield(["<|im_end|>"]))
@@ -39,3 +39,13 @@ def test_definitions_are_shielded_everywhere() -> None:
 def test_a_reference_to_a_tool_that_nobody_sent_is_told() -> None:
     assert "missing" in BOX.announce("missing", [])
     assert '"name": "late"' in BOX.announce("late", [Tool("late", deferred=True)])
+
+
+def test_a_custom_tools_grammar_is_told_in_words() -> None:
+    told = definition(
+        Tool("d", "Edits.", kind="custom", grammar={"syntax": "lark", "definition": "start: A\n"}), Shield([])
+    )
+    assert told["function"]["description"] == "Edits.\nThe input is text of this form (lark):\nstart: A"
+    for grammar in (None, {}, {"definition": 7}):
+        plain = definition(Tool("d", "Edits.", kind="custom", grammar=grammar), Shield([]))
+        assert plain["function"]["description"] == "Edits."

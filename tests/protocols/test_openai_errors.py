@@ -103,6 +103,38 @@ def test_overflow_names_both_numbers_and_the_field_at_fault() -> None:
             OutputOverflow(4000, 1000, 4096),
         ),
         (
+            {
+                "message": "This model's maximum context length is 2048 tokens. However, your prompt contains 3031 "
+                "input tokens, which exceeds this limit even without any output tokens.",
+                "type": "BadRequestError",
+                "param": "input_tokens",
+                "code": 400,
+            },
+            ContextOverflow(3031, 2048),
+        ),
+        (
+            {
+                "message": "This model's maximum context length is 2048 tokens. However, your prompt contains 99000 "
+                "characters (more than 65536 characters, which is the upper bound for 2048 input tokens)."
+            },
+            ContextOverflow(2049, 2048),
+        ),
+        (
+            {
+                "message": "This model's maximum context length is 2048 tokens. However, you requested 1500 output "
+                "tokens and your prompt contains at least 1031 input tokens, for a total of at least 2531 tokens."
+            },
+            OutputOverflow(1031, 1500, 2048),
+        ),
+        (
+            {"message": "Input length (3031) exceeds model's maximum context length (2048)."},
+            ContextOverflow(3031, 2048),
+        ),
+        (
+            {"message": "The decoder prompt (length 3031) is longer than the maximum model length of 2048. Make …"},
+            ContextOverflow(3031, 2048),
+        ),
+        (
             {"message": "no room", "code": "context_length_exceeded"},
             InvalidRequest("no room", code="context_length_exceeded"),
         ),

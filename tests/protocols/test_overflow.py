@@ -57,3 +57,13 @@ def test_other_clients_are_told_behind_openais_words(wire: object) -> None:
     error = wire.write_error(OVERFLOW, trace="t", request=FRESH)  # type: ignore[attr-defined]
     assert b"reduce the length of the messages. The client's own instructions" in error.body
     assert wire.read_error(error.status, {}, error.body) == OVERFLOW  # type: ignore[attr-defined]
+
+
+def test_a_streaming_codex_is_told_behind_the_words_that_it_knows() -> None:
+    error = openai_responses.write_error(OVERFLOW, trace="t", streaming=True, request=FRESH)
+    told = b"adjust your input and try again. It has 10000 tokens, and the window 4096. The client's own instructions"
+    assert (error.status, error.content_type) == (200, "text/event-stream")
+    assert told in error.body
+    grown = asked(Message("user", (Text("word " * 5000),)))
+    plain = openai_responses.write_error(OVERFLOW, trace="t", streaming=True, request=grown)
+    assert b'adjust your input and try again."' in plain.body

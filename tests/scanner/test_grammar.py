@@ -15,6 +15,7 @@ from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner import parse
 from modelyard.scanner.formats import load, names
 from modelyard.scanner.grammar import Lark, after_reasoning
+from tests.scanner.patches import APPLY_PATCH, PATCH, is_patch
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -375,14 +376,56 @@ def test_every_walk_through_the_grammar_is_a_valid_call(format: str, seed: int) 
     assert calls, raw
 
 
-def _walk(letters: Letters, matcher: Any, chance: random.Random) -> str:
+@pytest.mark.parametrize("seed", range(3))
+def test_every_walk_through_a_custom_tools_grammar_is_an_input_of_that_form(format: str, seed: int) -> None:
+    chance = random.Random(f"{format} {seed}")
+    tokens = SPOKEN[format][0]
+    shortcuts = ("*** End Patch", "*** Add File: a", "@@", "\\n", *(text for text in CLOSERS if text not in tokens))
+    letters = Letters(tokens, shortcuts, bytes(range(32, 127)) + b"\n")
+    grammar = load(format).grammar
+    made = grammar([APPLY_PATCH], REQUIRED, Place(letters.specials, False, False)) if grammar else None
+    assert made
+    raw = _walk(letters, letters.matcher(made), chance, "\n", "\\n", "*** End Patch")
+    (call,) = parse(raw, format=format, tools=[APPLY_PATCH]).tool_calls
+    assert is_patch(call.arguments), raw
+
+
+def test_a_patch_is_taken_in_every_family(format: str, tokens: list[str]) -> None:
+    """Written as the family writes it, in a JSON string or as it is."""
+    letters = Letters(tokens)
+    grammar = load(format).grammar
+    made = grammar([APPLY_PATCH], REQUIRED, Place(letters.specials)) if grammar else None
+    assert made
+    for patch, right in ((PATCH, True), (PATCH.replace("@@ f()", "f()"), False)):
+        ids = letters.ids(_called(format, patch))
+        matcher = letters.matcher(made)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == right
+
+
+def _called(format: str, patch: str) -> str:
+    """The family's first call with another tool's name and arguments in it."""
+    first, *more = SPOKEN[format][2]
+    arguments = json.dumps({"input": patch}, ensure_ascii=False)
+    text = (first + (more[1] if len(more) > 1 else "")).replace("get_weather", "apply_patch")
+    if "city" in text and '{"city"' in text:
+        return re.sub(r'\{"city.*?\}\]\}', lambda _: arguments, text)
+    tag = re.sub(r"Rome(.*?)(?=<parameter|<arg_key).*", r"", text, flags=re.DOTALL).replace("city", "input")
+    closing = re.search(r"Rome(.*?)(?=<parameter|<arg_key)", text, re.DOTALL)
+    end = re.search(r"\}\](.*)", text, re.DOTALL)
+    assert closing
+    assert end
+    return f"{tag}{patch}{end[1]}"
+
+
+def _walk(letters: Letters, matcher: Any, chance: random.Random, *closers: str) -> str:
     """Any token that the mask allows; those that close something more often, so that it ends."""
-    said = b""
+    said, ends = b"", [closer.encode() for closer in closers]
     for _ in range(3000):
         allowed = [at for at, bias in enumerate(matcher.compute_logit_bias()) if bias]
         if not allowed or (matcher.is_accepting() and chance.random() < 0.5):
             return said.decode()
         closing = [at for at in allowed if len(letters.tokens[at]) > 1 or letters.tokens[at] in (b'"', b"}", b"]")]
+        closing = [at for at in allowed if letters.tokens[at] in ends] or closing if chance.random() < 0.7 else closing
         chosen = chance.choice(closing if closing and chance.random() < 0.5 else allowed)
         if chosen == letters.eos_token_id:
             return said.decode()

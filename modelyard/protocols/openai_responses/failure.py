@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelyard.core.errors import ContextOverflow, ModelyardError, Overloaded, RateLimited
-from modelyard.protocols.openai_errors import from_fields
+from modelyard.core.request import Request
+from modelyard.protocols.openai_errors import LESS, from_fields
+from modelyard.protocols.overflow import advice
 
 # Word for word what Codex knows: on this it makes room and tries again.
 OVERFLOW = "Your input exceeds the context window of this model. Please adjust your input and try again."
@@ -31,10 +33,10 @@ _CLIENTS_DOING = frozenset({"invalid", "unauthenticated", "forbidden", "not_foun
 _AGAIN = re.compile(r"[Pp]lease try again in (?P<seconds>\d+(?:\.\d+)?)s\.?")
 
 
-def write_failure(error: ModelyardError) -> dict[str, str]:
+def write_failure(error: ModelyardError, request: Request | None = None) -> dict[str, str]:
     """Everything that is not the client's own doing is a `server_error`: clients try those again."""
     if isinstance(error, ContextOverflow):
-        return {"code": "context_length_exceeded", "message": OVERFLOW}
+        return {"code": "context_length_exceeded", "message": OVERFLOW + _more(error, request)}
     if error.kind in _CLIENTS_DOING:
         return {"code": error.code or "invalid_prompt", "message": error.message}
     if isinstance(error, RateLimited):  # Codex reads the pause out of the sentence
@@ -42,6 +44,11 @@ def write_failure(error: ModelyardError) -> dict[str, str]:
     if isinstance(error, Overloaded):
         return {"code": "server_is_overloaded", "message": error.message}
     return {"code": "server_error", "message": error.message}
+
+
+def _more(error: ContextOverflow, request: Request | None) -> str:
+    told = advice(error, request, LESS)
+    return f" It has {error.prompt_tokens} tokens, and the window {error.window}.{told}" if told else ""
 
 
 def read_failure(told: object) -> ModelyardError:

@@ -72,7 +72,7 @@ class ResponsesWriter:
 
     def _failed(self, error: ModelyardError) -> Wire:
         started = self._started
-        told = write_failure(error)
+        told = write_failure(error, self._request)
         return self._response.at("failed", started.created, model=started.model, output=self._output, error=told)
 
     # --- its items

@@ -89,7 +89,8 @@ def test_a_keepalive_before_the_start_speaks_of_the_same_response() -> None:
 
 
 def test_an_overflow_while_streaming_is_told_in_the_words_that_codex_knows() -> None:
-    written = data_of(wire.writer(CODEX, TRACE).write(Failed(ContextOverflow(40123, 32768))))
+    grown = msgspec.structs.replace(CODEX, tools=())
+    written = data_of(wire.writer(grown, TRACE).write(Failed(ContextOverflow(40123, 32768))))
     assert [data["type"] for data in written] == ["response.created", "response.failed"]
     assert written[1]["response"]["error"] == {"code": "context_length_exceeded", "message": OVERFLOW}
 

@@ -1,0 +1,88 @@
+"""Remembers what was generated for each tool call, so that the next turn's prompt is made of the same words.
+
+Bounded, and scoped by API key. What this process has not heard itself may be in the store that several share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import msgspec
+
+from modelyard.core.errors import ModelyardError
+from modelyard.core.events import Reply
+from modelyard.core.request import Request
+from modelyard.core.store import Store
+from modelyard.prompt.stability import Spoken, call_ids, restored, spoken
+
+log = logging.getLogger("modelyard.gateway")
+
+_CHARACTERS = 32 << 20
+_ENTRY = 200  # what an entry takes besides its words
+_packed = msgspec.msgpack.Encoder().encode
+_unpacked = msgspec.msgpack.Decoder(Spoken).decode
+
+_Name = tuple[str, str]  # an API key's name and a call's id
+
+
+class Recall:
+    """`store` is one that other gateways write to, too; without one, this process's own memory is all there is."""
+
+    def __init__(self, store: Store | None = None, characters: int = _CHARACTERS) -> None:
+        self._store, self._most, self._held = store, characters, 0
+        self._spoken: OrderedDict[_Name, Spoken | None] = OrderedDict()  # None: nobody knows it
+
+    async def restored(self, request: Request, key: str) -> Request:
+        """The request with the model's own words where they are known."""
+        if not self._spoken and self._store is None:
+            return request
+        found = await self._find(dict.fromkeys(call_ids(request.messages)), key)
+        return msgspec.structs.replace(request, messages=restored(request.messages, found)) if found else request
+
+    async def _find(self, ids: Mapping[str, None], key: str) -> dict[str, Spoken]:
+        if self._store is not None and (unknown := [id for id in ids if (key, id) not in self._spoken]):
+            for id, value in zip(unknown, await self._asked(self._store, unknown, key), strict=False):
+                self._put((key, id), None if value is None else _unpacked(value))
+        return {id: said for id in ids if (said := self._get((key, id))) is not None}
+
+    async def _asked(self, store: Store, ids: list[str], key: str) -> list[bytes | None]:
+        """Words that cannot be had cost a longer prefill, not the answer."""
+        try:
+            return await asyncio.gather(*(store.get(_scope(key), id) for id in ids))
+        except ModelyardError as error:
+            log.warning("what was said before could not be looked up: %s", error.message)
+            return []
+
+    def keep(self, reply: Reply, key: str, text: str = "") -> dict[str, Spoken]:
+        """In this process, at once; what is to be told to the store. `text` is as in `Spoken`."""
+        said = spoken(reply, text)
+        for id, words in said.items():
+            self._put((key, id), words)
+        return said if self._store is not None else {}
+
+    async def share(self, said: Mapping[str, Spoken], key: str) -> None:
+        if self._store is not None:
+            await asyncio.gather(*(self._store.put(_scope(key), id, _packed(one)) for id, one in said.items()))
+
+    def _get(self, name: _Name) -> Spoken | None:
+        found = self._spoken.get(name)
+        if found is not None:
+            self._spoken.move_to_end(name)
+        return found
+
+    def _put(self, name: _Name, said: Spoken | None) -> None:
+        self._held += _size(said) - (_size(self._spoken.pop(name)) if name in self._spoken else 0)
+        self._spoken[name] = said
+        while self._held > self._most and self._spoken:
+            self._held -= _size(self._spoken.popitem(last=False)[1])
+
+
+def _size(said: Spoken | None) -> int:
+    return _ENTRY + (len(said.arguments) + len(said.thinking) + len(said.text) if said is not None else 0)
+
+
+def _scope(key: str) -> str:
+    return f"calls/{key}"

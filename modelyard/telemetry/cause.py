@@ -1,0 +1,201 @@
+"""Why a prompt was not found in the cache: this prompt held against the last one of its session. Pure.
+
+none                    all that was there before was reused
+new_session             the first prompt of its session
+not_kept                the engine keeps nothing between requests
+other_session           another conversation under the same session, or without any
+evicted                 the prompt goes on as before, and the engine no longer had it; also where the prompt changed
+                        and a model that cannot go back had nothing to take up before the change
+billing_block           a line that Claude Code writes for its maker's billing, where our reader could not drop it
+system_changed          a system message has other words
+tools_changed           other tools stand at the head
+reasoning_dropped       reasoning that was said is no longer told, by the client or by the template
+arguments_reserialised  the arguments of a call came back in other words
+message_changed         any other message has changed or is gone
+template                nothing that was sent has changed, yet the template tells it in other words
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from modelyard.core.request import Message, Text, Thinking, Tool, ToolCall
+
+Cause = Literal[
+    "none",
+    "new_session",
+    "not_kept",
+    "other_session",
+    "evicted",
+    "billing_block",
+    "system_changed",
+    "tools_changed",
+    "reasoning_dropped",
+    "arguments_reserialised",
+    "message_changed",
+    "template",
+]
+
+SLACK = 8  # tokens: the last one is always read anew, and templates write an answer's last line break as they like
+_BILLING = "x-anthropic-billing-header"
+_SYSTEM = ("system", "developer")
+
+
+class Asked(Struct):
+    """A prompt as it was asked, and what came of it. `text` is the rendered prompt; `reply` what was answered, where
+    it was written down."""
+
+    trace: str
+    text: str
+    tokens: int
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+    output: int = 0
+    reply: Message | None = None
+
+    @property
+    def held(self) -> int:
+        """Tokens that the engine had of it in the end."""
+        return self.tokens + self.output
+
+    @property
+    def history(self) -> tuple[Message, ...]:
+        return self.messages if self.reply is None else (*self.messages, self.reply)
+
+
+class Reuse(Struct, frozen=True):
+    """What a cache did for one prompt. `token` is the first that was not cached, `message` the one at fault."""
+
+    reused: int
+    evaluated: int
+    cause: Cause
+    token: int | None = None
+    message: int | None = None
+    role: str | None = None
+
+    @property
+    def header(self) -> str:
+        return f"reused={self.reused}; evaluated={self.evaluated}; cause={self.cause}"
+
+    def __str__(self) -> str:
+        place = f", in message {self.message} ({self.role})" if self.message is not None else ""
+        return f"{self.cause}: token {self.token} of {self.reused + self.evaluated} is the first not cached{place}"
+
+
+def judge(earlier: Sequence[Asked], now: Asked, reused: int, characters: Callable[[int], int], page: int = 1) -> Reuse:
+    """`earlier` are the session's last prompts, the newest last. `characters` tells how long the text of so many of
+    this prompt's tokens is; it is asked only where something is amiss. `page` is as in `EngineInfo`."""
+    slack = SLACK + 2 * max(0, page - 1)  # a page that is not full is not kept, nor one whose last token is read anew
+    if reused >= now.tokens - slack:
+        return _reuse(now, reused, "none")
+    if not page:
+        return _reuse(now, reused, "not_kept")
+    if not earlier:
+        return _reuse(now, reused, "new_session")
+    last = earlier[0] if len(earlier) == 1 else max(reversed(earlier), key=lambda one: _likeness(one, now))
+    if reused >= last.held - slack and last.messages[:1] == now.messages[:1]:
+        return _reuse(now, reused, "none")
+    if not _is_same_talk(last, now):
+        return _reuse(now, reused, "other_session")
+    cause, at = _fault(last, now, characters(reused), slack)
+    return _reuse(now, reused, cause, at)
+
+
+def _reuse(now: Asked, reused: int, cause: Cause, at: int | None = None) -> Reuse:
+    token = reused if reused < now.tokens else None
+    role = now.messages[at].role if at is not None and at < len(now.messages) else None
+    return Reuse(reused, now.tokens - reused, cause, token, at, role)
+
+
+def _likeness(one: Asked, now: Asked) -> int:
+    return sum(a == b for a, b in zip(one.history, now.messages, strict=False))
+
+
+def _is_same_talk(last: Asked, now: Asked) -> bool:
+    """A conversation is what was said first in it, whatever became of its rules."""
+    opened = (next((m for m in one.messages if m.role not in _SYSTEM), None) for one in (last, now))
+    first, second = opened
+    return first == second or (_loosely(first) == _loosely(second) and first is not None)
+
+
+def _loosely(message: Message | None) -> list[str]:
+    return _texts(message)[:1] if message is not None else []
+
+
+def _fault(last: Asked, now: Asked, got: int, slack: int) -> tuple[Cause, int | None]:
+    """`got` characters of the prompt were reused."""
+    if got < shared(last.text, now.text) - slack * _TOKEN:
+        return "evicted", None
+    if last.tools != now.tools:
+        return "tools_changed", None
+    for at, (before, after) in enumerate(zip(last.history, now.messages, strict=False)):
+        if before != after and (cause := _changed(before, after)) is not None:
+            return cause, at
+    if len(now.messages) < len(last.messages):
+        return "message_changed", len(now.messages)
+    return _untold(last, now)
+
+
+_TOKEN = 8  # characters that one may have
+
+
+def shared(one: str, other: str) -> int:
+    """How many characters two texts share from the start, by halves: comparing is done at memory speed."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _changed(before: Message, after: Message) -> Cause | None:
+    """None where the two mean the same: a signature has come back in another form, say."""
+    if before.role != after.role:
+        return "message_changed"
+    if before.role in _SYSTEM:
+        return "billing_block" if any(map(_bills, (before, after))) else "system_changed"
+    if before.role != "assistant":
+        return "message_changed"
+    if (thought := _thoughts(before)) and thought != _thoughts(after):
+        return "reasoning_dropped"
+    if _texts(before) != _texts(after) or _calls(before) != _calls(after):
+        return "message_changed"
+    return "arguments_reserialised" if _arguments(before) != _arguments(after) else None
+
+
+def _untold(last: Asked, now: Asked) -> tuple[Cause, int | None]:
+    """Nothing was sent in other words: has the template left reasoning out?"""
+    for at, message in enumerate(last.history):
+        if any(thought not in now.text for thought in _thoughts(message)):
+            return "reasoning_dropped", at
+    return "template", None
+
+
+def _bills(message: Message) -> bool:
+    return any(_BILLING in text for text in _texts(message))
+
+
+def _texts(message: Message) -> list[str]:
+    return [told for part in message.parts if isinstance(part, Text) and (told := part.text.strip())]
+
+
+def _thoughts(message: Message) -> list[str]:
+    return [part.text.strip() for part in message.parts if isinstance(part, Thinking) and part.text.strip()]
+
+
+def _called(message: Message) -> Iterator[ToolCall]:
+    return (part for part in message.parts if isinstance(part, ToolCall))
+
+
+def _calls(message: Message) -> list[tuple[str, str]]:
+    return [(call.id, call.name) for call in _called(message)]
+
+
+def _arguments(message: Message) -> list[str]:
+    return [call.arguments for call in _called(message)]

@@ -1,0 +1,52 @@
+"""The last prompts of each session, bounded in number and characters: what the next one is held against. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from modelyard.core.request import Message
+from modelyard.telemetry.cause import Asked, Reuse, judge
+
+_EACH = 4  # of one session: side requests come under the same name as the conversation
+_SESSIONS = 1024
+_CHARACTERS = 16 << 20  # of rendered prompts; the messages that they were made of are as many again
+
+Key = tuple[str, str]  # a cache and the session in it
+
+
+class Sessions:
+    def __init__(self, characters: int = _CHARACTERS, sessions: int = _SESSIONS) -> None:
+        self._asked: OrderedDict[Key, list[Asked]] = OrderedDict()
+        self._most, self._sessions, self._held = characters, sessions, 0
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def look(self, key: Key, now: Asked, reused: int, characters: Callable[[int], int], page: int = 1) -> Reuse:
+        """What was reused of this prompt and why not more; it is remembered as its session's last."""
+        earlier = self._asked.pop(key, [])
+        if earlier and earlier[-1].trace == now.trace:
+            self._drop(earlier)  # a second try: its own first one is no earlier prompt
+        found = judge(earlier, now, reused, characters, page)
+        earlier.append(now)
+        self._asked[key] = earlier
+        self._held += len(now.text)
+        if len(earlier) > _EACH:
+            self._held -= len(earlier.pop(0).text)
+        self._shrink()
+        return found
+
+    def answered(self, key: Key, trace: str, output: int, reply: Message | None) -> None:
+        """What came of it, if it is still remembered."""
+        for asked in self._asked.get(key, ()):
+            if asked.trace == trace:
+                asked.output, asked.reply = output, reply
+
+    def _drop(self, earlier: list[Asked]) -> None:
+        self._held -= len(earlier.pop().text)
+
+    def _shrink(self) -> None:
+        while len(self._asked) > self._sessions or (self._held > self._most and len(self._asked) > 1):
+            _, gone = self._asked.popitem(last=False)
+            self._held -= sum(len(one.text) for one in gone)
