@@ -47,7 +47,13 @@ test-clients: install ## install the real coding agents (about 2 GB, once) and r
 test-cluster: install ## the tests that need a Ray cluster: one of three nodes is started, in a network of its own
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(VENV)/ray 'ray>=2.50,<3'
 	PYTHONPATH=$(CURDIR)/$(VENV)/ray unshare --map-root-user --net sh -c \
-		'ip link set lo up && $(BIN)/pytest -m cluster tests/workers'
+		'ip link set lo up && $(BIN)/pytest -m cluster tests/workers tests/engines/conformance'
+
+vllm-env: install ## build an environment in which vLLM runs without a GPU (3.5 GB, once, in the cache folder)
+	$(BIN)/python setup/vllm_env.py
+
+test-vllm: vllm-env ## the tests that run a real vLLM, on the CPU
+	$(BIN)/pytest -m vllm tests/engines tests/e2e
 
 format: install ## format the code and mend what the linter can
 	$(BIN)/ruff format .
@@ -65,4 +71,7 @@ bench-engine: install ## measure the llama.cpp engine beside llama-server (fetch
 bench-agents: install ## replay an agent's session against ours and llama-server
 	$(BIN)/python bench/agents.py $(ARGS)
 
-.PHONY: help install rebuild-engine serve test test-clients test-cluster format architecture bench bench-engine bench-agents
+bench-reuse: install ## run real agents and count the tokens that are read again
+	$(BIN)/python -m bench.reuse $(ARGS)
+
+.PHONY: help install rebuild-engine serve test test-clients test-cluster vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse

@@ -96,7 +96,8 @@ class Clock:
         stack = ExitStack()
         for name, call in vars(binding.short).items():
             stack.enter_context(patch.object(binding.short, name, self.timed(call)))
-        stack.enter_context(patch.object(binding.lib, "llama_decode", self.timed(binding.lib.llama_decode)))
+        for name in ("llama_decode", "llama_synchronize"):
+            stack.enter_context(patch.object(binding.lib, name, self.timed(getattr(binding.lib, name))))
         stack.enter_context(patch.object(context.Cache, "step", self.step(context.Cache.step)))
         return stack
 

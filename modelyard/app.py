@@ -19,9 +19,11 @@ from modelyard.core.errors import Unavailable
 from modelyard.core.store import Store
 from modelyard.footprint import machine
 from modelyard.gateway import Gateway
+from modelyard.gateway.recall import Recall
 from modelyard.house import Household, Reread, defined
 from modelyard.http import server as front
 from modelyard.http.admin.office import Office
+from modelyard.http.admin.siblings import Siblings
 from modelyard.http.auth import Key, check_bind, read_keys
 from modelyard.library.home import cache_folder
 from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE
@@ -38,7 +40,7 @@ from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.papers import Copies, Papers
 from modelyard.telemetry.peers import MetricsPeer
 from modelyard.workbench.mount import Workbench
-from modelyard.workbench.relay import is_keeper, meeting_place
+from modelyard.workbench.relay import is_keeper, meeting_place, own_place
 from modelyard.workers.pool import RemotePool
 from modelyard.workers.store import SharedStore
 
@@ -76,6 +78,7 @@ def compose(
     models = {name: definition.model for name, definition in defined(config).items()}
     scheduler = pool or make_scheduler(config, env)
     scheduler.reconfigure(blueprints(config, {name: model.fault for name, model in models.items()}))
+    store, shared = _store(config, scheduler)
     gateway = Gateway(
         router=router,
         models=models,
@@ -83,13 +86,14 @@ def compose(
         images=Images(config.images),
         metrics=metrics,
         history=History(config.log.history_requests),
+        recall=Recall(store if shared else None),
     )
     metrics.watch_queue(lambda: {name: status.waiting for name, status in scheduler.status().items()})
     if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one tells its figures
         metrics.watch_pool(scheduler.figures)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
     house = Household(config, scheduler, gateway, reread)
-    return Yard(config, keys, scheduler, gateway, house, _front(config, keys, scheduler, gateway, peer, house))
+    return Yard(config, keys, scheduler, gateway, house, _front(config, keys, scheduler, gateway, peer, house, store))
 
 
 def make_scheduler(config: Config, env: Mapping[str, str]) -> Scheduler:
@@ -107,6 +111,14 @@ def key_limits(config: Config) -> dict[str, KeyLimits]:
     return {name: its for name, its in limits.items() if its != KeyLimits()}
 
 
+def _store(config: Config, scheduler: Scheduler | RemotePool) -> tuple[Store, bool]:
+    """What is remembered between requests, and whether other gateways see it, too."""
+    in_memory = config.store.backend == "memory"
+    if in_memory and isinstance(scheduler, RemotePool):
+        return SharedStore(scheduler), True
+    return open_store(config.store), not in_memory
+
+
 def _front(
     config: Config,
     keys: tuple[Key, ...],
@@ -114,9 +126,8 @@ def _front(
     gateway: Gateway,
     peer: MetricsPeer | None,
     house: Household,
+    store: Store,
 ) -> ASGIApp:
-    far = isinstance(scheduler, RemotePool) and config.store.backend == "memory"
-    store: Store = SharedStore(scheduler) if far and isinstance(scheduler, RemotePool) else open_store(config.store)
     settings = config.log
     journal = (
         Journal(settings.debug_dir, settings.debug_max_requests, settings.debug_max_bytes)
@@ -135,9 +146,11 @@ def _front(
         _calm_collector()
         yield
         await _stop(gateway, scheduler)  # not everybody who runs this app says goodbye first
+        await house.close()
         await gateway.close()
         await store.close()
         await workbench.close()
+        await siblings.close()
         if peer is not None:
             await peer.close()
         if journal is not None:
@@ -146,8 +159,9 @@ def _front(
     scrape: Callable[[], Awaitable[bytes]] = gateway.metrics.scrape if peer is None else peer.scrape
     papers = Papers(settings.history_bytes, on=settings.history_texts)
     scribe = papers if journal is None else Copies(journal, papers)
-    office = Office(scheduler, gateway, papers, house, cache_folder() / "tune", time.time)
-    workbench = Workbench(meeting=meeting_place(), keeper=is_keeper())
+    siblings = Siblings(own_place())
+    office = Office(scheduler, gateway, papers, house, cache_folder() / "tune", time.time, siblings)
+    workbench = Workbench(meeting=meeting_place(), keeper=is_keeper(), own=own_place())
     edge = front.Edge(gateway, config.http, keys, store, scrape, scribe, office, workbench)
     built = front.build(edge, life)
     return built

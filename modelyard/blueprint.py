@@ -63,10 +63,16 @@ def blueprint(
 
 
 def is_apart(settings: ModelSettings) -> bool:
-    """Whether the engine gets a process of its own: where that is asked for, or its module says that it should."""
+    """Whether the engine gets a process of its own: where that is asked for, where it has an interpreter of its own, or
+    where its module says that it should."""
     if settings.placement != "auto":
         return settings.placement == "process"
-    return bool(getattr(plugins.load("engines", settings.backend or ""), "OWN_PROCESS", False))
+    if settings.python is not None:
+        return True
+    module = plugins.load("engines", settings.backend or "")
+    if hasattr(module, "own_process"):
+        return bool(module.own_process(settings.options))
+    return bool(getattr(module, "OWN_PROCESS", False))
 
 
 def _altered(
@@ -101,4 +107,4 @@ def _identity(entry: ModelEntry, settings: ModelSettings) -> str:
 
 def _told(backend: str, spec: EngineSpec) -> str:
     caches = sorted((name, repr(info)) for name, info in spec.caches.items())
-    return "\n".join((backend, spec.options.model_dump_json(), repr(caches), repr(spec.modalities)))
+    return "\n".join((backend, spec.options.model_dump_json(), repr(caches), repr(spec.modalities), repr(spec.python)))

@@ -16,6 +16,8 @@ from rich.table import Table
 from modelyard import __version__, stations
 from modelyard.config import ConfigError, Description, Loaded, Problem, describe, json_schema, load
 from modelyard.core.errors import ModelyardError
+from modelyard.measuring.bench import command as bench_command
+from modelyard.tune import command as tune_command
 
 app = typer.Typer(
     name="modelyard",
@@ -238,6 +240,28 @@ def launch(
 
 
 @app.command()
+def explain(
+    session: Annotated[
+        str | None, typer.Argument(help="The end of a session's name; without one, that of the newest request.")
+    ] = None,
+    last: Annotated[int, typer.Option(help="So many requests.", min=1)] = 20,
+    url: UrlOption = "http://127.0.0.1:8000",
+    key: KeyOption = None,
+) -> None:
+    """Show the last requests of a session on a running server: what its cache had of each prompt, and why not more."""
+    from modelyard.recent import COLUMNS, rows
+
+    heading, found = _guarded(rows, url, key, session, last)
+    table = _table(*COLUMNS)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    for row in found:
+        table.add_row(*map(escape, row))
+    out.print(escape(heading), soft_wrap=True)
+    out.print(table)
+
+
+@app.command()
 def workbench(
     url: UrlOption = "http://127.0.0.1:8000",
     port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 takes a free one.")] = 8010,
@@ -371,3 +395,5 @@ def _table(*columns: str) -> Table:
 
 
 stations.add_to(app, _load, _guarded, lambda line: out.print(line, markup=False, soft_wrap=True))
+bench_command.add_to(app, _load, _guarded, out, err)
+tune_command.add_to(app, _load, _guarded, out, err)

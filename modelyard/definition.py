@@ -34,7 +34,8 @@ def define(entry: ModelEntry, settings: ModelSettings) -> Definition:
     notes = _cache_notes(entry)
     try:
         module = plugins.load("engines", entry.backend)
-        plugins.verify(module)
+        if settings.python is None:  # else it need not work here
+            plugins.verify(module)
         options = engine_options(settings)
         kind = module.kind(options)
         text = (_text_parts if kind == "text" else _counting)(entry, settings, module, options, notes)

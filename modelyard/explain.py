@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from modelyard import plugins
@@ -12,20 +13,28 @@ from modelyard.footprint import footprint, machine, sentence
 from modelyard.library import shelf
 from modelyard.library.describe import explain, explain_entry
 from modelyard.router.catalog import ModelEntry
+from modelyard.workers import interpreter
 
 
 def broken_engines(config: Config) -> list[Problem]:
     """Every model whose engine's native library is not here or does not work on this machine."""
-    return [problem for entry in config.router().catalog.models.values() for problem in _broken_engine(entry)]
+    entries = config.router().catalog.models.values()
+    return [problem for entry in entries for problem in _broken_engine(entry, config.models[entry.name].python)]
 
 
-def _broken_engine(entry: ModelEntry) -> Iterator[Problem]:
+def _broken_engine(entry: ModelEntry, python: str | None) -> Iterator[Problem]:
+    """One that runs by another interpreter need not work here; that one must be fit to run it."""
     if entry.backend not in plugins.names("engines"):
         return  # the configuration's own checks have said so
     try:
-        plugins.verify(plugins.load("engines", entry.backend))
+        if python is not None:
+            if interpreter.is_here(python):  # else the configuration's own checks have said so
+                asyncio.run(interpreter.check(python))
+        else:
+            plugins.verify(plugins.load("engines", entry.backend))
     except ModelyardError as error:
-        yield Problem("", f"models.{entry.name}.backend", error.message, "unavailable")
+        field = "backend" if python is None else "python"
+        yield Problem("", f"models.{entry.name}.{field}", error.message, "unavailable")
 
 
 def explain_model(config: Config, name: str) -> list[tuple[str, str]]:

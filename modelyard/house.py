@@ -18,14 +18,17 @@ from modelyard.definition import Definition, define
 from modelyard.footprint import footprint, machine
 from modelyard.gateway import Gateway
 from modelyard.http.admin.office import Particulars, Reloaded
+from modelyard.library.home import cache_folder
 from modelyard.overrides import altered, schemas
 from modelyard.router.settings import ModelSettings
 from modelyard.telemetry.memory import MachineMemory, read_memory
 from modelyard.workers.pool import RemotePool
+from modelyard.workers.tokenizer import known, lay_down
 
 log = logging.getLogger(__name__)
 
 _SECRET = re.compile(r"(^|_)(key|token|secret|password|auth)($|_)", re.IGNORECASE)
+_ABSENT = ("model_file_missing", "tokenizer_missing")  # what a model's fault is where its files are elsewhere
 # Made once, at the start; a change of them waits for the next one.
 _AT_START = ("http", "keys", "log", "store", "images", "scheduler")
 
@@ -37,6 +40,7 @@ class Household:
         self._config, self._pool, self._gateway, self._reread = config, pool, gateway, reread
         self._busy = False
         self._following: asyncio.Task[None] | None = None
+        self._learning: dict[str, asyncio.Task[None]] = {}
 
     def particulars(self, model: str) -> Particulars:
         settings = self._config.models[model]
@@ -75,6 +79,50 @@ class Household:
         except ModelyardError as error:
             log.warning("%s", error.message)
 
+    # --- models whose files only their workers have -------------------------------------------------------------------
+
+    def learn(self, model: str) -> None:
+        """An engine of it is up. Where its tokenizer is not here, the worker has it."""
+        held = self._gateway.models.get(model)
+        absent = held is not None and held.fault is not None and held.fault.code in _ABSENT
+        if absent and model not in self._learning and not self._config.models[model].tokenizer_path:
+            self._learning[model] = asyncio.get_running_loop().create_task(self._learn(model))
+
+    def learn_all(self) -> None:
+        """Of those that are up already."""
+        for name in self._gateway.models:
+            if isinstance(self._pool, RemotePool) and self._pool.engines(name):
+                self.learn(name)
+
+    async def _learn(self, model: str) -> None:
+        try:
+            await self._learned(model, self._config)
+        except (ModelyardError, OSError) as error:
+            log.warning("the tokenizer of %s could not be had from its worker: %s", model, error)
+        finally:
+            del self._learning[model]
+
+    async def _learned(self, model: str, config: Config) -> None:
+        if not isinstance(self._pool, RemotePool):
+            return
+        shelf = cache_folder() / "tokenizers"
+        told = await self._pool.tokenizer(model, await asyncio.to_thread(known, shelf))
+        if told is None:
+            return
+        place = await asyncio.to_thread(lay_down, shelf, told.tokenizer, told.files)
+        settings = config.models[model].model_copy(update={"tokenizer_path": str(place)})
+        entry = config.router().catalog.models[model]
+        found = (await asyncio.to_thread(define, entry, settings)).model
+        if self._config is config:  # else it was read anew meanwhile, and this is of the old one
+            self._gateway.models = {**self._gateway.models, model: found}
+            log.info("the tokenizer of %s came from its worker", model)
+
+    async def close(self) -> None:
+        tasks = [*self._learning.values(), *([self._following] if self._following is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     # --- a new configuration ------------------------------------------------------------------------------------------
 
     async def reload(self, *, alone: bool = False) -> Reloaded:
@@ -110,6 +158,7 @@ class Household:
         self._pool.reconfigure(blueprints(config, {name: model.fault for name, model in models.items()}))
         self._gateway.router, self._gateway.models = router, models
         self._config = config
+        self.learn_all()
         return difference(before, config, tuple(str(problem) for problem in loaded.problems))
 
 

@@ -70,7 +70,8 @@ async def _serve_one(config: Config, reread: Reread, scheduler: str | None = Non
         await pool.ready(_FIRST_WORD_S)
     yard = compose(config, reread=reread, pool=pool)
     if pool is not None:
-        pool.on_edition = yard.house.follow
+        pool.on_edition, pool.on_engine = yard.house.follow, yard.house.learn
+        yard.house.learn_all()
     server = front.server(yard.app, config.http, yard.stop)
     # Alone, it shares its port with nobody: SO_REUSEPORT would let a second server take half of the requests.
     listening = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_models_own_ttl_wins_over_the_general_one(general: float, own: float |
         ({"n_ctx": 99}, False),
         ({"echo": True}, False),
         ({"placement": "process"}, False),
+        ({"placement": "process", "python": sys.executable}, False),
         ({"placement": "inline"}, True),
     ],
 )
@@ -58,6 +60,12 @@ def test_the_identity_changes_with_what_makes_another_engine(change: dict[str, A
 )
 async def test_placement_says_in_which_process_the_engine_runs(placement: str, kind: type):
     assert isinstance(made(placement=placement).make(), kind)
+
+
+async def test_engine_with_an_interpreter_of_its_own_has_a_process_of_its_own():
+    engine = made(python=sys.executable).make()
+    assert isinstance(engine, ApartText)
+    assert engine._spec.python == sys.executable
 
 
 async def test_a_model_with_a_fault_fails_when_it_is_made():

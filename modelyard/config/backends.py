@@ -39,7 +39,7 @@ def engine_options(model: ModelSettings) -> BaseModel:
 
 
 def engine_spec(entry: ModelEntry, model: ModelSettings) -> EngineSpec:
-    return EngineSpec(entry.name, engine_options(model), entry.cache_infos, entry.modalities)
+    return EngineSpec(entry.name, engine_options(model), entry.cache_infos, entry.modalities, model.python)
 
 
 def check_options(models: dict[str, ModelSettings]) -> Iterator[Finding]:

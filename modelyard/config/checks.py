@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from modelyard.config.backends import Finding
 from modelyard.config.problems import suggest
 from modelyard.config.root import Config
+from modelyard.core.errors import InvalidRequest
 from modelyard.router.globs import covers
 from modelyard.router.settings import RouteSettings
+from modelyard.workers import interpreter
 from modelyard.workers.link import address_fault
 
 
@@ -23,10 +25,19 @@ def check(
     yield from _aliases(config)
     yield from _keys(config, env)
     yield from _files(config)
+    yield from _interpreters(config)
     if config.default_model is not None and config.default_model not in public:
         yield ("default_model",), _no("model", config.default_model, public), "error"
     if config.scheduler.endpoint and (told := address_fault(config.scheduler.endpoint)) is not None:
         yield ("scheduler", "endpoint"), told, "error"
+
+
+def _interpreters(config: Config) -> Iterator[Finding]:
+    for name, model in config.models.items():
+        try:
+            interpreter.found(model.python)
+        except InvalidRequest as error:
+            yield ("models", name, "python"), error.message, "unavailable"
 
 
 def _no(what: str, name: str, known: Collection[str]) -> str:

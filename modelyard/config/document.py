@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -38,12 +38,18 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def _table(title: str, text: str, fields: dict[str, FieldInfo], others: dict[str, str]) -> Iterator[str]:
-    yield from (f"### {title}", "", text, "", "| field | type | default | meaning |", "|---|---|---|---|")
+    yield from (f"### {title}", "", text, "")
+    yield from rows(fields, others)
+    yield ""
+
+
+def rows(fields: Mapping[str, FieldInfo], others: Mapping[str, str] = {}) -> Iterator[str]:
+    """One table; `others` are further names of a field."""
+    yield from ("| field | type | default | meaning |", "|---|---|---|---|")
     for name, info in fields.items():
         names = [name, *(other for other, own in others.items() if own == name)]
         spelled = " or ".join(f"`{n}`" for n in names)
         yield f"| {spelled} | {_type(info.annotation)} | {_default(info)} | {info.description} |"
-    yield ""
 
 
 def _type(annotation: Any) -> str:

@@ -4,12 +4,15 @@ A `TextEngine` takes token ids and gives token ids back; templates, stop strings
 `ChatEngine` takes a request and gives events back. An engine module `engines/<backend>` offers
 
     Options             a pydantic model: the backend's own fields of a model definition
+    CAPABILITIES        what it can at best, known without its library; a model and its settings may allow less
     HOLDS_WEIGHTS       False where a second process may open the same engine for free
     REMOTE              True where requests leave this machine (absent means False)
     COUNTS_LOCALLY      True where a chat engine also offers `tokenizer_path` and `chat_template`: it need not be up
     OWN_PROCESS         True where it should get a process of its own unless the settings say otherwise (absent: False)
+    own_process(…)      the same where it depends on the model's fields, which it is given as they are written
     LIVE_OVERRIDES      field → its type with its range: what one load may set for itself (absent: nothing)
     verify()            raises where its native library does not work on this machine (absent: it has none)
+    explain(error, …)   why it did not open, out of the last lines of its process (absent: the error says it)
     kind(options)       "text" or "chat"
     create(spec)        the engine, not yet opened
     estimate(spec, …)   the memory it would take, before anything is loaded
@@ -64,6 +67,7 @@ class Prompt(Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     deadline: float | None = None  # unix time: it crosses processes
     trace: str = ""
+    joint: str | None = None  # jobs that are the same in this, too, and in all that is asked, may share one run
 
     @property
     def n_tokens(self) -> int:
@@ -165,6 +169,7 @@ class EngineInfo(Struct, frozen=True):
     caches: Mapping[str, CacheInfo] = field(default_factory=dict)
     capabilities: Capabilities = Capabilities()
     device: str = "cpu"
+    page: int = 1  # tokens of KV are kept and found again so many at a time; 0: none are kept between requests
 
     @property
     def capacity(self) -> int:
@@ -223,6 +228,7 @@ class EngineSpec(Struct, frozen=True):
     options: Any  # the engine module's own Options
     caches: Mapping[str, CacheInfo]
     modalities: tuple[str, ...] = ("text",)
+    python: str | None = None  # interpreter of the process that it gets; None: this one's
 
 
 class Control(Struct, frozen=True):
@@ -284,6 +290,7 @@ class EngineModule(Protocol):
     """The shape of a module in `engines/`."""
 
     Options: type
+    CAPABILITIES: Capabilities
     HOLDS_WEIGHTS: bool
 
     def kind(self, options: Any) -> Literal["text", "chat"]: ...

@@ -36,13 +36,15 @@ class Thinking(Struct, frozen=True, tag="thinking"):
 
 
 class ToolCall(Struct, frozen=True, tag="tool_call"):
-    """`custom` calls carry free text instead of JSON; `namespace` is the Responses API's, mapped back going out."""
+    """`custom` calls carry free text instead of JSON; `namespace` is the Responses API's, mapped back going out.
+    `verbatim` arguments are the model's own text, remembered: they are rendered as they stand."""
 
     id: str
     name: str
     arguments: str
     namespace: str | None = None
     custom: bool = False
+    verbatim: bool = False
 
 
 class ToolReference(Struct, frozen=True, tag="tool_reference"):
@@ -209,3 +211,4 @@ class Caller(Struct, frozen=True, kw_only=True):
     allow_remote: bool = False
     arrived: float | None = None  # when the request came in, on `time.perf_counter`'s clock
     deadline: float | None = None  # unix time: queue and engine give up on it then
+    idempotency: str | None = None  # the client's own name for this request, the same when it sends it again

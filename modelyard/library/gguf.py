@@ -119,6 +119,31 @@ def read_metadata(file: IO[bytes]) -> dict[str, Any]:
     return dict(_entries(file, count, lists="all"))
 
 
+def without_tensors(path: Path) -> bytes:
+    """The file as if it were the whole of a model that has no tensors: enough to read its vocabulary from."""
+    try:
+        with path.open("rb") as file:
+            _tensors, count = _counts(file)
+            begin, spans = file.tell(), []
+            for name, _ in _entries(file, count, lists="short"):
+                if not name.startswith("split."):  # or the other parts would be looked for
+                    spans.append((begin, file.tell()))
+                begin = file.tell()
+            return _spliced(file, spans)
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidRequest(f"{path} is not a readable GGUF file: {error}", code="model_unreadable") from error
+
+
+def _spliced(file: IO[bytes], spans: list[tuple[int, int]]) -> bytes:
+    file.seek(0)
+    magic, version = _unpack(file, "4sI")
+    told = [struct.pack("<4sIQQ", magic, version, 0, len(spans))]
+    for begin, end in spans:
+        file.seek(begin)
+        told.append(_take(file, end - begin))
+    return b"".join(told)
+
+
 def contents(path: Path) -> tuple[dict[str, Any], list[TensorPlace]]:
     """All of the metadata, and where each tensor lies."""
     try:

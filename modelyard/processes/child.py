@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
-from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Mapping, Sequence
 
 from modelyard.core.errors import NotFound
@@ -19,9 +20,13 @@ _LAST_WORDS = 1.0  # seconds for output that is still in the pipe; a grandchild 
 class Child:
     """`ended` gives the exit code (negative: the signal that ended it). Whoever waits for it shields it."""
 
-    def __init__(self, process: Process, log: RingBuffer) -> None:
-        self._process, self.log = process, log
-        self.ended: asyncio.Task[int] = asyncio.get_running_loop().create_task(self._live())
+    def __init__(self, process: Process, output: int, log: RingBuffer) -> None:
+        """`output` is the end of a pipe that the program writes into; it is closed here."""
+        self._process, self._output, self.log = process, output, log
+        self._loop, self._silent = asyncio.get_running_loop(), asyncio.Event()
+        os.set_blocking(output, False)
+        self._loop.add_reader(output, self._read)
+        self.ended: asyncio.Task[int] = self._loop.create_task(self._live())
 
     def __repr__(self) -> str:
         return f"<Child {self.pid}{' ended' if self.ended.done() else ''}>"
@@ -29,32 +34,62 @@ class Child:
     @classmethod
     async def start(cls, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
         """A program that is not there shows in its output and exit code: the tether runs in between."""
+        # A pipe of our own: asyncio's would hide the program's end for as long as a child of its holds it open.
+        output, theirs = os.pipe()
         try:
             # A session of its own: Ctrl-C in the terminal is for the parent alone.
             process = await asyncio.create_subprocess_exec(
-                *tethered(list(argv)), env=env, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True
+                *tethered(list(argv), group=True),
+                env=env,
+                stdin=DEVNULL,
+                stdout=theirs,
+                stderr=STDOUT,
+                start_new_session=True,
             )
-        except OSError as error:
-            raise NotFound(f"{argv[0]} cannot be started: {error.strerror}", code="program_missing") from error
-        return cls(process, RingBuffer())
+        except BaseException as error:
+            os.close(output)
+            if isinstance(error, OSError):
+                raise NotFound(f"{argv[0]} cannot be started: {error.strerror}", code="program_missing") from error
+            raise
+        finally:
+            os.close(theirs)
+        return cls(process, output, RingBuffer())
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     async def _live(self) -> int:
-        reading = asyncio.get_running_loop().create_task(self._read())
         try:
             code = await self._process.wait()
-            await asyncio.wait({reading}, timeout=_LAST_WORDS)
+            self._sweep()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._silent.wait(), _LAST_WORDS)
             return code
         finally:
-            reading.cancel()
+            self._hush()
 
-    async def _read(self) -> None:
-        output = self._process.stdout
-        while output is not None and (data := await output.read(_AT_ONCE)):
+    def _read(self) -> None:
+        try:
+            data = os.read(self._output, _AT_ONCE)
+        except BlockingIOError:
+            return
+        if data:
             self.log.feed(data)
+        else:
+            self._hush()
+
+    def _hush(self) -> None:
+        """Nothing more is heard of it. Idempotent."""
+        if not self._silent.is_set():
+            self._silent.set()
+            self._loop.remove_reader(self._output)
+            os.close(self._output)
+
+    def _sweep(self) -> None:
+        """Ends what the program has left behind: its own children are of its group, and nobody's any more."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         if not self.ended.done():

@@ -228,7 +228,7 @@ class ModelSettings(BaseModel):
     n_ctx: int | None = Field(
         default=None,
         gt=0,
-        validation_alias=AliasChoices("n_ctx", "gguf_n_ctx", "llama_server_n_ctx"),
+        validation_alias=AliasChoices("n_ctx", "gguf_n_ctx", "llama_server_n_ctx", "vllm_max_model_len"),
         description="Window of a model without [caches]; unset means 4096. Ignored where caches name it.",
     )
     type_k: str | None = Field(
@@ -254,6 +254,12 @@ class ModelSettings(BaseModel):
         default="auto",
         description="Where the engine runs: in the gateway's process, in a child, or as its kind suggests.",
     )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Interpreter of the environment that the engine's own process runs in, such as "
+        "~/vllm-env/bin/python; this program need not be installed there. Unset: the gateway's own.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="The backend's own fields. They may also stand directly in the model's section.",
@@ -269,6 +275,12 @@ class ModelSettings(BaseModel):
             return data
         common = {key: value for key, value in data.items() if key in MODEL_KEYS}
         return common | {"options": data.get("options", {}) | own}
+
+    @model_validator(mode="after")
+    def _python_has_a_process(self) -> Self:
+        if self.python is not None and self.placement == "inline":
+            raise ValueError("python is the interpreter of a process, and placement is inline; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> Self:

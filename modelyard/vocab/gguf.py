@@ -25,6 +25,7 @@ class GgufVocabulary:
         from modelyard.vocab import llama_log
 
         self._lib = lib
+        self._pieces: dict[int, bytes] = {}  # those that were asked for: asking the library takes microseconds
         params = lib.llama_model_default_params()
         params.vocab_only = True
         llama_log.forget()
@@ -84,7 +85,12 @@ class GgufVocabulary:
         return raw.decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        return self._piece(token) if 0 <= token < self.size else b""
+        found = self._pieces.get(token)
+        if found is None:
+            if not 0 <= token < self.size:
+                return b""
+            found = self._pieces[token] = self._piece(token)
+        return found
 
     def _piece(self, token: int) -> bytes:
         buffer = ctypes.create_string_buffer(64)

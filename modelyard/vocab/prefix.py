@@ -12,7 +12,7 @@ generation that was just replaced still holds true answers); only a miss takes t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Protocol, runtime_checkable
 
@@ -22,6 +22,7 @@ from modelyard.vocab.spellings import spelling_pattern
 from modelyard.vocab.words import Words
 
 _FIRST = SENTINEL * 2  # before the key of a first stretch; no stretch of text can begin like this
+_LEARNED = 4  # characters: a shorter stretch, such as a line break, stands in everybody's prompts
 _TOKEN_BYTES = 40  # a reference and an int
 
 
@@ -71,6 +72,7 @@ class PrefixTokens:
         self._vocab = vocab
         single = {cut: ids[0] for cut in cuts if len(ids := vocab.encode(cut)) == 1}
         self._ids_of_cut = single
+        self._cut_ids = frozenset(single.values())
         self._pattern = spelling_pattern(single, group=True)
         self._specials = spelling_pattern((s for s in vocab.specials if len(s) > 1), group=True)
         self._plain_inside = vocab.encode_plain_inside if isinstance(vocab, Cuttable) else vocab.encode_plain
@@ -88,6 +90,32 @@ class PrefixTokens:
             if stretch:
                 ids += young.get(stretch) or self._stretch(cut, stretch)
         return ids
+
+    def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """The model's own spelling of what it said behind a prompt: models do not always cut words into tokens as their
+        tokenizer would, and what the KV cache holds is what they wrote. Texts that are known already stay as they
+        are, and short ones are everybody's."""
+        cuts = self._cut_ids
+        start = next((at for at in range(len(prompt), 0, -1) if prompt[at - 1] in cuts), None)
+        if start is None:
+            return
+        stretch = list(prompt[start:])
+        for token in (*output, None):
+            if token is not None and token not in cuts:
+                stretch.append(token)
+                continue
+            self._learn(stretch)
+            stretch = []
+
+    def _learn(self, ids: list[int]) -> None:
+        try:
+            text = b"".join(map(self._vocab.token_bytes, ids)).decode()
+        except UnicodeDecodeError:
+            return  # it ends in half a character: no prompt will hold it
+        # A control token's spelling in it may be one or a quotation of one: the text alone does not tell.
+        quotes = self._specials is not None and self._specials.search(text) is not None
+        if len(text) >= _LEARNED and not quotes and text not in self._cache:
+            self._cache.put(text, ids)
 
     def fresh(self, text: str) -> int:
         """How many characters `encode` would have to tokenize: the caller sends long ones to a thread."""

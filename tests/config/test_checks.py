@@ -38,6 +38,10 @@ n_ctx = 100
         ('[models.o]\nbackend = "toy"\naliases = ["n"]', "models.o.aliases[0]: 'n' is already the id of a model."),
         ('[[keys]]\nname = "a"', "keys[0]: a key needs exactly one of hash, env and key; found none of them."),
         ('[[keys]]\nname = "a"\nenv = "NOPE"', "keys[0].env: the environment variable 'NOPE' is not set."),
+        (
+            '[models.o]\nbackend = "toy"\npython = "p"\nplacement = "inline"',
+            "models.o: python is the interpreter of a process, and placement is inline",
+        ),
         ('[http]\nssl_certfile = "c.pem"', "http: ssl_certfile is set but ssl_keyfile is not; TLS needs both."),
         ('[http]\nssl_certfile = "c"\nssl_keyfile = "k"', "http.ssl_certfile: there is no file 'c'."),
     ],
@@ -91,3 +95,11 @@ def test_an_address_of_the_scheduler_that_is_none_is_an_error(toml: Loader) -> N
     with pytest.raises(ConfigError, match=r"scheduler\.endpoint: .*is no address"):
         toml(BASE + '[scheduler]\nendpoint = "5555"')
     assert toml(BASE + '[scheduler]\nendpoint = "tcp://127.0.0.1:5555"').problems == []
+
+
+def test_interpreter_that_is_not_here_is_told_and_nothing_worse(toml: Loader) -> None:
+    """The file may be for several machines."""
+    loaded = toml(BASE + '[models.o]\nbackend = "toy"\npython = "/nowhere/python"\n')
+    (problem,) = [each for each in loaded.problems if each.path == "models.o.python"]
+    assert problem.level == "unavailable"
+    assert "there is no such program" in problem.message

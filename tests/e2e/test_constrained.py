@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from modelyard.library import default
+from tests.scanner.patches import GRAMMAR, is_patch
 from tests.serving import Served, serving
 
 WEATHER = {
@@ -127,3 +128,51 @@ def test_keywords_that_no_grammar_enforces_do_not_fail_the_request(real: Served)
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 2, "maxItems": 2}
     got = ask(real, response_format={"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}})
     assert len(json.loads(got.json()["choices"][0]["message"]["content"])) == 2
+
+
+# --- custom tools with a grammar, as Codex offers them ----------------------------------------------------------------
+
+# The same language with an end to each of its parts: even a small model comes to it.
+SHORT = GRAMMAR.replace("/(.+)/", "/.{1,6}/").replace("/(.*)/", "/.{0,6}/").replace("hunk+", "hunk")
+SHORT = SHORT.replace("line+", "line~1..2").replace("(context | changed)+", "(context | changed)~1..2")
+
+
+def patch(real: Served, grammar: str, choice: Any, **fields: Any) -> dict[str, Any]:
+    shape = {"type": "grammar", "syntax": "lark", "definition": grammar}
+    tools = [{"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": shape}]
+    body = {"model": "smollm2", "input": "Write hello to a.py.", "tools": tools, "tool_choice": choice}
+    got = httpx.post(real.url + "/v1/responses", json=body | {"max_output_tokens": 160} | fields, timeout=120)
+    assert got.status_code == 200, got.text
+    return dict(got.json())
+
+
+@pytest.mark.parametrize("choice", [{"type": "custom", "name": "apply_patch"}, "required"])
+def test_a_custom_tools_input_is_of_its_grammar(real: Served, choice: Any) -> None:
+    reply = patch(real, SHORT, choice, parallel_tool_calls=False, temperature=0)
+    (call,) = reply["output"]
+    assert (reply["status"], call["type"], call["name"]) == ("completed", "custom_tool_call", "apply_patch")
+    assert is_patch(call["input"]), call
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_however_it_is_drawn_nothing_but_patches_is_called(real: Served, seed: int) -> None:
+    reply = patch(real, SHORT, "required", temperature=1.5, seed=seed)
+    assert all(is_patch(item["input"]) for item in reply["output"] if item["type"] == "custom_tool_call")
+
+
+def test_a_patch_without_an_end_is_cut_and_never_called(real: Served) -> None:
+    """The grammar as it is has room for any number of lines: what is complete fits it, and nothing else is called."""
+    reply = patch(real, GRAMMAR, "required", max_output_tokens=12, temperature=0)
+    assert reply["status"] == "incomplete"
+    assert "custom_tool_call" not in [item["type"] for item in reply["output"]]
+
+
+def test_a_free_choice_among_custom_tools_still_answers(real: Served) -> None:
+    reply = patch(real, GRAMMAR, "auto", max_output_tokens=24, temperature=0)
+    assert reply["output"]
+    assert all(is_patch(item["input"]) for item in reply["output"] if item["type"] == "custom_tool_call")
+
+
+def test_a_grammar_that_cannot_be_held_to_never_fails_the_request(real: Served) -> None:
+    reply = patch(real, 'start: "(" start? ")"', "auto", max_output_tokens=8, temperature=0)
+    assert reply["output"]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.library.gguf import Facts, facts, read_metadata
-from tests.library.files import gguf_bytes, text, write_gguf
+from modelyard.library.gguf import Facts, facts, read_metadata, without_tensors
+from tests.library.files import gguf_bytes, number, text, write_gguf
 
 
 def test_a_file_tells_architecture_parameters_quantization_and_context(tmp_path: Path):
@@ -48,6 +48,26 @@ def test_a_damaged_head_is_read_or_refused_but_never_breaks_the_reader(
     file.write_bytes(data[:at] + noise + data[at + len(noise) :])
     with suppress(InvalidRequest):
         assert isinstance(facts(file), Facts)
+
+
+def test_without_its_tensors_a_file_still_says_all_else_and_is_no_part_of_another(tmp_path: Path):
+    (tmp_path / "a.gguf").write_bytes(file(text("split.count") + struct.pack("<IH", 2, 3), *ENTRIES).getvalue())
+    alone = without_tensors(tmp_path / "a.gguf")
+    assert alone == b"GGUF" + struct.pack("<IQQ", 3, 0, len(ENTRIES)) + b"".join(ENTRIES)
+    assert read_metadata(io.BytesIO(alone)) == {"name": "toy", "tokens": ["a", "bc"], "size": 7}
+
+
+def test_without_tensors_a_broken_file_is_a_sentence(tmp_path: Path):
+    (tmp_path / "a.gguf").write_bytes(gguf_bytes()[:100])
+    with pytest.raises(InvalidRequest, match=r"a\.gguf is not a readable GGUF file: "):
+        without_tensors(tmp_path / "a.gguf")
+
+
+ENTRIES = (
+    text("name") + struct.pack("<I", 8) + text("toy"),
+    text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc"),
+    number("size", 7),
+)
 
 
 # --- the whole metadata, lists included ------------------------------------------------------------------------------

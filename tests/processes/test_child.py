@@ -65,6 +65,34 @@ async def test_a_death_is_known_without_asking() -> None:
     assert repr(child) == f"<Child {child.pid} ended>"
 
 
+HEIR = """
+import subprocess, sys
+heir = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session={apart})
+print(heir.pid, flush=True)
+print("up", flush=True)
+"""
+
+
+async def test_what_it_leaves_behind_ends_with_it() -> None:
+    child = await started(HEIR.format(apart=False) + "import signal; signal.pause()")
+    await until_up(child)
+    heir = psutil.Process(int(child.log.lines()[0]))
+    os.kill(child.pid, signal.SIGKILL)
+    assert await child.ended == -signal.SIGKILL
+    await asyncio.to_thread(heir.wait, 60)
+
+
+async def test_its_end_is_known_although_an_heir_in_another_group_holds_its_output_open() -> None:
+    child = await started(HEIR.format(apart=True))
+    assert await child.ended == 0
+    heir = psutil.Process(int(child.log.lines()[0]))
+    try:
+        assert heir.is_running()
+    finally:
+        heir.kill()
+        await asyncio.to_thread(heir.wait, 60)
+
+
 async def test_a_program_that_is_not_there_says_so_in_its_output() -> None:
     child = await Child.start(["/no/such/program"])
     assert await child.ended == 1

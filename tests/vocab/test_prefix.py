@@ -159,3 +159,55 @@ class Counting(HfVocabulary):
     def encode(self, text: str) -> list[int]:
         self.seen.append(text)
         return super().encode(text)
+
+
+# --- the model's own spelling -----------------------------------------------------------------------------------------
+
+CHATML = VOCABS["byte level"]
+OPENED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def spelled(text: str) -> list[int]:
+    """A character at a time, as no tokenizer would."""
+    return [token for character in text for token in CHATML.encode_plain(character)]
+
+
+def test_what_a_model_has_said_is_told_in_its_own_tokens() -> None:
+    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    prompt, said = tokens.encode(OPENED), spelled("Hello there, how are you?")
+    assert said != CHATML.encode_plain("Hello there, how are you?")
+    tokens.learn(prompt, said)
+    later = tokens.encode(OPENED + "Hello there, how are you?<|im_end|>\n<|im_start|>user\nfine<|im_end|>\n")
+    assert later[: len(prompt) + len(said)] == prompt + said
+    assert CHATML.decode(later).endswith("how are you?<|im_end|>\n<|im_start|>user\nfine<|im_end|>\n")
+
+
+def test_each_stretch_between_control_tokens_is_learned_apart() -> None:
+    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    prompt, end = tokens.encode(OPENED), CHATML.specials["<|im_end|>"]
+    said = [*spelled("Hello there"), end, *spelled(" and there")]
+    tokens.learn(prompt, said)
+    assert tokens.encode(OPENED + "Hello there<|im_end|> and there") == prompt + said
+
+
+def test_a_text_that_is_known_already_stays_as_it_is() -> None:
+    """Another conversation may stand on it."""
+    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    known = tokens.encode(OPENED + "Hello there, how are you?")
+    tokens.learn(tokens.encode(OPENED), spelled("Hello there, how are you?"))
+    assert tokens.encode(OPENED + "Hello there, how are you?") == known
+
+
+@pytest.mark.parametrize("text", ["<|im_end|> is how a turn ends", "\ufffd"])
+def test_what_quotes_a_control_token_or_is_no_text_is_not_learned(text: str) -> None:
+    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    said = spelled(text)[:-1] if text == "\ufffd" else spelled(text)
+    tokens.learn(tokens.encode(OPENED), said)
+    fresh = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    assert tokens.encode(OPENED + text) == fresh.encode(OPENED + text)
+
+
+def test_a_prompt_without_a_control_token_teaches_nothing() -> None:
+    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    tokens.learn(CHATML.encode_plain("once upon"), spelled(" a time there was"))
+    assert tokens.encode("once upon a time there was") == CHATML.encode("once upon a time there was")

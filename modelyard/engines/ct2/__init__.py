@@ -17,11 +17,13 @@ from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.ct2 import folder
+from modelyard.engines.ct2.call import CAPABILITIES
 from modelyard.engines.ct2.estimate import estimate
 from modelyard.engines.ct2.options import LIVE_OVERRIDES, Options
 from modelyard.plugins import MissingLibrary
 
 __all__ = [
+    "CAPABILITIES",
     "HOLDS_WEIGHTS",
     "LIVE_OVERRIDES",
     "Options",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelyard.core.engine import Prompt
+from modelyard.core.engine import Capabilities, Prompt
 from modelyard.core.request import Sampling
 from modelyard.engines.ct2.options import Options
 
@@ -30,6 +30,7 @@ IGNORED = (
     "seed",
     "logit_bias",
 )
+CAPABILITIES = Capabilities(logprobs=True, ignored=IGNORED)
 
 Call = dict[str, Any]
 

@@ -22,7 +22,6 @@ from msgspec.structs import replace
 from modelyard.core.engine import (
     Accepted,
     CacheInfo,
-    Capabilities,
     Chunk,
     Control,
     EngineInfo,
@@ -46,7 +45,7 @@ from modelyard.core.errors import (
 from modelyard.engines.ct2 import folder
 from modelyard.engines.ct2.batch import Batch
 from modelyard.engines.ct2.batching import next_batch
-from modelyard.engines.ct2.call import IGNORED, is_beam
+from modelyard.engines.ct2.call import CAPABILITIES, is_beam
 from modelyard.engines.ct2.job import Job
 from modelyard.engines.ct2.options import Options
 
@@ -61,7 +60,7 @@ class Ct2Engine:
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
-        self.info = EngineInfo("ct2", dict(spec.caches), Capabilities(logprobs=True, ignored=IGNORED))
+        self.info = EngineInfo("ct2", dict(spec.caches), CAPABILITIES, page=0)
         self._workers = self.options.workers(self.info.capacity)
         self._pool = ThreadPoolExecutor(self._workers, f"ct2:{spec.model}")
         self._held: list[Any] = []  # the generator, once it is loaded

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.engines.fake.base import CAPABILITIES
 from modelyard.engines.fake.chat import FakeChatEngine
 from modelyard.engines.fake.options import LIVE_OVERRIDES, Options, chat_template, tokenizer_path
 from modelyard.engines.fake.text import FakeTextEngine
 
 __all__ = [
+    "CAPABILITIES",
     "HOLDS_WEIGHTS",
     "KIND",
     "LIVE_OVERRIDES",

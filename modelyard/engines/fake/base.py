@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgress
 from modelyard.core.errors import Internal, ModelyardError, Unavailable
 from modelyard.core.request import Constraint, Sampling
@@ -19,6 +21,15 @@ from modelyard.engines.fake.script import Rule, Script, Step
 from modelyard.vocab.hf import HfVocabulary
 
 log = logging.getLogger(__name__)
+
+CAPABILITIES = Capabilities(
+    modalities=("text", "image"),
+    structured=True,
+    logprobs=True,
+    lora=True,
+    embeddings=True,
+    ignored=Sampling.__struct_fields__,
+)
 
 
 class Job(Protocol):
@@ -96,11 +107,7 @@ def crash(error: Exception) -> ModelyardError:
 
 
 def _capabilities(spec: EngineSpec, embeddings: bool) -> Capabilities:
-    return Capabilities(
-        modalities=spec.modalities,
-        structured=True,
-        logprobs=embeddings,
-        lora=embeddings,
-        embeddings=embeddings,
-        ignored=Sampling.__struct_fields__,
+    """`embeddings`: it takes tokens, and not conversations."""
+    return replace(
+        CAPABILITIES, modalities=spec.modalities, logprobs=embeddings, lora=embeddings, embeddings=embeddings
     )

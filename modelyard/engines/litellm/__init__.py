@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
-from modelyard.engines.litellm.engine import LiteLlmEngine
+from modelyard.engines.litellm.engine import CAPABILITIES, LiteLlmEngine
 from modelyard.engines.litellm.library import verify
 from modelyard.engines.litellm.options import Options
 
-__all__ = ["HOLDS_WEIGHTS", "LIVE_OVERRIDES", "REMOTE", "Options", "create", "estimate", "kind", "verify"]
+__all__ = [
+    "CAPABILITIES",
+    "HOLDS_WEIGHTS",
+    "LIVE_OVERRIDES",
+    "REMOTE",
+    "Options",
+    "create",
+    "estimate",
+    "kind",
+    "verify",
+]
 
 HOLDS_WEIGHTS = False
 REMOTE = True

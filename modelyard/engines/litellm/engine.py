@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, EngineStats, Generation, OnProgress
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
@@ -23,6 +24,13 @@ from modelyard.engines.upstream.retry import Patience, Refused, patiently
 from modelyard.protocols import openai_chat
 from modelyard.protocols.sse import frame
 
+CAPABILITIES = Capabilities(
+    modalities=("text", "image"),
+    structured=True,
+    logprobs=True,
+    ignored=tuple(name for name in Sampling.__struct_fields__ if name not in PASSED),
+)
+
 
 class LiteLlmEngine:
     """It is never lost: a provider that is away fails requests, one by one."""
@@ -31,7 +39,8 @@ class LiteLlmEngine:
         self._model, self._options = spec.model, cast(Options, spec.options)
         self._name = f"the provider of {spec.model!r}"
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self.info = EngineInfo("litellm", dict(spec.caches), _capabilities(spec), device="remote")
+        can = replace(CAPABILITIES, modalities=spec.modalities)
+        self.info = EngineInfo("litellm", dict(spec.caches), can, device="remote")
         self._patience = Patience(self._options.litellm_max_retries, self._options.litellm_timeout_s)
         self._jobs = Jobs()
         self._library: ModuleType | None = None
@@ -115,12 +124,3 @@ def _key(model: str, options: Options) -> str | None:
             code="remote_key_missing",
         )
     return os.environ[name] if name is not None else None
-
-
-def _capabilities(spec: EngineSpec) -> Capabilities:
-    return Capabilities(
-        modalities=spec.modalities,
-        structured=True,
-        logprobs=True,
-        ignored=tuple(name for name in Sampling.__struct_fields__ if name not in PASSED),
-    )

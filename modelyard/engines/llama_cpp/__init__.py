@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.llama_cpp import files, verdict
+from modelyard.engines.llama_cpp import devices, files, verdict
 from modelyard.engines.llama_cpp.estimate import estimate
-from modelyard.engines.llama_cpp.options import LIVE_OVERRIDES, Options
+from modelyard.engines.llama_cpp.options import CAPABILITIES, LIVE_OVERRIDES, Options
 
 __all__ = [
+    "CAPABILITIES",
     "HOLDS_WEIGHTS",
     "LIVE_OVERRIDES",
     "Options",
@@ -18,11 +20,18 @@ __all__ = [
     "create",
     "estimate",
     "kind",
+    "own_process",
     "tokenizer_path",
     "verify",
 ]
 
 HOLDS_WEIGHTS = True
+
+
+def own_process(options: Mapping[str, Any]) -> bool:
+    """On a GPU a step takes half a millisecond: there every wait for the gateway's own work would be felt."""
+    layers = options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", -1))
+    return devices.uses_gpus(layers)
 
 
 def kind(options: Options) -> Literal["text", "chat"]:

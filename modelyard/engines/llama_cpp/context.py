@@ -53,6 +53,8 @@ class Cache:
         self._batch = Batch(max(ubatch, info.parallel))
         self.places, self.slots = places, places.slots
         self.jobs: dict[int, Job] = {}  # by sequence
+        # A GPU is still at it when decode returns. Whoever then asks for logits waits, and that call keeps the GIL.
+        self._may_wait = bool(lib.llama_supports_gpu_offload())
         self._wardrobe = wardrobe
         self._worn: Adapters = ()  # by the context, since the last step
         self.speculator: Speculator | None = None
@@ -134,21 +136,40 @@ class Cache:
         if not self._decoded(jobs):
             return None
         self.places.kv.decoded(0, 0.0)
-        best = best_of(self._raw, len(jobs), self._n_vocab) if self._choir is jobs and self._alike else None
+        if self._choir is jobs and self._alike:
+            for (index, job), token in zip(jobs.items(), best_of(self._raw, len(jobs), self._n_vocab), strict=True):
+                self._say(index, job, token)
+            return 0
         for row, (index, job) in enumerate(jobs.items()):
             job.done += 1
             said = Said([], [] if job.prompt.logprobs is not None else None)
-            ending = self._draw(job, row, said, None if best is None else best[row])
+            ending = self._draw(job, row, said)
             self._settle(job, index, [], 0, said)
             self.places.read(self.slots[index], job)
             if ending is not None:
                 self._finish(index, *ending)
         return 0
 
+    def _say(self, index: int, job: Job, token: int) -> None:
+        """A token that is known, that no grammar binds and nobody asks the odds of."""
+        job.done += 1
+        ending: Ending | None = ("stop", None)
+        if token not in job.stops:
+            job.append(token)
+            self._emit(job, [Tokens([token])], False)
+            ending = self._ending(job)
+        if self.speculator is not None:
+            self.speculator.heard(index, 0, 0, token)
+        self.places.read(self.slots[index], job)
+        if ending is not None:
+            self._finish(index, *ending)
+
     def _decoded(self, sequences: Iterable[int]) -> bool:
         code = lib.llama_decode(self._raw, self._batch.raw)
         if code != 0:
             self._failed(list(sequences), code)
+        elif self._may_wait:
+            lib.llama_synchronize(self._raw)
         return bool(code == 0)
 
     def _wear(self, adapters: Adapters) -> None:
@@ -206,12 +227,12 @@ class Cache:
         if said.ids:
             self._emit(job, [Tokens(said.ids, said.logprobs)], False)
 
-    def _draw(self, job: Job, row: int, said: Said, best: int | None = None) -> Ending | None:
-        """The next token, or why there is none; and whether it was the last. `best` where it is known already."""
+    def _draw(self, job: Job, row: int, said: Said) -> Ending | None:
+        """The next token, or why there is none; and whether it was the last."""
         wanted = job.prompt.logprobs
         raw = logits_of(self._raw, row, self._n_vocab).copy() if wanted is not None else None
         try:
-            token = self._pick(job, row) if best is None else best
+            token = self._pick(job, row)
         except ModelyardError as error:
             return "error", error
         if token in job.stops or token < 0:

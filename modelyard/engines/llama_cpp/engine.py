@@ -19,7 +19,6 @@ from typing import Any
 
 from modelyard.core.engine import (
     CacheInfo,
-    Capabilities,
     Chunk,
     Control,
     Embeddings,
@@ -51,7 +50,7 @@ from modelyard.engines.llama_cpp.embedding import Desk
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.engines.llama_cpp.keeper import Keeper, keeper_for
 from modelyard.engines.llama_cpp.masks import Mask, Masks, Triggered
-from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.options import CAPABILITIES, Options
 from modelyard.engines.llama_cpp.orders import Order, fault_of, obeyed, tried
 from modelyard.engines.llama_cpp.places import acquaint, places_for
 from modelyard.engines.llama_cpp.replay import Replay, replay_for
@@ -72,10 +71,7 @@ class LlamaEngine:
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
-        able = Capabilities(
-            modalities=("text",), structured=True, logprobs=True, embeddings=True, lora=True, ignored=("beam_size",)
-        )
-        self.info = EngineInfo("llama_cpp", dict(spec.caches), able)
+        self.info = EngineInfo("llama_cpp", dict(spec.caches), CAPABILITIES)
         self._inbox: SimpleQueue[Job | Order | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loading: asyncio.Task[None] | None = None

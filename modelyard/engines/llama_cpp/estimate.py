@@ -21,6 +21,7 @@ from msgspec import Struct
 from modelyard.core.engine import CacheInfo, EngineSpec, Machine, Memory
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp.attention import mode
+from modelyard.engines.llama_cpp.devices import seen
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.library.gguf import outline
 from modelyard.library.places import locate, parts
@@ -103,7 +104,7 @@ def _count(told: Any) -> int:
 
 def estimate(spec: EngineSpec, machine: Machine) -> Memory:
     model = shape(locate(spec.options.path))
-    return memory_of(model, spec.options, spec.caches, machine, draft_shape(spec.options))
+    return memory_of(model, spec.options, spec.caches, seen(machine), draft_shape(spec.options))
 
 
 def draft_shape(options: Options) -> Shape | None:

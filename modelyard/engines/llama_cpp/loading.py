@@ -131,7 +131,7 @@ def _parameters(info: CacheInfo, options: Options) -> Any:
     # A decode of more rows than n_batch is an assertion in llama.cpp, and each stream needs one.
     params.n_batch = max(options.n_batch, options.n_ubatch, info.parallel)
     params.n_ubatch = options.n_ubatch
-    params.n_threads = params.n_threads_batch = threads(info, options)
+    params.n_threads, params.n_threads_batch = threads(info, options), batch_threads(info, options)
     params.flash_attn_type = attention.NUMBERS[attention.mode(options, gpu=uses_gpus(options))]
     params.type_k, params.type_v = _type(info.type_k), _type(info.type_v)
     params.kv_unified, params.no_perf = False, True
@@ -161,9 +161,15 @@ def threads(info: CacheInfo, options: Options) -> int:
     return options.of(info).n_threads or default_threads()
 
 
+def batch_threads(info: CacheInfo, options: Options) -> int:
+    """Where several tokens are computed at once, which is work for more cores than a single one."""
+    return options.n_threads_batch or threads(info, options)
+
+
 def most_threads(spec: EngineSpec) -> int:
     """Of all contexts that a model may have; that for embeddings has no settings of its own."""
-    return max(threads(info, spec.options) for info in (CacheInfo(1), *spec.caches.values()))
+    counts = (threads, batch_threads)
+    return max(count(info, spec.options) for info in (CacheInfo(1), *spec.caches.values()) for count in counts)
 
 
 def default_threads() -> int:

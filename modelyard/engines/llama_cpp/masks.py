@@ -8,33 +8,23 @@ grammar's strings: grammars name them by id. On SmolLM2-135M with one thread a m
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from modelyard.core.errors import InvalidRequest, Unsupported
+from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
+from modelyard.engines.grammars import Grammars
 from modelyard.engines.llama_cpp.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
 Logits = npt.NDArray[np.float32]
-
-# The compiler goes as deep as rules refer to each other, and where the stack ends it takes the process with it: there
-# is room for the deepest grammar of this length. Memory that is never touched costs nothing.
-_STACK = 1 << 28
-_LONGEST, _LONGEST_WRITTEN = 1 << 18, 1 << 15  # of schemas and tools; of a client's own grammar: some take time squared
-_KEPT = 16  # compiled grammars: agents send the same tools with every turn
-# One way to write it: small models that may put white space anywhere never stop doing so.
-_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_FIELDS = {"gbnf": "grammar", "regex": "regex", "lark": "lark", "json_schema": "response_format"}
 
 
 class Masks:
@@ -46,24 +36,20 @@ class Masks:
     def __init__(self, vocab: Any, n_vocab: int) -> None:
         self._vocab, self._n_vocab = vocab, n_vocab
         self._tokens: Tokens | None = None
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
+        self._grammars = Grammars(lambda: self._all().tokenizer)
 
     def order(self, constraint: Constraint) -> Future[Mask | Triggered | None]:
         """`make`, on the thread for it."""
-        if self._pool is None:
-            self._pool = _roomy_thread()
-        return self._pool.submit(self.make, constraint)
+        return self._grammars.submit(partial(self.make, constraint))
 
     def close(self) -> None:
         """Waits for what is being compiled; what has not begun is cancelled."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._grammars.close()
 
     def make(self, constraint: Constraint) -> Mask | Triggered | None:
         """None where the constraint is dropped: a grammar that nobody asked for must not fail a request."""
         try:
-            mask = Mask(self._matcher(constraint), self._n_vocab)
+            mask = Mask(self._grammars.matcher(constraint), self._n_vocab)
         except InvalidRequest as error:
             if not constraint.trigger:
                 raise
@@ -71,63 +57,10 @@ class Masks:
             return None
         return Triggered(mask, constraint.trigger, self._all()) if constraint.trigger else mask
 
-    def _matcher(self, constraint: Constraint) -> LLMatcher:
-        key = constraint.kind, constraint.text
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(constraint)
-        self._compiled.move_to_end(key)
-        if len(self._compiled) > _KEPT:
-            self._compiled.popitem(last=False)
-        return self._compiled[key].deep_copy()
-
-    def _compile(self, constraint: Constraint) -> LLMatcher:
-        longest = _LONGEST if constraint.tools or constraint.kind == "json_schema" else _LONGEST_WRITTEN
-        if len(constraint.text) > longest:
-            raise _unusable(constraint, f"it is longer than {longest} characters")
-        matcher = LLMatcher(self._all().tokenizer, _grammar(constraint), log_level=0)
-        if matcher.is_error():
-            raise _unusable(constraint, matcher.get_error())
-        return matcher
-
     def _all(self) -> Tokens:
         if self._tokens is None:  # a second for a large vocabulary: only where somebody asks for it
             self._tokens = Tokens(self._vocab, self._n_vocab)
         return self._tokens
-
-
-def _roomy_thread() -> ThreadPoolExecutor:
-    pool, usual = ThreadPoolExecutor(1, "grammars"), threading.stack_size(_STACK)
-    try:
-        pool.submit(int)  # starts the thread
-    finally:
-        threading.stack_size(usual)
-    return pool
-
-
-def _grammar(constraint: Constraint) -> str:
-    text = constraint.text
-    try:
-        match constraint.kind:
-            case "json_object":
-                return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_SPACING)
-            case "json_schema":
-                return LLMatcher.grammar_from_json_schema(text or "{}", overrides=_SPACING)
-            case "gbnf":
-                return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
-            case "regex":
-                return LLMatcher.grammar_from_regex(text)
-    except Exception as error:  # the converter raises nothing more special
-        raise _unusable(constraint, str(error)) from error
-    if not text:
-        raise Unsupported(
-            "this model's way to call tools has no grammar: a call cannot be required", param="tool_choice"
-        )
-    return LLMatcher.grammar_from_lark(text)
-
-
-def _unusable(constraint: Constraint, words: str) -> InvalidRequest:
-    param = "tools" if constraint.tools else _FIELDS.get(constraint.kind)
-    return InvalidRequest(f"the {constraint.kind} cannot be compiled: {words.strip()}", code="bad_grammar", param=param)
 
 
 class Mask:

@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from modelyard.core.engine import CacheInfo
+from modelyard.core.engine import CacheInfo, Capabilities
 
 _KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 _Count = Annotated[int, Field(ge=1, le=1 << 24)]
+
+CAPABILITIES = Capabilities(structured=True, logprobs=True, embeddings=True, lora=True, ignored=("beam_size",))
 
 # field → its type with its range: what one load may set for itself, through the admin API
 LIVE_OVERRIDES: dict[str, Any] = {
@@ -18,6 +20,7 @@ LIVE_OVERRIDES: dict[str, Any] = {
     "type_v": _KvType,
     "n_gpu_layers": Annotated[int, Field(ge=-1, le=10_000)],
     "n_threads": Annotated[int, Field(ge=1, le=1024)],
+    "n_threads_batch": Annotated[int, Field(ge=1, le=1024)],
     "n_batch": _Count,
     "n_ubatch": _Count,
     "flash_attn": Literal["auto", "on", "off"],
@@ -54,6 +57,12 @@ class Options(BaseModel):
         description="Layers on the GPU; -1 means all that a GPU build can take.",
     )
     n_threads: int | None = Field(default=None, gt=0, description="CPU threads; unset means the physical cores.")
+    n_threads_batch: int | None = Field(
+        default=None,
+        gt=0,
+        description="CPU threads where several tokens are computed at once: reading a prompt, several streams; unset "
+        "means n_threads.",
+    )
     n_batch: int = Field(default=2048, gt=0, description="Tokens handed over at a time.")
     n_ubatch: int = Field(default=512, gt=0, description="Tokens computed at a time: the longest wait of a stream.")
     flash_attn: bool | Literal["auto", "on", "off"] | None = Field(
@@ -73,6 +82,12 @@ class Options(BaseModel):
         "that an edited conversation is not read from its start.",
     )
     checkpoint_mb: int = Field(default=512, ge=0, description="MiB that the checkpoints of one sequence may take.")
+    parked_mb: int = Field(
+        default=1024,
+        ge=0,
+        description="MiB of memory a cache for the KV of conversations that had to make room: they come back without "
+        "being read anew. 0: they are forgotten.",
+    )
     kv_store: bool | str = Field(
         default=False,
         description="Save the KV of every cache when the model is unloaded and restore it when it is loaded: in this "
@@ -110,6 +125,11 @@ class Options(BaseModel):
         default=0.75, ge=0, le=1, description="The draft model goes on while its best token is at least this likely."
     )
 
+    replay: str | None = Field(
+        default=None,
+        description="For tests: a file of scripted answers, said instead of what the model would say. Prompts are read "
+        "and cached as ever.",
+    )
     lora: dict[str, OneLora] = Field(
         default_factory=dict, description="LoRA adapters by the name that requests ask for: a path, or path and scale."
     )

@@ -14,9 +14,11 @@ import numpy as np
 from modelyard.core.engine import Accepted, CacheInfo, SequenceStats
 from modelyard.engines.llama_cpp import checkpoints, sequences
 from modelyard.engines.llama_cpp.checkpoints import Bound, Checkpoint
+from modelyard.engines.llama_cpp.free import machine
 from modelyard.engines.llama_cpp.image import Image, hashed
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.parking import Lot
 from modelyard.engines.llama_cpp.sequences import Choice, Ids, Slot
 from modelyard.engines.llama_cpp.state import Kv, layout
 
@@ -26,13 +28,13 @@ _EMPTY: Ids = np.zeros(0, np.int32)
 class Places:
     """Belongs to the engine's thread, as the context does."""
 
-    def __init__(self, info: CacheInfo, kv: Kv, bound: Bound) -> None:
-        self.kv, self._bound = kv, bound
+    def __init__(self, info: CacheInfo, kv: Kv, bound: Bound, parked: int = 0) -> None:
+        self.kv, self._bound, self.lot = kv, bound, Lot(parked)
         self.slots = [Slot(index, _EMPTY) for index in range(info.parallel)]
         self.kin: list[Places] = []  # of other caches, whose KV would mean the same here
         self._clock = 0
         self._adopted = 0
-        self.reused = self.copied = self.restored = self.evicted = 0
+        self.reused = self.copied = self.restored = self.fetched = self.evicted = 0
 
     # --- a job comes ------------------------------------------------------------------------------------------------
 
@@ -42,6 +44,7 @@ class Places:
         choice = sequences.choose(self.slots, job.ids, session, adapters)
         slot = self.slots[choice.index]
         partings = [] if self.kv.can_cut else [sequences.common(other.tokens, job.ids) for other in self.slots]
+        lost = choice.evicted and not self._park(slot)
         keep = self._prepare(choice, job)
         slot.file = None if choice.evicted else slot.file  # that is another conversation's
         slot.saved = slot.saved if keep >= slot.saved else 0
@@ -51,8 +54,8 @@ class Places:
         if not self.kv.can_cut and self._bound.count:
             job.pauses = checkpoints.places(len(job.ids), keep, partings, slot.checkpoints)
         self.reused += keep
-        self.evicted += choice.evicted
-        return slot, Accepted(keep, keep if keep < len(job.ids) else None, choice.evicted)
+        self.evicted += lost
+        return slot, Accepted(keep, keep if keep < len(job.ids) else None, lost)
 
     def _use(self, slot: Slot) -> None:
         self._clock += 1
@@ -64,10 +67,38 @@ class Places:
         slot, most = self.slots[choice.index], len(job.ids) - 1
         wanted = job.ids[:most]
         own = sequences.reach(slot, wanted, job.prompt.adapters, can_cut=self.kv.can_cut)
+        own = self._fetch(slot, wanted, job, own)
         copied = self._copy(slot, wanted, job.prompt.adapters, own)
         keep = self._rewind(slot, sequences.common(slot.tokens, wanted) if slot.adapters == job.prompt.adapters else 0)
         self.copied += max(0, keep - own) if copied else 0
         return keep
+
+    def _park(self, slot: Slot) -> bool:
+        """Out of the context, to come back; False where it is not worth it. Errands are over when they are answered."""
+        if slot.priority == "background" or not self.lot.limit:
+            return False
+        size = self.kv.size(slot.index)
+        if not self.lot.has_room(size) or size > machine(with_gpus=False).ram_free // 2:
+            return False
+        image = self.image(slot) if sequences.pays(len(slot.tokens), 2 * size, self.kv.costs) else None
+        if image is not None:
+            self.lot.park(image)
+        return image is not None
+
+    def _fetch(self, slot: Slot, wanted: Ids, job: Job, own: int) -> int:
+        """A parked conversation into the sequence, where it has more of what is wanted; how much the sequence has."""
+        found = self.lot.best(wanted, job.prompt.adapters, can_cut=self.kv.can_cut_copies)
+        if found is None or not sequences.pays(found[1] - own, found[0].size, self.kv.costs):
+            return own
+        image, reach = found
+        if not self.kv.put(slot.index, image.state):
+            self.clear(slot)
+            return 0
+        slot.tokens, slot.checkpoints, slot.adapters, slot.file = image.tokens, image.checkpoints, image.adapters, None
+        if image.session == hashed(job.prompt.session):
+            self.lot.remove(image)  # it is back; the others go on waiting for their own turn
+        self.fetched += reach - own
+        return reach
 
     def _copy(self, slot: Slot, wanted: Ids, adapters: sequences.Adapters, own: int) -> bool:
         """KV from whoever holds most of what is wanted, where that is cheaper than reading it."""
@@ -186,7 +217,7 @@ class Places:
 
 def places_for(raw: Any, info: CacheInfo, options: Options) -> Places:
     kv = Kv(raw, info.window, layout(info, options))
-    return Places(info, kv, Bound(options.checkpoints, options.checkpoint_mb << 20))
+    return Places(info, kv, Bound(options.checkpoints, options.checkpoint_mb << 20), options.parked_mb << 20)
 
 
 def acquaint(all_: Sequence[Places]) -> None:

@@ -19,7 +19,7 @@ Where another sequence holds more of the prompt, its KV may be copied, which tak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,17 @@ class Slot(Struct):
     checkpoints: checkpoints.Held = ()
     file: str | None = None  # of the same conversation; it holds the first `saved` tokens, 0 where they have changed
     saved: int = 0
+
+
+class Holder(Protocol):
+    """What holds KV: a sequence, or a conversation that was taken out of one."""
+
+    @property
+    def tokens(self) -> Ids: ...
+    @property
+    def adapters(self) -> Adapters: ...
+    @property
+    def checkpoints(self) -> checkpoints.Held: ...
 
 
 class Choice(Struct, frozen=True):
@@ -107,15 +118,15 @@ class Costs(Struct):
     byte: float = 5e-10
 
 
-def reach(slot: Slot, prompt: Ids, adapters: Adapters, *, can_cut: bool) -> int:
-    """For how many of the prompt's tokens the sequence's KV can stand: all that it shares, or where it cannot be cut
-    there, up to the last place where it can be taken up again."""
-    if slot.adapters != adapters:
+def reach(held: Holder, prompt: Ids, adapters: Adapters, *, can_cut: bool) -> int:
+    """For how many of the prompt's tokens this KV can stand: all that it shares, or where it cannot be cut there, up to
+    the last place where it can be taken up again."""
+    if held.adapters != adapters:
         return 0
-    shared = common(slot.tokens, prompt)
-    if can_cut or shared == len(slot.tokens):
+    shared = common(held.tokens, prompt)
+    if can_cut or shared == len(held.tokens):
         return shared
-    found = checkpoints.before(slot.checkpoints, shared)
+    found = checkpoints.before(held.checkpoints, shared)
     return found.tokens if found is not None else 0
 
 

@@ -105,6 +105,11 @@ class Kv:
         flags = _PARTIAL if partial else _ALL
         return bool(lib.llama_state_seq_set_data_ext(self._raw, _bytes(data), data.nbytes, index, flags) == data.nbytes)
 
+    @property
+    def can_cut_copies(self) -> bool:
+        """Whether what was taken out can be cut after it was put in: it lacks what lies behind a sliding window."""
+        return self.can_cut and not self._n_swa
+
     def _can_put(self, index: int) -> bool:
         return index not in self._targets and index not in self._sources
 

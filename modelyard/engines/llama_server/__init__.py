@@ -7,12 +7,13 @@ from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.llama_cpp import verdict
-from modelyard.engines.llama_server.engine import LlamaServer
+from modelyard.engines.llama_server.engine import CAPABILITIES, LlamaServer
 from modelyard.engines.llama_server.estimate import estimate
 from modelyard.engines.llama_server.options import LIVE_OVERRIDES, Options
 from modelyard.library.places import locate
 
 __all__ = [
+    "CAPABILITIES",
     "COUNTS_LOCALLY",
     "HOLDS_WEIGHTS",
     "LIVE_OVERRIDES",

@@ -9,29 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from msgspec import Struct
-
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_server.options import Options
+from modelyard.engines.managed.listening import Listening
 
 _SPEC_TYPES = {"draft": "draft-simple", "mtp": "draft-mtp", "eagle3": "draft-eagle3"}
 _DEFAULT_TYPE = "f16"
-
-
-class Listening(Struct, frozen=True):
-    """A unix socket (`host` is its path, `port` None) or an address."""
-
-    host: str
-    port: int | None = None
-    key: str = ""
-
-    @property
-    def base_url(self) -> str:
-        return "http://llama-server" if self.port is None else f"http://{self._named}:{self.port}"
-
-    @property
-    def _named(self) -> str:
-        return f"[{self.host}]" if ":" in self.host else self.host
 
 
 def command(binary: str, model: Path, options: Options, caches: Mapping[str, CacheInfo], at: Listening) -> list[str]:

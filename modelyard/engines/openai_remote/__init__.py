@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
-from modelyard.engines.openai_remote.engine import RemoteEngine
+from modelyard.engines.openai_remote.engine import CAPABILITIES, RemoteEngine
 from modelyard.engines.openai_remote.options import Options
 
-__all__ = ["HOLDS_WEIGHTS", "LIVE_OVERRIDES", "REMOTE", "Options", "create", "estimate", "kind"]
+__all__ = ["CAPABILITIES", "HOLDS_WEIGHTS", "LIVE_OVERRIDES", "REMOTE", "Options", "create", "estimate", "kind"]
 
 HOLDS_WEIGHTS = False
 REMOTE = True

@@ -7,6 +7,8 @@ import logging
 import os
 from typing import Any
 
+from msgspec.structs import replace
+
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, EngineStats, Generation, OnProgress
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.events import Event
@@ -22,6 +24,13 @@ from modelyard.engines.upstream.retry import Patience
 log = logging.getLogger(__name__)
 
 _NO_COUNTER = frozenset({404, 405, 501})
+
+CAPABILITIES = Capabilities(
+    modalities=("text", "image"),
+    structured=True,
+    logprobs=True,
+    thinking_modes=("default", "enabled", "disabled"),
+)
 
 
 class RemoteEngine:
@@ -122,10 +131,10 @@ def _capabilities(spec: EngineSpec, kind: Kind) -> Capabilities:
     options: Options = spec.options
     takes_all = options.remote_extensions
     switches = takes_all or kind.name != "chat_completions" or options.remote_thinking != "default"
-    return Capabilities(
+    return replace(
+        CAPABILITIES,
         modalities=spec.modalities,
-        structured=True,
         logprobs=kind.logprobs,
         ignored=() if takes_all else tuple(n for n in Sampling.__struct_fields__ if n not in kind.sampling),
-        thinking_modes=("default", "enabled", "disabled") if switches else ("default",),
+        thinking_modes=CAPABILITIES.thinking_modes if switches else ("default",),
     )

@@ -6,10 +6,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol, cast
 
+import pytest
+
 from modelyard.core.engine import CacheInfo, ChatEngine, EngineSpec
 from modelyard.engines import fake, openai_remote
 from modelyard.engines.openai_remote.options import ApiKind
 from tests.engines.llama_server import stage as llama_stage
+from tests.engines.vllm_serve import real as vllm_real
+from tests.engines.vllm_serve import stage as vllm_stage
 from tests.serving import serving
 
 CACHES = {"main": CacheInfo(2048, 2)}
@@ -47,6 +51,34 @@ class LlamaServer:
     @asynccontextmanager
     async def made(self) -> AsyncIterator[ChatEngine]:
         yield llama_stage.engine(CACHES)
+
+
+class VllmServe:
+    """Without vLLM: a program that takes its command line, and only echoes."""
+
+    counts = exact = True
+
+    @asynccontextmanager
+    async def made(self) -> AsyncIterator[ChatEngine]:
+        yield vllm_stage.engine(CACHES)
+
+
+class VllmServeOverLlamaServer:
+    """Without vLLM, and with a real model: a llama-server behind vLLM's command line. It counts in another way."""
+
+    counts = exact = False
+
+    @asynccontextmanager
+    async def made(self) -> AsyncIterator[ChatEngine]:
+        yield vllm_stage.engine(CACHES, **vllm_stage.real_model())
+
+
+class RealVllmServe:
+    counts, exact = True, False
+
+    @asynccontextmanager
+    async def made(self) -> AsyncIterator[ChatEngine]:
+        yield vllm_real.engine(CACHES)
 
 
 class Remote:
@@ -93,4 +125,8 @@ CHAT_SUBJECTS: dict[str, ChatSubject] = {
     "remote_responses": Remote("responses"),
     "remote_anthropic": Remote("anthropic_messages"),
     "remote_llama_server": RemoteLlamaServer(),
+    "vllm_serve": VllmServe(),
+    "vllm_serve_over_llama_server": VllmServeOverLlamaServer(),
+    "vllm_serve_real": RealVllmServe(),
 }
+MARKED = {"vllm_serve_real": pytest.mark.vllm}  # too heavy for every run

@@ -1,17 +1,26 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
 from modelyard.core.engine import CacheInfo, TextEngine
-from tests.engines.conformance.subjects import SUBJECTS, Subject
+from tests.engines.conformance.subjects import SUBJECTS, Subject, chosen
+from tests.workers.nodes import Nodes, nodes
 
 Open = Callable[..., Awaitable[TextEngine]]
 
 
-@pytest.fixture(params=SUBJECTS)
+@pytest.fixture(scope="package")
+def ray_cluster() -> Iterator[Nodes]:
+    with nodes() as made:
+        yield made
+
+
+@pytest.fixture(params=chosen(SUBJECTS))
 def subject(request: pytest.FixtureRequest) -> Subject:
+    if request.param == "llama_cpp_ray":
+        request.getfixturevalue("ray_cluster")
     return SUBJECTS[request.param]
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from shutil import copyfile
 from typing import Any, Protocol, cast
 
+import pytest
+
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TextEngine, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.core.vocab import Vocabulary
-from modelyard.engines import ct2, fake, llama_cpp
+from modelyard.engines import ct2, fake, llama_cpp, vllm
 from modelyard.workers.launch import apart
 from modelyard.workers.pulse import Pace
 from tests.engines.ct2 import stage as ct2_stage
+from tests.engines.exllamav3 import stage as exl3_stage
 from tests.engines.fake import stage as fake_stage
 from tests.engines.llama_cpp import stage as llama_stage
 from tests.engines.llama_cpp.lora import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
-from tests.workers.split import SplitEngine
+from tests.engines.vllm import real as vllm_real
+from tests.engines.vllm import stage as vllm_stage
+from tests.workers.split import FarEngine, RayEngine, SplitEngine
 
 GREEDY = Sampling(temperature=0)
 PATIENT = Pace(patience=1000)
@@ -113,6 +118,83 @@ class Ct2:
         return None
 
 
+class Exl3:
+    """On the stand-in for ExLlamaV3; on the library itself where MODELYARD_EXL3_MODEL names a model."""
+
+    tolerance = TOLERANCE if exl3_stage.REAL is None else ROUNDED
+    reuses, tells_progress = True, False  # told it is, but a short prompt is read in one go with the first token
+    vocabulary = property(lambda self: exl3_stage.vocabulary())
+    file = property(lambda self: next(exl3_stage.model_folder().glob("*.safetensors")))
+
+    def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
+        return cast(TextEngine, exl3_stage.make(self.spec(caches, slow=slow, file=file), slow=slow))
+
+    def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
+        if file is not None and file.exists():  # the one file that is broken, among others that are not
+            for name in ("config.json", "tokenizer.json"):
+                copyfile(exl3_stage.model_folder() / name, file.parent / name)
+        options = {"path": str(file.parent)} if file is not None else {}
+        return exl3_stage.spec(caches, **options)
+
+    def repeating(self, pattern: str) -> str:
+        return pattern * 5
+
+    def adapter(self, folder: Path) -> Path | None:
+        return None
+
+
+class Vllm:
+    """On the stand-in for vLLM, which like it keeps KV in blocks of tokens."""
+
+    tolerance = TOLERANCE
+    reuses, tells_progress = True, False
+    block = vllm_stage.BLOCK
+    vocabulary = property(lambda self: fake_stage.vocabulary())
+    file = property(lambda self: vllm_stage.model_folder() / "model.safetensors")
+
+    def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
+        vllm_stage.use_standin()
+        return cast(TextEngine, vllm.create(self.spec(caches, slow=slow, file=file)))
+
+    def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
+        if file is not None and file.exists():  # the one file that is broken, among others that are not
+            copyfile(vllm_stage.model_folder() / "config.json", file.parent / "config.json")
+        options: dict[str, Any] = {} if file is None else {"vllm_model": str(file.parent)}
+        pace = {"token_delay": 0.001, "prefill_rate": 5000.0} if slow else {}
+        first = vllm_stage.adapter(vllm_stage.model_folder() / "first")
+        return vllm_stage.spec(caches, pace, lora={"first": str(first)}, **options)
+
+    def repeating(self, pattern: str) -> str:
+        return fake_stage.chatml(("user", pattern))
+
+    def adapter(self, folder: Path) -> Path | None:
+        return vllm_stage.adapter(folder / "law")
+
+
+class RealVllm(Vllm):
+    """On the CPU, by its own interpreter, in a worker that lasts: make test-vllm."""
+
+    block = vllm_real.BLOCK
+    vocabulary = property(lambda self: vllm_real.vocabulary())
+    file = property(lambda self: vllm_real.model_folder() / "model.safetensors")
+
+    def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
+        return cast(TextEngine, vllm_real.Lent(self.spec(caches, slow=slow, file=file)))
+
+    def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
+        if file is not None and file.exists():
+            copyfile(vllm_real.model_folder() / "config.json", file.parent / "config.json")
+        options: dict[str, Any] = {} if file is None else {"vllm_model": str(file.parent)}
+        first = vllm_real.write_adapter(vllm_stage.model_folder() / "first_real")
+        return vllm_real.spec(caches, lora={"first": str(first)}, **options)
+
+    def repeating(self, pattern: str) -> str:
+        return pattern * 5
+
+    def adapter(self, folder: Path) -> Path | None:
+        return vllm_real.write_adapter(folder / "law", seed=2)
+
+
 class InAProcess:
     """Another subject's engine in a process of its own. Nobody is impatient: the machine may be busy."""
 
@@ -137,24 +219,57 @@ class InAProcess:
 
 
 class Split(InAProcess):
-    """Another subject's engine in a worker, reached through a scheduler as a gateway reaches it; all on one loop."""
+    """Another subject's engine in a worker, reached through a scheduler as a gateway reaches it."""
+
+    def __init__(self, backend: str, inner: Subject, kind: type[SplitEngine]) -> None:
+        super().__init__(backend, inner)
+        self._kind = kind
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
-        return cast(TextEngine, SplitEngine(self._backend, self.spec(caches, slow=slow, file=file), PATIENT))
+        return cast(TextEngine, self._kind(self._backend, self.spec(caches, slow=slow, file=file), PATIENT))
 
 
 SUBJECTS: dict[str, Subject] = {
     "fake": Fake(),
     "llama_cpp": LlamaCpp(),
     "ct2": Ct2(),
+    "exllamav3": Exl3(),
+    "vllm": Vllm(),
+    "vllm_real": RealVllm(),
     "fake_process": InAProcess("fake", Fake()),
     "llama_cpp_process": InAProcess("llama_cpp", LlamaCpp()),
-    "llama_cpp_split": Split("llama_cpp", LlamaCpp()),
+    "llama_cpp_split": Split("llama_cpp", LlamaCpp(), SplitEngine),
+    "llama_cpp_machines": Split("llama_cpp", LlamaCpp(), FarEngine),
+    "llama_cpp_ray": Split("llama_cpp", LlamaCpp(), RayEngine),
 }
+CLUSTER = ("llama_cpp_machines", "llama_cpp_ray")  # with a network, or a Ray, of their own: make test-cluster
+
+
+def chosen(names: Iterable[str]) -> list[Any]:
+    """These subjects as the parameters of a test."""
+    return [pytest.param(name, marks=_mark(name)) if _mark(name) is not None else name for name in names]
+
+
+def _mark(name: str) -> Any:
+    return pytest.mark.cluster if name in CLUSTER else pytest.mark.vllm if name == "vllm_real" else None
+
+
 # Starting a process with a real model twenty times is for a benchmark.
-RELOADED = [name for name in SUBJECTS if name not in ("llama_cpp_process", "llama_cpp_split")]
-REUSING = [name for name, subject in SUBJECTS.items() if subject.reuses]
-TELLING = [name for name, subject in SUBJECTS.items() if subject.tells_progress]
+SLOWLY_LOADED = ("llama_cpp_process", "llama_cpp_split", "vllm_real")
+RELOADED = chosen(name for name in SUBJECTS if name not in (*SLOWLY_LOADED, *CLUSTER))
+REUSING = chosen(name for name, subject in SUBJECTS.items() if subject.reuses)
+TELLING = chosen(name for name, subject in SUBJECTS.items() if subject.tells_progress)
+
+
+def keeps_blocks(subject: Subject) -> bool:
+    """Whether the KV of several conversations lies side by side, in blocks that any of them may find again."""
+    return hasattr(subject, "block")
+
+
+def reread(subject: Subject, tokens: int) -> int:
+    """How many of a prompt's tokens are there already when it comes again: all but the last, in whole blocks."""
+    block: int = getattr(subject, "block", 1)
+    return (tokens - 1) // block * block
 
 
 def prompt(subject: Subject, text: str = TOPICS[0], *, raw: bool = False, **fields: Any) -> Prompt:

@@ -11,13 +11,14 @@ from modelyard.core.engine import ChatEngine, Generation
 from modelyard.core.errors import Cancelled, Unavailable
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, fold
 from modelyard.core.request import Message, Request, Sampling, Text
-from tests.engines.conformance.chat_subjects import CHAT_SUBJECTS, ChatSubject
+from tests.engines.conformance.abilities import assert_declared
+from tests.engines.conformance.chat_subjects import CHAT_SUBJECTS, MARKED, ChatSubject
 
 ENDLESS = "Endless counting, please: one, two, three, four"
 NO_END = Sampling(temperature=0, logit_bias={0: -100.0, 2: -100.0})  # a real model's tokens that would end its turn
 
 
-@pytest.fixture(params=CHAT_SUBJECTS)
+@pytest.fixture(params=[pytest.param(name, marks=MARKED.get(name, ())) for name in CHAT_SUBJECTS])
 def subject(request: pytest.FixtureRequest) -> ChatSubject:
     return CHAT_SUBJECTS[request.param]
 
@@ -49,6 +50,12 @@ async def until(generation: Generation[Event], kind: type) -> list[Event]:
     while not any(isinstance(event, kind) for event in got):
         got += await anext(generation)
     return got
+
+
+async def test_it_promises_no_more_than_its_module_declares(subject: ChatSubject) -> None:
+    async with subject.made() as engine:
+        assert_declared(engine.info)
+        await engine.close()
 
 
 async def test_its_events_keep_their_contract_and_fold_to_a_reply(opened: ChatEngine) -> None:

@@ -61,6 +61,18 @@ async def test_cache_with_fewer_threads_than_the_pool_computes_with_its_own() ->
     assert ids(main) == ids(fast)
 
 
+async def test_prompts_may_be_read_with_more_threads_than_answers_are_made_with() -> None:
+    caches = {"main": CacheInfo(128, 1)}
+    answers = []
+    for n_threads_batch in (None, 2):
+        made = {"path": str(exact_model()), "n_threads": 1, "n_threads_batch": n_threads_batch}
+        async with running(caches, **made) as engine:
+            assert engine._pool is not None
+            assert engine._pool.is_shared == (n_threads_batch == 2)
+            answers.append(ids(await read(engine.generate(id_prompt(RUN)))))
+    assert answers[0] == answers[1]
+
+
 async def test_library_without_pools_still_computes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

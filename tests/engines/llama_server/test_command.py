@@ -11,7 +11,8 @@ import pytest
 from modelyard.config import engine_options, engine_spec, load
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_server import Options
-from modelyard.engines.llama_server.command import Listening, command, environment, shared
+from modelyard.engines.llama_server.command import command, environment, shared
+from modelyard.engines.managed.listening import Listening
 
 SOCKET = Listening("/run/llama.sock")
 POOL = {
@@ -93,18 +94,6 @@ def test_a_port_is_named_with_its_host() -> None:
     assert "key" not in " ".join(told), "every user of the machine can read a command line"
     assert environment(Options(path="m"), at, {"LLAMA_API_KEY": "foreign"})["LLAMA_API_KEY"] == "key"
     assert "LLAMA_API_KEY" not in environment(Options(path="m"), SOCKET, {"LLAMA_API_KEY": "foreign"})
-
-
-@pytest.mark.parametrize(
-    ("at", "url"),
-    [
-        (SOCKET, "http://llama-server"),
-        (Listening("127.0.0.1", 80), "http://127.0.0.1:80"),
-        (Listening("::1", 80), "http://[::1]:80"),
-    ],
-)
-def test_where_it_is_spoken_to(at: Listening, url: str) -> None:
-    assert at.base_url == url
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""Where a model that vLLM is to run lies on this machine, and what its config.json says of it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.engines.vllm.settings import VllmSettings
+from modelyard.library import places
+
+_CONFIG = "config.json"
+
+
+def find(name: str) -> Path | None:
+    """A folder as it is written or of the library, else what the hub's own cache holds under that name."""
+    for place in places.candidates(name):
+        if (place / _CONFIG).is_file():
+            return place.absolute()
+    return _cached(name)
+
+
+def written(settings: VllmSettings) -> str:
+    """What vLLM is told: the folder, where there is one; else it looks the name up on the hub itself."""
+    found = find(settings.model_name)
+    return str(found) if found is not None else settings.model_name
+
+
+def require(name: str) -> Path:
+    if (found := find(name)) is not None:
+        return found
+    raise NotFound(
+        f"the model {name!r} is not on this machine yet: what is asked of its files is known once they are here",
+        code="model_file_missing",
+    )
+
+
+def config(folder: Path) -> dict[str, Any]:
+    """The language model's own part of it: models that see have theirs inside."""
+    try:
+        told: Any = msgspec.json.decode((folder / _CONFIG).read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidRequest(f"{folder / _CONFIG} cannot be read: {error}", code="model_unreadable") from error
+    inner = told.get("text_config") or told.get("llm_config")
+    return {**told, **inner} if isinstance(inner, dict) else told
+
+
+def _cached(name: str) -> Path | None:
+    """Of several snapshots the one that was fetched last."""
+    if name.count("/") != 1 or name.startswith(("/", "~", ".")):
+        return None
+    snapshots = _hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
+    found = [place for place in snapshots.glob("*") if (place / _CONFIG).is_file()]
+    return max(found, key=lambda place: place.stat().st_mtime, default=None)
+
+
+def _hub_cache() -> Path:
+    if told := os.environ.get("HF_HUB_CACHE"):
+        return Path(told).expanduser()
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(home).expanduser() / "hub"

@@ -1,0 +1,43 @@
+"""A `vllm serve`, started and watched by us: vLLM with its own environment, CUDA libraries and build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from modelyard.core.engine import Engine, EngineSpec
+from modelyard.engines.vllm import chat_template, estimate
+from modelyard.engines.vllm import folder as _folder
+from modelyard.engines.vllm.settings import LIVE_OVERRIDES
+from modelyard.engines.vllm_serve.engine import CAPABILITIES, VllmServe
+from modelyard.engines.vllm_serve.options import Options
+
+__all__ = [
+    "CAPABILITIES",
+    "COUNTS_LOCALLY",
+    "HOLDS_WEIGHTS",
+    "LIVE_OVERRIDES",
+    "Options",
+    "chat_template",
+    "create",
+    "estimate",
+    "kind",
+    "tokenizer_path",
+]
+
+HOLDS_WEIGHTS = True  # every gateway process would start one of its own
+COUNTS_LOCALLY = True
+
+
+def kind(options: Options) -> Literal["text", "chat"]:
+    del options
+    return "chat"
+
+
+def create(spec: EngineSpec) -> Engine:
+    """To be called on the loop that its answers are read on."""
+    return VllmServe(spec)
+
+
+def tokenizer_path(options: Options) -> Path:
+    return _folder.require(options.vllm_tokenizer or options.model_name)

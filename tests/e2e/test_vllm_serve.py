@@ -1,0 +1,125 @@
+"""A `vllm serve` behind the gateway, by a program that stands in for it: overflow, death, and settings of one load."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.frames import frames
+from tests.e2e.servers import is_idle, streaming, until
+from tests.e2e.test_llama_server import count, is_content, kill, serving_well
+from tests.e2e.test_matrix import ask
+from tests.e2e.wires import WIRES, Wire
+from tests.engines.vllm_serve.stage import mood, noted, standin
+from tests.serving import Served
+
+WINDOW = 64
+MESSAGES, CHAT, RESPONSES = WIRES.values()
+
+
+def config(**more: Any) -> dict[str, Any]:
+    model = {
+        "backend": "vllm_serve",
+        "vllm_model": "tests/echo",
+        "vllm_serve_binary": standin(),
+        "vllm_max_model_len": WINDOW,
+        "parallel": 2,
+    }
+    return {"models": {"demo": model | more}}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving_well(config()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as client:
+        yield client
+
+
+def test_it_answers_in_every_protocol_and_counts_as_it_told_us(
+    served: Served, client: httpx.Client, wire: Wire, stream: bool
+) -> None:
+    seen = ask(client, wire, stream, "What is up?", limit=4)
+    assert seen.text.split() == ["What", "is", "up?", "one"]
+    assert seen.usage.prompt == count(served.url, "What is up?")
+    assert (seen.usage.cached, seen.usage.output) == (3, 4)
+
+
+def test_its_own_words_for_an_overflow_become_each_dialects(served: Served, client: httpx.Client) -> None:
+    long = "word " * 100
+    tokens = count(served.url, long)
+    told = client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]
+    assert told == f"prompt is too long: {tokens} tokens > {WINDOW} maximum"
+    error = client.post("/v1/chat/completions", json=CHAT.body(long, stream=True)).json()["error"]
+    assert (error["code"], error["n_prompt_tokens"]) == ("context_length_exceeded", tokens)
+    failed = frames(client.post("/v1/responses", json=RESPONSES.body(long, stream=True)).text)[-1]
+    assert failed.data["response"]["error"]["code"] == "context_length_exceeded"
+
+
+def test_tools_are_refused_where_nobody_could_read_a_call(client: httpx.Client) -> None:
+    reply = client.post("/v1/chat/completions", json=CHAT.body("What is up?", tools=True))
+    assert reply.status_code == 400
+    assert "tools" in reply.json()["error"]["message"]
+
+
+def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(wire: Wire) -> None:
+    with serving_well(config()) as mortal:
+        with streaming(mortal, wire.path, wire.body("Endless words", stream=True)) as arriving:
+            seen = [next(frame for frame in arriving if is_content(frame))]
+            kill(mortal)
+            seen += arriving
+        assert "was killed by SIGKILL" in str(seen[-1].data)
+        with httpx.Client(base_url=mortal.url, timeout=60) as client:
+            assert ask(client, wire, False, "Hello!", limit=4).text
+        is_idle(mortal)
+
+
+def test_one_replica_of_two_is_killed_and_the_other_goes_on() -> None:
+    with serving_well(config(replicas=2, parallel=1)) as served:
+        until(lambda: _pids(served).count(None) == 0 and len(_pids(served)) == 2, "both replicas are loaded")
+        body = CHAT.body("Endless words", stream=True)
+        with streaming(served, CHAT.path, body) as one, streaming(served, CHAT.path, body) as two:
+            for stream in (one, two):
+                next(frame for frame in stream if is_content(frame))
+            first, second = served.yard.scheduler.engines("demo")
+            assert [each.stats().running for each in (first, second)] == [1, 1]
+            os.kill(_pids(served)[0], signal.SIGKILL)
+            until(first.lost.done, "the death of one is known")
+            assert (second.stats().running, second.lost.done()) == (1, False)
+
+
+def _pids(served: Served) -> list[Any]:
+    return [getattr(each, "pid", None) for each in served.yard.scheduler.engines("demo")]
+
+
+def test_one_load_may_have_settings_of_its_own(tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    with serving_well(config(vllm_serve_env=mood("", notes), enabled=False)) as served:
+        wrong = httpx.post(served.url + "/v1/admin/models/demo/load", json={"vllm_serve_binary": "/bin/sh"})
+        assert wrong.status_code == 400
+        assert wrong.json()["error"]["code"] == "override_not_allowed"
+        asked = {"vllm_max_model_len": 48, "vllm_kv_cache_dtype": "fp8", "vllm_speculative_method": "mtp"}
+        reply = httpx.post(served.url + "/v1/admin/models/demo/load", json=asked, timeout=60)
+        assert reply.status_code < 300, reply.text
+        until(lambda: served.status("demo").state == "ready", "the model is loaded")
+        (argv,) = noted(notes, "argv")
+        told = {"--max-model-len": "48", "--kv-cache-dtype": "fp8", "--speculative-config": '{"method":"mtp"}'}
+        assert {flag: argv[argv.index(flag) + 1] for flag in told} == told
+
+
+def test_a_model_that_cannot_be_loaded_fails_alone_with_the_programs_reason() -> None:
+    with serving_well(config(vllm_serve_env=mood("stillborn"))) as served:
+        until(lambda: served.status("demo").state == "failed", "the load has failed")
+        reply = httpx.post(served.url + "/v1/chat/completions", json=CHAT.body("Hello!"))
+        assert reply.status_code == 503
+        assert "ValueError: this machine has no such instruction" in reply.json()["error"]["message"]

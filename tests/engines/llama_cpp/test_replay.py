@@ -1,0 +1,90 @@
+"""Scripted answers on the real engine: they are said and read into the KV, and the next turn finds them there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import CacheInfo
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import Constraint
+from modelyard.engines.llama_cpp.replay import read as read_rules
+from tests.engines.llama_cpp.stage import chatml, prompt, running, vocabulary
+from tests.engines.reading import accepted, end, ids, read
+
+CACHES = {"main": CacheInfo(512, 2)}
+
+
+def script(folder: Path, *rules: dict[str, Any]) -> str:
+    file = folder / "replay.jsonl"
+    file.write_text("\n".join(map(json.dumps, rules)) + "\n\n")
+    return str(file)
+
+
+def said(chunks: Any) -> str:
+    return vocabulary().decode(ids(chunks))
+
+
+async def test_an_answer_is_the_scripts_and_the_next_turn_reads_only_what_is_new(tmp_path: Path) -> None:
+    call = {"name": "read", "arguments": {"path": "a.txt"}}
+    rules = script(
+        tmp_path,
+        {"result": "forty", "steps": [{"text": "It is forty-two."}]},
+        {"when": "look", "steps": [{"think": "Hm."}, {"text": "Looking.\n"}, {"call": call}]},
+    )
+    async with running(CACHES, replay=rules) as engine:
+        first = await read(engine.generate(prompt("look into it", max_tokens=200, session="a")))
+        turn = chatml(
+            ("user", "look into it"),
+            ("assistant", said(first)),
+            ("user", "<tool_response>\nforty-two\n</tool_response>"),
+        )
+        second = await read(engine.generate(prompt(turn, max_tokens=200, session="a")))
+    assert said(first) == (
+        "<think>\nHm.\n</think>\n\nLooking.\n"
+        '<tool_call>\n{"name": "read", "arguments": {"path": "a.txt"}}\n</tool_call>'
+    )
+    assert end(first).reason == end(second).reason == "stop"
+    assert said(second) == "It is forty-two."
+    assert accepted(second).cached_tokens == end(first).usage.prompt + end(first).usage.output
+
+
+async def test_turns_count_for_each_session_and_a_prompt_without_a_rule_is_answered_with_nothing(
+    tmp_path: Path,
+) -> None:
+    rules = script(tmp_path, *({"turn": n, "steps": [{"text": f"Answer {n}."}]} for n in (1, 2)))
+    async with running(CACHES, replay=rules) as engine:
+        heard = [
+            said(await read(engine.generate(prompt("go on", max_tokens=50, session=session)))) for session in "aabaab"
+        ]
+    assert heard == ["Answer 1.", "Answer 2.", "Answer 1.", "", "", "Answer 2."]
+
+
+async def test_the_script_is_cut_where_a_real_answer_would_be_and_no_grammar_holds_it(tmp_path: Path) -> None:
+    rules = script(tmp_path, {"steps": [{"tokens": 40}]})
+    async with running(CACHES, replay=rules) as engine:
+        cut = await read(engine.generate(prompt(max_tokens=7)))
+        free = await read(engine.generate(prompt(max_tokens=50, constraint=Constraint("json_object"))))
+        endless = await read(engine.generate(prompt(max_tokens=50, stop_ids=())))
+    assert (end(cut).reason, len(ids(cut))) == ("length", 7)
+    assert (end(free).reason, len(ids(free))) == ("stop", 40)
+    assert (end(endless).reason, len(ids(endless))) == ("stop", 40)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [("{", "line 2"), ('{"steps": [{"shout": "x"}]}', "steps.0"), ('{"when": "("}', "line 2")],
+)
+def test_a_line_that_is_no_rule_is_named(tmp_path: Path, line: str, told: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text('{"steps": []}\n' + line)
+    with pytest.raises(InvalidRequest, match=told):
+        read_rules(file)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"nothing\.jsonl cannot be read"):
+        read_rules(tmp_path / "nothing.jsonl")

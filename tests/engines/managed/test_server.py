@@ -1,0 +1,70 @@
+"""A server that runs as our child: waited for, given up, explained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import psutil
+import pytest
+
+from modelyard.core.errors import NotFound, Timeout, Unavailable
+from modelyard.engines.managed.listening import Folder, listening, private
+from modelyard.engines.managed.server import Program, Server
+
+PATIENT = "import signal; print('up', flush=True); signal.pause()"
+
+
+def said(lines: Sequence[str]) -> str:
+    return ", ".join(lines)
+
+
+def program(code: str, folder: Folder | None = None) -> Program:
+    return Program(
+        name="it",
+        loads="a model",
+        argv=[sys.executable, "-c", code],
+        env={},
+        place=listening(folder, "127.0.0.1", 1).place("the server of 'm'", 1.0),
+        reason=said,
+        folder=folder,
+    )
+
+
+async def never() -> bool:
+    return False
+
+
+async def test_one_that_ends_before_it_is_ready_is_told_with_its_words() -> None:
+    server = await Server.start(program("print('no such file'); exit(3)"))
+    with pytest.raises(Unavailable, match=r"^it ended with exit code 3: no such file \(it was to load a model\)$"):
+        await server.until(never, 60)
+    assert server.death().message == "the server of 'm' ended with exit code 3: no such file"
+    await server.stop()
+
+
+async def test_one_that_takes_too_long_is_given_up() -> None:
+    server = await Server.start(program(PATIENT))
+    with pytest.raises(Timeout, match=r"not ready after 0\.001 s"):
+        await server.until(never, 0.001)
+    await server.stop()
+    await server.stop()
+    assert not psutil.pid_exists(server.child.pid)
+
+
+async def test_its_folder_goes_with_it() -> None:
+    folder = private("modelyard-test-")
+    server = await Server.start(program("pass", folder))
+    await server.stop()
+    assert not psutil.pid_exists(server.child.pid)
+    with pytest.raises(FileNotFoundError):
+        psutil.disk_usage(folder.name)
+
+
+async def test_its_folder_goes_where_it_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = private("modelyard-test-")
+    monkeypatch.setattr("modelyard.processes.child.tethered", lambda *_, **__: ["/no/such/program"])
+    with pytest.raises(NotFound, match="cannot be started"):
+        await Server.start(program("pass", folder))
+    with pytest.raises(FileNotFoundError):
+        psutil.disk_usage(folder.name)

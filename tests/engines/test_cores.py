@@ -1,0 +1,30 @@
+"""The cores that may be computed on, and numbers of threads worth trying."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from modelyard.engines import cores
+
+
+@pytest.mark.parametrize(
+    ("logical", "physical", "tried"),
+    [
+        (1, 1, (1,)),
+        (2, 2, (1, 2)),
+        (2, 1, (1, 2)),
+        (8, 4, (1, 2, 3, 4, 8)),
+        (12, 6, (1, 2, 4, 5, 6, 8, 12)),
+        (6, 8, (1, 2, 4, 5, 6)),
+        (4, None, (1, 2, 3, 4)),
+    ],
+)
+def test_thread_counts_are_the_powers_of_two_and_the_numbers_of_cores(logical, physical, tried, monkeypatch):
+    monkeypatch.setattr(cores, "logical", lambda: logical)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: physical)
+    assert cores.thread_counts() == tried
+
+
+def test_a_process_has_at_least_one_core_and_no_more_than_it_may_use():
+    assert 1 <= cores.physical() <= cores.logical()

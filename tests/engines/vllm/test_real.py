@@ -1,0 +1,227 @@
+"""A real vLLM on the CPU, in its own environment: what only the real one can show."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from modelyard.core.engine import CacheInfo, Prompt, TokenRun, Tokens
+from modelyard.core.errors import InvalidRequest, Unavailable
+from modelyard.core.request import Sampling
+from tests.engines.fake import stage as fake_stage
+from tests.engines.reading import end, read, until
+from tests.engines.vllm import real
+from tests.engines.vllm.real import running
+from tests.serving import Served, serving
+
+pytestmark = pytest.mark.vllm
+WAIT_S, LOAD_S = 120.0, 600.0
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def prompt(text: str, **fields: Any) -> Prompt:
+    tokens = real.vocabulary().encode(fake_stage.chatml(("user", text)))
+    return Prompt(
+        **{"parts": (TokenRun(tokens),), "sampling": Sampling(temperature=0), "max_tokens": 8, "cache": "main"} | fields
+    )
+
+
+def family(pid: int | None) -> list[psutil.Process]:
+    return psutil.Process(pid or 0).children(recursive=True)
+
+
+async def gone(processes: Sequence[psutil.Process]) -> bool:
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, WAIT_S)
+    return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+async def test_death_of_vllms_own_process_in_mid_stream_is_told_and_leaves_nothing_behind() -> None:
+    async with running() as engine, asyncio.timeout(WAIT_S * 2):
+        everybody = family(engine.pid)
+        (core,) = [each for each in everybody if "EngineCore" in " ".join([each.name(), *each.cmdline()])]
+        job = engine.generate(prompt("Count to a thousand.", max_tokens=1500))
+        seen = await until(job, Tokens)
+        core.kill()
+        last, told = end(seen + await read(job)), await asyncio.shield(engine.lost)
+        assert isinstance(last.error, Unavailable)
+        assert "SIGKILL" in told.message
+    assert await gone(everybody)
+
+
+async def test_kill_of_the_worker_in_mid_stream_leaves_nothing_behind() -> None:
+    async with running() as engine, asyncio.timeout(WAIT_S * 2):
+        everybody = family(engine.pid)
+        job = engine.generate(prompt("Count to a thousand.", max_tokens=1500))
+        await until(job, Tokens)
+        psutil.Process(engine.pid or 0).kill()
+        assert isinstance(end(await read(job)).error, Unavailable)
+        assert await gone(everybody)
+
+
+async def test_what_keeps_it_from_loading_is_told_in_its_own_words() -> None:
+    engine = real.apart("vllm", real.spec({"main": CacheInfo(2048, 2)}, vllm_kv_cache_memory_bytes=1 << 20), "text")
+    try:
+        with pytest.raises(InvalidRequest, match="memory for the cache blocks|KV cache"):
+            await engine.open(lambda *_: None)
+    finally:
+        await engine.close()
+
+
+# --- through a server -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """Two replicas: about 8 GB."""
+    model = {"backend": "vllm", "python": real.python(), "n_ctx": 2048, "parallel": 4, "replicas": 2, **real.fields()}
+    with serving({"models": {"smollm2": model}}, ready=False) as served:
+        until = time.monotonic() + LOAD_S
+        while len(served.yard.scheduler.engines("smollm2")) < 2:
+            assert time.monotonic() < until, served.status("smollm2")
+            time.sleep(0.5)
+        yield served
+
+
+def chat(served: Served, text: str = "What is the capital of France?", **more: Any) -> Any:
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24}
+    reply = httpx.post(f"{served.url}/v1/chat/completions", json=body | more, timeout=WAIT_S * 2)
+    return reply.raise_for_status().json() if "error" not in reply.json() else reply.json()
+
+
+def test_two_replicas_answer_and_share_the_work(server: Served) -> None:
+    assert len(server.yard.scheduler.engines("smollm2")) == 2
+    with ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda n: chat(server, f"What is the capital of France? ({n})"), range(8)))
+    assert all("Paris" in reply["choices"][0]["message"]["content"] for reply in replies)
+    assert all(engine.stats().evaluated_tokens > 0 for engine in server.yard.scheduler.engines("smollm2"))
+
+
+def test_call_that_is_required_comes_with_arguments_of_its_schema(server: Served) -> None:
+    reply = chat(server, "How is the weather in Rome?", tools=[WEATHER], tool_choice="required", max_tokens=200)
+    (call,) = reply["choices"][0]["message"]["tool_calls"][:1]
+    assert call["function"]["name"] == "get_weather"
+    assert isinstance(json.loads(call["function"]["arguments"])["city"], str)
+    assert reply["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_strict_call_is_free_until_it_begins(server: Served) -> None:
+    """The grammar of the whole answer begins with anything: what is no call is not disturbed."""
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    reply = chat(server, "What is the capital of France?", tools=[strict], max_tokens=60)
+    message = reply["choices"][0]["message"]
+    for call in message.get("tool_calls") or ():
+        assert isinstance(json.loads(call["function"]["arguments"])["city"], str)
+    assert message.get("tool_calls") or message["content"]
+
+
+def test_answer_has_the_form_of_its_schema(server: Served) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema | {"additionalProperties": False}}}
+    reply = chat(server, "Give a number.", response_format=form, max_tokens=60)
+    assert isinstance(json.loads(reply["choices"][0]["message"]["content"])["n"], int)
+
+
+def test_grammar_that_does_not_compile_is_the_clients_fault(server: Served) -> None:
+    assert chat(server, grammar="root ::= nowhere")["error"]["code"] == "bad_grammar"
+
+
+def test_prompt_that_is_too_long_is_refused_with_its_numbers(server: Served) -> None:
+    assert chat(server, "word " * 3000)["error"]["code"] == "context_length_exceeded"
+
+
+def test_abort_under_load_frees_the_places_at_once(server: Served) -> None:
+    """All eight places of both replicas are taken by answers that would take minutes; then their clients leave."""
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": "Count to a thousand."}], "stream": True}
+    more = {"max_tokens": 1900, "logit_bias": {"0": -100, "2": -100}}
+    with httpx.Client(base_url=server.url, timeout=WAIT_S * 2) as client:
+        for _ in range(8):
+            with client.stream("POST", "/v1/chat/completions", json=body | more) as reply:
+                assert next(reply.iter_lines()).startswith("data:")
+    assert "Paris" in chat(server)["choices"][0]["message"]["content"]
+
+
+def test_same_prompt_again_is_read_from_the_cache(server: Served) -> None:
+    long = "The river runs through the old town. " * 20 + "What is the capital of France?"
+    usages = [chat(server, long, max_tokens=4)["usage"] for _ in range(3)]
+    assert usages[-1]["prompt_tokens_details"]["cached_tokens"] > usages[-1]["prompt_tokens"] // 2
+
+
+def test_replica_that_dies_is_replaced_and_nobody_notices(server: Served) -> None:
+    victim = server.yard.scheduler.engines("smollm2")[0]
+    psutil.Process(victim.pid).kill()  # type: ignore[union-attr]
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda n: chat(server, f"Capital of France, please. ({n})"), range(4)))
+    assert all("choices" in reply for reply in replies)
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+
+def png(color: tuple[int, int, int], side: int = 40) -> str:
+    """A square of one color, as a `data:` URL."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    rows = (b"\0" + bytes(color) * side) * side
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0))
+    whole = b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    return f"data:image/png;base64,{base64.b64encode(whole).decode()}"
+
+
+@pytest.fixture(scope="module")
+def seeing() -> Iterator[Served]:
+    chosen = real.fields(vllm_model=str(real.seeing_folder()), vllm_limit_mm_per_prompt={"image": 2})
+    model = {"backend": "vllm", "python": real.python(), "n_ctx": 512, "modalities": ["text", "image"], **chosen}
+    with serving({"models": {"smollm2": model}}, ready=False) as served:
+        until = time.monotonic() + LOAD_S
+        while not served.yard.scheduler.engines("smollm2"):
+            assert time.monotonic() < until, served.status("smollm2")
+            assert served.status("smollm2").state != "failed", served.status("smollm2")
+            time.sleep(0.5)
+        yield served
+
+
+def shown(served: Served, *pictures: str) -> Any:
+    parts = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+    content = [{"type": "text", "text": "What do you see?"}, *parts]
+    return chat(served, messages=[{"role": "user", "content": content}], logprobs=True, max_tokens=4)
+
+
+def test_picture_is_seen(seeing: Served) -> None:
+    """A random model says nonsense, but another nonsense for another picture, and the same for the same."""
+    red, blue, again = shown(seeing, png((255, 0, 0))), shown(seeing, png((0, 0, 255))), shown(seeing, png((255, 0, 0)))
+    odds = [[each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]] for reply in (red, blue, again)]
+    assert odds[0] == pytest.approx(odds[2], abs=1e-3)
+    assert odds[0] != pytest.approx(odds[1], abs=1e-3)
+
+
+def test_each_picture_counts_as_its_patches(seeing: Served) -> None:
+    """32 by 32 pixels in patches of 8: sixteen tokens in place of one."""
+    one, two = shown(seeing, png((9, 9, 9))), shown(seeing, png((9, 9, 9)), png((8, 8, 8)))
+    assert two["usage"]["prompt_tokens"] - one["usage"]["prompt_tokens"] == 16
+
+
+def test_more_pictures_than_the_model_takes_are_refused(seeing: Served) -> None:
+    reply = shown(seeing, *(png((n, n, n)) for n in range(3)))
+    assert reply["error"]["code"] == "refused_by_engine"

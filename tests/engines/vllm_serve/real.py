@@ -1,0 +1,54 @@
+"""A real `vllm serve` for the tests that are marked: SmolLM2 on the CPU, in the environment of `make vllm-env`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.engines import vllm_serve
+from modelyard.engines.vllm_serve.engine import VllmServe
+from modelyard.library import vllm_env
+from modelyard.library.convert import convert
+
+# Written as the Hermes family does; SmolLM2's own template knows no tools.
+TOOLS_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nYou may call functions: {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'Answer with <tool_call>\n{"name": …, "arguments": …}\n</tool_call><|im_end|>\n{% endif %}'
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def fields(**chosen: Any) -> dict[str, Any]:
+    """Of a model's section: float32, for bfloat16 kills it on some CPUs; a small cache."""
+    if not vllm_env.is_ready():
+        pytest.skip("there is no environment with vLLM for the CPU here: make vllm-env builds it")
+    base = {
+        "vllm_model": convert("smollm2", "hf").path,
+        "vllm_dtype": "float32",
+        "vllm_enforce_eager": True,
+        "vllm_kv_cache_memory_bytes": 1 << 29,
+        "vllm_serve_binary": str(vllm_env.program()),
+    }
+    return base | chosen
+
+
+def engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> VllmServe:
+    spec = EngineSpec("smollm2", vllm_serve.Options(**fields(**chosen)), caches or {"main": CacheInfo(2048, 8)})
+    made = vllm_serve.create(spec)
+    assert isinstance(made, VllmServe)
+    return made
+
+
+@asynccontextmanager
+async def running(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[VllmServe]:
+    it = engine(caches, **chosen)
+    try:
+        await it.open(lambda *_: None)
+        yield it
+    finally:
+        await it.close()

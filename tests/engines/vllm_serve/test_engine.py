@@ -1,0 +1,229 @@
+"""A `vllm serve` of ours, as far as it can be shown without vLLM: a stand-in that echoes, and a real llama-server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from modelyard.core.engine import CacheInfo, ChatEngine
+from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, NotFound, Timeout, Unavailable
+from modelyard.core.events import BlockDelta, Event, Failed, fold
+from modelyard.engines.vllm_serve.server import find_binary
+from tests.engines.vllm_serve import stage
+from tests.engines.vllm_serve.stage import asked, engine, mood, noted, read, running
+
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+async def test_it_answers_counts_and_tells_its_log_and_its_process(tmp_path: Path) -> None:
+    async with running(vllm_serve_env=mood("", tmp_path / "notes")) as it:
+        assert isinstance(it, ChatEngine)
+        pid = it.pid or 0
+        reply = fold(await read(it, asked("What is up?", max_tokens=4)))
+        assert reply.text.split() == ["What", "is", "up?", "one"]
+        assert reply.finished.usage.prompt == await it.count(asked("What is up?"))
+        assert (it.stats().reused_tokens, it.stats().evaluated_tokens) == (3, reply.finished.usage.prompt - 3)
+        assert any("Starting vLLM" in line for line in it.log_tail())
+        assert psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid)
+    assert not it.lost.done(), "a stop is no death"
+    (argv,) = noted(tmp_path / "notes", "argv")
+    assert argv[:2] == ["serve", "tests/echo"]
+    trial, request = noted(tmp_path / "notes", "request")
+    assert trial["max_tokens"] == 1
+    assert request["model"] == trial["model"] == "echo"
+
+
+async def test_a_port_works_as_well_as_a_socket_and_lets_nobody_else_in(tmp_path: Path) -> None:
+    async with running(vllm_serve_host="127.0.0.1", vllm_serve_env=mood("", tmp_path / "notes")) as it:
+        assert fold(await read(it, asked())).text
+        place = it._running.client.place
+        assert place.base_url.startswith("http://127.0.0.1:")
+        assert place.headers["authorization"].startswith("Bearer ")
+    (argv,) = noted(tmp_path / "notes", "argv")
+    assert not any(place.headers["authorization"].removeprefix("Bearer ") in argument for argument in argv)
+
+
+async def test_a_real_model_answers_behind_the_same_command_line() -> None:
+    async with running(**stage.real_model()) as it:
+        reply = fold(await read(it, asked("What is the capital of France?", max_tokens=12)))
+        assert reply.text
+        assert 0 < reply.finished.usage.output <= 12
+        generation = it.chat(asked("Count to a thousand.", max_tokens=400))
+        await until_it_speaks(generation)
+        os.kill(it.pid or 0, signal.SIGKILL)
+        last = [event async for batch in generation for event in batch][-1]
+        assert last == Failed(await it.lost)
+
+
+async def test_a_prompt_beyond_its_window_is_an_overflow_with_true_numbers() -> None:
+    async with running({"main": CacheInfo(64, 1)}) as it:
+        (last,) = await read(it, asked("word " * 100))
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, ContextOverflow)
+        assert (last.error.window, last.error.prompt_tokens) == (64, await it.count(asked("word " * 100)))
+
+
+async def until_it_speaks(generation: object) -> list[Event]:
+    got: list[Event] = []
+    while not any(isinstance(event, BlockDelta) for event in got):
+        got += await anext(generation)  # type: ignore[call-overload]
+    return got
+
+
+async def test_cancelling_ends_the_answer_there_too() -> None:
+    async with running({"main": CacheInfo(512, 1)}) as it:
+        generation = it.chat(asked("Endless words"))
+        got = await until_it_speaks(generation)
+        generation.cancel()
+        got += [event async for batch in generation for event in batch]
+        assert isinstance(got[-1], Failed)
+        assert isinstance(got[-1].error, Cancelled)
+        assert fold(await read(it, asked())).text
+
+
+# --- its death --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_kill_ends_its_streams_and_resolves_lost_with_the_reason() -> None:
+    async with running() as it:
+        generation = it.chat(asked("Endless words"))
+        await until_it_speaks(generation)
+        os.kill(it.pid or 0, signal.SIGKILL)
+        last = [event async for batch in generation for event in batch][-1]
+        death = await it.lost
+        assert isinstance(death, Unavailable)
+        assert "was killed by SIGKILL" in death.message
+        assert last == Failed(death)
+        assert await read(it, asked()) == [Failed(death)]
+
+
+@pytest.mark.parametrize("how", ["dies_at_request", "engine_dies_at_request"])
+async def test_one_that_says_it_is_ready_and_dies_at_the_first_request_never_counts_as_loaded(how: str) -> None:
+    error = await refused(vllm_serve_env=mood(how))
+    assert "ValueError: this machine has no such instruction" in error.message
+    assert error.code == "load_failed"
+
+
+@pytest.mark.parametrize("how", ["dies_at_request", "engine_dies_at_request"])
+async def test_without_a_trial_the_first_request_reports_the_death_with_its_last_words(how: str) -> None:
+    async with running(vllm_serve_env=mood(how), vllm_serve_trial=False) as it:
+        (last,) = await read(it, asked())
+        assert last == Failed(await it.lost)
+        assert "ValueError: this machine has no such instruction" in (await it.lost).message
+
+
+async def test_what_it_has_forked_ends_with_it_however_it_ends(tmp_path: Path) -> None:
+    for how in ("closed", "killed"):
+        notes = tmp_path / how
+        async with running(vllm_serve_env=mood("forks", notes)) as it:
+            child = psutil.Process(noted(notes, "child")[0])
+            if how == "killed":
+                os.kill(it.pid or 0, signal.SIGKILL)
+                await it.lost
+        await asyncio.to_thread(child.wait, 60)
+
+
+# --- what keeps it from loading ---------------------------------------------------------------------------------------
+
+
+async def refused(**chosen: object) -> ModelyardError:
+    it = engine(**chosen)  # type: ignore[arg-type]
+    with pytest.raises(ModelyardError) as caught:
+        await it.open(lambda *_: None)
+    assert it.pid is None or not psutil.pid_exists(it.pid)
+    await it.close()
+    return caught.value
+
+
+async def test_a_load_that_fails_is_told_by_its_root_cause() -> None:
+    error = await refused(vllm_serve_env=mood("stillborn"))
+    why = "ValueError: this machine has no such instruction"
+    assert error.message == f"vllm serve ended with exit code 1: {why} (it was to load tests/echo)"
+
+
+async def test_an_argument_that_it_does_not_know_is_told() -> None:
+    assert "unrecognized arguments: --nonsense" in (await refused(vllm_serve_extra_args=["--nonsense"])).message
+
+
+async def test_a_load_that_takes_too_long_is_given_up() -> None:
+    assert isinstance(await refused(vllm_serve_env=mood("slow"), vllm_serve_start_timeout_s=0.001), Timeout)
+
+
+async def test_a_program_that_is_not_there_is_named() -> None:
+    assert "/no/such/program" in (await refused(vllm_serve_binary="/no/such/program")).message
+
+
+def test_the_program_is_looked_for_on_the_path_and_then_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    unnamed = stage.options(vllm_serve_binary=None)
+    with pytest.raises(NotFound, match="make vllm-env"):
+        find_binary(unnamed)
+    cached = tmp_path / "vllm-env" / "bin" / "vllm"
+    cached.parent.mkdir(parents=True)
+    cached.touch(mode=0o755)
+    assert find_binary(unnamed) == str(cached)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "vllm").touch(mode=0o755)
+    assert find_binary(unnamed) == str(tmp_path / "bin" / "vllm")
+
+
+async def test_opening_tells_how_far_it_is_and_can_be_given_up(tmp_path: Path) -> None:
+    it = engine()
+    told: list[tuple[float, str]] = []
+    await it.open(lambda far, what: told.append((far, what)))
+    await it.close()
+    assert [far for far, _ in told] == sorted({far for far, _ in told})
+    assert told[0] == (0.0, "starting vllm serve")
+    assert told[-1] == (1.0, "ready")
+    slow, began = engine(vllm_serve_env=mood("slow")), asyncio.Event()
+    task = asyncio.create_task(slow.open(lambda far, _: began.set() if far else None))
+    await began.wait()
+    pid = slow.pid or 0
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not psutil.pid_exists(pid)
+
+
+async def test_several_caches_are_one_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with running({"main": CacheInfo(256, 1), "fast": CacheInfo(128, 1)}) as it:
+            assert fold(await read(it, asked())).text
+    assert "one KV cache for the caches main, fast" in caplog.text
+
+
+GATEWAY = """
+import asyncio, sys
+from tests.engines.vllm_serve.stage import engine, mood
+from pathlib import Path
+
+async def main():
+    it = engine(vllm_serve_env=mood("forks", Path(sys.argv[1])))
+    await it.open(lambda *_: None)
+    print(it.pid, flush=True)
+    await it.lost
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_of_it_outlives_a_gateway_that_is_killed(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", GATEWAY, str(tmp_path / "notes")]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as gateway:
+        assert gateway.stdout is not None
+        family = [psutil.Process(int(gateway.stdout.readline())), psutil.Process(noted(tmp_path / "notes", "child")[0])]
+        gateway.kill()
+    _, alive = psutil.wait_procs(family, 60)
+    assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []

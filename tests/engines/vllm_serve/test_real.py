@@ -1,0 +1,183 @@
+"""A real `vllm serve` on the CPU: what only the real one can show."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from modelyard.core.engine import CacheInfo
+from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Unavailable
+from modelyard.core.events import BlockDelta, Event, Failed, Finished, fold
+from modelyard.core.request import Constraint, Request, Sampling
+from modelyard.engines.vllm_serve.engine import VllmServe
+from tests.engines.conformance.test_chat import NO_END
+from tests.engines.vllm_serve import real
+from tests.engines.vllm_serve.real import running
+from tests.engines.vllm_serve.stage import asked, read
+
+pytestmark = pytest.mark.vllm
+ROOT = Path(__file__).parent.parent.parent.parent
+
+
+def family(pid: int | None) -> list[psutil.Process]:
+    return psutil.Process(pid or 0).children(recursive=True)
+
+
+async def gone(processes: Sequence[psutil.Process]) -> bool:
+    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 60)
+    return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def endless() -> Request:
+    return asked("Count to one thousand in words.", max_tokens=1900, sampling=NO_END)
+
+
+async def speaking(it: VllmServe, request: Request) -> object:
+    generation = it.chat(request)
+    got: list[Event] = []
+    while not any(isinstance(event, BlockDelta) for event in got):
+        got += await anext(generation)
+    return generation
+
+
+async def rest(generation: object) -> Event:
+    return [event async for batch in generation for event in batch][-1]  # type: ignore[attr-defined]
+
+
+async def in_its_hands(it: VllmServe) -> int:
+    """How many requests vLLM itself says that it runs or queues."""
+    reply = await it._running.client._http.get("/metrics")
+    found = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", reply.text, re.MULTILINE)
+    assert len(found) >= 2, reply.text[:500]
+    return int(sum(map(float, found)))
+
+
+async def test_what_it_is_asked_for_it_does() -> None:
+    async with running() as it:
+        reply = fold(await read(it, asked("What is the capital of France?", max_tokens=16)))
+        assert "Paris" in reply.text
+        assert reply.finished.usage.prompt == await it.count(asked("What is the capital of France?"))
+        await _forms(it)
+        await _overflows(it)
+        await _aborts_under_load(it)
+        family_ = family(it.pid)
+    assert await gone(family_)
+
+
+async def _forms(it: VllmServe) -> None:
+    schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
+    form = Constraint("json_schema", schema)
+    reply = fold(await read(it, asked("Give a number.", constraint=form, max_tokens=60)))
+    assert isinstance(json.loads(reply.text)["n"], int)
+    for kind, text in (("regex", "(red|green|blue)"), ("gbnf", 'root ::= "red" | "green" | "blue"')):
+        told = fold(await read(it, asked("Which color?", constraint=Constraint(kind, text), max_tokens=8)))  # type: ignore[arg-type]
+        assert told.text in ("red", "green", "blue")
+
+
+async def _overflows(it: VllmServe) -> None:
+    for words in (2100, 40_000):
+        (last,) = await read(it, asked("word " * words))
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, ContextOverflow)
+        assert last.error.window == 2048
+        assert last.error.prompt_tokens == await it.count(asked("word " * words)) > words
+    assert isinstance((await read(it, asked("Say hello.", max_tokens=32_000)))[-1], Finished)
+
+
+async def _aborts_under_load(it: VllmServe) -> None:
+    generations = [await speaking(it, endless()) for _ in range(8)]
+    for generation in generations[::2]:
+        generation.cancel()  # type: ignore[attr-defined]
+    for generation in generations[::2]:
+        last = await rest(generation)
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, Cancelled)
+    assert fold(await read(it, asked("Say hello."))).text
+    async with asyncio.timeout(60):
+        while await in_its_hands(it) != 4:  # noqa: ASYNC110  it is another program
+            await asyncio.sleep(0.05)
+        for generation in generations[1::2]:
+            generation.cancel()  # type: ignore[attr-defined]
+            await rest(generation)
+        while await in_its_hands(it) != 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("who", ["the server", "the engine behind it"])
+async def test_a_kill_in_mid_stream_is_told_and_leaves_nothing_behind(who: str) -> None:
+    async with running() as it:
+        everybody = family(it.pid)
+        generation = await speaking(it, endless())
+        victim = psutil.Process(it.pid or 0) if who == "the server" else _core(everybody)
+        victim.kill()
+        last, death = await rest(generation), await asyncio.wait_for(it.lost, 120)
+        assert isinstance(death, Unavailable)
+        assert "the vllm serve of 'smollm2'" in death.message
+        assert isinstance(last, Failed)
+        assert await gone(everybody)
+
+
+def _core(everybody: Sequence[psutil.Process]) -> psutil.Process:
+    (core,) = [each for each in everybody if "EngineCore" in " ".join([each.name(), *each.cmdline()])]
+    return core
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        ({"vllm_serve_extra_args": ["--nonsense"]}, "unrecognized arguments: --nonsense"),
+        ({"vllm_kv_cache_memory_bytes": 1 << 20}, "No available memory for the cache blocks"),
+        ({"vllm_model": "/no/such/model"}, "/no/such/model"),
+    ],
+)
+async def test_what_keeps_it_from_loading_is_told_in_its_own_words(chosen: dict[str, object], told: str) -> None:
+    it = real.engine({"main": CacheInfo(2048, 2)}, **chosen)
+    with pytest.raises(ModelyardError) as caught:
+        await it.open(lambda *_: None)
+    await it.close()
+    assert told in caught.value.message
+    assert len(caught.value.message) < 2000
+
+
+ORPHANS = """
+import asyncio, sys
+from tests.engines.vllm_serve import real
+from tests.engines.vllm_serve.test_real import family
+
+async def main():
+    it = real.engine()
+    await it.open(lambda *_: None)
+    print(*(each.pid for each in family(it.pid)), it.pid, flush=True)
+    await it.lost
+
+asyncio.run(main())
+"""
+
+
+async def test_nothing_of_it_outlives_a_gateway_that_is_killed() -> None:
+    real.fields()
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", ORPHANS, cwd=ROOT, stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    try:
+        pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
+        everybody = [psutil.Process(pid) for pid in pids]
+        assert len(everybody) >= 3
+    finally:
+        parent.kill()
+        await parent.wait()
+    assert await gone(everybody)
+
+
+async def test_sampling_is_repeatable_and_tells_its_odds() -> None:
+    async with running() as it:
+        sampling = Sampling(temperature=1.0, seed=7, top_k=20, min_p=0.01, repetition_penalty=1.1)
+        one, two = [fold(await read(it, asked("Tell a story.", sampling=sampling, logprobs=2))) for _ in range(2)]
+        assert one.text == two.text

@@ -1,0 +1,54 @@
+"""Why it ended and how far it has come, out of its last lines."""
+
+from __future__ import annotations
+
+from modelyard.engines.vllm_serve.reason import reason, stage
+
+STARTING = [
+    "(APIServer pid=1) INFO 11-15 10:09:36 [model.py:733] Resolved architecture: LlamaForCausalLM",
+    "(APIServer pid=1) WARNING 11-15 10:09:36 [vllm.py:1703] Enforce eager set, disabling torch.compile, CUDAGraphs",
+    "(EngineCore pid=2) INFO 11-15 10:09:49 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: …",
+    "(Worker pid=3) INFO 11-15 10:10:02 [cpu_model_runner.py:68] Starting to load model /models/m...",
+]
+FAILED = [
+    "(EngineCore pid=2) ERROR 11-15 10:10:02 [core.py:1101] EngineCore failed to start.",
+    "(EngineCore pid=2) ERROR 11-15 10:10:02 [core.py:1101] Traceback (most recent call last):",
+    '(EngineCore pid=2) ERROR 11-15 10:10:02 [core.py:1101]   File "/x.py", line 1, in y',
+    "(EngineCore pid=2) ERROR 11-15 10:10:02 [core.py:1101] ValueError: No available memory for the cache blocks.",
+    "(EngineCore pid=2) ValueError: No available memory for the cache blocks.",
+    "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+]
+
+
+def test_the_root_cause_is_told_once_and_not_its_consequences() -> None:
+    assert reason([*STARTING, *FAILED]) == "ValueError: No available memory for the cache blocks."
+
+
+def test_a_consequence_is_better_than_nothing() -> None:
+    assert reason([*STARTING, FAILED[-1]]).startswith("RuntimeError: Engine core initialization failed")
+
+
+def test_bad_arguments_and_crashes_are_known() -> None:
+    told = "vllm: error: unrecognized arguments: --nonsense"
+    assert reason(["usage: vllm [-h]", told]) == told
+    assert reason(["Fatal Python error: Illegal instruction"]) == "Fatal Python error: Illegal instruction"
+
+
+def test_words_that_look_like_nothing_known_are_told_as_they_are_and_notes_are_not() -> None:
+    assert reason([*STARTING, "the moon is full", "and the dog barks"]) == "the moon is full | and the dog barks"
+    assert reason([*STARTING, "INFO:     Application startup complete."]) == ""
+    assert reason([]) == ""
+
+
+def test_how_far_it_is_only_grows() -> None:
+    shards = ["Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01,  1.0s/it]"]
+    later = [*STARTING, *shards, "(Worker pid=3) INFO 11-15 10:10:05 [default_loader.py:501] Loading weights took 3 s"]
+    assert stage([]) == (0.05, "starting vllm serve")
+    assert [stage(later[:count]) for count in (3, 4, 5, 6)] == [
+        (0.1, "starting the engine"),
+        (0.2, "loading the weights"),
+        (0.4, "loading the weights"),
+        (0.6, "making room for the KV cache"),
+    ]
+    last = "(APIServer pid=1) INFO 11-15 10:10:14 [entry.py:140] Starting vLLM server on unix:/x.sock"
+    assert stage([*later, last]) == (0.9, "starting its HTTP side")
