@@ -121,6 +121,8 @@ class TextTranslation:
             error = end.error or Cancelled("the request was cancelled")
             events.extend(self.fail(error))
             return
+        if end.usage.prompt > self.usage.prompt:  # pictures: what they take only the engine could tell
+            self.usage = msgspec.structs.replace(self.usage, prompt=end.usage.prompt)
         rest = self._detokenizer.finish()
         cut = end.reason != "stop"
         events.extend(self._scanner.feed(rest))

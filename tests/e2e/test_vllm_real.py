@@ -110,8 +110,9 @@ def test_one_replica_of_two_is_killed_and_the_other_answers_on() -> None:
     with serving_well(config(replicas=2, parallel=1)) as served:
         until(lambda: len(_ready(served)) == 2, "both replicas are loaded", 400)
         first, second = _ready(served)
-        body = CHAT.body("Count.", limit=400, logit_bias=ENDLESS, stream=True)
-        with streaming(served, CHAT.path, body) as one, streaming(served, CHAT.path, body) as two:
+        # Two texts: whoever asks the same at the same time, where nothing is random, shares one answer.
+        bodies = [CHAT.body(text, limit=400, logit_bias=ENDLESS, stream=True) for text in ("Count.", "Tell a story.")]
+        with streaming(served, CHAT.path, bodies[0]) as one, streaming(served, CHAT.path, bodies[1]) as two:
             for stream in (one, two):
                 next(frame for frame in stream if is_content(frame))
             assert [each.stats().running for each in (first, second)] == [1, 1]

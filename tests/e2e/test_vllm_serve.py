@@ -87,8 +87,8 @@ def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(wire:
 def test_one_replica_of_two_is_killed_and_the_other_goes_on() -> None:
     with serving_well(config(replicas=2, parallel=1)) as served:
         until(lambda: _pids(served).count(None) == 0 and len(_pids(served)) == 2, "both replicas are loaded")
-        body = CHAT.body("Endless words", stream=True)
-        with streaming(served, CHAT.path, body) as one, streaming(served, CHAT.path, body) as two:
+        bodies = [CHAT.body(text, stream=True) for text in ("Endless words", "Endless rain")]
+        with streaming(served, CHAT.path, bodies[0]) as one, streaming(served, CHAT.path, bodies[1]) as two:
             for stream in (one, two):
                 next(frame for frame in stream if is_content(frame))
             first, second = served.yard.scheduler.engines("demo")

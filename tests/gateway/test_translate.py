@@ -237,3 +237,19 @@ def test_a_foreign_exception_keeps_its_words_to_itself() -> None:
     told = foreign(KeyError("secret"))
     assert "KeyError" in told.message
     assert "secret" not in told.message
+
+
+def test_what_pictures_take_of_the_prompt_the_engine_tells() -> None:
+    heard = texts()
+    own = heard.usage.prompt
+    (last,) = lasts(heard.feed([*said("Hello."), End("stop", Usage(prompt=own + 64))]))
+    assert isinstance(last, Finished)
+    assert last.usage.prompt == own + 64
+
+
+def test_prompt_is_never_counted_as_less_than_it_was() -> None:
+    heard = texts()
+    own = heard.usage.prompt
+    (last,) = lasts(heard.feed([*said("Hello."), End("stop", Usage(prompt=0))]))
+    assert isinstance(last, Finished)
+    assert last.usage.prompt == own > 0

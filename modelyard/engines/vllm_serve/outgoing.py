@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from modelyard.core.errors import NotFound, Unsupported
-from modelyard.core.request import Constraint, Request
+from modelyard.core.request import Constraint, Request, Tool
 from modelyard.engines.upstream.client import with_fields
 from modelyard.engines.vllm_serve.options import Options
 from modelyard.protocols import openai_chat
@@ -59,6 +59,7 @@ def written(request: Request, options: Options, name: str) -> Request:
     return replace(
         request,
         model=_model(request, options, name),
+        tools=_held(request),
         reasoning=reasoning,
         sampling=replace(request.sampling, **dict.fromkeys(IGNORED)),
         constraint=None if request.constraint and request.constraint.kind in _GRAMMARS else request.constraint,
@@ -70,6 +71,13 @@ def written(request: Request, options: Options, name: str) -> Request:
         store=None,
         previous=None,
     )
+
+
+def _held(request: Request) -> tuple[Tool, ...]:
+    """A call that is demanded keeps to its schema, as everywhere here; vLLM sees to that for strict tools only."""
+    if request.tool_choice.mode not in ("required", "named"):
+        return request.tools
+    return tuple(replace(tool, strict=True) if tool.strict is None else tool for tool in request.tools)
 
 
 def _model(request: Request, options: Options, name: str) -> str:

@@ -1,7 +1,8 @@
 """A tiny random model that sees, as a folder of the kind that vLLM reads: `python tiny_vision.py TOKENIZER FOLDER`.
 
-A LLaVA of two small layers on either side, run by vLLM's interpreter: it needs transformers. What it says is nonsense,
-but what it says depends on the picture.
+An Idefics3 of two small layers on either side, run by vLLM's interpreter: it needs transformers. It is of a kind whose
+pictures Pillow can prepare: most others need torchvision, which the build for CPUs comes without. What it says is
+nonsense, but what it says depends on the picture.
 """
 
 import json
@@ -10,9 +11,12 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import AutoTokenizer, Idefics3Config, Idefics3ForConditionalGeneration, LlamaConfig
+from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 
-IMAGE, SIDE, PATCH = "<image>", 32, 8
+IMAGE, FAKE, WHOLE, END = "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"
+SIDE, PATCH, SCALE = 32, 8, 2
+SEEN = (SIDE // PATCH) ** 2 // SCALE**2  # tokens of a picture, without the markers around them
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -20,53 +24,49 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 PREPROCESSOR = {
-    "image_processor_type": "CLIPImageProcessor",
-    "processor_class": "LlavaProcessor",
-    "crop_size": {"height": SIDE, "width": SIDE},
-    "size": {"shortest_edge": SIDE},
-    "do_center_crop": True,
+    "image_processor_type": "Idefics3ImageProcessor",
+    "processor_class": "Idefics3Processor",
     "do_convert_rgb": True,
+    "do_image_splitting": False,
     "do_normalize": True,
+    "do_pad": True,
     "do_rescale": True,
     "do_resize": True,
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
-    "resample": 3,
+    "max_image_size": {"longest_edge": SIDE},
+    "size": {"longest_edge": SIDE},
+    "resample": 1,
     "rescale_factor": 1 / 255,
-}
-PROCESSOR = {
-    "processor_class": "LlavaProcessor",
-    "image_token": IMAGE,
-    "patch_size": PATCH,
-    "vision_feature_select_strategy": "default",
-    "num_additional_image_tokens": 1,
 }
 
 
 def main(tokenizer_folder: str, folder: Path) -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+    tokenizer.add_special_tokens({"additional_special_tokens": [FAKE, WHOLE, IMAGE, END]})
     tokenizer.chat_template = TEMPLATE
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = LlamaConfig(
         vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=2048, initializer_range=0.2, **sizes
     )
-    sight = CLIPVisionConfig(image_size=SIDE, patch_size=PATCH, projection_dim=64, initializer_range=0.2, **sizes)
-    config = LlavaConfig(
-        vision_config=sight,
-        text_config=text,
-        image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
-        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE),
-        vision_feature_layer=-1,
-        image_seq_length=(SIDE // PATCH) ** 2,
+    sight = Idefics3VisionConfig(image_size=SIDE, patch_size=PATCH, initializer_range=0.2, **sizes)
+    image = tokenizer.convert_tokens_to_ids(IMAGE)
+    config = Idefics3Config(
+        vision_config=sight.to_dict(),
+        text_config=text.to_dict(),
+        image_token_id=image,
+        scale_factor=SCALE,
+        tie_word_embeddings=False,
     )
     made = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(made, ignore_errors=True)
-    LlavaForConditionalGeneration(config).to(torch.float32).save_pretrained(made)
+    Idefics3ForConditionalGeneration(config).to(torch.float32).save_pretrained(made)
     tokenizer.save_pretrained(made)
     (made / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
-    (made / "processor_config.json").write_text(json.dumps(PROCESSOR))
+    (made / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": SEEN})
+    )
     made.rename(folder)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import NotFound, Unsupported
-from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text
+from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text, Tool, ToolChoice
 from modelyard.engines.vllm_serve import Options
 from modelyard.engines.vllm_serve.outgoing import body, counting
 from tests.engines.vllm_serve.stage import asked
@@ -69,6 +69,15 @@ def test_schemas_pass_as_they_do_everywhere() -> None:
     schema = sent(asked(constraint=Constraint("json_schema", '{"type":"object"}')))
     assert schema["response_format"]["json_schema"]["schema"] == {"type": "object"}
     assert sent(asked(constraint=Constraint("json_object")))["response_format"] == {"type": "json_object"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "marks"), [("auto", [None, False]), ("required", [True, False]), ("named", [True, False])]
+)
+def test_a_call_that_is_demanded_is_held_to_its_schema(mode: Any, marks: list[bool | None]) -> None:
+    tools = (Tool("a", parameters={"type": "object"}), Tool("b", strict=False))
+    got = sent(asked(tools=tools, tool_choice=ToolChoice(mode, "a" if mode == "named" else None)))
+    assert [tool["function"].get("strict") for tool in got["tools"]] == marks
 
 
 def test_an_adapter_is_a_model_of_its_own_there() -> None:
