@@ -202,6 +202,22 @@ class Search:
             if found.better or self.best not in seen:
                 break
         found.rounds = seen
+        return self._exact(found, looks)
+
+    def _exact(self, found: Found, looks: int) -> Found:
+        """Coarser numbers have to earn it: where fresh rounds show no gain over a baseline that rounds otherwise, and
+        that one is better than the current setting, too, it is taken instead."""
+        rounds, lossy = found.rounds, self._space.lossy
+        for other in self._baselines[1:]:
+            ours, theirs = rounds.get(self.best, []), rounds.get(other, [])
+            if other.only(lossy) == self.best.only(lossy) or len(ours) != len(theirs) or not ours:
+                continue
+            if ratio_interval(ours, theirs).middle > 1 + 2 * self._rules.margin:
+                continue
+            better, ratio = _decide(theirs, rounds.get(self.current, []), self._rules, looks)
+            if better:
+                self.best = other
+                return Found(other, self.current, self.ledger, rounds, ratio, better=True)
         return found
 
     def _round(self, seen: dict[Setting, list[float]], number: int) -> Steps[bool]:

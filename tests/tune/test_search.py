@@ -137,6 +137,20 @@ def test_what_rounds_too_much_is_never_measured():
     assert list(found.ledger.refused.values()) == ["too much"]
 
 
+@pytest.mark.parametrize(("gain", "kept"), [(1.0, "f16"), (1.5, "q4_0")])
+def test_coarser_numbers_that_only_looked_faster_give_way_to_a_baseline_without_them(gain: float, kept: str):
+    bad, default = Setting((("threads", 1), ("kv", "f16"))), START
+
+    def answer(ask: Ask) -> Told:
+        luck = 1.0 if ask.phase == "proof" or ask.setting["kv"] != "q4_0" else 1.05  # while it is explored
+        speed = 100.0 if int(ask.setting["threads"]) > 1 else 50.0
+        return Told(1.0) if ask.loss else Told(speed * luck * (gain if ask.setting["kv"] == "q4_0" else 1.0))
+
+    found, _ = answered(Search(TWO, [bad, default]), answer)
+    assert found.better
+    assert found.best["kv"] == kept
+
+
 def test_each_way_of_rounding_is_judged_once():
     _, asked = answered(Search(TWO, [START]), lambda ask: Told(1.0) if ask.loss else Told(5.0))
     assert len([ask for ask in asked if ask.loss]) == 2
