@@ -15,7 +15,7 @@ from modelyard.workbench.session import Session
 
 _EVERY_S = 1.0
 _LIMIT = 1000
-_AT_ONCE = 300  # where more end in a second nobody reads them all: the newest are shown, the others left out
+_AT_ONCE = 100  # where more end in a second nobody reads them all: the newest are shown, the others left out
 _OVERLAP_S = 2.0  # records of one moment may come in two looks
 
 # The grid's own functions: they only ever see numbers and our own words, and what they return is shown as text.
