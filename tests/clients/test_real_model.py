@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from anthropic import Anthropic
+from openai import OpenAI
 
 from modelyard.library import default
 from tests.clients.bench import Bench
@@ -66,3 +68,18 @@ def test_aider_is_answered(tmp_path: Path, served: Served) -> None:
     assert done.code == 0, done
     assert "tokens" in done.out.lower(), done
     assert len(aider.asked) >= 1
+
+
+def test_both_sdks_stream_the_same_answer(served: Served) -> None:
+    """On three protocols; greedy, so the words are the model's own each time."""
+    question = [{"role": "user", "content": "Say hello."}]
+    with Anthropic(base_url=served.url, api_key="none") as sdk:
+        with sdk.messages.stream(model="claude-x", max_tokens=16, messages=question) as stream:  # type: ignore[arg-type]
+            told = "".join(stream.text_stream)
+        assert stream.get_final_message().usage.output_tokens <= 16
+    with OpenAI(base_url=f"{served.url}/v1", api_key="none") as sdk:
+        chunks = sdk.chat.completions.create(model="gpt-x", max_tokens=16, messages=question, stream=True)  # type: ignore[call-overload]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == told
+        events = sdk.responses.create(model="gpt-x", max_output_tokens=16, input="Say hello.", stream=True)
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == told
+    assert told.strip()
