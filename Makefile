@@ -33,12 +33,14 @@ rebuild-engine: $(STAMP) ## build the engine anew; CC, CXX and CMAKE_ARGS of you
 serve: install ## run the server; more options with ARGS="--port 9000"
 	@$(BIN)/modelyard serve $(ARGS)
 
-test: install ## format, lint, types, layers, tests: all that must pass
+test: check ## format, lint, types, layers, tests: all that must pass
+	$(BIN)/pytest
+
+check: install ## the same without the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest
 
 test-clients: install ## install the real coding agents (about 2 GB, once) and run each against a running server
 	$(BIN)/python setup/clients.py
@@ -74,4 +76,4 @@ bench-agents: install ## replay an agent's session against ours and llama-server
 bench-reuse: install ## run real agents and count the tokens that are read again
 	$(BIN)/python -m bench.reuse $(ARGS)
 
-.PHONY: help install rebuild-engine serve test test-clients test-cluster vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse
+.PHONY: help install rebuild-engine serve test check test-clients test-cluster vllm-env test-vllm format architecture bench bench-engine bench-agents bench-reuse

@@ -5,7 +5,8 @@
 FOLDER holds `llama-bench` and `llama-batched-bench` of the same build as the library that the engine loads. A step of a
 small model takes half a millisecond there, so what Python adds to it shows. The benchmarks choose no tokens at all,
 while ours picks the likeliest one of each row: the ratio is not flattered. "python" is the share of a step that is
-not spent inside C calls (see `bench.step`), from a run of its own, since the clock costs time itself.
+not spent inside C calls (see `bench.step`), from a run of its own, since the clock costs time itself; "waits" is the
+part of it for which the GPU waits, the rest being done while it works at the next step.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class Line(Struct, frozen=True):
     python: float
     python_us: float
     step_ms: float
+    waits: float
+    waits_us: float
 
     @property
     def ratio(self) -> float:
@@ -101,16 +104,29 @@ def measured(file: Path, tools: Path, streams: int, rounds: int, tokens: int) ->
         peer.append(alone(tools, file, tokens) if streams == 1 else together(tools, file, streams, tokens))
     row = asyncio.run(step.measure(file, 1, streams, tokens, _GREEDY))
     greedy, sampled = ([each[at] for each in own] for at in (0, 1))
-    return Line(streams, greedy, sampled, peer, row.share, row.python * 1e6, row.wall * 1e3)
+    shares = row.share, row.python * 1e6, row.wall * 1e3, row.waiting, row.waits * 1e6
+    return Line(streams, greedy, sampled, peer, *shares)
 
 
 def shown(lines: list[Line]) -> Table:
     table = Table(title="Decoding, tokens a second (medians)")
-    for name in ("streams", "ours", "peer", "ratio", "ours, sampled", "step ms", "python µs", "python"):
+    for name in (
+        "streams",
+        "ours",
+        "peer",
+        "ratio",
+        "ours, sampled",
+        "step ms",
+        "python µs",
+        "python",
+        "waits µs",
+        "waits",
+    ):
         table.add_column(name, justify="right")
     for line in lines:
         rates = (f"{statistics.median(each):,.0f}" for each in (line.ours, line.peer))
-        rest = f"{line.step_ms:.3f}", f"{line.python_us:.0f}", f"{line.python:.1%}"
+        ours = f"{line.step_ms:.3f}", f"{line.python_us:.0f}", f"{line.python:.1%}"
+        rest = *ours, f"{line.waits_us:.0f}", f"{line.waits:.1%}"
         table.add_row(str(line.streams), *rates, f"{line.ratio:.3f}", f"{statistics.median(line.sampled):,.0f}", *rest)
     return table
 

@@ -51,6 +51,11 @@ class Turn(Struct, frozen=True):
     def evaluated(self) -> int:
         return self.prompt - self.cached
 
+    @property
+    def held(self) -> int:
+        """What the cache had of it in the end."""
+        return self.prompt + self.output
+
 
 class Tally(Struct, frozen=True):
     """Of all turns but each conversation's first: `known` tokens were there before, `again` of them were evaluated once
@@ -66,17 +71,24 @@ class Tally(Struct, frozen=True):
         return self.again / self.known if self.known else 0.0
 
 
+def _predecessor(last: Sequence[Turn], turn: Turn) -> Turn | None:
+    """A session's conversations only grow, and its side requests are small: the longest that can have come before."""
+    return max(last, key=lambda one: (one.prompt <= turn.prompt, one.held), default=None)
+
+
 def tally(turns: Sequence[Turn]) -> Tally:
-    last: dict[str, Turn] = {}
+    talks: dict[str, list[Turn]] = {}  # the last turn of each conversation of a session
     known = again = evaluated = 0
     for turn in turns:
-        before = last.get(turn.session)
-        if before is not None and turn.cause not in _FIRST:
-            there = min(before.prompt + before.output, turn.prompt)
+        last = talks.setdefault(turn.session, [])
+        before = None if turn.cause in _FIRST else _predecessor(last, turn)
+        if before is not None:
+            there = min(before.held, turn.prompt)
             known += there
             again += max(0, there - turn.cached)
             evaluated += turn.evaluated
-        last[turn.session] = turn
+            last.remove(before)
+        last.append(turn)
     return Tally(len(turns), known, again, evaluated)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from modelyard.blueprint import blueprints
 from modelyard.config import Config
+from modelyard.core.engine import Site
 from modelyard.core.errors import Unavailable
 from modelyard.core.store import Store
 from modelyard.footprint import machine
@@ -70,8 +71,10 @@ def compose(
     env: Mapping[str, str] = os.environ,
     reread: Reread | None = None,
     pool: RemotePool | None = None,
+    welcome: Callable[[], None] = lambda: None,
 ) -> Yard:
-    """`pool` is a scheduler in another process; without one it is part of this."""
+    """`pool` is a scheduler in another process; without one it is part of this. `welcome` is called once all of it is
+    open to others, and before the first model is loaded."""
     keys = read_keys(config.keys, env)
     check_bind(config.http, keys)
     metrics, router = Metrics(), config.router()
@@ -93,14 +96,19 @@ def compose(
         metrics.watch_pool(scheduler.figures)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
     house = Household(config, scheduler, gateway, reread)
-    return Yard(config, keys, scheduler, gateway, house, _front(config, keys, scheduler, gateway, peer, house, store))
+    return Yard(
+        config, keys, scheduler, gateway, house, _front(config, keys, scheduler, gateway, peer, house, store, welcome)
+    )
 
 
-def make_scheduler(config: Config, env: Mapping[str, str]) -> Scheduler:
+def make_scheduler(
+    config: Config, env: Mapping[str, str], sites: Callable[[], Sequence[Site]] = lambda: (Site(),)
+) -> Scheduler:
+    """`sites` are the machines on which engines may be opened, where this is not the only one."""
     gauge = MemoryGauge()
     ledger = Ledger(cache_folder(env) / "measured.json")
     settings = config.scheduler
-    appraiser = Appraiser(settings.limits(), machine=machine, gauge=gauge.read, ledger=ledger)
+    appraiser = Appraiser(settings.limits(), machine=machine, gauge=gauge.read, ledger=ledger, sites=sites)
     return Scheduler(settings.bounds(), limits=key_limits(config), appraiser=appraiser)
 
 
@@ -127,6 +135,7 @@ def _front(
     peer: MetricsPeer | None,
     house: Household,
     store: Store,
+    welcome: Callable[[], None],
 ) -> ASGIApp:
     settings = config.log
     journal = (
@@ -140,6 +149,7 @@ def _front(
         if peer is not None:
             await peer.open()
         await workbench.meet(built)
+        welcome()
         for name, model in config.models.items():
             if model.enabled:
                 scheduler.preload(name)

@@ -19,7 +19,8 @@ from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.workers.launch import apart
 
-Placing = Callable[[str, EngineSpec, str], Engine]  # (backend, spec, identity) → the engine, wherever it may run
+# (backend, spec, identity, machine) → the engine, wherever it may run
+Placing = Callable[[str, EngineSpec, str, str], Engine]
 
 
 def blueprint(
@@ -30,12 +31,12 @@ def blueprint(
     settings = config.models[entry.name]
     identity = _identity(entry, settings)
 
-    def make() -> Engine:
+    def make(site: str = "") -> Engine:
         if fault is not None:
             raise fault
         module, spec = plugins.load("engines", entry.backend), engine_spec(entry, settings)
         if place is not None:
-            return place(entry.backend, spec, identity)
+            return place(entry.backend, spec, identity, site)
         if is_apart(settings):
             return apart(entry.backend, spec, module.kind(spec.options))
         engine: Engine = module.create(spec)
@@ -50,6 +51,7 @@ def blueprint(
         name=entry.name,
         caches=entry.cache_infos,
         make=make,
+        make_at=make,
         estimate=estimate,
         altered=lambda overrides: _altered(config, entry.name, fault, place, overrides),
         identity=identity,

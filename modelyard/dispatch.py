@@ -39,7 +39,6 @@ class Dispatch:
     def __init__(self, config: Config, endpoint: str, reread: Reread, env: Mapping[str, str] = os.environ) -> None:
         self._config, self._reread = config, reread
         self._endpoint, self._env = endpoint, env
-        self.scheduler: Scheduler = make_scheduler(config, env)
         workers = config.workers
         self._keys, self._pace = workers.pair(), workers.pace()
         folder = run_folder(endpoint, cache_folder(env) / "run")
@@ -52,6 +51,7 @@ class Dispatch:
             launch=workers.launch,
             cluster=self._cluster,
         )
+        self.scheduler: Scheduler = make_scheduler(config, env, self.crew.sites)
         self._store = open_store(config.store)
         self.desk: Desk | None = None
 
@@ -80,8 +80,8 @@ class Dispatch:
         return sum(len(self.scheduler.engines(name)) for name in self.scheduler.status())
 
     def _install(self, config: Config) -> None:
-        def place(backend: str, spec: EngineSpec, identity: str) -> Engine:
-            return placed(self.crew, backend, spec, identity)
+        def place(backend: str, spec: EngineSpec, identity: str, site: str) -> Engine:
+            return placed(self.crew, backend, spec, identity, site)
 
         self.scheduler.reconfigure(blueprints(config, {}, place))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -68,16 +69,13 @@ async def _serve_one(config: Config, reread: Reread, scheduler: str | None = Non
     pool = None if scheduler is None else gateway_pool(config, scheduler)
     if pool is not None:
         await pool.ready(_FIRST_WORD_S)
-    yard = compose(config, reread=reread, pool=pool)
+    yard = compose(config, reread=reread, pool=pool, welcome=lambda: _announce(config, listening))
     if pool is not None:
         pool.on_edition, pool.on_engine = yard.house.follow, yard.house.learn
         yard.house.learn_all()
     server = front.server(yard.app, config.http, yard.stop)
     # Alone, it shares its port with nobody: SO_REUSEPORT would let a second server take half of the requests.
     listening = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
-    log.announce(
-        config.http.host, listening.getsockname()[1], config.http.ssl_certfile is not None, list(config.models)
-    )
     with on_hangup(yard.house.reload):
         watching = asyncio.create_task(watch(await _files(reread), yard.house.reload)) if config.watch else None
         await server.serve(sockets=[listening])
@@ -85,6 +83,13 @@ async def _serve_one(config: Config, reread: Reread, scheduler: str | None = Non
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
     return 0 if server.started else 1
+
+
+def _announce(config: Config, listening: socket.socket) -> None:
+    """Said when signals are heeded and siblings can reach it, not before: people and programs wait for this line."""
+    log.announce(
+        config.http.host, listening.getsockname()[1], config.http.ssl_certfile is not None, list(config.models)
+    )
 
 
 async def _files(reread: Reread) -> tuple[Path, ...]:

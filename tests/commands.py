@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 DEMO = ("--config", str(ROOT / "configs" / "demo.toml"))  # scripted answers: no engine to build, no model to fetch
 MODELYARD = [sys.executable, "-m", "modelyard"]
-DEADLINE = 60.0  # for a busy machine; nothing here waits for it when all is well
+DEADLINE = 180.0  # for a busy machine; nothing here waits for it when all is well
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -47,16 +47,21 @@ class Serving:
         self.process = process
         self.lines: list[dict[str, Any]] = []
         self.raw: list[str] = []
+        self.url = ""
         self._queue: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def listen(self) -> None:
         found = re.search(r"http://\S+", self.until("listening on")["message"])
         assert found is not None
         self.url = found.group().replace("localhost", "127.0.0.1")
 
     def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._queue.put(line)
+        with self.process.stderr as lines:  # closed by the one who reads: nobody else knows when he is done
+            for line in lines:
+                self._queue.put(line)
         self._queue.put(None)
 
     def until(self, text: str) -> dict[str, Any]:
@@ -68,6 +73,11 @@ class Serving:
                 return self.lines[-1]
         raise AssertionError(f"the server ended without saying {text!r}: {''.join(self.raw)}")
 
+    def until_said(self, text: str, times: int) -> None:
+        """Until it was said so often, counted from the start."""
+        while sum(text in line["message"] for line in self.lines) < times:
+            self.until(text)
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         return self.code()
@@ -78,6 +88,11 @@ class Serving:
         while (line := self._queue.get(timeout=DEADLINE)) is not None:
             self.raw.append(line)
         return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(DEADLINE)  # until the last of its children has let go of the log
 
 
 def _decoded(line: str) -> dict[str, Any]:
@@ -98,10 +113,9 @@ def serve(folder: Path, *arguments: str, config: str = "", **env: str) -> Iterat
         stderr=subprocess.PIPE,
         text=True,
     )
+    serving = Serving(process)
     try:
-        yield Serving(process)
+        serving.listen()
+        yield serving
     finally:
-        process.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
+        serving.close()

@@ -42,14 +42,14 @@ def demo(script: list[dict[str, Any]] | None = None, **model: Any) -> dict[str, 
 @contextmanager
 def serving(config: dict[str, Any], env: dict[str, str] | None = None, *, ready: bool = True) -> Iterator[Served]:
     """Serve `config` (in our own names) on a free port until the block ends."""
-    loaded = load(env=env or {}, overrides={**config, "http": {"port": 0, **config.get("http", {})}})
+    loaded = load(env=env or {}, overrides={**config, "http": {**config.get("http", {}), "port": 0}})
     began, ended = threading.Event(), threading.Event()
     held: list[Any] = []
     thread = threading.Thread(
         target=lambda: asyncio.run(_run(loaded.config, env or {}, held, began, ended)), daemon=True
     )
     thread.start()
-    if not began.wait(60) or isinstance(held[0], BaseException):
+    if not began.wait(180) or isinstance(held[0], BaseException):
         raise held[0] if held else TimeoutError("the server did not start")
     served, server = held
     try:
@@ -59,7 +59,7 @@ def serving(config: dict[str, Any], env: dict[str, str] | None = None, *, ready:
     finally:
         server.should_exit = True
         server.force_exit = True
-        thread.join(60)
+        thread.join(180)
         assert not thread.is_alive(), "the server did not stop"
 
 
@@ -87,7 +87,7 @@ async def _run(
 
 def _until_ready(served: Served) -> None:
     with httpx.Client(verify=False) as client:  # a test's own certificate
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             if all(s.state in ("ready", "failed", "stopped") for s in served.yard.scheduler.status().values()):
                 return

@@ -112,10 +112,20 @@ def take(screen: Screen) -> None:
         screen.open(f"/{name}")
         time.sleep(12 if name == "caches" else 5)
         keep(screen, name)
+    optimizer(screen)
     playground(screen)
     request(screen)
     routes(screen)
     night_and_phone(screen)
+
+
+def optimizer(screen: Screen) -> None:
+    """The newest run that `modelyard optimize` has left on this machine."""
+    screen.open("/plots")
+    screen.see(".q-expansion-item .q-table")
+    screen.run("document.querySelector('.q-expansion-item').scrollIntoView(); window.scrollBy(0, -90)")
+    time.sleep(2)
+    keep(screen, "optimizer")
 
 
 def models(screen: Screen) -> None:

@@ -91,11 +91,13 @@ class IdLogprob(Struct, frozen=True):
 
 
 class Accepted(Struct, frozen=True, tag=True):
-    """The job has its place; prefill begins. `divergence` is the first token that no cached KV covered."""
+    """The job has its place; prefill begins. `divergence` is the first token that no cached KV covered. `elsewhere` is
+    how many of its tokens another sequence has, where that is more and copying it would not pay."""
 
     cached_tokens: int = 0
     divergence: int | None = None
     evicted: bool = False
+    elsewhere: int = 0
 
 
 class Progress(Struct, frozen=True, tag=True):
@@ -284,6 +286,14 @@ class Machine(Struct, frozen=True):
 
     ram_free: int
     gpus: Mapping[str, int] = field(default_factory=dict)
+
+
+class Site(Struct, frozen=True):
+    """A machine on which a replica may be loaded: by its name, or this one, which has none. Of one whose `machine` is
+    not known nobody judges what fits there."""
+
+    name: str = ""
+    machine: Machine | None = None
 
 
 class EngineModule(Protocol):

@@ -23,11 +23,13 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     """All that the pool has to know of a model. Two blueprints of one `identity` make the same engine.
 
     `altered` makes the blueprint of a load with overrides, or raises InvalidRequest; None: nothing can be overridden.
+    `make_at` makes the engine on the machine of this name, where there are several.
     """
 
     name: str
     caches: Mapping[str, CacheInfo]
     make: Callable[[], Engine]
+    make_at: Callable[[str], Engine] | None = None
     estimate: Callable[[Machine], Memory] | None = None  # may read files: it is called in a thread
     altered: Callable[[Overrides], Blueprint] | None = None
     identity: str = ""

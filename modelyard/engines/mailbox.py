@@ -145,11 +145,24 @@ class Mailbox(Generic[T]):
 
 def merged(items: list[T]) -> list[T]:
     """The same items with every run of neighbouring `Tokens` as one."""
+    if not _has_neighbours(items):
+        return items
     out: list[T] = []
     for alike, group in groupby(items, _likeness):
         run = list(group)
         out += run if alike is None else [cast(T, _one(cast(list[Tokens], run)))]
     return out
+
+
+def _has_neighbours(items: list[T]) -> bool:
+    """Two `Tokens` side by side; grouping costs more than to look."""
+    before: type | None = None
+    for item in items:
+        kind = type(item)
+        if kind is Tokens and before is Tokens:
+            return True
+        before = kind
+    return False
 
 
 def _likeness(item: object) -> bool | None:

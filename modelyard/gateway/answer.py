@@ -29,6 +29,10 @@ from modelyard.telemetry.metrics import Metrics
 
 log = logging.getLogger("modelyard.gateway")
 
+# Tuples, made once: a union in an `isinstance` is made anew each time it is asked.
+_LAST = (Finished, Failed)
+_ENDS = (End, Failed)
+
 
 class Course(Struct):
     """How an answer went: where it was placed, what its cache had, and, for requests with tools, what was said."""
@@ -103,10 +107,10 @@ class Answer:
         except Exception as error:
             log.exception("an answer failed")
             events = self._translation.fail(foreign(error))
-        if isinstance(events[-1], Finished | Failed):
-            events[-1] = self._told(events[-1])
+        if isinstance(last := events[-1], _LAST):
+            events[-1] = last = self._told(last)
             self.course.ids = self._translation.ids
-            self._around.ended(self.job, self.choice, events[-1], self.course)
+            self._around.ended(self.job, self.choice, last, self.course)
             if self._lease is not None:
                 self._lease.spend(self._translation.usage.output)
         return self.choice, events
@@ -183,8 +187,10 @@ class Answer:
         if self.job.model.remote:
             return False  # its engine tries again by itself, as often as its settings say
         last = batch[-1]
-        error = last.error if isinstance(last, End | Failed) else None
-        if not isinstance(error, Unavailable) or self._retried or self._cancelled or self._translation.spoke:
+        error = last.error if isinstance(last, _ENDS) else None
+        if error is None or not isinstance(error, Unavailable):
+            return False
+        if self._retried or self._cancelled or self._translation.spoke:
             return False
         return not any(isinstance(item, Tokens | BlockDelta) for item in batch)
 

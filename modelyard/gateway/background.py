@@ -32,10 +32,10 @@ _MARKED = 4096  # characters of the instructions by which errands are told apart
 def priority(request: Request) -> Priority:
     if request.priority is not None:
         return request.priority
-    if any(tool.kind != "server" for tool in request.tools):
+    if request.tools and any(tool.kind != "server" for tool in request.tools):
         return "main"
     is_errand = (
-        _SMALL_TIER.search(request.model.lower()) is not None
+        _is_small_tier(request.model)
         or _has_calls(request)
         or bool(request.tools)
         or (request.session is not None and _is_one_exchange(request) and _wants_little(request))
@@ -48,8 +48,18 @@ def errand(request: Request) -> str:
     return f"{zlib.crc32(_instructions(request)[:_MARKED].encode('utf-8', 'surrogatepass')):08x}"
 
 
+def _is_small_tier(model: str) -> bool:
+    name = model.lower()
+    return "haiku" in name and _SMALL_TIER.search(name) is not None
+
+
 def _has_calls(request: Request) -> bool:
-    return any(isinstance(part, ToolCall) for message in request.messages for part in message.parts)
+    """Loops, not generators: this looks at every part of every request without tools."""
+    for message in request.messages:
+        for part in message.parts:
+            if type(part) is ToolCall:
+                return True
+    return False
 
 
 def _is_one_exchange(request: Request) -> bool:

@@ -46,7 +46,7 @@ class Abilities:
 
     def of(self, model: Model, told: Capabilities | None) -> Capabilities:
         known = self._known.get(model.name)
-        if known is None or known[0] is not model or known[1] != told:
+        if known is None or known[0] is not model or (known[1] is not told and known[1] != told):
             known = self._known[model.name] = (model, told, capabilities(model, told))
         return known[2]
 

@@ -120,7 +120,7 @@ class Gateway:
 
     def granted(self, job: Job, engine: Engine) -> None:
         """A job has its engine, which may not be the one that was up when it was prepared."""
-        if (told := engine.info.capabilities) != job.able:
+        if (told := engine.info.capabilities) is not job.able and told != job.able:
             request, can = job.request, self.abilities.of(job.model, told)
             check(request, can, job.model.name, images=has_images(request))
 
@@ -196,7 +196,7 @@ class Gateway:
 
     async def _runs(self, request: Request, model: Model, target: Target, wanted: int | None) -> tuple[Run, ...]:
         rendered = await self._rendered(request, model)
-        return tuple(Run(ids, text, fit(len(ids), wanted, target.window, target.strict)) for ids, text in rendered)
+        return tuple([Run(ids, text, fit(len(ids), wanted, target.window, target.strict)) for ids, text in rendered])
 
     async def _rendered(self, request: Request, model: Model) -> list[tuple[list[int], str]]:
         renderer = model.parts.renderer

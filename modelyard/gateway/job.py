@@ -62,7 +62,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
     @property
     def choices(self) -> int:
-        return max(1, len(self.runs)) * self.request.n
+        return (len(self.runs) or 1) * self.request.n
 
     @property
     def session(self) -> str | None:
@@ -104,7 +104,7 @@ class Job(Struct, frozen=True, kw_only=True):
         return Demand(
             model=self.target.model,
             cache=self.target.cache,
-            tokens=sum(len(run.ids) for run in self.runs),
+            tokens=sum([len(run.ids) for run in self.runs]),
             weight=self.choices,
             key=caller.key,
             session=self.session,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -22,18 +23,31 @@ log = logging.getLogger("modelyard.gateway")
 
 _CHARACTERS = 32 << 20
 _ENTRY = 200  # what an entry takes besides its words
+_ON_ITS_WAY_S = 2.0  # for another gateway's words to reach the store: a client's next turn may be here before them
 _packed = msgspec.msgpack.Encoder().encode
 _unpacked = msgspec.msgpack.Decoder(Spoken).decode
 
 _Name = tuple[str, str]  # an API key's name and a call's id
 
 
+class _Missed(msgspec.Struct, frozen=True):
+    """The store did not have it, `at` first; a second time, and it is `settled` that nobody knows it."""
+
+    at: float
+    settled: bool = False
+
+
 class Recall:
     """`store` is one that other gateways write to, too; without one, this process's own memory is all there is."""
 
-    def __init__(self, store: Store | None = None, characters: int = _CHARACTERS) -> None:
-        self._store, self._most, self._held = store, characters, 0
-        self._spoken: OrderedDict[_Name, Spoken | None] = OrderedDict()  # None: nobody knows it
+    def __init__(
+        self,
+        store: Store | None = None,
+        characters: int = _CHARACTERS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._most, self._held, self._clock = store, characters, 0, clock
+        self._spoken: OrderedDict[_Name, Spoken | _Missed] = OrderedDict()
 
     async def restored(self, request: Request, key: str) -> Request:
         """The request with the model's own words where they are known."""
@@ -43,10 +57,19 @@ class Recall:
         return msgspec.structs.replace(request, messages=restored(request.messages, found)) if found else request
 
     async def _find(self, ids: Mapping[str, None], key: str) -> dict[str, Spoken]:
-        if self._store is not None and (unknown := [id for id in ids if (key, id) not in self._spoken]):
+        if self._store is not None and (unknown := [id for id in ids if self._is_open((key, id))]):
             for id, value in zip(unknown, await self._asked(self._store, unknown, key), strict=False):
-                self._put((key, id), None if value is None else _unpacked(value))
+                self._put((key, id), self._missed((key, id)) if value is None else _unpacked(value))
         return {id: said for id in ids if (said := self._get((key, id))) is not None}
+
+    def _is_open(self, name: _Name) -> bool:
+        known = self._spoken.get(name)
+        if isinstance(known, _Missed):
+            return not known.settled and self._clock() - known.at > _ON_ITS_WAY_S
+        return known is None
+
+    def _missed(self, name: _Name) -> _Missed:
+        return _Missed(self._clock(), settled=name in self._spoken)
 
     async def _asked(self, store: Store, ids: list[str], key: str) -> list[bytes | None]:
         """Words that cannot be had cost a longer prefill, not the answer."""
@@ -69,19 +92,20 @@ class Recall:
 
     def _get(self, name: _Name) -> Spoken | None:
         found = self._spoken.get(name)
-        if found is not None:
-            self._spoken.move_to_end(name)
+        if not isinstance(found, Spoken):
+            return None
+        self._spoken.move_to_end(name)
         return found
 
-    def _put(self, name: _Name, said: Spoken | None) -> None:
+    def _put(self, name: _Name, said: Spoken | _Missed) -> None:
         self._held += _size(said) - (_size(self._spoken.pop(name)) if name in self._spoken else 0)
         self._spoken[name] = said
         while self._held > self._most and self._spoken:
             self._held -= _size(self._spoken.popitem(last=False)[1])
 
 
-def _size(said: Spoken | None) -> int:
-    return _ENTRY + (len(said.arguments) + len(said.thinking) + len(said.text) if said is not None else 0)
+def _size(said: Spoken | _Missed) -> int:
+    return _ENTRY + (len(said.arguments) + len(said.thinking) + len(said.text) if isinstance(said, Spoken) else 0)
 
 
 def _scope(key: str) -> str:

@@ -27,7 +27,7 @@ class Watch:
         tools = tuple(tool for tool in request.tools if not tool.deferred) if request.tools else ()
         asked = Asked(job.caller.trace, unshield(run.text), len(run.ids), _light(request), tools)
         characters = lambda tokens: len(vocab.decode(run.ids[:tokens]))  # noqa: E731  seldom asked
-        return self._sessions.look(_key(job), asked, where.cached_tokens, characters, page)
+        return self._sessions.look(_key(job), asked, where.cached_tokens, characters, page, where.elsewhere)
 
     def answered(self, job: Job, usage: Usage, reply: Message | None) -> None:
         self._sessions.answered(_key(job), job.caller.trace, usage.output, reply)

@@ -17,34 +17,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.http.errors import written
 from modelyard.http.farewell import Farewells, enlist
+from modelyard.http.outgoing import Gathering
 from modelyard.http.visit import Visit
 
 _HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
-
-
-class Gathering:
-    """A transport that sends once a turn of the loop what was written in it: headers and body are one system call."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._held: list[bytes] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if not self._held:
-            self._loop.call_soon(self._flush)
-        self._held.append(data)
-
-    def _flush(self) -> None:
-        held, self._held = self._held, []
-        if held and not self._transport.is_closing():
-            self._transport.write(held[0] if len(held) == 1 else b"".join(held))
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
 
 
 class BoundedHttp(HttpToolsProtocol):

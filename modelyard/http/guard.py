@@ -127,18 +127,20 @@ class Guard:
 
     def _check_headers(self, scope: Scope) -> None:
         size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
-        size += sum(len(name) + len(value) for name, value in scope["headers"])
+        for name, value in scope["headers"]:
+            size += len(name) + len(value)
         if size > self._max_header_bytes:
             limit = self._max_header_bytes
             raise TooLarge(f"the request headers are larger than {limit} bytes (http.max_header_bytes)")
 
     def _account(self, visit: Visit, method: str, seconds: float) -> None:
-        route = visit.path if visit.path in _ROUTES else _pattern(visit.path)
+        path = visit.path
+        route = path if path in _ROUTES else _pattern(path)
         self._metrics.http(route, method, visit.status, seconds)
         if visit.error:
             self._metrics.failed(visit.error)
-        watched = is_workbench(visit.path) or (method == "GET" and visit.path.startswith(_READ))
-        level = logging.DEBUG if watched or visit.path in _QUIET else logging.INFO
+        watched = route != path and (is_workbench(path) or (method == "GET" and path.startswith(_READ)))
+        level = logging.DEBUG if watched or path in _QUIET else logging.INFO
         event(
             log,
             level,

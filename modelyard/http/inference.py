@@ -15,7 +15,7 @@ from modelyard.http.farewell import watch
 from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream
 from modelyard.http.stored import StoredResponses
-from modelyard.http.visit import Visit, aside, read_body, respond, respond_error
+from modelyard.http.visit import INLINE_BYTES, Visit, aside, read_body, respond, respond_error
 from modelyard.telemetry.papers import Scribe
 
 
@@ -71,8 +71,9 @@ class Exchange:
                 entry.close()
 
     async def _read(self, body: bytes) -> Request:
-        stored, visit = self._home.stored, self._visit
-        request = await aside(len(body), self._home.wire.read_request, body, visit.headers)
+        stored, visit, read = self._home.stored, self._visit, self._home.wire.read_request
+        is_long = len(body) > INLINE_BYTES
+        request = await aside(len(body), read, body, visit.headers) if is_long else read(body, visit.headers)
         return request if stored is None else await stored.recall(request, visit.key)
 
     async def _stream(self, answer: Answer | Choices | Listener, request: Request) -> None:
@@ -88,6 +89,8 @@ class Exchange:
         try:
             async for choice, events in answer:
                 folds[choice].feed(events)
+                if folds[choice].finished and len(folds) == 1:
+                    break  # to be told that there is no more costs as much as to look
         finally:
             unwatch()
             answer.close()

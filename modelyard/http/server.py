@@ -50,6 +50,9 @@ Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 
 # The guard counts and logs; FastAPI's own telemetry would look at the environment for exporters at every request.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+# Longer than clients keep an idle connection (httpx and the SDKs: 5 s). Were we the first to close it, a request that
+# is just being sent on it would be lost.
+_IDLE_S = 75
 _TOLD = ("x-request-id", "request-id", "retry-after", "x-queue-position")  # what pages elsewhere may read of a reply
 
 
@@ -230,6 +233,7 @@ def server(app: ASGIApp, settings: HttpSettings, goodbye: Callable[[], Awaitable
         date_header=False,
         lifespan="on",
         timeout_graceful_shutdown=5,
+        timeout_keep_alive=_IDLE_S,
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )

@@ -13,13 +13,14 @@ from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.request import Caller
 from modelyard.core.wire import WireError
 from modelyard.http.depth import fault
+from modelyard.http.outgoing import reply
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.cause import Reuse
 
 TIMEOUT = "x-modelyard-timeout"
 _LONGEST_S = 7 * 86400
 _KEY = "modelyard.visit"
-_INLINE_BYTES = 1 << 18  # looking through so many takes about a millisecond
+INLINE_BYTES = 1 << 18  # looking through so many takes about a millisecond
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Does the work in a thread where `size` bytes make it long: on the loop it would hold up every stream."""
-    if size > _INLINE_BYTES:
+    if size > INLINE_BYTES:
         return await asyncio.to_thread(work, *args, **kwargs)
     return work(*args, **kwargs)
 
@@ -99,7 +100,9 @@ async def read_body(receive: Receive, visit: Visit, settings: HttpSettings) -> b
         body = await _rest(receive, body, limit)
     if len(body) > limit:
         raise _too_large(limit)
-    if (wrong := await aside(len(body), fault, body, settings.max_json_depth)) is not None:
+    depth = settings.max_json_depth
+    wrong = await aside(len(body), fault, body, depth) if len(body) > INLINE_BYTES else fault(body, depth)
+    if wrong is not None:
         raise InvalidRequest(wrong, code="invalid_json")
     return body
 
@@ -135,8 +138,10 @@ async def respond(
     send: Send, visit: Visit, status: int, body: bytes, content_type: bytes = b"application/json"
 ) -> None:
     visit.status = status
-    length = (b"content-length", str(len(body)).encode())
-    await send({"type": "http.response.start", "status": status, "headers": headers(visit, content_type, length)})
+    told = headers(visit, content_type, (b"content-length", b"%d" % len(body)))
+    if reply(send, status, told, body):
+        return
+    await send({"type": "http.response.start", "status": status, "headers": told})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -15,6 +15,7 @@ from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.plugins import MissingLibrary
 
 Point = tuple[float, float]
+_PLAIN = str.maketrans({"×": "x", "–": "-", "·": "-", "…": "..."})  # signs that Pillow's own font draws as boxes
 _FINER = 3  # lines are drawn larger and made smaller: Pillow does not smooth them
 
 
@@ -101,13 +102,13 @@ def png(drawing: Drawing) -> bytes:
     image = images.new("RGB", (drawing.width * _FINER, drawing.height * _FINER), "white")
     pen = draw.Draw(image)
     for shape in drawing.shapes:
-        _paint(pen, fonts, shape)
+        paint(pen, fonts, shape)
     out = io.BytesIO()
     image.resize((drawing.width, drawing.height), images.Resampling.LANCZOS).save(out, "PNG")
     return out.getvalue()
 
 
-def _paint(pen: Any, fonts: Any, shape: Shape) -> None:
+def paint(pen: Any, fonts: Any, shape: Shape) -> None:
     if isinstance(shape, Stroke):
         pen.line(_scaled(shape.points), shape.colour, max(1, round(shape.width * _FINER)))
         return
@@ -117,7 +118,7 @@ def _paint(pen: Any, fonts: Any, shape: Shape) -> None:
         pen.ellipse((x - reach, y - reach, x + reach, y + reach), shape.colour)
     else:
         anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
-        pen.text((x, y), shape.text, shape.colour, fonts.load_default(shape.size * _FINER), anchor)
+        pen.text((x, y), shape.text.translate(_PLAIN), shape.colour, fonts.load_default(shape.size * _FINER), anchor)
 
 
 def _scaled(points: Sequence[Point]) -> list[Point]:

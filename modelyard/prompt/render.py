@@ -66,6 +66,7 @@ class Renderer:
         self._plain = TamedTemplate(template)
         self._with_tools = TamedTemplate(tools_template) if tools_template is not None else self._plain
         knows_tools = self._with_tools.template.mentions("tools")
+        self._keeps = {tamed.template: _kept(tamed.template) for tamed in (self._plain, self._with_tools)}
         self._overrules = tools_prompt == "always"
         self.tells_tools = self._overrules or (tools_prompt == "auto" and not knows_tools)
         self._thinking, self._kwargs = thinking_default, dict(template_kwargs or {})
@@ -114,11 +115,13 @@ class Renderer:
         out: dict[str, Any] = {"tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
         reasoning = request.reasoning
         enabled = reasoning.enabled if reasoning.enabled is not None else self._thinking
-        asked = {"reasoning_effort": reasoning.effort, "thinking_budget": reasoning.budget}
-        out |= {name: value for name, value in asked.items() if value is not None and template.mentions(name)}
+        if reasoning.effort is not None and template.mentions("reasoning_effort"):
+            out["reasoning_effort"] = reasoning.effort
+        if reasoning.budget is not None and template.mentions("thinking_budget"):
+            out["thinking_budget"] = reasoning.budget
         if enabled is not None:
             out |= _switched(template, enabled)
-        out |= {name: value for name, value in _KEEPS.items() if template.mentions(name)}
+        out |= self._keeps[template]
         if request.documents:
             out["documents"] = self._shield.deep(request.documents)
         if self._kwargs or request.chat_template_kwargs:
@@ -193,6 +196,11 @@ def _cuts(vocab: Vocabulary, sources: str) -> list[str]:
         return []
     named = (getattr(vocab, "bos_token", ""), getattr(vocab, "eos_token", ""))
     return [cut for cut in sorted(vocab.cuts) if cut in sources or cut in named]
+
+
+def _kept(template: ChatTemplate) -> dict[str, Any]:
+    """The switches of `_KEEPS` that this template has."""
+    return {name: value for name, value in _KEEPS.items() if template.mentions(name)}
 
 
 def _switched(template: ChatTemplate, enabled: bool) -> dict[str, Any]:

@@ -63,10 +63,15 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 _KNOBS = tuple(f.name for f in fields(Sampling) if f.name != "logit_bias")
 _knobs = attrgetter(*_KNOBS)  # all in one call: this runs for every request
+_UNSET = (None,) * len(_KNOBS)
+_NOTHING = Sampling()
 
 
 def read_sampling(body: Extensions) -> Sampling:
-    asked = {name: value for name, value in zip(_KNOBS, _knobs(body), strict=True) if value is not None}
+    values = _knobs(body)
+    if values == _UNSET and not body.logit_bias:
+        return _NOTHING
+    asked = {name: value for name, value in zip(_KNOBS, values, strict=True) if value is not None}
     for name in asked.keys() & _RANGES.keys():
         low, high = _RANGES[name]
         if not low <= asked[name] <= high:
@@ -75,9 +80,6 @@ def read_sampling(body: Extensions) -> Sampling:
     if body.logit_bias:
         asked["logit_bias"] = _read_bias(body.logit_bias)
     return Sampling(**asked) if asked else _NOTHING
-
-
-_NOTHING = Sampling()
 
 
 def _read_bias(bias: dict[str, float]) -> dict[int, float]:

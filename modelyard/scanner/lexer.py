@@ -152,12 +152,13 @@ def _end(pattern: re.Pattern[str], tape: Tape) -> int:
 class Spelled:
     """A set of texts to be found on the tape."""
 
-    __slots__ = ("_prefixes", "_reach", "pattern")
+    __slots__ = ("_first", "_prefixes", "_reach", "pattern")
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.pattern = _any_of(texts)
         self._prefixes = frozenset(s[:i] for s in texts for i in range(1, len(s)))
         self._reach = max(map(len, texts), default=1) - 1
+        self._first = one_of(frozenset(prefix for prefix in self._prefixes if len(prefix) == 1))
 
     def find(self, tape: Tape) -> re.Match[str] | None:
         """The next one, unless more text could still make it a longer one, or part of one that began before it."""
@@ -169,7 +170,10 @@ class Spelled:
     def hold(self, tape: Tape) -> int:
         """Where the shortest suffix begins that may still become one."""
         text = tape.text
-        for start in range(max(tape.at, len(text) - self._reach), len(text)):
+        nearest = max(tape.at, len(text) - self._reach)
+        if self._first.search(text, nearest) is None:
+            return len(text)  # nearly always
+        for start in range(nearest, len(text)):
             if text[start:] in self._prefixes:
                 return start
         return len(text)

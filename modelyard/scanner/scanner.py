@@ -86,7 +86,7 @@ class Scanner:
     @property
     def done(self) -> bool:
         """Nothing that may still come will be shown: the model can be stopped."""
-        return self._visible.stopped is not None or self._calls.is_enough
+        return self._calls.is_enough
 
     @property
     def is_thinking(self) -> bool:
@@ -106,7 +106,9 @@ class Scanner:
 
     def feed(self, pieces: Sequence[Piece]) -> list[Event]:
         search, say = self._starters.search, self._blocks.parts.append
-        for piece in pieces:
+        for at, piece in enumerate(pieces):
+            if self._quick and at == 1 and self._flows(pieces[at:]):
+                break
             if self._quick and not piece.special and not search(piece.text) and piece.logprob is None:
                 say(piece.text)
             elif self.done:
@@ -117,10 +119,21 @@ class Scanner:
                 self.reasoning_tokens += 1
         return self._blocks.take()
 
+    def _flows(self, pieces: Sequence[Piece]) -> bool:
+        """Many pieces at a time, where no single one needs a look. False: nothing was done."""
+        plain = [piece.text for piece in pieces if not piece.special and piece.logprob is None]
+        text = "".join(plain)
+        if len(plain) != len(pieces) or self._starters.search(text):
+            return False
+        self._blocks.parts.append(text)
+        if self._region.kind == "thinking":
+            self.reasoning_tokens += len(pieces)
+        return True
+
     def finish(self, cut: bool = False) -> list[Event]:
         """The output is over: everything is settled. `cut` says that a limit ended it, not the model."""
         self._tape.ended, self._tape.cut = True, cut
-        if not self.done:
+        if self._reader is not None or not self._tape.is_empty:
             self._advance()
         if not self.done:
             self._visible.finish(self._region.kind)

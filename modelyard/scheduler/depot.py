@@ -110,10 +110,12 @@ class Depot:
         return (one.bytes for model in self for one in model.replicas if one.state != "placing")
 
     def _view(self) -> PoolView:
+        room = self._appraiser.room(self.held)
         return PoolView(
             models=tuple(model.view for model in self),
-            hard=self._appraiser.hard,
-            soft=self._appraiser.soft,
+            hard=room.hard,
+            soft=room.soft,
+            sites=room.sites,
             patience_s=self._bounds.patience_s,
             linger_s=self._bounds.linger_s,
         )
@@ -131,7 +133,7 @@ class Depot:
             case Claim():
                 self._new(model).doing = action.why
             case Start():
-                self._start(model, action.replica)
+                self._start(model, action.replica, action.site)
             case Stop():
                 self._stop(model, _find(model, action.replica), action.evict)
             case Keep():
@@ -146,13 +148,13 @@ class Depot:
             model.surveying = True
             self._background(self._surveyed(model))
 
-    def _start(self, model: Pooled, claimed: int | None) -> None:
+    def _start(self, model: Pooled, claimed: int | None, site: str) -> None:
         replica = self._new(model) if claimed is None else _find(model, claimed)
         if not model.wanted:
             model.wanted = model.blueprint.replicas
         model.sleeping = model.failed = False
         model.reason = ""
-        replica.bytes = model.need or {}
+        replica.site, replica.bytes = site, model.need_at(site)
         self.begin(replica)
 
     def _stop(self, model: Pooled, replica: Replica, evict: bool) -> None:
@@ -248,6 +250,8 @@ class Depot:
         replica.progress, replica.doing, replica.reason = 1.0, "", ""
         model.loads += 1
         model.down_since, model.reason, model.failed = None, "", False
+        if replica.settle():
+            replica.bytes = model.need_at(replica.site)
         quiet = not any(each.running or (each.used or 0.0) > replica.began for each in self)
         if self._appraiser.loaded(model, replica, now - replica.began, quiet=quiet):
             self._background(self._appraiser.write())

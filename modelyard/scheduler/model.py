@@ -19,7 +19,7 @@ from modelyard.core.pool import Blueprint
 from modelyard.scheduler.affinity import Affinity, marks
 from modelyard.scheduler.lane import Lane
 from modelyard.scheduler.place import Place
-from modelyard.scheduler.placement import Bytes
+from modelyard.scheduler.placement import Bytes, at
 from modelyard.scheduler.replica import Replica
 from modelyard.scheduler.timers import Handle
 from modelyard.scheduler.view import ModelView
@@ -67,6 +67,7 @@ class Pooled:
         self.down_since: float | None = None
         self.used: float | None = None  # when its last answer ended
         self.need: Bytes | None = None if blueprint.estimate is not None else {}
+        self.abroad: Mapping[str, Bytes] = {}  # what it takes on other machines
         self.estimate: Memory | None = None
         self.measured: int | None = None
         self.load_s: float | None = None
@@ -213,6 +214,9 @@ class Pooled:
             state == "stopped" and self.wakes,
         )
 
+    def need_at(self, site: str) -> Bytes:
+        return at(self.abroad.get(site, self.need or {}), site)
+
     @property
     def view(self) -> ModelView:
         return ModelView(
@@ -224,4 +228,5 @@ class Pooled:
             waiting=self.waiting,
             load_s=self.load_s or 1.0,
             idle_ttl_s=self.blueprint.idle_ttl_s,
+            abroad=self.abroad,
         )

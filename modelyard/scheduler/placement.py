@@ -27,6 +27,11 @@ class Limits(Struct, frozen=True):
         return limits | {f"gpu:{uuid}": of for uuid, of in found.items()}
 
 
+def at(bytes_: Bytes, site: str) -> dict[str, int]:
+    """The same on another machine, whose devices are others."""
+    return {f"{device}@{site}" if site else device: amount for device, amount in bytes_.items()}
+
+
 class Tenant(Struct, frozen=True, kw_only=True):
     """A replica that could be stopped to make room. `spare`: others of its model would stay."""
 

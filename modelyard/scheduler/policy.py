@@ -6,7 +6,8 @@ waiters cost it nothing. Nor does it matter which event led here: the same pool 
 
     1. surplus      more replicas than wanted → stop: the claimed first, then the idle, then the least busy
     2. idle         nobody runs or waits, for longer than its TTL → sleep
-    3. hungry       fewer than wanted; claims first, then by how long somebody has waited, then those nobody asked for
+    3. hungry       fewer than wanted; claims first, then by how long somebody has waited, then those nobody asked for.
+                    Where it may go on several machines, each step looks at one after the other, the first choice first
        3.1 one drains for a claim that is gone        → keep it
        3.2 its need is not known                      → survey
        3.3 more than the limit alone                  → reject; if it is up already, go without the extra replica
@@ -26,7 +27,7 @@ A busy replica is never closed: it takes no new requests and ends when its last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.scheduler.placement import Bytes, Tenant, fits, free, victims
@@ -120,41 +121,53 @@ class _Planner:
 
     def _feed_one(self, model: ModelView, claim: int | None) -> bool:
         """Whether to look at the model's next missing replica as well."""
-        need = model.need
-        if need is None:
+        if model.need is None:
             self._actions.append(Survey(model.name))  # 3.2
             return False
-        if not fits(need, self._view.hard):
+        needs = {site: model.need_at(site) for site in self._view.sites}
+        possible = {site: need for site, need in needs.items() if fits(need, self._view.hard)}
+        if not possible:
             if not any(one.state != "placing" for one in model.staying):
+                need = needs[self._view.sites[0]]
                 self._actions.append(Reject(model.name, _too_large(model.name, need, self._view.hard)))  # 3.3
             return False
-        if fits(need, self._left):
-            self._start(model, need, claim)  # 3.4
-            return True
+        for site, need in possible.items():
+            if fits(need, self._left):
+                self._start(model, need, claim, site)  # 3.4
+                return True
         if model.asked_since is None and (self._fed or any(self._held())):
             if model.name not in self._fed and not any(one.state != "placing" for one in model.staying):
                 self._actions.append(Sleep(model.name, "there is no room for it beside what is loaded"))  # 3.5
             return False
-        return self._make_room(model, need, claim)
+        return self._make_room(model, possible, claim)
 
-    def _make_room(self, model: ModelView, need: Bytes, claim: int | None) -> bool:
-        if fits(need, self._coming):
-            self._claim(model, need, claim)  # 3.6
-            return True
+    def _make_room(self, model: ModelView, needs: Mapping[str, Bytes], claim: int | None) -> bool:
+        for need in needs.values():
+            if fits(need, self._coming):
+                self._claim(model, need, claim)  # 3.6
+                return True
         others = [(m, r) for m in self._view.models if m.name != model.name for r in m.replicas if self._is_up(r)]
         for candidates in (self._idlers(others), self._idlers(others) + self._overdue(others, model)):  # 3.7, 3.8
-            if (chosen := victims(need, self._coming, [_tenant(m, r, self._now) for m, r in candidates])) is not None:
-                for other, one in candidates:
-                    if one.id in chosen:
-                        self._stop(other, one, evict=True)
-                self._claim(model, need, claim)
-                return True
-        possible = victims(need, self._coming, [_tenant(m, r, self._now) for m, r in others]) is not None
-        if not possible and fits(need, self._allowed) and not self._is_busy():
-            self._start(model, need, claim)  # 3.9
+            for need in needs.values():
+                if (chosen := self._victims(need, candidates)) is not None:
+                    self._evict(candidates, chosen)
+                    self._claim(model, need, claim)
+                    return True
+        possible = any(self._victims(need, others) is not None for need in needs.values())
+        allowed = next((site for site, need in needs.items() if fits(need, self._allowed)), None)
+        if not possible and allowed is not None and not self._is_busy():
+            self._start(model, needs[allowed], claim, allowed)  # 3.9
             return True
         self._wait(others, model)  # 3.10
         return False
+
+    def _victims(self, need: Bytes, candidates: list[tuple[ModelView, ReplicaView]]) -> tuple[int, ...] | None:
+        return victims(need, self._coming, [_tenant(m, r, self._now) for m, r in candidates])
+
+    def _evict(self, candidates: list[tuple[ModelView, ReplicaView]], chosen: tuple[int, ...]) -> None:
+        for model, one in candidates:
+            if one.id in chosen:
+                self._stop(model, one, evict=True)
 
     def _is_up(self, one: ReplicaView) -> bool:
         return one.state == "ready" and one.id not in self._stopped
@@ -186,8 +199,8 @@ class _Planner:
 
     # --- what the next decision has to know ------------------------------------------------------------------------
 
-    def _start(self, model: ModelView, need: Bytes, claim: int | None) -> None:
-        self._actions.append(Start(model.name, claim))
+    def _start(self, model: ModelView, need: Bytes, claim: int | None, site: str) -> None:
+        self._actions.append(Start(model.name, claim, site))
         self._grant(model, need)
 
     def _claim(self, model: ModelView, need: Bytes, claim: int | None) -> None:
@@ -240,7 +253,7 @@ def _tenant(model: ModelView, one: ReplicaView, now: float) -> Tenant:
 
 def _too_large(name: str, need: Bytes, hard: Bytes) -> InvalidRequest:
     device = next(d for d, amount in need.items() if d in hard and amount > hard[d])
-    where = "memory_limit" if device == "cpu" else "gpu_memory_limit"
+    where = "memory_limit" if device.partition("@")[0] == "cpu" else "gpu_memory_limit"
     wanted, most = (f"{amount / 2**20:.0f} MiB" for amount in (need[device], hard[device]))
     return InvalidRequest(
         f"the model {name!r} needs about {wanted} and the limit is {most}; raise {where} under [scheduler], or take a "

@@ -48,6 +48,7 @@ class Replica:
         self.since = self.began = self.ready_since = self.idle_since = 0.0
         self.restarts = self.running = self.granted = self.moves = 0
         self.evicting = False
+        self.site = ""  # the machine that was chosen for it; none: this one
         self.bytes: Bytes = {}
         self.took: Bytes | None = None
         self.engine: Engine | None = None
@@ -112,6 +113,12 @@ class Replica:
         pid: Any = getattr(self.engine, "pid", None)
         return pid if isinstance(pid, int) else None
 
+    def settle(self) -> bool:
+        """Notes on which machine its engine is open; True where that is another one than was chosen."""
+        found: Any = getattr(self.engine, "site", None)
+        chosen, self.site = self.site, found if isinstance(found, str) else self.site
+        return chosen != self.site
+
     def start(self) -> None:
         self.state, self.progress, self.doing = "loading", 0.0, ""
         self._task = asyncio.get_running_loop().create_task(self._live())
@@ -129,7 +136,7 @@ class Replica:
     async def _live(self) -> None:
         try:
             before = await self._read()
-            engine = self.engine = self.blueprint.make()
+            engine = self.engine = self._made()
             async with asyncio.timeout(self._load_timeout_s):
                 await engine.open(self._progress)
             self.took = _grown(before, await self._read())
@@ -142,6 +149,10 @@ class Replica:
         lost = await asyncio.shield(engine.lost)
         await self._discard()
         self._reports.lost(self, lost)
+
+    def _made(self) -> Engine:
+        there = self.blueprint.make_at if self.site else None
+        return self.blueprint.make() if there is None else there(self.site)
 
     def _fault(self, error: Exception) -> ModelyardError:
         if isinstance(error, ModelyardError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct, field
 
 from modelyard.core.errors import ModelyardError
 from modelyard.core.pool import ReplicaState
-from modelyard.scheduler.placement import Bytes
+from modelyard.scheduler.placement import Bytes, at
 
 
 class ReplicaView(Struct, frozen=True, kw_only=True):
@@ -25,7 +27,8 @@ class ReplicaView(Struct, frozen=True, kw_only=True):
 
 class ModelView(Struct, frozen=True, kw_only=True):
     """`wanted` is how many replicas it should have now; `asked_since` since when somebody waits for it: a request or
-    an administrator. `need` is what one more replica takes; None: nobody has looked yet."""
+    an administrator. `need` is what one more replica takes; None: nobody has looked yet. `abroad` is what it takes on
+    other machines, by their names, where that is not the same."""
 
     name: str
     wanted: int = 0
@@ -35,6 +38,10 @@ class ModelView(Struct, frozen=True, kw_only=True):
     waiting: int = 0
     load_s: float = 1.0
     idle_ttl_s: float | None = None
+    abroad: Mapping[str, Bytes] = field(default_factory=dict)
+
+    def need_at(self, site: str) -> Bytes:
+        return at(self.abroad.get(site, self.need or {}), site)
 
     @property
     def staying(self) -> tuple[ReplicaView, ...]:
@@ -43,13 +50,15 @@ class ModelView(Struct, frozen=True, kw_only=True):
 
 class PoolView(Struct, frozen=True, kw_only=True):
     """`hard` are bytes that were set as limits; `soft` what the machine seems to have where none was set: there an
-    engine has the last word on what fits."""
+    engine has the last word on what fits. `sites` are the machines on which a replica may go, the first choice first;
+    the devices of all but this one are told apart by their machine's name."""
 
     models: tuple[ModelView, ...]
     hard: Bytes = field(default_factory=dict)
     soft: Bytes = field(default_factory=dict)
     patience_s: float = 10.0
     linger_s: float = 1.0
+    sites: tuple[str, ...] = ("",)
 
 
 # --- what is to be done -------------------------------------------------------------------------------------------
@@ -69,10 +78,11 @@ class Claim(Struct, frozen=True):
 
 
 class Start(Struct, frozen=True):
-    """Load a replica: the claimed one, or a new one."""
+    """Load a replica: the claimed one, or a new one; on which machine."""
 
     model: str
     replica: int | None = None
+    site: str = ""
 
 
 class Stop(Struct, frozen=True):

@@ -6,6 +6,7 @@ not_kept                the engine keeps nothing between requests
 other_session           another conversation under the same session, or without any
 evicted                 the prompt goes on as before, and the engine no longer had it; also where the prompt changed
                         and a model that cannot go back had nothing to take up before the change
+not_copied              another sequence has it (a busy one, or another conversation's), and copying would not pay
 billing_block           a line that Claude Code writes for its maker's billing, where our reader could not drop it
 system_changed          a system message has other words
 tools_changed           other tools stand at the head
@@ -30,6 +31,7 @@ Cause = Literal[
     "not_kept",
     "other_session",
     "evicted",
+    "not_copied",
     "billing_block",
     "system_changed",
     "tools_changed",
@@ -55,6 +57,14 @@ class Asked(Struct):
     tools: tuple[Tool, ...]
     output: int = 0
     reply: Message | None = None
+    _opened: str | None = None
+
+    @property
+    def opened(self) -> str:
+        """The first words of the conversation, whatever its rules are; worked out once."""
+        if self._opened is None:
+            self._opened = _loosely(_opening(self.messages))
+        return self._opened
 
     @property
     def held(self) -> int:
@@ -85,9 +95,17 @@ class Reuse(Struct, frozen=True):
         return f"{self.cause}: token {self.token} of {self.reused + self.evaluated} is the first not cached{place}"
 
 
-def judge(earlier: Sequence[Asked], now: Asked, reused: int, characters: Callable[[int], int], page: int = 1) -> Reuse:
+def judge(
+    earlier: Sequence[Asked],
+    now: Asked,
+    reused: int,
+    characters: Callable[[int], int],
+    page: int = 1,
+    elsewhere: int = 0,
+) -> Reuse:
     """`earlier` are the session's last prompts, the newest last. `characters` tells how long the text of so many of
-    this prompt's tokens is; it is asked only where something is amiss. `page` is as in `EngineInfo`."""
+    this prompt's tokens is; it is asked only where something is amiss. `page` is as in `EngineInfo`, `elsewhere` as in
+    `Accepted`."""
     slack = SLACK + 2 * max(0, page - 1)  # a page that is not full is not kept, nor one whose last token is read anew
     if reused >= now.tokens - slack:
         return _reuse(now, reused, "none")
@@ -95,12 +113,16 @@ def judge(earlier: Sequence[Asked], now: Asked, reused: int, characters: Callabl
         return _reuse(now, reused, "not_kept")
     if not earlier:
         return _reuse(now, reused, "new_session")
+    if _are_strangers(earlier, now, reused + slack):
+        return _reuse(now, reused, "other_session")
     last = earlier[0] if len(earlier) == 1 else max(reversed(earlier), key=lambda one: _likeness(one, now))
     if reused >= last.held - slack and last.messages[:1] == now.messages[:1]:
         return _reuse(now, reused, "none")
     if not _is_same_talk(last, now):
         return _reuse(now, reused, "other_session")
-    cause, at = _fault(last, now, characters(reused), slack)
+    if (missed := _missed(last, now, slack)) > characters(reused):
+        return _reuse(now, reused, "not_copied" if characters(elsewhere) >= missed else "evicted")
+    cause, at = _fault(last, now)
     return _reuse(now, reused, cause, at)
 
 
@@ -110,25 +132,44 @@ def _reuse(now: Asked, reused: int, cause: Cause, at: int | None = None) -> Reus
     return Reuse(reused, now.tokens - reused, cause, token, at, role)
 
 
+def _are_strangers(earlier: Sequence[Asked], now: Asked, enough: int) -> bool:
+    """None of these opened with the same words or could have given as much: the quick answer where clients name no
+    session, and every prompt is held against those of everybody."""
+    opened = now.opened
+    return all(one.opened != opened and one.held > enough for one in earlier)
+
+
 def _likeness(one: Asked, now: Asked) -> int:
     return sum(a == b for a, b in zip(one.history, now.messages, strict=False))
 
 
 def _is_same_talk(last: Asked, now: Asked) -> bool:
     """A conversation is what was said first in it, whatever became of its rules."""
-    opened = (next((m for m in one.messages if m.role not in _SYSTEM), None) for one in (last, now))
-    first, second = opened
-    return first == second or (_loosely(first) == _loosely(second) and first is not None)
+    first, second = _opening(last.messages), _opening(now.messages)
+    return first == second or (last.opened == now.opened and first is not None)
 
 
-def _loosely(message: Message | None) -> list[str]:
-    return _texts(message)[:1] if message is not None else []
+def _opening(messages: Sequence[Message]) -> Message | None:
+    for message in messages:
+        if message.role not in _SYSTEM:
+            return message
+    return None
 
 
-def _fault(last: Asked, now: Asked, got: int, slack: int) -> tuple[Cause, int | None]:
-    """`got` characters of the prompt were reused."""
-    if got < shared(last.text, now.text) - slack * _TOKEN:
-        return "evicted", None
+def _loosely(message: Message | None) -> str:
+    """The first words in it, without the white space around them."""
+    for part in message.parts if message is not None else ():
+        if isinstance(part, Text) and (told := part.text.strip()):
+            return told
+    return ""
+
+
+def _missed(last: Asked, now: Asked, slack: int) -> int:
+    """Whoever has fewer characters of the prompt than these has lost some that it shares with the last one."""
+    return shared(last.text, now.text) - slack * _TOKEN
+
+
+def _fault(last: Asked, now: Asked) -> tuple[Cause, int | None]:
     if last.tools != now.tools:
         return "tools_changed", None
     for at, (before, after) in enumerate(zip(last.history, now.messages, strict=False)):

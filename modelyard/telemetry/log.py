@@ -136,6 +136,8 @@ def _line(created: float, level: str, logger: str, message: str, fields: dict[st
     line: dict[str, Any] = {"time": _timestamp(created), "level": level, "logger": logger, "message": message}
     if trace := current_trace.get():
         line["request_id"] = trace
+    if line.keys().isdisjoint(fields):
+        return line | fields  # nearly always
     for name, value in fields.items():
         line[name if name not in line else f"{name}_"] = value
     return line

@@ -41,10 +41,11 @@ class _Histogram:
 
 
 def _count(series: Series, labels: Labels, amount: float = 1) -> None:
-    if labels not in series:
+    try:
+        series[labels] += amount
+    except KeyError:
         labels = _bounded(series, labels)
-        series.setdefault(labels, 0)
-    series[labels] += amount
+        series[labels] = series.get(labels, 0) + amount
 
 
 def _bounded(series: Mapping[Labels, object], labels: Labels) -> Labels:

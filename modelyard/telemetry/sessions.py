@@ -23,12 +23,20 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._asked)
 
-    def look(self, key: Key, now: Asked, reused: int, characters: Callable[[int], int], page: int = 1) -> Reuse:
+    def look(
+        self,
+        key: Key,
+        now: Asked,
+        reused: int,
+        characters: Callable[[int], int],
+        page: int = 1,
+        elsewhere: int = 0,
+    ) -> Reuse:
         """What was reused of this prompt and why not more; it is remembered as its session's last."""
         earlier = self._asked.pop(key, [])
         if earlier and earlier[-1].trace == now.trace:
             self._drop(earlier)  # a second try: its own first one is no earlier prompt
-        found = judge(earlier, now, reused, characters, page)
+        found = judge(earlier, now, reused, characters, page, elsewhere)
         earlier.append(now)
         self._asked[key] = earlier
         self._held += len(now.text)

@@ -46,10 +46,17 @@ def scaled(load: Load, seen: Figures, want_s: float) -> Load:
     room = max(0.0, want_s - seen.load_s - _START_S)
     share = min(1.0, room / seen.wall_s) if seen.wall_s > 0 else 1.0
     kept = max(1, int(share * load.conversations))
-    share = min(1.0, max(_LEAST, share * load.conversations / kept))
-    workload = load.workload
+    return _shortened(load.workload, min(1.0, max(_LEAST, share * load.conversations / kept)), kept)
+
+
+def smallest(load: Load) -> Load:
+    """What is asked where even one trial was too long."""
+    return _shortened(load.workload, _LEAST, 1)
+
+
+def _shortened(workload: Workload, share: float, conversations: int) -> Load:
     sizes = {name: max(1, round(share * getattr(workload, name))) for name in ("prompt_tokens", "output_tokens")}
-    return Load(replace(workload, **sizes), kept)
+    return Load(replace(workload, **sizes), conversations)
 
 
 def goal_named(name: str) -> Goal:
@@ -58,15 +65,21 @@ def goal_named(name: str) -> Goal:
     return name
 
 
-def score(goal: Goal, seen: Figures, floor: float | None = None) -> float:
-    """The higher the better. `floor` is the speed that memory must not be bought with."""
+def pace(seen: Sequence[Figures]) -> float:
+    """Answers a second: the middle of all that a setting has shown."""
+    return geometric_mean(1 / max(one.answer_s, 1e-6) for one in seen)
+
+
+def score(goal: Goal, seen: Figures, floor: float | None = None, paced: float | None = None) -> float:
+    """The higher the better. `floor` is the speed that memory must not be bought with; `paced` what is known of the
+    setting's, since one trial's would carry its noise into a figure that has hardly any."""
     if goal == "agent":
         return 1 / max(seen.ttft_s, 1e-6)
     if goal == "batch":
         return seen.speed
     if goal == "chat" or floor is None:
         return 1 / max(seen.answer_s, 1e-6)
-    return 2**30 / seen.memory * min(1.0, 1 / max(seen.answer_s, 1e-6) / floor) ** _STEEP
+    return 2**30 / seen.memory * min(1.0, (paced or pace([seen])) / floor) ** _STEEP
 
 
 def unit(goal: Goal) -> str:
@@ -82,6 +95,7 @@ class Standing(Struct, frozen=True, kw_only=True):
     speed: float
     ttft_s: float
     memory: int
+    slow: bool = False  # for memory: slower than the slack allows
     front: bool = False  # no other is at least as good in speed, first token and memory, and better in one
 
 
@@ -93,13 +107,15 @@ def standings(goal: Goal, seen: Mapping[Setting, Sequence[Figures]], floor: floa
 
 
 def _standing(goal: Goal, setting: Setting, figures: Sequence[Figures], floor: float | None) -> Standing:
+    paced = pace(figures)
     return Standing(
         setting=setting,
         trials=len(figures),
-        score=geometric_mean(score(goal, one, floor) for one in figures),
+        score=geometric_mean(score(goal, one, floor, paced) for one in figures),
         speed=geometric_mean(one.speed for one in figures),
         ttft_s=geometric_mean(max(one.ttft_s, 1e-6) for one in figures),
         memory=int(geometric_mean(one.memory for one in figures)),
+        slow=floor is not None and paced < floor,
     )
 
 

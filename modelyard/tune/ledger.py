@@ -35,6 +35,11 @@ class Ledger:
     def mean(self, setting: Setting) -> float:
         return log_mean(self.scores[setting])
 
+    @property
+    def knows_noise(self) -> bool:
+        """Whether anything was measured twice; else it is only believed."""
+        return any(len(scores) > 1 for scores in self.scores.values())
+
     def noise(self) -> tuple[float, int]:
         """The spread of one measurement in logarithms, and the degrees of freedom behind it.
 

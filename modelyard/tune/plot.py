@@ -1,55 +1,135 @@
-"""A run as a drawing: every setting by speed and memory, the front joined, and the proof's ratios. Pure."""
+"""A run as a drawing: every setting by memory and what the goal counts, the front joined, the proof's ratios. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
-from modelyard.measuring.drawing import Dot, Drawing, Shape, Stroke, Words
+from msgspec import Struct
+
+from modelyard.core.knobs import Goal
+from modelyard.measuring.drawing import Dot, Drawing, Point, Shape, Stroke, Words
 from modelyard.tune.report import Report, Row
 
-_WIDTH, _LEFT, _TOP, _WIDE, _HIGH = 900, 80, 70, 560, 320
-_PLAIN, _FRONT, _BEST, _CURRENT = "#9a9a9a", "#1f6fb4", "#2a8a3e", "#b0302f"
+_WIDTH, _LEFT, _TOP, _WIDE, _HIGH = 900, 80, 84, 560, 320
+_PLAIN, _FRONT, _BEST, _CURRENT, _FAINT = "#9a9a9a", "#1f6fb4", "#2a8a3e", "#b0302f", "#dddddd"
 _MIB = 2**20
+_TICKS = 5
+_DOWN = {"best": -8, "current": 16}  # where names stand beside their dots, which are often close to each other
+_UP: dict[Goal, str] = {
+    "chat": "answers in the same time",
+    "agent": "how soon the first token comes",
+    "batch": "tokens a second of all answers",
+    "memory": "tokens a second",
+}
+
+
+class Scale(Struct, frozen=True):
+    """Values on a line of the drawing, from one end to the other; wide enough that noise does not fill it."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], begin: float, end: float) -> Scale:
+        low, high = min(values), max(values)
+        room = max(0.08 * (high - low), 0.02 * high)
+        return cls(max(0.0, low - room), high + room, begin, end)
+
+    def at(self, value: float) -> float:
+        return self.begin + (self.end - self.begin) * (value - self.low) / (self.high - self.low)
+
+    @property
+    def ticks(self) -> list[float]:
+        """Round numbers: steps of 1, 2 or 5 times a power of ten."""
+        rough = (self.high - self.low) / _TICKS
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+        first, last = math.ceil(self.low / step), math.floor(self.high / step)
+        return [round(number * step, 9) for number in range(first, last + 1)]
 
 
 def plot(told: Report) -> Drawing:
     shapes: list[Shape] = [
         Words((16, 28), f"{told.model} for {told.goal}: {told.verdict}", size=15),
-        Words((16, 48), f"{told.trials} trials of {told.grid} in a full grid, noise {told.noise:.1%}", size=11),
+        Words((16, 48), f"{told.trials} trials of {told.grid} in a full grid{_noise(told.noise)}", size=11),
     ]
     if told.rows:
-        shapes += _field(told.rows)
+        shapes += _field(told.rows, told.goal)
+        shapes += _key()
     shapes += _ratios(told)
     return Drawing(_WIDTH, _TOP + _HIGH + 60, tuple(shapes))
 
 
-def _field(rows: Sequence[Row]) -> Iterator[Shape]:
-    fastest, largest = max(row.speed for row in rows), max(row.memory for row in rows)
+def _noise(noise: float | None) -> str:
+    return "" if noise is None else f", noise {noise:.1%}"
 
-    def at(row: Row) -> tuple[float, float]:
-        return _LEFT + _WIDE * row.memory / (1.1 * largest), _TOP + _HIGH * (1 - row.speed / (1.1 * fastest))
 
-    yield Stroke(((_LEFT, _TOP), (_LEFT, _TOP + _HIGH), (_LEFT + _WIDE, _TOP + _HIGH)), "#222222")
-    yield Words((_LEFT - 8, _TOP + 10), f"{1.1 * fastest:.0f}", "end", 10)
-    yield Words((_LEFT - 8, _TOP + _HIGH / 2), "tok/s", "end", 11)
-    yield Words((_LEFT + _WIDE, _TOP + _HIGH + 18), f"{1.1 * largest / _MIB:.0f} MiB", "end", 10)
-    front = sorted((row for row in rows if row.front), key=lambda row: row.memory)
-    if len(front) > 1:
-        yield Stroke(tuple(map(at, front)), _FRONT)
-    for row in rows:
-        yield Dot(at(row), _colour(row), 5 if row.name else 3)
-        if row.name:
-            x, y = at(row)
-            yield Words((x + 8, y - 6), row.name, size=11, colour=_colour(row))
+def _field(rows: Sequence[Row], goal: Goal) -> Iterator[Shape]:
+    base = next((row for row in rows if row.name == "current" or not row.changes), None)
+    per = gain(base or rows[0], goal)
+    across = Scale.of([row.memory / _MIB for row in rows], _LEFT, _LEFT + _WIDE)
+    up = Scale.of([1.0, *(gain(row, goal) / per for row in rows)], _TOP + _HIGH, _TOP)
+    yield Words((16, _TOP - 14), f"{_UP[goal]}, {'current' if base is not None else 'the best'} = 1", size=11)
+    yield from _grid(across, up)
+    points = {place: (across.at(row.memory / _MIB), up.at(gain(row, goal) / per)) for place, row in enumerate(rows)}
+    if len(edge := front(list(points.values()))) > 1:
+        yield Stroke(tuple(edge), _FRONT)
+    for place, row in sorted(enumerate(rows), key=lambda pair: bool(pair[1].name)):
+        yield from _dot(row, points[place])
+
+
+def gain(row: Row, goal: Goal) -> float:
+    """What the goal counts; where that is memory, which stands on the other axis, the speed."""
+    return row.speed if goal == "memory" else row.score
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats in both, from left to right. Up is less, in a drawing."""
+    edge: list[Point] = []
+    for point in sorted(points):
+        if not edge or point[1] < edge[-1][1]:
+            edge.append(point)
+    return edge
+
+
+def _grid(across: Scale, up: Scale) -> Iterator[Shape]:
+    bottom, right = _TOP + _HIGH, _LEFT + _WIDE
+    for tick in up.ticks:
+        yield Stroke(((_LEFT, up.at(tick)), (right, up.at(tick))), _FAINT)
+        yield Words((_LEFT - 8, up.at(tick) + 4), f"{tick:g}×", "end", 10)
+    for tick in across.ticks:
+        yield Stroke(((across.at(tick), bottom), (across.at(tick), bottom + 4)), "#222222")
+        yield Words((across.at(tick), bottom + 18), f"{tick:g}", "middle", 10)
+    yield Stroke(((_LEFT, _TOP), (_LEFT, bottom), (right, bottom)), "#222222")
+    yield Words((right, bottom + 36), "memory, MiB", "end", 11)
+
+
+def _dot(row: Row, at: Point) -> Iterator[Shape]:
+    yield Dot(at, _colour(row), 5 if row.name else 3)
+    if row.name:
+        is_far, down = at[0] > _LEFT + 0.75 * _WIDE, _DOWN.get(row.name, 28)
+        x = at[0] - 8 if is_far else at[0] + 8
+        yield Words((x, at[1] + down), row.name, "end" if is_far else "start", 11, _colour(row))
 
 
 def _colour(row: Row) -> str:
     return {"best": _BEST, "current": _CURRENT}.get(row.name, _FRONT if row.front else _PLAIN)
 
 
+def _key() -> Iterator[Shape]:
+    x, y = _LEFT + _WIDE + 40, _TOP + _HIGH - 20
+    yield Dot((x + 3, y - 4), _FRONT, 3)
+    yield Words((x + 12, y), "not beaten in speed, first", size=11)
+    yield Words((x + 12, y + 14), "token and memory at once", size=11)
+
+
 def _ratios(told: Report) -> Iterator[Shape]:
     x = _LEFT + _WIDE + 40
-    yield Words((x, _TOP + 10), "the best against", size=12)
+    if told.ratios:
+        yield Words((x, _TOP + 10), "the best against", size=12)
     for place, (name, ratio) in enumerate(told.ratios.items()):
         y = _TOP + 34 + 40 * place
         yield Words((x, y), name, size=12)

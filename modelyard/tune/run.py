@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from math import ceil
 from statistics import fmean, median
 from typing import Protocol
 
@@ -24,10 +25,14 @@ from modelyard.tune.trial import Limits
 
 Measure = Callable[[Order, Limits], Awaitable[Outcome]]
 
-_PROOF = 0.3  # of the budget is kept for the proof
+_PROOF, _MOST_PROOF = (
+    0.3,
+    0.6,
+)  # of the budget is kept for the proof; more where its rounds would not fit, up to so much
 _PATIENCE = 4  # times what a trial usually takes: a setting so much slower has lost anyway
 _LEAST_S = 15.0
 _TRIALS = 60  # that should fit into the budget
+_FEW = 20  # with fewer, hardly anything but the baselines is measured
 _CALIBRATION = Setting((("calibration", True),))
 _ANSWER = 0.8  # of a trial's time may be one answer's, so that its error comes before its end
 
@@ -62,6 +67,7 @@ class Screen(Protocol):
 
     def asked(self, ask: Ask, left_s: float) -> None: ...
     def told(self, ask: Ask, outcome: Outcome, best: Setting, *, kept: bool) -> None: ...
+    def warned(self, text: str) -> None: ...
 
 
 class Run:
@@ -78,18 +84,25 @@ class Run:
         self._journal, self._screen, self._measure, self._clock = journal, screen, measure, clock
         self._load = goals.load(plan.goal, plan.streams)
         self._began = clock()
-        self._explore_s = plan.budget_s * (1 - _PROOF)
+        self._share = 1.0  # of the time to explore that the search may take which runs now
         self._took: list[float] = []
         self._search: Search | None = None
         self.figures: dict[Setting, list[Figures]] = {}
         self.failures: dict[Setting, Failure] = {}
         self.losses: dict[Setting, Loss] = {}
         self.benched: dict[Setting, Benched] = {}
-        self.floor: float | None = None
+        self._fast: Setting | None = None
 
     @property
     def spent_s(self) -> float:
         return self._clock() - self._began
+
+    @property
+    def floor(self) -> float | None:
+        """For memory: the slowest that is fast enough. Whoever won a race was lucky, too, so what the fastest setting
+        shows later counts as well."""
+        seen = self.figures.get(self._fast, []) if self._fast is not None else []
+        return (1 - self.plan.slack) * goals.pace(seen) if seen else None
 
     async def go(self) -> Found:
         baselines = list(self.subject.baselines.values())
@@ -120,14 +133,16 @@ class Run:
             self._journal.add(_CALIBRATION, False, outcome)
         if isinstance(outcome, Figures):
             self._load = goals.scaled(self._load, outcome, self.plan.budget_s / _TRIALS)
+        elif isinstance(outcome, Failure) and outcome.kind == "hang":
+            self._load = goals.smallest(self._load)
+            self._screen.warned("a trial does not end in a third of the budget; the smallest load is taken")
 
     async def _fastest(self, baselines: list[Setting]) -> Setting:
         """How fast it can be: memory must not be bought with more than the slack of that."""
-        whole, self._explore_s = self._explore_s, self._explore_s / 2
+        self._share = 0.5
         found = await self._searched(baselines, prove=False)
-        if seen := self.figures.get(found.best):
-            self.floor = (1 - self.plan.slack) * fmean(goals.score("chat", one) for one in seen)
-        self._explore_s = whole
+        self._fast = found.best
+        self._share = 1.0
         return found.best
 
     async def _bench(self, found: Found) -> None:
@@ -156,6 +171,8 @@ class Run:
     # --- one question -------------------------------------------------------------------------------------------------
 
     async def _answered(self, ask: Ask, search: Search) -> Told | None:
+        if ask.loss and (known := self.losses.get(self._rounding(ask))) is not None:
+            return self._judged(known)
         outcome = self._journal.take(ask.setting, ask.loss)
         kept = outcome is not None
         if outcome is None:
@@ -169,9 +186,20 @@ class Run:
 
     def _has_time(self, ask: Ask, search: Search) -> bool:
         """Whether another of the usual length ends in time. While nothing better is known, less is kept to prove it."""
-        kept = _PROOF / 2 * self.plan.budget_s if search.best == search.current else 0.0
-        end = self.plan.budget_s if ask.phase == "proof" else self._explore_s + kept
-        return self.spent_s + (fmean(self._took) if self._took else 0.0) < end
+        proof = self._proof_s / 2 if search.best == search.current else self._proof_s
+        end = self.plan.budget_s if ask.phase == "proof" else self._share * (self.plan.budget_s - proof)
+        return self.spent_s + self._usual_s < end
+
+    @property
+    def _usual_s(self) -> float:
+        return fmean(self._took) if self._took else 0.0
+
+    @property
+    def _proof_s(self) -> float:
+        """Kept for the proof: enough for its rounds, as long as that leaves something to be proved."""
+        entrants = len({*self.subject.baselines.values(), self._fast or self.subject.current}) + 1
+        rounds = self.plan.rules.least * entrants * self._usual_s
+        return self.plan.budget_s * min(_MOST_PROOF, max(_PROOF, rounds / self.plan.budget_s))
 
     async def _tried(self, ask: Ask) -> Outcome:
         began = self._clock()
@@ -179,7 +207,16 @@ class Run:
         outcome = await self._measure(self._order(ask, seconds), Limits(seconds, self.plan.memory))
         if not isinstance(outcome, Failure):
             self._took.append(self._clock() - began)
+            if len(self._took) == 1:
+                self._warn(self._took[0])
         return outcome
+
+    def _warn(self, took_s: float) -> None:
+        fit = int(self.plan.budget_s / max(took_s, 1e-3))
+        if fit < _FEW:
+            wanted = ceil(took_s * _TRIALS / 60)
+            told = f"a trial takes {took_s:.0f} s here, so only about {fit} fit into the budget: --budget {wanted}m"
+            self._screen.warned(f"{told} would be better")
 
     def _limit_s(self) -> float:
         """Before anything is known, a third of what is left; then a few times what is usual."""
@@ -201,12 +238,19 @@ class Run:
 
     def _noted(self, ask: Ask, outcome: Outcome) -> Told:
         if isinstance(outcome, Figures):
-            self.figures.setdefault(ask.setting, []).append(outcome)
-            return Told(goals.score(self.plan.goal, outcome, self.floor))
+            seen = self.figures.setdefault(ask.setting, [])
+            seen.append(outcome)
+            return Told(goals.score(self.plan.goal, outcome, self.floor, goals.pace(seen)))
         if isinstance(outcome, Judged):
-            self.losses[ask.setting.only(self.subject.space.lossy)] = outcome.loss
-            objection = self.plan.bounds.objection(outcome.loss)
-            return Told(None, objection) if objection is not None else Told(1.0)
+            self.losses[self._rounding(ask)] = outcome.loss
+            return self._judged(outcome.loss)
         failure = outcome if isinstance(outcome, Failure) else Failure("errors", f"no figures, but {outcome}")
         self.failures[ask.setting] = failure
         return Told(None, str(failure))
+
+    def _rounding(self, ask: Ask) -> Setting:
+        return ask.setting.only(self.subject.space.lossy)
+
+    def _judged(self, loss: Loss) -> Told:
+        objection = self.plan.bounds.objection(loss)
+        return Told(None, objection) if objection is not None else Told(1.0)

@@ -54,6 +54,9 @@ class Terminal:
         line = f"{ask.why or ask.phase}: {words(ask.setting.changes(self._current))}: {self._words(outcome)}{again}"
         self._err.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True, highlight=False)
 
+    def warned(self, text: str) -> None:
+        self._err.print(f"[yellow]warning[/yellow] {escape(text)}", soft_wrap=True, highlight=False)
+
     def _words(self, outcome: Outcome) -> str:
         if isinstance(outcome, Failure):
             return str(outcome)
@@ -81,8 +84,8 @@ class Terminal:
 
     def _summary(self, told: Report) -> None:
         self._out.print(
-            f"[dim]{told.trials} trials in {span(told.spent_s)}; a full grid has {told.grid}. One trial's noise is "
-            f"{told.noise:.1%}. The goal: {goals.ABOUT[told.goal]}.[/dim]",
+            f"[dim]{told.trials} trials in {span(told.spent_s)}; a full grid has {told.grid}.{_noise(told.noise)} "
+            f"The goal: {goals.ABOUT[told.goal]}.[/dim]",
             soft_wrap=True,
         )
         for name, ratio in told.ratios.items():
@@ -90,7 +93,13 @@ class Terminal:
         colour = "green" if told.better else "yellow"
         self._out.print(f"[{colour}]{escape(told.verdict)}[/{colour}]", soft_wrap=True)
         if told.toml:
+            if not told.better:
+                self._out.print("[dim]what did best so far, unproved:[/dim]")
             self._out.print(told.toml, markup=False, highlight=False, soft_wrap=True)
+
+
+def _noise(noise: float | None) -> str:
+    return "" if noise is None else f" One trial's noise is {noise:.1%}."
 
 
 def words(changes: dict[str, Value]) -> str:
@@ -121,10 +130,18 @@ def _table(told: Report) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("setting", f"{told.goal}: against current", "tok/s", "first token", "memory", "trials", "front"):
         table.add_column(column)
-    current = next((row.score for row in told.rows if row.name == "current" or not row.changes), None)
+    current = next((row for row in told.rows if row.name == "current" or not row.changes), None)
     for row in _shown(told.rows):
-        table.add_row(*_cells(row, current))
+        table.add_row(*_cells(row, against(row, current, told.goal)))
     return table
+
+
+def against(row: Row, current: Row | None, goal: Goal) -> str:
+    if row.slow:
+        return "too slow"
+    if current is None:
+        return ""
+    return f"{current.memory / row.memory if goal == 'memory' else row.score / current.score:.2f}×"
 
 
 def _shown(rows: tuple[Row, ...]) -> list[Row]:
@@ -132,11 +149,11 @@ def _shown(rows: tuple[Row, ...]) -> list[Row]:
     return [row for place, row in enumerate(rows) if place < _ROWS or row.name or row.front]
 
 
-def _cells(row: Row, current: float | None) -> tuple[str, ...]:
+def _cells(row: Row, against: str) -> tuple[str, ...]:
     name = f"[bold]{escape(row.name)}[/bold] " if row.name else ""
     return (
         name + escape(words(row.changes) if row.changes or not row.name else ""),
-        f"{row.score / current:.2f}×" if current else "",
+        against,
         f"{row.speed:.1f}",
         f"{row.ttft_s * 1000:.0f} ms",
         f"{row.memory / 2**20:.0f} MiB",

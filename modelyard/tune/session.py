@@ -17,6 +17,7 @@ from modelyard.core.engine import Machine
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.footprint import machine
 from modelyard.library.home import cache_folder
+from modelyard.measuring.drawing import check as can_draw
 from modelyard.measuring.drawing import save as draw
 from modelyard.measuring.durations import seconds
 from modelyard.tune import goals, report
@@ -60,15 +61,22 @@ def optimize(loaded: Loaded, wishes: Wishes, out: Console, err: Console, folder:
     plan = plan if plan.memory is not None else replace(plan, memory=int(_FREE * here.ram_free))
     journal = _journal(subject, plan, here, folder, fresh=wishes.fresh)
     if len(journal):
-        err.print(f"going on with a run that was broken off: {len(journal)} trials are known (--fresh starts anew)")
+        known = f"{len(journal)} trials are known (--fresh starts anew)"
+        err.print(f"going on with a run that was broken off: {known}", soft_wrap=True)
     screen = Terminal(plan.goal, subject.current, plan.budget_s, out, err)
     run = Run(subject, plan, journal, screen)
     found, finished = _run(run, screen)
     told = report.report(run, found, finished=finished)
     file = report.save(told, folder)
-    _show(told, file, wishes, screen, out, err)
-    if wishes.apply and finished:
-        report.write(replace(told, applied=_applied(loaded, wishes, subject, found, told, err)), file)
+    _show(told, file, wishes, screen, err)
+    try:
+        if wishes.apply and finished:
+            report.write(replace(told, applied=_applied(loaded, wishes, subject, found, told, err)), file)
+    finally:
+        if wishes.json:  # last, since it also says what was written
+            out.print(file.read_text("utf-8"), markup=False, highlight=False, soft_wrap=True, end="")
+    if not finished:
+        err.print("the same command goes on where this one was; --fresh starts anew", soft_wrap=True)
     return 0 if finished else _INTERRUPTED
 
 
@@ -76,8 +84,8 @@ def _check(loaded: Loaded, wishes: Wishes) -> None:
     """What would go wrong at the end is said at the beginning."""
     if wishes.apply:
         writable(loaded)
-    if wishes.plot is not None and wishes.plot.suffix.lower() not in (".svg", ".png"):
-        raise InvalidRequest(f"{wishes.plot} must end in .svg or .png", param="plot")
+    if wishes.plot is not None:
+        can_draw(wishes.plot)
 
 
 def planned(wishes: Wishes) -> Plan:
@@ -156,12 +164,10 @@ def _applied(
     return tuple(map(str, done.files))
 
 
-def _show(told: Report, file: Path, wishes: Wishes, screen: Terminal, out: Console, err: Console) -> None:
+def _show(told: Report, file: Path, wishes: Wishes, screen: Terminal, err: Console) -> None:
     drawing = plot(told)
     draw(drawing, file.with_suffix(".svg"))
-    if wishes.json:
-        out.print(file.read_text("utf-8"), markup=False, highlight=False, soft_wrap=True, end="")
-    else:
+    if not wishes.json:
         screen.report(told)
     if wishes.plot is not None:
         draw(drawing, wishes.plot)

@@ -54,15 +54,21 @@ class TableDetokenizer:
         self._pending = False
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[IdLogprob] | None = None) -> list[Piece]:
-        out: list[Piece] = []
-        whole = self._whole
-        for token in ids:
-            piece = whole.get(token)
-            if piece is None or self._pending:
+        out = self._known(ids)
+        if out is None:
+            out = []
+            for token in ids:
                 self._careful(token, out)
-            else:
-                out.append(piece)
         return out if logprobs is None else with_logprobs(out, logprobs)
+
+    def _known(self, ids: Sequence[int]) -> list[Piece] | None:
+        """Nearly always: every token was met before and stands for itself."""
+        if self._pending:
+            return None
+        try:
+            return [*map(self._whole.__getitem__, ids)]
+        except KeyError:
+            return None
 
     def _careful(self, token: int, out: list[Piece]) -> None:
         piece = self._whole.get(token) or self._table.learn(token)

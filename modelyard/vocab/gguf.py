@@ -28,6 +28,9 @@ class GgufVocabulary:
         self._pieces: dict[int, bytes] = {}  # those that were asked for: asking the library takes microseconds
         params = lib.llama_model_default_params()
         params.vocab_only = True
+        # On no device: to look at a GPU is enough for the driver to set half a gigabyte of its memory aside.
+        nowhere = (ctypes.c_void_p * 1)()
+        params.devices = ctypes.addressof(nowhere)
         llama_log.forget()
         self._model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:

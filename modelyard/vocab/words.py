@@ -8,6 +8,9 @@ ordinary prose costs a quarter of what the library takes. Exact by construction,
 - no added token's spelling in the text: those are found before any pattern.
 
 Everything else is the library's.
+
+Where a pattern begins a word at every single space, a clause reads the same wherever it stands. Those of short texts
+are remembered, too: what programs ask again and again differs in a name or a number, and only its clause is new.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ MAX_TEXT = 32_000  # one search is one call that nothing can interrupt: about a 
 _MAX_WORDS = 200_000
 _MAX_WORD = 64
 _MANY = 64
+_SHORT = 2_000  # characters: of a longer text hardly any clause comes again
+_MAX_CLAUSES = 1 << 20  # characters
 
 _SPACE = r"\t\n\x0b\x0c\r\x20"
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -42,11 +47,42 @@ class Words:
     ) -> None:
         self._find, self._added, self._encode_words = pattern.findall, added, encode_words
         self._known: dict[str, list[int]] = {}
+        self._may_cut = _begins_at_spaces(pattern)
+        self._clauses: dict[str, list[int]] = {}
+        self._held = 0  # characters of them
 
     def encode(self, text: str) -> list[int] | None:
         """None: not for us."""
         if len(text) > MAX_TEXT or not text.isascii() or (self._added is not None and self._added.search(text)):
             return None
+        if self._may_cut and len(text) <= _SHORT and "\0" not in text:
+            clauses = text.replace(". ", ".\0 ").replace(", ", ",\0 ").split("\0")
+            if len(clauses) > 1 and (found := self._by_clauses(clauses)) is not None:
+                return found
+        return self._by_words(text)
+
+    def _by_clauses(self, clauses: list[str]) -> list[int] | None:
+        ids: list[int] = []
+        for clause in clauses:
+            found = self._clauses.get(clause)
+            if found is None and (found := self._learn(clause)) is None:
+                return None
+            ids += found
+        return ids
+
+    def _learn(self, clause: str) -> list[int] | None:
+        """None where the space that it begins with is not alone: then it may belong to what follows."""
+        if clause[:1].isspace() and not clause[1:2].strip():
+            return None
+        ids = self._by_words(clause)
+        if ids is not None:
+            if self._held > _MAX_CLAUSES:
+                self._clauses, self._held = {}, 0
+            self._clauses[clause] = ids
+            self._held += len(clause)
+        return ids
+
+    def _by_words(self, text: str) -> list[int] | None:
         words = self._find(text)
         ids: list[int] = []
         known = self._known
@@ -70,6 +106,16 @@ class Words:
             self._known = {}
         self._known.update((word, ids) for word, ids in learned.items() if len(word) <= _MAX_WORD)
         return [id for word in words for id in learned.get(word) or known[word]]
+
+
+_SIDES = ("a", "B", "aB", "7", "12", ".", ")", "-", "'", "'s", "b's", "'S", "_", "/", "a\nb", ".\n(", "\x1f", "\x7f")
+
+
+def _begins_at_spaces(pattern: re.Pattern[str]) -> bool:
+    """Whether a space between two characters that are none always begins a word, and looks only ahead."""
+    find = pattern.findall
+    pairs = ((one, f" {other}") for one in _SIDES for other in _SIDES)
+    return all(find(one + other) == find(one) + find(other) for one, other in pairs)
 
 
 def ascii_pattern(file: TokenizerFile) -> re.Pattern[str] | None:

@@ -23,6 +23,7 @@ from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE
 _NAME = "workbench"
 _PATIENCE_S = 60.0  # a page's question waits for news a third as long
 _GOODBYE_S = 2.0
+_IDLE_S = 75  # longer than those who come through a door keep theirs: who closes first makes the other's request fail
 _HOP = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"content-length"})
 
 
@@ -49,7 +50,13 @@ class Door:
 
     async def open(self, app: ASGIApp) -> None:
         config = uvicorn.Config(
-            app, http=HttpToolsProtocol, ws="none", lifespan="off", log_config=None, access_log=False
+            app,
+            http=HttpToolsProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=_IDLE_S,
         )
         config.load()
         self._clear()  # a keeper that died may have left one

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import platform
 import signal
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from uuid import uuid4
 
 from msgspec import Struct
 
+from modelyard.core.engine import Site
 from modelyard.core.errors import ModelyardError, Timeout, Unavailable
 from modelyard.processes.child import fate
 from modelyard.processes.port import reserve
@@ -36,6 +38,8 @@ _STOP_S = 5.0  # a worker without engines has nothing left to do
 _WORDS = 5  # lines of its output that explain a death
 _MOST_WORDS = 64 << 10
 
+NOWHERE = "?"  # the name of a machine that nobody has told, or that is not ours to choose
+
 
 class Enlisted(Struct):
     """A worker that came by itself; `used` counts the engines that it was given."""
@@ -44,6 +48,7 @@ class Enlisted(Struct):
     endpoint: str
     engines: list[Held]
     used: int = 0
+    site: Site = Site(NOWHERE)
 
 
 class Hire:
@@ -57,6 +62,13 @@ class Hire:
         self.process: Process | None = None
         self.ended: asyncio.Task[int] | None = None
         self.release: Callable[[bool], None] | None = None  # to a cluster; told whether it died
+
+    @property
+    def site(self) -> str:
+        """The name of the machine on which it is."""
+        if self.release is not None:
+            return NOWHERE
+        return "" if self.enlisted is None else self.enlisted.site.name
 
     def born(self, process: Process) -> None:
         self.process = process
@@ -111,7 +123,7 @@ class Crew:
     ) -> None:
         self._cluster = cluster
         self._folder, self._keys, self._pace, self._host, self._launch = folder, keys, pace, host, launch
-        self._came = asyncio.Event()
+        self._came, self._machine = asyncio.Event(), machine_name()
         self.name = f"scheduler-{uuid4().hex[:12]}"
         self._enlisted: dict[str, Enlisted] = {}
         self._found: dict[str, list[str]] = {}  # identity → addresses of workers that hold such an engine
@@ -145,30 +157,43 @@ class Crew:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
-    def enlist(self, name: str, endpoint: str, engines: list[Held]) -> bool:
+    def enlist(self, name: str, endpoint: str, engines: list[Held], site: Site = Site(NOWHERE)) -> bool:
         """True: it is new here."""
-        known = self._enlisted.get(name)
+        known, site = self._enlisted.get(name), Site() if site.name == self._machine else site
         if known is not None and known.endpoint == endpoint:
-            known.engines = engines
+            known.engines, known.site = engines, site
             return False
-        self._enlisted[name] = Enlisted(name, endpoint, engines)
+        self._enlisted[name] = Enlisted(name, endpoint, engines, site=site)
         self._came.set()
         return True
 
     def gone(self, name: str) -> None:
         self._enlisted.pop(name, None)
 
+    def sites(self) -> tuple[Site, ...]:
+        """The machines on which the next engine may go: where those are who came by themselves and have least to do,
+        then this one. In a cluster that is not ours to choose."""
+        if self._cluster is not None:
+            return (Site(NOWHERE),)
+        found: dict[str, Site] = {}
+        for one in sorted(self._enlisted.values(), key=lambda each: each.used):
+            found.setdefault(one.site.name, one.site)
+        if self._launch:
+            found.setdefault("", Site())
+        return tuple(found.values()) or (Site(NOWHERE),)
+
     # --- who does it ------------------------------------------------------------------------------------------------
 
-    async def hire(self, identity: str, model: str = "", python: str | None = None) -> Hire:
-        """1. a worker that holds this very engine  2. one that came by itself and has least to do  3. a new one. An
-        engine with an interpreter of its own goes to a new one at once: what others have in theirs nobody knows."""
+    async def hire(self, identity: str, model: str = "", python: str | None = None, site: str = NOWHERE) -> Hire:
+        """1. a worker that holds this very engine  2. one that came by itself and has least to do, on the machine that
+        was chosen before others  3. a new one. An engine with an interpreter of its own goes to a new one at once: what
+        others have in theirs nobody knows."""
         may_recruit = self._launch and self._cluster is None
         while True:
             self._came.clear()
             if (hire := await self._holder(identity)) is not None:
                 return hire
-            if (python is None or not may_recruit) and (hire := await self._volunteer()) is not None:
+            if (python is None or not may_recruit) and (hire := await self._volunteer(site)) is not None:
                 return hire
             if self._cluster is not None:
                 return await self._requisition(self._cluster, model)
@@ -195,8 +220,11 @@ class Crew:
                 return _employed(hire, one)
         return None
 
-    async def _volunteer(self) -> Hire | None:
-        for one in sorted(self._enlisted.values(), key=lambda each: each.used):
+    async def _volunteer(self, site: str) -> Hire | None:
+        """Where this machine was chosen, and a new one can be had, nobody on another is asked."""
+        alone = not site and self._launch
+        fit = [one for one in self._enlisted.values() if not (alone and one.site.name)]
+        for one in sorted(fit, key=lambda each: (each.site.name != site, each.used)):
             if (hire := await self._meet(one.endpoint)) is not None:
                 return _employed(hire, one)
         return None
@@ -221,16 +249,18 @@ class Crew:
 
     async def _requisition(self, cluster: RayCluster, model: str) -> Hire:
         """Where it runs, and that it runs at all, is the cluster's business."""
-        actor, endpoint = await cluster.start(model)
+        posting, endpoint = await cluster.start(model)
         try:
             hire = await self._meet(endpoint)
         except BaseException:  # nobody wants it any more: its place on a node is for others
-            cluster.give_back(model, actor, kill=False)
+            cluster.give_back(model, posting, kill=False)
             raise
         if hire is None:
-            cluster.give_back(model, actor, kill=True)
+            cluster.give_back(model, posting, kill=True)
             raise Unavailable(f"the worker that Ray has put at {endpoint} does not answer")
-        hire.release = lambda dead: cluster.lost(model, actor) if dead else cluster.give_back(model, actor, kill=False)
+        hire.release = lambda dead: (
+            cluster.lost(model, posting) if dead else cluster.give_back(model, posting, kill=False)
+        )
         return hire
 
     async def _recruit(self, python: str | None) -> Hire:
@@ -292,6 +322,15 @@ def _employed(hire: Hire, one: Enlisted) -> Hire:
     hire.enlisted = one
     one.used += 1
     return hire
+
+
+def machine_name() -> str:
+    """The same for all who share this machine's memory: its boot, and the container's own name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:  # not on Linux
+        boot = ""
+    return f"{platform.node()}/{boot[:8]}"
 
 
 def run_folder(endpoint: str, home: Path) -> Path:

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+from modelyard.core.engine import Machine, Site
 from modelyard.core.errors import ModelyardError
 from modelyard.core.lease import Lease, Leases, Ticket
 from modelyard.core.pool import Pool
 from modelyard.core.store import Store
-from modelyard.workers.crew import Crew
+from modelyard.workers.crew import NOWHERE, Crew
 from modelyard.workers.errands import carry_out, demand_of, engine_of, kept, lease_of
 from modelyard.workers.hosted import fault
 from modelyard.workers.link import Keys, Listener
@@ -53,7 +54,6 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED = 1024  # identities of peers that have gone or were sent away
 _SOON_S = 0.02  # changes within it are told together
-_DOUBT_S = 2.5  # how long a gateway's word that an engine is lost is given to become ours
 
 
 class Governed(Leases, Pool, Protocol):
@@ -184,7 +184,8 @@ class Desk:
         if peer is None:
             peer = self._workers[identity] = Peer(identity, enlist.name, self._pace.indulgence)
         peer.pulse.heard()
-        if self._crew.enlist(enlist.name, enlist.endpoint, list(enlist.engines)):
+        site = Site(enlist.machine or NOWHERE, Machine(enlist.ram_free, enlist.gpus) if enlist.machine else None)
+        if self._crew.enlist(enlist.name, enlist.endpoint, list(enlist.engines), site):
             log.info("the worker %s at %s has come", enlist.name, enlist.endpoint)
             self._post.send(peer, Joined(VERSION))
 
@@ -238,15 +239,14 @@ class Desk:
             self._request(peer, ask)
 
     async def _doubt(self, peer: Peer, ask: Ask) -> None:
-        """The gateway has lost an engine that seems well from here. Give the news a moment to arrive."""
-        deadline = self._loop.time() + _DOUBT_S
-        while self._loop.time() < deadline and any(self._is_up(engine) for engine in ask.avoid):  # noqa: ASYNC110
+        """The gateway has lost an engine that seems well from here: until it is lost here, too, or has given a sign of
+        life after this, since then the gateway has lost no more than its link."""
+        deadline = self._loop.time() + self._pace.notice_s
+        doubted = [(engine, engine.sign()) for engine in self._placed() if engine.id in ask.avoid]
+        while self._loop.time() < deadline and not all(one.lost.done() or lives() for one, lives in doubted):  # noqa: ASYNC110
             await asyncio.sleep(_SOON_S)
         if not peer.gone:
             self._request(peer, ask)
-
-    def _is_up(self, engine: str) -> bool:
-        return any(at.engine == engine for at in self._engines())
 
     def _request(self, peer: Peer, ask: Ask) -> None:
         try:
@@ -295,9 +295,12 @@ class Desk:
 
     # --- what is known ----------------------------------------------------------------------------------------------
 
-    def _engines(self) -> list[EngineAt]:
+    def _placed(self) -> list[Placed]:
         found = (engine for name in self._pool.status() for engine in self._pool.engines(name))
-        return [e.at() for e in found if isinstance(e, Placed) and not e.lost.done()]
+        return [e for e in found if isinstance(e, Placed) and not e.lost.done()]
+
+    def _engines(self) -> list[EngineAt]:
+        return [engine.at() for engine in self._placed()]
 
     def _state(self) -> State:
         engines = self._engines()

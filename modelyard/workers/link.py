@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import ipaddress
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import zmq
 from msgspec import Struct
+from zmq.backend import Socket as Bare
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
@@ -55,6 +57,21 @@ def new_keys() -> Keys:
 
 class PeerGone(Exception):
     """The peer of this identity is not connected any more."""
+
+
+# For every message: pyzmq's own methods make enums of options and flags each time, which costs as much as the rest.
+_EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
+_get: Callable[[Any, int], Any] = Bare.get
+_recv: Callable[[Any, int], bytes] = Bare.recv
+_send: Callable[[Any, bytes, int], Any] = Bare.send
+
+
+def _message(wire: zmq.Socket[bytes]) -> list[bytes]:
+    """All frames of one that has come; raises zmq.Again where none has."""
+    frames = [_recv(wire, _LAST)]
+    while _get(wire, _RCVMORE):
+        frames.append(_recv(wire, _LAST))
+    return frames
 
 
 # --- addresses ------------------------------------------------------------------------------------------------------
@@ -120,7 +137,7 @@ class _Watched:
         self.look_soon()
 
     def look_soon(self) -> None:
-        if not self._looking and not self.wire.closed and int(self.wire.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if not self._looking and not self.wire.closed and _get(self.wire, _EVENTS) & _POLLIN:
             self._looking = True
             self._loop.call_soon(self._look)
 
@@ -130,7 +147,7 @@ class _Watched:
             if self.wire.closed:
                 return
             try:
-                frames = self.wire.recv_multipart(zmq.NOBLOCK)
+                frames = _message(self.wire)
             except zmq.Again:
                 return
             except zmq.ZMQError:  # the context is on its way out
@@ -144,7 +161,7 @@ class _Watched:
 
     def drain(self) -> None:
         """All that has come, however much."""
-        while not self.wire.closed and int(self.wire.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        while not self.wire.closed and _get(self.wire, _EVENTS) & _POLLIN:
             self._look()
 
     def close(self, linger: int) -> None:
@@ -160,6 +177,26 @@ def _made(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> 
     wire.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE)
     wire.setsockopt(zmq.IPV6, int("[" in endpoint))
     return wire
+
+
+def _held_send() -> Callable[[int, bytes, int, int], int] | None:
+    """ZeroMQ's own send, called without letting go of the GIL; None where it is not found.
+
+    pyzmq lets go of it at every frame. A send that never blocks takes microseconds, but an engine's thread that comes
+    back in them keeps the GIL for a while, and the frame's second half waits for it: then both wait for each other.
+    """
+    try:
+        from zmq.backend.cython import _zmq
+
+        send = ctypes.PyDLL(_zmq.__file__).zmq_send
+    except (ImportError, OSError, AttributeError):
+        return None
+    send.argtypes, send.restype = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    return cast("Callable[[int, bytes, int, int], int]", send)
+
+
+_send_held = _held_send()
+_MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
 
 async def _end(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -191,7 +228,7 @@ class Listener:
             self._context.destroy(0)
             raise Unavailable(f"cannot listen on {endpoint}: {error.strerror}", code="endpoint_unusable") from error
         self.endpoint = str(wire.getsockopt_string(zmq.LAST_ENDPOINT))
-        self._wire = wire
+        self._wire, self._handle = wire, wire.underlying
         self._watched = _Watched(wire, self._read)
 
     def _read(self, frames: list[bytes]) -> None:
@@ -202,14 +239,25 @@ class Listener:
 
     def send(self, peer: bytes, data: bytes) -> bool:
         """False: it has to wait, so much waits for this peer already. Raises PeerGone."""
+        if self._wire.closed:
+            return True  # that we have gone says nothing of the peer
         try:
-            self._wire.send_multipart((peer, data), zmq.NOBLOCK, copy=True)
+            self._send(peer, data)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
             raise PeerGone(str(error)) from None
-        self._watched.look_soon()
+        finally:  # one that fails may have met what has come, too
+            self._watched.look_soon()
         return True
+
+    def _send(self, peer: bytes, data: bytes) -> None:
+        """What the short way does not take at once goes the long way, which knows why."""
+        if _send_held is None or _send_held(self._handle, peer, len(peer), _MORE) < 0:
+            _send(self._wire, peer, _MORE)
+            _send(self._wire, data, _LAST)
+        elif _send_held(self._handle, data, len(data), _LAST) < 0:
+            _send(self._wire, data, _LAST)
 
     async def close(self) -> None:
         if self._wire.closed:
@@ -298,10 +346,11 @@ class Dialer:
         if self._wire.closed:
             return False
         try:
-            self._wire.send(data, zmq.NOBLOCK)
+            _send(self._wire, data, _LAST)
         except zmq.Again:
             return False
-        self._watched.look_soon()
+        finally:
+            self._watched.look_soon()
         return True
 
     async def close(self) -> None:

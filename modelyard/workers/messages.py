@@ -245,6 +245,7 @@ class Accepted(Message, frozen=True, tag="a"):
     cached_tokens: int = 0
     divergence: int | None = None
     evicted: bool = False
+    elsewhere: int = 0
 
 
 class Progress(Message, frozen=True, tag="p"):
@@ -359,7 +360,7 @@ def chunk_of(item: Item, ids: Callable[[bytes], list[int]]) -> core.Chunk:
     if type(item) is Step:
         return core.Tokens(ids(item.tokens), item.logprobs)
     if isinstance(item, Accepted):
-        return core.Accepted(item.cached_tokens, item.divergence, item.evicted)
+        return core.Accepted(item.cached_tokens, item.divergence, item.evicted, item.elsewhere)
     if isinstance(item, Progress):
         return core.Progress(item.done, item.total)
     if isinstance(item, Finish):
@@ -373,7 +374,7 @@ def item_of(request_id: int, chunk: core.Chunk, packed: Callable[[list[int]], by
     if type(chunk) is core.Tokens:
         return Step(request_id, packed(chunk.ids), chunk.logprobs)
     if isinstance(chunk, core.Accepted):
-        return Accepted(request_id, chunk.cached_tokens, chunk.divergence, chunk.evicted)
+        return Accepted(request_id, chunk.cached_tokens, chunk.divergence, chunk.evicted, chunk.elsewhere)
     if isinstance(chunk, core.Progress):
         return Progress(request_id, chunk.done, chunk.total)
     assert isinstance(chunk, core.End)  # noqa: S101  there is no fifth

@@ -67,7 +67,8 @@ class RemotePlace(Revocable):
             self._future.exception()  # marks it seen: the client may have left before reading it
 
     async def lease(self) -> Lease:
-        await asyncio.shield(self._future)
+        if self.found is None or self.over:
+            await asyncio.shield(self._future)
         return self
 
     def cancel(self) -> None:

@@ -48,7 +48,7 @@ from modelyard.workers.session import Session
 
 log = logging.getLogger(__name__)
 
-_MEET_S = 3.0  # for a worker to answer that is ready, says the scheduler
+_AVOID_S = 3.0  # the scheduler hears of a lost engine from us for so long
 
 
 class RemotePool:
@@ -69,6 +69,7 @@ class RemotePool:
         self._inquiries = Inquiries(self._send, lambda: next(self._ids))
         self._sessions: dict[str, Session] = {}
         self._engines: dict[str, RemoteText | RemoteChat] = {}
+        self._ids_of: dict[str, list[str]] = {}  # engines by model
         self._lost: dict[str, float] = {}
         self._snapshot = PoolSnapshot(models={})
         self._requests: tuple[RequestSnapshot, ...] = ()
@@ -131,8 +132,9 @@ class RemotePool:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._pace.beat_s, self._tick)
-        if self._pulse.tick() and self.connected:
-            log.warning("the scheduler is silent")
+        if self._pulse.tick() and self._refusal is None:  # also where our first word was lost with its connection
+            if self.connected:
+                log.warning("the scheduler is silent")
             self._redial()
         elif self.connected:
             self._send(Beat(self._pulse.number))
@@ -198,7 +200,7 @@ class RemotePool:
 
     def _ask(self, place: RemotePlace) -> None:
         now = self._loop.time()
-        self._lost = {engine: at for engine, at in self._lost.items() if now - at < _MEET_S}
+        self._lost = {engine: at for engine, at in self._lost.items() if now - at < _AVOID_S}
         self._send(Ask(place.id, place.asked, tuple(self._lost)))
 
     def left(self, place: RemotePlace) -> None:
@@ -224,6 +226,7 @@ class RemotePool:
         session = None if at is None else self._sessions.get(at.endpoint)
         if at is not None and session is not None and session.over:
             self._engines[id] = self._reach(at)
+            self._lost.pop(id, None)
         return self._engines.get(id)
 
     def _denied(self, denied: Denied) -> None:
@@ -243,6 +246,7 @@ class RemotePool:
     def _stated(self, state: State) -> None:
         edition, self.state = self.state.edition, state
         there = {at.engine: at for at in state.engines}
+        self._ids_of = {model: [at.engine for at in state.engines if at.model == model] for model in state.models}
         for engine in [id for id in self._engines if id not in there]:
             self._spawn(self._engines.pop(engine).close())
         for at in there.values():
@@ -269,7 +273,8 @@ class RemotePool:
         if session is None or session.over:
             if session is not None:
                 self._spawn(session.close())
-            session = Session(at.endpoint, self.name, keys=self._keys, pace=self._pace, meet_s=_MEET_S)
+            within = self._pace.notice_s  # it is ready, says the scheduler: one that does not answer is lost
+            session = Session(at.endpoint, self.name, keys=self._keys, pace=self._pace, meet_s=within)
             self._sessions[at.endpoint] = session
         return remote(
             session, Opened(at.engine, at.kind, at.info, at.embeds), Noted(lambda: self.lost(at.engine), self._loop)
@@ -286,11 +291,15 @@ class RemotePool:
         return self.state.figures
 
     def engine(self, model: str) -> Engine | None:
-        return next(iter(self.engines(model)), None)
+        for id in self._ids_of.get(model, ()):  # asked several times a request
+            if (found := self._engines.get(id)) is not None and not found.lost.done():
+                return found
+        return None
 
     def engines(self, name: str) -> tuple[Engine, ...]:
-        ids = (at.engine for at in self.state.engines if at.model == name)
-        return tuple(e for id in ids if (e := self._engines.get(id)) is not None and not e.lost.done())
+        return tuple(
+            e for id in self._ids_of.get(name, ()) if (e := self._engines.get(id)) is not None and not e.lost.done()
+        )
 
     async def tokenizer(self, model: str, have: tuple[str, ...]) -> Done | None:
         """Of a model whose files only its workers have; None while no engine of it is up."""

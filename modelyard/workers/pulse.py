@@ -15,6 +15,12 @@ class Pace(Struct, frozen=True):
     patience: int = 4
     indulgence: int = 25
 
+    @property
+    def notice_s(self) -> float:
+        """So long after its last sign of life, at most, a worker counts as lost: the ticks it may miss, and one more.
+        All other waits for a worker are measured by it, so that they add up to something that can be promised."""
+        return self.beat_s * (self.patience + 1)
+
 
 class Pulse:
     """Whoever blocks our loop for five seconds makes us miss one tick, not twelve: only whole ticks in which the other

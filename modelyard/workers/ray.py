@@ -3,15 +3,15 @@
 An actor is a worker in a process that Ray has put on some node. The scheduler asks it for its address and speaks to it
 as to any other. When it dies Ray starts it anew, on another node where it must; a new one is asked for as well, and the
 next engine of its model is opened in whichever is there first. How soon a death is noticed is our own heartbeat's
-doing, since Ray takes 16 seconds to miss a node.
+doing, since Ray takes 16 seconds to miss a node. So long it would put the new one there, too, and wait: it is asked for
+anywhere but on the node of the lost one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _RESTARTS = 100  # of one actor; after that the scheduler asks for another
 _ANSWER_S = 60.0  # for a node to start a process, or for Ray to start one again
+_SHUNNED_S = 30.0  # the node of a lost worker; if it is gone, Ray knows that long before
+_NODE = "ray.io/node-id"  # the label under which Ray tells nodes apart
 
 
 class Resources(Struct, frozen=True):
@@ -49,12 +51,30 @@ class Actor:
         self._pace = Pace(beat_s, patience)
         self._worker: Worker | None = None
 
-    async def address(self) -> tuple[str, int]:
-        """Where it listens, and its process."""
+    async def address(self) -> tuple[str, str]:
+        """Where it listens, and on which node."""
         if self._worker is None:
             host = _ray().util.get_node_ip_address()
             self._worker = Worker(f"tcp://{host}:*", keys=self._keys, pace=self._pace)
-        return self._worker.endpoint, os.getpid()
+        return self._worker.endpoint, str(_ray().get_runtime_context().get_node_id())
+
+
+class Posting:
+    """An actor that we have asked for, and the node that it was on when it last answered."""
+
+    __slots__ = ("actor", "node")
+
+    def __init__(self, actor: Any) -> None:
+        self.actor, self.node = actor, ""
+
+    def kill(self, *, for_good: bool) -> None:
+        _ray().kill(self.actor, no_restart=for_good)
+
+
+def elsewhere(shunned: Iterable[str], alive: Iterable[str]) -> dict[str, str]:
+    """Labels of the nodes that a new actor may go to: not those that were just lost, while there are others. Pure."""
+    avoided = set(shunned)
+    return {_NODE: f"!in({','.join(sorted(avoided))})"} if avoided and set(alive) - avoided else {}
 
 
 class RayCluster:
@@ -62,7 +82,8 @@ class RayCluster:
 
     def __init__(self, address: str, resources: Mapping[str, Resources], keys: Keys | None, pace: Pace) -> None:
         self._address, self._resources, self._keys, self._pace = address, resources, keys, pace
-        self._idle: dict[str, list[Any]] = {}
+        self._idle: dict[str, list[Posting]] = {}
+        self._shunned: dict[str, float] = {}  # node → until when
 
     async def open(self) -> None:
         ray = _ray()
@@ -73,42 +94,48 @@ class RayCluster:
             except ConnectionError as error:
                 raise Unavailable(f"no Ray cluster answers at {self._address}: {error}", code="no_cluster") from error
 
-    async def start(self, model: str) -> tuple[Any, str]:
+    async def start(self, model: str) -> tuple[Posting, str]:
         """An actor for one engine of this model, and its address: one that Ray has started again, or a new one.
 
         Whichever is there first: where the node is lost, Ray knows that only after a while, and nobody waits for that.
         """
         idle = self._idle.get(model)
-        asked = [self._new(model), *([idle.pop()] if idle else [])]
+        asked = [await self._new(model), *([idle.pop()] if idle else [])]
         loop = asyncio.get_running_loop()
-        asking = {loop.create_task(self._where(actor)): actor for actor in asked}
+        asking = {loop.create_task(self._where(posting)): posting for posting in asked}
         chosen = None
         try:
             chosen, endpoint = await _first(asking)
             return chosen, endpoint
         finally:
-            for task, actor in asking.items():
+            for task, posting in asking.items():
                 task.cancel()
-                if actor is not chosen:  # its place on a node is for others
-                    _ray().kill(actor, no_restart=True)
+                if posting is not chosen:  # its place on a node is for others
+                    posting.kill(for_good=True)
             await asyncio.gather(*asking, return_exceptions=True)
 
-    def _new(self, model: str) -> Any:
+    async def _new(self, model: str) -> Posting:
         keys = None if self._keys is None else (self._keys.public, self._keys.secret)
-        made = (
-            _ray()
-            .remote(Actor)
-            .options(max_restarts=_RESTARTS, max_concurrency=1000, **self._resources.get(model, Resources()).options())
-        )
-        return made.remote(keys, self._pace.beat_s, self._pace.patience)
+        options = self._resources.get(model, Resources()).options() | await self._labels()
+        made = _ray().remote(Actor).options(max_restarts=_RESTARTS, max_concurrency=1000, **options)
+        return Posting(made.remote(keys, self._pace.beat_s, self._pace.patience))
 
-    async def _where(self, actor: Any) -> str:
+    async def _labels(self) -> dict[str, Any]:
+        now = asyncio.get_running_loop().time()
+        self._shunned = {node: until for node, until in self._shunned.items() if until > now}
+        if not self._shunned:
+            return {}
+        alive = [str(node["NodeID"]) for node in await asyncio.to_thread(_ray().nodes) if node["Alive"]]
+        labels = elsewhere(self._shunned, alive)
+        return {"label_selector": labels} if labels else {}
+
+    async def _where(self, posting: Posting) -> str:
         """Asked anew each time: an actor that was started again listens elsewhere."""
         errors = import_module("ray.exceptions")
         deadline = asyncio.get_running_loop().time() + _ANSWER_S
         while True:
             try:
-                endpoint, _ = await asyncio.wait_for(_result(actor.address.remote()), _ANSWER_S)
+                endpoint, posting.node = await asyncio.wait_for(_result(posting.actor.address.remote()), _ANSWER_S)
                 return str(endpoint)
             except errors.ActorUnavailableError:
                 if asyncio.get_running_loop().time() > deadline:
@@ -117,25 +144,24 @@ class RayCluster:
             except (errors.RayError, TimeoutError) as error:
                 raise Unavailable(f"Ray has no place for the worker: {type(error).__name__}: {error}") from error
 
-    def give_back(self, model: str, actor: Any, *, kill: bool) -> None:
+    def give_back(self, model: str, posting: Posting, *, kill: bool) -> None:
         """A worker without an engine: the next engine of its model may have it, unless it is not wanted any more."""
-        if kill:
-            _ray().kill(actor, no_restart=False)  # it hangs: Ray starts it anew
-            self._idle.setdefault(model, []).append(actor)
-        else:
-            _ray().kill(actor, no_restart=True)
+        posting.kill(for_good=not kill)
+        if kill:  # it hangs: Ray starts it anew
+            self._idle.setdefault(model, []).append(posting)
 
-    def lost(self, model: str, actor: Any) -> None:
-        """It died: Ray starts it again, and the next engine of its model goes there."""
-        self._idle.setdefault(model, []).append(actor)
+    def lost(self, model: str, posting: Posting) -> None:
+        """It died: Ray starts it again, and the next engine of its model goes there, or to another node."""
+        self._idle.setdefault(model, []).append(posting)
+        self._shunned[posting.node] = asyncio.get_running_loop().time() + _SHUNNED_S
 
     async def close(self) -> None:
-        for actors in self._idle.values():
-            for actor in actors:
-                _ray().kill(actor, no_restart=True)
+        for postings in self._idle.values():
+            for posting in postings:
+                posting.kill(for_good=True)
 
 
-async def _first(asking: Mapping[asyncio.Task[str], Any]) -> tuple[Any, str]:
+async def _first(asking: Mapping[asyncio.Task[str], Posting]) -> tuple[Posting, str]:
     """Who answers first, and with what; raises where nobody can."""
     left = set(asking)
     while True:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
 from typing import Any
 
+from modelyard.workers.crew import machine_name
 from modelyard.workers.link import Dialer, Keys
 from modelyard.workers.messages import VERSION, Beat, Refused, encode
 from modelyard.workers.packing import Malformed
@@ -24,6 +25,7 @@ PARENT_VARIABLE = "MODELYARD_WORKER_PARENT"  # pid of whoever started the schedu
 _GRACE_S = 30.0
 _ORPHAN_S = 60.0  # a worker that a scheduler started lives so long without one
 _LOOK_S = 1.0
+_BEATS = 5  # between two looks at what is free on this machine
 
 
 def quiet_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -121,7 +123,9 @@ async def _parent_gone() -> None:
 
 async def _offer(worker: Worker, scheduler: str, keys: Keys | None, pace: Pace) -> None:
     """Tells the scheduler again and again that this worker is here: one that was started anew learns of it so."""
-    refused = asyncio.Event()
+    from modelyard.engines.llama_cpp.free import machine  # a tenth of a second that workers for hire do not need
+
+    refused, place = asyncio.Event(), machine_name()
 
     def heard(data: bytes) -> None:
         try:
@@ -135,9 +139,12 @@ async def _offer(worker: Worker, scheduler: str, keys: Keys | None, pace: Pace) 
     dialer = Dialer(scheduler, heard, lambda why: log.warning("%s", why), keys)
     try:
         while not refused.is_set():
-            held = tuple(hosted.held() for hosted in worker.engines)
-            dialer.send(encode(Enlist(VERSION, worker.name, worker.endpoint, held)))
-            dialer.send(encode(Beat(0)))
-            await asyncio.sleep(pace.beat_s)
+            here = await asyncio.to_thread(machine, with_gpus=True)
+            for _ in range(_BEATS):
+                held = tuple(hosted.held() for hosted in worker.engines)
+                told = Enlist(VERSION, worker.name, worker.endpoint, held, place, here.ram_free, dict(here.gpus))
+                dialer.send(encode(told))
+                dialer.send(encode(Beat(0)))
+                await asyncio.sleep(pace.beat_s)
     finally:
         await dialer.close()

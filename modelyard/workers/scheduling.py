@@ -56,12 +56,16 @@ class Join(Message, frozen=True, tag="join"):
 
 
 class Enlist(Message, frozen=True, tag="enlist"):
-    """A worker offers itself, again and again; `engines` are open there already."""
+    """A worker offers itself, again and again; `engines` are open there already. `machine` is the name of the one that
+    it runs on, with what is free there: bytes of RAM, and of each GPU by its UUID."""
 
     version: int
     name: str
     endpoint: str
     engines: tuple[Held, ...] = ()
+    machine: str = ""
+    ram_free: int = 0
+    gpus: dict[str, int] = field(default_factory=dict)
 
 
 class Ask(Message, frozen=True, tag="ask"):

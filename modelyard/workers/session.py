@@ -88,6 +88,7 @@ class Session:
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
         self.welcome: Welcome | None = None
         self.complaint = ""  # why it has not answered yet, as far as is known
+        self.answered = 0  # the number of the last beat that came back
         self.leaving = False  # the worker has said goodbye: what runs there ends, nothing new begins
         self._met: asyncio.Future[Welcome] = self._loop.create_future()
         self._ids = count(1)
@@ -264,6 +265,8 @@ class Session:
             self._send(Hold(id))
 
     def _beat(self, beat: Beat) -> None:
+        """Zero is the worker's own: it says nothing of when it heard us last."""
+        self.answered = beat.number or self.answered
         self.stats.update(beat.stats)
 
     def _welcomed(self, welcome: Welcome) -> None:
@@ -357,6 +360,11 @@ class Session:
     @property
     def idle(self) -> bool:
         return not self._requests
+
+    @property
+    def beats(self) -> int:
+        """How many were sent."""
+        return self._pulse.number
 
     async def close(self) -> None:
         """Idempotent. What still runs ends as unavailable."""

@@ -9,7 +9,7 @@ import pytest
 from gguf import GGUFReader
 
 from bench.recorded import counted, shortened
-from bench.reuse import Found, Turn, configuration, ratio, table, tally
+from bench.reuse import Found, Tally, Turn, configuration, ratio, table, tally
 from bench.shallow import cut
 from bench.sittings import SITTINGS, Sitting, furnish
 from modelyard.config import load
@@ -29,6 +29,13 @@ def test_only_what_was_there_before_counts_and_each_session_for_itself() -> None
 def test_another_conversation_under_the_same_name_begins_anew() -> None:
     title = Turn("a", 60, 0, 10, "new_session")
     assert tally([title, Turn("a", 500, 0, 10, "other_session"), Turn("a", 600, 510, 0, "none")]).known == 510
+
+
+def test_a_side_request_between_two_turns_is_no_turns_predecessor() -> None:
+    first, second = Turn("a", 500, 0, 10, "new_session"), Turn("a", 600, 400, 0, "evicted")
+    title = Turn("a", 60, 0, 10, "other_session")
+    assert tally([first, title, second]) == Tally(3, 510, 110, 200)
+    assert tally([title, first, second]) == Tally(3, 510, 110, 200)
 
 
 def test_a_shorter_prompt_knows_no_more_than_it_has() -> None:

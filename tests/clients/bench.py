@@ -104,14 +104,16 @@ class Bench:
                 raise
         return _ended(self.start(*own, facts=facts, **env))
 
-    def start(self, *own: str, facts: Facts | None = None, **env: str) -> subprocess.Popen[str]:
+    def start(
+        self, *own: str, facts: Facts | None = None, stdin: int = subprocess.DEVNULL, **env: str
+    ) -> subprocess.Popen[str]:
         plan = self._planner(facts or self.facts(), self.folder / "settings")
         launch.write(plan)
         process = subprocess.Popen(
             [str(self.program), *plan.arguments, *own],
             cwd=self.work,
             env={**self.environment(), **plan.env, **env},
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

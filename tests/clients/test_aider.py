@@ -46,10 +46,27 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         is_idle(served)
 
 
+def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:
+    """By the window that the launcher tells it and its own count."""
+    script = [
+        rule(says("We spoke of yards."), when="# ASSISTANT"),  # it shows the conversation to be summarised
+        rule({"tokens": 1800}, when="tell me a long story"),
+        rule(says("Short enough."), when="and now"),
+    ]
+    with bench.serve(script, n_ctx=5_000):
+        bench.run(*MESSAGE, "tell me a long story")
+        bench.run("--restore-chat-history", *MESSAGE, "tell me a long story, again")
+        done = bench.run("--restore-chat-history", *MESSAGE, "and now")
+    assert "Short enough." in done.out, done
+    assert "We spoke of yards." in texts(bench.asked[-1])
+    assert "github" not in done.out.lower(), "it asked the internet for a model that it was told of"
+
+
 def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=500):
         done = bench.run(*MESSAGE, "hello", facts=bench.facts(window=200_000))
-    assert "context" in (done.out + done.err).lower(), done
+    assert "has hit a token limit" in done.out, done
+    assert len(bench.asked) == 1, "it tried again in vain"
     assert "Never said." not in done.out
 
 

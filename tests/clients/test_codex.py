@@ -10,6 +10,7 @@ import pytest
 from modelyard.core.request import ToolCall
 from modelyard.scanner.regular import form
 from tests.clients.bench import DEADLINE, Bench, called, calls, parts, pictures, results, rule, says, texts, thoughts
+from tests.clients.conversation import Conversation
 from tests.clients.pictures import png
 from tests.e2e.servers import is_idle
 
@@ -140,6 +141,45 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
     assert done.out.strip() == "Short enough.", done
     assert "We spoke of yards." in texts(bench.turns[-1])
     assert len(bench.asked) == len(bench.turns) + 1
+
+
+def test_results_of_tools_that_are_longer_than_it_counts_do_not_overfill_the_window(bench: Bench) -> None:
+    """It counts four bytes a token. These have two, and the second would go over the window unless it is cut."""
+    line = 60 * "x" + "\n"
+    (bench.work / "first.txt").write_text(90 * line)
+    (bench.work / "second.txt").write_text(200 * line)
+    script = [
+        rule(says("We spoke of yards."), when="(?i)handoff summary|compaction"),
+        rule(says("Both are read."), when="We spoke of yards"),
+        rule(calls("exec_command", cmd="cat second.txt; echo; echo end of the second"), result="end of the first"),
+        rule(says("Both are read."), result="end of the second"),
+        rule(calls("exec_command", cmd="cat first.txt; echo; echo end of the first"), when="read both"),
+    ]
+    with bench.serve(script, n_ctx=20_000):
+        done = bench.run(*EXEC, "read both")
+    assert (done.code, done.out.strip()) == (0, "Both are read."), done
+    assert len(results(bench.turns[2])) < 11_000, "nothing was cut"
+
+
+def test_after_a_refusal_it_stops_and_says_why_and_compacts_when_it_is_told_to(bench: Bench) -> None:
+    """The client believes in a larger window, so that only the server's refusal can tell it."""
+    script = [
+        rule(says("We spoke of yards."), when="(?i)handoff summary|compaction"),
+        rule({"tokens": 3000}, when="tell me a long story"),
+        rule(says("Short enough."), when="and now"),
+    ]
+    with bench.serve(script, n_ctx=16_000), Conversation(bench, bench.facts(window=200_000)) as talk:
+        assert talk.ask("tell me a long story") is None
+        fault = talk.ask("and now, " + "what about yards? " * 300)
+        again = talk.ask("and now")
+        asked = len(bench.asked)
+        assert talk.compact() is None
+        assert talk.ask("and now") is None
+    assert fault is not None
+    assert fault["codexErrorInfo"] == "contextWindowExceeded"
+    assert again == fault, "it has learned to compact by itself: docs/agents.md says that it does not"
+    summary, last = bench.asked[asked:]
+    assert (summary.tools, "We spoke of yards." in texts(last)) == ((), True)
 
 
 @pytest.mark.steady

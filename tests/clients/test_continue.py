@@ -77,6 +77,22 @@ def test_an_interrupted_answer_frees_its_place(bench: Bench) -> None:
         is_idle(served)
 
 
+def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench) -> None:
+    """By the window that the launcher tells it and its own count."""
+    script = [
+        rule(says("We spoke of yards."), when="(?i)summar[iy]"),
+        rule({"tokens": 1800}, when="tell me a long story"),
+        rule(says("Short enough."), when="and now"),
+    ]
+    with bench.serve(script, n_ctx=6_000):
+        bench.run(*PRINT, "tell me a long story")
+        bench.run(*PRINT, "--resume", "tell me a long story, again")
+        done = bench.run(*PRINT, "--resume", "and now")
+    assert done.out.strip() == "Short enough.", done
+    assert "We spoke of yards." in texts(bench.asked[-1])
+    assert len(bench.asked) == 4
+
+
 def test_a_prompt_beyond_the_window_is_an_error_that_says_so(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=1000):
         done = bench.run(*PRINT, "hello", facts=bench.facts(window=200_000))

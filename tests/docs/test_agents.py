@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from typing import get_args
 
 import pytest
 
 from modelyard.launch import agents
 from modelyard.launch.agents import claude
+from modelyard.telemetry.cause import Cause
 from tests.docs.pages import DOCS, blocks
 
 PAGE = (DOCS / "agents.md").read_text()
@@ -27,6 +29,11 @@ def test_every_command_names_an_agent_that_there_is() -> None:
     lines = [shlex.split(line) for block in blocks("agents.md", "console") for line in block.splitlines()]
     assert {words[2] for words in lines} == set(agents.names())
     assert all(words[:2] == ["modelyard", "launch"] and (len(words) == 3 or words[3] == "--") for words in lines)
+
+
+def test_every_cause_is_explained_and_no_other() -> None:
+    told = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[\w`, ]+) \|", PAGE, re.MULTILINE)))
+    assert sorted(told) == sorted(get_args(Cause))
 
 
 def test_the_windows_of_claude_code_are_those_of_the_launcher() -> None:

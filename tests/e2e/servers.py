@@ -59,7 +59,7 @@ def narrow(**more: Any) -> dict[str, Any]:
     )
 
 
-def until(true: Callable[[], object], what: str, patience_s: float = 60.0) -> None:
+def until(true: Callable[[], object], what: str, patience_s: float = 180.0) -> None:
     """Wait for something that happens in the server's own thread."""
     deadline = time.monotonic() + patience_s
     while not true():
@@ -93,13 +93,13 @@ class Caller:
 
     def __init__(self, served: Served, path: str, body: dict[str, Any]) -> None:
         host, port = served.url.removeprefix("http://").split(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=60)
+        self._socket = socket.create_connection((host, int(port)), timeout=180)
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
         self._socket.sendall(head.encode() + b"\r\n\r\n" + data)
 
     def reads(self, wanted: bytes) -> None:
-        got, deadline = b"", time.monotonic() + 60
+        got, deadline = b"", time.monotonic() + 180
         while wanted not in got:
             assert time.monotonic() < deadline, f"{wanted!r} did not come, only {got[-1000:]!r}"
             piece = self._socket.recv(65536)
@@ -122,5 +122,5 @@ def calling(served: Served, path: str, body: dict[str, Any]) -> Iterator[Caller]
 @contextmanager
 def streaming(served: Served, path: str, body: dict[str, Any]) -> Iterator[Iterator[Frame]]:
     """The frames of a streamed answer as they arrive."""
-    with httpx.Client(timeout=60) as client, client.stream("POST", served.url + path, json=body) as response:
+    with httpx.Client(timeout=180) as client, client.stream("POST", served.url + path, json=body) as response:
         yield arriving(response.iter_text())

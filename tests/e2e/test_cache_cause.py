@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager
+import sqlite3
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from modelyard.library import default
+from tests.e2e.servers import until
 from tests.serving import Served, demo, serving
 from tests.telemetry.reading import values
 
@@ -197,7 +199,7 @@ def stream(client: httpx.Client, text: str) -> AbstractContextManager[httpx.Resp
 
 
 def test_an_engine_in_a_process_of_its_own_tells_the_same() -> None:
-    with serving(demo(SCRIPT, placement="process")) as served:
+    with serving(demo(SCRIPT, placement="process") | {"workers": {"patience": 1000}}) as served:
         talk = Talk(served)
         first = talk.turn()
         assert talk.told["cause"] == "new_session"
@@ -209,10 +211,12 @@ def test_an_engine_in_a_process_of_its_own_tells_the_same() -> None:
 
 
 def test_another_gateway_that_shares_the_store_tells_a_call_in_the_same_words(tmp_path: Path) -> None:
-    config = demo(THOUGHTLESS) | {"store": {"backend": "sqlite", "path": str(tmp_path / "store.db")}}
-    with serving(config) as one, serving(config) as other:
+    store = tmp_path / "store.db"
+    config = demo(THOUGHTLESS) | {"store": {"backend": "sqlite", "path": str(store)}}
+    with serving(config) as one, serving(config) as other, closing(sqlite3.connect(store)) as file:
         talk = Talk(one)
         talk.goes_on(*echoed(talk.turn()))
+        until(lambda: file.execute("SELECT entries FROM totals").fetchone()[0] == 1, "the words are in the store")
         here, there, alone = (talk.count(url) for url in (one.url, other.url, ""))
     assert here == there
     assert here != alone, "the client's words have as many tokens: this test shows nothing"

@@ -16,7 +16,7 @@ from tests.gateway.stage import Stage, until
 
 async def by_choice(answer: Any) -> dict[int, list[Event]]:
     heard: dict[int, list[Event]] = defaultdict(list)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for choice, events in answer:
             heard[choice] += events
     return heard

@@ -79,12 +79,25 @@ class Counting(MemoryStore):
         return await super().get(scope, key)
 
 
-async def test_the_store_is_asked_once_for_each_call() -> None:
-    store = Counting(10, 1 << 20, 60)
-    recall = Recall(store)
-    for _ in range(3):
+async def test_the_store_is_asked_twice_for_a_call_that_nobody_knows_and_then_no_more() -> None:
+    store, now = Counting(10, 1 << 20, 60), [0.0]
+    recall = Recall(store, clock=lambda: now[0])
+    for at, asked in ((0.0, 1), (0.1, 1), (60.0, 2), (600.0, 2)):
+        now[0] = at
         assert await told(recall) == (ECHO,)
-    assert store.asked == 1
+        assert store.asked == asked
+
+
+async def test_words_that_reach_the_store_after_the_next_turn_are_found_by_the_one_after_it() -> None:
+    store, now = Counting(10, 1 << 20, 60), [0.0]
+    one, other = Recall(store), Recall(store, clock=lambda: now[0])
+    said = one.keep(reply(), "me")
+    assert await told(other) == (ECHO,)
+    await one.share(said, "me")
+    now[0] = 60.0
+    assert await told(other) == ("Why not.", OWN)
+    assert await told(other) == ("Why not.", OWN)
+    assert store.asked == 2
 
 
 class Away(MemoryStore):

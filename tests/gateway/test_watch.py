@@ -9,9 +9,10 @@ import re
 import pytest
 
 from modelyard.core.engine import Accepted
-from modelyard.core.request import Message, Text
+from modelyard.core.request import Caller, Message, Text
 from modelyard.telemetry.fingerprint import fingerprint
 from tests.gateway.stage import CALLER, Stage, asked, read
+from tests.telemetry.reading import values
 
 LONG = "You are a careful helper who answers in short sentences. "
 
@@ -21,13 +22,14 @@ def talk(system: str | None, *more: str) -> tuple[Message, ...]:
     return (*head, *(Message("user", (Text(text),)) for text in more))
 
 
-async def run(stage: Stage, messages: tuple[Message, ...], divergence: int | None) -> list[int]:
+async def run(stage: Stage, messages: tuple[Message, ...], divergence: int | None, elsewhere: int = 0) -> list[int]:
     """The prompt's ids."""
     number = len(stage.engine.jobs)
-    answer = await stage.start(messages=messages)
+    caller = Caller(trace=f"t{number}", endpoint="/v1/chat/completions")
+    answer = stage.gateway.start(await stage.gateway.prepare(asked(messages=messages), caller))
     reading = asyncio.create_task(read(answer))
     job = await stage.job(number)
-    job.put(Accepted(divergence or 0, divergence))
+    job.put(Accepted(divergence or 0, divergence, elsewhere=elsewhere))
     job.say("Hello.")
     job.end()
     await reading
@@ -51,6 +53,15 @@ async def test_a_changed_prompt_is_a_warning_with_token_and_message(caplog: pyte
     assert f"changed from {fingerprint(one[0])} to {fingerprint(two[0])}" in said
     assert f"token {shared} of {len(after)}, in message 0 (system)" in said
     assert re.search(r'system_prompt_changes_total\{cache="\w+"\} 1\.0', counted)
+
+
+async def test_what_another_sequence_had_and_was_not_copied_is_counted_as_that() -> None:
+    async with Stage() as stage:
+        ids = await run(stage, talk(LONG * 4, "hi"), 0)
+        await run(stage, talk(LONG * 4, "hi"), 0, elsewhere=len(ids) - 1)
+        await run(stage, talk(LONG * 4, "hi"), 0)
+        counted = values(stage.gateway.metrics.render(), "cache_requests_total")
+    assert {cause: count for (_, cause), count in counted.items()} == {"new_session": 1, "not_copied": 1, "evicted": 1}
 
 
 async def test_a_prompt_that_stays_is_none_however_the_talk_goes_on(caplog: pytest.LogCaptureFixture) -> None:

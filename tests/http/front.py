@@ -38,6 +38,6 @@ async def door(
 async def _load(made: Yard) -> None:
     for name in made.config.models:
         made.scheduler.load(name)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while any(status.state == "loading" for status in made.scheduler.status().values()):  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -105,6 +105,12 @@ def test_codex() -> None:
     assert dict(plan.env) == {"CODEX_HOME": str(HOME), "CODEX_MODELYARD_KEY": "sk-1"}
 
 
+@pytest.mark.parametrize(("window", "limit"), [(None, None), (65_536, None), (20_000, 1250), (4096, 500)])
+def test_codex_cuts_results_of_tools_where_one_could_overfill_the_window(window: int | None, limit: int | None) -> None:
+    settings = tomllib.loads("\n".join(planned("codex", window=window).arguments[1::2]))
+    assert settings.get("tool_output_token_limit") == limit
+
+
 def test_opencode() -> None:
     settings = json.loads(planned("opencode").env["OPENCODE_CONFIG_CONTENT"])
     assert (settings["model"], settings["small_model"]) == ("modelyard/qwen", "modelyard/local-haiku")
@@ -128,6 +134,7 @@ def test_continue() -> None:
     (model,) = json.loads(plan.files[path])["models"]
     assert (model["provider"], model["model"], model["apiBase"]) == ("openai", "qwen", "http://127.0.0.1:8000/v1")
     assert (model["contextLength"], model["apiKey"]) == (65_536, "sk-1")
+    assert 1800 * 1000 < model["requestOptions"]["timeout"] < 2**31 / 1000, "it is read as either unit"
 
 
 def test_aider() -> None:
@@ -135,7 +142,11 @@ def test_aider() -> None:
     (path,) = plan.files
     assert plan.arguments[:4] == ("--model", "openai/qwen", "--weak-model", "openai/local-haiku")
     assert plan.arguments[-2:] == ("--model-metadata-file", str(path))
-    assert json.loads(plan.files[path])["openai/qwen"]["max_input_tokens"] == 65_536
+    known = json.loads(plan.files[path])
+    assert {name: told["max_input_tokens"] for name, told in known.items()} == {
+        "openai/qwen": 65_536,
+        "openai/local-haiku": 65_536,
+    }
     assert plan.env["OPENAI_API_BASE"] == "http://127.0.0.1:8000/v1"
 
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.measuring.drawing import Dot, Drawing, Stroke, Words, check, save, svg
+from modelyard.measuring.drawing import Dot, Drawing, Stroke, Words, check, paint, save, svg
 from modelyard.plugins import MissingLibrary
 
 DRAWING = Drawing(
@@ -40,6 +40,26 @@ def test_png_is_drawn_or_its_library_is_named(tmp_path: Path) -> None:
     data = (tmp_path / "a.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert (int.from_bytes(data[16:20]), int.from_bytes(data[20:24])) == (80, 40)
+
+
+class Pen:
+    """Stands in for Pillow's, and for its fonts."""
+
+    def __init__(self) -> None:
+        self.written: list[str] = []
+
+    def load_default(self, size: float) -> float:
+        return size
+
+    def text(self, at: object, text: str, *how: object) -> None:
+        self.written.append(text)
+
+
+@pytest.mark.parametrize(("odd", "plain"), [("1.5×", "1.5x"), ("a · b", "a - b"), ("plain", "plain")])
+def test_signs_that_the_font_of_a_png_lacks_are_written_plainly(odd: str, plain: str) -> None:
+    pen = Pen()
+    paint(pen, pen, Words((5, 20), odd))
+    assert pen.written == [plain]
 
 
 def test_without_pillow_a_png_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,13 +120,17 @@ async def answering(reply: bytes) -> AsyncIterator[str]:
     hold = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(reply)
-            await writer.drain()
-            if not reply:
-                await hold.wait()
-        writer.close()
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                # All of it: closing before it was read would reset the connection, and the reply be lost.
+                await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n")[0] or 0))
+                writer.write(reply)
+                await writer.drain()
+                if not reply:
+                    await hold.wait()
+        finally:
+            writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     try:

@@ -33,7 +33,7 @@ class Present:
         self._reader = reader
 
     async def gone(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             try:
                 await self._reader.read()
             except ConnectionError:
@@ -51,7 +51,7 @@ class RollCall:
         return [sys.executable, "-S", "-c", CHILD, self.path, manner]
 
     async def next(self) -> Present:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             return await self._arrivals.get()
 
     async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -13,12 +13,12 @@ def test_several_listeners_share_a_reserved_port_and_the_reservation_takes_no_co
         port = held.getsockname()[1]
         with closing(listen("127.0.0.1", port)), closing(listen("127.0.0.1", port)):
             for _ in range(20):
-                socket.create_connection(("127.0.0.1", port), timeout=5).close()
+                socket.create_connection(("127.0.0.1", port), timeout=60).close()
 
 
 def test_a_reservation_alone_takes_no_connection() -> None:
     with closing(reserve("127.0.0.1", 0)) as held, pytest.raises(ConnectionRefusedError):
-        socket.create_connection(held.getsockname(), timeout=5)
+        socket.create_connection(held.getsockname(), timeout=60)
 
 
 def test_a_port_that_another_fleet_listens_on_is_refused_although_it_could_be_shared() -> None:

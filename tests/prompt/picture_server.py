@@ -51,6 +51,12 @@ class PictureServer:
         monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._talk(reader, writer)
+        finally:  # also where the loop ends first
+            writer.close()
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         path = head.split(" ")[1]
         self.asked.append(path)
@@ -60,7 +66,6 @@ class PictureServer:
         else:
             writer.write(self._answer(path))
             await writer.drain()
-        writer.close()
 
     def _answer(self, path: str) -> bytes:
         if path == "/hop/1":

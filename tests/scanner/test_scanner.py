@@ -46,6 +46,25 @@ def test_pieces_of_one_feed_make_one_delta() -> None:
     assert _texts(scanner.feed([Piece("a"), Piece("b"), Piece("c")])) == ["abc"]
 
 
+def test_many_pieces_at_once_are_read_as_one_by_one() -> None:
+    thought, words = "<think>|so| many| thoughts|</think>", "and| then| words| < more| and|\n|end"
+    pieces = [Piece(word, word in TOKENS) for word in f"{thought}|{words}".split("|")]
+    together, apart = _scanner(specials=TOKENS), _scanner(specials=TOKENS)
+    all_at_once = heard([*together.feed(pieces), *together.finish()])
+    one_by_one = heard([event for piece in pieces for event in apart.feed([piece])] + apart.finish())
+    assert all_at_once == one_by_one
+    assert text_of(all_at_once) == words.replace("|", "")
+    assert together.reasoning_tokens == apart.reasoning_tokens > 2
+
+
+def test_reasoning_that_comes_in_many_pieces_is_counted() -> None:
+    scanner = _scanner(specials=TOKENS)
+    scanner.feed([Piece("<think>", True), Piece("so")])
+    before = scanner.reasoning_tokens
+    scanner.feed([Piece(word) for word in (" many", " plain", " thoughts", " here")])
+    assert scanner.reasoning_tokens == before + 4
+
+
 def test_pieces_without_text_make_no_event() -> None:
     scanner = _scanner()
     scanner.feed([Piece("a")])

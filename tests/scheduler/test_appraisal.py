@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Machine, Memory
+from modelyard.core.engine import CacheInfo, Machine, Memory, Site
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.pool import Blueprint
 from modelyard.scheduler.appraisal import Appraiser
@@ -115,3 +115,38 @@ async def test_models_too_small_to_be_seen_are_not_measured():
     appraiser = Appraiser(gauge=dict)
     assert appraiser.gauge(await surveyed(appraiser, Memory(weights=1000))) is None
     assert appraiser.gauge(await surveyed(appraiser, Memory(weights=GIB))) is dict
+
+
+# --- other machines ---------------------------------------------------------------------------------------------------
+
+
+async def test_other_machines_are_judged_by_what_they_have_told():
+    far = Site("far", Machine(100, {"u": 40}))
+    appraiser = Appraiser(Limits(ram=50), machine=lambda: Machine(7), sites=lambda: (far, Site()))
+    model = pooled(lambda there: Memory(weights=5, device="gpu:u" if there.gpus else ""))
+    await appraiser.survey(model, lambda: ())
+    room = appraiser.room(lambda: ({"cpu@far": 3}, {"cpu": 2}))
+    assert room.soft == {"cpu": 7, "cpu@far": 103, "gpu@far": 40, "gpu:u@far": 40}
+    assert room.hard == {"cpu": 50, "cpu@far": 50}
+    assert room.sites == ("far", "")
+    assert (model.need, model.need_at("far")) == ({"cpu": 5}, {"gpu@far": 5, "gpu:u@far": 5})
+
+
+async def test_a_machine_counts_as_it_was_when_it_was_first_looked_at_until_the_next_survey():
+    free = [100]
+    appraiser = Appraiser(sites=lambda: (Site("far", Machine(free[0])),))
+    assert appraiser.room(lambda: ()).soft == {"cpu@far": 100}
+    free[0] = 90  # a model of ours has been loaded there: it is counted as held
+    assert appraiser.room(lambda: ({"cpu@far": 10},)).soft == {"cpu@far": 100}
+    await appraiser.survey(pooled(lambda _: Memory(weights=1)), lambda: ())
+    assert appraiser.room(lambda: ({"cpu@far": 10},)).soft == {"cpu@far": 100}
+
+
+async def test_what_grew_here_is_not_what_a_replica_took_on_another_machine():
+    ledger = Ledger()
+    appraiser = Appraiser(gauge=dict, ledger=ledger)
+    model = await surveyed(appraiser, Memory(weights=GIB))
+    one = replica(model, {"cpu": GIB})
+    one.site, one.bytes = "far", {"cpu@far": GIB}
+    assert not appraiser.loaded(model, one, 2.0, quiet=True)
+    assert (model.load_s, model.measured, one.bytes, ledger.get("m:1")) == (2.0, None, {"cpu@far": GIB}, None)

@@ -214,3 +214,52 @@ def test_what_the_machine_has_does_not_make_a_start_drive_others_out():
 def test_the_same_pool_always_gets_the_same_plan():
     for models, _ in TABLE.values():
         assert decided(*models) == decided(*models)
+
+
+# --- several machines -------------------------------------------------------------------------------------------------
+
+
+def across(*models: ModelView, sites: tuple[str, ...] = ("far", ""), **room: dict[str, int]) -> tuple[Any, ...]:
+    return plan(PoolView(models=models, sites=sites, **room), NOW).actions
+
+
+def test_a_replica_goes_to_the_first_machine_that_has_room_for_it():
+    soft = {"cpu": 10, "cpu@far": 10}
+    assert across(hungry("a"), soft=soft) == (Start("a", None, "far"),)
+    assert across(hungry("a"), soft=soft | {"cpu@far": 5}) == (Start("a", None, ""),)
+
+
+def test_what_is_held_on_one_machine_takes_nothing_from_another():
+    there = ReplicaView(id=1, state="ready", bytes={"cpu@far": 6}, running=1, ready_since=NOW)
+    soft = {"cpu": 10, "cpu@far": 10}
+    assert across(model("b", there), hungry("a"), soft=soft) == (Start("a", None, ""),)
+    assert across(model("b", there), hungry("a"), soft=soft, sites=("far",)) == ()
+
+
+def test_two_that_start_at_once_do_not_count_the_same_room_twice():
+    soft = {"cpu": 10, "cpu@far": 10}
+    assert across(hungry("a"), hungry("b"), soft=soft) == (Start("a", None, "far"), Start("b", None, ""))
+
+
+def test_room_is_made_on_the_machine_where_somebody_idles():
+    there = ReplicaView(id=1, state="ready", bytes={"cpu@far": 6}, idle_since=LONG_AGO)
+    soft = {"cpu": 1, "cpu@far": 6}
+    told = across(model("b", there), hungry("a"), soft=soft)
+    assert told == (Stop("b", 1, True), Claim("a", "waiting for memory"))
+
+
+def test_what_it_takes_on_another_machine_may_be_something_else():
+    on_gpu = hungry("a", abroad={"far": {"gpu": 6}})
+    assert across(on_gpu, soft={"cpu@far": 1, "gpu@far": 8, "cpu": 1}) == (Start("a", None, "far"),)
+
+
+def test_a_model_is_too_large_only_where_no_machine_may_hold_it():
+    assert across(hungry("a"), hard={"cpu": 10, "cpu@far": 5}) == (Start("a", None, ""),)
+    (refused,) = across(hungry("a"), hard={"cpu": 5, "cpu@far": 5})
+    assert isinstance(refused, Reject)
+    assert "memory_limit" in refused.error.message
+    assert "gpu" not in refused.error.message
+
+
+def test_nobody_judges_what_fits_on_a_machine_that_nobody_knows():
+    assert across(hungry("a"), soft={"cpu": 1}, sites=("?",)) == (Start("a", None, "?"),)

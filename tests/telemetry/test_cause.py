@@ -134,6 +134,12 @@ def test_what_the_prompt_shares_and_the_engine_has_not_was_evicted() -> None:
     assert judged(answered(), asked(*OPENING, REPLY, RESULT), reused=len(RULES)) == ("evicted", None)
 
 
+@pytest.mark.parametrize(("elsewhere", "cause"), [(1.0, "not_copied"), (0.5, "evicted"), (0.0, "evicted")])
+def test_what_another_sequence_has_and_was_not_copied_is_not_told_as_evicted(elsewhere: float, cause: str) -> None:
+    now = asked(*OPENING)
+    assert judge([answered()], now, 0, lambda tokens: tokens, elsewhere=int(elsewhere * now.tokens)).cause == cause
+
+
 def test_another_conversation_under_the_same_name_is_none_of_the_last() -> None:
     other = asked(OPENING[0], say("user", "What is the weather like? " * 10))
     assert judged(answered(), other) == ("other_session", None)

@@ -6,7 +6,7 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Setting
-from modelyard.tune.goals import GOALS, goal_named, load, scaled, score, standings
+from modelyard.tune.goals import GOALS, goal_named, load, pace, scaled, score, smallest, standings
 from modelyard.tune.order import Figures
 
 SLOW = Figures(speed=10, ttft_s=1.0, answer_s=4.0, memory=1000)
@@ -28,6 +28,17 @@ def test_for_memory_the_smaller_one_scores_more_as_long_as_it_is_fast_enough():
     assert score("memory", SLOW, too_slow) < score("memory", FAST, too_slow)
 
 
+def test_for_memory_one_noisy_trial_does_not_make_a_setting_too_slow():
+    noisy = Figures(speed=36, ttft_s=0.2, answer_s=1.1, memory=2000)
+    floor, paced = 0.95, pace([FAST, FAST, FAST, noisy])
+    assert score("memory", noisy, floor, paced) == score("memory", FAST, floor, paced) > score("memory", noisy, floor)
+
+
+def test_for_memory_what_is_slower_than_allowed_is_marked():
+    rows = standings("memory", {named(1): [SLOW], named(2): [FAST]}, 0.9)
+    assert {row.setting["n"]: row.slow for row in rows} == {1: True, 2: False}
+
+
 def test_before_the_best_speed_is_known_memory_looks_for_that():
     assert score("memory", FAST) > score("memory", SLOW)
 
@@ -47,6 +58,11 @@ def test_a_load_shrinks_to_the_wanted_time(want_s, conversations, tokens):
     small = scaled(load("chat"), seen, want_s)
     assert small.conversations == conversations
     assert small.workload.output_tokens == pytest.approx(tokens, abs=4)
+
+
+def test_the_smallest_load_is_a_quarter_of_one_conversation():
+    small = smallest(load("chat"))
+    assert (small.conversations, small.workload.prompt_tokens, small.workload.output_tokens) == (1, 48, 16)
 
 
 def test_batch_takes_as_many_streams_as_are_asked_for():

@@ -10,27 +10,47 @@ import pytest
 from modelyard.core.knobs import Setting
 from modelyard.measuring.intervals import Interval
 from modelyard.tune.ledger import Ledger
-from modelyard.tune.report import report, save, verdict
+from modelyard.tune.report import gain, report, save, verdict
 from modelyard.tune.search import Found
 from tests.tune.test_run import Lab, run
 
 A, B = Setting((("n", 1),)), Setting((("n", 2),))
 
 
+def failing() -> Ledger:
+    ledger = Ledger()
+    ledger.failures[A] = "out of memory"
+    return ledger
+
+
+def hurried() -> Ledger:
+    ledger = Ledger()
+    ledger.out_of_time = True
+    return ledger
+
+
 @pytest.mark.parametrize(
     ("found", "finished", "words"),
     [
         (Found(A, A, Ledger(), {}), True, "nothing better"),
+        (Found(A, A, hurried(), {}), True, "before the time was up: a longer --budget"),
+        (Found(A, A, failing(), {}), True, "nothing could be measured: out of memory"),
         (Found(A, A, Ledger(), {}), False, "broken off before"),
         (Found(B, A, Ledger(), {}), False, "broken off: the best so far"),
         (Found(B, A, Ledger(), {}, Interval(2.0, 1.5, 2.5), True), True, "2.00 times as good"),
         (Found(B, A, Ledger(), {}, None, True), True, "runs where the current does not"),
-        (Found(B, A, Ledger(), {}, None, False), True, "no time was left"),
-        (Found(B, A, Ledger(), {}, Interval(1.0, 0.9, 1.1), False), True, "no difference"),
+        (Found(B, A, Ledger(), {}, None, False), True, "not proved: 0 of at least 4 rounds"),
+        (
+            Found(B, A, Ledger(), {B: [2.0] * 3}, Interval(2.0, 1.9, 2.1), False),
+            True,
+            "not proved: 3 of at least 4 rounds",
+        ),
+        (Found(B, A, Ledger(), {B: [1.0] * 4}, Interval(1.0, 0.9, 1.1), False), True, "no difference"),
     ],
 )
 def test_the_verdict_says_what_was_proved_and_what_was_not(found, finished, words):
-    assert words in verdict(found, finished=finished)
+    gained = gain("chat", found, [], found.ratio)
+    assert words in verdict(found, gained, finished=finished, least=4)
 
 
 async def test_a_report_has_everything_and_can_be_written(tmp_path):
@@ -62,3 +82,31 @@ async def test_a_ratio_of_one_round_is_left_out_since_json_knows_no_infinity(tmp
     told = report(made, one)
     assert told.ratio is None
     assert told.ratios == {}
+
+
+async def test_the_ratio_that_is_shown_is_the_one_that_was_decided_by(tmp_path):
+    made = run(Lab(), tmp_path)
+    told = report(made, await made.go())
+    assert told.ratios["current"] == told.ratio
+
+
+async def test_noise_that_was_never_seen_is_not_told(tmp_path):
+    made = run(Lab(), tmp_path)
+    assert report(made, made.so_far(), finished=False).noise is None
+    assert report(made, await made.go()).noise is not None
+
+
+async def test_for_memory_ratios_are_of_memory_and_the_gain_tells_of_speed_too(tmp_path):
+    made = run(Lab(), tmp_path, "memory")
+    told = report(made, await made.go())
+    assert told.better
+    assert told.ratios["current"].middle == pytest.approx(1000 / 600)
+    assert (
+        told.gain == "0.60 times the memory, 2.60 times the speed; the current settings are slower than --slack allows"
+    )
+    assert told.gain in told.verdict
+    assert {row.name: row.slow for row in told.rows if row.name} == {
+        "best": False,
+        "current": True,
+        "engine default": True,
+    }

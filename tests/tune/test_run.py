@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from modelyard.config import load
 from modelyard.core.engine import Machine
@@ -21,12 +22,16 @@ from tests.engines.llama_cpp.stage import model_file
 class Silent:
     def __init__(self) -> None:
         self.kept = 0
+        self.warnings: list[str] = []
 
     def asked(self, ask: Ask, left_s: float) -> None:
         pass
 
     def told(self, ask: Ask, outcome: Outcome, best: Setting, *, kept: bool) -> None:
         self.kept += kept
+
+    def warned(self, text: str) -> None:
+        self.warnings.append(text)
 
 
 class Lab:
@@ -90,6 +95,28 @@ async def test_what_costs_too_much_quality_is_never_measured(tmp_path: Path):
     assert any(loss.rise > 0.05 for loss in made.losses.values())
 
 
+async def test_for_memory_two_searches_judge_each_way_of_rounding_once(tmp_path: Path):
+    lab = Lab()
+    made = run(lab, tmp_path, "memory")
+    await made.go()
+    judged = [order for order in lab.orders if order.reference is not None]
+    assert len(judged) == len(made.losses) > 2
+
+
+async def test_for_memory_the_floor_follows_what_the_fastest_setting_shows(tmp_path: Path):
+    class Tired(Lab):
+        """Every trial is a little slower than the one before."""
+
+        def figures(self, told: dict) -> Outcome:
+            seen, slower = super().figures(told), 1 + len(self.orders) / 1000
+            return seen if isinstance(seen, Failure) else replace(seen, answer_s=seen.answer_s * slower)
+
+    made = run(Tired(), tmp_path, "memory")
+    await made.go()
+    assert made.floor is not None
+    assert made.floor < 0.95 * max(1 / one.answer_s for seen in made.figures.values() for one in seen)
+
+
 async def test_a_looser_bound_lets_it_be_tried(tmp_path: Path):
     lab = Lab()
     await run(lab, tmp_path, bounds=Bounds(0.2, 1.0)).go()
@@ -113,6 +140,36 @@ async def test_the_budget_is_kept_and_some_of_it_is_kept_for_the_proof(tmp_path:
 async def test_without_time_for_a_proof_nothing_is_better(tmp_path: Path):
     found = await run(Lab(seconds=20.0), tmp_path, budget_s=60.0).go()
     assert not found.better
+
+
+async def test_where_the_first_trial_hangs_the_others_get_the_smallest_load(tmp_path: Path):
+    class Loaded(Lab):
+        async def measure(self, order: Order, limits: Limits) -> Outcome:
+            if order.reference is None and order.workload.output_tokens > 16:
+                self.now += limits.seconds
+                return Failure("hang", "stopped")
+            return await super().measure(order, limits)
+
+    screen = Silent()
+    found = await run(Loaded(), tmp_path, screen=screen).go()
+    assert found.better
+    assert "the smallest load" in screen.warnings[0]
+
+
+async def test_where_trials_are_long_more_is_kept_so_that_the_proofs_rounds_fit(tmp_path: Path):
+    lab = Lab(seconds=15.0)
+    found = await run(lab, tmp_path, budget_s=420.0).go()
+    assert lab.now <= 420.0
+    assert len(found.rounds[found.best]) >= 4
+    assert found.better
+
+
+@pytest.mark.parametrize(("seconds", "warnings"), [(5.0, 0), (20.0, 1)])
+async def test_a_budget_of_a_few_trials_only_is_said_once(seconds: float, warnings: int, tmp_path: Path):
+    screen = Silent()
+    await run(Lab(seconds), tmp_path, screen=screen, budget_s=300.0).go()
+    assert len(screen.warnings) == warnings
+    assert all("about 15 fit into the budget: --budget 20m would" in told for told in screen.warnings)
 
 
 async def test_a_trial_may_take_a_few_times_what_is_usual(tmp_path: Path):

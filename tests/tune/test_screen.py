@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from modelyard.core.knobs import Loss, Setting
 from modelyard.tune.order import Benched, Failure, Figures, Judged
 from modelyard.tune.race import Ask
-from modelyard.tune.report import report
-from modelyard.tune.screen import Terminal, span, words
+from modelyard.tune.report import Row, report
+from modelyard.tune.screen import Terminal, against, span, words
 from tests.tune.test_run import Lab, run
 
 NOW = Setting((("n_threads", 1), ("flash_attn", "off")))
@@ -58,8 +59,32 @@ async def test_the_end_has_a_table_the_losses_the_failures_and_the_recommendatio
     assert "too much: never recommended" in said
     assert "within the bound" in said
     assert "failed n_ubatch = 1024" in said
+    assert "unproved" not in said
     assert "[models.m]" in said
     assert 'flash_attn = "on"' in said
+
+
+async def test_what_did_best_but_was_not_proved_is_said_to_be_so(tmp_path):
+    made = run(Lab(), tmp_path)
+    screen, out, _ = terminal()
+    screen.report(replace(report(made, await made.go()), better=False, noise=None))
+    assert "unproved" in out.getvalue()
+    assert "One trial's noise" not in out.getvalue()
+
+
+def test_a_setting_is_held_against_the_current_one_by_what_the_goal_counts():
+    one = Row(name="", changes={"n": 1}, trials=1, score=2.0, speed=1.0, ttft_s=1.0, memory=100, front=True)
+    now = replace(one, changes={}, score=1.0, memory=150)
+    assert (against(one, now, "chat"), against(one, now, "memory")) == ("2.00×", "1.50×")
+    assert against(replace(one, slow=True), now, "memory") == "too slow"
+    assert against(one, None, "chat") == ""
+
+
+def test_a_warning_is_for_people():
+    screen, out, err = terminal()
+    screen.warned("only 3 [trials] fit")
+    assert "warning only 3 [trials] fit" in err.getvalue()
+    assert not out.getvalue()
 
 
 def test_spans_and_changes_are_told_in_words():

@@ -124,9 +124,10 @@ def test_the_run_is_kept_where_the_workbench_looks_with_its_drawing(tmp_path: Pa
 
 def test_json_is_what_is_printed_for_programs(tmp_path: Path, formula: Formula):
     desk = Desk(tmp_path)
-    desk.optimize(json=True)
+    desk.optimize(json=True, apply=True)
     told = json.loads(desk.out.getvalue())
     assert told["best"]["token_delay"] == 0.0
+    assert told["applied"] == [str(desk.file)]
     assert Interval(**told["ratios"]["current"]).low > 1
 
 
@@ -157,6 +158,8 @@ def test_fresh_forgets_what_was_broken_off(tmp_path: Path, formula: Formula):
 def test_what_would_go_wrong_at_the_end_is_said_at_the_beginning(tmp_path: Path, formula: Formula):
     with pytest.raises(InvalidRequest, match=r"must end in \.svg or \.png"):
         Desk(tmp_path).optimize(plot=tmp_path / "found.gif")
+    with pytest.raises(InvalidRequest, match="is not there"):
+        Desk(tmp_path).optimize(plot=tmp_path / "nowhere" / "found.svg")
     with pytest.raises(Conflict, match="no configuration file"):
         optimize(load(env={}, cwd=tmp_path / "tune"), Wishes(apply=True), Console(), Console(), folder=tmp_path)
     assert formula.trials == 0

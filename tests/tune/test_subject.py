@@ -99,3 +99,12 @@ def test_a_knob_with_no_place_in_the_file_is_left_out_and_named():
     subject = Subject(config, "m", "chat", HERE)
     assert "n_batch" not in subject.knobs
     assert any(told.startswith("n_batch") for told in subject.left_out)
+
+
+@pytest.mark.parametrize("backend", ["vllm", "vllm_serve"])
+def test_vllms_number_format_of_the_cache_is_offered_and_held_against_the_models_own(backend):
+    model = {"backend": backend, "path": "/nowhere", "n_ctx": 512, "vllm_kv_cache_dtype": "fp8"}
+    subject = Subject(load(env={}, overrides={"models": {"m": model}}).config, "m", "chat", HERE)
+    assert subject.knobs["vllm_kv_cache_dtype"].values == ("auto", "fp8")
+    assert not subject.left_out
+    assert subject.exact()["models"]["m"]["options"]["vllm_kv_cache_dtype"] == "auto"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modelyard.vocab.hf import HfVocabulary
-from modelyard.vocab.words import MAX_TEXT
+from modelyard.vocab.words import MAX_TEXT, Words
 from tests.vocab import tokenizers_made as made
 
 LLAMA3 = (
@@ -71,6 +72,83 @@ def test_words_give_the_same_ids_as_the_library(name: str, text: str) -> None:
     assert vocab.words is not None
     found = vocab.words.encode(text)
     assert found is None or found == vocab._encode(text)
+
+
+CLAUSES = st.lists(
+    st.sampled_from(
+        [
+            "The lamp",
+            "a",
+            "7",
+            "'s",
+            "it's, ",
+            ". ",
+            ", ",
+            ".  ",
+            ",\n",
+            ". \n",
+            " .",
+            ".\x1c ",
+            "(x). ",
+            "\0",
+            "\n\n",
+            ".",
+        ]
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+@settings(max_examples=150, deadline=None)
+@given(text=CLAUSES)
+@example(text="One. Two,  three. ")
+@example(text="One. \nTwo, \tthree.")
+def test_clauses_that_were_read_elsewhere_give_the_same_ids(name: str, text: str) -> None:
+    vocab = VOCABULARIES[name]
+    assert vocab.words is not None
+    for asked in (text, f"Before, {text}", f"{text} behind. It"):
+        found = vocab.words.encode(asked)
+        assert found is None or found == vocab._encode(asked)
+
+
+def counted(vocab: HfVocabulary) -> tuple[Words, list[str]]:
+    """The same words with nothing learned yet, and what the library is asked for."""
+    assert vocab.words is not None
+    asked: list[str] = []
+
+    def encode(new: list[str]) -> list[list[int]]:
+        asked.extend(new)
+        return [vocab._encode(word) for word in new]
+
+    pattern: re.Pattern[str] = vocab.words._find.__self__
+    return Words(pattern, None, encode), asked
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_only_what_is_new_in_a_text_is_asked_of_the_library(name: str) -> None:
+    vocab = VOCABULARIES[name]
+    words, asked = counted(vocab)
+    first, second = ("Order 1 came, and one lamp is dark.", "Order 2 came, and one lamp is dark.")
+    assert words.encode(first) == vocab._encode(first)
+    asked.clear()
+    assert words.encode(second) == vocab._encode(second)
+    assert "".join(asked).strip() == "2"
+    assert {"Order 1 came,", " and one lamp is dark."} <= words._clauses.keys()
+
+
+def test_what_is_remembered_of_clauses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelyard.vocab.words._MAX_CLAUSES", 10_000)
+    words, _ = counted(VOCABULARIES["byte level"])
+    for number in range(100):
+        assert words.encode(f"{'word ' * 50}{number}, and so on.") is not None
+    assert 0 < sum(map(len, words._clauses)) < 11_000
+
+
+def test_text_is_not_cut_where_a_word_may_hold_a_space() -> None:
+    words = Words(re.compile(r"[a-z.,]+ [a-z]+|(?s:.)"), None, lambda new: [[len(word)] for word in new])
+    assert words.encode("so, it is. well") == [6, 1, 8]
+    assert not words._clauses
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)

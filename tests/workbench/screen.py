@@ -19,7 +19,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60
+PATIENCE_S = 120  # for a busy machine; nothing here waits for it when all is well
 _FLAGS = (
     "--headless=new",
     "--no-sandbox",  # containers have none to give, and only our own pages are opened
@@ -88,6 +88,11 @@ class Screen:
         found: list[WebElement] = self.until(lambda: self.all(css, text), f"{css} with {text!r}")
         return found[0]
 
+    def text(self, css: str, text: str = "") -> str:
+        """Of what is seen: in one look, since what was seen may be drawn anew a moment later."""
+        found: list[str] = self.until(lambda: [one.text for one in self.all(css, text)], f"{css} with {text!r}")
+        return found[0]
+
     def gone(self, css: str, text: str = "") -> None:
         self.until(lambda: not self.all(css, text), f"no {css} with {text!r}")
 
@@ -108,9 +113,13 @@ class Screen:
         self.until(clicked, f"a click on {css} {text!r}")
 
     def type(self, css: str, text: str, *keys: str) -> None:
-        field = self.see(css)
-        field.send_keys(Keys.CONTROL + "a")
-        field.send_keys(text, *keys)
+        def typed() -> bool:
+            field = self.see(css)
+            field.send_keys(Keys.CONTROL + "a")
+            field.send_keys(text, *keys)
+            return True
+
+        self.until(typed, f"{text!r} is typed into {css}")
 
     def run(self, script: str) -> Any:
         return self.driver.execute_script(script)

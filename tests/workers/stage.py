@@ -24,7 +24,7 @@ from tests.engines.fake import stage as fake_stage
 
 PATIENT = Pace(patience=1000, indulgence=1000)  # the machine may be busy
 HASTY = Pace(beat_s=0.01, patience=5, indulgence=5)  # for those who are known to be silent
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 _HOME = tempfile.TemporaryDirectory(prefix="my-")  # a socket's path may not be long: pytest's own folders are
@@ -64,6 +64,14 @@ async def talking(
         yield session
     finally:
         await session.close()
+
+
+def hurry(session: Session) -> None:
+    """From now on it waits for no sign of life that is late: its worker is known to be silent."""
+    assert session._timer is not None
+    session._timer.cancel()
+    session._pace, session._pulse = HASTY, type(session._pulse)(HASTY.patience)
+    session._tick()
 
 
 def spec(caches: dict[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:

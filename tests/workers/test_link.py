@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from modelyard.core.errors import InvalidRequest, Unavailable
+from modelyard.workers import link
 from modelyard.workers.link import (
     HIGH_WATER,
     Dialer,
@@ -74,6 +75,17 @@ async def test_messages_go_both_ways_in_order(tcp: bool, locked: bool) -> None:
             assert all(dialer.send(data) for data in sent)
             await until(lambda: len(heard) == len(sent))
             assert heard == sent
+
+
+async def test_messages_go_out_where_zeromqs_own_send_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert link._send_held is not None
+    monkeypatch.setattr(link, "_send_held", None)
+    made, answer = echo()
+    async with listening(address(), answer) as listener:
+        made.append(listener)
+        async with dialing(listener.endpoint) as (dialer, heard, _):
+            dialer.send(b"a\0b")
+            await until(lambda: heard == [b"a\0b"])
 
 
 async def test_every_peer_gets_its_own_answers() -> None:
@@ -180,6 +192,19 @@ async def test_sending_to_a_peer_that_has_gone_says_so() -> None:
             return False
 
         await until(gone)
+
+
+async def test_a_listener_that_has_gone_itself_takes_no_peer_for_gone() -> None:
+    heard: list[bytes] = []
+    async with listening(address(), lambda peer, _: heard.append(peer)) as listener:
+        dialer = Dialer(listener.endpoint, lambda _: None, lambda _: None)
+        try:
+            dialer.send(b"hello")
+            await until(lambda: bool(heard))
+            await listener.close()
+            assert listener.send(heard[0], b"too late")
+        finally:
+            await dialer.close()
 
 
 async def test_a_peer_that_does_not_read_fills_up_and_others_do_not_notice() -> None:

@@ -44,7 +44,7 @@ from modelyard.workers.messages import (
 from modelyard.workers.packing import Malformed, pack_ids, unpack_ids
 
 CHUNKS = [
-    core.Accepted(7, 3, evicted=True),
+    core.Accepted(7, 3, evicted=True, elsewhere=5),
     core.Progress(1, 9),
     core.Tokens([1, 2, 3]),
     core.Tokens([5], [core.IdLogprob(5, -0.5, ((5, -0.5), (6, -1.5)))]),

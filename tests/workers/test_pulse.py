@@ -20,5 +20,7 @@ def test_a_word_begins_the_count_anew() -> None:
 
 def test_by_default_a_worker_that_is_stopped_is_noticed_within_two_seconds() -> None:
     pace = Pace()
-    assert pace.beat_s * (pace.patience + 1) <= 2.0
+    pulse = Pulse(pace.patience)
+    ticks = next(number for number in range(1, 100) if pulse.tick())
+    assert ticks * pace.beat_s == pace.notice_s <= 2.0
     assert pace.patience >= 3

@@ -26,7 +26,7 @@ from modelyard.workers.link import new_keys
 from modelyard.workers.placed import placed
 from modelyard.workers.pool import RemotePool
 from modelyard.workers.pulse import Pace
-from modelyard.workers.ray import RayCluster, Resources
+from modelyard.workers.ray import RayCluster, Resources, elsewhere
 from tests.engines.llama_cpp import stage as llama_stage
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
@@ -41,6 +41,12 @@ def test_resources_are_told_in_rays_words() -> None:
     told = Resources(2.0, 0.5, 1 << 30, {"fast": 1.0}).options()
     assert told == {"num_cpus": 2.0, "num_gpus": 0.5, "memory": 1 << 30, "resources": {"fast": 1.0}}
     assert "memory" not in Resources().options()
+
+
+def test_a_new_actor_goes_anywhere_but_to_a_node_that_was_just_lost() -> None:
+    assert elsewhere({"b", "a"}, ["a", "b", "c"]) == {"ray.io/node-id": "!in(a,b)"}
+    assert elsewhere([], ["a", "b"]) == {}
+    assert elsewhere({"a"}, ["a"]) == {}  # it is the only one: perhaps the worker alone has died
 
 
 async def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,13 +26,23 @@ from modelyard.workers.messages import VERSION, Beat, Refused, encode
 from modelyard.workers.placed import placed
 from modelyard.workers.pool import RemotePool
 from modelyard.workers.pulse import Pace
-from modelyard.workers.scheduling import Ask, Asked, EngineAt, Enlist, Join, Leave, State, read_for_gateway
+from modelyard.workers.scheduling import (
+    Ask,
+    Asked,
+    EngineAt,
+    Enlist,
+    Join,
+    Leave,
+    State,
+    read_for_gateway,
+    read_for_scheduler,
+)
 from modelyard.workers.store import SharedStore
 from modelyard.workers.worker import Worker
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
-from tests.workers.stage import DEADLINE_S, PATIENT, address, prompt, until, working
+from tests.workers.stage import DEADLINE_S, HASTY, PATIENT, address, prompt, until, working
 
 ENDLESS: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}], "echo": True}
 BRISK = Pace(beat_s=0.02, patience=1000, indulgence=1000)
@@ -225,6 +235,17 @@ async def test_the_scheduler_dies_and_nobody_notices_but_those_who_wait(tmp_path
         second.release()
 
 
+async def test_a_gateway_whose_first_word_was_lost_says_it_again(closing: Closing) -> None:
+    """Whoever heard it was on his way out; the connection is made anew by itself, the word is not."""
+    joins: list[bytes] = []
+    scheduler = closing(Listener(address(), lambda _, data: joins.append(data)))
+    pool = closing(RemotePool(scheduler.endpoint, "g", pace=HASTY))
+    await until(lambda: sum(isinstance(read_for_scheduler(data), Join) for data in joins) > 1)
+    assert not pool.connected
+    await pool.close()
+    await scheduler.close()
+
+
 async def test_who_waits_for_a_scheduler_that_does_not_come_back_is_turned_away(tmp_path: Path) -> None:
     async with yard(tmp_path) as there, gateway(there, timeout_s=0.1) as pool:
         await there.die()
@@ -249,6 +270,45 @@ async def test_a_lost_engine_is_not_granted_again_before_the_scheduler_knows(tmp
         assert again.engine is not lease.engine
         assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"
         again.release()
+
+
+async def test_a_gateway_that_lost_only_its_link_is_granted_the_same_engine_when_that_has_shown_that_it_lives(
+    tmp_path: Path,
+) -> None:
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        lease = await leased(pool)
+        (session,) = pool._sessions.values()
+        session.end(Unavailable("a cable was pulled"))
+        lease.release()
+        again = await leased(pool, again=True)
+        assert again.engine is not lease.engine
+        assert again.engine_id == lease.engine_id
+        assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"
+        again.release()
+
+
+async def test_a_sign_of_life_is_the_answer_to_a_beat_that_was_sent_after_the_question(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there:
+        (engine,) = there.desk._placed()
+        session = engine._hire.session  # type: ignore[union-attr]
+        lives = engine.sign()
+        session._beat(Beat(0))  # the worker's own
+        session._beat(Beat(session.beats))  # one that was on its way
+        assert not lives()
+        await until(lives)
+
+
+async def test_nobody_is_sent_to_a_worker_that_was_lost_until_it_comes_again(tmp_path: Path) -> None:
+    async with yard(tmp_path, workers=2) as there, gateway(there) as pool:
+        lease = await leased(pool)
+        (engine,) = there.desk._placed()
+        (busy,) = (worker for worker in there.workers if worker.engines)
+        (other,) = (worker for worker in there.workers if not worker.engines)
+        engine._hire.session.end(Unavailable("it has been silent"))  # type: ignore[union-attr]
+        await until(lambda: bool(other.engines))
+        assert busy.name not in there.crew._enlisted
+        assert there.crew.enlist(busy.name, busy.endpoint, [])
+        lease.release()
 
 
 async def test_a_worker_that_leaves_finishes_its_answers_and_its_model_goes_elsewhere(tmp_path: Path) -> None:

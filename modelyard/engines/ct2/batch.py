@@ -18,15 +18,17 @@ Emit = Callable[[Job, list[Chunk], bool], None]
 
 
 class Batch:
-    """`fault` is set by anybody who wants it to stop: its jobs then end with it."""
+    """`fault` is set by anybody who wants it to stop: its jobs then end with it. `wake` is called once a step, after
+    the last token of it: a loop that works meanwhile would hold the GIL against the callbacks that are still to come,
+    and while CTranslate2 computes the next step it has it for itself."""
 
-    def __init__(self, jobs: list[Job], words: Sequence[str], emit: Emit) -> None:
-        self.jobs, self._words, self._emit = jobs, words, emit
+    def __init__(self, jobs: list[Job], words: Sequence[str], emit: Emit, wake: Callable[[], None]) -> None:
+        self.jobs, self._words, self._emit, self._wake = jobs, words, emit, wake
         self.fault: ModelyardError | None = None
         wanted = [job.prompt.logprobs for job in jobs if job.prompt.logprobs is not None]
         self._scores, self._top = bool(wanted), max(wanted, default=0)
-        self._step = -1
-        self._rows: list[int] = []  # whose the rows of the logits are
+        self._step = self._last = -1
+        self._rows: list[int] = []  # whose the rows of this step are
         self._logits: npt.NDArray[np.float32] | None = None
 
     def __repr__(self) -> str:
@@ -39,6 +41,7 @@ class Batch:
         call["end_token"] = list(call.get("end_token", ()))  # none: the callback knows each job's own
         if is_beam(self.jobs[0].prompt.sampling):
             self._told(generator.generate_batch(prompts, include_prompt_in_result=False, **call))
+            self._wake()
             return
         generator.generate_batch(
             prompts,
@@ -53,10 +56,23 @@ class Batch:
     # --- token by token ---------------------------------------------------------------------------------------------
 
     def _on_token(self, said: Any) -> bool:
-        """CTranslate2 calls this once a token and job; True ends the job."""
-        job = self.jobs[said.batch_id]
+        """CTranslate2 calls this once a token and job, row after row; True ends the job."""
+        if said.step != self._step:
+            self._begin(said)
+        is_over = self._hear(self.jobs[said.batch_id], said)
+        if said.batch_id >= self._last:
+            self._wake()
+        return is_over
+
+    def _begin(self, said: Any) -> None:
+        """The logits of all rows come with the first token of a step, and with no other."""
+        self._step = said.step
+        self._rows = [index for index, job in enumerate(self.jobs) if not job.ended]
+        self._last = self._rows[-1] if self._rows else -1
         if self._top:
-            self._look(said)
+            self._logits = _host(said.logits)
+
+    def _hear(self, job: Job, said: Any) -> bool:
         if job.ended or self._given_up(job):
             return True
         token: int = said.token_id
@@ -83,13 +99,6 @@ class Batch:
         self._emit(job, [job.end(reason, error)], True)
 
     # --- log probabilities ------------------------------------------------------------------------------------------
-
-    def _look(self, said: Any) -> None:
-        """The logits of all rows come with the first token of a step, and with no other."""
-        if said.step != self._step:
-            self._step = said.step
-            self._rows = [index for index, job in enumerate(self.jobs) if not job.ended]
-            self._logits = _host(said.logits)
 
     def _logprobs(self, job: Job, said: Any) -> list[IdLogprob] | None:
         wanted = job.prompt.logprobs

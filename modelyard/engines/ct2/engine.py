@@ -205,7 +205,7 @@ class Ct2Engine:
         while self._waiting and len(self._running) < self._workers:
             jobs = next_batch(self._waiting, self.options.batch_slack)
             self._waiting = [job for job in self._waiting if job not in jobs]
-            self._start(Batch(jobs, self._words, self._emit))
+            self._start(Batch(jobs, self._words, self._emit, self._wake))
 
     def _sweep(self) -> None:
         """What waits and is not wanted any more ends at once."""
@@ -226,9 +226,11 @@ class Ct2Engine:
         work.add_done_callback(partial(self._finished, batch))
 
     def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
-        """From a batch's thread: one wake-up of the loop for all that comes until it has looked."""
         self._parcels.append((job, chunks, last))
-        if not self._told:
+
+    def _wake(self) -> None:
+        """From a batch's thread: one wake-up of the loop for all that comes until it has looked."""
+        if self._parcels and not self._told:
             self._told = True
             self._loop.call_soon_threadsafe(self._deliver)
 

@@ -1,7 +1,7 @@
 """ExLlamaV3 in process: one model, several named caches, one thread that owns them all from loading to unloading.
 
 The thread takes jobs from its inbox, lets the generator of each cache that has work do one step, in turn, and hands
-what came out to the event loop in one call a round. Nothing else ever touches the GPU.
+what came out to the event loop in one call a round, while the GPU computes the next. Nothing else ever touches the GPU.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from modelyard.engines.exllamav3.lane import Lane
 from modelyard.engines.exllamav3.library import Library
 from modelyard.engines.exllamav3.model import Loaded
 from modelyard.engines.exllamav3.options import PAGE, Options
+from modelyard.engines.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
 _SWITCH_S = 0.0005  # a step that comes back waits this long at most for a busy gateway to let go of the GIL
 
-Parcel = tuple[Job, list[Chunk], bool]
 Deed = Callable[[], None]
 
 
@@ -70,7 +70,7 @@ class Exl3Engine:
         self._filters: Filters | None = None
         self._model: Loaded | None = None
         self._lanes: dict[str, Lane] = {}
-        self._parcels: list[Parcel] = []
+        self._outbox = Outbox(self._loop)
 
     def __repr__(self) -> str:
         return f"<Exl3Engine {self._spec.model}: {', '.join(map(repr, self._lanes.values())) or 'not open'}>"
@@ -233,7 +233,7 @@ class Exl3Engine:
     def _load(self, where: Path, shape: Shape, tell: Callable[[float], None]) -> None:
         loaded = self._load_library()
         tell(0.0)
-        self._model = Loaded(loaded, where, shape, self._spec, self._emit, tell)
+        self._model = Loaded(loaded, where, shape, self._spec, self._outbox, tell)
         self._filters = Filters(where, shape, loaded.torch.from_numpy)
         self._lanes = self._model.lanes
 
@@ -259,7 +259,8 @@ class Exl3Engine:
             for lane in self._lanes.values():
                 if lane.jobs:
                     lane.step()
-            self._deliver()
+            soon = all(lane.only_speaks for lane in self._lanes.values())
+            self._outbox.end_of_step(soon and self._inbox.empty())
 
     def _receive(self) -> bool:
         """Take what has come; wait only where nothing is to be done. False: the end."""
@@ -269,6 +270,7 @@ class Exl3Engine:
                 item = self._inbox.get(block=not busy)
             except Empty:
                 return True
+            self._outbox.deliver()  # what comes may keep the next step from beginning
             if item is None:
                 return False
             if isinstance(item, Job):
@@ -280,27 +282,19 @@ class Exl3Engine:
     def _admit(self, job: Job) -> None:
         """Whatever is wrong with a job ends that job, not the engine."""
         if job.cancelled:
-            self._emit(job, [job.end("cancelled")], True)
+            self._outbox.put(job, [job.end("cancelled")], True)
             return
         try:
             if job.is_late(time.time()):
                 raise Timeout("the job's deadline passed")
             self._cache(job.prompt.cache).admit(job)
         except Exception as error:
-            self._emit(job, [job.end("error", _fault_of(error))], True)
-
-    def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
-        self._parcels.append((job, chunks, last))
-
-    def _deliver(self) -> None:
-        if self._parcels:
-            parcels, self._parcels = self._parcels, []
-            self._loop.call_soon_threadsafe(_hand_out, parcels)
+            self._outbox.put(job, [job.end("error", _fault_of(error))], True)
 
     def _end_all(self, error: ModelyardError) -> None:
         for lane in self._lanes.values():
             lane.fail_all(error)
-        self._deliver()
+        self._outbox.deliver()
 
     def _die(self, error: ModelyardError) -> None:
         self._end_all(error)
@@ -335,12 +329,6 @@ class _Order:
             self.done.set_result(None)
         else:
             self.done.set_exception(fault)
-
-
-def _hand_out(parcels: list[Parcel]) -> None:
-    for job, chunks, last in parcels:
-        if not job.box.closed:
-            job.box.put_many(chunks, last=last)
 
 
 def _fault_of(error: BaseException, what: str = "") -> ModelyardError:

@@ -8,40 +8,54 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from modelyard.core.engine import Accepted, CacheInfo, CacheStats, Chunk, IdLogprob, Progress, Tokens
+from modelyard.core.engine import Accepted, CacheInfo, CacheStats, IdLogprob, Progress, Tokens
 from modelyard.core.errors import Internal, ModelyardError, Timeout, Unavailable
 from modelyard.engines.exllamav3.job import Job
 from modelyard.engines.exllamav3.options import PAGE
+from modelyard.engines.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
-Emit = Callable[[Job, list[Chunk], bool], None]
+Deed = Callable[[], None]
 Result = dict[str, Any]
 
 _LEAST = math.log(1e-45)  # of a probability that is 0 in 32 bits
 
 
 class Lane:
-    """`make` turns a job into ExLlamaV3's own."""
+    """`make` turns a job into ExLlamaV3's own, whose sampler calls `sampled`."""
 
-    def __init__(self, info: CacheInfo, generator: Any, make: Callable[[Job], Any], emit: Emit) -> None:
-        self.info, self._generator, self._make, self._emit = info, generator, make, emit
+    def __init__(self, info: CacheInfo, generator: Any, make: Callable[[Job, Deed], Any], outbox: Outbox) -> None:
+        self.info, self._generator, self._make, self._outbox = info, generator, make, outbox
         self.jobs: list[Job] = []
+        self._unsampled = 0
         self.reused = self.evaluated = self.held = 0  # tokens
 
     def __repr__(self) -> str:
         return f"<Lane {len(self.jobs)} jobs, {self.held} tokens held>"
 
     def admit(self, job: Job) -> None:
-        job.raw = self._make(job)
+        job.raw = self._make(job, self._sampled)
         self._generator.enqueue(job.raw)
         self.jobs.append(job)
 
     def step(self) -> None:
         self._sweep(time.time())
+        self._unsampled = len(self.jobs)
         if self.jobs:
             for result in self._generator.iterate():
                 self._take(result["job"].identifier, result)  # of a job that failed alone nothing else is told
+
+    def _sampled(self) -> None:
+        """After the last sampler of a step all its work is launched, and what follows is a wait for the GPU."""
+        self._unsampled -= 1
+        if self._unsampled == 0:
+            self._outbox.before_waiting()
+
+    @property
+    def only_speaks(self) -> bool:
+        """No prompt is to be read in the next step, of those that are known here."""
+        return all(job.said for job in self.jobs)
 
     def evict(self) -> None:
         """What no job is using right now."""
@@ -53,7 +67,7 @@ class Lane:
         """The generator may be past helping: nothing is asked of it."""
         jobs, self.jobs = self.jobs, []
         for job in jobs:
-            self._emit(job, [job.end("error", error)], True)
+            self._outbox.put(job, [job.end("error", error)], True)
 
     def close(self) -> None:
         """What the engine still knows of it must not keep its pages alive."""
@@ -78,7 +92,7 @@ class Lane:
         self.jobs.remove(job)
         job.raw = None  # the two hold each other, and its pinned memory should not wait for the collector
         self._count()
-        self._emit(job, [job.end(reason, error, told)], True)
+        self._outbox.put(job, [job.end(reason, error, told)], True)
 
     def _count(self) -> None:
         self.held = sum(page.kv_position for page in self._generator.pagetable.all_pages)
@@ -90,7 +104,7 @@ class Lane:
             case "prefill":
                 self._accept(job)
                 if not job.said:  # else it has queued for pages anew, and is read again
-                    self._emit(job, [Progress(result["curr_progress"], job.prompt_tokens)], False)
+                    self._outbox.put(job, [Progress(result["curr_progress"], job.prompt_tokens)], False)
             case "streaming":
                 self._accept(job)
                 self._streamed(job, result)
@@ -103,12 +117,13 @@ class Lane:
             job.cached = job.raw.cached_pages * PAGE + job.raw.cached_tokens
             self.reused += job.cached
             self.evaluated += job.prompt_tokens - job.cached
-            self._emit(job, [Accepted(job.cached, job.cached)], False)
+            self._outbox.put(job, [Accepted(job.cached, job.cached)], False)
 
     def _streamed(self, job: Job, result: Result) -> None:
         if (said := _said(result)) is not None:
+            urgent = job.said == 0 or "requeue" in result  # its first word; or it will be read anew before the next
             job.speaks(len(said.ids))
-            self._emit(job, [said], False)
+            self._outbox.put(job, [said], urgent=urgent)
         if not result["eos"]:
             return
         fault = job.filter.fault if job.filter is not None else None

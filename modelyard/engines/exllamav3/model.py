@@ -13,9 +13,10 @@ from modelyard.engines.exllamav3 import call
 from modelyard.engines.exllamav3.call import Call
 from modelyard.engines.exllamav3.folder import Shape
 from modelyard.engines.exllamav3.job import Job
-from modelyard.engines.exllamav3.lane import Emit, Lane
+from modelyard.engines.exllamav3.lane import Deed, Lane
 from modelyard.engines.exllamav3.library import Library
 from modelyard.engines.exllamav3.options import Options
+from modelyard.engines.outbox import Outbox
 
 
 class Loaded:
@@ -27,12 +28,13 @@ class Loaded:
         where: Path,
         shape: Shape,
         spec: EngineSpec,
-        emit: Emit,
+        outbox: Outbox,
         tell: Callable[[float], None],
     ) -> None:
         self._library, self._shape = library, shape
         self._options: Options = spec.options
         self.lanes: dict[str, Lane] = {}
+        self._sampler = _telling(library.exl.CustomSampler)
         exl, options = library.exl, self._options
         config = exl.Config.from_directory(str(where))
         self._raw = exl.Model.from_config(config)
@@ -47,7 +49,7 @@ class Loaded:
             for name, info in spec.caches.items():
                 called = call.generator_arguments(options, info, tokens[name])
                 generator = exl.Generator(model=self._raw, cache=caches[name], tokenizer=self._tokenizer, **called)
-                self.lanes[name] = Lane(info, generator, self._job, emit)
+                self.lanes[name] = Lane(info, generator, self._job, outbox)
         except BaseException:
             self.close()
             raise
@@ -78,12 +80,12 @@ class Loaded:
             sizes = {name: called[name] for name in ("max_chunk_size", "max_batch_size")}
             self._raw.warmup(cache=caches[0], **sizes)
 
-    def _job(self, job: Job) -> Any:
+    def _job(self, job: Job, sampled: Deed) -> Any:
         exl, torch, prompt = self._library.exl, self._library.torch, job.prompt
         ends = self._shape.ends if job.filter is not None and job.filter.ends_the_job else ()
         return exl.Job(
             input_ids=torch.tensor([job.ids], dtype=torch.long),
-            sampler=exl.CustomSampler([self._step(*step) for step in call.sampler_steps(prompt.sampling)]),
+            sampler=self._sampler(sampled, [self._step(*step) for step in call.sampler_steps(prompt.sampling)]),
             filters=[job.filter] if job.filter is not None else [],
             identifier=job,
             **call.job_arguments(prompt, job.most, self._options, ends),
@@ -104,3 +106,19 @@ class Loaded:
         self._raw = self._tokenizer = None
         gc.collect()
         self._library.torch.cuda.empty_cache()
+
+
+def _telling(kind: Any) -> Any:
+    """ExLlamaV3's sampler that tells when it has been launched: the last thing of a step that is ours to see."""
+
+    class Sampler(kind):  # type: ignore[misc]
+        def __init__(self, sampled: Deed, steps: list[Any]) -> None:
+            super().__init__(steps)
+            self._sampled = sampled
+
+        def forward(self, *called: Any, **named: Any) -> Any:
+            drawn = super().forward(*called, **named)
+            self._sampled()
+            return drawn
+
+    return Sampler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 from msgspec import Struct
 
@@ -37,12 +38,13 @@ class Sequences:
 
     def take(self, ids: Sequence[int], session: str | None) -> tuple[str, Match]:
         """The sequence that this prompt goes on in (it is taken out until `keep`), and how much of it holds."""
-        key = session if session in self._held else self._nearest(ids)
+        key, shared = (session, None) if session in self._held else self._nearest(ids)
         held: Sequence[int] = self._held.pop(key, ()) if key is not None else ()
         evicted = not held and len(self._held) >= self._parallel
         if evicted:
             self._held.popitem(last=False)
-        shared = common_prefix(held, ids)
+        if shared is None:
+            shared = common_prefix(held, ids)
         cached = min(shared, len(ids) - 1)  # the last token is always evaluated: something must be sampled from
         divergence = shared if held and shared < len(ids) else None
         return session or key or self._name(), Match(max(0, cached), divergence, evicted)
@@ -65,14 +67,19 @@ class Sequences:
         self._unnamed += 1
         return f"#{self._unnamed}"
 
-    def _nearest(self, ids: Sequence[int]) -> str | None:
-        """Less than half of a long sequence in common is another conversation: it keeps its place."""
+    def _nearest(self, ids: Sequence[int]) -> tuple[str | None, int]:
+        """The sequence, and how much of it the prompt shares. Less than half of a long one in common is another
+        conversation: it keeps its place."""
         best, length = None, 0
-        for key, _ in zip(reversed(self._held), range(_NEAR), strict=False):
-            shared = common_prefix(self._held[key], ids)
-            if shared > length and shared * 2 >= len(self._held[key]):
+        for key in islice(reversed(self._held), _NEAR):
+            held = self._held[key]
+            half = len(held) // 2
+            if held[:half] != ids[:half]:
+                continue  # nearly always: one comparison in C, and nothing to count
+            shared = common_prefix(held, ids)
+            if shared > length and shared * 2 >= len(held):
                 best, length = key, shared
-        return best
+        return best, length
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -33,6 +33,9 @@ class Said(Struct):
     logprobs: list[IdLogprob] | None
 
 
+Heard = tuple[int, Job, Said, Ending | None]  # of which sequence's job; what it says, and why it is the last
+
+
 class Cache:
     """Belongs to the engine's thread: nobody else may touch it."""
 
@@ -60,6 +63,9 @@ class Cache:
         self.speculator: Speculator | None = None
         self._choir: Mapping[int, Job] | None = None  # all jobs, by sequence in order, while all of them speak
         self._alike = False  # all of the choir take the likeliest token
+        self._aloft: Mapping[int, Job] | None = None  # the choir whose next step a GPU has been given already
+        self._sent = 0.0  # when it was given
+        self._ahead: Guesses = {}  # guessed for the next step of the choir
         self.evaluated = 0
 
     def __repr__(self) -> str:
@@ -75,7 +81,7 @@ class Cache:
             raise Overloaded(f"the cache {self.name!r} has no free sequence")
 
     def admit(self, job: Job) -> None:
-        self._choir = None
+        self._choir, self._ahead = None, {}
         slot, accepted = self.places.take(job)
         self.jobs[slot.index] = job
         job.begin(accepted.cached_tokens)
@@ -90,13 +96,16 @@ class Cache:
         return bool(self.jobs)
 
     def step(self) -> None:
+        if self._aloft is not None:
+            self._step_on(self._aloft)
+            return
         self._drop_cancelled()
         if not self.jobs:
             return
         began = time.perf_counter()
         jobs, speaking = self._turn()
         speculator = self.speculator if speaking else None
-        guesses = speculator.guess(jobs) if speculator is not None else {}
+        guesses = self._guesses(speculator, jobs) if speculator is not None else {}
         guessed = self._speak_all(jobs) if speaking and not guesses else self._read(jobs, guesses)
         if speculator is not None and guessed is not None:
             speculator.took(len(jobs), guessed, time.perf_counter() - began)
@@ -135,34 +144,80 @@ class Cache:
         self._batch.speak(jobs)
         if not self._decoded(jobs):
             return None
+        self._hear(jobs, onward=self._may_wait)
+        return 0
+
+    def _hear(self, jobs: Mapping[int, Job], *, onward: bool) -> None:
+        """What all of them say after a decode. `onward`: where the next step is like this one the GPU gets it before
+        anything is told, and what is told costs no time."""
         self.places.kv.decoded(0, 0.0)
-        if self._choir is jobs and self._alike:
-            for (index, job), token in zip(jobs.items(), best_of(self._raw, len(jobs), self._n_vocab), strict=True):
-                self._say(index, job, token)
-            return 0
-        for row, (index, job) in enumerate(jobs.items()):
-            job.done += 1
-            said = Said([], [] if job.prompt.logprobs is not None else None)
-            ending = self._draw(job, row, said)
-            self._settle(job, index, [], 0, said)
+        heard = self._best(jobs) if self._choir is jobs and self._alike else self._drawn(jobs)
+        if self.speculator is not None:
+            for index, _, said, _ in heard:
+                self.speculator.heard(index, 0, 0, said.ids[0] if said.ids else -1)
+        if onward and self._goes_on(jobs, heard):
+            self._send(jobs)
+        for index, job, said, ending in heard:
+            self._tell(job, said)
             self.places.read(self.slots[index], job)
             if ending is not None:
                 self._finish(index, *ending)
-        return 0
 
-    def _say(self, index: int, job: Job, token: int) -> None:
-        """A token that is known, that no grammar binds and nobody asks the odds of."""
-        job.done += 1
-        ending: Ending | None = ("stop", None)
-        if token not in job.stops:
+    def _best(self, jobs: Mapping[int, Job]) -> list[Heard]:
+        """Tokens that no grammar binds and nobody asks the odds of."""
+        heard: list[Heard] = []
+        for (index, job), token in zip(jobs.items(), best_of(self._raw, len(jobs), self._n_vocab), strict=True):
+            job.done += 1
+            if token in job.stops:
+                heard.append((index, job, Said([], None), ("stop", None)))
+                continue
             job.append(token)
-            self._emit(job, [Tokens([token])], False)
-            ending = self._ending(job)
+            heard.append((index, job, Said([token], None), self._ending(job)))
+        return heard
+
+    def _drawn(self, jobs: Mapping[int, Job]) -> list[Heard]:
+        heard: list[Heard] = []
+        for row, (index, job) in enumerate(jobs.items()):
+            job.done += 1
+            said = Said([], [] if job.prompt.logprobs is not None else None)
+            heard.append((index, job, said, self._draw(job, row, said)))
+        return heard
+
+    def _goes_on(self, jobs: Mapping[int, Job], heard: list[Heard]) -> bool:
+        """Whether the next step is as this one: nobody comes or goes, and nothing is guessed."""
+        if self._choir is not jobs or any(ending is not None for *_, ending in heard):
+            return False
+        now = time.time()
+        if any(job.cancelled or job.is_late(now) for job in jobs.values()):
+            return False
+        self._ahead = self.speculator.guess(jobs) if self.speculator is not None else {}
+        return not self._ahead
+
+    def _send(self, jobs: Mapping[int, Job]) -> None:
+        self._sent = time.perf_counter()
+        self._batch.speak(jobs)
+        # One that fails is no step: the next one tries again, and fails its jobs.
+        self._aloft = jobs if lib.llama_decode(self._raw, self._batch.raw) == 0 else None
+
+    def _step_on(self, jobs: Mapping[int, Job]) -> None:
+        sent = self._sent
+        self._hear(self._down(jobs), onward=True)
         if self.speculator is not None:
-            self.speculator.heard(index, 0, 0, token)
-        self.places.read(self.slots[index], job)
-        if ending is not None:
-            self._finish(index, *ending)
+            self.speculator.took(len(jobs), 0, time.perf_counter() - sent)
+
+    def _guesses(self, speculator: Speculator, jobs: Mapping[int, Job]) -> Guesses:
+        ahead, self._ahead = self._ahead, {}
+        return ahead or speculator.guess(jobs)
+
+    def land(self) -> None:
+        """What the GPU works at ahead of time comes down: to be called before anybody comes, goes or looks at KV."""
+        if self._aloft is not None:
+            self._hear(self._down(self._aloft), onward=False)
+
+    def _down(self, jobs: Mapping[int, Job]) -> Mapping[int, Job]:
+        self._aloft = None
+        lib.llama_synchronize(self._raw)
+        return jobs
 
     def _decoded(self, sequences: Iterable[int]) -> bool:
         code = lib.llama_decode(self._raw, self._batch.raw)
@@ -224,6 +279,9 @@ class Cache:
             short.memory_seq_rm(self._memory, index, job.done, -1)
         if self.speculator is not None:
             self.speculator.heard(index, len(guess), kept, said.ids[0] if said.ids else -1)
+        self._tell(job, said)
+
+    def _tell(self, job: Job, said: Said) -> None:
         if said.ids:
             self._emit(job, [Tokens(said.ids, said.logprobs)], False)
 
@@ -268,7 +326,7 @@ class Cache:
                 self._finish(index, "error", Timeout("the job's deadline passed"))
 
     def _finish(self, index: int, reason: Any, error: ModelyardError | None = None) -> None:
-        self._choir = None
+        self._choir, self._ahead = None, {}
         job, slot = self.jobs.pop(index), self.slots[index]
         slot.busy = False
         if self.speculator is not None:
@@ -284,6 +342,7 @@ class Cache:
             self._finish(index, "error", fault)
 
     def fail_all(self, error: ModelyardError) -> None:
+        self._aloft = None
         for index in list(self.jobs):
             self._finish(index, "error", error)
 
@@ -314,6 +373,7 @@ class Cache:
     def close(self) -> None:
         if self.speculator is not None:
             self.speculator.close()
+        lib.llama_synchronize(self._raw)
         lib.llama_free(self._raw)
 
 

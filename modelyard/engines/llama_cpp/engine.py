@@ -57,12 +57,11 @@ from modelyard.engines.llama_cpp.replay import Replay, replay_for
 from modelyard.engines.llama_cpp.sample import Chain
 from modelyard.engines.llama_cpp.speculate import NGrams, Speculator
 from modelyard.engines.llama_cpp.threads import Pool
+from modelyard.engines.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
 _SWITCH_S = 0.0005  # a decode that comes back waits this long at most for a busy gateway to let go of the GIL
-
-Parcel = tuple[Job, list[Chunk], bool]
 
 
 class LlamaEngine:
@@ -79,7 +78,7 @@ class LlamaEngine:
         self._masks: Masks | None = None
         self._model: Any = None
         self._caches: dict[str, Cache] = {}
-        self._parcels: list[Parcel] = []
+        self._outbox = Outbox(self._loop)
         self._arrived = 0
         self._desk: Desk | None = None
         self._draft: DraftModel | None = None
@@ -127,7 +126,7 @@ class LlamaEngine:
                 raw,
                 self._n_vocab,
                 self.options.of(info).n_ubatch,
-                self._emit,
+                self._outbox.put,
                 self._wardrobe,
                 places_for(raw, info, self.options),
             )
@@ -271,7 +270,8 @@ class LlamaEngine:
                 for cache in self._caches.values():
                     if cache.has_work:
                         cache.step()
-                self._deliver()
+                self._outbox.deliver()
+            self._land()
         except Exception as error:
             log.exception("the llama.cpp thread died")
             self._die(Unavailable(f"the engine died: {error}"))
@@ -300,7 +300,12 @@ class LlamaEngine:
             busy = True
         return True
 
+    def _land(self) -> None:
+        for cache in self._caches.values():
+            cache.land()
+
     def _take(self, item: Job | Order) -> None:
+        self._land()
         if isinstance(item, Job):
             self._admit(item)
         else:
@@ -309,7 +314,7 @@ class LlamaEngine:
     def _admit(self, job: Job) -> None:
         """Whatever is wrong with a job ends that job, not the engine."""
         if job.cancelled:
-            self._emit(job, [End("cancelled", Usage(job.prompt_tokens))], True)
+            self._outbox.put(job, [End("cancelled", Usage(job.prompt_tokens))], True)
             return
         try:
             cache = self._cache(job.prompt.cache)
@@ -317,7 +322,7 @@ class LlamaEngine:
             cache.check(job)
             job.chain = Chain(job.prompt.sampling, self._vocab, self._n_vocab, cache.info.window, job.ids)
         except Exception as error:
-            self._emit(job, [_refused(job, fault_of(error))], True)
+            self._outbox.put(job, [_refused(job, fault_of(error))], True)
         else:
             if self._replay is not None:
                 job.mask, job.scripted = None, self._replay.answer(job.prompt.ids, job.prompt.session)
@@ -343,18 +348,10 @@ class LlamaEngine:
         if job.is_late(time.time()):
             raise Timeout("the job's deadline passed")
 
-    def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
-        self._parcels.append((job, chunks, last))
-
-    def _deliver(self) -> None:
-        if self._parcels:
-            parcels, self._parcels = self._parcels, []
-            self._loop.call_soon_threadsafe(_hand_out, parcels)
-
     def _end_all(self, error: ModelyardError) -> None:
         for cache in self._caches.values():
             cache.fail_all(error)
-        self._deliver()
+        self._outbox.deliver()
 
     def _die(self, error: ModelyardError) -> None:
         self._end_all(error)
@@ -365,12 +362,6 @@ class LlamaEngine:
         self._turn_away()
         if not self.lost.done():
             self.lost.set_result(error)
-
-
-def _hand_out(parcels: list[Parcel]) -> None:
-    for job, chunks, last in parcels:
-        if not job.box.closed:
-            job.box.put_many(chunks, last=last)
 
 
 def _refused(job: Job, error: ModelyardError) -> End:

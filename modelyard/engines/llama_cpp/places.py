@@ -45,33 +45,34 @@ class Places:
         slot = self.slots[choice.index]
         partings = [] if self.kv.can_cut else [sequences.common(other.tokens, job.ids) for other in self.slots]
         lost = choice.evicted and not self._park(slot)
-        keep = self._prepare(choice, job)
+        keep, most = self._prepare(choice, job)
         slot.file = None if choice.evicted else slot.file  # that is another conversation's
         slot.saved = slot.saved if keep >= slot.saved else 0
-        slot.tokens, slot.adapters = job.ids[:keep], adapters
+        slot.tokens, slot.asked, slot.adapters = job.ids[:keep], len(job.ids), adapters
         slot.session, slot.priority, slot.busy = session, job.prompt.priority, True
         self._use(slot)
         if not self.kv.can_cut and self._bound.count:
             job.pauses = checkpoints.places(len(job.ids), keep, partings, slot.checkpoints)
         self.reused += keep
         self.evicted += lost
-        return slot, Accepted(keep, keep if keep < len(job.ids) else None, lost)
+        return slot, Accepted(keep, keep if keep < len(job.ids) else None, lost, most if most > keep else 0)
 
     def _use(self, slot: Slot) -> None:
         self._clock += 1
         slot.used = self._clock
 
-    def _prepare(self, choice: Choice, job: Job) -> int:
-        """Make the chosen sequence hold exactly the shared prefix; how long it is. One token is always read anew: its
-        logits are what the first new token is sampled from."""
+    def _prepare(self, choice: Choice, job: Job) -> tuple[int, int]:
+        """Make the chosen sequence hold exactly the shared prefix; how long it is, and how much any sequence has. One
+        token is always read anew: its logits are what the first new token is sampled from."""
         slot, most = self.slots[choice.index], len(job.ids) - 1
         wanted = job.ids[:most]
         own = sequences.reach(slot, wanted, job.prompt.adapters, can_cut=self.kv.can_cut)
         own = self._fetch(slot, wanted, job, own)
-        copied = self._copy(slot, wanted, job.prompt.adapters, own)
+        most, source, donor = self._donor(slot, wanted, job.prompt.adapters, own)
+        copied = donor is not slot and self._copy(slot, source, donor, most - own)
         keep = self._rewind(slot, sequences.common(slot.tokens, wanted) if slot.adapters == job.prompt.adapters else 0)
         self.copied += max(0, keep - own) if copied else 0
-        return keep
+        return keep, most
 
     def _park(self, slot: Slot) -> bool:
         """Out of the context, to come back; False where it is not worth it. Errands are over when they are answered."""
@@ -100,23 +101,25 @@ class Places:
         self.fetched += reach - own
         return reach
 
-    def _copy(self, slot: Slot, wanted: Ids, adapters: sequences.Adapters, own: int) -> bool:
-        """KV from whoever holds most of what is wanted, where that is cheaper than reading it."""
+    def _donor(self, slot: Slot, wanted: Ids, adapters: sequences.Adapters, own: int) -> tuple[int, Places, Slot]:
+        """Who holds most of what is wanted, and how much: the sequence itself, where nobody has more."""
         best, source, donor = own, self, slot
         for home, other in self._others(slot):
             found = sequences.reach(other, wanted, adapters, can_cut=self.kv.can_cut)
             if found > best:
                 best, source, donor = found, home, other
-        if donor is slot:
-            return False
+        return best, source, donor
+
+    def _copy(self, slot: Slot, source: Places, donor: Slot, more: int) -> bool:
+        """The donor's KV, where that is cheaper than reading those tokens that it has more."""
         size, ways = source.kv.size(donor.index), self.kv.ways(source.kv, donor.index, slot.index)
-        way = sequences.way(best - own, size, len(donor.tokens), self.kv.window, self.kv.costs, ways)
+        way = sequences.way(more, size, len(donor.tokens), self.kv.window, self.kv.costs, ways)
         if way is None or len(donor.tokens) > self.kv.window:
             return False
         if not self.kv.copy(source.kv, donor.index, slot.index, way):
             self.clear(slot)
             return False
-        slot.tokens, slot.checkpoints, slot.adapters, slot.file = donor.tokens, donor.checkpoints, adapters, None
+        slot.tokens, slot.checkpoints, slot.adapters, slot.file = donor.tokens, donor.checkpoints, donor.adapters, None
         return True
 
     def _others(self, slot: Slot) -> Iterator[tuple[Places, Slot]]:
@@ -166,6 +169,7 @@ class Places:
     def clear(self, slot: Slot) -> None:
         self.kv.clear(slot.index)
         slot.tokens, slot.session, slot.adapters, slot.checkpoints, slot.file = _EMPTY, None, (), (), None
+        slot.asked = 0
 
     def stats(self) -> tuple[SequenceStats, ...]:
         return tuple(SequenceStats(s.index, len(s.tokens), s.busy, s.session, s.at) for s in self.slots)
@@ -203,6 +207,7 @@ class Places:
             return False
         slot.tokens, slot.checkpoints, slot.file, slot.saved = image.tokens, image.checkpoints, file, count
         slot.session, slot.adapters, slot.priority = image.session, image.adapters, image.priority
+        slot.asked = 0  # nobody wrote down where its answer began
         self._adopted += 1
         slot.used = -self._adopted
         self.restored += count

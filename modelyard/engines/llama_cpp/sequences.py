@@ -3,7 +3,8 @@
 In this order, among those that are idle:
 
     1. the sequence of the same session
-    2. one that the prompt continues: all it holds is a prefix of the prompt, or most of it and nobody's session is lost
+    2. one that the prompt continues: all it holds is a prefix of the prompt; or, where nobody's session is lost by it,
+       most of what it holds, or all but the answer to this very prompt
     3. an empty one (the lowest: neighbours are computed together)
     4. the least recently used one of background work
     5. the least recently used one
@@ -40,6 +41,7 @@ class Slot(Struct):
 
     index: int
     tokens: Ids
+    asked: int = 0  # how long the prompt was that came last; what follows is the answer to it
     session: str | None = None
     adapters: Adapters = ()
     priority: Priority = "main"
@@ -86,18 +88,20 @@ def choose(slots: Sequence[Slot], prompt: Ids, session: str | None, adapters: Ad
         if own:
             best = max(own, key=lambda slot: shared[slot.index])
             return Choice(best.index, shared[best.index])
-    near = [slot for slot in idle if len(slot.tokens) and _continues(slot, shared[slot.index], session)]
+    near = [slot for slot in idle if len(slot.tokens) and _continues(slot, prompt, shared[slot.index], session)]
     if near:
         best = max(near, key=lambda slot: (shared[slot.index], slot.used))
         return Choice(best.index, shared[best.index])
     return _other(idle, shared)
 
 
-def _continues(slot: Slot, shared: int, session: str | None) -> bool:
+def _continues(slot: Slot, prompt: Ids, shared: int, session: str | None) -> bool:
     """Agents share long system prompts: having most of one in common does not make it the same conversation."""
     if shared == len(slot.tokens):
         return True
-    return slot.session is None and session is None and shared >= _MOSTLY * len(slot.tokens)
+    if slot.session is not None or session is not None:
+        return False
+    return shared >= _MOSTLY * len(slot.tokens) or shared == slot.asked == len(prompt)
 
 
 def _other(idle: list[Slot], shared: dict[int, int]) -> Choice:

@@ -51,6 +51,7 @@ def _arguments(model: Path, options: Options, caches: Mapping[str, CacheInfo], a
 def _valued(options: Options, cache: CacheInfo) -> Iterator[tuple[str, object]]:
     yield "--n-gpu-layers", options.llama_server_n_gpu_layers
     yield "--threads", cache.n_threads or options.llama_server_n_threads
+    yield "--threads-batch", options.llama_server_n_threads_batch
     yield "--batch-size", cache.n_batch
     yield "--ubatch-size", cache.n_ubatch
     yield "--flash-attn", _flash_attn(options, cache)

@@ -27,22 +27,25 @@ def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8, 16), stage=1, place="cache")
     yield Knob(name="llama_server_n_threads", values=cores.thread_counts(), stage=2)
-    yield Knob(name="n_batch", values=(512, 1024, 2048, 4096), stage=3, place="cache")
-    yield Knob(name="n_ubatch", values=(128, 256, 512, 1024), stage=3, place="cache")
-    yield Knob(name="llama_server_flash_attn", values=("auto", "on", "off"), stage=4)
-    yield Knob(name="type_k", values=("f16", "q8_0", "q4_0"), stage=5, lossy=True)
-    yield Knob(name="type_v", values=("f16", "q8_0", "q4_0"), stage=5, lossy=True)
+    yield Knob(name="llama_server_n_threads_batch", values=cores.thread_counts(), stage=3)
+    yield Knob(name="n_batch", values=(512, 1024, 2048, 4096), stage=4, place="cache")
+    yield Knob(name="n_ubatch", values=(128, 256, 512, 1024), stage=4, place="cache")
+    yield Knob(name="llama_server_flash_attn", values=("auto", "on", "off"), stage=5)
+    yield Knob(name="type_k", values=("f16", "q8_0", "q4_0"), stage=6, lossy=True)
+    yield Knob(name="type_v", values=("f16", "q8_0", "q4_0"), stage=6, lossy=True)
     if options.llama_server_draft_model_path:
-        yield Knob(name="llama_server_spec_draft_n_max", values=(2, 4, 8, 16), stage=6)
+        yield Knob(name="llama_server_spec_draft_n_max", values=(2, 4, 8, 16), stage=7)
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
     options: Options = spec.options
     own, all_of_it = spec.caches[cache], shared(spec.caches)
+    threads = all_of_it.n_threads or options.llama_server_n_threads or cores.physical()
     return {
         "llama_server_n_gpu_layers": options.llama_server_n_gpu_layers or "auto",
         "parallel": own.parallel,
-        "llama_server_n_threads": all_of_it.n_threads or options.llama_server_n_threads or cores.physical(),
+        "llama_server_n_threads": threads,
+        "llama_server_n_threads_batch": options.llama_server_n_threads_batch or threads,
         "n_batch": all_of_it.n_batch or _BATCH,
         "n_ubatch": all_of_it.n_ubatch or _UBATCH,
         "llama_server_flash_attn": _flash(options, all_of_it.flash_attn),

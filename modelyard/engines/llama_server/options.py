@@ -81,6 +81,9 @@ class Options(BaseModel):
         description="Layers on the GPU: a number, -1 or all for all of them, auto; unset: its own default.",
     )
     llama_server_n_threads: int | None = Field(default=None, gt=0, description="CPU threads; unset: its own default.")
+    llama_server_n_threads_batch: int | None = Field(
+        default=None, gt=0, description="CPU threads while prompts are read; unset: as many as for the rest."
+    )
     llama_server_flash_attn: Switch | None = Field(default=None, description="Flash attention: on, off or auto.")
     llama_server_mmproj_path: str | None = Field(
         default=None, description="The multimodal projector, which lets the model see images."

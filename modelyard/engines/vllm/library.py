@@ -12,7 +12,7 @@ from msgspec import Struct
 from modelyard.plugins import MissingLibrary
 
 # Read by vLLM when it is imported; whatever the environment says already goes before.
-_DEFAULTS = {
+DEFAULTS = {
     # On some new GPUs flashinfer's sampler is compiled for an architecture that an older toolkit does not know.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     # A copy of a process with threads may wait for ever for a lock that one of them held.
@@ -48,7 +48,7 @@ def check() -> None:
 def load() -> Library:
     """Takes many seconds the first time."""
     check()
-    for name, value in _DEFAULTS.items():
+    for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
     top, sampling = import_module("vllm"), import_module("vllm.sampling_params")
     return Library(

@@ -24,7 +24,9 @@ def plan(facts: Facts, home: Path) -> Plan:
     files: dict[Path, str] = {}
     if facts.window is not None:
         known = home / "models.json"
-        files[known] = json.dumps({name: _model(facts.window)}, indent=2) + "\n"
+        # The other name, too: for one that it does not know it asks the internet.
+        both = dict.fromkeys((name, f"openai/{facts.aside}"), _model(facts.window))
+        files[known] = json.dumps(both, indent=2) + "\n"
         arguments += ["--model-metadata-file", str(known)]
     return Plan(
         arguments=tuple(arguments),

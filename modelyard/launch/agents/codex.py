@@ -17,6 +17,9 @@ AGENT = Agent(
 )
 
 NEEDS = 16_000  # its own prompt takes about 12,000
+# It makes room before a tool's result fills nine tenths of the window, but takes four bytes for a token: a result that
+# has twice as many must still fit into the last tenth. Of itself it cuts results at 2,500 of its tokens.
+_ROOMY = 40_000
 _KEY = "CODEX_MODELYARD_KEY"  # not one of our own names: the agent may run modelyard, too
 
 
@@ -32,6 +35,8 @@ def plan(facts: Facts, home: Path) -> Plan:
     }
     if facts.window is not None:
         settings["model_context_window"] = facts.window
+    if facts.window is not None and facts.window < _ROOMY:
+        settings["tool_output_token_limit"] = max(500, facts.window // 16)
     arguments = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
     return Plan(
         arguments=tuple(arguments),

@@ -17,6 +17,9 @@ AGENT = Agent(
     inside="node_modules/.bin/cn",
 )
 
+# It takes this for milliseconds in one place and for seconds in another, where a timer holds no more than 2**31 ms.
+_PATIENCE = 2_100_000
+
 
 def plan(facts: Facts, home: Path) -> Plan:
     settings = home / "modelyard.yaml"
@@ -36,7 +39,7 @@ def _settings(facts: Facts) -> dict[str, Any]:
         "apiKey": facts.key,
         "roles": ["chat"],
         "capabilities": ["tool_use"],
-        "requestOptions": {"timeout": 3_600_000},  # milliseconds
+        "requestOptions": {"timeout": _PATIENCE},
     }
     if facts.window is not None:
         model["contextLength"] = facts.window

@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from modelyard.config import Loaded
+from modelyard.measuring.bench import options
 
 if TYPE_CHECKING:
     from modelyard.measuring.bench.book import Book
+    from modelyard.measuring.bench.order import Order
     from modelyard.measuring.bench.subjects import Candidate
 
 Load = Callable[[Path | None], Loaded]  # or it has said what is wrong, and the command is over
@@ -47,46 +49,28 @@ run and prints what it has measured. Exit code 1 where nothing was answered.
 def add_to(app: typer.Typer, load: Load, guarded: Guarded, out: Console, err: Console) -> None:
     @app.command(help=_HELP)
     def bench(
-        url: Annotated[
-            list[str] | None, typer.Option(help="A server, with or without /v1; give two to compare them.")
-        ] = None,
-        config: Annotated[
-            list[Path] | None, typer.Option(help="TOML or JSON file; without any, the one that serve would take.")
-        ] = None,
-        model: Annotated[
-            list[str] | None, typer.Option(help="Which model; without one, the first. Two: both of one place.")
-        ] = None,
-        key: Annotated[
-            list[str] | None,
-            typer.Option(help="API key of the server, where it wants one.", envvar="MODELYARD_API_KEY"),
-        ] = None,
-        http: Annotated[
-            bool, typer.Option("--http", help="Of a configured model: start a server and measure through it.")
-        ] = False,
-        cache: Annotated[str | None, typer.Option(help="Which cache of the model; without one, its default.")] = None,
-        workload: Annotated[
-            str, typer.Option(help="What is asked: chat (short), agent (long, several turns) or batch (many streams).")
-        ] = "chat",
-        concurrency: Annotated[
-            str | None, typer.Option("--concurrency", "-c", help="How many streams at once, such as 1,4,8.")
-        ] = None,
-        prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Length of the first prompt.")] = None,
-        output_tokens: Annotated[int | None, typer.Option(min=1, help="Length of an answer, at most.")] = None,
-        turns: Annotated[int | None, typer.Option(min=1, help="Requests in one conversation.")] = None,
-        requests: Annotated[int | None, typer.Option(min=1, help="Requests in one round.")] = None,
-        duration: Annotated[str | None, typer.Option(help="Instead: how long a round lasts, such as 30s.")] = None,
-        rounds: Annotated[int | None, typer.Option(min=1, help="How many; 3 if not set, 6 to compare.")] = None,
-        warmup: Annotated[int, typer.Option(min=0, help="Conversations a stream before the first round.")] = 1,
-        limit: Annotated[str, typer.Option(help="An answer that takes longer is an error.")] = "10m",
-        body: Annotated[
-            str | None, typer.Option(help="JSON fields for every request, such as '{\"ignore_eos\": true}'.")
-        ] = None,
-        seed: Annotated[int | None, typer.Option(help="Of the prompts; without it they are new in every run.")] = None,
-        json: Annotated[bool, typer.Option("--json", help="Print everything as JSON instead of tables.")] = False,
-        plot: Annotated[Path | None, typer.Option(help="Draw it into this file: .svg, or .png with Pillow.")] = None,
+        url: options.Urls = None,
+        config: options.Configs = None,
+        model: options.Models = None,
+        key: options.Keys = None,
+        http: options.Http = False,
+        cache: options.CacheName = None,
+        workload: options.WorkloadName = "chat",
+        concurrency: options.Streams = None,
+        prompt_tokens: options.PromptTokens = None,
+        output_tokens: options.OutputTokens = None,
+        turns: options.Turns = None,
+        requests: options.Requests = None,
+        duration: options.Duration = None,
+        rounds: options.Rounds = None,
+        warmup: options.Warmup = 1,
+        limit: options.Limit = "10m",
+        body: options.Body = None,
+        seed: options.Seed = None,
+        json: options.AsJson = False,
+        plot: options.Plot = None,
     ) -> None:
-        from modelyard.measuring.bench.order import Order, prepare
-        from modelyard.measuring.drawing import check
+        from modelyard.measuring.bench.order import Order
 
         order = Order(
             urls=tuple(url or ()),
@@ -108,14 +92,24 @@ def add_to(app: typer.Typer, load: Load, guarded: Guarded, out: Console, err: Co
             limit=limit,
             body=body,
         )
-        if plot is not None:
-            guarded(check, plot)
-        candidates, book = guarded(prepare, order, load)
-        guarded(_measured, candidates, book, err)
-        _print(book, out, as_json=json)
-        if plot is not None:
-            guarded(_draw, book, plot)
-        raise typer.Exit(_INTERRUPTED if book.is_interrupted else 0 if book.answers else 1)
+        raise typer.Exit(_run(order, load, guarded, out, err, plot, as_json=json))
+
+
+def _run(
+    order: Order, load: Load, guarded: Guarded, out: Console, err: Console, plot: Path | None, *, as_json: bool
+) -> int:
+    """The exit code."""
+    from modelyard.measuring.bench.order import prepare
+    from modelyard.measuring.drawing import check
+
+    if plot is not None:
+        guarded(check, plot)
+    candidates, book = guarded(prepare, order, load)
+    guarded(_measured, candidates, book, err)
+    _print(book, out, as_json=as_json)
+    if plot is not None:
+        guarded(_draw, book, plot)
+    return _INTERRUPTED if book.is_interrupted else 0 if book.answers else 1
 
 
 def _measured(candidates: list[Candidate], book: Book, err: Console) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import msgspec
 from nicegui import ui
 
 from modelyard.workbench.charts import Line, Points, chart, points
 from modelyard.workbench.client import Json
-from modelyard.workbench.parts import Pane, caps, card, heading
+from modelyard.workbench.pages import optimizer
+from modelyard.workbench.parts import caps, card, heading
 from modelyard.workbench.session import Session
 
 _EVERY_S = 5.0
@@ -76,7 +76,4 @@ async def _tuned(session: Session, box: ui.column) -> None:
     if not await session.act(ask()) or not runs:
         return
     with box:
-        caps("Optimizer")
-        for run in runs:
-            with ui.expansion(str(run["id"])).classes("w-full card"):
-                Pane(msgspec.json.format(msgspec.json.encode(run), indent=2).decode())
+        optimizer.show(runs)

@@ -16,6 +16,20 @@ from modelyard.workbench.rows import first_token, timeline
 from modelyard.workbench.session import Session
 
 _EVERY_S = 1.0
+_CAUSES = {
+    "new_session": "It is the first of its session.",
+    "not_kept": "The engine keeps nothing between requests.",
+    "other_session": "The session was about something else before.",
+    "evicted": "It goes on as before, but the cache no longer had it.",
+    "not_copied": "Another place of the cache had more of it, and reading it again was cheaper than copying.",
+    "billing_block": "A billing line of the client has changed.",
+    "system_changed": "The client has changed its system prompt.",
+    "tools_changed": "The client offers other tools than before.",
+    "reasoning_dropped": "Reasoning of an earlier turn is no longer told.",
+    "arguments_reserialised": "The arguments of a call came back in other words.",
+    "message_changed": "The client has changed an earlier message.",
+    "template": "The template tells the same messages in other words.",
+}
 _COLOURS = dict(zip(("queue", "prefill", "decode", "tokenize", "other"), SERIES, strict=False))
 
 
@@ -130,15 +144,13 @@ def explained(one: Json) -> Iterator[str]:
         return
     share = words.share(cached / prompt)
     yield f"{words.count(cached)} of {words.count(prompt)} prompt tokens came from the cache ({share})."
-    if first is not None and first < prompt:
-        start = (
-            "Nothing in the cache began like this prompt."
-            if first == 0
-            else (
-                f"Up to token {words.count(first)} a conversation in the cache was the same; from there on it was new."
-            )
-        )
-        yield start
+    cause = one["reuse"]["cause"] if one["reuse"] is not None else None
+    if first and first < prompt:
+        yield f"Up to token {words.count(first)} its place in the cache held the same; from there on it was read."
+    elif first == 0 and cause != "not_copied":
+        yield "Nothing in the cache began like this prompt."
+    if cause in _CAUSES:
+        yield _CAUSES[cause]
     if one["evicted"]:
         yield "No place was free: another conversation was thrown out of the cache for it."
 

@@ -20,7 +20,8 @@ from tests.engines.reading import accepted, end, ids, read, until
 
 CACHES = {"main": CacheInfo(256, 2)}
 LONG = "A long walk along the river. " * 20
-GROWTH = 64 << 20  # a context or a model that stays behind 20 times is several times this
+CYCLES = 8
+GROWTH = 64 << 20  # a context or a model that stays behind so often is several times this
 
 
 async def test_opening_tells_its_progress(subject: Subject) -> None:
@@ -81,7 +82,7 @@ async def test_many_loads_and_unloads_leave_no_memory_behind(subject: Subject) -
 
     loads = [await cycle() for _ in range(3)]  # the first ones fill pools and tables that stay
     before = _own_memory()
-    for _ in range(20):
+    for _ in range(CYCLES):
         await cycle()
     # An allocator keeps some of what it got, and more in a process that has seen much; a load that stays is a multiple.
     assert _own_memory() - before < max(GROWTH, loads[-1] // 2)

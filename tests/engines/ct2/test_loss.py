@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from modelyard.core.errors import InvalidRequest
@@ -11,6 +13,7 @@ from modelyard.engines.ct2.loss import loss
 from tests.engines.ct2.stage import model_folder, spec
 
 
+@cache
 def lost(kind: str) -> Loss:
     ids = [n % 1000 + 100 for n in range(0, 280, 7)]
     assert max(ids) < len(folder.words(model_folder()))

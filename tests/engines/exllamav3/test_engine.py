@@ -16,8 +16,9 @@ from msgspec.structs import replace
 from modelyard.core.engine import CacheInfo, Control, Media, Progress, TokenRun, Tokens
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines.exllamav3 import engine as engine_module
+from modelyard.engines import outbox as outbox_module
 from modelyard.engines.exllamav3 import lane as lane_module
+from modelyard.engines.outbox import Outbox
 from tests.engines.exllamav3.stage import make, prompt, running, said, spec, vocabulary
 from tests.engines.exllamav3.standin import StandIn
 from tests.engines.reading import accepted, end, ids, logprobs, read, until
@@ -59,18 +60,95 @@ async def test_job_is_made_of_token_ids_and_knows_its_own_end() -> None:
 
 async def test_engine_wakes_the_loop_once_a_step_for_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in, parcels = StandIn(), []
-    hand_out = engine_module._hand_out
+    hand_out = outbox_module.hand_out
 
     def counted(told: Any) -> None:
         parcels.append(told)
         hand_out(told)
 
-    monkeypatch.setattr(engine_module, "_hand_out", counted)
+    monkeypatch.setattr(outbox_module, "hand_out", counted)
     async with running({"main": CacheInfo(512, 4)}, stand_in, slow=True) as engine:
         jobs = [engine.generate(prompt(text, max_tokens=20)) for text in "abcd"]
         for job in jobs:
             assert len(ids(await read(job))) == 20
         assert len(parcels) <= stand_in.steps < 4 * 20
+
+
+def deliveries(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn) -> list[tuple[int, str, int]]:
+    """Of tokens: in which step, at its wait or its end, and how many."""
+    told: list[tuple[int, str, int]] = []
+    deliver, before_waiting = Outbox.deliver, Outbox.before_waiting
+    when = ["end"]
+
+    def delivered(outbox: Outbox) -> None:
+        said = [chunk for _, chunks, _ in outbox._parcels for chunk in chunks if isinstance(chunk, Tokens)]
+        if said:
+            told.append((stand_in.steps, when[-1], sum(len(chunk.ids) for chunk in said)))
+        deliver(outbox)
+
+    def waits(outbox: Outbox) -> None:
+        when.append("wait")
+        before_waiting(outbox)
+        when.pop()
+
+    monkeypatch.setattr(Outbox, "deliver", delivered)
+    monkeypatch.setattr(Outbox, "before_waiting", waits)
+    return told
+
+
+async def test_a_token_is_handed_over_while_the_next_step_computes_and_the_first_and_last_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in = StandIn()
+    told = deliveries(monkeypatch, stand_in)
+    async with running(stand_in=stand_in) as engine:
+        await read(engine.generate(prompt(runs("a b c d e f"), max_tokens=6)))
+    assert told == [(1, "end", 1), (3, "wait", 1), (4, "wait", 1), (5, "wait", 1), (6, "wait", 1), (6, "end", 1)]
+
+
+async def test_tokens_of_all_jobs_are_handed_over_when_the_last_of_them_is_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in = StandIn()
+    told = deliveries(monkeypatch, stand_in)
+    begin = threading.Event()
+
+    def when_all_are_there() -> None:
+        assert begin.wait(60)
+
+    stand_in.before_step = when_all_are_there
+    async with running(stand_in=stand_in) as engine:
+        first = engine.generate(prompt(runs("a b c d e f"), max_tokens=5))
+        others = [engine.generate(prompt(runs(f"{text} b c d e f"), max_tokens=5)) for text in "gh"]
+        begin.set()
+        for job in (first, *others):
+            await read(job)
+    waits = [(step, count) for step, when, count in told if when == "wait"]
+    assert len(waits) == len({step for step, _ in waits})
+    assert max(count for _, count in waits) == 3
+    assert sum(count for _, _, count in told) == 15
+
+
+async def test_no_token_lies_while_somebody_elses_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in, reading, put = StandIn(), set(), Outbox.put
+
+    def noted(outbox: Outbox, to: Any, chunks: Any, *rest: Any, **named: Any) -> None:
+        if isinstance(chunks[0], Progress):
+            reading.add(stand_in.steps)
+        put(outbox, to, chunks, *rest, **named)
+
+    monkeypatch.setattr(Outbox, "put", noted)
+    told = deliveries(monkeypatch, stand_in)
+    async with running(TWO, stand_in, exllama_max_chunk_size=256, slow=True) as engine:
+        speaks = engine.generate(prompt(runs("a b c d e f"), max_tokens=1000))
+        await until(speaks, Tokens)
+        reading.clear()
+        await read(engine.generate(prompt(LONG, max_tokens=1)))
+        speaks.cancel()
+        await read(speaks)
+    assert len(reading) > 2
+    assert {(step, "end", 1) for step in sorted(reading)[:-1]} <= set(told)
+    assert not any(when == "wait" for step, when, _ in told if step in reading)
 
 
 # --- reading --------------------------------------------------------------------------------------------------------

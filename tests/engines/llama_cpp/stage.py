@@ -82,7 +82,7 @@ class Tap:
         self.seen: list[tuple[int, Chunk]] = []
         for held in engine._caches.values():
             held._emit = self._emit
-        self._next = engine._emit
+        self._next = engine._outbox.put
 
     def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
         self.seen += [(job.arrived, chunk) for chunk in chunks]

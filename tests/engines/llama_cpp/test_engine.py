@@ -121,7 +121,7 @@ async def test_cancelled_jobs_kv_is_still_good_for_its_prompt() -> None:
 def hold(engine: LlamaEngine) -> threading.Event:
     """Keeps the engine's thread from its inbox until the event is set."""
     event = threading.Event()
-    engine._inbox.put(Order(lambda: bool(event.wait(20)) and None, engine._loop.create_future()))
+    engine._inbox.put(Order(lambda: bool(event.wait(60)) and None, engine._loop.create_future()))
     return event
 
 

@@ -148,7 +148,17 @@ async def test_few_shared_tokens_are_read_anew_instead() -> None:
     async with exact(main=2) as engine:
         tap = Followed(engine, id_prompt(SYSTEM + words(2), session="b"))
         await answer(engine, SYSTEM + words(1), session="a", max_tokens=30)
-        assert accepted(await read(tap.followers[0])).cached_tokens == 0
+        place = accepted(await read(tap.followers[0]))
+    assert (place.cached_tokens, place.elsewhere) == (0, len(SYSTEM))
+
+
+async def test_short_prompt_that_comes_again_goes_on_in_the_sequence_of_its_long_answer() -> None:
+    run = words(1)
+    async with exact(main=2) as engine:
+        got = [await answer(engine, run, max_tokens=60) for _ in range(3)]
+    assert [accepted(chunks).cached_tokens for chunks in got] == [0, len(run) - 1, len(run) - 1]
+    assert not any(accepted(chunks).elsewhere or accepted(chunks).evicted for chunks in got)
+    assert_alike(got[2], await alone(run, max_tokens=60))
 
 
 # --- copies between caches --------------------------------------------------------------------------------------------

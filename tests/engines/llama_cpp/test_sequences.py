@@ -58,6 +58,28 @@ EMPTY = slot(3)
         pytest.param(
             [slot(0, 1, 2, 3, 4), slot(1)], run(1, 2, 3, 9), None, Choice(0, 3), id="most of it, and nobody's session"
         ),
+        pytest.param(
+            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)], run(1, 2), None, Choice(0, 2), id="the same prompt once more"
+        ),
+        pytest.param(
+            [slot(0, 1, 2, 5, 6, 7, asked=2, busy=True), slot(1)], run(1, 2), None, Choice(1, 0), id="while it runs"
+        ),
+        pytest.param(
+            [slot(0, 1, 2, 5, 6, 7, asked=4), slot(1)], run(1, 2), None, Choice(1, 0), id="it was a talk's opening"
+        ),
+        pytest.param(
+            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)], run(1, 2, 3), None, Choice(1, 0), id="it goes on otherwise"
+        ),
+        pytest.param(
+            [slot(0, 1, 2, 5, 6, 7, asked=2, session="a"), slot(1)],
+            run(1, 2),
+            None,
+            Choice(1, 0),
+            id="the same prompt, and a session's",
+        ),
+        pytest.param(
+            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)], run(1, 2), "a", Choice(1, 0), id="the same prompt for a session"
+        ),
         pytest.param([OLD_MAIN, NEW_MAIN, BACKGROUND, EMPTY], run(1), None, Choice(3, 0), id="an empty one"),
         pytest.param(
             [OLD_MAIN, NEW_MAIN, BACKGROUND], run(1), None, Choice(2, 0, evicted=True), id="background goes first"
@@ -185,6 +207,7 @@ SLOTS = st.lists(
     st.builds(
         dict,
         tokens=RUNS,
+        asked=st.integers(0, 8),
         session=st.sampled_from([None, "a", "b"]),
         adapters=ADAPTERS,
         priority=st.sampled_from(["main", "background"]),
@@ -225,7 +248,8 @@ def test_nobody_is_evicted_while_there_is_an_empty_sequence_or_the_sessions_own(
         assert choice.keep < len(chosen.tokens)
     else:
         whole, own = choice.keep == len(chosen.tokens), session is not None and chosen.session == session
-        assert whole or own or (session is None and chosen.session is None and 2 * choice.keep >= len(chosen.tokens))
+        most, again = 2 * choice.keep >= len(chosen.tokens), choice.keep == chosen.asked == len(prompt)
+        assert whole or own or (session is None and chosen.session is None and (most or again))
 
 
 @given(RUNS, RUNS)

@@ -102,6 +102,7 @@ def test_a_port_is_named_with_its_host() -> None:
         ({"llama_server_n_gpu_layers": 20}, ["--n-gpu-layers", "20"]),
         ({"llama_server_n_gpu_layers": "all"}, ["--n-gpu-layers", "all"]),
         ({"llama_server_n_threads": 3}, ["--threads", "3"]),
+        ({"llama_server_n_threads_batch": 2}, ["--threads-batch", "2"]),
         ({"llama_server_flash_attn": False}, ["--flash-attn", "off"]),
         ({"llama_server_reasoning": "auto"}, ["--reasoning", "auto"]),
         ({"llama_server_spec_type": "mtp"}, ["--spec-type", "draft-mtp"]),

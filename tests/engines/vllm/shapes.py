@@ -5,7 +5,7 @@ import inspect
 import json
 from typing import Any
 
-from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
+from vllm import LLM, AsyncEngineArgs, SamplingParams, TokensPrompt
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -29,7 +29,7 @@ def parameters(call: Any) -> dict[str, str]:
 if __name__ == "__main__":
     told = {
         "calls": {name: parameters(getattr(AsyncLLM, name)) for name in METHODS}
-        | {"tokens_input": parameters(tokens_input)},
+        | {"tokens_input": parameters(tokens_input), "LLM.generate": parameters(LLM.generate)},
         "fields": {
             kind.__name__: fields(kind)
             for kind in (AsyncEngineArgs, SamplingParams, StructuredOutputsParams, LoRARequest)

@@ -1,13 +1,15 @@
 """A program that behaves like `vllm serve` as far as we use it: run as a script, it serves words instead of tokens.
 
 STANDIN in its environment says how it is to behave: `stillborn`, `slow`, `dies_at_request`, `engine_dies_at_request`,
-`cannot_sleep`, `forks`. What it was started with and what it was asked stand in the file that STANDIN_NOTES names.
+`cannot_sleep`, `cannot_read`, `forks`. What it was started with and what it was asked stand in the file that
+STANDIN_NOTES names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
 import subprocess
@@ -64,11 +66,24 @@ async def route(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     elif path == "/v1/chat/completions":
         note(request=body)
         await chat(reader, writer, body)
+    elif path == "/v1/completions":
+        note(text=body)
+        read(writer, body)
     elif path.startswith(("/sleep", "/wake_up")) and MOOD != "cannot_sleep" and os.environ.get("VLLM_SERVER_DEV_MODE"):
         note(told=path)
         reply(writer, 200, {"status": "done"})
     else:
         reply(writer, 404, {"detail": "Not Found"})
+
+
+def read(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
+    """The odds of each token of a prompt: a half, and less by the error that rounded numbers make."""
+    if MOOD == "cannot_read":
+        reply(writer, 400, {"error": {"message": "no log probabilities today", "type": "x", "code": 400}})
+        return
+    share = 0.4 if "fp8" in sys.argv else 0.5
+    rows = [{str(id): {"logprob": math.log(share), "rank": 1, "decoded_token": "x"}} for id in body["prompt"][1:]]
+    reply(writer, 200, {"choices": [{"index": 0, "text": "x", "prompt_logprobs": [None, *rows]}]})
 
 
 def reply(writer: asyncio.StreamWriter, status: int, body: dict[str, Any], kind: str = "application/json") -> None:

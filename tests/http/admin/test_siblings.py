@@ -24,6 +24,10 @@ script = [
     {{ when = "on", steps = [{{ text = "so far" }}, {{ hang = true }}] }},
     {{ steps = [{{ text = "Hello there." }}] }},
 ]
+[caches.main]
+model = "demo"
+n_ctx = 4096
+parallel = 8
 [[keys]]
 name = "admin"
 key = "{KEY}"
@@ -60,7 +64,7 @@ async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with commands.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=CONFIG) as server:
-        server.until("listening on")  # the second one: what all are told the last to come must hear, too
+        server.until_said("listening on", 2)  # what all are told the last to come must hear, too
         until(lambda: all(_is_ready(server.url) for _ in range(24)), "the models are up", commands.DEADLINE)
         yield server.url
 

@@ -22,7 +22,7 @@ SCRIPT: list[dict[str, Any]] = [{"steps": [{"tokens": 50}]}]
 
 
 def config(**model: Any) -> Config:
-    return load(env={}, overrides=demo(SCRIPT, **model)).config
+    return load(env={}, overrides=demo(SCRIPT, **model) | {"workers": {"patience": 1000}}).config
 
 
 async def measured(candidate: Candidate) -> tuple[Round, list[str]]:

@@ -35,6 +35,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int = 16
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None

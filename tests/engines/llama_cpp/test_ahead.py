@@ -1,0 +1,161 @@
+"""A step that is given to a GPU before the last one is told: forced here, where decoding is over when it returns."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, Chunk, Control, Generation, Tokens
+from modelyard.core.request import Sampling
+from modelyard.engines.llama_cpp import context
+from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.engines.llama_cpp.job import Job
+from tests.engines.llama_cpp.exact import chanting_model, exact_model
+from tests.engines.llama_cpp.stage import Tap, id_prompt, running
+from tests.engines.llama_cpp.test_reuse import SYSTEM, words
+from tests.engines.reading import accepted, assert_alike, end, ids, read
+
+SAMPLED = Sampling(temperature=0.9, top_k=50, seed=5)
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As with a library built for GPUs; how many jobs each step had that was given ahead of time."""
+    sent: list[int] = []
+    plain = context.Cache._send
+
+    def counted(cache: context.Cache, jobs: Any) -> None:
+        sent.append(len(jobs))
+        plain(cache, jobs)
+
+    monkeypatch.setattr(context.lib, "llama_supports_gpu_offload", lambda: True)
+    monkeypatch.setattr(context.Cache, "_send", counted)
+    return sent
+
+
+@asynccontextmanager
+async def exact(parallel: int = 4, **options: Any) -> AsyncIterator[LlamaEngine]:
+    async with running({"main": CacheInfo(256, parallel)}, **({"path": str(exact_model())} | options)) as engine:
+        yield engine
+
+
+class Fifth(Tap):
+    """When the first job has said five tokens `deed` is done on the loop, and the engine's thread waits for it."""
+
+    def __init__(self, engine: LlamaEngine, deed: Callable[[], object]) -> None:
+        super().__init__(engine)
+        self._deed, self._loop, self._said = deed, asyncio.get_running_loop(), 0
+
+    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+        if job.arrived != 1 or not isinstance(chunk, Tokens):
+            return
+        self._said += 1
+        if self._said == 5:
+            done = threading.Event()
+            self._loop.call_soon_threadsafe(lambda: (self._deed(), done.set()))
+            assert done.wait(60)
+
+
+async def answer(engine: LlamaEngine, run: list[int], **fields: Any) -> list[Chunk]:
+    return await read(engine.generate(id_prompt(run, **fields)))
+
+
+async def on_a_cpu(run: list[int], **fields: Any) -> list[Chunk]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context.lib, "llama_supports_gpu_offload", lambda: False)
+        async with exact(1) as engine:
+            return await answer(engine, run, **fields)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("logprobs", [None, 2])
+async def test_what_is_said_is_the_same(ahead: list[int], sampling: Sampling, logprobs: int | None) -> None:
+    asked = {"max_tokens": 12, "sampling": sampling, "logprobs": logprobs}
+    async with exact() as engine:
+        found = await answer(engine, SYSTEM, **asked)
+    assert len(ahead) == 10  # the first comes with the prompt, and the second with the step after it
+    assert ids(found) == ids(await on_a_cpu(SYSTEM, **asked))
+    assert (end(found).reason, end(found).usage.output) == ("length", 12)
+
+
+async def test_the_next_turn_finds_all_that_was_read(ahead: list[int]) -> None:
+    async with exact() as engine:
+        first = await answer(engine, SYSTEM, session="a", max_tokens=9)
+        turn = SYSTEM + ids(first) + words(1)
+        second = await answer(engine, turn, session="a")
+    assert accepted(second).cached_tokens == len(SYSTEM) + 8
+    assert_alike(second, await on_a_cpu(turn))
+    assert ahead
+
+
+async def test_one_that_comes_joins_those_that_speak(ahead: list[int]) -> None:
+    async with exact() as engine:
+        came: list[Generation[Chunk]] = []
+        Fifth(engine, lambda: came.append(engine.generate(id_prompt(words(2), session="b", max_tokens=20))))
+        first = await answer(engine, SYSTEM, session="a", max_tokens=120)
+        second = await read(came[0])
+    assert ids(first) == ids(await on_a_cpu(SYSTEM, max_tokens=120))
+    assert ids(second) == ids(await on_a_cpu(words(2), max_tokens=20))
+    assert set(ahead) == {1, 2}
+
+
+async def test_one_that_is_cancelled_leaves_the_others_and_its_kv_alone(ahead: list[int]) -> None:
+    async with exact() as engine:
+        Fifth(engine, lambda: leaving.cancel())
+        leaving = engine.generate(id_prompt(SYSTEM, max_tokens=180, session="a"))
+        staying = asyncio.create_task(answer(engine, words(3), session="b", max_tokens=100))
+        said = await read(leaving)
+        again = await answer(engine, SYSTEM + ids(said) + words(4), session="a")
+        stayed = await staying
+    assert end(said).reason == "cancelled"
+    assert len(ids(said)) in (5, 6), "one more where a step was on its way already"
+    assert accepted(again).cached_tokens == len(SYSTEM) + len(ids(said)) - 1
+    assert_alike(again, await on_a_cpu(SYSTEM + ids(said) + words(4)))
+    assert ids(stayed) == ids(await on_a_cpu(words(3), max_tokens=100))
+    assert ahead
+
+
+async def test_kv_is_saved_in_the_middle_of_a_stream_and_restored(ahead: list[int], tmp_path: Path) -> None:
+    async with exact(kv_store=str(tmp_path)) as engine:
+        stream = engine.generate(id_prompt(SYSTEM, max_tokens=150, session="a"))
+        heard = [await anext(stream) for _ in range(4)]
+        await engine.control(Control("save"))
+        heard.append(await read(stream))
+    said = ids([chunk for batch in heard for chunk in batch])
+    async with exact(kv_store=str(tmp_path)) as engine:
+        turn = SYSTEM + said + words(5)
+        again = await answer(engine, turn, session="a")
+    assert accepted(again).cached_tokens > len(SYSTEM)
+    assert_alike(again, await on_a_cpu(turn))
+    assert ahead
+
+
+async def test_guesses_are_tried_instead(ahead: list[int]) -> None:
+    async with exact(path=str(chanting_model()), speculation="ngram") as engine:
+        found = await answer(engine, SYSTEM, max_tokens=60)
+        tried = engine.stats()
+    assert (end(found).reason, len(ids(found))) == ("length", 60)
+    assert tried.accepted_tokens > len(ahead), "most of what is said was guessed"
+
+
+async def test_one_that_cannot_be_given_ahead_is_an_ordinary_step(
+    ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = context.lib.llama_decode, 0
+
+    def moody(raw: Any, batch: Any) -> int:
+        nonlocal calls
+        calls += 1
+        return 1 if calls == 4 else plain(raw, batch)
+
+    async with exact() as engine:
+        monkeypatch.setattr(context.lib, "llama_decode", moody)
+        found = await answer(engine, words(6, 8), max_tokens=10)
+        monkeypatch.setattr(context.lib, "llama_decode", plain)
+    assert ids(found) == ids(await on_a_cpu(words(6, 8), max_tokens=10))

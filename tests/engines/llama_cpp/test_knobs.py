@@ -1,0 +1,43 @@
+"""What the optimizer may turn of a llama.cpp model, and why `n_batch` is none of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from modelyard.core.engine import Machine
+from modelyard.engines.llama_cpp import binding
+from modelyard.engines.llama_cpp.knobs import knobs
+from tests.engines.llama_cpp.stage import UBATCH, answer, running, spec
+from tests.engines.reading import ids
+
+LONG = "A long walk along the river. " * 8
+
+
+async def handed_over(monkeypatch: pytest.MonkeyPatch, n_batch: int) -> tuple[list[int], list[int]]:
+    """How many tokens llama.cpp was given at a time, and what it said."""
+    sizes: list[int] = []
+    decode = binding.lib.llama_decode
+
+    def noted(context: Any, batch: Any) -> int:
+        sizes.append(batch.n_tokens)
+        return int(decode(context, batch))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("modelyard.engines.llama_cpp.context.lib.llama_decode", noted)
+        async with running(n_batch=n_batch) as engine:
+            said = ids(await answer(engine, LONG, max_tokens=2))
+    return sizes, said
+
+
+async def test_n_batch_changes_nothing_of_what_llama_cpp_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = [await handed_over(monkeypatch, n_batch) for n_batch in (UBATCH // 2, 32 * UBATCH)]
+    assert small == large
+    assert max(small[0]) == UBATCH
+
+
+def test_n_batch_is_no_knob_and_n_ubatch_is_one() -> None:
+    names = {knob.name for knob in knobs(spec(), Machine(1 << 34), "batch")}
+    assert "n_ubatch" in names
+    assert "n_batch" not in names

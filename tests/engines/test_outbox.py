@@ -1,0 +1,95 @@
+"""What an engine's thread has to say, and when the event loop hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from modelyard.core.engine import Chunk, End, Tokens
+from modelyard.core.events import Usage
+from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.outbox import Outbox
+
+
+class Job:
+    def __init__(self) -> None:
+        self.box: Mailbox[Chunk] = Mailbox()
+        self.heard: list[Chunk] = []
+        self.box.pour(lambda chunks, _: self.heard.extend(chunks))
+
+
+def outbox() -> Outbox:
+    return Outbox(asyncio.get_running_loop())
+
+
+def word(id: int) -> list[Chunk]:
+    return [Tokens([id])]
+
+
+async def settled() -> None:
+    """The loop has done all that it was told so far."""
+    done = asyncio.Event()
+    asyncio.get_running_loop().call_soon_threadsafe(done.set)
+    await done.wait()
+
+
+async def test_what_somebody_waits_for_is_handed_over_at_the_end_of_its_step() -> None:
+    out, job = outbox(), Job()
+    out.before_waiting()
+    out.put(job, word(1))
+    out.end_of_step(soon=True)
+    await settled()
+    assert job.heard == word(1)
+
+
+async def test_a_token_among_many_lies_until_the_next_step_waits() -> None:
+    out, job = outbox(), Job()
+    out.before_waiting()
+    out.put(job, word(1), urgent=False)
+    out.end_of_step(soon=True)
+    await settled()
+    assert job.heard == []
+    out.before_waiting()
+    await settled()
+    assert job.heard == word(1)
+
+
+async def test_nothing_lies_where_no_step_follows() -> None:
+    out, job = outbox(), Job()
+    out.before_waiting()
+    out.put(job, word(1), urgent=False)
+    out.end_of_step(soon=False)
+    await settled()
+    assert job.heard == word(1)
+
+
+async def test_nothing_lies_where_steps_do_not_wait() -> None:
+    out, job = outbox(), Job()
+    out.before_waiting()
+    out.put(job, word(1), urgent=False)
+    out.end_of_step(soon=True)
+    out.put(job, word(2), urgent=False)
+    out.end_of_step(soon=True)
+    await settled()
+    assert job.heard == [*word(1), *word(2)]
+
+
+async def test_an_urgent_word_takes_along_what_lies_before_it() -> None:
+    out, job, other = outbox(), Job(), Job()
+    out.before_waiting()
+    out.put(job, word(1), urgent=False)
+    out.put(other, [End("stop", Usage())], True, urgent=False)
+    out.end_of_step(soon=True)
+    await settled()
+    assert job.heard == word(1)
+    assert other.box.closed
+
+
+async def test_a_mailbox_that_has_closed_meanwhile_is_passed_over() -> None:
+    out, gone, job = outbox(), Job(), Job()
+    gone.box.close()
+    out.put(gone, word(1))
+    out.put(job, word(2))
+    out.deliver()
+    await settled()
+    assert gone.heard == []
+    assert job.heard == word(2)

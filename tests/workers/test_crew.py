@@ -1,0 +1,105 @@
+"""Who may get the next engine: workers that came by themselves, by their machines, and this one."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from modelyard.core.engine import CacheInfo, EngineSpec, Machine, Memory, Site
+from modelyard.core.pool import Blueprint
+from modelyard.engines import fake
+from modelyard.scheduler.appraisal import Appraiser
+from modelyard.scheduler.scheduler import Scheduler
+from modelyard.store.memory import MemoryStore
+from modelyard.workers.crew import NOWHERE, Crew, machine_name
+from modelyard.workers.desk import Desk
+from modelyard.workers.placed import placed
+from modelyard.workers.ray import RayCluster
+from modelyard.workers.run import _offer
+from tests.workers.stage import DEADLINE_S, PATIENT, address, until, working
+
+FAR, FARTHER = Site("far", Machine(100)), Site("farther", Machine(50))
+
+
+async def test_the_next_engine_may_go_where_volunteers_have_least_to_do_and_then_here(tmp_path: Path) -> None:
+    crew = Crew(tmp_path)
+    assert crew.sites() == (Site(),)
+    crew.enlist("a", "ipc:///a", [], FAR)
+    crew.enlist("b", "ipc:///b", [], FARTHER)
+    crew._enlisted["a"].used = 1
+    assert crew.sites() == (FARTHER, FAR, Site())
+    crew.gone("b")
+    assert crew.sites() == (FAR, Site())
+
+
+async def test_what_a_worker_says_of_its_machine_is_always_its_last_word(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, launch=False)
+    assert crew.enlist("a", "ipc:///a", [], FAR)
+    assert not crew.enlist("a", "ipc:///a", [], Site("far", Machine(7)))
+    assert crew.sites() == (Site("far", Machine(7)),)
+
+
+async def test_a_volunteer_on_this_machine_is_judged_as_this_machine(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, launch=False)
+    crew.enlist("a", "ipc:///a", [], Site(machine_name(), Machine(1)))
+    assert crew.sites() == (Site(),)
+
+
+async def test_nobody_judges_where_nobody_is_or_where_the_cluster_decides(tmp_path: Path) -> None:
+    assert Crew(tmp_path, launch=False).sites() == (Site(NOWHERE),)
+    cluster = RayCluster("auto", {}, None, PATIENT)
+    assert Crew(tmp_path, cluster=cluster).sites() == (Site(NOWHERE),)
+
+
+def blueprint(crew: Crew, name: str) -> Blueprint:
+    caches = {"main": CacheInfo(4096, 2)}
+    spec = EngineSpec(name, fake.Options(token_delay=0), caches)
+
+    def make(site: str = NOWHERE) -> Any:
+        return placed(crew, "fake", spec, name, site)
+
+    size = lambda _: Memory(weights=60)  # noqa: E731
+    return Blueprint(name=name, caches=caches, make=make, make_at=make, identity=name, estimate=size)
+
+
+async def test_engines_go_to_the_machines_that_have_room_for_them(tmp_path: Path) -> None:
+    """Two workers that say they are on machines of 100 bytes: the second model does not fit beside the first."""
+    crew = Crew(tmp_path, pace=PATIENT, launch=False)
+    scheduler = Scheduler(appraiser=Appraiser(machine=lambda: Machine(0), sites=crew.sites))
+    scheduler.reconfigure({name: blueprint(crew, name) for name in ("a", "b")})
+    async with working() as one, working() as two:
+        crew.enlist("one", one.endpoint, [], Site("near", Machine(100)))
+        crew.enlist("two", two.endpoint, [], FAR)
+        try:
+            for name in ("a", "b"):
+                await asyncio.wait_for(asyncio.shield(scheduler.load(name)), DEADLINE_S)
+            assert [len(worker.engines) for worker in (one, two)] == [1, 1]
+            held = {device.device: device.taken for device in scheduler.snapshot().devices}
+            assert held == {"cpu@near": 60, "cpu@far": 60}
+        finally:
+            await scheduler.close()
+
+
+async def test_a_worker_that_offers_itself_tells_what_its_machine_has(tmp_path: Path) -> None:
+    crew, scheduler = Crew(tmp_path, launch=False), Scheduler()
+    crew._machine = "another"
+    desk = Desk(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, pace=PATIENT)
+    try:
+        async with working() as worker:
+            offering = asyncio.create_task(_offer(worker, desk.endpoint, None, PATIENT))
+            try:
+                await until(lambda: crew.sites()[0].name == machine_name())
+            finally:
+                offering.cancel()
+                await asyncio.gather(offering, return_exceptions=True)
+        (site,) = crew.sites()
+        assert site.machine is not None
+        assert site.machine.ram_free > 0
+    finally:
+        await desk.close()
+        await scheduler.close()
+
+
+async def _nothing() -> None:
+    pass
