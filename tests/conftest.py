@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import ssl
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG, create_ssl_context
 from httpx._transports import default as transports
 
@@ -33,3 +36,11 @@ def _context(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ss
 
 
 transports.create_ssl_context = _context
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _interrupts_reach_what_is_started() -> Iterator[None]:
+    """A shell that runs the tests in its background has them, and what they start, ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +13,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.clients)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _interrupts_reach_the_agents() -> Iterator[None]:
-    """A shell that runs the tests in its background has them, and what they start, ignore Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
