@@ -13,7 +13,7 @@ from modelyard.config.problems import Loc
 from modelyard.core.knobs import Knob, Value
 from modelyard.router.settings import CacheSettings, ModelSettings
 
-_PLACES = "parallel"  # how many conversations fit is what a cache is for: nobody's default takes its place
+PLACES = "parallel"  # how many conversations fit is what a cache is for: nobody's default takes its place
 
 
 def places(config: Config, model: str, knob: Knob) -> list[Loc]:
@@ -70,7 +70,7 @@ def unset(config: Config, model: str, knobs: Mapping[str, Knob]) -> Config:
     said = models[model].model_dump(exclude_unset=True)
     known = {alias for name in knobs for alias in aliases(models[model].backend, name)}
     said["options"] = {key: value for key, value in said.get("options", {}).items() if key not in known}
-    kept = {key: value for key, value in said.items() if key not in knobs or key == _PLACES}
+    kept = {key: value for key, value in said.items() if key not in knobs or key == PLACES}
     models[model] = ModelSettings.model_validate(kept)
     return config.model_copy(update={"models": models, "caches": _plain(config.caches, model, knobs)})
 
@@ -79,7 +79,7 @@ def _plain(caches: Mapping[str, CacheSettings], model: str, knobs: Mapping[str, 
     plain = {}
     for name, cache in caches.items():
         said = cache.model_dump(exclude_unset=True)
-        kept = {key: value for key, value in said.items() if key not in knobs or key == _PLACES}
+        kept = {key: value for key, value in said.items() if key not in knobs or key == PLACES}
         plain[name] = CacheSettings.model_validate(kept) if cache.model == model else cache
     return plain
 

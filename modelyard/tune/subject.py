@@ -17,7 +17,7 @@ from modelyard.config.problems import Loc
 from modelyard.core.engine import EngineSpec, Machine
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Knob, Setting, Value
-from modelyard.tune.places import alone, changes, places, turned, unset
+from modelyard.tune.places import PLACES, alone, changes, places, turned, unset
 from modelyard.tune.space import Space, is_scale
 
 
@@ -47,7 +47,8 @@ class Subject:
             elif not places(self.config, self.model, knob):
                 self.left_out.append(f"{knob.name}: it stands in a cache's section, and the model has none")
             else:
-                yield replace(knob, values=_with(knob, held[knob.name], default[knob.name]))
+                values = _with(knob, held[knob.name], default[knob.name])
+                yield replace(knob, values=_at_least(held[PLACES], values) if knob.name == PLACES else values)
 
     @cached_property
     def space(self) -> Space:
@@ -122,6 +123,11 @@ def _with(knob: Knob, *more: Value) -> tuple[Value, ...]:
     """Numbers in order; words in the order in which they were named."""
     every = tuple(dict.fromkeys([*knob.values, *more]))
     return tuple(sorted(every, key=float)) if is_scale(knob.ordered, every) else every
+
+
+def _at_least(held: Value, values: tuple[Value, ...]) -> tuple[Value, ...]:
+    """Nobody's conversation loses its place for speed: one stream whose words are guessed well may beat many."""
+    return tuple(value for value in values if float(value) >= float(held))
 
 
 def _own_module(backend: str, name: str) -> ModuleType | None:

@@ -73,6 +73,19 @@ def test_how_many_conversations_fit_is_turned_for_batches_only():
     assert "parallel" in llama("batch").knobs
 
 
+def test_what_takes_memory_is_tried_first_where_memory_is_the_goal():
+    def stage(goal: str, name: str) -> int:
+        return llama(goal).knobs[name].stage
+
+    assert stage("memory", "flash_attn") < stage("memory", "type_v") < stage("memory", "n_threads")
+    assert stage("chat", "n_threads") < stage("chat", "flash_attn") < stage("chat", "type_v")
+
+
+def test_no_conversation_loses_its_place_for_speed():
+    assert llama("batch", parallel=4).knobs["parallel"].values == (4, 8, 16)
+    assert llama("batch", parallel=3).knobs["parallel"].values == (3, 4, 8, 16)
+
+
 def test_rounded_values_need_flash_attention():
     subject = llama()
     assert not subject.space.allows(subject.current.but({"flash_attn": "off", "type_v": "q8_0"}))

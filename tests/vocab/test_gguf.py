@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,17 @@ def test_broken_file_is_told_in_llama_cpps_own_words(
 def test_reading_a_vocabulary_says_nothing_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     GgufVocabulary(fetch())
     assert capfd.readouterr() == ("", "")
+
+
+def test_no_device_is_looked_at_for_a_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llama_cpp import llama_cpp as lib
+
+    plain, lists = lib.llama_model_load_from_file, []
+
+    def load(path: bytes, params: Any) -> Any:
+        lists.append(ctypes.cast(params.devices, ctypes.POINTER(ctypes.c_void_p))[0])
+        return plain(path, params)
+
+    monkeypatch.setattr(lib, "llama_model_load_from_file", load)
+    GgufVocabulary(fetch())
+    assert lists == [None], "a list with no device in it, not the absence of a list, which means all"

@@ -30,12 +30,13 @@ def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
         yield Knob(name="n_gpu_layers", values=_layers(spec), stage=0, ordered=False)
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8, 16), stage=1, place="cache")
-    yield Knob(name="n_threads", values=cores.thread_counts(), stage=2)
-    yield Knob(name="n_threads_batch", values=cores.thread_counts(), stage=3)
-    yield Knob(name="n_ubatch", values=(64, 128, 256, 512, 1024, 2048), stage=4)
-    yield Knob(name="flash_attn", values=("on", "off"), stage=5)
-    yield Knob(name="type_k", values=("f16", "q8_0", "q4_0"), stage=6, lossy=True)
-    yield Knob(name="type_v", values=("f16", "q8_0", "q4_0"), stage=6, lossy=True)
+    pace, room = (3, 1) if goal == "memory" else (2, 5)  # what the goal is about comes before the time is over
+    yield Knob(name="n_threads", values=cores.thread_counts(), stage=pace)
+    yield Knob(name="n_threads_batch", values=cores.thread_counts(), stage=pace + 1)
+    yield Knob(name="n_ubatch", values=(64, 128, 256, 512, 1024, 2048), stage=pace + 2)
+    yield Knob(name="flash_attn", values=("on", "off"), stage=room)
+    yield Knob(name="type_k", values=("f16", "q8_0", "q4_0"), stage=room + 1, lossy=True)
+    yield Knob(name="type_v", values=("f16", "q8_0", "q4_0"), stage=room + 1, lossy=True)
     yield Knob(name="speculation", values=("auto", "off"), stage=7)
     if options.drafts:
         yield Knob(name="draft_n_max", values=(2, 4, 8, 16), stage=8)
