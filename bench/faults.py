@@ -4,9 +4,9 @@ Starts a scheduler, two gateways and a worker with the fake engine, keeps stream
 stops one part. Every client must get its whole answer or a proper error within five seconds of the fault, and only its
 own words; memory and open files come back. Exit code 1 where that does not hold.
 
-The five seconds are a sum: a silent worker is missed after at most two, `timeout_ms` lets clients wait one and a half for
-its successor, and the rest is for the answer. Clients of a server with the usual 30 seconds are told nothing so soon:
-they would rather wait for a model that takes long to load.
+The five seconds are a sum: a silent worker is missed after at most two, `timeout_ms` lets clients wait one and a
+half for its successor, and the rest is for the answer. Clients of a server with the usual 30 seconds are told nothing
+so soon: they would rather wait for a model that takes long to load.
 
 `--only ray-node` drops nodes of a Ray cluster on this machine instead, which wants a network of its own:
 
