@@ -334,11 +334,14 @@ def whole(rounds: int, seconds: float) -> list[Row]:
 
 
 async def main(quick: bool) -> None:
+    from bench import distances  # which is made of what stands here
+
     show(sizes())
     show(await throughput(64, 1000 if quick else 5000, 3 if quick else 7))
     show(await grants(2 if quick else 5))
     show(await scaling(100 if quick else 200, 0.01))
     show(await latency(50 if quick else 300))
+    show(await distances.rows(50 if quick else 300, 200 if quick else 1000))
     show(await decoding(3 if quick else 9))
     show(await asyncio.to_thread(whole, 1 if quick else 3, 3 if quick else 10))
 
