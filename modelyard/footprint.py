@@ -10,9 +10,9 @@ from modelyard import plugins
 from modelyard.config import Config, engine_spec
 from modelyard.core.engine import Machine, Memory
 from modelyard.core.errors import ModelyardError
-from modelyard.engines.llama_cpp import free
 from modelyard.engines.llama_cpp.estimate import size
 from modelyard.router.catalog import ModelEntry
+from modelyard.telemetry import free
 
 __all__ = ["Footprint", "footprint", "footprints", "machine", "sentence", "size"]
 

@@ -20,6 +20,14 @@ from msgspec import Struct
 Value = bool | int | float | str
 Goal = Literal["chat", "agent", "batch", "memory"]
 
+# What a chart of a run shows upward; memory stands on its other axis.
+COUNTS: dict[Goal, str] = {
+    "chat": "answers in the same time",
+    "agent": "how soon the first token comes",
+    "batch": "tokens a second of all answers",
+    "memory": "tokens a second",
+}
+
 
 class Knob(Struct, frozen=True, kw_only=True):
     """`stage`: those of one stage are tried together, the lowest first, since it should matter most."""

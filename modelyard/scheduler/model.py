@@ -19,7 +19,7 @@ from modelyard.core.pool import Blueprint
 from modelyard.scheduler.affinity import Affinity, marks
 from modelyard.scheduler.lane import Lane
 from modelyard.scheduler.place import Place
-from modelyard.scheduler.placement import Bytes, at
+from modelyard.scheduler.placement import Bytes, needed
 from modelyard.scheduler.replica import Replica
 from modelyard.scheduler.timers import Handle
 from modelyard.scheduler.view import ModelView
@@ -215,7 +215,7 @@ class Pooled:
         )
 
     def need_at(self, site: str) -> Bytes:
-        return at(self.abroad.get(site, self.need or {}), site)
+        return needed(site, self.need, self.abroad)
 
     @property
     def view(self) -> ModelView:

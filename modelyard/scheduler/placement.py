@@ -27,6 +27,11 @@ class Limits(Struct, frozen=True):
         return limits | {f"gpu:{uuid}": of for uuid, of in found.items()}
 
 
+def needed(site: str, need: Bytes | None, abroad: Mapping[str, Bytes]) -> Bytes:
+    """What a replica takes on that machine: what was worked out for it, or else the same as here."""
+    return at(abroad.get(site, need or {}), site)
+
+
 def at(bytes_: Bytes, site: str) -> dict[str, int]:
     """The same on another machine, whose devices are others."""
     return {f"{device}@{site}" if site else device: amount for device, amount in bytes_.items()}

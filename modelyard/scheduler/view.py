@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from modelyard.core.errors import ModelyardError
 from modelyard.core.pool import ReplicaState
-from modelyard.scheduler.placement import Bytes, at
+from modelyard.scheduler.placement import Bytes, needed
 
 
 class ReplicaView(Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class ModelView(Struct, frozen=True, kw_only=True):
     abroad: Mapping[str, Bytes] = field(default_factory=dict)
 
     def need_at(self, site: str) -> Bytes:
-        return at(self.abroad.get(site, self.need or {}), site)
+        return needed(site, self.need, self.abroad)
 
     @property
     def staying(self) -> tuple[ReplicaView, ...]:

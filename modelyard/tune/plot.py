@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from modelyard.core.knobs import Goal
+from modelyard.core.knobs import COUNTS, Goal
 from modelyard.measuring.drawing import Dot, Drawing, Point, Shape, Stroke, Words
 from modelyard.tune.report import Report, Row
 
@@ -16,12 +16,6 @@ _PLAIN, _FRONT, _BEST, _CURRENT, _FAINT = "#9a9a9a", "#1f6fb4", "#2a8a3e", "#b03
 _MIB = 2**20
 _TICKS = 5
 _DOWN = {"best": -8, "current": 16}  # where names stand beside their dots, which are often close to each other
-_UP: dict[Goal, str] = {
-    "chat": "answers in the same time",
-    "agent": "how soon the first token comes",
-    "batch": "tokens a second of all answers",
-    "memory": "tokens a second",
-}
 
 
 class Scale(Struct, frozen=True):
@@ -72,7 +66,7 @@ def _field(rows: Sequence[Row], goal: Goal) -> Iterator[Shape]:
     per = gain(base or rows[0], goal)
     across = Scale.of([row.memory / _MIB for row in rows], _LEFT, _LEFT + _WIDE)
     up = Scale.of([1.0, *(gain(row, goal) / per for row in rows)], _TOP + _HIGH, _TOP)
-    yield Words((16, _TOP - 14), f"{_UP[goal]}, {'current' if base is not None else 'the best'} = 1", size=11)
+    yield Words((16, _TOP - 14), f"{COUNTS[goal]}, {'current' if base is not None else 'the best'} = 1", size=11)
     yield from _grid(across, up)
     points = {place: (across.at(row.memory / _MIB), up.at(gain(row, goal) / per)) for place, row in enumerate(rows)}
     if len(edge := front(list(points.values()))) > 1:

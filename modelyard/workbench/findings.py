@@ -6,15 +6,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from modelyard.core.knobs import COUNTS
 from modelyard.workbench import words
 from modelyard.workbench.client import Json
-
-_UP = {
-    "chat": "answers in the same time",
-    "agent": "how soon the first token comes",
-    "batch": "tokens a second of all answers",
-    "memory": "tokens a second",
-}
 
 
 class Spot(Struct, frozen=True):
@@ -59,7 +53,7 @@ def settings(changes: Json) -> str:
 
 def upward(run: Json) -> str:
     """What the chart's height means."""
-    return f"{_UP.get(run['goal'], 'score')}, {'current' if _current(run['rows']) else 'the best'} = 1"
+    return f"{COUNTS.get(run['goal'], 'score')}, {'current' if _current(run['rows']) else 'the best'} = 1"
 
 
 def spots(run: Json) -> list[Spot]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
 from typing import Any
 
+from modelyard.telemetry.free import machine
 from modelyard.workers.crew import machine_name
 from modelyard.workers.link import Dialer, Keys
 from modelyard.workers.messages import VERSION, Beat, Refused, encode
@@ -123,8 +124,6 @@ async def _parent_gone() -> None:
 
 async def _offer(worker: Worker, scheduler: str, keys: Keys | None, pace: Pace) -> None:
     """Tells the scheduler again and again that this worker is here: one that was started anew learns of it so."""
-    from modelyard.engines.llama_cpp.free import machine  # a tenth of a second that workers for hire do not need
-
     refused, place = asyncio.Event(), machine_name()
 
     def heard(data: bytes) -> None:

@@ -13,10 +13,11 @@ import psutil
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp import attention, free, halves, verdict
+from modelyard.engines.llama_cpp import attention, halves, verdict
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import Shape, check, draft_shape, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
+from modelyard.telemetry import free
 from modelyard.vocab import llama_log
 
 log = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ import numpy as np
 from modelyard.core.engine import Accepted, CacheInfo, SequenceStats
 from modelyard.engines.llama_cpp import checkpoints, sequences
 from modelyard.engines.llama_cpp.checkpoints import Bound, Checkpoint
-from modelyard.engines.llama_cpp.free import machine
 from modelyard.engines.llama_cpp.image import Image, hashed
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.parking import Lot
 from modelyard.engines.llama_cpp.sequences import Choice, Ids, Slot
 from modelyard.engines.llama_cpp.state import Kv, layout
+from modelyard.telemetry.free import machine
 
 _EMPTY: Ids = np.zeros(0, np.int32)
 

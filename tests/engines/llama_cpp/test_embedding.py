@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from modelyard.core.engine import CacheInfo, Embedder, Machine, Tokens
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp import embedding, free, loading
+from modelyard.engines.llama_cpp import embedding, loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.embedding import Piece, Reader, plan
+from modelyard.telemetry import free
 from tests.engines.llama_cpp.stage import Tap, answer, model_file, prompt, running, spec, vocabulary
 from tests.engines.reading import end, ids, read, until
 

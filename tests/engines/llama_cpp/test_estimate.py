@@ -13,10 +13,11 @@ import pytest
 from modelyard.core.engine import CacheInfo, Machine, Memory
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import llama_cpp
-from modelyard.engines.llama_cpp import free, loading
+from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import Shape, check, compute, kv, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
+from modelyard.telemetry import free
 from modelyard.vocab import llama_log
 from tests.engines.llama_cpp.exact import recurrent_model, sliding_model, write
 from tests.engines.llama_cpp.stage import model_file, running, spec

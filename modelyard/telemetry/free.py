@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def machine(*, with_gpus: bool) -> Machine:
-    """`with_gpus`: whether the library was built to use them. Where no driver answers llama.cpp has the last word."""
+    """`with_gpus`: whether anybody would use them. Where no driver answers the engine has the last word."""
     gpus = {gpu.uuid: gpu.free for gpu in read_gpus()} if with_gpus else {}
     return Machine(min(psutil.virtual_memory().available, _allowed(_CGROUP)), gpus)
 
