@@ -11,7 +11,6 @@ from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
 from typing import Any
 
-from modelyard.telemetry.free import machine
 from modelyard.workers.crew import machine_name
 from modelyard.workers.link import Dialer, Keys
 from modelyard.workers.messages import VERSION, Beat, Refused, encode
@@ -124,6 +123,8 @@ async def _parent_gone() -> None:
 
 async def _offer(worker: Worker, scheduler: str, keys: Keys | None, pace: Pace) -> None:
     """Tells the scheduler again and again that this worker is here: one that was started anew learns of it so."""
+    from modelyard.telemetry.free import machine  # an interpreter that only an engine runs in need not have psutil
+
     refused, place = asyncio.Event(), machine_name()
 
     def heard(data: bytes) -> None:
