@@ -71,7 +71,7 @@ class Mailbox(Generic[T]):
             self.close()
         else:
             self._wake()
-        return not self.full
+        return len(self._waiting) < self.limit
 
     def post_many(self, items: Iterable[T], *, last: bool = False) -> None:
         """`put_many` from another thread, at the price of one wake-up of the loop."""
@@ -100,9 +100,8 @@ class Mailbox(Generic[T]):
             if self._closed:
                 raise StopAsyncIteration
             await self._something()
-        had_no_room = self.full
         items, self._waiting = self._waiting, []
-        if had_no_room and self._on_room is not None:
+        if len(items) >= self.limit and self._on_room is not None:
             self._on_room()
         return items if len(items) == 1 else merged(items)
 

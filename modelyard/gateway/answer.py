@@ -126,36 +126,34 @@ class Answer:
 
     async def _next(self) -> list[Event]:
         while True:
-            if self._generation is None:
-                await self._begin()
-            batch = await self._batch()
+            generation = self._generation if self._generation is not None else await self._begin()
+            try:
+                batch = await generation.__anext__()
+            except StopAsyncIteration:
+                raise Incomplete("the engine's stream ended without a last word") from None
             if self._may_retry(batch):
                 self._retry()
                 continue
             if events := self._translate(batch):
                 return events
 
-    async def _begin(self) -> None:
+    async def _begin(self) -> Generation[Any]:
         self._lease = lease = await self._ticket.lease()
         lease.on_revoke(self.cancel)
         self._around.metrics.queued(self.job.model.name, lease.waited)
         self._at.waited, self._at.given = lease.waited, time.perf_counter()
         if self._cancelled:
             raise Cancelled("the client went away")
-        engine = lease.engine
-        self._around.granted(self.job, engine)
+        engine, job = lease.engine, self.job
+        self._around.granted(job, engine)
         # By the definition's kind, not isinstance: a runtime check of a Protocol costs more than the whole step.
-        if self.job.model.kind == "text":
-            self._generation = cast(TextEngine, engine).generate(self.job.prompt(self.choice))
+        begun: Generation[Any]
+        if job.model.kind == "text":
+            begun = cast(TextEngine, engine).generate(job.prompt(self.choice))
         else:
-            self._generation = cast(ChatEngine, engine).chat(self.job.chat(self.choice))
-
-    async def _batch(self) -> Sequence[Any]:
-        assert self._generation is not None  # noqa: S101  `_begin` has set it
-        try:
-            return await self._generation.__anext__()
-        except StopAsyncIteration:
-            raise Incomplete("the engine's stream ended without a last word") from None
+            begun = cast(ChatEngine, engine).chat(job.chat(self.choice))
+        self._generation = begun
+        return begun
 
     def _translate(self, batch: Sequence[Any]) -> list[Event]:
         if type(batch[0]) is Accepted:

@@ -74,16 +74,21 @@ class Gateway:
     # --- the main road --------------------------------------------------------------------------------------------
 
     async def prepare(self, request: Request, caller: Caller) -> Job:
-        target, model = self._resolve(request.model, caller, request.allow_remote)
+        target, model, engine = self._resolve(request.model, caller, request.allow_remote)
         began, urgency = time.perf_counter(), priority(request)
-        engine = self.leases.engine(model.name)
         able = None if engine is None else engine.info.capabilities
-        request = await self._settled(await self._recall.restored(request, caller.key), model, able)
+        if not self._recall.is_blank:
+            request = await self._recall.restored(request, caller.key)
+        request, has_pictures = self._fitting(request, model, able)
+        if has_pictures:
+            request = await self.images.inline(request)
         wanted = request.max_tokens if request.max_tokens is not None else model.max_tokens
-        runs = await self._runs(request, model, target, wanted) if _renders(request, model) else ()
+        rendered = await self._rendered(request, model) if _renders(request, model) else ()
+        runs = tuple([Run(ids, text, fit(len(ids), wanted, target.window, target.strict)) for ids, text in rendered])
         structured = able is None or able.structured
         constraint, dropped = constrain(request, model, runs[0].text if runs else "", structured=structured)
-        self._tell((*request.warnings, *dropped, *_left_out(request, model)))
+        if request.warnings or dropped or request.tools:
+            self._tell((*request.warnings, *dropped, *_left_out(request, model)))
         return Job(
             request=request,
             caller=caller,
@@ -159,7 +164,8 @@ class Gateway:
 
     # --- its steps ------------------------------------------------------------------------------------------------
 
-    def _resolve(self, name: str, caller: Caller, consent: bool = False) -> tuple[Target, Model]:
+    def _resolve(self, name: str, caller: Caller, consent: bool = False) -> tuple[Target, Model, Engine | None]:
+        """Where it goes, to which model, and that model's engine, if it is up."""
         target = self.router.resolve(name, caller.endpoint)
         model = self.models[target.model]
         if model.remote and not (consent or caller.allow_remote or target.allow_remote):
@@ -168,35 +174,22 @@ class Gateway:
                 "pool dialect also the field allow_remote), or set allow_remote = true on its route or your key",
                 code="remote_not_allowed",
             )
-        return self._as_loaded(target), model
-
-    def _as_loaded(self, target: Target) -> Target:
-        """One load of a model may have set another window than the configuration."""
         engine = self.leases.engine(target.model)
-        cache = engine.info.caches.get(target.cache) if engine is not None else None
-        if cache is None or cache.window == target.window:
-            return target
-        return msgspec.structs.replace(target, window=cache.window)
+        return _as_loaded(target, engine), model, engine
 
     def _tell(self, warnings: Sequence[str]) -> None:
         for warning in warnings:
             self.metrics.warned(warning.partition(":")[0])  # what follows is the client's own text
             log.info("request: %s", warning)
 
-    async def _settled(self, request: Request, model: Model, able: Capabilities | None) -> Request:
-        """The request as the model can take it, with everything from outside in it; or why it cannot."""
+    def _fitting(self, request: Request, model: Model, able: Capabilities | None) -> tuple[Request, bool]:
+        """The request as the model can take it, or why it cannot; and whether pictures are to be brought in."""
         request, images, can = _offered(request), has_images(request), self.abilities.of(model, able)
         if images and "image" not in can.modalities:
             request = without_results_pictures(request)
             images = has_images(request)
         check(request, can, model.name, images=images)
-        if model.translates:
-            request = translated(request)
-        return await self.images.inline(request) if images else request
-
-    async def _runs(self, request: Request, model: Model, target: Target, wanted: int | None) -> tuple[Run, ...]:
-        rendered = await self._rendered(request, model)
-        return tuple([Run(ids, text, fit(len(ids), wanted, target.window, target.strict)) for ids, text in rendered])
+        return translated(request) if model.translates else request, images
 
     async def _rendered(self, request: Request, model: Model) -> list[tuple[list[int], str]]:
         renderer = model.parts.renderer
@@ -213,10 +206,11 @@ class Gateway:
 
     async def count(self, request: Request, caller: Caller) -> int:
         """Prompt tokens of a request, by the same render path. It never queues and needs no loaded model."""
-        _, model = self._resolve(request.model, caller, request.allow_remote)
-        engine = self.leases.engine(model.name)
+        _, model, engine = self._resolve(request.model, caller, request.allow_remote)
         able = None if engine is None else engine.info.capabilities
-        request = await self._settled(await self._recall.restored(request, caller.key), model, able)
+        request, has_pictures = self._fitting(await self._recall.restored(request, caller.key), model, able)
+        if has_pictures:
+            request = await self.images.inline(request)
         if _renders(request, model):
             return sum(len(ids) for ids, _ in await self._rendered(request, model))
         counted = None if engine is None or isinstance(engine, TextEngine) else await engine.count(request)
@@ -225,7 +219,7 @@ class Gateway:
         return counted
 
     async def embed(self, request: EmbeddingRequest, caller: Caller) -> Embeddings:
-        target, model = self._resolve(request.model, caller)
+        target, model, _ = self._resolve(request.model, caller)
         long = sum(map(len, request.inputs)) > _INLINE_CHARS
         batch = await asyncio.to_thread(_batch, request, model) if long else _batch(request, model)
         for ids in batch:
@@ -243,10 +237,11 @@ class Gateway:
 
     def target(self, name: str, endpoint: str) -> Target:
         """Where requests by this name go, with the window that the cache was loaded with."""
-        return self._as_loaded(self.router.resolve(name, endpoint))
+        target = self.router.resolve(name, endpoint)
+        return _as_loaded(target, self.leases.engine(target.model))
 
     def model_for(self, name: str, caller: Caller) -> tuple[Target, Model]:
-        return self._resolve(name, caller)
+        return self._resolve(name, caller)[:2]
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
         """Work that outlives its request; held here so that it is neither lost nor forgotten."""
@@ -269,6 +264,14 @@ class Gateway:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.images.close()
+
+
+def _as_loaded(target: Target, engine: Engine | None) -> Target:
+    """One load of a model may have set another window than the configuration."""
+    cache = engine.info.caches.get(target.cache) if engine is not None else None
+    if cache is None or cache.window == target.window:
+        return target
+    return msgspec.structs.replace(target, window=cache.window)
 
 
 def _renders(request: Request, model: Model) -> bool:

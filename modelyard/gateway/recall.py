@@ -49,9 +49,14 @@ class Recall:
         self._store, self._most, self._held, self._clock = store, characters, 0, clock
         self._spoken: OrderedDict[_Name, Spoken | _Missed] = OrderedDict()
 
+    @property
+    def is_blank(self) -> bool:
+        """Nothing was ever said here, and nobody else could have."""
+        return not self._spoken and self._store is None
+
     async def restored(self, request: Request, key: str) -> Request:
         """The request with the model's own words where they are known."""
-        if not self._spoken and self._store is None:
+        if self.is_blank:
             return request
         found = await self._find(dict.fromkeys(call_ids(request.messages)), key)
         return msgspec.structs.replace(request, messages=restored(request.messages, found)) if found else request

@@ -25,8 +25,13 @@ from modelyard.core.events import (
     Timings,
     Usage,
 )
+from modelyard.core.vocab import Detokenizer
 from modelyard.gateway.job import Job
+from modelyard.scanner.plain import plain
 from modelyard.scanner.scanner import Scanner
+
+_BAD = ("error", "cancelled")
+_TEXT_BEGINS, _TEXT_ENDS = BlockStart(0, "text"), BlockEnd(0)  # values: the same in every answer
 
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -44,104 +49,145 @@ class Translation(Protocol[T_contra]):
 
 
 class TextTranslation:
-    """Token ids → pieces → scanner → events."""
+    """Token ids → pieces → scanner → events.
+
+    An answer that comes in one go and is plain text needs no scanner: `_outright` tells it, in the same events.
+    """
 
     def __init__(self, job: Job, choice: int, new_id: Callable[[], str], on_text: Callable[[str], None] | None) -> None:
         run, parts = job.run(choice), job.model.parts
         if run is None:
             raise ValueError("a text engine needs a rendered prompt")
-        request = job.request
-        self._job, self._room = job, run.room
-        self._vocab, self._detokenizer = parts.vocab, parts.vocab.detokenizer()
-        self._on_text = on_text
+        request, model = job.request, job.model
+        self._job, self._run, self._parts = job, run, parts
+        self._new_id, self._on_text = new_id, on_text
+        self._prefill = "" if request.prompts else parts.renderer.tail(run.text)
+        self._stop = (*model.stop, *parts.stop_strings, *request.stop)
+        self._detokenizer: Detokenizer | None = None
+        self._scanner: Scanner | None = None
+        self.usage = Usage(len(run.ids))
+        self.ids: list[int] | None = [] if request.tools else None  # what was said: an agent's next prompt tells it
+        self.over = self.slot_free = self.spoke = False
+        self._started = False
+
+    def _new_scanner(self) -> Scanner:
+        job, parts, request = self._job, self._parts, self._job.request
         visible = request.reasoning.visible
-        self._scanner = Scanner(
+        return Scanner(
             parts.format_for(request),
             tools=request.tools,
-            stop=(*job.model.stop, *parts.stop_strings, *request.stop),
-            prefill="" if request.prompts else parts.renderer.tail(run.text),
-            new_id=new_id,
+            stop=self._stop,
+            prefill=self._prefill,
+            new_id=self._new_id,
             show_thinking=job.model.show_thinking if visible is None else visible,
             tool_stream=job.model.tool_stream,
             parallel=request.parallel_tool_calls is not False,
             specials=parts.specials,
             spell=self._spell if request.logprobs is not None else None,
         )
-        self.usage = Usage(prompt=len(run.ids))
-        self.ids: list[int] | None = [] if request.tools else None  # what was said: an agent's next prompt tells it
-        self.over = self.slot_free = self.spoke = False
-        self._started = False
 
     @property
     def warnings(self) -> Sequence[str]:
         """What the model said that could not be taken as it was meant."""
-        return self._scanner.warnings
+        return self._scanner.warnings if self._scanner is not None else ()
 
     def _spell(self, token: int) -> tuple[str, bytes]:
-        raw = self._vocab.token_bytes(token)
+        raw = self._parts.vocab.token_bytes(token)
         return raw.decode("utf-8", "replace"), raw
 
     def feed(self, batch: Sequence[Chunk]) -> list[Event]:
+        scanner, detokenizer = self._scanner, self._detokenizer
+        if scanner is None or detokenizer is None:
+            if len(batch) == 3 and (whole := self._outright(*batch)) is not None:
+                return whole
+            self._scanner = scanner = self._new_scanner()
+            self._detokenizer = detokenizer = self._parts.vocab.detokenizer()
         events: list[Event] = []
         for chunk in batch:
             if isinstance(chunk, Tokens):
                 if not self.over:
-                    self._tokens(chunk, events)
+                    self._tokens(chunk, scanner, detokenizer, events)
             elif isinstance(chunk, End):
                 self.slot_free = True
                 if not self.over:
-                    self._end(chunk, events)
+                    self._end(chunk, scanner, detokenizer, events)
             elif isinstance(chunk, Accepted) and not self._started:
-                self._started = True
-                self.usage = msgspec.structs.replace(self.usage, cached=chunk.cached_tokens)
-                events.append(Started(self._job.caller.trace, self._job.request.model, self._job.created, self.usage))
+                events.append(self._start(chunk))
         return events
 
-    def _tokens(self, chunk: Tokens, events: list[Event]) -> None:
+    def _outright(self, first: Chunk, said: Chunk, end: Chunk) -> list[Event] | None:
+        """The whole answer, where it is all here and plain; None, with nothing done, where it is not."""
+        if type(first) is not Accepted or type(said) is not Tokens or type(end) is not End or self._prefill:
+            return None
+        if end.reason in _BAD or said.logprobs is not None or self.over or self._started:
+            return None
+        detokenizer, parts = self._parts.vocab.detokenizer(), self._parts
+        pieces = detokenizer.feed(said.ids)
+        text = plain(parts.format_for(self._job.request), parts.specials, self._stop).text(pieces)
+        if text is None or detokenizer.finish():
+            return None
+        if self.ids is not None:
+            self.ids += said.ids
+        if self._on_text is not None:
+            self._on_text(text)
+        started = self._start(first)
+        self.slot_free = self.over = self.spoke = True
+        self.usage = usage = Usage(max(started.usage.prompt, end.usage.prompt), started.usage.cached, len(said.ids))
+        last = Finished(self._cut(end) or "end", usage, None, end.timings)
+        return [started, _TEXT_BEGINS, BlockDelta(0, text), _TEXT_ENDS, last]
+
+    def _start(self, accepted: Accepted) -> Started:
+        job = self._job
+        self._started = True
+        self.usage = Usage(self.usage.prompt, accepted.cached_tokens, self.usage.output, self.usage.reasoning)
+        return Started(job.caller.trace, job.request.model, job.created, self.usage)
+
+    def _tokens(self, chunk: Tokens, scanner: Scanner, detokenizer: Detokenizer, events: list[Event]) -> None:
         if self.ids is not None:
             self.ids += chunk.ids
-        pieces = self._detokenizer.feed(chunk.ids, chunk.logprobs)
+        pieces = detokenizer.feed(chunk.ids, chunk.logprobs)
         if self._on_text is not None:
             self._on_text("".join(piece.text for piece in pieces))
-        scanned = self._scanner.feed(pieces)
-        self._count(len(chunk.ids))
+        scanned = scanner.feed(pieces)
+        self._count(len(chunk.ids), scanner)
         if scanned:
             self.spoke = True
             events.extend(scanned)
-        if self._scanner.done:  # the verdict is ours: what the engine ran ahead is dropped
-            events.extend(self._scanner.finish())
-            self._finish("stop_string" if self._scanner.stopped is not None else "tool_calls", Timings(), events)
+        if scanner.done:  # the verdict is ours: what the engine ran ahead is dropped
+            events.extend(scanner.finish())
+            self._finish("stop_string" if scanner.stopped is not None else "tool_calls", Timings(), scanner, events)
 
-    def _count(self, output: int) -> None:
+    def _count(self, output: int, scanner: Scanner) -> None:
         usage = self.usage
-        self.usage = Usage(usage.prompt, usage.cached, usage.output + output, self._scanner.reasoning_tokens)
+        self.usage = Usage(usage.prompt, usage.cached, usage.output + output, scanner.reasoning_tokens)
 
-    def _end(self, end: End, events: list[Event]) -> None:
-        if end.reason in ("error", "cancelled"):
+    def _end(self, end: End, scanner: Scanner, detokenizer: Detokenizer, events: list[Event]) -> None:
+        if end.reason in _BAD:
             error = end.error or Cancelled("the request was cancelled")
             events.extend(self.fail(error))
             return
         if end.usage.prompt > self.usage.prompt:  # pictures: what they take only the engine could tell
             self.usage = msgspec.structs.replace(self.usage, prompt=end.usage.prompt)
-        rest = self._detokenizer.finish()
-        cut = end.reason != "stop"
-        events.extend(self._scanner.feed(rest))
-        events.extend(self._scanner.finish(cut=cut))
-        self._count(0)
-        self._finish(self._reason(end), end.timings, events)
+        rest = detokenizer.finish()
+        events.extend(scanner.feed(rest))
+        events.extend(scanner.finish(cut=end.reason != "stop"))
+        self._count(0, scanner)
+        self._finish(self._reason(end, scanner), end.timings, scanner, events)
 
-    def _reason(self, end: End) -> StopReason:
-        if self._scanner.stopped is not None:
+    def _reason(self, end: End, scanner: Scanner) -> StopReason:
+        if scanner.stopped is not None:
             return "stop_string"
+        return self._cut(end) or ("tool_calls" if scanner.called else "end")
+
+    def _cut(self, end: End) -> StopReason | None:
+        """Which limit ended it, if one did."""
         if end.reason == "window":
             return "window"
-        if end.reason == "length":
-            return self._room.limit
-        return "tool_calls" if self._scanner.called else "end"
+        return self._run.room.limit if end.reason == "length" else None
 
-    def _finish(self, reason: StopReason, timings: Timings, events: list[Event]) -> None:
+    def _finish(self, reason: StopReason, timings: Timings, scanner: Scanner, events: list[Event]) -> None:
         self.over = True
-        events.append(Finished(reason, self.usage, self._scanner.stopped, timings))
+        events.append(Finished(reason, self.usage, scanner.stopped, timings))
 
     def fail(self, error: ModelyardError) -> list[Event]:
         self.over = True

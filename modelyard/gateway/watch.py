@@ -23,10 +23,11 @@ class Watch:
         run = job.run(0)
         if run is None:
             return None
-        request, vocab = job.request, job.model.parts.vocab
+        request = job.request
         tools = tuple(tool for tool in request.tools if not tool.deferred) if request.tools else ()
-        asked = Asked(job.caller.trace, unshield(run.text), len(run.ids), _light(request), tools)
-        characters = lambda tokens: len(vocab.decode(run.ids[:tokens]))  # noqa: E731  seldom asked
+        messages = _light(request) if "image" in job.model.modalities else request.messages
+        asked = Asked(job.caller.trace, unshield(run.text), len(run.ids), messages, tools)
+        characters = lambda tokens: len(job.model.parts.vocab.decode(run.ids[:tokens]))  # noqa: E731  seldom asked
         return self._sessions.look(_key(job), asked, where.cached_tokens, characters, page, where.elsewhere)
 
     def answered(self, job: Job, usage: Usage, reply: Message | None) -> None:

@@ -18,6 +18,7 @@ from modelyard.http.visit import Visit
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 _ADMIN = "/v1/admin"
 _WORKBENCH = "/workbench"
+_FAMILIAR = 64
 _LONGEST = 256  # of a client's own words in our sentences
 
 
@@ -73,6 +74,7 @@ class Doorkeeper:
         self._keys = tuple(keys)
         self._guarded = is_loopback(settings.host)
         self._hosts = frozenset(h.lower() for h in (settings.host, *settings.allowed_hosts))
+        self._familiar: set[str] = set()  # Host headers that were found good: nearly all clients send the same
         self._origins = frozenset(settings.cors_origins or ("*",)) if settings.cors_enabled else frozenset()
 
     def admit(self, visit: Visit) -> None:
@@ -86,8 +88,12 @@ class Doorkeeper:
 
     def _check_host(self, header: str) -> None:
         """A web page that rebinds its own name to 127.0.0.1 still sends its own name in Host."""
+        if header in self._familiar:
+            return
         host = _hostname(header)
         if not host or is_loopback(host) or host in self._hosts:
+            if len(self._familiar) < _FAMILIAR and len(header) <= _LONGEST:
+                self._familiar.add(header)
             return
         raise Forbidden(
             f"the Host {host[:_LONGEST]!r} is not one of this server's names; "

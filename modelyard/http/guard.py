@@ -16,7 +16,7 @@ from modelyard.http.errors import ours, written
 from modelyard.http.settings import HttpSettings
 from modelyard.http.visit import Visit, respond_error
 from modelyard.telemetry.cause import Reuse
-from modelyard.telemetry.log import current_trace, event
+from modelyard.telemetry.log import current_trace, event, line
 from modelyard.telemetry.metrics import Metrics
 
 log = logging.getLogger("modelyard.http")
@@ -71,8 +71,10 @@ class Guard:
         if scope["type"] != "http":
             await self._other(scope, receive, send)
             return
-        visit = Visit(new_trace(), _canonical(scope["path"]), _headers(scope))
-        scope["path"] = visit.path
+        path = scope["path"]
+        if path not in _ROUTES:  # those are as they should be
+            path = scope["path"] = _canonical(path)
+        visit = Visit(new_trace(), path, _headers(scope))
         visit.enter(scope)
         current_trace.set(visit.trace)
         try:
@@ -81,18 +83,13 @@ class Guard:
             self._account(visit, scope["method"], time.perf_counter() - visit.arrived)
 
     async def _through(self, visit: Visit, scope: Scope, receive: Receive, send: Send) -> None:
-        async def noting(message: Message) -> None:
-            if not visit.status and message["type"] == "http.response.start":
-                visit.status = message["status"]
-            await send(message)
-
         try:
             self._check_headers(scope)
             self._doorkeeper.admit(visit)
             if scope["method"] == "POST" and (handler := self._hot.get(visit.path)) is not None:
                 await handler(scope, receive, send)
             else:
-                await self._inner(visit.path)(scope, receive, noting)
+                await self._inner(visit.path)(scope, receive, _noting(visit, send))
         except Exception as error:
             if visit.status:  # a reply is under way: it cannot be taken back, only cut off
                 if not visit.error:
@@ -141,17 +138,19 @@ class Guard:
             self._metrics.failed(visit.error)
         watched = route != path and (is_workbench(path) or (method == "GET" and path.startswith(_READ)))
         level = logging.DEBUG if watched or path in _QUIET else logging.INFO
-        event(
-            log,
-            level,
-            "request",
-            method=method,
-            path=visit.path,
-            status=visit.status,
-            ms=round(seconds * 1e3, 2),
-            key=visit.key,
-            **(_told(visit.reuse) if visit.reuse is not None else {}),
-        )
+        told = {"method": method, "path": path, "status": visit.status, "ms": round(seconds * 1e3, 2), "key": visit.key}
+        line(log, level, "request", told if visit.reuse is None else told | _told(visit.reuse))
+
+
+def _noting(visit: Visit, send: Send) -> Send:
+    """Whoever answers by messages tells the status there."""
+
+    async def noting(message: Message) -> None:
+        if not visit.status and message["type"] == "http.response.start":
+            visit.status = message["status"]
+        await send(message)
+
+    return noting
 
 
 def _told(reuse: Reuse) -> dict[str, Any]:
@@ -166,7 +165,7 @@ def _traces() -> Iterator[str]:
     """Random ids, many from one call to the system instead of one call each."""
     while True:
         noise = secrets.token_hex(_TRACE_BYTES * 256)
-        yield from (noise[at : at + 2 * _TRACE_BYTES] for at in range(0, len(noise), 2 * _TRACE_BYTES))
+        yield from [noise[at : at + 2 * _TRACE_BYTES] for at in range(0, len(noise), 2 * _TRACE_BYTES)]
 
 
 new_trace = _traces().__next__

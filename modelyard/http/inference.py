@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
@@ -33,13 +35,8 @@ class Inference:
         self.wire, self.gateway, self.settings = wire, gateway, settings
         self.scribe, self.stored = scribe, stored
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics = self.gateway.metrics
-        metrics.began()
-        try:
-            await Exchange(self, scope, receive, send).run()
-        finally:
-            metrics.ended()
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        return Exchange(self, scope, receive, send).run()
 
 
 class Exchange:
@@ -55,11 +52,14 @@ class Exchange:
 
     async def run(self) -> None:
         gateway, visit, entry = self._home.gateway, self._visit, self._entry
+        gateway.metrics.began()
         try:
             body = await read_body(self._receive, visit, self._home.settings)
             if entry is not None:
                 entry.request(body)
-            self._request = request = await self._read(body)
+            is_quick = self._home.stored is None and len(body) <= INLINE_BYTES
+            read = self._home.wire.read_request
+            self._request = request = read(body, visit.headers) if is_quick else await self._read(body)
             answer = gateway.start(await gateway.prepare(request, visit.caller), entry)
             await (self._stream(answer, request) if request.stream else self._whole(answer, request))
         except Exception as error:
@@ -67,6 +67,7 @@ class Exchange:
                 raise
             await self._refuse(ours(error))
         finally:
+            gateway.metrics.ended()
             if entry is not None:
                 entry.close()
 

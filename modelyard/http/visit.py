@@ -13,6 +13,7 @@ from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.request import Caller
 from modelyard.core.wire import WireError
 from modelyard.http.depth import fault
+from modelyard.http.incoming import whole_body
 from modelyard.http.outgoing import reply
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.cause import Reuse
@@ -91,13 +92,9 @@ async def read_body(receive: Receive, visit: Visit, settings: HttpSettings) -> b
     if visit.headers.get("content-encoding", "identity") not in ("", "identity"):
         raise InvalidRequest("compressed request bodies are not accepted; send the JSON as it is", code="encoding")
     limit = settings.max_body_bytes
-    declared = visit.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > limit:
-        raise _too_large(limit)
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if message.get("more_body"):
-        body = await _rest(receive, body, limit)
+    body = whole_body(receive)
+    if body is None:
+        body = await _received(receive, visit.headers.get("content-length", ""), limit)
     if len(body) > limit:
         raise _too_large(limit)
     depth = settings.max_json_depth
@@ -105,6 +102,14 @@ async def read_body(receive: Receive, visit: Visit, settings: HttpSettings) -> b
     if wrong is not None:
         raise InvalidRequest(wrong, code="invalid_json")
     return body
+
+
+async def _received(receive: Receive, declared: str, limit: int) -> bytes:
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise _too_large(limit)
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    return await _rest(receive, body, limit) if message.get("more_body") else body
 
 
 async def _rest(receive: Receive, first: bytes, limit: int) -> bytes:

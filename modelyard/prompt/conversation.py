@@ -54,6 +54,19 @@ class Conversation:
                 out.append(self._said(message, request.tools))
         return out
 
+    def plain(self, messages: Sequence[Message]) -> tuple[tuple[str, ...], list[str]] | None:
+        """The roles and texts of a conversation that waits for an answer and in which everybody said one text and
+        nothing else: the same as in its entries. None: it is another one."""
+        roles: list[str] = []
+        texts: list[str] = []
+        for message in messages:
+            role, parts = message.role, message.parts
+            if len(parts) != 1 or type(part := parts[0]) is not Text or role == "tool" or message.name:
+                return None
+            roles.append(role)
+            texts.append(self._shield_reply(part.text) if role == "assistant" else self._shield(part.text))
+        return None if not roles or role == "assistant" else (tuple(roles), texts)
+
     def _said(self, message: Message, tools: Sequence[Tool]) -> Entry:
         entry: Entry = {"role": message.role, "content": self._content(message.parts, tools)}
         if message.name:

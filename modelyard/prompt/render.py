@@ -11,13 +11,14 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Request
+from modelyard.core.request import Reasoning, Request
 from modelyard.core.vocab import Vocabulary
 from modelyard.prompt.conversation import Conversation, Entry
 from modelyard.prompt.sandbox import Frozen
+from modelyard.prompt.shapes import MAX_MESSAGES, Shapes, Unread
 from modelyard.prompt.steps import tools_as_text
 from modelyard.prompt.taming import TamedTemplate, used_tool
-from modelyard.prompt.template import ChatTemplate, TemplateFailed
+from modelyard.prompt.template import MAX_OUTPUT, ChatTemplate, TemplateFailed
 from modelyard.prompt.tools import Toolbox, instructions
 from modelyard.prompt.translation import SOURCE, TARGET, translated
 from modelyard.vocab.prefix import Cuttable, PrefixTokens
@@ -33,6 +34,7 @@ _KEEPS = {
     "truncate_history_thinking": False,
     "drop_thinking": False,
 }
+_NO_WISH = Reasoning()
 _OURS = frozenset({"messages", "range", "raise_exception", "strftime_now"})
 
 
@@ -81,12 +83,15 @@ class Renderer:
         self._tokens = PrefixTokens(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
         self._opening, self._bare = self._find_opening(template)
         self.separator = self._find_separator()
+        self._shapes = Shapes(self._unread) if template.is_candid and not self.translates else None
 
     def __repr__(self) -> str:
         return f"<Renderer {self._plain!r}>"
 
     def text(self, request: Request) -> str:
         """The prompt, with the shield's marks: for `tokens` and `fresh`. People get `unshield(text)`."""
+        if (quick := self._shaped(request)) is not None:
+            return quick
         if self.translates:
             return self._translation(translated(request))
         tools = self._toolbox.offered(request.tools) if request.tools else []
@@ -102,6 +107,23 @@ class Renderer:
         if entries and _is_empty_reply(entries[-1]):
             entries = entries[:-1]
         return tamed.render(entries, variables)
+
+    def _shaped(self, request: Request) -> str | None:
+        """The same text, where it is plain and the template passes it on unread; None: it has to be rendered."""
+        if self._shapes is None or request.tools or request.documents or request.chat_template_kwargs:
+            return None
+        if len(request.messages) > MAX_MESSAGES or request.reasoning != _NO_WISH:
+            return None
+        told = self._conversation.plain(request.messages)
+        shape = self._shapes.find(told[0]) if told is not None else None
+        if shape is None or told is None:
+            return None
+        text = shape.around(told[1])
+        return text if len(text) <= MAX_OUTPUT else None
+
+    def _unread(self, turns: Sequence[tuple[str, Unread]]) -> str:
+        entries: list[Entry] = [{"role": role, "content": text} for role, text in turns]
+        return self._plain.unread(entries, self._variables(Request(model=""), self._plain.template, []))
 
     def _translation(self, request: Request) -> str:
         """One turn whose content is one item. Such a template takes nothing else, so there is nothing to tame."""

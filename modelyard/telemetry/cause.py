@@ -57,14 +57,10 @@ class Asked(Struct):
     tools: tuple[Tool, ...]
     output: int = 0
     reply: Message | None = None
-    _opened: str | None = None
+    opened: str = ""  # the first words of the conversation, whatever its rules are
 
-    @property
-    def opened(self) -> str:
-        """The first words of the conversation, whatever its rules are; worked out once."""
-        if self._opened is None:
-            self._opened = _loosely(_opening(self.messages))
-        return self._opened
+    def __post_init__(self) -> None:
+        self.opened = _loosely(_opening(self.messages))
 
     @property
     def held(self) -> int:
@@ -136,7 +132,10 @@ def _are_strangers(earlier: Sequence[Asked], now: Asked, enough: int) -> bool:
     """None of these opened with the same words or could have given as much: the quick answer where clients name no
     session, and every prompt is held against those of everybody."""
     opened = now.opened
-    return all(one.opened != opened and one.held > enough for one in earlier)
+    for one in earlier:  # noqa: SIM110  no generator: this is asked of most prompts without a session
+        if one.tokens + one.output <= enough or one.opened == opened:
+            return False
+    return True
 
 
 def _likeness(one: Asked, now: Asked) -> int:

@@ -35,8 +35,11 @@ _direct: Gathered | None = None
 _GATHER_S = 0.02
 
 
+Line = dict[str, Any]
+
+
 class Gathered:
-    """A stream for lines: those of one moment of a running loop are one write. Everything else is written at once.
+    """A stream for JSON lines: those of one moment of a running loop are one write. Everything else is written at once.
 
     `write` belongs to the loop's thread or to a thread without a loop, as a stream's own does; a line of another
     thread goes out before those that still wait, which is no matter: each has its time.
@@ -44,14 +47,14 @@ class Gathered:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._held: list[str] = []
+        self._held: list[Line] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def gather(self, line: str) -> None:
+    def gather(self, line: Line) -> None:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            self._stream.write(line)
+            self._stream.write(_json(line) + "\n")
             return
         if not self._held or loop is not self._loop:  # an ended loop has taken its timer with it
             self._loop = loop
@@ -67,7 +70,7 @@ class Gathered:
         if self._stream.closed:
             return
         if held:
-            self._stream.write("".join(held))
+            self._stream.write(_json_lines(held))
         self._stream.flush()
 
 
@@ -109,11 +112,18 @@ def event(
     logger: logging.Logger, level: int, message: str, /, *, error: BaseException | None = None, **fields: Any
 ) -> None:
     """Log a sentence with its facts apart. `error` adds the traceback; the caller's line number is not looked up."""
+    line(logger, level, message, fields, error)
+
+
+def line(
+    logger: logging.Logger, level: int, message: str, fields: dict[str, Any], error: BaseException | None = None
+) -> None:
+    """`event` for somebody who has the facts in a dictionary already."""
     if not logger.isEnabledFor(level):
         return
     if _direct is not None and error is None:
-        line = _json(_line(time(), _NAMES[level], logger.name, message, fields)) + "\n"
-        (_direct.gather if level < logging.WARNING else _direct.write)(line)
+        made = _line(time(), _NAMES[level], logger.name, message, fields)
+        _direct.gather(made) if level < logging.WARNING else _direct.write(_json(made) + "\n")
         return
     exc_info: ExcInfo | None = (type(error), error, error.__traceback__) if error is not None else None
     record = logging.LogRecord(logger.name, level, "", 0, message, None, exc_info)
@@ -132,15 +142,19 @@ class JsonLines(logging.Formatter):
         return _json(line)
 
 
-def _line(created: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> dict[str, Any]:
-    line: dict[str, Any] = {"time": _timestamp(created), "level": level, "logger": logger, "message": message}
+_OURS = frozenset({"time", "level", "logger", "message", "request_id"})
+
+
+def _line(created: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> Line:
+    made: Line = {"time": _timestamp(created), "level": level, "logger": logger, "message": message}
     if trace := current_trace.get():
-        line["request_id"] = trace
-    if line.keys().isdisjoint(fields):
-        return line | fields  # nearly always
+        made["request_id"] = trace
+    if _OURS.isdisjoint(fields):
+        made.update(fields)  # nearly always
+        return made
     for name, value in fields.items():
-        line[name if name not in line else f"{name}_"] = value
-    return line
+        made[name if name not in made else f"{name}_"] = value
+    return made
 
 
 class HumanLines(logging.Formatter):
@@ -164,7 +178,14 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return getattr(record, "fields", None) or {}
 
 
-def _json(line: dict[str, Any]) -> str:
+def _json_lines(lines: list[Line]) -> str:
+    try:
+        return _encoder.encode_lines(lines).decode()
+    except (UnicodeEncodeError, TypeError):  # one of them
+        return "".join([_json(line) + "\n" for line in lines])
+
+
+def _json(line: Line) -> str:
     try:
         return _encoder.encode(line).decode()
     except (UnicodeEncodeError, TypeError):  # a lone surrogate, or a dict with odd keys: the line matters more

@@ -3,12 +3,19 @@
 Why not prometheus-client's own counters: a request touches about ten series, and its labelled objects cost 0.3 µs
 (child kept) to 1.2 µs (child looked up) each under a lock; a dict entry costs 0.1 µs, and the same dicts travel to
 the other gateways as they are. The price: every method belongs to the event loop's thread.
+
+What every request touches is only noted, in lists, and worked up many at a time: when somebody looks, or when many
+notes wait. A note costs a tenth of a histogram's row, and C counts a list faster than Python does its items.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 from modelyard import __version__
 from modelyard.core.events import Usage
@@ -20,8 +27,12 @@ from modelyard.telemetry.snapshot import Distribution, Labels, Series, Snapshot,
 
 __all__ = ["Metrics", "merge"]
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 # A label that a client or an upstream chose (an error code, say) must not grow the memory without end.
 _MAX_SERIES = 1000
+_MANY = 1024  # notes: to work them up takes about a millisecond
 
 
 class _Histogram:
@@ -34,10 +45,19 @@ class _Histogram:
         self._rows: dict[Labels, Distribution] = home.histograms.setdefault(name, {})
 
     def observe(self, label: Labels, value: float, times: int = 1) -> None:
+        self._row(label).observe(self._buckets, value, times)
+
+    def observe_all(self, label: Labels, values: Sequence[float]) -> None:
+        row = self._row(label)
+        for at, times in Counter(map(partial(bisect_left, self._buckets), values)).items():
+            row.counts[at] += times
+        row.sum += sum(values)
+
+    def _row(self, label: Labels) -> Distribution:
         row = self._rows.get(label)
         if row is None:
             row = self._rows.setdefault(_bounded(self._rows, label), Distribution([0] * (len(self._buckets) + 1)))
-        row.observe(self._buckets, value, times)
+        return row
 
 
 def _count(series: Series, labels: Labels, amount: float = 1) -> None:
@@ -46,6 +66,12 @@ def _count(series: Series, labels: Labels, amount: float = 1) -> None:
     except KeyError:
         labels = _bounded(series, labels)
         series[labels] = series.get(labels, 0) + amount
+
+
+def _taken(notes: defaultdict[K, list[V]]) -> list[tuple[K, list[V]]]:
+    taken = list(notes.items())
+    notes.clear()
+    return taken
 
 
 def _bounded(series: Mapping[Labels, object], labels: Labels) -> Labels:
@@ -82,13 +108,22 @@ class Metrics:
         self._prompts = _Histogram("request_prompt_tokens", now)
         self._cacheds = _Histogram("request_cached_tokens", now)
         self._outputs = _Histogram("request_output_tokens", now)
+        # Notes: visits by endpoint, method and status, answers by model and reason, looks into a cache by it and cause.
+        self._noted = 0
+        self._visits: defaultdict[tuple[str, str, int], list[float]] = defaultdict(list)
+        self._answers: defaultdict[tuple[str, str], list[Usage]] = defaultdict(list)
+        self._looks: defaultdict[Labels, list[int]] = defaultdict(list)
+        self._firsts: defaultdict[str, list[float]] = defaultdict(list)
+        self._waits: defaultdict[str, list[float]] = defaultdict(list)
 
     # --- the hot path -------------------------------------------------------------------------------------------
 
     def http(self, endpoint: str, method: str, status: int, seconds: float) -> None:
         """`endpoint` is the route's pattern, never the client's own path: that would be a series a path."""
-        _count(self._http, (endpoint, method, str(status)))
-        self._duration.observe((endpoint,), seconds)
+        self._visits[endpoint, method, status].append(seconds)
+        self._noted += 1
+        if self._noted >= _MANY:
+            self._settle()
 
     def began(self) -> None:
         self._active[()] += 1
@@ -97,26 +132,20 @@ class Metrics:
         self._active[()] -= 1
 
     def first_token(self, model: str, seconds: float) -> None:
-        self._first.observe((model,), seconds)
+        self._firsts[model].append(seconds)
 
     def inter_token(self, model: str, seconds: float, count: int = 1) -> None:
         """`count` tokens that came `seconds` apart each."""
         self._inter.observe((model,), seconds, count)
 
     def queued(self, model: str, seconds: float) -> None:
-        self._queue.observe((model,), seconds)
+        self._waits[model].append(seconds)
 
     def finished(self, model: str, usage: Usage, reason: str) -> None:
-        label = (model,)
-        _count(self._prompt, label, usage.prompt)
-        _count(self._cached, label, usage.cached)
-        _count(self._output, label, usage.output)
-        _count(self._reasoning, label, usage.reasoning)
-        _count(self._reasons, (reason,))
-        if usage.prompt:  # 0: counted by another answer to it, or not told by a server elsewhere
-            self._prompts.observe(label, usage.prompt)
-            self._cacheds.observe(label, usage.cached)
-        self._outputs.observe(label, usage.output)
+        self._answers[model, reason].append(usage)
+        self._noted += 1
+        if self._noted >= _MANY:
+            self._settle()
 
     def failed(self, code: str) -> None:
         _count(self._errors, (code,))
@@ -128,12 +157,40 @@ class Metrics:
         _count(self._warnings, (kind,))
 
     def looked_up(self, cache: str, reuse: Reuse) -> None:
-        label = (cache, reuse.cause)
-        _count(self._causes, label)
-        _count(self._evaluated, label, reuse.evaluated)
+        self._looks[cache, reuse.cause].append(reuse.evaluated)
 
     def prompt_changed(self, cache: str) -> None:
         _count(self._prompt_changes, (cache,))
+
+    # --- working up the notes -------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        self._noted = 0
+        for (endpoint, method, status), seconds in _taken(self._visits):
+            _count(self._http, (endpoint, method, str(status)), len(seconds))
+            self._duration.observe_all((endpoint,), seconds)
+        for (model, reason), usages in _taken(self._answers):
+            _count(self._reasons, (reason,), len(usages))
+            self._settle_tokens((model,), usages)
+        for label, evaluated in _taken(self._looks):
+            _count(self._causes, label, len(evaluated))
+            _count(self._evaluated, label, sum(evaluated))
+        for model, seconds in _taken(self._firsts):
+            self._first.observe_all((model,), seconds)
+        for model, seconds in _taken(self._waits):
+            self._queue.observe_all((model,), seconds)
+
+    def _settle_tokens(self, label: Labels, usages: Sequence[Usage]) -> None:
+        outputs = [usage.output for usage in usages]
+        _count(self._prompt, label, sum([usage.prompt for usage in usages]))
+        _count(self._cached, label, sum([usage.cached for usage in usages]))
+        _count(self._output, label, sum(outputs))
+        _count(self._reasoning, label, sum([usage.reasoning for usage in usages]))
+        # A prompt of 0 was counted by another answer to it, or not told by a server elsewhere.
+        if told := [usage for usage in usages if usage.prompt]:
+            self._prompts.observe_all(label, [usage.prompt for usage in told])
+            self._cacheds.observe_all(label, [usage.cached for usage in told])
+        self._outputs.observe_all(label, outputs)
 
     # --- a look at it -------------------------------------------------------------------------------------------
 
@@ -164,6 +221,7 @@ class Metrics:
         return encode(self._current())
 
     def _current(self) -> Snapshot:
+        self._settle()
         gauges, load = self._now.gauges, self._load
         gauges["queue_waiting"] = {(model,): depth for model, depth in self._depths().items()}
         for name, rows in self._pool().items():

@@ -33,16 +33,20 @@ class Sessions:
         elsewhere: int = 0,
     ) -> Reuse:
         """What was reused of this prompt and why not more; it is remembered as its session's last."""
-        earlier = self._asked.pop(key, [])
+        earlier = self._asked.get(key)
+        if earlier is None:
+            earlier = self._asked[key] = []
+        else:
+            self._asked.move_to_end(key)
         if earlier and earlier[-1].trace == now.trace:
             self._drop(earlier)  # a second try: its own first one is no earlier prompt
         found = judge(earlier, now, reused, characters, page, elsewhere)
         earlier.append(now)
-        self._asked[key] = earlier
         self._held += len(now.text)
         if len(earlier) > _EACH:
             self._held -= len(earlier.pop(0).text)
-        self._shrink()
+        if self._held > self._most or len(self._asked) > self._sessions:
+            self._shrink()
         return found
 
     def answered(self, key: Key, trace: str, output: int, reply: Message | None) -> None:

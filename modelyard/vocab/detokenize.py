@@ -50,7 +50,7 @@ class TableDetokenizer:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._whole = table.whole
-        self._utf8 = _utf8("replace")
+        self._utf8: codecs.IncrementalDecoder | None = None  # made when the first half of a character comes
         self._pending = False
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[IdLogprob] | None = None) -> list[Piece]:
@@ -76,12 +76,13 @@ class TableDetokenizer:
             out += self.finish()
         elif piece is None or self._pending:
             data = self._table.broken[token] if piece is None else piece.text.encode()
-            piece = Piece(self._utf8.decode(data), False, token)
-            self._pending = bool(self._utf8.getstate()[0])
+            self._utf8 = utf8 = self._utf8 or _utf8("replace")
+            piece = Piece(utf8.decode(data), False, token)
+            self._pending = bool(utf8.getstate()[0])
         out.append(piece)
 
     def finish(self) -> list[Piece]:
-        if not self._pending:
+        if not self._pending or self._utf8 is None:
             return []
         rest = self._utf8.decode(b"", True)
         self._utf8.reset()

@@ -52,7 +52,7 @@ class HfVocabulary:
         self._added = {token.id: token for token in file.added_tokens}
         self.size = max([tokenizer.get_vocab_size(), *(id + 1 for id in self._added)])
         self.specials = {token.content: token.id for token in file.added_tokens if _is_control(token)}
-        self.cuts = exact_cuts(file) & self.specials.keys()
+        self.cuts = exact_cuts(file).intersection(self.specials)
         self.bos_token, self.eos_token = ends.bos_token, ends.eos_token
         self.bos = self._bos(ends)
         self.eos = self._eos(ends)

@@ -84,8 +84,7 @@ class PrefixTokens:
         parts = self._split(text)
         ids = list(self._stretch("", parts[0])) if parts[0] else []
         young, ids_of_cut = self._cache.young, self._ids_of_cut
-        for at in range(1, len(parts), 2):
-            cut, stretch = parts[at], parts[at + 1]
+        for cut, stretch in zip(parts[1::2], parts[2::2], strict=True):
             ids.append(ids_of_cut[cut])
             if stretch:
                 ids += young.get(stretch) or self._stretch(cut, stretch)

@@ -91,7 +91,7 @@ class Words:
                 ids += known[word]
         except KeyError:
             return self._with_new(words, text)
-        return ids if sum(map(len, words)) == len(text) else None
+        return ids if len("".join(words)) == len(text) else None
 
     def _with_new(self, words: list[str], text: str) -> list[int] | None:
         """What is new is learned in one call: the library's price is mostly for being called."""

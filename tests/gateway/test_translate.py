@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelyard.core.engine import Accepted, Chunk, End, IdLogprob, Progress, Tokens
 from modelyard.core.errors import Cancelled, Internal, ModelyardError, Unavailable
@@ -165,6 +167,40 @@ def test_half_a_character_at_the_end_is_still_given() -> None:
     assert len(smile) > 1
     reply = fold(heard.feed([Accepted(), Tokens(smile[:-1]), End("length")]))
     assert "\ufffd" in reply.text
+
+
+WORDS = ["Hello", " there", ".", "\n", " ", "<", CALL, "<think>\nso\n</think>\n\n", "STOP", "é😀", "{", "<|im_end|>"]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    words=st.lists(st.sampled_from(WORDS), max_size=5),
+    end=st.sampled_from(["stop", "length", "window", "cancelled"]),
+    limit=st.sampled_from(["max_tokens", "window"]),
+    more=st.fixed_dictionaries(
+        {"tools": st.sampled_from([(), (Tool("look"),)]), "stop": st.sampled_from([(), ("STOP",)])}
+    ),
+    half=st.booleans(),
+)
+def test_an_answer_in_one_go_is_told_as_one_that_comes_bit_by_bit(
+    words: list[str], end: Any, limit: str, more: dict[str, Any], half: bool
+) -> None:
+    kept: tuple[list[str], list[str]] = ([], [])
+    at_once, in_bits = (texts(limit, on_text=each.append, **more) for each in kept)
+    spoken = ids("".join(words))[: -1 if half else None]
+    first, rest, last = Accepted(cached_tokens=2), Tokens(spoken), End(end, Usage(9999), Timings(total=1.5))
+    assert at_once.feed([first, rest, last]) == [*in_bits.feed([first]), *in_bits.feed([rest, last])]
+    seen = [(one.usage, one.over, one.slot_free, one.spoke, one.ids, list(one.warnings)) for one in (at_once, in_bits)]
+    assert seen[0] == seen[1]
+    assert "".join(kept[0]) == "".join(kept[1])
+
+
+def test_a_plain_answer_in_one_go_needs_no_scanner() -> None:
+    heard = texts()
+    events = heard.feed([*said("Hello there."), End("stop", Usage(1))])
+    assert [type(event) for event in events] == [Started, BlockStart, BlockDelta, BlockEnd, Finished]
+    assert heard._scanner is None
+    assert list(heard.warnings) == []
 
 
 # --- engines that speak in events -------------------------------------------------------------------------------------

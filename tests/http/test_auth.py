@@ -215,3 +215,12 @@ def test_loopback_needs_none(host: str) -> None:
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "localhost.", "1", "::ffff:10.0.0.1", "127.0.0.1.example"])
 def test_what_only_looks_like_loopback_is_not(host: str) -> None:
     assert not is_loopback(host)
+
+
+def test_a_name_that_is_known_opens_no_door_for_another() -> None:
+    doorkeeper = Doorkeeper(HttpSettings(), ())
+    for number in range(200):
+        doorkeeper.admit(visit(host=f"a{number}.localhost:8000"))
+        with pytest.raises(Forbidden):
+            doorkeeper.admit(visit(host=f"a{number}.localhost.evil.example"))
+    assert len(doorkeeper._familiar) == 64

@@ -173,11 +173,20 @@ async def test_lines_of_one_moment_are_one_write() -> None:
     stream = Counting()
     lines = Gathered(stream)
     for number in range(5):
-        lines.gather(f"{number}\n")
+        lines.gather({"n": number})
     assert stream.writes == 0
     lines.flush()
     assert stream.writes == 1
-    assert stream.getvalue() == "0\n1\n2\n3\n4\n"
+    assert stream.getvalue() == "".join(f'{{"n":{number}}}\n' for number in range(5))
+
+
+async def test_a_line_that_is_no_unicode_spoils_none_beside_it() -> None:
+    stream = Counting()
+    lines = Gathered(stream)
+    for said in ("good", "\ud800", "fine"):
+        lines.gather({"said": said})
+    lines.flush()
+    assert stream.getvalue().splitlines() == ['{"said":"good"}', '{"said":"\\\\ud800"}', '{"said":"fine"}']
 
 
 async def test_what_waits_is_written_soon_without_anybody_asking() -> None:
@@ -188,23 +197,23 @@ async def test_what_waits_is_written_soon_without_anybody_asking() -> None:
             self.done.set()
 
     stream = Heard()
-    Gathered(stream).gather("news\n")
+    Gathered(stream).gather({"news": True})
     await asyncio.wait_for(stream.done.wait(), 60)
-    assert stream.getvalue() == "news\n"
+    assert stream.getvalue() == '{"news":true}\n'
 
 
 async def test_a_warning_goes_out_at_once_and_after_what_came_before_it() -> None:
     stream = Counting()
     lines = Gathered(stream)
-    lines.gather("first\n")
+    lines.gather({"first": 1})
     lines.write("warning\n")
-    assert stream.getvalue() == "first\nwarning\n"
+    assert stream.getvalue() == '{"first":1}\nwarning\n'
 
 
 def test_without_a_loop_nothing_waits() -> None:
     stream = Counting()
-    Gathered(stream).gather("at once\n")
-    assert stream.getvalue() == "at once\n"
+    Gathered(stream).gather({"at": "once"})
+    assert stream.getvalue() == '{"at":"once"}\n'
 
 
 def test_lines_that_an_ended_loop_left_behind_are_not_lost() -> None:
@@ -212,12 +221,12 @@ def test_lines_that_an_ended_loop_left_behind_are_not_lost() -> None:
     lines = Gathered(stream)
 
     async def say(word: str) -> None:
-        lines.gather(word)
+        lines.gather({"word": word})
 
-    asyncio.run(say("one\n"))
-    asyncio.run(say("two\n"))
+    asyncio.run(say("one"))
+    asyncio.run(say("two"))
     lines.flush()
-    assert stream.getvalue() == "one\ntwo\n"
+    assert stream.getvalue() == '{"word":"one"}\n{"word":"two"}\n'
 
 
 def test_a_closed_stream_is_left_alone() -> None:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import pytest
+
 from modelyard import __version__
 from modelyard.core.events import Usage
+from modelyard.telemetry.cause import Reuse
 from modelyard.telemetry.machine import GpuLoad, Load, Machine
 from modelyard.telemetry.metrics import Metrics, merge
 from tests.telemetry.reading import values
@@ -134,3 +137,32 @@ async def test_a_fleet_adds_load_but_sees_each_gpu_once() -> None:
     assert values(text, "memory_usage_bytes") == {(): 16 << 30}
     assert values(text, "gpu_memory_used_bytes") == {("GPU-1",): 1000}
     assert values(text, "modelyard_build_info") == {(__version__,): 1}
+
+
+def test_what_many_requests_left_is_the_same_as_if_each_was_counted_at_once() -> None:
+    at_once, many = _metrics(), _metrics()
+    for n in range(3000):
+        for metrics in (at_once, many):
+            metrics.http("/v1/messages", "POST", 200 + n % 2, n / 100)
+            metrics.first_token("m", n / 1000)
+            metrics.queued("m", 0.5)
+            metrics.looked_up("main", Reuse(n, 2, "none" if n % 3 else "evicted"))
+            metrics.finished(f"m{n % 2}", Usage(n % 7, n % 5, n, 1), "end" if n % 4 else "max_tokens")
+        at_once._settle()
+    assert values(many.render(), "http_requests_total")["/v1/messages", "POST", "200"] == 1500
+    assert values(many.render(), "request_prompt_tokens_count") == {("m0",): 1285, ("m1",): 1286}
+    for name in ("http_request_duration_seconds", "time_to_first_token_seconds", "request_output_tokens"):
+        assert values(at_once.render(), f"{name}_bucket") == values(many.render(), f"{name}_bucket")
+        assert values(at_once.render(), f"{name}_sum") == pytest.approx(values(many.render(), f"{name}_sum"))
+    for name in ("prompt", "cached", "output", "reasoning", "evaluated"):
+        assert values(at_once.render(), f"{name}_tokens_total") == values(many.render(), f"{name}_tokens_total")
+    for name in ("finish_reasons_total", "cache_requests_total"):
+        assert values(at_once.render(), name) == values(many.render(), name)
+
+
+def test_notes_do_not_pile_up_while_nobody_looks() -> None:
+    metrics = _metrics()
+    for _ in range(5000):
+        metrics.first_token("m", 0.1)
+        metrics.http("/v1/messages", "POST", 200, 0.1)
+    assert sum(map(len, (*metrics._visits.values(), *metrics._firsts.values()))) < 2 * 1024

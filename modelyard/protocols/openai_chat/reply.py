@@ -52,6 +52,8 @@ def _choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
 
 def _message(reply: Reply) -> dict[str, Any]:
     """`content` is null only beside calls: an empty answer is an empty string."""
+    if len(reply.blocks) == 1 and type(part := reply.blocks[0].part) is Text:  # nearly always
+        return {"role": "assistant", "content": part.text, "refusal": None, "annotations": []}
     text, thinking, calls = reply.text, reply.thinking, reply.calls
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
     if thinking:

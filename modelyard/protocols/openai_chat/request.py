@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 from msgspec import Raw
+from msgspec.structs import fields
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Constraint, Request
+from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.protocols.extensions import (
     check_positive,
     read_constraint,
@@ -26,6 +28,13 @@ from modelyard.protocols.openai_fields import MAX_ANSWERS, check_range, read_ses
 
 _MAX_TOP_LOGPROBS = 20
 _decoder = msgspec.json.Decoder(Body)
+# What nearly every request says, and nothing else: one look at all the other fields tells that none of them is set.
+_USUAL = frozenset(
+    {"model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "prompt_cache_key", "user"}
+).union(Sampling.__struct_fields__)
+_UNUSUAL = tuple(field.name for field in fields(Body) if field.name not in _USUAL)
+_unusual = attrgetter(*_UNUSUAL)
+_NOT_ASKED = (None,) * len(_UNUSUAL)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
@@ -33,11 +42,31 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     model = require_model(asked.model)
     if not asked.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
+    return _read_plain(model, asked, headers) if _unusual(asked) == _NOT_ASKED else _read(model, asked, headers)
+
+
+def _read_plain(model: str, asked: Body, headers: Mapping[str, str]) -> Request:
+    """The same as `_read` where nothing unusual is asked for."""
+    warnings: list[str] = []
+    return Request(
+        model=model,
+        messages=read_messages(asked.messages or [], warnings),
+        sampling=read_sampling(asked),
+        max_tokens=_read_max_tokens(asked),
+        stream=asked.stream is True,
+        include_usage=asked.stream_options is not None and asked.stream_options.include_usage is True,
+        session=read_session(headers, asked.prompt_cache_key),
+        user=asked.user or None,
+        warnings=tuple(warnings),
+    )
+
+
+def _read(model: str, asked: Body, headers: Mapping[str, str]) -> Request:
     check_range("n", asked.n, 1, MAX_ANSWERS)
     warnings: list[str] = []
     return Request(
         model=model,
-        messages=read_messages(asked.messages, warnings),
+        messages=read_messages(asked.messages or [], warnings),
         tools=read_tools(asked),
         tool_choice=read_choice(asked, warnings),
         parallel_tool_calls=asked.parallel_tool_calls,

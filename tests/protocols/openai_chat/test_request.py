@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given, settings
 from msgspec.structs import replace
@@ -7,6 +10,8 @@ from msgspec.structs import replace
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint, Message, Request, Sampling, Text, Thinking, ToolCall, ToolResult
 from modelyard.protocols import openai_chat
+from modelyard.protocols.openai_chat import request as request_module
+from modelyard.protocols.openai_chat.body import Body
 from tests.protocols.openai_chat.bodies import body, read, written
 from tests.strategies import requests
 
@@ -206,3 +211,28 @@ def test_what_chat_can_say_is_read_back_as_it_was(request: Request) -> None:
 def test_writing_what_was_read_back_changes_nothing(request: Request) -> None:
     once = openai_chat.write_request(request)
     assert openai_chat.write_request(openai_chat.read_request(once, {})) == once
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.5, "top_p": 0.9, "seed": 3, "logit_bias": {"5": 1.0}},
+        {"max_tokens": 5, "max_completion_tokens": 7, "user": "u", "prompt_cache_key": "s"},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"stream": False, "user": "", "prompt_cache_key": ""},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio"}, {"type": "text", "text": "Hi"}]}]},
+    ],
+)
+@pytest.mark.parametrize("headers", [{}, {"x-session-id": "h"}, {"session-id": ""}])
+def test_a_request_without_anything_unusual_reads_the_same_both_ways(
+    fields: dict[str, Any], headers: dict[str, str]
+) -> None:
+    asked = msgspec.json.decode(body(**fields), type=Body)
+    assert request_module._unusual(asked) == request_module._NOT_ASKED
+    assert request_module._read_plain("m", asked, headers) == request_module._read("m", asked, headers)
+
+
+@pytest.mark.parametrize("name", request_module._UNUSUAL)
+def test_every_other_field_is_looked_at(name: str) -> None:
+    assert request_module._unusual(Body(**{name: True})) != request_module._NOT_ASKED

@@ -1,0 +1,39 @@
+"""Answers that are nothing but visible text, told by one search: the scanner would hand all of it on as it stands.
+
+For answers that are there as a whole. Whether one is plain is decided here and nowhere else; what is not goes through
+the scanner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from modelyard.core.engine import Piece
+from modelyard.core.format import Format
+from modelyard.scanner.lexer import alphabet
+
+
+class Plain:
+    """Of one format in one vocabulary, with these stop strings, where the prompt has left nothing open."""
+
+    __slots__ = ("_begins_in_text", "_search")
+
+    def __init__(self, form: Format, specials: frozenset[str], stop: tuple[str, ...]) -> None:
+        self._begins_in_text = form.regions[form.start].kind == "text"
+        self._search = alphabet(form, specials).starters(stop).search
+
+    def text(self, pieces: Sequence[Piece]) -> str | None:
+        """All that was said, without log probabilities; None: the scanner has to look. White space alone may be a
+        marker's own."""
+        if not self._begins_in_text:
+            return None
+        texts = [piece.text for piece in pieces if not piece.special]
+        text = "".join(texts)
+        is_plain = len(texts) == len(pieces) and text and not text.isspace() and not self._search(text)
+        return text if is_plain else None
+
+
+@lru_cache(maxsize=256)
+def plain(form: Format, specials: frozenset[str], stop: tuple[str, ...]) -> Plain:
+    return Plain(form, specials, stop)
