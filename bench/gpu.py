@@ -47,6 +47,8 @@ class Line(Struct, frozen=True):
     step_ms: float
     waits: float
     waits_us: float
+    sampled_step_ms: float
+    sampled_waits_us: float
 
     @property
     def ratio(self) -> float:
@@ -104,8 +106,9 @@ def measured(file: Path, tools: Path, streams: int, rounds: int, tokens: int) ->
         peer.append(alone(tools, file, tokens) if streams == 1 else together(tools, file, streams, tokens))
     row = asyncio.run(step.measure(file, 1, streams, tokens, _GREEDY))
     greedy, sampled = ([each[at] for each in own] for at in (0, 1))
+    drawn = asyncio.run(step.measure(file, 1, streams, tokens, _SAMPLED))
     shares = row.share, row.python * 1e6, row.wall * 1e3, row.waiting, row.waits * 1e6
-    return Line(streams, greedy, sampled, peer, *shares)
+    return Line(streams, greedy, sampled, peer, *shares, drawn.wall * 1e3, drawn.waits * 1e6)
 
 
 def shown(lines: list[Line]) -> Table:
@@ -121,12 +124,15 @@ def shown(lines: list[Line]) -> Table:
         "python",
         "waits µs",
         "waits",
+        "sampled: step ms",
+        "waits µs",
     ):
         table.add_column(name, justify="right")
     for line in lines:
         rates = (f"{statistics.median(each):,.0f}" for each in (line.ours, line.peer))
         ours = f"{line.step_ms:.3f}", f"{line.python_us:.0f}", f"{line.python:.1%}"
-        rest = *ours, f"{line.waits_us:.0f}", f"{line.waits:.1%}"
+        drawn = f"{line.sampled_step_ms:.3f}", f"{line.sampled_waits_us:.0f}"
+        rest = *ours, f"{line.waits_us:.0f}", f"{line.waits:.1%}", *drawn
         table.add_row(str(line.streams), *rates, f"{line.ratio:.3f}", f"{statistics.median(line.sampled):,.0f}", *rest)
     return table
 
@@ -141,7 +147,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     lines = [measured(asked.model, asked.tools, n, asked.rounds, asked.tokens) for n in asked.streams]
-    Console(width=120).print(shown(lines))
+    Console(width=140).print(shown(lines))
     if asked.json is not None:
         asked.json.write_text(json.dumps([{name: getattr(x, name) for name in x.__struct_fields__} for x in lines]))
 

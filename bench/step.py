@@ -1,14 +1,15 @@
 """What Python costs in a decode step of the llama.cpp engine: the time of a step that is not spent inside C calls.
 
-    python -m bench.step [--threads N] [--tokens N] [--model FILE] [--sampled] [--profile]
+    python -m bench.step [--threads N] [--tokens N] [--model FILE] [--sampled] [--ahead] [--profile]
 
 Streams of one cache say `--tokens` tokens each, greedily unless `--sampled`. Every call into libllama is timed; a step
 reaches from the end of the one before to its own end, so taking in jobs and handing out tokens counts too. What numpy
 does counts as Python. Rows are medians over the steps in which all streams ran: a machine that is busy otherwise
 stretches some steps, not the median. "cpu" is the same by the thread's own clock, which stands still while others have
 the core or the interpreter. On a GPU most of it is done while the next step runs: "waits" is the part for which the
-GPU waits, from the end of a step there until the next is given to it. `--profile` prints where Python spends it
-instead.
+GPU waits, from the end of a step there until the next is given to it. `--ahead` takes that path on a CPU, with a tiny
+random model unless another is named: what the tokens cost there is Python's alone. `--profile` prints where Python
+spends it instead.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import cProfile
 import pstats
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +34,7 @@ from rich.table import Table
 from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
-from modelyard.engines.llama_cpp import binding, context
+from modelyard.engines.llama_cpp import binding, context, tiny
 from modelyard.engines.llama_cpp.engine import LlamaEngine
 from modelyard.library.default import fetch
 
@@ -132,12 +134,26 @@ class Clock:
         stack = ExitStack()
         for name, call in vars(binding.short).items():
             stack.enter_context(patch.object(binding.short, name, self.timed(call)))
-        # Where a step is given ahead of time, `llama_synchronize` is what ends it; else it is over when decode is.
+        # Where a step is given ahead of time, asking for its logits is what ends it; else it is over when decode is.
+        stack.enter_context(patch.object(binding.waiting, "get_logits", self.ending(binding.waiting.get_logits)))
         wrapped = {"llama_decode": self.decoding, "llama_synchronize": self.ending}
         for name, wrap in wrapped.items():
             stack.enter_context(patch.object(binding.lib, name, wrap(getattr(binding.lib, name))))
         stack.enter_context(patch.object(context.Cache, "step", self.step(context.Cache.step)))
         return stack
+
+
+def ahead() -> AbstractContextManager[Any]:
+    """As with a library built for GPUs: the next step is given before the last is told. Here it is over when given."""
+    return patch.object(binding.lib, "llama_supports_gpu_offload", lambda: True)
+
+
+@contextmanager
+def tiny_model() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="modelyard-step-") as folder:
+        file = Path(folder) / "tiny.gguf"
+        tiny.write(file)
+        yield file
 
 
 def row(streams: int, steps: list[Step]) -> Row:
@@ -208,14 +224,18 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--ahead", action="store_true")
     asked = parser.parse_args()
     sampling = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=1) if asked.sampled else Sampling(temperature=0)
-    file = asked.model or fetch()
-    if asked.profile:
-        asyncio.run(profile(file, asked.threads, max(asked.streams), asked.tokens, sampling))
-        return
-    rows = [asyncio.run(measure(file, asked.threads, n, asked.tokens, sampling)) for n in asked.streams]
-    Console().print(shown(rows))
+    with ExitStack() as stack:
+        if asked.ahead:
+            stack.enter_context(ahead())
+        file = asked.model or (stack.enter_context(tiny_model()) if asked.ahead else fetch())
+        if asked.profile:
+            asyncio.run(profile(file, asked.threads, max(asked.streams), asked.tokens, sampling))
+            return
+        rows = [asyncio.run(measure(file, asked.threads, n, asked.tokens, sampling)) for n in asked.streams]
+        Console().print(shown(rows))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from modelyard.core.engine import Chunk
+from modelyard.core.engine import Chunk, Tokens
 from modelyard.engines.mailbox import Mailbox
 
 
@@ -21,6 +21,7 @@ class Addressee(Protocol):
 
 
 Parcel = tuple[Addressee, Sequence[Chunk], bool]
+Round = tuple[Sequence[Addressee], Sequence[int]]  # a token for each of them
 
 
 class Outbox:
@@ -28,13 +29,18 @@ class Outbox:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._parcels: list[Parcel] = []
+        self._parcels: list[Parcel | Round] = []
         self._urgent = self._waits = False
 
     def put(self, to: Addressee, chunks: Sequence[Chunk], last: bool = False, *, urgent: bool = True) -> None:
         """Not `urgent`: it may lie here until the thread's next wait, if there is one soon."""
         self._parcels.append((to, chunks, last))
         self._urgent = self._urgent or urgent or last
+
+    def put_all(self, to: Sequence[Addressee], tokens: Sequence[int]) -> None:
+        """One token for each: what they are wrapped in is the loop's to make. The thread's time is dearer."""
+        self._parcels.append((to, tokens))
+        self._urgent = True
 
     def deliver(self) -> None:
         self._urgent = False
@@ -54,8 +60,18 @@ class Outbox:
             self.deliver()
 
 
-def hand_out(parcels: list[Parcel]) -> None:
+def hand_out(parcels: list[Parcel | Round]) -> None:
     """On the loop."""
-    for to, chunks, last in parcels:
+    for parcel in parcels:
+        if len(parcel) == 2:
+            _hand_round(*parcel)
+            continue
+        to, chunks, last = parcel
         if not to.box.closed:
             to.box.put_many(chunks, last=last)
+
+
+def _hand_round(to: Sequence[Addressee], tokens: Sequence[int]) -> None:
+    for each, token in zip(to, tokens, strict=True):
+        if not each.box.closed:
+            each.box.put(Tokens([token]))

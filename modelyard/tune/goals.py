@@ -23,6 +23,7 @@ ABOUT: dict[Goal, str] = {
 }
 _START_S = 1.5  # of a process, before it loads anything
 _LEAST = 0.25
+_WORTH = 0.25  # of the time that loading takes is always measured
 _STEEP = 8  # how much a setting that is too slow pays for it
 
 
@@ -42,8 +43,9 @@ def load(goal: Goal, streams: int | None = None) -> Load:
 
 def scaled(load: Load, seen: Figures, want_s: float) -> Load:
     """The load made so much smaller that a trial like this one takes no longer than is wanted: first fewer
-    conversations, then shorter ones, down to a quarter; less would measure the start of an engine and not its work."""
-    room = max(0.0, want_s - seen.load_s - _START_S)
+    conversations, then shorter ones, down to a quarter; less would measure the start of an engine and not its work.
+    Where the start is what takes long, a smaller load would save little and only be noisier."""
+    room = max(want_s - seen.load_s - _START_S, _WORTH * seen.load_s)
     share = min(1.0, room / seen.wall_s) if seen.wall_s > 0 else 1.0
     kept = max(1, int(share * load.conversations))
     return _shortened(load.workload, min(1.0, max(_LEAST, share * load.conversations / kept)), kept)

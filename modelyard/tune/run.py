@@ -197,9 +197,13 @@ class Run:
     @property
     def _proof_s(self) -> float:
         """Kept for the proof: enough for its rounds, as long as that leaves something to be proved."""
-        entrants = len({*self.subject.baselines.values(), self._fast or self.subject.current}) + 1
-        rounds = self.plan.rules.least * entrants * self._usual_s
+        rounds = self.plan.rules.least * self._entrants * self._usual_s
         return self.plan.budget_s * min(_MOST_PROOF, max(_PROOF, rounds / self.plan.budget_s))
+
+    @property
+    def _entrants(self) -> int:
+        """Of the proof: what it is compared with, and the best."""
+        return len({*self.subject.baselines.values(), self._fast or self.subject.current}) + 1
 
     async def _tried(self, ask: Ask) -> Outcome:
         began = self._clock()
@@ -213,10 +217,15 @@ class Run:
 
     def _warn(self, took_s: float) -> None:
         fit = int(self.plan.budget_s / max(took_s, 1e-3))
-        if fit < _FEW:
-            wanted = ceil(took_s * _TRIALS / 60)
+        if fit < min(_FEW, self._useful):
+            wanted = ceil(took_s * self._useful / 60)
             told = f"a trial takes {took_s:.0f} s here, so only about {fit} fit into the budget: --budget {wanted}m"
             self._screen.warned(f"{told} would be better")
+
+    @property
+    def _useful(self) -> int:
+        """Trials that a budget should hold: where there is little to turn, fewer do for all of it and the proof."""
+        return min(_TRIALS, 2 * self.subject.space.size + self.plan.rules.least * self._entrants)
 
     def _limit_s(self) -> float:
         """Before anything is known, a third of what is left; then a few times what is usual."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.step import Step, measure, row
+from bench.step import Step, ahead, measure, row, tiny_model
 from modelyard.core.request import Sampling
 from tests.engines.llama_cpp.exact import exact_model
 
@@ -31,3 +31,11 @@ async def test_run_counts_each_step_and_leaves_the_library_as_it_was() -> None:
     assert found.steps == 5  # the first token comes with the prompt
     assert 0 < found.python < found.wall
     assert (binding.lib.llama_decode, dict(vars(binding.short)), context.Cache.step) == before
+
+
+async def test_a_step_that_is_given_ahead_tells_how_long_a_gpu_would_wait() -> None:
+    with ahead(), tiny_model() as file:
+        found = await measure(file, threads=1, streams=2, tokens=8, sampling=Sampling(temperature=0))
+    assert found.steps >= 5
+    assert found.waits > 0
+    assert not file.exists()

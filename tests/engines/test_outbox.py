@@ -93,3 +93,25 @@ async def test_a_mailbox_that_has_closed_meanwhile_is_passed_over() -> None:
     await settled()
     assert gone.heard == []
     assert job.heard == word(2)
+
+
+async def test_a_round_is_a_token_for_each_in_the_order_in_which_it_was_put() -> None:
+    out, job, gone, other = outbox(), Job(), Job(), Job()
+    gone.box.close()
+    out.put(job, word(1))
+    out.put_all((job, gone, other), [2, 3, 4])
+    out.put(other, [End("stop", Usage())], True)
+    out.deliver()
+    await settled()
+    assert [token for chunk in job.heard if isinstance(chunk, Tokens) for token in chunk.ids] == [1, 2]
+    assert gone.heard == []
+    assert other.heard == [*word(4), End("stop", Usage())]
+
+
+async def test_a_round_is_not_left_lying() -> None:
+    out, job = outbox(), Job()
+    out.before_waiting()
+    out.put_all((job,), [1])
+    out.end_of_step(soon=True)
+    await settled()
+    assert job.heard == word(1)

@@ -60,6 +60,11 @@ def test_a_load_shrinks_to_the_wanted_time(want_s, conversations, tokens):
     assert small.workload.output_tokens == pytest.approx(tokens, abs=4)
 
 
+def test_a_load_stays_large_where_nearly_all_of_a_trial_is_the_start_of_its_engine():
+    seen = Figures(speed=1, ttft_s=1, answer_s=3, memory=1, load_s=40.0, wall_s=9.0)
+    assert scaled(load("chat"), seen, 4.0) == load("chat")
+
+
 def test_the_smallest_load_is_a_quarter_of_one_conversation():
     small = smallest(load("chat"))
     assert (small.conversations, small.workload.prompt_tokens, small.workload.output_tokens) == (1, 48, 16)

@@ -172,6 +172,16 @@ async def test_a_budget_of_a_few_trials_only_is_said_once(seconds: float, warnin
     assert all("about 15 fit into the budget: --budget 20m would" in told for told in screen.warnings)
 
 
+async def test_where_there_is_little_to_turn_a_shorter_budget_is_suggested(tmp_path: Path):
+    config = load(env={}, overrides={"models": {"m": {"backend": "vllm", "path": "/nowhere"}}}).config
+    little = Subject(config, "m", "chat", Machine(8 << 30))  # four settings
+    lab, screen = Lab(30.0), Silent()
+    await Run(
+        little, Plan(goal="chat", budget_s=240.0), Journal(tmp_path / "j"), screen, lab.measure, lambda: lab.now
+    ).go()
+    assert ["about 8 fit into the budget: --budget 8m would" in told for told in screen.warnings] == [True]
+
+
 async def test_a_trial_may_take_a_few_times_what_is_usual(tmp_path: Path):
     lab = Lab(seconds=10.0)
     await run(lab, tmp_path, memory=123).go()

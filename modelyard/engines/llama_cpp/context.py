@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from msgspec import Struct
 
-from modelyard.core.engine import CacheInfo, CacheStats, Chunk, End, IdLogprob, Progress, Tokens
+from modelyard.core.engine import CacheInfo, CacheStats, Chunk, Progress, Tokens
 from modelyard.core.errors import ContextOverflow, Internal, ModelyardError, Overloaded, Timeout, Unavailable
-from modelyard.core.events import Timings, Usage
+from modelyard.engines.llama_cpp import speech
 from modelyard.engines.llama_cpp.adapters import Wardrobe
-from modelyard.engines.llama_cpp.binding import Batch, lib, short
+from modelyard.engines.llama_cpp.binding import Batch, lib, short, waiting
+from modelyard.engines.llama_cpp.choir import Choir
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.engines.llama_cpp.places import Places
-from modelyard.engines.llama_cpp.sample import best_of, logits_of, logprob_of
+from modelyard.engines.llama_cpp.sample import rows_at
 from modelyard.engines.llama_cpp.sequences import Adapters
 from modelyard.engines.llama_cpp.speculate import Guesses, Speculator
+from modelyard.engines.llama_cpp.speech import Ending, Said
 from modelyard.engines.llama_cpp.step import Need, Slice, plan, turn
 
 Emit = Callable[[Job, list[Chunk], bool], None]
-Ending = tuple[str, ModelyardError | None]  # as an End has it
-
-
-class Said(Struct):
-    """What a job says in one step."""
-
-    ids: list[int]
-    logprobs: list[IdLogprob] | None
-
-
+EmitAll = Callable[[Sequence[Job], list[int]], None]
 Heard = tuple[int, Job, Said, Ending | None]  # of which sequence's job; what it says, and why it is the last
 
 
@@ -47,11 +38,13 @@ class Cache:
         n_vocab: int,
         ubatch: int,
         emit: Emit,
+        emit_all: EmitAll,
         wardrobe: Wardrobe,
         places: Places,
     ) -> None:
         self.name, self.info = name, info
-        self._raw, self._n_vocab, self._ubatch, self._emit = raw, n_vocab, ubatch, emit
+        self._raw, self._n_vocab, self._ubatch = raw, n_vocab, ubatch
+        self._emit, self._emit_all = emit, emit_all
         self._memory = lib.llama_get_memory(raw)
         self._batch = Batch(max(ubatch, info.parallel))
         self.places, self.slots = places, places.slots
@@ -61,9 +54,8 @@ class Cache:
         self._wardrobe = wardrobe
         self._worn: Adapters = ()  # by the context, since the last step
         self.speculator: Speculator | None = None
-        self._choir: Mapping[int, Job] | None = None  # all jobs, by sequence in order, while all of them speak
-        self._alike = False  # all of the choir take the likeliest token
-        self._aloft: Mapping[int, Job] | None = None  # the choir whose next step a GPU has been given already
+        self._choir: Choir | None = None  # all jobs, while all of them speak
+        self._aloft: Choir | None = None  # the choir whose next step a GPU has been given already
         self._sent = 0.0  # when it was given
         self._ahead: Guesses = {}  # guessed for the next step of the choir
         self.evaluated = 0
@@ -84,7 +76,7 @@ class Cache:
         self._choir, self._ahead = None, {}
         slot, accepted = self.places.take(job)
         self.jobs[slot.index] = job
-        job.begin(accepted.cached_tokens)
+        job.begin(accepted.cached_tokens, self.info.window)
         if self.speculator is not None:
             self.speculator.begin(slot.index, job)
         self._emit(job, [accepted], False)
@@ -103,24 +95,26 @@ class Cache:
         if not self.jobs:
             return
         began = time.perf_counter()
-        jobs, speaking = self._turn()
-        speculator = self.speculator if speaking else None
+        jobs, choir = self._turn()
+        speculator = self.speculator if choir is not None else None
         guesses = self._guesses(speculator, jobs) if speculator is not None else {}
-        guessed = self._speak_all(jobs) if speaking and not guesses else self._read(jobs, guesses)
+        guessed = self._speak_all(choir) if choir is not None and not guesses else self._read(jobs, guesses)
         if speculator is not None and guessed is not None:
             speculator.took(len(jobs), guessed, time.perf_counter() - began)
 
-    def _turn(self) -> tuple[Mapping[int, Job], bool]:
-        """The jobs whose turn it is, and whether all of them only speak. Where all jobs do, the next step is like this
-        one, until somebody comes or goes."""
+    def _turn(self) -> tuple[Mapping[int, Job], Choir | None]:
+        """The jobs whose turn it is, and the choir that they are where all of them only speak. Where all jobs do, the
+        next step is like this one, until somebody comes or goes."""
         if self._choir is not None:
-            return self._choir, True
+            return self._choir.jobs, self._choir
         self._wear(turn((job.prompt.adapters for job in self.jobs.values()), self._worn))
         jobs = {index: job for index, job in sorted(self.jobs.items()) if job.prompt.adapters == self._worn}
-        speaking = all(job.generating for job in jobs.values())
-        if speaking and len(jobs) == len(self.jobs):
-            self._choir, self._alike = jobs, all(job.takes_the_best for job in jobs.values())
-        return jobs, speaking
+        if not all(job.generating for job in jobs.values()):
+            return jobs, None
+        choir = Choir(jobs, self.slots)
+        if len(jobs) == len(self.jobs):
+            self._choir = choir
+        return jobs, choir
 
     def _read(self, jobs: Mapping[int, Job], guesses: Guesses) -> int | None:
         """Prompts, guesses and streams in one decode. How many rows were guesses; None where it failed."""
@@ -136,74 +130,99 @@ class Cache:
         self.places.kv.decoded(0 if any(job.generating for job in jobs.values()) else self._batch.size, asked)
         for piece in slices:
             self._advance(piece, rows[piece.sequence], guesses.get(piece.sequence, [])[: piece.guessed])
+        self._choir = None  # some are further on than a choir counts
         return sum(piece.guessed for piece in slices)
 
-    def _speak_all(self, jobs: Mapping[int, Job]) -> int | None:
+    # --- and where all of them speak --------------------------------------------------------------------------------
+
+    def _speak_all(self, choir: Choir) -> int | None:
         """What `_read` does where there is nothing to plan: every job one token further. On a fast GPU a step takes
         half a millisecond, so each microsecond here shows."""
-        self._batch.speak(jobs)
-        if not self._decoded(jobs):
+        self._batch.speak(choir.jobs)
+        if not self._decoded(choir.jobs):
             return None
-        self._hear(jobs, onward=self._may_wait)
+        if self._may_wait:
+            self._batch.move_on()
+        self._hear(choir, short.get_logits(self._raw), onward=self._may_wait)
         return 0
 
-    def _hear(self, jobs: Mapping[int, Job], *, onward: bool) -> None:
+    def _hear(self, choir: Choir, logits: int, *, onward: bool) -> None:
         """What all of them say after a decode. `onward`: where the next step is like this one the GPU gets it before
         anything is told, and what is told costs no time."""
-        self.places.kv.decoded(0, 0.0)
-        heard = self._best(jobs) if self._choir is jobs and self._alike else self._drawn(jobs)
+        tokens = self._sung(choir, logits) if choir.is_plain else None
+        if tokens is None or choir.ends_with(tokens):
+            self._hear_each(choir, tokens, onward=onward)
+            return
+        onward = onward and self._choir is choir and not choir.is_disturbed
+        at_once = onward and (self.speculator is None or self.speculator.rests)
+        if at_once:
+            self._send(choir, tokens)
+        choir.say(tokens)
         if self.speculator is not None:
-            for index, _, said, _ in heard:
-                self.speculator.heard(index, 0, 0, said.ids[0] if said.ids else -1)
-        if onward and self._goes_on(jobs, heard):
-            self._send(jobs)
+            self._compare(self.speculator, choir.jobs, tokens)
+            if at_once:
+                self.speculator.guess(choir.jobs)  # what comes next tells whether it would have been worth trying
+            elif onward and self._guesses_nothing(choir):
+                self._send(choir, tokens)
+        self._emit_all(choir.singers, tokens)
+        choir.hold()
+        self.places.kv.decoded(0, 0.0)
+
+    def _sung(self, choir: Choir, logits: int) -> list[int]:
+        rows = rows_at(logits, len(choir), self._n_vocab)
+        if choir.takes_the_best:
+            best: list[int] = rows.argmax(1).tolist()
+            return best
+        if choir.throw is not None:
+            return choir.throw.pick(rows)
+        return [job.chain.pick(self._raw, row, rows[row]) for row, job in enumerate(choir.singers)]
+
+    def _compare(self, speculator: Speculator, jobs: Mapping[int, Job], tokens: Iterable[int]) -> None:
+        for index, token in zip(jobs, tokens, strict=True):
+            speculator.heard(index, 0, 0, token)
+
+    def _hear_each(self, choir: Choir, tokens: list[int] | None, *, onward: bool) -> None:
+        """Where one ends or is held to a grammar, or somebody asks for odds. `tokens`: what is drawn already."""
+        heard = self._drawn(choir, tokens)
+        if self.speculator is not None:
+            self._compare(self.speculator, choir.jobs, (said.ids[0] if said.ids else -1 for _, _, said, _ in heard))
+        ends = any(ending is not None for *_, ending in heard)
+        if onward and self._choir is choir and not (ends or choir.is_disturbed) and self._guesses_nothing(choir):
+            self._send(choir, [said.ids[0] for _, _, said, _ in heard])
         for index, job, said, ending in heard:
             self._tell(job, said)
             self.places.read(self.slots[index], job)
             if ending is not None:
                 self._finish(index, *ending)
+        choir.look_ahead()  # it may go on: one has said what ends another
+        self.places.kv.decoded(0, 0.0)
 
-    def _best(self, jobs: Mapping[int, Job]) -> list[Heard]:
-        """Tokens that no grammar binds and nobody asks the odds of."""
+    def _drawn(self, choir: Choir, tokens: list[int] | None) -> list[Heard]:
         heard: list[Heard] = []
-        for (index, job), token in zip(jobs.items(), best_of(self._raw, len(jobs), self._n_vocab), strict=True):
+        for row, (index, job) in enumerate(choir.jobs.items()):
             job.done += 1
-            if token in job.stops:
-                heard.append((index, job, Said([], None), ("stop", None)))
-                continue
-            job.append(token)
-            heard.append((index, job, Said([token], None), self._ending(job)))
+            said = speech.nothing(job)
+            ending = self._draw(job, row, said) if tokens is None else speech.take(job, tokens[row], said)
+            heard.append((index, job, said, ending))
         return heard
 
-    def _drawn(self, jobs: Mapping[int, Job]) -> list[Heard]:
-        heard: list[Heard] = []
-        for row, (index, job) in enumerate(jobs.items()):
-            job.done += 1
-            said = Said([], [] if job.prompt.logprobs is not None else None)
-            heard.append((index, job, said, self._draw(job, row, said)))
-        return heard
-
-    def _goes_on(self, jobs: Mapping[int, Job], heard: list[Heard]) -> bool:
-        """Whether the next step is as this one: nobody comes or goes, and nothing is guessed."""
-        if self._choir is not jobs or any(ending is not None for *_, ending in heard):
-            return False
-        now = time.time()
-        if any(job.cancelled or job.is_late(now) for job in jobs.values()):
-            return False
-        self._ahead = self.speculator.guess(jobs) if self.speculator is not None else {}
+    def _guesses_nothing(self, choir: Choir) -> bool:
+        self._ahead = self.speculator.guess(choir.jobs) if self.speculator is not None else {}
         return not self._ahead
 
-    def _send(self, jobs: Mapping[int, Job]) -> None:
+    def _send(self, choir: Choir, tokens: list[int]) -> None:
+        """The next step, before this one is told: `tokens` are what was said in it."""
         self._sent = time.perf_counter()
-        self._batch.speak(jobs)
+        self._batch.go_on(tokens)
         # One that fails is no step: the next one tries again, and fails its jobs.
-        self._aloft = jobs if lib.llama_decode(self._raw, self._batch.raw) == 0 else None
+        self._aloft = choir if lib.llama_decode(self._raw, self._batch.raw) == 0 else None
+        self._batch.move_on()
 
-    def _step_on(self, jobs: Mapping[int, Job]) -> None:
+    def _step_on(self, choir: Choir) -> None:
         sent = self._sent
-        self._hear(self._down(jobs), onward=True)
+        self._hear(choir, self._down(), onward=True)
         if self.speculator is not None:
-            self.speculator.took(len(jobs), 0, time.perf_counter() - sent)
+            self.speculator.took(len(choir), 0, time.perf_counter() - sent)
 
     def _guesses(self, speculator: Speculator, jobs: Mapping[int, Job]) -> Guesses:
         ahead, self._ahead = self._ahead, {}
@@ -212,12 +231,13 @@ class Cache:
     def land(self) -> None:
         """What the GPU works at ahead of time comes down: to be called before anybody comes, goes or looks at KV."""
         if self._aloft is not None:
-            self._hear(self._down(self._aloft), onward=False)
+            self._hear(self._aloft, self._down(), onward=False)
 
-    def _down(self, jobs: Mapping[int, Job]) -> Mapping[int, Job]:
+    def _down(self) -> int:
+        """Wait for it; where its logits are."""
         self._aloft = None
-        lib.llama_synchronize(self._raw)
-        return jobs
+        logits: int = waiting.get_logits(self._raw)
+        return logits
 
     def _decoded(self, sequences: Iterable[int]) -> bool:
         code = lib.llama_decode(self._raw, self._batch.raw)
@@ -263,7 +283,7 @@ class Cache:
     def _speak(self, job: Job, index: int, row: int, guess: list[int]) -> Ending | None:
         """Draw a token after the row, and after each that was guessed for as long as the guesses are what is drawn."""
         job.prefilled()
-        before, said = job.done, Said([], [] if job.prompt.logprobs is not None else None)
+        before, said = job.done, speech.nothing(job)
         ending = self._draw(job, row, said)
         for guessed in guess:
             if ending is not None or said.ids[-1] != guessed:
@@ -273,6 +293,9 @@ class Cache:
             ending = self._draw(job, row, said)
         self._settle(job, index, guess, job.done - before, said)
         return ending
+
+    def _draw(self, job: Job, row: int, said: Said) -> Ending | None:
+        return speech.draw(self._raw, self._n_vocab, job, row, said)
 
     def _settle(self, job: Job, index: int, guess: list[int], kept: int, said: Said) -> None:
         if kept < len(guess):
@@ -284,36 +307,6 @@ class Cache:
     def _tell(self, job: Job, said: Said) -> None:
         if said.ids:
             self._emit(job, [Tokens(said.ids, said.logprobs)], False)
-
-    def _draw(self, job: Job, row: int, said: Said) -> Ending | None:
-        """The next token, or why there is none; and whether it was the last."""
-        wanted = job.prompt.logprobs
-        raw = logits_of(self._raw, row, self._n_vocab).copy() if wanted is not None else None
-        try:
-            token = self._pick(job, row)
-        except ModelyardError as error:
-            return "error", error
-        if token in job.stops or token < 0:
-            return "stop", None
-        job.append(token)
-        said.ids.append(token)
-        if raw is not None and said.logprobs is not None:
-            said.logprobs.append(logprob_of(raw, token, wanted or 0))
-        return self._ending(job)
-
-    def _ending(self, job: Job) -> Ending | None:
-        if job.mask is not None and job.mask.is_complete:
-            return "stop", None
-        if job.output >= job.prompt.max_tokens:
-            return "length", None
-        return ("window", None) if job.length >= self.info.window else None
-
-    def _pick(self, job: Job, row: int) -> int:
-        if job.scripted is not None:
-            return next(job.scripted, next(iter(job.stops), -1))
-        if job.mask is None:
-            return job.chain.pick(self._raw, row)
-        return job.mask.pick(logits_of(self._raw, row, self._n_vocab), partial(job.chain.pick, self._raw, row))
 
     # --- a job goes -------------------------------------------------------------------------------------------------
 
@@ -332,7 +325,7 @@ class Cache:
         if self.speculator is not None:
             self.speculator.end(index)
         job.close()
-        self._emit(job, [End(reason, _usage(job), _timings(job), error)], True)
+        self._emit(job, [speech.end(job, reason, error)], True)
 
     def _failed(self, sequences: list[int], code: int) -> None:
         """Nobody dies for another: only the sequences of this very batch fail, and their KV is thrown away."""
@@ -375,18 +368,3 @@ class Cache:
             self.speculator.close()
         lib.llama_synchronize(self._raw)
         lib.llama_free(self._raw)
-
-
-def _usage(job: Job) -> Usage:
-    return Usage(job.prompt_tokens, job.cached, job.output)
-
-
-def _timings(job: Job) -> Timings:
-    now, first = time.perf_counter(), job.first_at
-    return Timings(
-        prefill=first - job.began if first else None,
-        first_token=first - job.began if first else None,
-        decode=now - first if first else None,
-        backend=now - job.began,
-        total=now - job.began,
-    )

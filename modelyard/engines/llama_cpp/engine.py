@@ -127,6 +127,7 @@ class LlamaEngine:
                 self._n_vocab,
                 self.options.of(info).n_ubatch,
                 self._outbox.put,
+                self._outbox.put_all,
                 self._wardrobe,
                 places_for(raw, info, self.options),
             )

@@ -32,6 +32,9 @@ class Job:
         self.length = len(ids)
         self.done = self.cached = 0
         self.pauses: list[int] = []  # where its state is to be kept while it is read, in order; set by the thread
+        self.limit = (
+            self.prompt_tokens + prompt.max_tokens
+        )  # tokens at which it ends, if not before; `begin` may lower it
         self.stops = frozenset(prompt.stop_ids)
         self.chain: Chain  # set by the engine's thread
         self.mask: Mask | Triggered | None = None  # set before the thread sees the job
@@ -43,10 +46,13 @@ class Job:
         self.cancelled = True
 
     @property
+    def is_plain(self) -> bool:
+        """It says what its samplers draw from the row's logits as they are, and nobody asks how likely that was."""
+        return self.mask is None and self.scripted is None and self.prompt.logprobs is None
+
+    @property
     def takes_the_best(self) -> bool:
-        """Of the row's logits as they are, and nobody asks how likely it was."""
-        plain = self.mask is None and self.scripted is None and self.prompt.logprobs is None
-        return plain and self.chain.takes_the_best
+        return self.is_plain and self.chain.takes_the_best
 
     def is_late(self, now: float) -> bool:
         """`now` is unix time, as deadlines are."""
@@ -57,9 +63,13 @@ class Job:
         return self._room[: self.length]
 
     @property
+    def held(self) -> Any:
+        """What of it is in the KV cache."""
+        return self._room[: self.done]
+
+    @property
     def newest(self) -> int:
-        token: int = self._room[self.length - 1]
-        return token
+        return int(self._room[self.length - 1])
 
     @property
     def pending(self) -> int:
@@ -77,8 +87,9 @@ class Job:
     def output(self) -> int:
         return self.length - self.prompt_tokens
 
-    def begin(self, keep: int) -> None:
+    def begin(self, keep: int, window: int) -> None:
         self.done = self.cached = keep
+        self.limit = min(self.limit, window)
 
     def prefilled(self) -> None:
         if self.first_at is None:
@@ -89,6 +100,11 @@ class Job:
             self._room = np.concatenate([self._room, np.empty(max(1024, self.length // 2), np.int32)])
         self._room[self.length] = token
         self.length += 1
+
+    def say(self, token: int) -> None:
+        """The token after all that was read in this step."""
+        self.append(token)
+        self.done += 1
 
     def close(self) -> None:
         self.chain.close()

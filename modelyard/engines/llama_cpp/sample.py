@@ -1,4 +1,4 @@
-"""A request's sampling settings as a chain of llama.cpp samplers, and log probabilities of the raw distribution."""
+"""A request's sampling settings as what chooses its tokens, and log probabilities of the raw distribution."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import numpy.typing as npt
 
 from modelyard.core.engine import IdLogprob
 from modelyard.core.request import Sampling
+from modelyard.engines.llama_cpp import tilt
 from modelyard.engines.llama_cpp.binding import LogitBias, lib, short
+from modelyard.engines.llama_cpp.dice import Dice
+from modelyard.engines.llama_cpp.tilt import Penalties, Tilt
 
-_PENALTY_WINDOW = 64
 _NONE = (1.0, 0.0, 0.0)  # penalties that change nothing
 _BREAKERS = ("\n", ":", '"', "*")
 
 
 class Chain:
-    """The samplers of one job. It owns memory outside Python: `close` it.
+    """What chooses a job's tokens: numpy where it can, else samplers in C. It owns memory outside Python: `close` it.
 
     `prompt` is what the job begins with: penalties and DRY look back into it, as those of llama.cpp's own server do.
     """
@@ -28,28 +30,53 @@ class Chain:
     def __init__(self, sampling: Sampling, vocab: Any, n_vocab: int, window: int, prompt: Any = ()) -> None:
         self._window, self._n_vocab = window, n_vocab
         self._keep: list[Any] = []  # what C points to must live as long as the chain
-        self._raw: int | None = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        for sampler in self._samplers(sampling, vocab, n_vocab):
-            short.sampler_chain_add(self._raw, sampler)
-        self.takes_the_best = _is_greedy(sampling) and not _looks_back(sampling, window) and not sampling.logit_bias
-        if back := _looks_back(sampling, window):
-            for token in np.asarray(prompt, np.int32)[-back:].tolist():
-                short.sampler_accept(self._raw, token)
+        self._raw: int | None = None
+        seed = (sampling.seed if sampling.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
+        self._is_greedy = _is_greedy(sampling)
+        self._tilt = _tilt(sampling, n_vocab, prompt)
+        self._dice: Dice | None = None
+        if sampling.dry_multiplier or not (self._is_greedy or _is_usual(sampling)):
+            self._raw = self._made(sampling, vocab, seed, prompt)
+        elif not self._is_greedy:
+            self._dice = Dice(sampling, seed)
 
-    def pick(self, context: Any, row: int) -> int:
-        """The next token after that row; the chain remembers it."""
-        if self.takes_the_best:  # the same as the samplers would, without a copy of the whole row
-            return int(logits_of(context, row, self._n_vocab).argmax())
-        token: int = short.sampler_sample(self._raw, context, row)
-        return token
+    @property
+    def takes_the_best(self) -> bool:
+        """Of the row's logits as they are."""
+        return self._is_greedy and self._tilt is None and self._raw is None
+
+    @property
+    def dice(self) -> Dice | None:
+        """Where they alone decide, on the row's logits as they are."""
+        return self._dice if self._tilt is None else None
+
+    def _made(self, sampling: Sampling, vocab: Any, seed: int, prompt: Any) -> int:
+        raw: int = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        for sampler in self._samplers(sampling, vocab, self._n_vocab, seed):
+            short.sampler_chain_add(raw, sampler)
+        if back := _looks_back(sampling, self._window):
+            for token in np.asarray(prompt, np.int32)[-back:].tolist():
+                short.sampler_accept(raw, token)
+        return raw
+
+    def pick(self, context: Any, row: int, logits: npt.NDArray[np.float32] | None = None) -> int:
+        """The next token after that row; the chain remembers it. `logits`: the row's, where somebody has them."""
+        if self._raw is not None:
+            token: int = short.sampler_sample(self._raw, context, row)
+            return token
+        if logits is None:
+            logits = logits_of(context, row, self._n_vocab)
+        return self._choose(logits) if self._tilt is None else self._tilt.pick(logits, self._choose)
+
+    def _choose(self, logits: npt.NDArray[np.float32]) -> int:
+        return int(logits.argmax()) if self._dice is None else self._dice.pick(logits)
 
     def close(self) -> None:
         raw, self._raw = self._raw, None
         if raw is not None:
             short.sampler_free(raw)
 
-    def _samplers(self, s: Sampling, vocab: Any, n_vocab: int) -> list[Any]:
-        seed = (s.seed if s.seed is not None else secrets.randbits(32)) & 0xFFFFFFFF
+    def _samplers(self, s: Sampling, vocab: Any, n_vocab: int, seed: int) -> list[Any]:
         chain = [*self._biases(s, n_vocab), *_penalties(s, n_vocab), *self._dry(s, vocab)]
         temperature = 1.0 if s.temperature is None else s.temperature
         if _is_greedy(s):
@@ -82,9 +109,20 @@ def _is_greedy(s: Sampling) -> bool:
     return s.top_k == 1 or (s.temperature is not None and s.temperature <= 0)
 
 
+def _is_usual(s: Sampling) -> bool:
+    """It cuts by nothing but top_k, top_p and min_p."""
+    return not (s.mirostat or s.xtc_probability or (s.typical_p is not None and s.typical_p < 1))
+
+
+def _tilt(s: Sampling, n_vocab: int, prompt: Any) -> Tilt | None:
+    biases = {token: bias for token, bias in (s.logit_bias or {}).items() if 0 <= token < n_vocab}
+    penalties = None if _strengths(s) == _NONE else Penalties(*_strengths(s), prompt)
+    return Tilt(biases, penalties) if biases or penalties is not None else None
+
+
 def _penalties(s: Sampling, n_vocab: int) -> list[Any]:
     strengths = _strengths(s)
-    return [] if strengths == _NONE else [short.sampler_init_penalties(n_vocab, _PENALTY_WINDOW, *strengths)]
+    return [] if strengths == _NONE else [short.sampler_init_penalties(n_vocab, tilt.WINDOW, *strengths)]
 
 
 def _strengths(s: Sampling) -> tuple[float, float, float]:
@@ -98,7 +136,7 @@ def _dry_window(s: Sampling, window: int) -> int:
 
 def _looks_back(s: Sampling, window: int) -> int:
     """How many tokens of the past count."""
-    penalties = 0 if _strengths(s) == _NONE else _PENALTY_WINDOW
+    penalties = 0 if _strengths(s) == _NONE else tilt.WINDOW
     return max(penalties, _dry_window(s, window) if s.dry_multiplier else 0)
 
 
@@ -131,10 +169,10 @@ def logits_of(context: Any, row: int, n_vocab: int) -> npt.NDArray[np.float32]:
     return _view(short.get_logits_ith(context, row), n_vocab)
 
 
-def best_of(context: Any, rows: int, n_vocab: int) -> list[int]:
-    """The likeliest token of each row, where every row of the last decode has logits: they lie one behind the other."""
-    found: list[int] = _view(short.get_logits(context), rows * n_vocab).reshape(rows, n_vocab).argmax(1).tolist()
-    return found
+@lru_cache(64)
+def rows_at(address: int, rows: int, n_vocab: int) -> npt.NDArray[np.float32]:
+    """A view of all logits of a decode in which every row has some: they lie one behind the other."""
+    return _view(address, rows * n_vocab).reshape(rows, n_vocab)
 
 
 @lru_cache(1024)

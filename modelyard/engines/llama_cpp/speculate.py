@@ -73,6 +73,7 @@ class Speculator:
         self._source, self._most, self._window, self._measured = source, most, window, measured
         self._price = Price()
         self._bets: dict[int, Bet] = {}
+        self.rests = False  # nothing was worth trying of late: the next step need not wait for what is guessed
         self.guessed = self.kept = 0
 
     # --- jobs come and go -------------------------------------------------------------------------------------------
@@ -80,6 +81,7 @@ class Speculator:
     def begin(self, sequence: int, job: Job) -> None:
         """Whoever asks for a seed asks for the same text again. It would be the same but for rounding, which depends
         on how many rows are read at once: measured times must not decide on that."""
+        self.rests = False
         if not (self._measured and job.prompt.sampling.seed is not None):
             self._bets[sequence] = Bet(Record())
             self._source.begin(sequence, job)
@@ -101,6 +103,7 @@ class Speculator:
             for sequence, job in streams.items()
             if sequence in self._bets
         }
+        self.rests = not any(wanted.values())
         least = int(self._source.is_free)
         asked = {sequence: max(least, count) for sequence, count in wanted.items() if max(least, count)}
         found = self._source.guess(asked) if asked else {}

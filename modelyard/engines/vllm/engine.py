@@ -112,7 +112,7 @@ class VllmEngine:
             "scheduling_policy": "priority",
             "disable_log_stats": not self.options.speculates,
         }
-        return ours | engine_arguments(self.options, self._spec.caches, where)
+        return ours | engine_arguments(folder.placed(self.options), self._spec.caches, where)
 
     async def close(self) -> None:
         """Idempotent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -12,7 +12,9 @@ from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines.vllm.settings import VllmSettings
 from modelyard.library import places
 
+S = TypeVar("S", bound=VllmSettings)
 _CONFIG = "config.json"
+_BESIDE = ("vllm_tokenizer", "vllm_speculative_model")
 
 
 def find(name: str) -> Path | None:
@@ -27,6 +29,13 @@ def written(settings: VllmSettings) -> str:
     """What vLLM is told: the folder, where there is one; else it looks the name up on the hub itself."""
     found = find(settings.model_name)
     return str(found) if found is not None else settings.model_name
+
+
+def placed(settings: S) -> S:
+    """With the folders of what belongs to the model, too: its tokenizer, and the checkpoint that guesses."""
+    named = {field: getattr(settings, field) for field in _BESIDE}
+    found = {field: find(name) for field, name in named.items() if name is not None}
+    return settings.model_copy(update={field: str(place) for field, place in found.items() if place is not None})
 
 
 def require(name: str) -> Path:

@@ -1,6 +1,7 @@
 """What the optimizer may turn of a model that vLLM runs, in process or served.
 
-The share of GPU memory is none of them: it decides what else fits beside the model, which is the user's to say.
+The share of GPU memory is none of them: it decides what else fits beside the model, which is the user's to say. How
+many tokens a step computes is one only where a trial could show it: the prompts of a single stream fill none.
 """
 
 from __future__ import annotations
@@ -9,34 +10,50 @@ from collections.abc import Iterator
 
 from modelyard.core.engine import EngineSpec, Machine
 from modelyard.core.knobs import Goal, Knob, Setting, Value
+from modelyard.engines.vllm.arguments import places, window
 from modelyard.engines.vllm.settings import VllmSettings
 
-_BATCHED = 8192  # what vLLM takes on large GPUs where nobody says
+STEP = 2048  # tokens that vLLM computes in one step where nobody says
+_STEPS = {"batch": (512, STEP, 8192), "memory": (512, STEP)}
 
 
 def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
-    del spec, here
+    options: VllmSettings = spec.options
     if goal == "batch":
-        yield Knob(name="vllm_max_num_seqs", values=(1, 4, 8, 16, 32, 64, 128, 256), stage=1)
-    yield Knob(name="vllm_max_num_batched_tokens", values=(2048, 4096, 8192, 16384), stage=2)
+        yield Knob(name="parallel", values=(1, 2, 4, 8, 16, *((32, 64) if here.gpus else ())), stage=1, place="cache")
+        if options.vllm_max_num_seqs is not None:  # else it is as many as there are places
+            yield Knob(name="vllm_max_num_seqs", values=(_conversations(spec),), stage=2)
     yield Knob(name="vllm_enforce_eager", values=(False, True), stage=3)
-    yield Knob(name="vllm_kv_cache_dtype", values=("auto", "fp8"), stage=4, lossy=True)
+    if goal in _STEPS:
+        yield Knob(name="vllm_max_num_batched_tokens", values=_STEPS[goal], stage=4)
+    if goal != "memory":  # a KV cache of so many bytes has as many, whatever the numbers in it
+        yield Knob(name="vllm_kv_cache_dtype", values=("auto", "fp8"), stage=5, lossy=True)
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
-    del cache
+    return held(spec, cache, STEP)
+
+
+def held(spec: EngineSpec, cache: str, step: int) -> dict[str, Value]:
+    """`step` is what vLLM takes by itself, and never more than all windows together."""
     options: VllmSettings = spec.options
-    places = sum(info.parallel for info in spec.caches.values())
+    at_once = places(options, spec.caches)
     return {
-        "vllm_max_num_seqs": options.vllm_max_num_seqs or places,
-        "vllm_max_num_batched_tokens": options.vllm_max_num_batched_tokens or _BATCHED,
+        "parallel": spec.caches[cache].parallel,
+        "vllm_max_num_seqs": at_once,
+        "vllm_max_num_batched_tokens": options.vllm_max_num_batched_tokens or min(step, at_once * window(spec.caches)),
         "vllm_enforce_eager": options.vllm_enforce_eager,
         "vllm_kv_cache_dtype": options.vllm_kv_cache_dtype or "auto",
     }
 
 
+def _conversations(spec: EngineSpec) -> int:
+    return sum(info.parallel for info in spec.caches.values())
+
+
 def forbids(setting: Setting) -> str | None:
     told = setting.values
-    if int(told.get("vllm_max_num_seqs", 1)) > int(told["vllm_max_num_batched_tokens"]):
+    at_once = int(told.get("vllm_max_num_seqs", told.get("parallel", 1)))
+    if at_once > int(told.get("vllm_max_num_batched_tokens", at_once)):
         return "every request computes a token a step"
     return None

@@ -58,7 +58,7 @@ def reading(spec: EngineSpec, count: int) -> EngineSpec:
 
 
 async def _odds(spec: EngineSpec, ids: Sequence[int]) -> Odds:
-    arguments = engine_arguments(spec.options, spec.caches, folder.written(spec.options))
+    arguments = engine_arguments(folder.placed(spec.options), spec.caches, folder.written(spec.options))
     with tempfile.TemporaryDirectory(prefix="modelyard-odds-") as place:
         order, answer = Path(place) / "order.json", Path(place) / "answer.json"
         order.write_bytes(msgspec.json.encode({"arguments": arguments, "ids": list(ids), "rivals": RIVALS}))

@@ -11,11 +11,15 @@ from collections.abc import Sequence
 _STAMP = re.compile(r"^(\([^()]*pid=\d+\) *)?((DEBUG|INFO|WARNING|ERROR) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?")
 _CAUSE = re.compile(
     r"^(?P<kind>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Failure)): (?P<why>.*\S)"
+    r"|^(?:Value error|Assertion failed), |^Input should be "
     r"|^(?:vllm|api_server\.py|usage: vllm).*: error: "
     r"|^Fatal Python error|^cannot start |Segfault encountered|Illegal instruction|[Oo]ut of memory"
 )
 _NOTE = re.compile(r"^(\([^()]*pid=\d+\) *)?(DEBUG|INFO|WARNING)[ :]|checkpoint shards:|Warning: ")
-_CONSEQUENCE = re.compile(r"See root cause above|died unexpectedly|EngineDeadError|Failed core proc")
+_VALIDATED = re.compile(r" \[type=(?:value|assertion)_error,.*")  # all settings once more
+_CONSEQUENCE = re.compile(
+    r"validation errors? for|See root cause above|died unexpectedly|EngineDeadError|Failed core proc"
+)
 _MOST, _TAIL = 3, 5
 _WIDTH = 400
 
@@ -44,7 +48,8 @@ def reason(lines: Sequence[str]) -> str:
 
 
 def _bare(line: str) -> str:
-    return re.sub(r"\s+", " ", _STAMP.sub("", line.rpartition("\r")[2])).strip()[:_WIDTH]
+    told = _VALIDATED.sub("", _STAMP.sub("", line.rpartition("\r")[2]))
+    return re.sub(r"\s+", " ", told).strip()[:_WIDTH]
 
 
 def stage(lines: Sequence[str]) -> tuple[float, str]:

@@ -33,7 +33,7 @@ def program(spec: EngineSpec) -> Program:
     return Program(
         name="vllm serve",
         loads=model.model,
-        argv=command(binary, model, options, spec.caches, at),
+        argv=command(binary, model, folder.placed(options), spec.caches, at),
         env=environment(options, at, os.environ),
         place=at.place(f"the vllm serve of {spec.model!r}", options.vllm_serve_timeout_s),
         reason=reason,

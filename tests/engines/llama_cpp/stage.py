@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
+from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp.engine import LlamaEngine
@@ -81,7 +81,7 @@ class Tap:
     def __init__(self, engine: LlamaEngine) -> None:
         self.seen: list[tuple[int, Chunk]] = []
         for held in engine._caches.values():
-            held._emit = self._emit
+            held._emit, held._emit_all = self._emit, self._emit_all
         self._next = engine._outbox.put
 
     def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
@@ -89,6 +89,10 @@ class Tap:
         for chunk in chunks:
             self.on_chunk(job, chunk)
         self._next(job, chunks, last)
+
+    def _emit_all(self, jobs: Sequence[Job], tokens: list[int]) -> None:
+        for job, token in zip(jobs, tokens, strict=True):
+            self._emit(job, [Tokens([token])], False)
 
     def on_chunk(self, job: Job, chunk: Chunk) -> None:
         """For tests that act at a certain point of a job."""

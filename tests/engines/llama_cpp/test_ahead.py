@@ -11,17 +11,22 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Chunk, Control, Generation, Tokens
+from modelyard.core.engine import CacheInfo, Chunk, Control, Generation, Prompt, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp import context
+from modelyard.engines.llama_cpp.choir import Choir
 from modelyard.engines.llama_cpp.engine import LlamaEngine
 from modelyard.engines.llama_cpp.job import Job
+from modelyard.engines.llama_cpp.odds import Price
+from modelyard.engines.llama_cpp.speculate import Speculator
 from tests.engines.llama_cpp.exact import chanting_model, exact_model
 from tests.engines.llama_cpp.stage import Tap, id_prompt, running
 from tests.engines.llama_cpp.test_reuse import SYSTEM, words
 from tests.engines.reading import accepted, assert_alike, end, ids, read
 
 SAMPLED = Sampling(temperature=0.9, top_k=50, seed=5)
+PENALISED = Sampling(temperature=0.9, repetition_penalty=1.2, seed=5)
+TYPICAL = Sampling(temperature=0.9, typical_p=0.8, seed=5)  # drawn by llama.cpp's own samplers
 
 
 @pytest.fixture
@@ -30,9 +35,9 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sent: list[int] = []
     plain = context.Cache._send
 
-    def counted(cache: context.Cache, jobs: Any) -> None:
-        sent.append(len(jobs))
-        plain(cache, jobs)
+    def counted(cache: context.Cache, choir: Choir, tokens: list[int]) -> None:
+        sent.append(len(choir))
+        plain(cache, choir, tokens)
 
     monkeypatch.setattr(context.lib, "llama_supports_gpu_offload", lambda: True)
     monkeypatch.setattr(context.Cache, "_send", counted)
@@ -66,6 +71,17 @@ async def answer(engine: LlamaEngine, run: list[int], **fields: Any) -> list[Chu
     return await read(engine.generate(id_prompt(run, **fields)))
 
 
+async def at_once(engine: LlamaEngine, *prompts: Prompt) -> list[list[Chunk]]:
+    """The answers to prompts that all wait when the thread takes the first of them."""
+    all_there = threading.Event()
+    held = asyncio.create_task(engine._order(lambda: all_there.wait(60) and None))
+    await asyncio.sleep(0)  # the thread is told to wait before it is told anything else
+    streams = [engine.generate(prompt) for prompt in prompts]
+    all_there.set()
+    await held
+    return [await read(stream) for stream in streams]
+
+
 async def on_a_cpu(run: list[int], **fields: Any) -> list[Chunk]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context.lib, "llama_supports_gpu_offload", lambda: False)
@@ -73,7 +89,11 @@ async def on_a_cpu(run: list[int], **fields: Any) -> list[Chunk]:
             return await answer(engine, run, **fields)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=0), SAMPLED, PENALISED, TYPICAL],
+    ids=["greedy", "sampled", "penalised", "typical"],
+)
 @pytest.mark.parametrize("logprobs", [None, 2])
 async def test_what_is_said_is_the_same(ahead: list[int], sampling: Sampling, logprobs: int | None) -> None:
     asked = {"max_tokens": 12, "sampling": sampling, "logprobs": logprobs}
@@ -82,6 +102,63 @@ async def test_what_is_said_is_the_same(ahead: list[int], sampling: Sampling, lo
     assert len(ahead) == 10  # the first comes with the prompt, and the second with the step after it
     assert ids(found) == ids(await on_a_cpu(SYSTEM, **asked))
     assert (end(found).reason, end(found).usage.output) == ("length", 12)
+
+
+async def test_each_of_several_goes_its_own_way_until_it_ends(ahead: list[int]) -> None:
+    asked = [
+        {"max_tokens": 5, "sampling": Sampling(temperature=0)},
+        {"max_tokens": 9, "sampling": SAMPLED},
+        {"max_tokens": 14, "sampling": PENALISED},
+        {"max_tokens": 11, "sampling": TYPICAL},
+    ]
+    async with exact() as engine:
+        runs = (answer(engine, words(at), session=str(at), logprobs=None, **one) for at, one in enumerate(asked))
+        found = await asyncio.gather(*runs)
+    for at, one in enumerate(asked):
+        assert ids(found[at]) == ids(await on_a_cpu(words(at), logprobs=None, **one))
+        assert (end(found[at]).reason, end(found[at]).usage.output) == ("length", one["max_tokens"])
+    assert ahead
+
+
+async def test_several_whose_tokens_are_drawn_together_each_say_what_they_say_alone(ahead: list[int]) -> None:
+    fields = {"max_tokens": 20, "sampling": SAMPLED, "logprobs": None}
+    async with exact() as engine:
+        found = await at_once(engine, *(id_prompt(words(at), session=str(at), **fields) for at in range(4)))
+    for at, said in enumerate(found):
+        assert ids(said) == ids(await on_a_cpu(words(at), **fields))
+    assert 4 in ahead
+
+
+async def test_a_token_that_ends_one_in_the_middle_ends_nobody_else(ahead: list[int]) -> None:
+    whole = ids(await on_a_cpu(words(1), max_tokens=12, logprobs=None))
+    stop = next(token for at, token in enumerate(whole) if at >= 4 and token not in whole[:at])
+    async with exact() as engine:
+        fields = {"max_tokens": 12, "logprobs": None}
+        short, long = await asyncio.gather(
+            answer(engine, words(1), session="a", stop_ids=(stop,), **fields),
+            answer(engine, words(2), session="b", **fields),
+        )
+    assert ids(short) == whole[: whole.index(stop)]
+    assert end(short).reason == "stop"
+    assert ids(long) == ids(await on_a_cpu(words(2), **fields))
+    assert ahead
+
+
+async def test_what_would_end_another_makes_nobody_say_too_much(ahead: list[int]) -> None:
+    fields = {"max_tokens": 12, "logprobs": None}
+    alone = [ids(await on_a_cpu(words(at), **fields)) for at in (1, 2)]
+    nearly_last = alone[0][-2]
+    assert nearly_last not in alone[1]
+    asked = [
+        id_prompt(words(1), session="a", **fields),
+        id_prompt(words(2), session="b", stop_ids=(nearly_last,), **fields | {"max_tokens": 40}),
+    ]
+    async with exact() as engine:
+        found = await at_once(engine, *asked)
+    assert ids(found[0]) == alone[0]
+    assert end(found[0]).reason == "length"
+    assert ids(found[1])[:12] == alone[1]
+    assert 2 in ahead
 
 
 async def test_the_next_turn_finds_all_that_was_read(ahead: list[int]) -> None:
@@ -142,6 +219,23 @@ async def test_guesses_are_tried_instead(ahead: list[int]) -> None:
         tried = engine.stats()
     assert (end(found).reason, len(ids(found))) == ("length", 60)
     assert tried.accepted_tokens > len(ahead), "most of what is said was guessed"
+
+
+async def test_where_nothing_is_worth_trying_a_step_does_not_wait_for_guesses(
+    ahead: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Price, "of", lambda *_: 1.0)  # a guessed row costs as much as a step
+    order: list[str] = []
+    send, guess = context.Cache._send, Speculator.guess
+    monkeypatch.setattr(context.Cache, "_send", lambda *given: (order.append("sent"), send(*given))[1])
+    monkeypatch.setattr(Speculator, "guess", lambda *given: (order.append("guessed"), guess(*given))[1])
+    async with exact(path=str(chanting_model()), speculation="auto") as engine:
+        found = await answer(engine, SYSTEM, max_tokens=12, logprobs=None)
+        assert engine.stats().guessed_tokens == 0
+    assert order[:5] == ["guessed", "sent", "guessed", "sent", "guessed"]
+    assert len(ahead) == 10
+    async with exact(path=str(chanting_model())) as engine:
+        assert ids(found) == ids(await answer(engine, SYSTEM, max_tokens=12, logprobs=None))
 
 
 async def test_one_that_cannot_be_given_ahead_is_an_ordinary_step(

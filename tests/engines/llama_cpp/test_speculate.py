@@ -150,7 +150,7 @@ class CancelAtRun(Tap):
 async def test_kv_behind_a_wrong_guess_is_gone() -> None:
     """The next turn reads from exactly where the answer ended, and says what a fresh engine says."""
     async with opened() as engine:
-        first = await told(engine, RUNS[0], sampling=Sampling(temperature=0.7, seed=3))
+        first = await told(engine, RUNS[0], sampling=Sampling(temperature=0.7, seed=4))
         stats = engine.stats()
         assert stats.guessed_tokens > stats.accepted_tokens
         turn = RUNS[0] + ids(first) + words(7)
@@ -268,9 +268,19 @@ async def test_guesses_that_fail_are_given_up() -> None:
     speculator, jobs = await speculating(7, 8, 9, 9)
     speculator.took(1, 0, 0.010)
     assert speculator.guess(jobs)
+    assert not speculator.rests
     for _ in range(20):
         speculator.heard(0, 2, 0, 5)
     assert speculator.guess(jobs) == {}
+    assert speculator.rests
+
+
+async def test_one_that_rests_wakes_when_somebody_comes() -> None:
+    speculator, jobs = await speculating(7)  # nobody knows yet what a step takes
+    speculator.guess(jobs)
+    assert speculator.rests
+    speculator.begin(1, jobs[0])
+    assert not speculator.rests
 
 
 async def test_guess_ends_before_a_token_that_ends_the_job() -> None:

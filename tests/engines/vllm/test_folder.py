@@ -50,3 +50,16 @@ def test_a_model_that_sees_has_its_language_model_inside(tmp_path: Path) -> None
     (place / "config.json").write_text("no JSON")
     with pytest.raises(InvalidRequest, match=r"config\.json cannot be read"):
         folder.config(place)
+
+
+def test_what_belongs_to_a_model_is_found_as_the_model_is(hub: Path, tmp_path: Path) -> None:
+    guesser = made(tmp_path / "cache" / "models" / "small")
+    told = VllmSettings(
+        vllm_model="org/name",
+        vllm_tokenizer="org/elsewhere",
+        vllm_speculative_method="draft_model",
+        vllm_speculative_model="small",
+        vllm_num_speculative_tokens=3,
+    )
+    assert folder.placed(told).vllm_speculative_model == str(guesser)
+    assert folder.placed(told).vllm_tokenizer == "org/elsewhere"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import struct
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -19,6 +21,7 @@ import pytest
 from modelyard.core.engine import CacheInfo, Prompt, TokenRun, Tokens
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.core.request import Sampling
+from modelyard.library import vllm_env
 from tests.engines.fake import stage as fake_stage
 from tests.engines.reading import end, read, until
 from tests.engines.vllm import real
@@ -194,9 +197,15 @@ def png(color: tuple[int, int, int], side: int = 40) -> str:
 def seeing() -> Iterator[Served]:
     chosen = real.fields(vllm_model=str(real.seeing_folder()), vllm_limit_mm_per_prompt={"image": 2})
     model = {"backend": "vllm", "python": real.python(), "n_ctx": 512, "modalities": ["text", "image"], **chosen}
+    with loaded(model) as served:
+        yield served
+
+
+@contextmanager
+def loaded(model: dict[str, Any]) -> Iterator[Served]:
     with serving({"models": {MODEL: model}}, ready=False) as served:
         until = time.monotonic() + LOAD_S
-        while not served.yard.scheduler.engines(MODEL):
+        while served.status(MODEL).state != "ready":
             assert time.monotonic() < until, served.status(MODEL)
             assert served.status(MODEL).state != "failed", served.status(MODEL).reason
             time.sleep(0.5)
@@ -209,12 +218,29 @@ def shown(served: Served, *pictures: str) -> Any:
     return chat(served, messages=[{"role": "user", "content": content}], logprobs=True, max_tokens=4)
 
 
+def odds(reply: Any) -> list[float]:
+    return [each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]]
+
+
 def test_picture_is_seen(seeing: Served) -> None:
     """A random model says nonsense, but another nonsense for another picture, and the same for the same."""
     red, blue, again = shown(seeing, png((255, 0, 0))), shown(seeing, png((0, 0, 255))), shown(seeing, png((255, 0, 0)))
-    odds = [[each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]] for reply in (red, blue, again)]
-    assert odds[0] == pytest.approx(odds[2], abs=1e-3)
-    assert odds[0] != pytest.approx(odds[1], abs=1e-3)
+    assert odds(red) == pytest.approx(odds(again), abs=1e-3)
+    assert odds(red) != pytest.approx(odds(blue), abs=1e-3)
+
+
+def test_two_ranks_that_share_its_layers_see_the_same(seeing: Served) -> None:
+    """Served, besides: pictures and chat template go another way there, and the prompt is the same."""
+    red = png((255, 0, 0))
+    cores = sorted(os.sched_getaffinity(0))
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}  # by itself it wants a NUMA node for each
+    chosen = real.fields(vllm_model=str(real.seeing_folder()), vllm_limit_mm_per_prompt={"image": 2})
+    ranks = {"vllm_tensor_parallel_size": 2, "vllm_serve_env": bound, "vllm_serve_binary": str(vllm_env.program())}
+    model = {"backend": "vllm_serve", "n_ctx": 512, "modalities": ["text", "image"], **chosen, **ranks}
+    with loaded(model) as two:
+        one, other = shown(seeing, red), shown(two, red)
+    assert odds(other) == pytest.approx(odds(one), abs=1e-3)
+    assert other["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
 
 
 def test_each_picture_counts_as_its_patches(seeing: Served) -> None:

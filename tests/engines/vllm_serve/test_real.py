@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Unavailable
@@ -19,6 +20,7 @@ from modelyard.core.events import BlockDelta, Event, Failed, Finished, fold
 from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.engines.vllm_serve.engine import VllmServe
 from tests.engines.conformance.test_chat import NO_END
+from tests.engines.vllm.real import write_adapter
 from tests.engines.vllm_serve import real
 from tests.engines.vllm_serve.real import running
 from tests.engines.vllm_serve.stage import asked, read
@@ -60,16 +62,24 @@ async def in_its_hands(it: VllmServe) -> int:
     return int(sum(map(float, found)))
 
 
-async def test_what_it_is_asked_for_it_does() -> None:
-    async with running() as it:
+async def test_what_it_is_asked_for_it_does(tmp_path: Path) -> None:
+    async with running(lora={"law": str(write_adapter(tmp_path / "law", strength=1.0))}) as it:
         reply = fold(await read(it, asked("What is the capital of France?", max_tokens=16)))
         assert "Paris" in reply.text
         assert reply.finished.usage.prompt == await it.count(asked("What is the capital of France?"))
+        await _wears_its_adapter(it, reply.text)
         await _forms(it)
         await _overflows(it)
         await _aborts_under_load(it)
         family_ = family(it.pid)
     assert await gone(family_)
+
+
+async def _wears_its_adapter(it: VllmServe, plain: str) -> None:
+    question = asked("What is the capital of France?", max_tokens=16)
+    worn = fold(await read(it, replace(question, lora_adapter="law")))
+    assert worn.text != plain
+    assert fold(await read(it, question)).text == plain
 
 
 async def _forms(it: VllmServe) -> None:
@@ -136,6 +146,7 @@ def _core(everybody: Sequence[psutil.Process]) -> psutil.Process:
         ({"vllm_serve_extra_args": ["--nonsense"]}, "unrecognized arguments: --nonsense"),
         ({"vllm_kv_cache_memory_bytes": 1 << 20}, "No available memory for the cache blocks"),
         ({"vllm_model": "/no/such/model"}, "/no/such/model"),
+        ({"vllm_serve_sleep_s": 60.0}, "Sleep mode is not supported"),
     ],
 )
 async def test_what_keeps_it_from_loading_is_told_in_its_own_words(chosen: dict[str, object], told: str) -> None:
@@ -149,6 +160,7 @@ async def test_what_keeps_it_from_loading_is_told_in_its_own_words(chosen: dict[
 
 ORPHANS = """
 import asyncio, sys
+from tests.engines.vllm.real import write_adapter
 from tests.engines.vllm_serve import real
 from tests.engines.vllm_serve.test_real import family
 

@@ -18,10 +18,20 @@ FAILED = [
     "(EngineCore pid=2) ValueError: No available memory for the cache blocks.",
     "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
 ]
+REFUSED = [
+    "(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+    "(APIServer pid=1)   Value error, Sleep mode is not supported on current platform. [type=value_error, "
+    "input_value=ArgsKwargs((), {'model': '/models/m', …}), input_type=ArgsKwargs]",
+    "(APIServer pid=1)     For further information visit https://errors.pydantic.dev/2.13/v/value_error",
+]
 
 
 def test_the_root_cause_is_told_once_and_not_its_consequences() -> None:
     assert reason([*STARTING, *FAILED]) == "ValueError: No available memory for the cache blocks."
+
+
+def test_a_setting_that_vllm_does_not_take_is_told_without_all_the_others() -> None:
+    assert reason([*STARTING, *REFUSED]) == "Value error, Sleep mode is not supported on current platform."
 
 
 def test_a_consequence_is_better_than_nothing() -> None:

@@ -1,0 +1,154 @@
+"""Tokens drawn by numpy: the cuts are llama.cpp's own, and the chances are the model's."""
+
+from __future__ import annotations
+
+import ctypes
+from math import inf, nan
+from typing import Any
+
+import numpy as np
+import pytest
+
+from modelyard.core.request import Sampling
+from modelyard.engines.llama_cpp.binding import lib
+from modelyard.engines.llama_cpp.dice import Dice, Row, likeliest, nucleus
+
+VOCAB = 5000
+
+
+def normal(spread: float, count: int = VOCAB, seed: int = 1) -> Row:
+    return np.random.default_rng(seed).normal(0, spread, count).astype(np.float32)
+
+
+ROWS = {
+    "flat": normal(0.1),
+    "usual": normal(2.0),
+    "peaked": normal(6.0),
+    "masked": np.where(np.arange(VOCAB) % 97 == 3, normal(2.0), -inf).astype(np.float32),
+    "small": normal(2.0, 40),
+}
+
+
+def left_by_llama_cpp(row: Row, sampling: Sampling) -> set[int]:
+    """What its samplers leave of the row."""
+    chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+    if sampling.top_k:
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_k(sampling.top_k))
+    if sampling.top_p is not None:
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_p(sampling.top_p, 1))
+    if sampling.min_p:
+        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_min_p(sampling.min_p, 1))
+    try:
+        return _applied(chain, row)
+    finally:
+        lib.llama_sampler_free(chain)
+
+
+def _applied(chain: Any, row: Row) -> set[int]:
+    data = (lib.llama_token_data * len(row))(*[(token, value, 0.0) for token, value in enumerate(row.tolist())])
+    array = lib.llama_token_data_array(data, len(row), -1, False)
+    lib.llama_sampler_apply(chain, ctypes.byref(array))
+    return {array.data[at].id for at in range(array.size) if array.data[at].logit > -inf}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(top_k=40),
+        Sampling(top_k=300),
+        Sampling(top_k=10**6),
+        Sampling(top_k=40, top_p=0.8),
+        Sampling(top_k=200, top_p=0.95, min_p=0.1),
+        Sampling(top_p=0.9),
+        Sampling(top_p=0.0),
+        Sampling(top_p=0.7, min_p=0.2),
+        Sampling(min_p=0.05),
+        Sampling(min_p=1.0),
+    ],
+    ids=lambda s: f"{s.top_k}-{s.top_p}-{s.min_p}",
+)
+def test_what_is_cut_is_what_llama_cpp_cuts(row: Row, sampling: Sampling) -> None:
+    ids, depths = Dice(sampling, 1).kept(row)
+    left = {int(token) for token, depth in zip(ids, depths, strict=True) if depth > -inf}
+    expected = left_by_llama_cpp(row, sampling)
+    # Both add up thousands of chances, in another order: the last token of a share may be on either side of it.
+    assert len(left ^ expected) <= (1 if sampling.top_p and len(expected) > 256 else 0)
+    assert left
+
+
+@pytest.mark.parametrize("count", [1, 7, 40, 600, VOCAB, VOCAB + 5])
+def test_the_likeliest_come_in_order(count: int) -> None:
+    row = normal(1.0)
+    assert likeliest(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
+
+
+def test_tokens_that_are_all_alike_are_neither_lost_nor_too_many() -> None:
+    row = np.zeros(1000, np.float32)
+    assert len(likeliest(row, 40)) == 40
+    assert len(nucleus(row, 0.5)) in (500, 1000), "all that lie as deep as the last one may stay"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.99, 0.9999999])
+def test_a_share_of_many_is_the_fewest_that_have_it(share: float) -> None:
+    row = normal(0.5, 20000)
+    chances = np.exp(row.astype(np.float64))
+    chances /= chances.sum()
+    kept = nucleus(row, share)
+    assert chances[kept].sum() >= share - 1e-5
+    assert chances[kept].sum() - chances[kept].min() <= share + 1e-5
+    assert chances[kept].min() >= np.delete(chances, kept).max(initial=0.0)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(temperature=1.5, top_k=8),
+        Sampling(top_p=0.9),
+        Sampling(min_p=0.1),
+    ],
+    ids=lambda s: f"{s.temperature}-{s.top_k}-{s.top_p}-{s.min_p}",
+)
+@pytest.mark.parametrize("count", [12, 700])
+def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling, count: int) -> None:
+    row = np.full(count, -30, np.float32)
+    row[:: count // 12] = normal(1.0, len(row[:: count // 12]))
+    dice, draws = Dice(sampling, 7), 1500
+    kept, _ = dice.kept(row) if not dice._cuts_nothing else (np.arange(count), None)
+    weights = np.zeros(count)
+    weights[kept] = np.exp((row[kept] - row.max()).astype(np.float64) / (sampling.temperature or 1.0))
+    expected = weights / weights.sum()
+    found = np.bincount([dice.pick(row) for _ in range(draws)], minlength=count) / draws
+    assert np.abs(found - expected).max() < 0.04
+    assert not found[expected < 1e-9].any()
+
+
+def test_a_token_that_is_impossible_never_comes() -> None:
+    row = np.full(3000, -inf, np.float32)
+    row[[5, 1234, 2999]] = [1.0, 2.0, 0.5]
+    for sampling in (Sampling(), Sampling(top_k=40), Sampling(top_p=0.999), Sampling(min_p=0.01)):
+        dice = Dice(sampling, 3)
+        assert {dice.pick(row) for _ in range(200)} == {5, 1234, 2999}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=1e-30), Sampling(temperature=1e-30, top_p=0.9)])
+def test_the_coldest_takes_the_best(sampling: Sampling) -> None:
+    row = normal(3.0)
+    assert Dice(sampling, 1).pick(row) == row.argmax()
+
+
+def test_a_seed_makes_tokens_come_again() -> None:
+    row = normal(1.0)
+    runs = [[dice.pick(row) for _ in range(20)] for dice in (Dice(Sampling(), seed) for seed in (1, 1, 2))]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+@pytest.mark.parametrize("broken", [nan, inf, -inf])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(top_k=40), Sampling(top_p=0.9), Sampling(min_p=0.1)], ids=str
+)
+def test_logits_that_are_no_numbers_end_nothing(broken: float, sampling: Sampling) -> None:
+    assert 0 <= Dice(sampling, 1).pick(np.full(1000, broken, np.float32)) < 1000

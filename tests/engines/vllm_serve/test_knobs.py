@@ -1,0 +1,45 @@
+"""What the optimizer may turn of a model that a `vllm serve` runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.engines.vllm import knobs as in_process
+from modelyard.engines.vllm_serve import knobs
+from modelyard.telemetry.memory import GpuMemory
+from tests.engines.vllm_serve.stage import options
+
+GIB = 2**30
+
+
+def gpu(total: int, name: str = "NVIDIA H200") -> GpuMemory:
+    return GpuMemory(uuid="GPU-1", name=name, total=total, used=0, free=total)
+
+
+def held(*gpus: GpuMemory, monkeypatch: pytest.MonkeyPatch, **chosen: object) -> dict[str, object]:
+    monkeypatch.setattr(knobs, "read_gpus", lambda: gpus)
+    return dict(knobs.current(EngineSpec("m", options(**chosen), {"main": CacheInfo(32_768, 4)}), "main"))
+
+
+def test_it_has_the_knobs_of_a_model_that_vllm_runs_in_process() -> None:
+    assert (knobs.knobs, knobs.forbids) == (in_process.knobs, in_process.forbids)
+
+
+@pytest.mark.parametrize(
+    ("one", "tokens"),
+    [
+        (gpu(24 * GIB), 2048),
+        (gpu(80 * GIB, "NVIDIA A100-SXM4-80GB"), 2048),
+        (gpu(141 * GIB), 8192),
+        (gpu(180 * GIB), 16384),
+    ],
+    ids=["small", "large, but of an older family", "large", "very large"],
+)
+def test_a_step_is_longer_on_a_large_gpu(one: GpuMemory, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert held(one, monkeypatch=monkeypatch)["vllm_max_num_batched_tokens"] == tokens
+
+
+def test_without_a_gpu_every_rank_brings_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert held(monkeypatch=monkeypatch)["vllm_max_num_batched_tokens"] == 2048
+    assert held(monkeypatch=monkeypatch, vllm_tensor_parallel_size=2)["vllm_max_num_batched_tokens"] == 4096
