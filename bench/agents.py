@@ -150,7 +150,8 @@ def _notes(found: Found, plan: Plan, threads: int) -> list[str]:
         one = outcomes[0]
         notes.append(
             f"{name}: {one.requests} requests, {one.evaluated:,} of {one.prompt:,} prompt tokens evaluated "
-            f"({one.evaluated / one.prompt:.1%}), {one.answered:,} answered, peak {one.peak_mb:,.0f} MB"
+            f"({one.evaluated / one.prompt:.1%}), {one.answered:,} answered, "
+            f"{one.seconds:,.0f} s (first tokens {one.ttft:,.0f}), CPU {one.cpu_s:,.0f} s, peak {one.peak_mb:,.0f} MB"
         )
     return notes
 
