@@ -29,12 +29,14 @@ class Mailbox(Generic[T]):
         on_room: Callable[[], None] | None = None,
         limit: int = 1024,
         loop: asyncio.AbstractEventLoop | None = None,
+        whole: list[T] | None = None,
     ) -> None:
+        """`whole` is all that will ever come, and the mailbox is closed behind it."""
         self.limit = limit
         self._loop = loop or asyncio.get_running_loop()
-        self._waiting: list[T] = []
+        self._waiting: list[T] = [] if whole is None else whole
         self._reader: asyncio.Future[None] | None = None
-        self._closed = False
+        self._closed = whole is not None
         self._sink: Callable[[list[T], bool], None] | None = None
         self._on_room = on_room
         # A list, because `pop` is atomic: two threads that cancel at once still cancel once.
@@ -144,7 +146,7 @@ class Mailbox(Generic[T]):
 
 def merged(items: list[T]) -> list[T]:
     """The same items with every run of neighbouring `Tokens` as one."""
-    if not _has_neighbours(items):
+    if [*map(type, items)].count(Tokens) < 2 or not _has_neighbours(items):
         return items
     out: list[T] = []
     for alike, group in groupby(items, _likeness):

@@ -12,11 +12,11 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from msgspec import Struct
 
-from modelyard.core.engine import Accepted, ChatEngine, End, Engine, Generation, TextEngine, Tokens
+from modelyard.core.engine import Accepted, End, Engine, Generation, Tokens
 from modelyard.core.errors import Cancelled, Incomplete, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.lease import Lease, Leases, Ticket
@@ -50,7 +50,7 @@ class Surroundings(Protocol):
     metrics: Metrics
 
     def granted(self, job: Job, engine: Engine) -> None: ...
-    def accepted(self, job: Job, choice: int, where: Accepted) -> Reuse | None: ...
+    def accepted(self, job: Job, choice: int, where: Accepted, engine: Engine) -> Reuse | None: ...
     def ended(self, job: Job, choice: int, last: Finished | Failed, course: Course) -> None: ...
     def left(self, answer: Any) -> None: ...
     def background(self, work: Coroutine[Any, Any, None]) -> None: ...
@@ -144,21 +144,19 @@ class Answer:
         self._at.waited, self._at.given = lease.waited, time.perf_counter()
         if self._cancelled:
             raise Cancelled("the client went away")
-        engine, job = lease.engine, self.job
+        job = self.job
+        engine: Any = lease.engine
         self._around.granted(job, engine)
         # By the definition's kind, not isinstance: a runtime check of a Protocol costs more than the whole step.
-        begun: Generation[Any]
-        if job.model.kind == "text":
-            begun = cast(TextEngine, engine).generate(job.prompt(self.choice))
-        else:
-            begun = cast(ChatEngine, engine).chat(job.chat(self.choice))
+        is_text, choice = job.model.kind == "text", self.choice
+        begun: Generation[Any] = engine.generate(job.prompt(choice)) if is_text else engine.chat(job.chat(choice))
         self._generation = begun
         return begun
 
     def _translate(self, batch: Sequence[Any]) -> list[Event]:
-        if type(batch[0]) is Accepted:
+        if type(batch[0]) is Accepted and self._lease is not None:
             self.course.where = batch[0]
-            self.course.reuse = self._around.accepted(self.job, self.choice, batch[0])
+            self.course.reuse = self._around.accepted(self.job, self.choice, batch[0], self._lease.engine)
         before = self._translation.usage.output
         events = self._translation.feed(batch)
         self._observe(batch, self._translation.usage.output - before)

@@ -129,15 +129,14 @@ class Gateway:
             request, can = job.request, self.abilities.of(job.model, told)
             check(request, can, job.model.name, images=has_images(request))
 
-    def accepted(self, job: Job, choice: int, where: Accepted) -> Reuse | None:
+    def accepted(self, job: Job, choice: int, where: Accepted, engine: Engine) -> Reuse | None:
         """A job has its place: what had the cache of its prompt? Costs a look-up where nothing changed."""
         if choice != 0:
             return None
         if (found := self._watch.look(job, where)) is not None:
             self.metrics.prompt_changed(job.target.cache)
             log.warning("%s", found)
-        engine = self.leases.engine(job.model.name)
-        reuse = self._watch.reuse(job, where, engine.info.page if engine is not None else 1)
+        reuse = self._watch.reuse(job, where, engine.info.page)
         if reuse is not None:
             self.metrics.looked_up(job.target.cache, reuse)
         return reuse

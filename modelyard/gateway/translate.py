@@ -121,10 +121,9 @@ class TextTranslation:
             return None
         if end.reason in _BAD or said.logprobs is not None or self.over or self._started:
             return None
-        detokenizer, parts = self._parts.vocab.detokenizer(), self._parts
-        pieces = detokenizer.feed(said.ids)
-        text = plain(parts.format_for(self._job.request), parts.specials, self._stop).text(pieces)
-        if text is None or detokenizer.finish():
+        parts = self._parts
+        text = parts.vocab.whole_text(said.ids)
+        if text is None or not plain(parts.format_for(self._job.request), parts.specials, self._stop).takes(text):
             return None
         if self.ids is not None:
             self.ids += said.ids

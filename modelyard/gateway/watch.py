@@ -38,8 +38,8 @@ class Watch:
         system = leading_system(job.request.messages)
         if system is None:
             return None
-        change, run = self._seen.look(job.target.cache, system), job.run(0)
-        if change is None or run is None or where.divergence is None:
+        change = self._seen.look(job.target.cache, system)
+        if change is None or where.divergence is None or (run := job.run(0)) is None:
             return None
         return _told(change, job, run, where.divergence)
 

@@ -11,13 +11,13 @@ import secrets
 from http import HTTPStatus
 from typing import Any, cast
 
-from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.http.errors import written
-from modelyard.http.farewell import Farewells, enlist
+from modelyard.http.farewell import Farewells, enlist, withdraw
 from modelyard.http.outgoing import Gathering
+from modelyard.http.together import introduce
 from modelyard.http.visit import Visit
 
 _HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
@@ -50,10 +50,13 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
         for cancel in tuple(self._farewells):
             cancel()
+        scope: Any = self.scope
+        if scope is not None:
+            withdraw(scope)
 
     def data_received(self, data: bytes) -> None:
         """A request that comes in one piece, as most do, never starts the clock."""
-        super().data_received(data)
+        HttpToolsProtocol.data_received(self, data)  # `super()` is an object more, four times a request
         if self._reading_headers:
             self._header_bytes += len(data)
             if self._header_bytes > self.max_header_bytes:
@@ -67,17 +70,19 @@ class BoundedHttp(HttpToolsProtocol):
             self._calm()
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        HttpToolsProtocol.on_message_begin(self)
         self._header_bytes, self._reading_headers, self._reading_body = 0, True, True
 
     def on_headers_complete(self) -> None:
         self._reading_headers = False
-        enlist(cast(Scope, self.scope), self._farewells)
-        super().on_headers_complete()
+        scope: Any = self.scope
+        enlist(scope, self._farewells)
+        introduce(scope, self.tasks)
+        HttpToolsProtocol.on_headers_complete(self)
 
     def on_message_complete(self) -> None:
         self._reading_body = False
-        super().on_message_complete()
+        HttpToolsProtocol.on_message_complete(self)
 
     # --- running out of patience ----------------------------------------------------------------------------------
 

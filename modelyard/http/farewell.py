@@ -25,6 +25,11 @@ def enlist(scope: Scope, farewells: Farewells) -> None:
     scope[_KEY] = farewells
 
 
+def withdraw(scope: Scope) -> None:
+    """The client has left before anybody watched: whoever does later has to ask, and is told."""
+    scope.pop(_KEY, None)
+
+
 def watch(scope: Scope, receive: Receive, work: Cancellable) -> Callable[[], object]:
     """Cancel the work when the client leaves; call what is returned when there is nothing left to cancel."""
     farewells: Farewells | None = scope.get(_KEY)

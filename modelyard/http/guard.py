@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -124,8 +125,7 @@ class Guard:
 
     def _check_headers(self, scope: Scope) -> None:
         size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
-        for name, value in scope["headers"]:
-            size += len(name) + len(value)
+        size += sum(map(len, chain.from_iterable(scope["headers"])))
         if size > self._max_header_bytes:
             limit = self._max_header_bytes
             raise TooLarge(f"the request headers are larger than {limit} bytes (http.max_header_bytes)")
@@ -139,7 +139,9 @@ class Guard:
         watched = route != path and (is_workbench(path) or (method == "GET" and path.startswith(_READ)))
         level = logging.DEBUG if watched or path in _QUIET else logging.INFO
         told = {"method": method, "path": path, "status": visit.status, "ms": round(seconds * 1e3, 2), "key": visit.key}
-        line(log, level, "request", told if visit.reuse is None else told | _told(visit.reuse))
+        if visit.reuse is not None:
+            _tell(told, visit.reuse)
+        line(log, level, "request", told)
 
 
 def _noting(visit: Visit, send: Send) -> Send:
@@ -153,12 +155,11 @@ def _noting(visit: Visit, send: Send) -> Send:
     return noting
 
 
-def _told(reuse: Reuse) -> dict[str, Any]:
+def _tell(told: dict[str, Any], reuse: Reuse) -> None:
     """Which token and message were the first to be read anew is said only where something is amiss."""
-    told: dict[str, Any] = {"reused": reuse.reused, "evaluated": reuse.evaluated, "cause": reuse.cause}
+    told["reused"], told["evaluated"], told["cause"] = reuse.reused, reuse.evaluated, reuse.cause
     if reuse.message is not None:
         told |= {"token": reuse.token, "message": reuse.message, "role": reuse.role}
-    return told
 
 
 def _traces() -> Iterator[str]:

@@ -17,6 +17,7 @@ from modelyard.http.farewell import watch
 from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream
 from modelyard.http.stored import StoredResponses
+from modelyard.http.together import has_company, next_turn
 from modelyard.http.visit import INLINE_BYTES, Visit, aside, read_body, respond, respond_error
 from modelyard.telemetry.papers import Scribe
 
@@ -86,8 +87,10 @@ class Exchange:
 
     async def _whole(self, answer: Answer | Choices | Listener, request: Request) -> None:
         folds = [Fold() for _ in range(answer.job.choices)]
-        unwatch = watch(self._scope, self._receive, answer)
+        unwatch, in_step = watch(self._scope, self._receive, answer), has_company(self._scope)
         try:
+            if in_step:
+                await next_turn()
             async for choice, events in answer:
                 folds[choice].feed(events)
                 if folds[choice].finished and len(folds) == 1:
@@ -96,6 +99,8 @@ class Exchange:
             unwatch()
             answer.close()
         self._visit.reuse = answer.reuse
+        if in_step:
+            await next_turn()
         replies = [fold.reply() for fold in folds]
         if self._home.stored is not None:
             await self._home.stored.remember(request, replies, self._visit.key)

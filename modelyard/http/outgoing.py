@@ -52,13 +52,10 @@ def reply(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body:
     is_plain = cycle.keep_alive and not (cycle.response_started or cycle.disconnected or cycle.default_headers)
     if not is_plain or cycle.flow.write_paused or cycle.scope["method"] == "HEAD":
         return False
-    parts = [STATUS_LINE[status]]
-    for name, value in headers:
-        parts += (name, b": ", value, b"\r\n")
-    parts += (b"\r\n", body)
+    head = b"\r\n".join([b": ".join(header) for header in headers])
     cycle.response_started = cycle.response_complete = True
     cycle.waiting_for_100_continue = False
-    cycle.transport.write(b"".join(parts))
+    cycle.transport.write(b"".join((STATUS_LINE[status], head, b"\r\n\r\n", body)))
     cycle.message_event.set()  # whoever waits for a disconnect hears of the end, as in uvicorn's own way
     cycle.on_response()
     return True

@@ -6,10 +6,8 @@ the scanner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 
-from modelyard.core.engine import Piece
 from modelyard.core.format import Format
 from modelyard.scanner.lexer import alphabet
 
@@ -23,15 +21,10 @@ class Plain:
         self._begins_in_text = form.regions[form.start].kind == "text"
         self._search = alphabet(form, specials).starters(stop).search
 
-    def text(self, pieces: Sequence[Piece]) -> str | None:
-        """All that was said, without log probabilities; None: the scanner has to look. White space alone may be a
-        marker's own."""
-        if not self._begins_in_text:
-            return None
-        texts = [piece.text for piece in pieces if not piece.special]
-        text = "".join(texts)
-        is_plain = len(texts) == len(pieces) and text and not text.isspace() and not self._search(text)
-        return text if is_plain else None
+    def takes(self, text: str) -> bool:
+        """Whether this, in which no control token was said, is all plain; if not, the scanner has to look. White space
+        alone may be a marker's own."""
+        return self._begins_in_text and bool(text) and not text.isspace() and not self._search(text)
 
 
 @lru_cache(maxsize=256)

@@ -85,7 +85,9 @@ class Pooled:
         return bool(self.up) and not self.drained
 
     def weight(self, cache: str, wanted: int) -> int:
-        """No more than one replica can give at a time."""
+        """No more than one replica can give at a time, and never less than one."""
+        if wanted == 1:
+            return 1
         most = self.current.caches[cache].parallel
         if self.current.target_inflight is not None:
             most = min(most, self.current.target_inflight)

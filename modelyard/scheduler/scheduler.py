@@ -141,7 +141,7 @@ class Scheduler:
 
     def released(self, place: Place) -> None:
         model, replica, now = place.model, place.replica, self._timers.now()
-        self._forget((place,))
+        self._drop(place)
         model.running -= place.weight
         model.used = now
         place.lane.served(now - place.since - place.waited)
@@ -157,7 +157,7 @@ class Scheduler:
         """The head may have gone: whoever stood behind it is asked."""
         model = place.model
         place.lane.leave(place)
-        self._forget((place,))
+        self._drop(place)
         self._admit(place, self._timers.now())
         if self._depot.is_hungry or model.orders or model.retired:
             self._depot.look_soon()
@@ -174,9 +174,12 @@ class Scheduler:
 
     def _forget(self, places: Iterable[Place]) -> None:
         for place in places:
-            self._places.discard(place)
-            if place.allowance is not None:
-                place.allowance.active -= 1
+            self._drop(place)
+
+    def _drop(self, place: Place) -> None:
+        self._places.discard(place)
+        if place.allowance is not None:
+            place.allowance.active -= 1
 
     # --- what is known ---------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class TokenTable:
     def __init__(self, token_bytes: Callable[[int], bytes], specials: Mapping[int, str]) -> None:
         self.whole: dict[int, Piece] = {}  # tokens that are whole characters
         self.broken: dict[int, bytes] = {}  # tokens that are not
+        self._texts: dict[int, str] = {}  # of the whole ones that are no control tokens
         self.specials = specials
         self._bytes = token_bytes
 
@@ -40,9 +41,17 @@ class TokenTable:
             return self.whole.setdefault(token, piece)
         data = self._bytes(token)
         try:
-            return self.whole.setdefault(token, Piece(data.decode(), False, token))
+            text = self._texts[token] = data.decode()
         except UnicodeDecodeError:
             self.broken[token] = data
+            return None
+        return self.whole.setdefault(token, Piece(text, False, token))
+
+    def whole_text(self, ids: Sequence[int]) -> str | None:
+        """None where one of them was not met yet, is no whole character, or is a control token."""
+        try:
+            return "".join(map(self._texts.__getitem__, ids))
+        except KeyError:
             return None
 
 

@@ -108,3 +108,6 @@ class GgufVocabulary:
 
     def detokenizer(self) -> Detokenizer:
         return TableDetokenizer(self._table)
+
+    def whole_text(self, ids: Sequence[int]) -> str | None:
+        return self._table.whole_text(ids)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from modelyard.vocab.cuts import TokenizerFile
@@ -84,11 +85,8 @@ class Words:
 
     def _by_words(self, text: str) -> list[int] | None:
         words = self._find(text)
-        ids: list[int] = []
-        known = self._known
         try:
-            for word in words:
-                ids += known[word]
+            ids = [*chain.from_iterable(map(self._known.__getitem__, words))]
         except KeyError:
             return self._with_new(words, text)
         return ids if len("".join(words)) == len(text) else None

@@ -40,6 +40,17 @@ async def test_closed_mailbox_gives_what_waits_and_then_ends() -> None:
         await anext(box)
 
 
+async def test_a_mailbox_made_whole_is_one_that_was_filled_and_closed() -> None:
+    box: Mailbox[int] = Mailbox(whole=[1, 2])
+    assert box.closed
+    assert await anext(box) == [1, 2]
+    box.cancel()
+    with pytest.raises(StopAsyncIteration):
+        await anext(box)
+    with pytest.raises(RuntimeError, match="closed"):
+        box.put(3)
+
+
 async def test_close_wakes_a_waiting_reader() -> None:
     box: Mailbox[int] = Mailbox()
     reading = asyncio.ensure_future(anext(box))

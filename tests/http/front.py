@@ -27,7 +27,7 @@ async def door(
     """A client of its own server. A bug is an answer here, as it is on a socket: nothing is raised through."""
     made = yard(config, env)
     if loaded:
-        await _load(made)
+        await load_all(made)
     transport = httpx.ASGITransport(made.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
         yield client
@@ -35,7 +35,7 @@ async def door(
     await made.gateway.close()
 
 
-async def _load(made: Yard) -> None:
+async def load_all(made: Yard) -> None:
     for name in made.config.models:
         made.scheduler.load(name)
     async with asyncio.timeout(60):

@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from modelyard.http.connection import BoundedHttp
+from modelyard.http.together import has_company
 from tests.serving import Served, demo, serving
 
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
@@ -236,4 +237,23 @@ def test_a_request_that_is_begun_on_an_old_connection_must_be_ended_too(made: Ma
     clock.pass_(100)
     connection.data_received(b"GET /")
     clock.pass_(30)
+    assert line.closed
+
+
+def test_a_request_knows_its_company_and_a_client_that_left_before_anybody_watched_is_not_forgotten(made: Made) -> None:
+    connection, _, _ = made
+    connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
+    scope: Any = connection.scope
+    assert not has_company(scope)
+    connection.tasks.add(asyncio.Future(loop=LOOP))
+    assert has_company(scope)
+    assert (scope["modelyard.farewells"], connection.cycle.disconnected) == (set(), False)
+    connection.connection_lost(None)
+    assert "modelyard.farewells" not in scope  # whoever watches now asks the connection, which says:
+    assert connection.cycle.disconnected
+
+
+def test_a_connection_that_never_asked_ends_quietly(made: Made) -> None:
+    connection, line, _ = made
+    connection.connection_lost(None)
     assert line.closed

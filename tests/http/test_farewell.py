@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from modelyard.http.farewell import Farewells, enlist, watch
+from modelyard.http.farewell import Farewells, enlist, watch, withdraw
 
 
 class Work:
@@ -31,6 +31,18 @@ async def test_our_own_connection_tells_those_who_listen_and_nobody_else():
         cancel()
     assert here.cancelled.is_set()
     assert not gone.cancelled.is_set()
+
+
+async def test_whoever_watches_after_the_client_has_left_hears_of_it() -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope: dict[str, Any] = {}
+    enlist(scope, set())
+    withdraw(scope)
+    work = Work()
+    watch(scope, receive, work)
+    await asyncio.wait_for(work.cancelled.wait(), 60)
 
 
 async def test_under_another_server_the_disconnect_message_does_it():

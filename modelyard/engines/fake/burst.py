@@ -42,9 +42,10 @@ class Bursts:
             or prompt.deadline
         ):
             return None
-        if prompt.stop_ids not in self._said:
-            self._said[prompt.stop_ids] = _until_stop(self._engine.plan(prompt), prompt.stop_ids)
-        said, ids = self._said[prompt.stop_ids], prompt.ids
+        stops = prompt.stop_ids
+        if stops not in self._said:
+            self._said[stops] = _until_stop(self._engine.plan(prompt), stops)
+        said, ids = self._said[stops], prompt.ids
         info, sequences = self._engine.cache(prompt.cache)
         if said is None or len(said) >= min(_SHORT, prompt.max_tokens, info.window - len(ids)):
             return None
@@ -55,11 +56,9 @@ class Bursts:
         sequences.keep(key, ids + said)
         engine.reused += match.cached
         engine.evaluated += len(ids) - match.cached
-        box: Mailbox[Chunk] = Mailbox(loop=engine.loop)
         accepted = Accepted(match.cached, match.divergence, match.evicted)
         end = End("stop", Usage(len(ids), match.cached, len(said)), _NO_TIME)
-        box.put_many([accepted, Tokens(said), end], last=True)
-        return box
+        return Mailbox(loop=engine.loop, whole=[accepted, Tokens(said), end])
 
 
 def _until_stop(plan: tuple[Deed, ...], stops: tuple[int, ...]) -> list[int] | None:

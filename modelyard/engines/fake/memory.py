@@ -71,11 +71,11 @@ class Sequences:
         """The sequence, and how much of it the prompt shares. Less than half of a long one in common is another
         conversation: it keeps its place."""
         best, length = None, 0
-        for key in islice(reversed(self._held), _NEAR):
-            held = self._held[key]
+        for key, held in islice(reversed(self._held.items()), _NEAR):
             half = len(held) // 2
-            if held[:half] != ids[:half]:
-                continue  # nearly always: one comparison in C, and nothing to count
+            last = slice(max(0, half - 1), half)
+            if held[last] != ids[last] or held[:half] != ids[:half]:
+                continue  # nearly always, by one token
             shared = common_prefix(held, ids)
             if shared > length and shared * 2 >= len(held):
                 best, length = key, shared

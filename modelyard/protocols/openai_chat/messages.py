@@ -27,10 +27,23 @@ _IMAGES = frozenset({"image_url", "input_image"})
 
 
 def read_messages(bodies: list[MessageBody], warnings: list[str]) -> tuple[Message, ...]:
+    if (asked := _only_asked(bodies)) is not None:
+        return asked
     reading = _Reading(warnings)
     for i, body in enumerate(bodies):
         reading.add(body, i)
     return reading.messages()
+
+
+def _only_asked(bodies: list[MessageBody]) -> tuple[Message, ...] | None:
+    """The same, where only the client has spoken yet, and in texts; None where it takes a closer look."""
+    said: list[Message] = []
+    for body in bodies:
+        role, content = _PLAIN.get(body.role), body.content
+        if role is None or type(content) is not str or not content:
+            return None
+        said.append(Message(role, (Text(content),), body.name))
+    return tuple(said)
 
 
 class _Reading:
