@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bench import growth, litellm_proxy
 from bench.measure import Sample, Samples
-from bench.phases import OURS, THEIRS, Results
+from bench.phases import OURS, PASSING_ON, THEIRS, Results
 from bench.stats import Latencies, Repeated
 from bench.subjects import TOKENS
 
@@ -56,12 +56,20 @@ def rows(results: Results) -> Iterator[Row]:
 def _requests(found: dict[str, Samples]) -> Iterator[Row]:
     per_cpu = {name: samples.of(lambda s: s.answers_per_cpu_s) for name, samples in found.items()}
     yield _compared("requests per CPU-second", per_cpu, 5000, 50)
+    yield from _beside_a_proxy(per_cpu, 50)
     yield _compared("requests/s, one process", {n: s.of(lambda s: s.answers_per_s) for n, s in found.items()})
 
 
 def _events(found: dict[str, Samples]) -> Iterator[Row]:
-    yield _compared("SSE events per CPU-second", {n: s.of(lambda s: s.events_per_cpu_s) for n, s in found.items()})
+    per_cpu = {name: samples.of(lambda s: s.events_per_cpu_s) for name, samples in found.items()}
+    yield _compared("SSE events per CPU-second", per_cpu)
+    yield from _beside_a_proxy(per_cpu)
     yield _compared("SSE events/s, one process", {n: s.of(lambda s: s.events_per_s) for n, s in found.items()})
+
+
+def _beside_a_proxy(found: dict[str, Repeated], times: float = 0) -> Iterator[Row]:
+    if PASSING_ON in found:
+        yield _compared("   beside LiteLLM with a server behind it", {**found, THEIRS: found[PASSING_ON]}, times=times)
 
 
 def _compared(what: str, found: dict[str, Repeated], target: float = 0, times: float = 0) -> Row:
@@ -133,8 +141,9 @@ def notes(results: Results) -> Iterator[str]:
         f"added TTFT: {plan.turns} streams one after another on a keep-alive connection, in turns with a bare socket "
         f"server whose p50 ({results.added.bare_p50:.2f} ms) is taken off both percentiles"
     )
-    if results.litellm_answers:
-        yield f"LiteLLM {litellm_proxy.VERSION}, one worker, answers from {results.litellm_answers}"
+    if THEIRS in results.requests:
+        yield f"LiteLLM {litellm_proxy.VERSION}, one worker, answers from its own mock_response, with nothing behind it"
+        yield "with a server behind it: bench/bare.py, which costs next to nothing and is not counted"
         yield "LiteLLM's concurrent streams come from an upstream, bench/bare.py, because a mocked stream has no pace"
     busy = max(
         s.others for samples in (results.requests[OURS], results.events[OURS], results.streams) for s in samples.rounds

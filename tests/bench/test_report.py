@@ -9,7 +9,7 @@ from rich.console import Console
 from bench.growth import Growth
 from bench.load import Outcome
 from bench.measure import Sample, Samples
-from bench.phases import OURS, THEIRS, Added, Plan, Results
+from bench.phases import OURS, PASSING_ON, THEIRS, Added, Plan, Results
 from bench.report import notes, rows, show
 from bench.stats import Latencies
 
@@ -40,6 +40,13 @@ def test_ours_theirs_and_the_ratio_stand_side_by_side():
     assert (first.target, first.met) == ("≥ 5,000, ≥ 50×", True)
 
 
+def test_a_proxy_with_a_server_behind_it_has_a_row_and_a_target_of_its_own():
+    found = {OURS: samples(6000), THEIRS: samples(200), PASSING_ON: samples(100)}
+    first, second, *_ = rows(results(requests=found))
+    assert (first.ratio, first.met) == ("30.0×", False)
+    assert (second.theirs, second.ratio, second.target, second.met) == ("100", "60.0×", "≥ 50×", True)
+
+
 def test_a_target_is_missed_by_the_ratio_alone():
     rival = {OURS: samples(6000), THEIRS: samples(200)}
     assert next(rows(results(requests=rival))).met is False
@@ -64,6 +71,6 @@ def test_a_busy_machine_is_told():
 
 def test_the_table_names_the_load_generator():
     out = io.StringIO()
-    show(results(litellm_answers="its mock"), Console(file=out, width=200))
+    show(results(), Console(file=out, width=200))
     assert "bench/load.py" in out.getvalue()
     assert "LiteLLM 1." in out.getvalue()
