@@ -32,9 +32,8 @@ class Job:
         self.length = len(ids)
         self.done = self.cached = 0
         self.pauses: list[int] = []  # where its state is to be kept while it is read, in order; set by the thread
-        self.limit = (
-            self.prompt_tokens + prompt.max_tokens
-        )  # tokens at which it ends, if not before; `begin` may lower it
+        # Tokens at which it ends, if not before; `begin` may lower it.
+        self.limit = self.prompt_tokens + prompt.max_tokens
         self.stops = frozenset(prompt.stop_ids)
         self.chain: Chain  # set by the engine's thread
         self.mask: Mask | Triggered | None = None  # set before the thread sees the job
