@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, cast
+from urllib.parse import unquote
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from httptools import parse_url
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
+from modelyard.http.cycle import Cycle
 from modelyard.http.errors import written
 from modelyard.http.farewell import Farewells, enlist, withdraw
-from modelyard.http.outgoing import Gathering
-from modelyard.http.together import introduce
+from modelyard.http.outgoing import Gathering, Post
+from modelyard.http.together import Parade
 from modelyard.http.visit import Visit
 
 _HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
@@ -28,10 +33,13 @@ class BoundedHttp(HttpToolsProtocol):
 
     max_header_bytes = 64 * 1024
     patience_s = 30.0
+    parade: Parade
+    post: Post
 
     @classmethod
     def bounded(cls, max_header_bytes: int) -> type[BoundedHttp]:
-        return type("BoundedHttp", (cls,), {"max_header_bytes": max_header_bytes})
+        shared = {"parade": Parade(), "post": Post()}
+        return type("BoundedHttp", (cls,), {"max_header_bytes": max_header_bytes, **shared})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -39,14 +47,17 @@ class BoundedHttp(HttpToolsProtocol):
         self._header_bytes, self._reading_headers, self._reading_body = 0, True, True
         self._patience: asyncio.TimerHandle | None = None
         self._farewells: Farewells = set()
+        self._idle_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.transport = cast(asyncio.Transport, Gathering(transport, self.loop))
+        self.transport = cast(asyncio.Transport, Gathering(transport, self.loop, self.post))
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._calm()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
         super().connection_lost(exc)
         for cancel in tuple(self._farewells):
             cancel()
@@ -77,12 +88,71 @@ class BoundedHttp(HttpToolsProtocol):
         self._reading_headers = False
         scope: Any = self.scope
         enlist(scope, self._farewells)
-        introduce(scope, self.tasks)
-        HttpToolsProtocol.on_headers_complete(self)
+        parser = self.parser
+        if parser.should_upgrade():
+            HttpToolsProtocol.on_headers_complete(self)
+            return
+        scope["method"] = parser.get_method().decode("ascii")
+        scope["path"], scope["raw_path"], scope["query_string"] = _address(self.url)
+        if (version := parser.get_http_version()) != "1.1":
+            scope["http_version"] = version
+        before, self.cycle = self.cycle, Cycle(self, version != "1.0" and parser.should_keep_alive())
+        if before is None or before.response_complete:
+            self._start_asgi_task(self.cycle, self.app)
+        else:  # requests that are sent before the last one is answered wait for their turn
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self.parade.join(cycle.run_asgi(app), self.loop, self.tasks)
+
+    def on_body(self, body: bytes) -> None:
+        cycle = self.cycle
+        if type(cycle) is not Cycle or self.parser.should_upgrade():
+            HttpToolsProtocol.on_body(self, body)
+        elif not cycle.response_complete:
+            cycle.came(body)
+            if len(cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         self._reading_body = False
-        HttpToolsProtocol.on_message_complete(self)
+        cycle = self.cycle
+        if type(cycle) is not Cycle or self.parser.should_upgrade():
+            HttpToolsProtocol.on_message_complete(self)
+        elif not cycle.response_complete:
+            cycle.more_body = False
+            cycle.tell()
+
+    # --- idle connections -----------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _unset_keepalive_if_required(self) -> None:
+        """The timer goes on: to stop it and start another at every request costs more than to look when it is over."""
+        self._idle_since = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left <= 0:
+            HttpToolsProtocol.timeout_keep_alive_handler(self)
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
 
     # --- running out of patience ----------------------------------------------------------------------------------
 
@@ -113,3 +183,11 @@ class BoundedHttp(HttpToolsProtocol):
         body = written(error, Visit(secrets.token_hex(12), self.url.decode("latin-1"), headers)).body
         self.transport.write(_HEAD.format(status, HTTPStatus(status).phrase, len(body)).encode() + body)
         self.transport.close()
+
+
+@lru_cache(maxsize=64)
+def _address(url: bytes) -> tuple[str, bytes, bytes]:
+    """The path, the same as it was sent, and the query."""
+    parsed = parse_url(url)
+    path = parsed.path.decode("ascii")
+    return unquote(path) if "%" in path else path, parsed.path, parsed.query or b""

@@ -15,6 +15,7 @@ from modelyard.core.errors import ModelyardError, TooLarge
 from modelyard.http.auth import Doorkeeper, is_workbench
 from modelyard.http.errors import ours, written
 from modelyard.http.settings import HttpSettings
+from modelyard.http.together import own_task
 from modelyard.http.visit import Visit, respond_error
 from modelyard.telemetry.cause import Reuse
 from modelyard.telemetry.log import current_trace, event, line
@@ -75,30 +76,31 @@ class Guard:
         path = scope["path"]
         if path not in _ROUTES:  # those are as they should be
             path = scope["path"] = _canonical(path)
-        visit = Visit(new_trace(), path, _headers(scope))
+        headers, size = _headers(scope)
+        visit = Visit(new_trace(), path, headers)
         visit.enter(scope)
         current_trace.set(visit.trace)
         try:
-            await self._through(visit, scope, receive, send)
+            self._check_size(scope, size)
+            self._doorkeeper.admit(visit)
+            if scope["method"] == "POST" and (handler := self._hot.get(path)) is not None:
+                await handler(scope, receive, send)
+            else:
+                await own_task()
+                await self._inner(path)(scope, receive, _noting(visit, send))
+        except Exception as error:
+            await self._refuse(visit, send, error)
         finally:
             self._account(visit, scope["method"], time.perf_counter() - visit.arrived)
 
-    async def _through(self, visit: Visit, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._check_headers(scope)
-            self._doorkeeper.admit(visit)
-            if scope["method"] == "POST" and (handler := self._hot.get(visit.path)) is not None:
-                await handler(scope, receive, send)
-            else:
-                await self._inner(visit.path)(scope, receive, _noting(visit, send))
-        except Exception as error:
-            if visit.status:  # a reply is under way: it cannot be taken back, only cut off
-                if not visit.error:
-                    visit.failed(ours(error))
-                raise
-            refusal = ours(error)
-            visit.failed(refusal)
-            await respond_error(send, visit, written(refusal, visit))
+    async def _refuse(self, visit: Visit, send: Send, error: Exception) -> None:
+        if visit.status:  # a reply is under way: it cannot be taken back, only cut off
+            if not visit.error:
+                visit.failed(ours(error))
+            raise error
+        refusal = ours(error)
+        visit.failed(refusal)
+        await respond_error(send, visit, written(refusal, visit))
 
     def _inner(self, path: str) -> ASGIApp:
         return self._workbench if self._workbench is not None and is_workbench(path) else self._app
@@ -116,18 +118,17 @@ class Guard:
 
     def _may_connect(self, scope: Scope) -> bool:
         try:
-            self._check_headers(scope)
-            self._doorkeeper.admit(Visit(new_trace(), scope["path"], _headers(scope)))
+            headers, size = _headers(scope)
+            self._check_size(scope, size)
+            self._doorkeeper.admit(Visit(new_trace(), scope["path"], headers))
         except ModelyardError as error:
             event(log, logging.WARNING, "socket refused", path=scope["path"], why=error.message)
             return False
         return is_workbench(scope["path"])
 
-    def _check_headers(self, scope: Scope) -> None:
-        size = len(scope.get("raw_path", b"")) + len(scope["query_string"])
-        size += sum(map(len, chain.from_iterable(scope["headers"])))
-        if size > self._max_header_bytes:
-            limit = self._max_header_bytes
+    def _check_size(self, scope: Scope, headers: int) -> None:
+        limit = self._max_header_bytes
+        if len(scope.get("raw_path", b"")) + len(scope["query_string"]) + headers > limit:
             raise TooLarge(f"the request headers are larger than {limit} bytes (http.max_header_bytes)")
 
     def _account(self, visit: Visit, method: str, seconds: float) -> None:
@@ -172,8 +173,14 @@ def _traces() -> Iterator[str]:
 new_trace = _traces().__next__
 
 
-def _headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+def _headers(scope: Scope) -> tuple[dict[str, str], int]:
+    """The headers as text, and their bytes. All are decoded in one go: no server lets a line break into one."""
+    sent = scope["headers"]
+    joined = b"\n".join(chain.from_iterable(sent))
+    flat = joined.decode("latin-1").split("\n")
+    if len(flat) != 2 * len(sent):
+        flat = [each.decode("latin-1") for each in chain.from_iterable(sent)]
+    return dict(zip(flat[::2], flat[1::2], strict=True)), len(joined) - 2 * len(sent)
 
 
 def _canonical(path: str) -> str:

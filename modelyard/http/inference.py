@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
@@ -17,8 +18,9 @@ from modelyard.http.farewell import watch
 from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream
 from modelyard.http.stored import StoredResponses
-from modelyard.http.together import has_company, next_turn
-from modelyard.http.visit import INLINE_BYTES, Visit, aside, read_body, respond, respond_error
+from modelyard.http.together import next_turn, own_task
+from modelyard.http.visit import INLINE_BYTES, Visit, aside, body_at_hand, read_body, respond, respond_error
+from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.papers import Scribe
 
 
@@ -37,31 +39,38 @@ class Inference:
         self.scribe, self.stored = scribe, stored
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        return Exchange(self, scope, receive, send).run()
+        visit = Visit.of(scope)
+        entry = self.scribe.entry(visit.trace) if self.scribe is not None else None
+        return Exchange(self, scope, receive, send, visit, entry).run()
 
 
-class Exchange:
+class Exchange(Struct):
     """One request and its reply: read, prepared, started, then streamed or sent whole, or refused."""
 
-    __slots__ = ("_entry", "_home", "_receive", "_request", "_scope", "_send", "_visit")
-
-    def __init__(self, home: Inference, scope: Scope, receive: Receive, send: Send) -> None:
-        self._home, self._scope, self._receive, self._send = home, scope, receive, send
-        self._visit = visit = Visit.of(scope)
-        self._entry = home.scribe.entry(visit.trace) if home.scribe is not None else None
-        self._request: Request | None = None
+    _home: Inference
+    _scope: Scope
+    _receive: Receive
+    _send: Send
+    _visit: Visit
+    _entry: Entry | None
+    _request: Request | None = None
 
     async def run(self) -> None:
-        gateway, visit, entry = self._home.gateway, self._visit, self._entry
+        gateway, visit, entry, settings = self._home.gateway, self._visit, self._entry, self._home.settings
         gateway.metrics.began()
         try:
-            body = await read_body(self._receive, visit, self._home.settings)
+            body = body_at_hand(self._receive, visit, settings)
+            if body is None:
+                body = await read_body(self._receive, visit, settings)
             if entry is not None:
                 entry.request(body)
             is_quick = self._home.stored is None and len(body) <= INLINE_BYTES
             read = self._home.wire.read_request
             self._request = request = read(body, visit.headers) if is_quick else await self._read(body)
-            answer = gateway.start(await gateway.prepare(request, visit.caller), entry)
+            job = await gateway.prepare(request, visit.caller)
+            if request.stream:
+                await own_task()
+            answer = gateway.start(job, entry)
             await (self._stream(answer, request) if request.stream else self._whole(answer, request))
         except Exception as error:
             if visit.status:
@@ -87,10 +96,9 @@ class Exchange:
 
     async def _whole(self, answer: Answer | Choices | Listener, request: Request) -> None:
         folds = [Fold() for _ in range(answer.job.choices)]
-        unwatch, in_step = watch(self._scope, self._receive, answer), has_company(self._scope)
+        unwatch = watch(self._scope, self._receive, answer)
         try:
-            if in_step:
-                await next_turn()
+            await next_turn()
             async for choice, events in answer:
                 folds[choice].feed(events)
                 if folds[choice].finished and len(folds) == 1:
@@ -99,8 +107,7 @@ class Exchange:
             unwatch()
             answer.close()
         self._visit.reuse = answer.reuse
-        if in_step:
-            await next_turn()
+        await next_turn()
         replies = [fold.reply() for fold in folds]
         if self._home.stored is not None:
             await self._home.stored.remember(request, replies, self._visit.key)

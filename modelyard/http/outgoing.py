@@ -1,13 +1,29 @@
-"""What goes out on a connection: all writes of one turn of the loop as one, and a whole reply past ASGI's messages."""
+"""What goes out on connections: all writes of one turn of the loop as one, for all of them at its end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any
 
-from starlette.types import Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+class Post:
+    """The lines of one server that have something to send at the end of this turn of the loop."""
+
+    def __init__(self) -> None:
+        self._lines: list[Gathering] = []
+
+    def expect(self, line: Gathering, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._lines:
+            loop.call_soon(self._send, loop)
+        self._lines.append(line)
+
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        lines, self._lines = self._lines, []
+        for line in lines:
+            try:
+                line.flush()
+            except Exception as error:  # one broken line must not silence the others
+                loop.call_exception_handler({"message": "a reply could not be sent", "exception": error})
 
 
 class Gathering:
@@ -17,8 +33,8 @@ class Gathering:
     which would have read all clients' next requests in one go, turns for each of them. That costs a fifth of all.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, post: Post) -> None:
+        self._transport, self._loop, self._post = transport, loop, post
         self._held: list[bytes] = []
         self.is_closing = transport.is_closing  # asked at every reply: `__getattr__` would cost more than the answer
 
@@ -27,35 +43,14 @@ class Gathering:
 
     def write(self, data: bytes) -> None:
         if not self._held:
-            self._loop.call_soon(self._flush)
+            self._post.expect(self, self._loop)
         self._held.append(data)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         held, self._held = self._held, []
-        if held and not self._transport.is_closing():
+        if held and not self.is_closing():
             self._transport.write(held[0] if len(held) == 1 else b"".join(held))
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         self._transport.close()
-
-
-def reply(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
-    """Answers in one write. `headers` are our own words, `content-length` among them.
-
-    False, with nothing done: somebody stands between us and the connection and has to see the messages (`send` is not
-    the connection's own then), or it is not the plain case of a client that is there, reads, and stays.
-    """
-    cycle = getattr(send, "__self__", None)
-    if type(cycle) is not RequestResponseCycle:
-        return False
-    is_plain = cycle.keep_alive and not (cycle.response_started or cycle.disconnected or cycle.default_headers)
-    if not is_plain or cycle.flow.write_paused or cycle.scope["method"] == "HEAD":
-        return False
-    head = b"\r\n".join([b": ".join(header) for header in headers])
-    cycle.response_started = cycle.response_complete = True
-    cycle.waiting_for_100_continue = False
-    cycle.transport.write(b"".join((STATUS_LINE[status], head, b"\r\n\r\n", body)))
-    cycle.message_event.set()  # whoever waits for a disconnect hears of the end, as in uvicorn's own way
-    cycle.on_response()
-    return True

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
+from msgspec import Struct, field
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.request import Caller
 from modelyard.core.wire import WireError
+from modelyard.http.cycle import behind
 from modelyard.http.depth import fault
-from modelyard.http.incoming import whole_body
-from modelyard.http.outgoing import reply
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.cause import Reuse
 
@@ -34,21 +34,23 @@ async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwar
     return work(*args, **kwargs)
 
 
-class Visit:
+class Visit(Struct):
     """`key` names who asks; `status` is what was answered (0 until then); `path` is without a trailing slash.
 
     `error` is the code of what went wrong, if anything did: noted by whoever tells the client, counted by the guard.
     `reuse` is what a cache had of the prompt, where that is known.
     """
 
-    __slots__ = ("admin", "allow_remote", "arrived", "error", "headers", "key", "path", "reuse", "status", "trace")
-
-    def __init__(self, trace: str, path: str, headers: Mapping[str, str]) -> None:
-        self.trace, self.path, self.headers = trace, path, headers
-        self.arrived = time.perf_counter()
-        self.key, self.admin, self.allow_remote = "", False, False
-        self.status, self.error = 0, ""
-        self.reuse: Reuse | None = None
+    trace: str
+    path: str
+    headers: Mapping[str, str]
+    arrived: float = field(default_factory=time.perf_counter)
+    key: str = ""
+    admin: bool = False
+    allow_remote: bool = False
+    status: int = 0
+    error: str = ""
+    reuse: Reuse | None = None
 
     @property
     def caller(self) -> Caller:
@@ -89,19 +91,30 @@ def _deadline(told: str | None) -> float | None:
 
 async def read_body(receive: Receive, visit: Visit, settings: HttpSettings) -> bytes:
     """The whole body, or an error as soon as it is known to be too large, packed, or too deep."""
+    if (body := body_at_hand(receive, visit, settings)) is not None:
+        return body
+    limit, depth = settings.max_body_bytes, settings.max_json_depth
+    body = await _received(receive, visit.headers.get("content-length", ""), limit)
+    _check(len(body), limit, await aside(len(body), fault, body, depth))
+    return body
+
+
+def body_at_hand(receive: Receive, visit: Visit, settings: HttpSettings) -> bytes | None:
+    """The same where all of it is there, and not long; None, with nothing taken: it has to be waited for."""
     if visit.headers.get("content-encoding", "identity") not in ("", "identity"):
         raise InvalidRequest("compressed request bodies are not accepted; send the JSON as it is", code="encoding")
-    limit = settings.max_body_bytes
-    body = whole_body(receive)
-    if body is None:
-        body = await _received(receive, visit.headers.get("content-length", ""), limit)
-    if len(body) > limit:
-        raise _too_large(limit)
-    depth = settings.max_json_depth
-    wrong = await aside(len(body), fault, body, depth) if len(body) > INLINE_BYTES else fault(body, depth)
-    if wrong is not None:
-        raise InvalidRequest(wrong, code="invalid_json")
+    cycle = behind(receive)
+    body = None if cycle is None else cycle.whole_body(INLINE_BYTES)
+    if body is not None:
+        _check(len(body), settings.max_body_bytes, fault(body, settings.max_json_depth))
     return body
+
+
+def _check(size: int, limit: int, fault: str | None) -> None:
+    if size > limit:
+        raise _too_large(limit)
+    if fault is not None:
+        raise InvalidRequest(fault, code="invalid_json")
 
 
 async def _received(receive: Receive, declared: str, limit: int) -> bytes:
@@ -139,12 +152,11 @@ def headers(visit: Visit, content_type: bytes, *more: tuple[bytes, bytes]) -> li
     return told
 
 
-async def respond(
-    send: Send, visit: Visit, status: int, body: bytes, content_type: bytes = b"application/json"
-) -> None:
+async def respond(send: Send, visit: Visit, status: int, body: bytes) -> None:
+    """JSON, as a whole."""
     visit.status = status
-    told = headers(visit, content_type, (b"content-length", b"%d" % len(body)))
-    if reply(send, status, told, body):
+    told = headers(visit, b"application/json", (b"content-length", b"%d" % len(body)))
+    if (cycle := behind(send)) is not None and cycle.reply(status, told, body):
         return
     await send({"type": "http.response.start", "status": status, "headers": told})
     await send({"type": "http.response.body", "body": body})

@@ -56,6 +56,7 @@ class Images:
             async with gate:
                 return data_url(await self._fetcher.fetch(url))
 
+        await asyncio.sleep(0)  # a group stands in a task, and a request is one only after it has waited
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {url: group.create_task(one(url)) for url in urls}

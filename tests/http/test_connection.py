@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from modelyard.http.connection import BoundedHttp
-from modelyard.http.together import has_company
 from tests.serving import Served, demo, serving
 
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
@@ -144,9 +142,12 @@ class Clock:
         self._timers.append(timer)
         return handle
 
-    def create_task(self, work: Any) -> Any:
-        work.close()
-        return asyncio.Future(loop=LOOP)
+    def time(self) -> float:
+        return self.now
+
+    @property
+    def is_still(self) -> bool:
+        return not self._timers
 
     def pass_(self, seconds: float) -> None:
         self.now += seconds
@@ -172,8 +173,11 @@ class Line:
         self.closed = True
 
 
-LOOP = asyncio.new_event_loop()
-LOOP.close()
+class Nobody:
+    """Takes every request and never answers."""
+
+    def join(self, steps: Any, *_: Any) -> None:
+        steps.close()
 
 
 @pytest.fixture
@@ -182,7 +186,8 @@ def made() -> tuple[BoundedHttp, Line, Clock]:
 
     config = uvicorn.Config(app, log_config=None, ws="none", lifespan="off")
     clock, line = Clock(), Line()
-    connection = BoundedHttp(config, ServerState(), {}, _loop=clock)
+    connection = BoundedHttp.bounded(4096)(config, ServerState(), {}, _loop=clock)
+    connection.parade = Nobody()  # type: ignore[assignment]
     connection.connection_made(line)  # type: ignore[arg-type]
     return connection, line, clock
 
@@ -240,17 +245,75 @@ def test_a_request_that_is_begun_on_an_old_connection_must_be_ended_too(made: Ma
     assert line.closed
 
 
-def test_a_request_knows_its_company_and_a_client_that_left_before_anybody_watched_is_not_forgotten(made: Made) -> None:
+def test_a_client_that_left_before_anybody_watched_is_not_forgotten(made: Made) -> None:
     connection, _, _ = made
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
     scope: Any = connection.scope
-    assert not has_company(scope)
-    connection.tasks.add(asyncio.Future(loop=LOOP))
-    assert has_company(scope)
     assert (scope["modelyard.farewells"], connection.cycle.disconnected) == (set(), False)
     connection.connection_lost(None)
     assert "modelyard.farewells" not in scope  # whoever watches now asks the connection, which says:
     assert connection.cycle.disconnected
+
+
+def ask(connection: BoundedHttp) -> None:
+    connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
+
+
+def answer(connection: BoundedHttp) -> None:
+    connection.cycle.response_complete = True
+    connection.on_response_complete()
+
+
+def test_a_connection_that_nobody_uses_is_closed_after_its_time_and_not_before(made: Made) -> None:
+    connection, line, clock = made
+    idle = connection.timeout_keep_alive
+    ask(connection)
+    clock.pass_(10 * idle)
+    answer(connection)
+    clock.pass_(idle - 1)
+    ask(connection)
+    answer(connection)  # its time begins anew
+    clock.pass_(idle - 1)
+    assert not line.closed
+    clock.pass_(1)
+    assert line.closed
+
+
+def test_a_connection_is_not_idle_while_its_client_waits(made: Made) -> None:
+    connection, line, clock = made
+    ask(connection)
+    answer(connection)
+    clock.pass_(1)
+    ask(connection)
+    clock.pass_(10 * connection.timeout_keep_alive)
+    assert not line.closed
+    answer(connection)
+    clock.pass_(connection.timeout_keep_alive)
+    assert line.closed
+
+
+def test_a_connection_that_ends_leaves_no_timer_behind(made: Made) -> None:
+    connection, _, clock = made
+    ask(connection)
+    answer(connection)
+    connection.connection_lost(None)
+    assert clock.is_still
+
+
+@pytest.mark.parametrize(
+    ("url", "path", "raw", "query"),
+    [
+        (b"/v1/models?a=1&b", "/v1/models", b"/v1/models", b"a=1&b"),
+        (b"/models/a%2Fb%20c", "/models/a/b c", b"/models/a%2Fb%20c", b""),
+        (b"/?", "/", b"/", b""),
+    ],
+)
+def test_an_address_is_told_as_asgi_has_it(made: Made, url: bytes, path: str, raw: bytes, query: bytes) -> None:
+    connection, _, _ = made
+    connection.data_received(b"GET " + url + b" HTTP/1.0\r\nHost: x\r\n\r\n")
+    scope: Any = connection.scope
+    assert (scope["method"], scope["path"], scope["raw_path"], scope["query_string"]) == ("GET", path, raw, query)
+    assert (scope["http_version"], connection.cycle.keep_alive) == ("1.0", False)
 
 
 def test_a_connection_that_never_asked_ends_quietly(made: Made) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from modelyard.http.outgoing import Gathering, reply
+from modelyard.http.outgoing import Gathering, Post
 from tests.serving import Served, demo, serving
 
 ORIGIN = "https://chat.example"
@@ -117,13 +117,6 @@ def test_a_layer_in_between_still_adds_its_headers(served: Served) -> None:
     assert told.json()["choices"][0]["message"]["content"] == "Hello there."
 
 
-async def test_whoever_is_no_connection_of_ours_gets_the_messages() -> None:
-    async def send(message: Any) -> None:
-        raise AssertionError("nothing may be sent here")
-
-    assert not reply(send, 200, [(b"content-length", b"2")], b"{}")
-
-
 class Wire:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -139,9 +132,9 @@ class Wire:
         self.closed = True
 
 
-def gathering() -> tuple[Wire, Gathering]:
+def gathering(post: Post | None = None) -> tuple[Wire, Gathering]:
     wire = Wire()
-    return wire, Gathering(cast(asyncio.Transport, wire), asyncio.get_running_loop())
+    return wire, Gathering(cast(asyncio.Transport, wire), asyncio.get_running_loop(), post or Post())
 
 
 async def test_what_is_written_in_one_turn_goes_out_as_one_at_its_end() -> None:
@@ -162,3 +155,18 @@ async def test_nothing_is_written_to_a_connection_that_closes() -> None:
     line.write(b"late")
     await asyncio.sleep(0)
     assert (wire.sent, wire.closed) == ([], True)
+
+
+async def test_a_line_that_breaks_does_not_silence_the_others() -> None:
+    post, told = Post(), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+    (first, one), (broken, two), (last, three) = (gathering(post) for _ in range(3))
+    broken.write = _break  # type: ignore[method-assign]
+    for line in (one, two, three):
+        line.write(b"a")
+    await asyncio.sleep(0)
+    assert (first.sent, last.sent, told) == ([b"a"], [b"a"], ["no line"])
+
+
+def _break(data: bytes) -> None:
+    raise OSError("no line")

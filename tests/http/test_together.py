@@ -1,18 +1,23 @@
-"""Requests that came together go in step, one that is alone straight through, and a client may leave in between."""
+"""Requests that came together go in step, those that have to wait become tasks, and a client may leave in between."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, cast
 
+import httpx
 import pytest
 
 from modelyard.app import Yard
 from modelyard.http.farewell import Farewells, enlist
-from modelyard.http.together import has_company, introduce, next_turn
+from modelyard.http.together import Parade, next_turn, own_task
 from tests.http.front import load_all, yard
+from tests.prompt.picture_server import PNG
+from tests.serving import demo, serving
 
 ASKED = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]}).encode()
 
@@ -20,7 +25,7 @@ ASKED = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}
 class Client:
     """One request to the app as our own connection makes it, and what was sent back."""
 
-    def __init__(self, running: set[object]) -> None:
+    def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
         self.farewells: Farewells = set()
         self.scope: dict[str, Any] = {
@@ -30,8 +35,6 @@ class Client:
             "query_string": b"",
             "headers": [(b"host", b"localhost")],
         }
-        running.add(self)
-        introduce(self.scope, running)
         enlist(self.scope, self.farewells)
 
     async def receive(self) -> Any:
@@ -57,31 +60,155 @@ async def made() -> AsyncIterator[Yard]:
         await made.gateway.close()
 
 
-def test_company_is_more_than_oneself_and_only_where_it_is_known() -> None:
-    scope: dict[str, Any] = {}
-    assert not has_company(scope)
-    running = {1}
-    introduce(scope, running)
-    assert not has_company(scope)
-    running.add(2)
-    assert has_company(scope)
+class Ground:
+    """Where a parade marches: what is told of it, and which tasks there are."""
+
+    def __init__(self) -> None:
+        self.parade, self.tasks = Parade(), set[asyncio.Task[None]]()
+        self.order: list[str] = []
+        self.broken: list[str] = []
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(lambda _, told: self.broken.append(str(told["exception"])))
+
+    def join(self, *requests: Coroutine[Any, Any, None]) -> None:
+        for request in requests:
+            self.parade.join(request, self._loop, self.tasks)
+
+    async def finish(self) -> None:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*self.tasks)
 
 
-async def test_in_a_turn_everybody_else_goes_one_step() -> None:
-    order: list[str] = []
+@pytest.fixture
+async def ground() -> Ground:
+    return Ground()
 
+
+async def test_in_a_turn_everybody_else_goes_one_step_and_nobody_is_a_task(ground: Ground) -> None:
     async def one(name: str) -> None:
-        order.append(f"{name} begins")
+        ground.order.append(f"{name} begins")
         await next_turn()
-        order.append(f"{name} ends")
+        ground.order.append(f"{name} ends" if asyncio.current_task() is None else "a task")
+
+    ground.join(one("a"), one("b"))
+    assert ground.order == []
+    await asyncio.sleep(0)
+    assert ground.order == ["a begins", "b begins", "a ends", "b ends"]
+    assert not ground.tasks
+
+
+async def test_tasks_go_in_step_too(ground: Ground) -> None:
+    async def one(name: str) -> None:
+        ground.order.append(f"{name} begins")
+        await next_turn()
+        ground.order.append(f"{name} ends")
 
     await asyncio.gather(one("a"), one("b"))
-    assert order == ["a begins", "b begins", "a ends", "b ends"]
+    assert ground.order == ["a begins", "b begins", "a ends", "b ends"]
+
+
+async def test_a_request_that_waits_becomes_a_task_and_holds_up_nobody(ground: Ground) -> None:
+    ready = asyncio.Event()
+
+    async def waiting() -> None:
+        await ready.wait()
+        assert asyncio.current_task() in ground.tasks
+        ground.order.append("waited")
+        await next_turn()
+        ground.order.append("ended")
+
+    async def quick() -> None:
+        await next_turn()
+        ground.order.append("quick")
+
+    ground.join(waiting(), quick())
+    await asyncio.sleep(0)
+    assert (ground.order, len(ground.tasks)) == (["quick"], 1)
+    ready.set()
+    await ground.finish()
+    assert ground.order == ["quick", "waited", "ended"]
+    await asyncio.sleep(0)
+    assert not ground.tasks
+
+
+@pytest.mark.parametrize("asks", [own_task, lambda: asyncio.sleep(0)])
+async def test_whoever_needs_a_task_gets_one_and_one_only(ground: Ground, asks: Callable[[], Awaitable[None]]) -> None:
+    seen: list[asyncio.Task[Any] | None] = []
+
+    async def one() -> None:
+        seen.append(asyncio.current_task())
+        await asks()
+        seen.append(asyncio.current_task())
+        await asks()
+        seen.append(asyncio.current_task())
+
+    ground.join(one())
+    await asyncio.sleep(0)
+    await ground.finish()
+    assert seen[0] is None
+    assert seen[1] is seen[2] is not None
+
+
+async def test_a_cancelled_request_hears_of_it_where_it_waits_and_may_wait_again(ground: Ground) -> None:
+    forever, ready = asyncio.Event(), asyncio.Event()
+
+    async def one() -> None:
+        try:
+            await forever.wait()
+        except asyncio.CancelledError:
+            ground.order.append("cancelled")
+            await ready.wait()
+        ground.order.append("ended")
+
+    async def gone() -> None:
+        try:
+            await forever.wait()
+        except asyncio.CancelledError:
+            ground.order.append("gone")
+
+    ground.join(one(), gone())
+    await asyncio.sleep(0)  # they come to wait
+    await asyncio.sleep(0)  # their tasks begin
+    for task in ground.tasks:
+        task.cancel()
+    await asyncio.sleep(0)
+    assert sorted(ground.order) == ["cancelled", "gone"]
+    ready.set()
+    await ground.finish()
+    assert ground.order[2:] == ["ended"]
+
+
+async def test_a_request_that_breaks_is_told_of_and_the_others_go_on(ground: Ground) -> None:
+    async def broken() -> None:
+        raise ValueError("no more")
+
+    async def whole() -> None:
+        await next_turn()
+        ground.order.append("ended")
+
+    ground.join(broken(), whole())
+    await asyncio.sleep(0)
+    assert (ground.order, ground.broken) == (["ended"], ["no more"])
+
+
+async def test_every_request_has_a_context_of_its_own(ground: Ground) -> None:
+    name: ContextVar[str] = ContextVar("name", default="nobody")
+
+    async def one(mine: str) -> None:
+        name.set(mine)
+        await next_turn()
+        ground.order.append(name.get())
+        await own_task()
+        ground.order.append(name.get())
+
+    ground.join(one("a"), one("b"))
+    await asyncio.sleep(0)
+    await ground.finish()
+    assert (ground.order, name.get()) == (["a", "b", "a", "b"], "nobody")
 
 
 async def test_requests_that_came_together_are_all_placed_before_the_first_is_answered(made: Yard) -> None:
-    running: set[object] = set()
-    clients = [Client(running) for _ in range(3)]
+    clients = [Client() for _ in range(3)]
     tasks = [asyncio.ensure_future(made.app(c.scope, c.receive, c.send)) for c in clients]
     async with asyncio.timeout(60):
         while not all(client.farewells for client in clients):
@@ -91,16 +218,18 @@ async def test_requests_that_came_together_are_all_placed_before_the_first_is_an
     assert [client.said for client in clients] == ["Hello there."] * 3
 
 
-async def test_a_request_that_is_alone_is_answered_in_one_go(made: Yard) -> None:
-    client = Client(set())
-    going = made.app(client.scope, client.receive, client.send).__await__()
-    with pytest.raises(StopIteration):
-        next(going)
+async def test_a_request_that_waits_for_nothing_is_answered_within_a_turn_and_without_a_task(
+    made: Yard, ground: Ground
+) -> None:
+    client = Client()
+    ground.join(cast(Any, made.app(client.scope, client.receive, client.send)))
+    await asyncio.sleep(0)
     assert client.said == "Hello there."
+    assert not ground.tasks
 
 
 async def test_a_client_that_leaves_in_between_is_not_answered_and_its_place_is_free_again(made: Yard) -> None:
-    leaving = Client({object()})
+    leaving = Client()
     task = asyncio.ensure_future(made.app(leaving.scope, leaving.receive, leaving.send))
     async with asyncio.timeout(60):
         while not leaving.farewells:  # noqa: ASYNC110
@@ -110,3 +239,14 @@ async def test_a_client_that_leaves_in_between_is_not_answered_and_its_place_is_
         await task
     assert leaving.sent == []
     assert all(status.running == 0 for status in made.scheduler.status().values())
+
+
+def test_a_whole_request_with_pictures_to_fetch_is_answered_too(tmp_path: Path) -> None:
+    """They are fetched by a group of tasks, and a group stands in one."""
+    (tmp_path / "a.png").write_bytes(PNG)
+    config = demo(modalities=["text", "image"]) | {"images": {"allow": [f"file://{tmp_path}/"]}}
+    picture = {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a.png"}}
+    asked = {"model": "m", "messages": [{"role": "user", "content": [picture]}]}
+    with serving(config) as served:
+        reply = httpx.post(f"{served.url}/v1/chat/completions", json=asked)
+    assert reply.json()["choices"][0]["message"]["content"] == "Hello there."
