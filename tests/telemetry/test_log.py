@@ -20,7 +20,8 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def _unchanged_logging() -> Iterator[None]:
+def _unchanged_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("modelyard.telemetry.log._direct", None)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     switches = logging.logThreads, logging.logProcesses, logging.logMultiprocessing
