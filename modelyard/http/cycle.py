@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
@@ -74,15 +73,14 @@ class Cycle(RequestResponseCycle):
         body, self.body, self.news = bytes(self.body), b"", False  # from now on news are that the client has left
         return body
 
-    def reply(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Answers in one write. `headers` are our own words, `content-length` among them.
+    def reply(self, status: int, head: bytes, body: bytes) -> bool:
+        """Answers in one write. `head` are lines of our own, `content-length` among them.
 
         False, with nothing done: it is not the plain case of a client that is there, reads, and stays.
         """
         is_plain = self.keep_alive and not (self.response_started or self.disconnected or self.default_headers)
         if not is_plain or self.flow.write_paused or self.scope["method"] == "HEAD":
             return False
-        head = b"\r\n".join([b": ".join(header) for header in headers])
         self.response_started = self.response_complete = True
         self.waiting_for_100_continue = False
         self.transport.write(b"".join((STATUS_LINE[status], head, b"\r\n\r\n", body)))

@@ -143,22 +143,30 @@ def _too_large(limit: int) -> TooLarge:
     return TooLarge(f"the request body is larger than the limit of {limit} bytes (http.max_body_bytes)")
 
 
+def _head(visit: Visit, content_type: bytes) -> bytes:
+    """The lines that every reply has. Both SDKs look for the request's id, each under a name of its own."""
+    trace = visit.trace.encode()
+    lines = b"content-type: %b\r\nx-request-id: req_%b\r\nrequest-id: req_%b" % (content_type, trace, trace)
+    return lines if visit.reuse is None else b"%b\r\nx-modelyard-cache: %b" % (lines, visit.reuse.header.encode())
+
+
+def _pairs(head: bytes) -> list[tuple[bytes, bytes]]:
+    """The same lines as ASGI wants them."""
+    parts = [line.partition(b": ") for line in head.split(b"\r\n")]
+    return [(name, value) for name, _, value in parts]
+
+
 def headers(visit: Visit, content_type: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Both SDKs look for the request's id, each under a name of its own."""
-    trace = b"req_" + visit.trace.encode()
-    told = [(b"content-type", content_type), (b"x-request-id", trace), (b"request-id", trace), *more]
-    if visit.reuse is not None:
-        told.append((b"x-modelyard-cache", visit.reuse.header.encode()))
-    return told
+    return [*_pairs(_head(visit, content_type)), *more]
 
 
 async def respond(send: Send, visit: Visit, status: int, body: bytes) -> None:
     """JSON, as a whole."""
     visit.status = status
-    told = headers(visit, b"application/json", (b"content-length", b"%d" % len(body)))
-    if (cycle := behind(send)) is not None and cycle.reply(status, told, body):
+    head = b"%b\r\ncontent-length: %d" % (_head(visit, b"application/json"), len(body))
+    if (cycle := behind(send)) is not None and cycle.reply(status, head, body):
         return
-    await send({"type": "http.response.start", "status": status, "headers": told})
+    await send({"type": "http.response.start", "status": status, "headers": _pairs(head)})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -152,8 +152,8 @@ def test_what_is_heard_is_what_uvicorns_own_would_tell(deeds: list[bytes | str])
 
 
 async def test_a_reply_is_one_write_and_ends_the_request() -> None:
-    made, told = cycle(), [(b"content-type", b"text/plain"), (b"content-length", b"2")]
-    assert made.reply(200, told, b"ok")
+    made = cycle()
+    assert made.reply(200, b"content-type: text/plain\r\ncontent-length: 2", b"ok")
     expected = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\nok"
     assert cast(Still, made.transport).sent == [expected]
     assert await made.receive() == {"type": "http.disconnect"}
@@ -170,7 +170,7 @@ def test_what_is_not_plain_is_left_to_uvicorn(unusual: str) -> None:
         made.default_headers = [(b"server", b"x")]
     elif unusual in ("disconnected", "response_started"):
         setattr(made, unusual, True)
-    assert not made.reply(200, [(b"content-length", b"2")], b"{}")
+    assert not made.reply(200, b"content-length: 2", b"{}")
     assert cast(Still, made.transport).sent == []
 
 
