@@ -88,6 +88,14 @@ class Cycle(RequestResponseCycle):
         self.on_response()
         return True
 
+    def part(self, data: bytes) -> bool:
+        """One more piece of a body that has begun and whose length nobody told. False, with nothing done: the client
+        has to be waited for, or is gone, or the reply is of another kind."""
+        if self.flow.write_paused or self.disconnected or self.response_complete or not self.chunked_encoding:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
 
 def behind(channel: object) -> Cycle | None:
     """The cycle whose `receive` or `send` this is; None where somebody stands between us and the connection and has to

@@ -19,6 +19,7 @@ from modelyard.core.events import Event, Failed
 from modelyard.core.wire import WireError, Writer
 from modelyard.gateway import Answer, Listener
 from modelyard.gateway.choices import Choices
+from modelyard.http.cycle import behind
 from modelyard.http.farewell import watch
 from modelyard.http.settings import HttpSettings
 from modelyard.http.visit import Visit, headers, respond_error
@@ -47,7 +48,7 @@ class EventStream:
         self._ping: asyncio.Task[None] | None = None
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._send_raw = send
+        self._send_raw, self._cycle = send, behind(send)
         loop = asyncio.get_running_loop()
         self._task, self._loop = asyncio.current_task(), loop
         unwatch = watch(scope, receive, self._answer)
@@ -73,7 +74,9 @@ class EventStream:
             if self._remember is not None:
                 await self._remember(choice, events)
             write = self._writer.write
-            await self._send(b"".join([write(event, choice) for event in events]))
+            data = b"".join([write(event, choice) for event in events])
+            if not self._passed(data):
+                await self._send(data)
         await self._send(self._writer.end(), last=True)
 
     async def _refuse(self, error: ModelyardError) -> None:
@@ -85,6 +88,13 @@ class EventStream:
         if self._entry is not None:
             self._entry.response(refusal.body)
         await respond_error(self._send_raw, self._visit, refusal)
+
+    def _passed(self, data: bytes) -> bool:
+        """Sent past ASGI's messages, where nobody has to see them: as most events are. False: nothing is done."""
+        if self._ping is not None or not self._started or self._cycle is None or self._entry is not None or not data:
+            return False
+        self._last = time.monotonic()
+        return self._cycle.part(data)
 
     async def _send(self, data: bytes, last: bool = False) -> None:
         if self._ping is not None:

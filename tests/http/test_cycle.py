@@ -174,6 +174,40 @@ def test_what_is_not_plain_is_left_to_uvicorn(unusual: str) -> None:
     assert cast(Still, made.transport).sent == []
 
 
+START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+
+
+@given(st.lists(st.binary(min_size=1), min_size=1))
+def test_parts_are_written_as_uvicorn_writes_them(parts: list[bytes]) -> None:
+    async def written() -> tuple[list[bytes], list[bytes]]:
+        ours, theirs = cycle(), uvicorns()
+        await ours.send(cast(Any, START))
+        await theirs.send(cast(Any, START))
+        for part in parts:
+            assert ours.part(part)
+            await theirs.send({"type": "http.response.body", "body": part, "more_body": True})
+        return cast(Still, ours.transport).sent, cast(Still, theirs.transport).sent
+
+    ours, theirs = asyncio.run(written())
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("unusual", ["disconnected", "response_complete", "write_paused", "not begun", "length told"])
+async def test_a_part_that_has_to_wait_or_comes_too_late_is_left_to_uvicorn(unusual: str) -> None:
+    made = cycle()
+    if unusual == "length told":
+        await made.send(cast(Any, START | {"headers": [(b"content-length", b"9")]}))
+    elif unusual != "not begun":
+        await made.send(cast(Any, START))
+    if unusual == "write_paused":
+        made.flow.pause_writing()
+    elif unusual in ("disconnected", "response_complete"):
+        setattr(made, unusual, True)
+    before = list(cast(Still, made.transport).sent)
+    assert not made.part(b"x")
+    assert cast(Still, made.transport).sent == before
+
+
 def test_nobodys_messages_are_passed_over() -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request"}
