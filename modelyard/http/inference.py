@@ -19,7 +19,7 @@ from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream
 from modelyard.http.stored import StoredResponses
 from modelyard.http.together import next_turn, own_task
-from modelyard.http.visit import INLINE_BYTES, Visit, aside, body_at_hand, read_body, respond, respond_error
+from modelyard.http.visit import Visit, aside, body_at_hand, read_body, respond, respond_error
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.papers import Scribe
 
@@ -56,21 +56,14 @@ class Exchange(Struct):
     _request: Request | None = None
 
     async def run(self) -> None:
-        gateway, visit, entry, settings = self._home.gateway, self._visit, self._entry, self._home.settings
+        gateway, visit = self._home.gateway, self._visit
         gateway.metrics.began()
         try:
-            body = body_at_hand(self._receive, visit, settings)
-            if body is None:
-                body = await read_body(self._receive, visit, settings)
-            if entry is not None:
-                entry.request(body)
-            is_quick = self._home.stored is None and len(body) <= INLINE_BYTES
-            read = self._home.wire.read_request
-            self._request = request = read(body, visit.headers) if is_quick else await self._read(body)
+            self._request = request = self._at_hand() or await self._read()
+            await next_turn()
             job = await gateway.prepare(request, visit.caller)
-            if request.stream:
-                await own_task()
-            answer = gateway.start(job, entry)
+            await (own_task() if request.stream else next_turn())
+            answer = gateway.start(job, self._entry)
             await (self._stream(answer, request) if request.stream else self._whole(answer, request))
         except Exception as error:
             if visit.status:
@@ -78,14 +71,26 @@ class Exchange(Struct):
             await self._refuse(ours(error))
         finally:
             gateway.metrics.ended()
-            if entry is not None:
-                entry.close()
+            if self._entry is not None:
+                self._entry.close()
 
-    async def _read(self, body: bytes) -> Request:
+    def _at_hand(self) -> Request | None:
+        """The request, where all of it is there, and soon read; None, with nothing done: it has to be waited for."""
+        if self._home.stored is not None:
+            return None
+        body = body_at_hand(self._receive, self._visit, self._home.settings)
+        return None if body is None else self._home.wire.read_request(self._noted(body), self._visit.headers)
+
+    async def _read(self) -> Request:
         stored, visit, read = self._home.stored, self._visit, self._home.wire.read_request
-        is_long = len(body) > INLINE_BYTES
-        request = await aside(len(body), read, body, visit.headers) if is_long else read(body, visit.headers)
+        body = self._noted(await read_body(self._receive, visit, self._home.settings))
+        request = await aside(len(body), read, body, visit.headers)
         return request if stored is None else await stored.recall(request, visit.key)
+
+    def _noted(self, body: bytes) -> bytes:
+        if self._entry is not None:
+            self._entry.request(body)
+        return body
 
     async def _stream(self, answer: Answer | Choices | Listener, request: Request) -> None:
         home, visit = self._home, self._visit
