@@ -39,6 +39,8 @@ class Conversation:
     def __init__(self, specials: Sequence[str], toolbox: Toolbox, shield: Shield, *, images: bool) -> None:
         self._shield = shield
         self._shield_reply = Shield(text for text in specials if not _is_reasoning_tag(text))
+        said, replied = shield.marked, self._shield_reply.marked
+        self._marked = {"system": said, "developer": said, "user": said, "assistant": replied}  # tools say no text
         self._toolbox = toolbox
         self._images = images
 
@@ -61,11 +63,16 @@ class Conversation:
         texts: list[str] = []
         for message in messages:
             role, parts = message.role, message.parts
-            if len(parts) != 1 or type(part := parts[0]) is not Text or role == "tool" or message.name:
+            marked = self._marked.get(role)
+            if marked is None or message.name or len(parts) != 1 or type(part := parts[0]) is not Text:
                 return None
             roles.append(role)
-            texts.append(self._shield_reply(part.text) if role == "assistant" else self._shield(part.text))
+            texts.append(marked(part.text))
         return None if not roles or role == "assistant" else (tuple(roles), texts)
+
+    def marks(self, role: str, spelling: str) -> bool:
+        """Whether what somebody in this role says never holds this spelling unmarked."""
+        return self._marked[role](spelling) != spelling
 
     def _said(self, message: Message, tools: Sequence[Tool]) -> Entry:
         entry: Entry = {"role": message.role, "content": self._content(message.parts, tools)}

@@ -15,8 +15,10 @@ from typing import Any, NoReturn
 
 from jinja2 import nodes
 from msgspec import Struct
+from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest
+from modelyard.vocab.frame import Frame
 
 MAX_MESSAGES = 16
 _MAX_SHAPES = 512  # clients choose the roles
@@ -59,10 +61,12 @@ def text_at(place: int) -> Unread:
 
 
 class Shape(Struct, frozen=True):
-    """The template's own words, with holes; `holes` are places in `parts` and which text belongs there."""
+    """The template's own words, with holes; `holes` are places in `parts` and which text belongs there. The `frame` has
+    the same words as ids."""
 
     parts: list[str]
     holes: tuple[tuple[int, int], ...]
+    frame: Frame | None = None
 
     def around(self, texts: Sequence[str]) -> str:
         parts = self.parts.copy()
@@ -77,10 +81,15 @@ def shape_of(text: str) -> Shape:
 
 
 class Shapes:
-    """Of one template with one set of variables. `render` makes the prompt of roles with such texts, or raises."""
+    """Of one template with one set of variables. `render` makes the prompt of roles with such texts, or raises; `frame`
+    tells what is known of a shape's tokens."""
 
-    def __init__(self, render: Callable[[list[tuple[str, Unread]]], str]) -> None:
-        self._render = render
+    def __init__(
+        self,
+        render: Callable[[list[tuple[str, Unread]]], str],
+        frame: Callable[[Roles, Shape], Frame | None],
+    ) -> None:
+        self._render, self._frame = render, frame
         self._known: dict[Roles, Shape | None] = {}
 
     def find(self, roles: Roles) -> Shape | None:
@@ -95,7 +104,8 @@ class Shapes:
             return None
         try:
             text = self._render([(role, text_at(place)) for place, role in enumerate(roles)])
-            self._known[roles] = shape = shape_of(text)
+            shape = shape_of(text)
+            self._known[roles] = shape = replace(shape, frame=self._frame(roles, shape))
         except (Looked, InvalidRequest):
             self._known[roles] = shape = None
         return shape

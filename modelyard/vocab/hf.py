@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from modelyard.vocab.cuts import Added, TokenizerFile, exact_cuts
 from modelyard.vocab.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
 from modelyard.vocab.folder import Ends, read_ends, read_text, tokenizer_file
 from modelyard.vocab.plain import PlainEncoder
-from modelyard.vocab.spellings import spelling_pattern
+from modelyard.vocab.spellings import Spellings
 from modelyard.vocab.surrogates import well_formed
 from modelyard.vocab.words import Words, ascii_pattern
 
@@ -41,6 +42,9 @@ _TURN_ENDS = (
 )
 _decoder = msgspec.json.Decoder(TokenizerFile)
 
+# The library would share a handful of words between threads, and take three times as long.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 
 class HfVocabulary:
     """`bos_token` and `eos_token` are the texts that templates ask for; `bos` is the id that begins a raw prompt."""
@@ -62,7 +66,7 @@ class HfVocabulary:
         self._falls_back = any(p["type"] == "ByteFallback" for p in alphabet.decoder_parts(file.decoder))
         self._table = TokenTable(self.token_bytes, self._control_texts)
         pattern = ascii_pattern(file)
-        spellings = spelling_pattern(token.content for token in file.added_tokens)
+        spellings = Spellings(token.content for token in file.added_tokens)
         self.words = Words(pattern, spellings, self._encode_all) if pattern is not None else None
 
     @classmethod

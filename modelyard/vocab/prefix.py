@@ -5,25 +5,23 @@ A conversation that grows by a message costs one look into a dictionary for each
 differently sees it as it stands, and the first stretch has keys of its own. A stretch with a shield's mark is
 encoded as plain text.
 
-Called from the event loop and from worker threads at once: reads take no lock (a dictionary look-up is atomic, and a
-generation that was just replaced still holds true answers); only a miss takes the lock, to book what it stores.
+Called from the event loop and from worker threads at once.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
-from threading import Lock
 from typing import Protocol, runtime_checkable
 
 from modelyard.core.vocab import Vocabulary
+from modelyard.vocab.frame import Frame, holds_together
+from modelyard.vocab.generations import Generations
 from modelyard.vocab.shield import SENTINEL
 from modelyard.vocab.spellings import spelling_pattern
 from modelyard.vocab.words import Words
 
 _FIRST = SENTINEL * 2  # before the key of a first stretch; no stretch of text can begin like this
 _LEARNED = 4  # characters: a shorter stretch, such as a line break, stands in everybody's prompts
-_TOKEN_BYTES = 40  # a reference and an int
 
 
 @runtime_checkable
@@ -35,45 +33,12 @@ class Cuttable(Protocol):
     def encode_plain_inside(self, text: str) -> list[int]: ...
 
 
-class Generations:
-    """Ids by stretch, bounded in bytes: what was not asked for during a whole generation is forgotten.
-
-    Two dictionaries instead of an ordered one: a hit in the young one changes nothing, so it needs no lock.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.young: dict[str, list[int]] = {}
-        self._old: dict[str, list[int]] = {}
-        self._limit = limit_bytes // 2
-        self._spent = 0
-        self._lock = Lock()
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.young or key in self._old
-
-    def get(self, key: str) -> list[int] | None:
-        found = self.young.get(key)
-        if found is None and (found := self._old.get(key)) is not None:
-            self.put(key, found)
-        return found
-
-    def put(self, key: str, ids: list[int]) -> None:
-        with self._lock:
-            if key in self.young:
-                return
-            self._spent += sys.getsizeof(key) + _TOKEN_BYTES * len(ids) + 100
-            if self._spent > self._limit:
-                self._old, self.young, self._spent = self.young, {}, 0
-            self.young[key] = ids
-
-
 class PrefixTokens:
     def __init__(self, vocab: Vocabulary, cuts: Iterable[str], *, limit_bytes: int = 32 << 20) -> None:
         self._vocab = vocab
-        single = {cut: ids[0] for cut in cuts if len(ids := vocab.encode(cut)) == 1}
-        self._ids_of_cut = single
-        self._cut_ids = frozenset(single.values())
-        self._pattern = spelling_pattern(single, group=True)
+        self.cuts = {cut: ids[0] for cut in cuts if len(ids := vocab.encode(cut)) == 1}
+        self._cut_ids = frozenset(self.cuts.values())
+        self._pattern = spelling_pattern(self.cuts, group=True)
         self._specials = spelling_pattern((s for s in vocab.specials if len(s) > 1), group=True)
         self._plain_inside = vocab.encode_plain_inside if isinstance(vocab, Cuttable) else vocab.encode_plain
         self._words: Words | None = getattr(vocab, "words", None)
@@ -83,12 +48,25 @@ class PrefixTokens:
     def encode(self, text: str) -> list[int]:
         parts = self._split(text)
         ids = list(self._stretch("", parts[0])) if parts[0] else []
-        young, ids_of_cut = self._cache.young, self._ids_of_cut
+        young, ids_of_cut = self._cache.young, self.cuts
         for cut, stretch in zip(parts[1::2], parts[2::2], strict=True):
             ids.append(ids_of_cut[cut])
             if stretch:
                 ids += young.get(stretch) or self._stretch(cut, stretch)
         return ids
+
+    def frame(self, fixed: Sequence[str], texts: Sequence[tuple[int, bool]]) -> Frame | None:
+        """For prompts that differ only in the texts between these words: which text it is, and whether a model may have
+        said it. No text may hold the spelling of a cut. None: two texts meet, or one stands before all cuts."""
+        parts = [self._cut_up(words) for words in fixed]
+        if not texts or min(map(len, parts[:-1])) == 1 or not holds_together(fixed, self.cuts):
+            return None
+        behind = [self.encode("".join(part)) for part in (*(part[1:-1] for part in parts[1:-1]), parts[-1][1:])]
+        places = [
+            (text, before[-2], before[-1], after[0], self._stretch if is_reply else self._said_once, ids)
+            for (text, is_reply), before, after, ids in zip(texts, parts[:-1], parts[1:], behind, strict=True)
+        ]
+        return Frame(self.encode("".join(parts[0][:-1])), places, self._cache)
 
     def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """The model's own spelling of what it said behind a prompt: models do not always cut words into tokens as their
@@ -127,23 +105,41 @@ class PrefixTokens:
         last = self._last
         if last[0] is text:
             return last[1]
-        parts = self._pattern.split(text) if self._pattern is not None else [text]
+        parts = self._cut_up(text)
         self._last = (text, parts)
         return parts
+
+    def _cut_up(self, text: str) -> list[str]:
+        return self._pattern.split(text) if self._pattern is not None else [text]
 
     def _stretch(self, cut: str, stretch: str) -> list[int]:
         key = stretch if cut else _FIRST + stretch
         ids = self._cache.get(key)
         if ids is None:
-            ids = self._shielded(cut, stretch) if SENTINEL in stretch else self._open(cut, stretch)
+            ids = self._read(cut, stretch)
             self._cache.put(key, ids)
         return ids
 
-    def _open(self, cut: str, stretch: str) -> list[int]:
+    def _said_once(self, cut: str, stretch: str) -> list[int]:
+        """The same for what people say, which mostly comes once: kept only where it may have been met before."""
+        if self._words is None:
+            return self._stretch(cut, stretch)
+        ids = self._cache.revived(stretch)
+        if ids is None:
+            clauses = self._words.clauses
+            known = clauses.learned
+            ids = self._read(cut, stretch)
+            if clauses.learned == known:
+                self._cache.put(stretch, ids)
+        return ids
+
+    def _read(self, cut: str, stretch: str) -> list[int]:
         """Behind its control token, so that the start of the text is not taken for the start of a stretch. A vocabulary
-        that goes word by word makes no difference between the two."""
+        that goes word by word makes no difference between the two; it takes no text with a mark in it."""
         if self._words is not None and (ids := self._words.encode(stretch)) is not None:
             return ids
+        if SENTINEL in stretch:
+            return self._shielded(cut, stretch)
         return self._vocab.encode(cut + stretch)[1:] if cut else self._vocab.encode(stretch)
 
     def _shielded(self, cut: str, stretch: str) -> list[int]:

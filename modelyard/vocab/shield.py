@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from modelyard.vocab.spellings import spelling_pattern
+from modelyard.vocab.spellings import Spellings
 
 SENTINEL = "\ufdd0"
 
@@ -23,19 +23,19 @@ class Shield:
 
     def __init__(self, specials: Iterable[str]) -> None:
         # One character cannot be broken up by a mark inside it.
-        self._pattern = spelling_pattern(s for s in specials if len(s) > 1)
+        self._spellings = Spellings(s for s in specials if len(s) > 1)
 
     def __call__(self, text: str) -> str:
+        return self.marked(text)
+
+    def marked(self, text: str) -> str:
         if SENTINEL in text:
             text = text.replace(SENTINEL, "")
-        pattern = self._pattern
-        if pattern is None or pattern.search(text) is None:
-            return text
-        return self._mark(pattern, text)
+        return self._mark(text) if self._spellings.are_in(text) else text
 
-    def _mark(self, pattern: re.Pattern[str], text: str) -> str:
-        found = 1
-        while found:  # once more: spellings may overlap, and only the first of them was broken up
+    def _mark(self, text: str) -> str:
+        found, pattern = 1, self._spellings.pattern
+        while found and pattern is not None:  # once more: spellings may overlap, and only the first was broken up
             text, found = pattern.subn(_break_up, text)
         return text
 

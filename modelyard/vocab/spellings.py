@@ -6,7 +6,25 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+_FEW = 4  # to look for more of them takes longer than the pattern
 _END = ""  # the mark in a trie node that says «a spelling may end here»
+
+
+class Spellings:
+    """Whether a text holds one of them. They begin with a handful of characters, which few texts hold: to look for
+    those takes a tenth of what the pattern does."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        spellings = tuple(spellings)
+        self.pattern = spelling_pattern(spellings)
+        initials = tuple({s[:1] for s in spellings}) if self.pattern is not None else ()
+        self._initials = initials if len(initials) <= _FEW else ("",)  # which every text holds
+
+    def are_in(self, text: str) -> bool:
+        for initial in self._initials:
+            if initial in text:
+                return self.pattern is not None and self.pattern.search(text) is not None
+        return False
 
 
 def spelling_pattern(spellings: Iterable[str], *, group: bool = False) -> re.Pattern[str] | None:

@@ -10,24 +10,24 @@ ordinary prose costs a quarter of what the library takes. Exact by construction,
 Everything else is the library's.
 
 Where a pattern begins a word at every single space, a clause reads the same wherever it stands. Those of short texts
-are remembered, too: what programs ask again and again differs in a name or a number, and only its clause is new.
+are remembered, too (`vocab/passages.py`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 from modelyard.vocab.cuts import TokenizerFile
+from modelyard.vocab.passages import Passages, Uncut
+from modelyard.vocab.spellings import Spellings
 
 MAX_TEXT = 32_000  # one search is one call that nothing can interrupt: about a millisecond
 _MAX_WORDS = 200_000
 _MAX_WORD = 64
 _MANY = 64
-_SHORT = 2_000  # characters: of a longer text hardly any clause comes again
-_MAX_CLAUSES = 1 << 20  # characters
+_SHORT = 2_000  # characters: of a longer text hardly any passage comes again
 
 _SPACE = r"\t\n\x0b\x0c\r\x20"
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -43,56 +43,38 @@ class Words:
     def __init__(
         self,
         pattern: re.Pattern[str],
-        added: re.Pattern[str] | None,
+        added: Spellings,
         encode_words: Callable[[list[str]], list[list[int]]],
     ) -> None:
         self._find, self._added, self._encode_words = pattern.findall, added, encode_words
         self._known: dict[str, list[int]] = {}
         self._may_cut = _begins_at_spaces(pattern)
-        self._clauses: dict[str, list[int]] = {}
-        self._held = 0  # characters of them
+        self.clauses = Passages(", ", self._by_words)
+        self._sentences = Passages(". ", self.clauses.encode, self.clauses)
 
     def encode(self, text: str) -> list[int] | None:
         """None: not for us."""
-        if len(text) > MAX_TEXT or not text.isascii() or (self._added is not None and self._added.search(text)):
+        if len(text) > MAX_TEXT or not text.isascii() or self._added.are_in(text):
             return None
-        if self._may_cut and len(text) <= _SHORT and "\0" not in text:
-            clauses = text.replace(". ", ".\0 ").replace(", ", ",\0 ").split("\0")
-            if len(clauses) > 1 and (found := self._by_clauses(clauses)) is not None:
-                return found
+        if self._may_cut and len(text) <= _SHORT:
+            try:
+                return self._sentences.encode(text)
+            except Uncut:
+                pass
         return self._by_words(text)
 
-    def _by_clauses(self, clauses: list[str]) -> list[int] | None:
-        ids: list[int] = []
-        for clause in clauses:
-            found = self._clauses.get(clause)
-            if found is None and (found := self._learn(clause)) is None:
-                return None
-            ids += found
-        return ids
-
-    def _learn(self, clause: str) -> list[int] | None:
-        """None where the space that it begins with is not alone: then it may belong to what follows."""
-        if clause[:1].isspace() and not clause[1:2].strip():
-            return None
-        ids = self._by_words(clause)
-        if ids is not None:
-            if self._held > _MAX_CLAUSES:
-                self._clauses, self._held = {}, 0
-            self._clauses[clause] = ids
-            self._held += len(clause)
-        return ids
-
     def _by_words(self, text: str) -> list[int] | None:
-        words = self._find(text)
+        words, known = self._find(text), self._known
+        ids: list[int] = []
         try:
-            ids = [*chain.from_iterable(map(self._known.__getitem__, words))]
+            for word in words:
+                ids += known[word]
         except KeyError:
             return self._with_new(words, text)
         return ids if len("".join(words)) == len(text) else None
 
     def _with_new(self, words: list[str], text: str) -> list[int] | None:
-        """What is new is learned in one call: the library's price is mostly for being called."""
+        """What is new is learned in one call: each lets go of the interpreter, and has to wait for it again."""
         if sum(map(len, words)) != len(text):
             return None
         new = [word for word in dict.fromkeys(words) if word not in self._known]

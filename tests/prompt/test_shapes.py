@@ -90,6 +90,45 @@ def test_both_ways_write_the_same(source: str, said: list[tuple[str, str]], last
     assert outcome(lambda: quick.text(request)) == outcome(lambda: slow.text(request))
 
 
+THINKING = CHATML.replace("<|im_end|>", "</think><|im_end|>")
+ASKED = (*PASSED_ON.values(), builtin("generic"), THINKING)
+said_before = st.sampled_from(["<|im_", "end|>", "</think>", "One lamp, dark. ", "It is ", "7", *made.CONTROLS, "é"])
+more = st.lists(said_before, max_size=5).map("".join)
+
+
+@pytest.mark.parametrize("source", ASKED)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(first=more, reply=more, last=more)
+def test_both_ways_read_the_same(source: str, first: str, reply: str, last: str) -> None:
+    quick, slow = _pair(source)
+    for said in (
+        (("user", last),),
+        (("system", first), ("user", last)),
+        (("user", first), ("assistant", reply), ("user", last)),
+    ):
+        text = quick.text(asked(*said))
+        assert quick.tokens(text) == slow.tokens(slow.text(asked(*said)))
+
+
+def test_texts_are_framed_unless_a_reply_may_hold_a_control_token_that_is_cut_at() -> None:
+    for source, framed in ((CHATML, True), (THINKING, False)):
+        made_ = renderer(source)
+        assert made_._shapes is not None
+        alone, answered = made_._shapes.find(("user",)), made_._shapes.find(("user", "assistant", "user"))
+        assert alone is not None
+        assert answered is not None
+        assert alone.frame is not None
+        assert (answered.frame is not None) is framed
+
+
+def test_tokens_are_those_of_the_text_that_is_asked_for() -> None:
+    made_ = renderer(CHATML)
+    one, other = made_.text(asked(("user", "One"))), made_.text(asked(("user", "Other")))
+    assert VOCAB.decode(made_.tokens(one)) == one
+    assert VOCAB.decode(made_.tokens(other)) == other
+    assert made_.tokens("".join([one[:-1], "\n"])) == made_.tokens(one)
+
+
 _pairs: dict[str, tuple[Renderer, Renderer]] = {}
 
 
@@ -159,7 +198,10 @@ def test_clients_cannot_make_it_learn_without_end() -> None:
         learned.append(len(turns))
         return "".join(["<", *(text for _, text in turns)])
 
-    shapes = Shapes(render)
+    def frame(*_: object) -> None:
+        return None
+
+    shapes = Shapes(render, frame)
     for number in range(600):
         shapes.find(tuple("user" if number >> bit & 1 else "system" for bit in range(10)))
     assert len(learned) == 512

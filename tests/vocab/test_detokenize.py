@@ -61,6 +61,15 @@ def test_text_that_was_met_is_told_whole_and_nothing_else_is() -> None:
     assert vocab.whole_text([]) == ""
 
 
+def test_ids_that_name_no_token_are_left_to_the_detokenizer() -> None:
+    vocab = HfVocabulary.from_text(made.byte_level())
+    hello = vocab.encode("hello")
+    vocab.detokenizer().feed([*hello, vocab.size + 5, 1 << 31, -1])
+    assert vocab.whole_text([*hello, vocab.size + 5]) == "hello"
+    for strange in (vocab.size + 4, vocab.size + 6, 1 << 31, -1):
+        assert vocab.whole_text([*hello, strange]) is None
+
+
 def test_a_decoder_without_a_table_tells_no_whole_text() -> None:
     ids = WORDS.encode("hello")
     WORDS.detokenizer().feed(ids)

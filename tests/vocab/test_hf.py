@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,3 +154,11 @@ def test_the_end_of_a_message_ends_a_turn_only_where_there_are_no_channels(extra
     vocab = HfVocabulary.from_text(json.dumps(text))
     assert (vocab.specials["<|end|>"] in vocab.eos) is ends
     assert vocab.specials["<|return|>"] in vocab.eos
+
+
+@pytest.mark.parametrize(("set_before", "wanted"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
+def test_the_library_starts_no_threads_unless_it_is_told_to(set_before: dict[str, str], wanted: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"} | set_before
+    ask = "import os, modelyard.vocab.hf; print(os.environ['TOKENIZERS_PARALLELISM'])"
+    told = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == wanted

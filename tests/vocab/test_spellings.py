@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelyard.vocab.spellings import spelling_pattern
+from modelyard.vocab.spellings import Spellings, spelling_pattern
 
 WORDS = st.text(alphabet="<ab|>.", min_size=1, max_size=5)
 
@@ -26,3 +26,14 @@ def test_thousands_of_long_spellings_compile() -> None:
     pattern = spelling_pattern([f"<unused{n}>" for n in range(5000)] + ["x" * 3000])
     assert pattern is not None
     assert pattern.findall("a<unused42><unused4x>") == ["<unused42>"]
+
+
+@given(st.lists(WORDS, max_size=6), st.text(alphabet="<ab|>.", max_size=30))
+def test_a_text_holds_a_spelling_or_not(words: list[str], text: str) -> None:
+    assert Spellings(words).are_in(text) == any(word in text for word in words)
+
+
+def test_many_beginnings_are_left_to_the_pattern() -> None:
+    spellings = Spellings(["<a>", "[b]", "(c)", "{d}", "|e|", "/f/"])
+    assert spellings.are_in("x /f/")
+    assert not spellings.are_in("x /f and |e")

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modelyard.vocab.hf import HfVocabulary
+from modelyard.vocab.spellings import Spellings
 from modelyard.vocab.words import MAX_TEXT, Words
 from tests.vocab import tokenizers_made as made
 
@@ -122,7 +123,7 @@ def counted(vocab: HfVocabulary) -> tuple[Words, list[str]]:
         return [vocab._encode(word) for word in new]
 
     pattern: re.Pattern[str] = vocab.words._find.__self__
-    return Words(pattern, None, encode), asked
+    return Words(pattern, Spellings(()), encode), asked
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
@@ -134,21 +135,13 @@ def test_only_what_is_new_in_a_text_is_asked_of_the_library(name: str) -> None:
     asked.clear()
     assert words.encode(second) == vocab._encode(second)
     assert "".join(asked).strip() == "2"
-    assert {"Order 1 came,", " and one lamp is dark."} <= words._clauses.keys()
-
-
-def test_what_is_remembered_of_clauses_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelyard.vocab.words._MAX_CLAUSES", 10_000)
-    words, _ = counted(VOCABULARIES["byte level"])
-    for number in range(100):
-        assert words.encode(f"{'word ' * 50}{number}, and so on.") is not None
-    assert 0 < sum(map(len, words._clauses)) < 11_000
+    assert words.clauses.learned == 3  # the second one differs in its first clause
 
 
 def test_text_is_not_cut_where_a_word_may_hold_a_space() -> None:
-    words = Words(re.compile(r"[a-z.,]+ [a-z]+|(?s:.)"), None, lambda new: [[len(word)] for word in new])
+    words = Words(re.compile(r"[a-z.,]+ [a-z]+|(?s:.)"), Spellings(()), lambda new: [[len(word)] for word in new])
     assert words.encode("so, it is. well") == [6, 1, 8]
-    assert not words._clauses
+    assert words.clauses.learned == 0
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
