@@ -41,7 +41,7 @@ T_co = TypeVar("T_co", covariant=True)
 # --- what goes in ---------------------------------------------------------------------------------------------------
 
 
-class TokenRun(Struct, frozen=True, tag="tokens"):
+class TokenRun(Struct, frozen=True, tag="tokens", gc=False):
     ids: list[int]
 
 
@@ -52,7 +52,7 @@ class Media(Struct, frozen=True, tag="media"):
     n_tokens: int
 
 
-class Prompt(Struct, frozen=True, kw_only=True):
+class Prompt(Struct, frozen=True, kw_only=True, gc=False):
     """One job for a TextEngine. It crosses processes: values only."""
 
     parts: tuple[TokenRun | Media, ...]
@@ -84,13 +84,13 @@ class Prompt(Struct, frozen=True, kw_only=True):
 # --- what comes out -------------------------------------------------------------------------------------------------
 
 
-class IdLogprob(Struct, frozen=True):
+class IdLogprob(Struct, frozen=True, gc=False):
     id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Accepted(Struct, frozen=True, tag=True):
+class Accepted(Struct, frozen=True, tag=True, gc=False):
     """The job has its place; prefill begins. `divergence` is the first token that no cached KV covered. `elsewhere` is
     how many of its tokens another sequence has, where that is more and copying it would not pay."""
 
@@ -100,12 +100,12 @@ class Accepted(Struct, frozen=True, tag=True):
     elsewhere: int = 0
 
 
-class Progress(Struct, frozen=True, tag=True):
+class Progress(Struct, frozen=True, tag=True, gc=False):
     done: int
     total: int
 
 
-class Tokens(Struct, frozen=True, tag=True):
+class Tokens(Struct, frozen=True, tag=True, gc=False):
     ids: list[int]
     logprobs: list[IdLogprob] | None = None
 

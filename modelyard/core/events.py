@@ -8,7 +8,7 @@ One block index counts 0, 1, 2 …; at most one block is open at a time; exactly
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -20,7 +20,7 @@ BlockKind = Literal["text", "thinking", "tool_call"]
 StopReason = Literal["end", "tool_calls", "stop_string", "max_tokens", "window", "content_filter"]
 
 
-class TokenLogprob(Struct, frozen=True):
+class TokenLogprob(Struct, frozen=True, gc=False):
     """A token's share of the raw model distribution. `bytes` because half a character has no text of its own."""
 
     token: str
@@ -29,7 +29,7 @@ class TokenLogprob(Struct, frozen=True):
     top: tuple[TokenLogprob, ...] = ()
 
 
-class Usage(Struct, frozen=True):
+class Usage(Struct, frozen=True, gc=False):
     """`prompt` includes the cached tokens; `output` includes the reasoning tokens, shown or hidden."""
 
     prompt: int = 0
@@ -38,7 +38,7 @@ class Usage(Struct, frozen=True):
     reasoning: int = 0
 
 
-class Timings(Struct, frozen=True):
+class Timings(Struct, frozen=True, gc=False):
     """Seconds; None where nobody could measure.
 
     An engine tells `prefill`, `first_token`, `decode` and `total` as it sees them. The gateway lays its own around
@@ -56,14 +56,14 @@ class Timings(Struct, frozen=True):
     total: float | None = None
 
 
-class Started(Struct, frozen=True, tag=True):
+class Started(Struct, frozen=True, tag=True, gc=False):
     id: str  # without a protocol's prefix
     model: str  # the name the client asked for
     created: int
     usage: Usage = Usage()
 
 
-class BlockStart(Struct, frozen=True, tag=True):
+class BlockStart(Struct, frozen=True, tag=True, gc=False):
     index: int
     kind: BlockKind
     call_id: str = ""
@@ -72,13 +72,13 @@ class BlockStart(Struct, frozen=True, tag=True):
     custom: bool = False
 
 
-class BlockDelta(Struct, frozen=True, tag=True):
+class BlockDelta(Struct, frozen=True, tag=True, gc=False):
     index: int
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class BlockEnd(Struct, frozen=True, tag=True):
+class BlockEnd(Struct, frozen=True, tag=True, gc=False):
     """`complete` is False for a tool call that was cut off: no writer may present it as a call to run."""
 
     index: int
@@ -86,7 +86,7 @@ class BlockEnd(Struct, frozen=True, tag=True):
     complete: bool = True
 
 
-class Finished(Struct, frozen=True, tag=True):
+class Finished(Struct, frozen=True, tag=True, gc=False):
     reason: StopReason
     usage: Usage
     stop_string: str | None = None
@@ -100,7 +100,7 @@ class Failed(Struct, frozen=True, tag=True):
 Event = Started | BlockStart | BlockDelta | BlockEnd | Finished | Failed
 
 
-class Block(Struct, frozen=True):
+class Block(Struct, frozen=True, gc=False):
     """One finished block of a reply."""
 
     part: Text | Thinking | ToolCall
@@ -108,7 +108,7 @@ class Block(Struct, frozen=True):
     complete: bool = True
 
 
-class Reply(Struct, frozen=True):
+class Reply(Struct, frozen=True, gc=False):
     started: Started
     blocks: tuple[Block, ...]
     finished: Finished
@@ -182,6 +182,19 @@ def fold(events: Iterable[Event]) -> Reply:
     folding = Fold()
     folding.feed(events)
     return folding.reply()
+
+
+def whole(events: Sequence[Event]) -> Reply | None:
+    """What `fold` makes of an answer of one text that came in one go, as most do that are not streamed; None: another
+    one, or not all of it."""
+    if len(events) != 5:
+        return None
+    started, start, delta, end, last = events
+    if type(started) is not Started or type(start) is not BlockStart or type(delta) is not BlockDelta:
+        return None
+    if type(end) is not BlockEnd or type(last) is not Finished or start.kind != "text":
+        return None
+    return Reply(started, (Block(Text(delta.text), delta.logprobs),), last)
 
 
 def unfold(reply: Reply) -> Iterator[Event]:

@@ -14,7 +14,7 @@ from modelyard.core.request import Priority
 ModelState = Literal["stopped", "loading", "ready", "draining", "failed"]
 
 
-class Demand(Struct, frozen=True, kw_only=True):
+class Demand(Struct, frozen=True, kw_only=True, gc=False):
     """`weight` is the number of sequences wanted at once (the client's `n`).
 
     `prompt` is looked at only where a model has several replicas: the one that knows its beginning is the cheapest.

@@ -6,28 +6,31 @@ The normal form that every reader produces and every writer accepts:
 - Tool results live in `tool` messages of their own; neighbouring results share one message.
 - A plain string is one `Text`. Neighbouring texts are not merged: a client's blocks stay its blocks.
 - A call's arguments are the text that stood on the wire. They may not be JSON: models and clients break them.
+
+What is made at every request is `gc=False`, here and in the other seams: a value that holds only values can be part of
+no cycle, and the collector need not know of it.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct, field
-from msgspec.structs import fields
+from msgspec import Struct, field, to_builtins
+from msgspec.structs import replace
 
 
-class Text(Struct, frozen=True, tag="text"):
+class Text(Struct, frozen=True, tag="text", gc=False):
     text: str
 
 
-class Image(Struct, frozen=True, tag="image"):
+class Image(Struct, frozen=True, tag="image", gc=False):
     """A picture by URL: `data:` always works, `http(s):` and `file:` only where the settings allow them."""
 
     url: str
     detail: str | None = None
 
 
-class Thinking(Struct, frozen=True, tag="thinking"):
+class Thinking(Struct, frozen=True, tag="thinking", gc=False):
     """Reasoning that comes back from the client. `signature` is opaque and may be foreign, empty or missing."""
 
     text: str
@@ -35,7 +38,7 @@ class Thinking(Struct, frozen=True, tag="thinking"):
     redacted: bool = False
 
 
-class ToolCall(Struct, frozen=True, tag="tool_call"):
+class ToolCall(Struct, frozen=True, tag="tool_call", gc=False):
     """`custom` calls carry free text instead of JSON; `namespace` is the Responses API's, mapped back going out.
     `verbatim` arguments are the model's own text, remembered: they are rendered as they stand."""
 
@@ -47,7 +50,7 @@ class ToolCall(Struct, frozen=True, tag="tool_call"):
     verbatim: bool = False
 
 
-class ToolReference(Struct, frozen=True, tag="tool_reference"):
+class ToolReference(Struct, frozen=True, tag="tool_reference", gc=False):
     """The place in the conversation where a deferred tool was discovered."""
 
     name: str
@@ -56,7 +59,7 @@ class ToolReference(Struct, frozen=True, tag="tool_reference"):
 ResultPart = Text | Image | ToolReference
 
 
-class ToolResult(Struct, frozen=True, tag="tool_result"):
+class ToolResult(Struct, frozen=True, tag="tool_result", gc=False):
     call_id: str
     content: tuple[ResultPart, ...] = ()
     is_error: bool = False
@@ -67,7 +70,7 @@ Part = Text | Image | Thinking | ToolCall | ToolResult | ToolReference
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class Message(Struct, frozen=True):
+class Message(Struct, frozen=True, gc=False):
     role: Role
     parts: tuple[Part, ...] = ()
     name: str | None = None
@@ -119,13 +122,12 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
 
     def over(self, base: Sampling) -> Sampling:
         """These values where they are set, the base's elsewhere."""
-        if self == _UNSET:
+        if self is NOTHING_ASKED or self == NOTHING_ASKED:
             return base
-        return Sampling(**{n: mine if (mine := getattr(self, n)) is not None else getattr(base, n) for n in _KNOBS})
+        return replace(base, **to_builtins(self))  # what is not set is left out by `omit_defaults`, in C
 
 
-_KNOBS = tuple(f.name for f in fields(Sampling))
-_UNSET = Sampling()
+NOTHING_ASKED = Sampling()  # readers give this very one, and it is known by `is`
 
 
 class Constraint(Struct, frozen=True):
@@ -158,7 +160,7 @@ class Reasoning(Struct, frozen=True):
 Priority = Literal["main", "background"]
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class Request(Struct, frozen=True, kw_only=True, gc=False):
     model: str
     messages: tuple[Message, ...] = ()
     instructions: bool = False  # the leading system message is this request's alone: no continuation inherits it
@@ -166,7 +168,7 @@ class Request(Struct, frozen=True, kw_only=True):
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool | None = None
-    sampling: Sampling = _UNSET
+    sampling: Sampling = NOTHING_ASKED
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
@@ -202,7 +204,7 @@ class EmbeddingRequest(Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-class Caller(Struct, frozen=True, kw_only=True):
+class Caller(Struct, frozen=True, kw_only=True, gc=False):
     """Who asks, and by which door. `key` names the API key (never its secret) and scopes everything remembered."""
 
     trace: str

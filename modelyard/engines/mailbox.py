@@ -2,7 +2,8 @@
 
 A list and at most one Future. The engine appends, the reader takes everything that waits. A reader that lags costs no
 wake-up a token: neighbouring `Tokens` reach it as one chunk. A reader that stalls is noticed by the engine: `put` says
-False once `limit` items wait, and `on_room` tells when the reader has taken them.
+False once `limit` items wait, and `on_room` tells when the reader has taken them. A job that is done when it begins
+needs no queue: it hands out a `Whole`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Generic, TypeVar, cast
+
+from msgspec import Struct
 
 from modelyard.core.engine import Tokens
 
@@ -29,14 +32,12 @@ class Mailbox(Generic[T]):
         on_room: Callable[[], None] | None = None,
         limit: int = 1024,
         loop: asyncio.AbstractEventLoop | None = None,
-        whole: list[T] | None = None,
     ) -> None:
-        """`whole` is all that will ever come, and the mailbox is closed behind it."""
         self.limit = limit
         self._loop = loop or asyncio.get_running_loop()
-        self._waiting: list[T] = [] if whole is None else whole
+        self._waiting: list[T] = []
         self._reader: asyncio.Future[None] | None = None
-        self._closed = whole is not None
+        self._closed = False
         self._sink: Callable[[list[T], bool], None] | None = None
         self._on_room = on_room
         # A list, because `pop` is atomic: two threads that cancel at once still cancel once.
@@ -142,6 +143,30 @@ class Mailbox(Generic[T]):
         except IndexError:
             return
         on_cancel()
+
+
+class Whole(Struct, Generic[T], eq=False):
+    """All of a job that was done at once, read like a mailbox that was filled and closed before anybody looked. It has
+    nothing to wait for and nothing to cancel: it keeps nothing but its items, which are told as they are."""
+
+    items: list[T]
+
+    def __aiter__(self) -> Whole[T]:
+        return self
+
+    async def __anext__(self) -> list[T]:
+        items, self.items = self.items, []
+        if not items:
+            raise StopAsyncIteration
+        return items
+
+    def pour(self, sink: Callable[[list[T], bool], None] | None) -> None:
+        if sink is not None:
+            items, self.items = self.items, []
+            sink(items, True)
+
+    def cancel(self) -> None:
+        pass
 
 
 def merged(items: list[T]) -> list[T]:

@@ -8,7 +8,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.events import Fold
+from modelyard.core.events import Fold, Reply, whole
 from modelyard.core.request import Request
 from modelyard.core.wire import Wire, WireError
 from modelyard.gateway import Answer, Gateway, Listener
@@ -100,26 +100,34 @@ class Exchange(Struct):
         await stream.run(self._scope, self._receive, self._send)
 
     async def _whole(self, answer: Answer | Choices | Listener, request: Request) -> None:
-        folds = [Fold() for _ in range(answer.job.choices)]
         unwatch = watch(self._scope, self._receive, answer)
         try:
             await next_turn()
-            async for choice, events in answer:
-                folds[choice].feed(events)
-                if folds[choice].finished and len(folds) == 1:
-                    break  # to be told that there is no more costs as much as to look
+            replies = await self._replies(answer)
         finally:
             unwatch()
             answer.close()
         self._visit.reuse = answer.reuse
         await next_turn()
-        replies = [fold.reply() for fold in folds]
         if self._home.stored is not None:
             await self._home.stored.remember(request, replies, self._visit.key)
         body = self._home.wire.write_reply(replies, request)
         if self._entry is not None:
             self._entry.response(body)
         await respond(self._send, self._visit, 200, body)
+
+    async def _replies(self, answer: Answer | Choices | Listener) -> list[Reply]:
+        """One a choice. An answer that comes in one go, as plain text, needs no folding."""
+        choices = answer.job.choices
+        folds: list[Fold] = []
+        async for choice, events in answer:
+            if choices == 1 and (reply := whole(events)) is not None:
+                return [reply]
+            folds = folds or [Fold() for _ in range(choices)]
+            folds[choice].feed(events)
+            if choices == 1 and folds[choice].finished:
+                break  # to be told that there is no more costs as much as to look
+        return [fold.reply() for fold in folds or [Fold()]]
 
     def _refusal(self, error: ModelyardError) -> WireError:
         request = self._request

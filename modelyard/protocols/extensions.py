@@ -9,7 +9,7 @@ from msgspec import Struct
 from msgspec.structs import fields
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Constraint, Priority, Request, Sampling
+from modelyard.core.request import NOTHING_ASKED, Constraint, Priority, Request, Sampling
 from modelyard.protocols.json import dumps
 
 Number = float | None
@@ -64,7 +64,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 _KNOBS = tuple(f.name for f in fields(Sampling) if f.name != "logit_bias")
 _knobs = attrgetter(*_KNOBS)  # all in one call: this runs for every request
 _UNSET = (None,) * len(_KNOBS)
-_NOTHING = Sampling()
+_NOTHING = NOTHING_ASKED
 
 
 def read_sampling(body: Extensions) -> Sampling:

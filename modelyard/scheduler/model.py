@@ -12,9 +12,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from modelyard.core.engine import Capabilities, Engine, Memory
+from modelyard.core.engine import Capabilities, Memory
 from modelyard.core.errors import ModelyardError
-from modelyard.core.lease import ModelState, ModelStatus
+from modelyard.core.lease import Demand, ModelState, ModelStatus
 from modelyard.core.pool import Blueprint
 from modelyard.scheduler.affinity import Affinity, marks
 from modelyard.scheduler.lane import Lane
@@ -80,34 +80,25 @@ class Pooled:
 
     # --- the way of a request --------------------------------------------------------------------------------------
 
-    @property
-    def is_open(self) -> bool:
-        return bool(self.up) and not self.drained
-
     def weight(self, cache: str, wanted: int) -> int:
         """No more than one replica can give at a time, and never less than one."""
-        if wanted == 1:
-            return 1
         most = self.current.caches[cache].parallel
         if self.current.target_inflight is not None:
             most = min(most, self.current.target_inflight)
         return max(1, min(wanted, most))
 
-    def seat(self, place: Place, now: float) -> bool:
-        """A place in a replica, if one has room. Nobody may stand in front."""
-        replica = self._choose(place)
-        if replica is None:
-            return False
-        replica.take(place.demand.cache, place.weight)
-        self.running += place.weight
-        place.grant(replica, now)
-        return True
+    def seat(self, demand: Demand, weight: int) -> Replica | None:
+        """The replica in which places were taken, if one has room. Nobody may stand in front."""
+        up = self.up
+        replica = up[0] if len(up) == 1 else self._choose(demand, weight)
+        if replica is None or not replica.take(demand.cache, weight):
+            return None
+        self.running += weight
+        return replica
 
-    def _choose(self, place: Place) -> Replica | None:
-        demand, up = place.demand, self.up
-        if len(up) == 1:
-            return up[0] if up[0].has_room(demand.cache, place.weight) else None
-        candidates = [one for one in up if one.has_room(demand.cache, place.weight)]
+    def _choose(self, demand: Demand, weight: int) -> Replica | None:
+        """Of several."""
+        candidates = [one for one in self.up if one.has_room(demand.cache, weight)]
         if not candidates:
             return None
         prefix = marks(demand.prompt)
@@ -117,7 +108,8 @@ class Pooled:
 
     def admit(self, lane: Lane[Place], now: float) -> None:
         """Everybody of this lane who may start now."""
-        while (head := lane.head()) is not None and self.seat(head, now):
+        while (head := lane.head()) is not None and (replica := self.seat(head.demand, head.weight)) is not None:
+            head.grant(replica, now)
             lane.pop()
 
     def admit_all(self, now: float) -> None:
@@ -189,13 +181,6 @@ class Pooled:
     @property
     def doing(self) -> str:
         return "" if self.up or self.busiest is None else self.busiest.doing
-
-    @property
-    def living(self) -> Engine | None:
-        for one in self.up:  # asked twice a request: a generator would cost more than the answer
-            if one.engine is not None and not one.engine.lost.done():
-                return one.engine
-        return None
 
     @property
     def capabilities(self) -> Capabilities:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.lease import Demand, Lease
 from modelyard.core.request import Priority
@@ -27,40 +26,27 @@ class Owner(Protocol):
         """It waited, and does so no more; it has not been told why yet."""
         ...
 
-    def spent(self, place: Place, tokens: int) -> None: ...
+    def spent(self, allowance: Allowance, tokens: int) -> None: ...
 
 
-class Place(Revocable):
-    """Both seams in one object: a request makes one of these and nothing else."""
+class Place(Revocable, eq=False):
+    """Both seams in one object: a request makes one of these and nothing else. Whoever finds a free place is granted
+    one from the start."""
 
-    __slots__ = (
-        "_engine",
-        "_future",
-        "_owner",
-        "allowance",
-        "demand",
-        "lane",
-        "model",
-        "over",
-        "replica",
-        "since",
-        "timer",
-        "waited",
-        "weight",
-    )
-
-    def __init__(
-        self, owner: Owner, model: Pooled, lane: Lane[Place], demand: Demand, weight: int, since: float
-    ) -> None:
-        super().__init__()
-        self._owner, self.model, self.lane, self.demand = owner, model, lane, demand
-        self.weight, self.since, self.waited = weight, since, 0.0
-        self.over = False
-        self.replica: Replica | None = None
-        self.allowance: Allowance | None = None
-        self.timer: Handle | None = None
-        self._engine: Engine | None = None
-        self._future: asyncio.Future[None] | None = None
+    _owner: Owner
+    model: Pooled
+    lane: Lane[Place]
+    demand: Demand
+    weight: int
+    since: float
+    replica: Replica | None = None
+    engine: Any = None  # the replica's when it was granted; nobody has a lease before
+    granted: bool = False
+    waited: float = 0.0
+    over: bool = False
+    allowance: Allowance | None = None
+    timer: Handle | None = None
+    _future: asyncio.Future[None] | None = None
 
     # --- what a lane wants to know ---------------------------------------------------------------------------------
 
@@ -79,10 +65,6 @@ class Place(Revocable):
     # --- a ticket --------------------------------------------------------------------------------------------------
 
     @property
-    def granted(self) -> bool:
-        return self.replica is not None
-
-    @property
     def waits(self) -> bool:
         return self.replica is None and not self.over
 
@@ -94,10 +76,11 @@ class Place(Revocable):
         self._future = asyncio.get_running_loop().create_future()
 
     def grant(self, replica: Replica, now: float) -> None:
-        self.replica, self._engine = replica, replica.engine
+        """It waited; now it runs."""
+        self.replica, self.engine, self.granted = replica, replica.engine, True
+        self.waited = now - self.since
+        self._end_wait()
         if self._future is not None:
-            self.waited = now - self.since
-            self._end_wait()
             self._future.set_result(None)
 
     def refuse(self, error: ModelyardError) -> None:
@@ -130,17 +113,12 @@ class Place(Revocable):
     # --- a lease ---------------------------------------------------------------------------------------------------
 
     @property
-    def engine(self) -> Engine:
-        if self._engine is None:
-            raise _given_up()
-        return self._engine
-
-    @property
     def cache(self) -> str:
         return self.demand.cache
 
     def spend(self, tokens: int) -> None:
-        self._owner.spent(self, tokens)
+        if self.allowance is not None:
+            self._owner.spent(self.allowance, tokens)
 
     def release(self) -> None:
         if not self.over and self.replica is not None:

@@ -65,31 +65,31 @@ class Replica:
         caches = self.blueprint.caches
         self.running = self.granted = 0
         self.free = {name: info.parallel for name, info in caches.items()}
-        self.left = _most(self.blueprint)
+        self.most = _most(self.blueprint)
 
     def adjust(self, blueprint: Blueprint) -> None:
         """The same engine, run otherwise: those who run stay, even where fewer may now."""
-        self.left += _most(blueprint) - _most(self.blueprint)
+        self.most = _most(blueprint)
         self.blueprint = blueprint
 
     def has_room(self, cache: str, weight: int) -> bool:
         """None in a lost engine: its jobs hear of that before this replica does, and come back at once."""
-        engine = self.engine
-        return (
-            weight <= self.left and weight <= self.free.get(cache, 0) and engine is not None and not engine.lost.done()
-        )
+        if self.running + weight > self.most or weight > self.free.get(cache, 0):
+            return False
+        return self.engine is not None and not self.engine.lost.done()
 
-    def take(self, cache: str, weight: int) -> None:
+    def take(self, cache: str, weight: int) -> bool:
+        if not self.has_room(cache, weight):
+            return False
         self.free[cache] -= weight
-        self.left -= weight
         self.running += weight
         self.granted += 1
+        return True
 
     def give(self, cache: str, weight: int, engine: Engine, now: float) -> None:
         if engine is not self.engine:  # of an engine that is gone: its places went with it
             return
         self.free[cache] += weight
-        self.left += weight
         self.running -= weight
         if not self.running:
             self.idle_since = now

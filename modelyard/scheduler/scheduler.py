@@ -61,6 +61,7 @@ class Scheduler:
         timers: Timers | None = None,
     ) -> None:
         self._bounds, self._timers = bounds, timers or LoopTimers()
+        self._now = self._timers.now
         self._appraiser = appraiser or Appraiser()
         self._depot = Depot(bounds, self._timers, self._appraiser, self._forget)
         self._models = self._depot.models
@@ -81,8 +82,8 @@ class Scheduler:
         model = self._models.get(demand.model)
         if model is None:
             raise NotFound(f"the scheduler knows no model {demand.model!r}", code="model_not_found")  # 2
-        now = self._timers.now()
-        if not model.is_open:
+        now = self._now()
+        if model.drained or not model.up:
             self._check_up(model, now)  # 3 to 6
         lane = model.lanes.get(demand.cache)
         if lane is None:  # resolved before a reload that took it away
@@ -90,8 +91,12 @@ class Scheduler:
         allowance = self._allowances.get(demand.key)
         if allowance is not None and not demand.again:
             allowance.check(demand.tokens, now, lane.service_s)  # 7
-        place = Place(self, model, lane, demand, model.weight(demand.cache, demand.weight), now)
-        if lane.waiting or not model.seat(place, now):  # 8
+        weight = 1 if demand.weight == 1 else model.weight(demand.cache, demand.weight)
+        replica = None if lane.waiting else model.seat(demand, weight)
+        if replica is not None:
+            place = Place(self, model, lane, demand, weight, now, replica, replica.engine, True)  # 8
+        else:
+            place = Place(self, model, lane, demand, weight, now)
             lane.join(place, model.places(demand.cache))  # 9
             self._wait(place)  # 10
         self._places.add(place)
@@ -128,7 +133,7 @@ class Scheduler:
     def _late(self, place: Place) -> None:
         if place.waits:
             self.left(place)
-            waited = self._timers.now() - place.since
+            waited = self._now() - place.since
             place.refuse(Timeout(f"the request waited {waited:.0f} s for a place in {place.model.name!r}"))
 
     def _enter(self, place: Place, allowance: Allowance, now: float) -> None:
@@ -140,14 +145,15 @@ class Scheduler:
     # --- what places tell ------------------------------------------------------------------------------------------
 
     def released(self, place: Place) -> None:
-        model, replica, now = place.model, place.replica, self._timers.now()
+        model, replica, now = place.model, place.replica, self._now()
         self._drop(place)
         model.running -= place.weight
         model.used = now
         place.lane.served(now - place.since - place.waited)
         if replica is not None:
-            replica.give(place.cache, place.weight, place.engine, now)
-            self._admit(place, now)
+            replica.give(place.demand.cache, place.weight, place.engine, now)
+            if place.lane.waiting or model.current.target_inflight is not None:
+                self._admit(place, now)
             if not replica.running:
                 self._depot.idle(model, replica)
         if model.orders or model.retired:
@@ -158,18 +164,18 @@ class Scheduler:
         model = place.model
         place.lane.leave(place)
         self._drop(place)
-        self._admit(place, self._timers.now())
+        self._admit(place, self._now())
         if self._depot.is_hungry or model.orders or model.retired:
             self._depot.look_soon()
 
-    def spent(self, place: Place, tokens: int) -> None:
-        if place.allowance is not None:
-            place.allowance.spend(tokens, self._timers.now())
+    def spent(self, allowance: Allowance, tokens: int) -> None:
+        allowance.spend(tokens, self._now())
 
     def _admit(self, place: Place, now: float) -> None:
+        """Whoever may have what it had or stood for."""
         if place.model.current.target_inflight is not None:
             place.model.admit_all(now)
-        elif place.lane.waiting:
+        else:
             place.model.admit(place.lane, now)
 
     def _forget(self, places: Iterable[Place]) -> None:
@@ -187,7 +193,10 @@ class Scheduler:
         return {name: model.status for name, model in self._models.items()}
 
     def engine(self, model: str) -> Engine | None:
-        return self._models[model].living
+        for one in self._models[model].up:  # asked at every request: a generator would cost more than the answer
+            if one.engine is not None and not one.engine.lost.done():
+                return one.engine
+        return None
 
     def engines(self, name: str) -> tuple[Engine, ...]:
         return tuple(one.engine for one in self._known(name).up if one.engine is not None)
@@ -258,7 +267,7 @@ class Scheduler:
 
     def set_limits(self, limits: Mapping[str, KeyLimits]) -> None:
         """By the name of an API key. A key whose limits did not change keeps what it has used of them."""
-        now, old = self._timers.now(), self._allowances
+        now, old = self._now(), self._allowances
         self._allowances = {
             key: old[key] if key in old and old[key].limits == its else Allowance(key, its, now)
             for key, its in limits.items()

@@ -26,7 +26,7 @@ def of_model(model: Pooled, timers: Timers) -> ModelSnapshot:
         waiting=status.waiting,
         waiting_tokens=model.waiting_tokens,
         running=model.running,
-        places=sum(one.left + one.running for one in model.up),
+        places=sum(one.most for one in model.up),
         replicas=tuple(map(of_replica, model.replicas)),
         replicas_wanted=model.wanted,
         replica_max=model.blueprint.replica_max,

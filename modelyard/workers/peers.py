@@ -11,7 +11,7 @@ from typing import Any
 from modelyard.core.engine import EngineStats, Generation
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Failed
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.mailbox import Mailbox, Whole
 from modelyard.workers.hosted import Hosted
 from modelyard.workers.link import Listener, PeerGone
 from modelyard.workers.messages import Beat, Error, Frame, Item, Message, Said, encode, item_of
@@ -36,10 +36,10 @@ class Running:
     ) -> None:
         self.id, self.peer, self.hosted, self.ended = id, peer, hosted, ended
         self._post, self.over = post, False
-        self._generation: Mailbox[Any] | None = None
+        self._generation: Mailbox[Any] | Whole[Any] | None = None
 
     def begin(self, generation: Generation[Any]) -> None:
-        if not isinstance(generation, Mailbox):
+        if not isinstance(generation, (Mailbox, Whole)):
             raise TypeError(f"an engine hands out its jobs as mailboxes, and this is a {type(generation).__name__}")
         self._generation = generation
         self.go_on()

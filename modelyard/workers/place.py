@@ -21,29 +21,18 @@ class Owner(Protocol):
         ...
 
 
-class RemotePlace(Revocable):
-    __slots__ = (
-        "_future",
-        "_owner",
-        "asked",
-        "engine_id",
-        "found",
-        "id",
-        "over",
-        "position",
-        "spent",
-        "waited",
-        "weight",
-    )
-
-    def __init__(self, owner: Owner, id: int, asked: Asked) -> None:
-        super().__init__()
-        self._owner, self.id, self.asked = owner, id, asked
-        self.weight, self.waited, self.position, self.spent = asked.weight, 0.0, 0, 0
-        self.over = False
-        self.found: Engine | None = None
-        self.engine_id = ""
-        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+class RemotePlace(Revocable, eq=False):
+    _owner: Owner
+    id: int
+    asked: Asked
+    _future: asyncio.Future[None]
+    weight: int
+    waited: float = 0.0
+    position: int = 0
+    spent: int = 0
+    over: bool = False
+    found: Engine | None = None
+    engine_id: str = ""
 
     # --- a ticket ---------------------------------------------------------------------------------------------------
 

@@ -191,9 +191,8 @@ class RemotePool:
         if self._away_since is not None and self._loop.time() - self._away_since > self._timeout_s:
             raise self._absence()
         number = next(self._ids)
-        place = self._places[number] = RemotePlace(
-            self, number, asked_of(demand, self.state.replicas.get(demand.model, 1) > 1)
-        )
+        asked = asked_of(demand, self.state.replicas.get(demand.model, 1) > 1)
+        place = self._places[number] = RemotePlace(self, number, asked, self._loop.create_future(), asked.weight)
         if self.connected:
             self._ask(place)
         return place

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from modelyard.core.engine import Chunk, End, Generation, Prompt, TextEngine
 from modelyard.core.events import Usage
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.mailbox import Mailbox, Whole
 
 _LONGEST = 4096  # chunks that are kept for somebody who may join
 _TAIL = 16  # tokens at the end of a prompt by which a candidate is found
@@ -39,9 +39,9 @@ class Twins:
         if shared is not None and shared.asked == _asked(prompt):
             return shared.join()
         source = engine.generate(prompt)
-        if not isinstance(source, Mailbox):
+        if not isinstance(source, (Mailbox, Whole)):
             return source
-        self._open[key] = shared = Shared(cast("Mailbox[Chunk]", source), prompt)
+        self._open[key] = shared = Shared(cast("Mailbox[Chunk] | Whole[Chunk]", source), prompt)
         shared.on_shut = partial(self._shut, key, shared)
         box = shared.join()
         shared.begin()
@@ -60,7 +60,7 @@ def _asked(prompt: Prompt) -> Prompt:
 class Shared:
     """One run and its readers' mailboxes."""
 
-    def __init__(self, source: Mailbox[Chunk], prompt: Prompt) -> None:
+    def __init__(self, source: Mailbox[Chunk] | Whole[Chunk], prompt: Prompt) -> None:
         self.asked = _asked(prompt)
         self._source, self._usage = source, Usage(prompt.n_tokens)
         self._said: list[Chunk] = []

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.engine import Accepted, Chunk, End, IdLogprob, Tokens
-from modelyard.engines.mailbox import Mailbox, merged
+from modelyard.engines.mailbox import Mailbox, Whole, merged
 
 
 async def everything(box: Mailbox[Chunk]) -> list[Chunk]:
@@ -40,15 +41,42 @@ async def test_closed_mailbox_gives_what_waits_and_then_ends() -> None:
         await anext(box)
 
 
-async def test_a_mailbox_made_whole_is_one_that_was_filled_and_closed() -> None:
-    box: Mailbox[int] = Mailbox(whole=[1, 2])
-    assert box.closed
-    assert await anext(box) == [1, 2]
+def filled_and_closed() -> Mailbox[int]:
+    box: Mailbox[int] = Mailbox()
+    box.put_many([1, 2], last=True)
+    return box
+
+
+ALIKE = [filled_and_closed, lambda: Whole([1, 2])]
+
+
+@pytest.mark.parametrize("made", ALIKE)
+async def test_a_whole_job_reads_like_a_mailbox_that_was_filled_and_closed(
+    made: Callable[[], Mailbox[int] | Whole[int]],
+) -> None:
+    box = made()
     box.cancel()
+    assert [batch async for batch in box] == [[1, 2]]
     with pytest.raises(StopAsyncIteration):
         await anext(box)
-    with pytest.raises(RuntimeError, match="closed"):
-        box.put(3)
+    assert poured(box) == [([], True)]
+
+
+@pytest.mark.parametrize("made", ALIKE)
+async def test_a_whole_job_is_poured_like_a_mailbox_that_was_filled_and_closed(
+    made: Callable[[], Mailbox[int] | Whole[int]],
+) -> None:
+    box = made()
+    box.pour(None)
+    assert poured(box) == [([1, 2], True)]
+    with pytest.raises(StopAsyncIteration):
+        await anext(box)
+
+
+def poured(box: Mailbox[int] | Whole[int]) -> list[tuple[list[int], bool]]:
+    got: list[tuple[list[int], bool]] = []
+    box.pour(lambda items, last: got.append((items, last)))
+    return got
 
 
 async def test_close_wakes_a_waiting_reader() -> None:

@@ -89,7 +89,7 @@ class Storm:
         for model in depot:
             for one in model.up:
                 assert all(0 <= one.free[cache] <= info.parallel for cache, info in CACHES.items())
-                assert one.left >= 0
+                assert one.running <= one.most
                 assert one.running == sum(info.parallel - one.free[cache] for cache, info in CACHES.items())
             assert model.running == sum(t.weight for t in self.tickets if t.granted and t.model is model)
             assert model.waiting == sum(not t.granted for t in self.tickets if t.model is model)

@@ -130,4 +130,4 @@ def test_room_is_bounded_by_the_cache_and_by_target_inflight():
     blueprint = Blueprint(name="m", caches=CACHES, make=lambda: None, target_inflight=1)  # type: ignore[arg-type,return-value]
     replica = Replica(1, "m", blueprint, None, load_timeout_s=1.0)  # type: ignore[arg-type]
     assert not replica.has_room("main", 1)  # no engine
-    assert (replica.left, replica.free) == (1, {"main": 2, "fast": 1})
+    assert (replica.most, replica.free) == (1, {"main": 2, "fast": 1})

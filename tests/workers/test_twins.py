@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from modelyard.core.engine import Accepted, Chunk, End, Prompt, TokenRun, Tokens
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Sampling
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.mailbox import Mailbox, Whole
 from modelyard.workers.twins import Twins
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
@@ -57,6 +57,20 @@ async def table() -> Table:
 
 async def heard(box: Mailbox[Chunk]) -> list[Chunk]:
     return [chunk for batch in [batch async for batch in box] for chunk in batch]
+
+
+class Instant:
+    """Its jobs are done when they begin."""
+
+    def generate(self, prompt: Prompt) -> Whole[Chunk]:
+        return Whole([Accepted(2), Tokens([5]), End("stop")])
+
+
+async def test_a_job_that_is_done_at_once_is_heard_and_cannot_be_joined_any_more() -> None:
+    twins = Twins()
+    box = twins.generate(Instant(), prompt())  # type: ignore[arg-type]
+    assert len(twins) == 0
+    assert [chunk async for batch in box for chunk in batch] == [Accepted(2), Tokens([5]), End("stop")]
 
 
 async def test_both_hear_all_of_it_from_the_start(table: Table) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from modelyard.core.engine import Accepted, Chunk, End, Prompt, Tokens
+from modelyard.core.engine import Chunk, End, Prompt, TokenRun, Tokens
 from modelyard.core.events import Timings, Usage
-from modelyard.engines.fake.memory import Match, Sequences
+from modelyard.engines.fake.conversation import OPENED
 from modelyard.engines.fake.plan import Deed, Say
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.mailbox import Whole
 
 _SHORT = 512  # a longer answer leaves the loop to others in between
 _NO_TIME = Timings(prefill=0.0, first_token=0.0, decode=0.0, backend=0.0, total=0.0)
@@ -30,41 +30,43 @@ class Bursts:
         self._fit = (
             len(options.script) == 1 and options.script[0].is_bare and not (options.delay or options.prefill_rate)
         )
-        self._said: dict[tuple[int, ...], list[int] | None] = {}
+        self._said: dict[tuple[int, ...], Tokens | None] = {}
 
-    def take(self, prompt: Prompt) -> Mailbox[Chunk] | None:
+    def take(self, prompt: Prompt) -> Whole[Chunk] | None:
         """The whole job, done; None: take the long way."""
-        if (
-            not self._fit
-            or len(prompt.parts) != 1
-            or prompt.constraint
-            or prompt.logprobs is not None
-            or prompt.deadline
-        ):
+        parts = prompt.parts
+        if not self._fit or len(parts) != 1 or prompt.constraint or prompt.logprobs is not None or prompt.deadline:
             return None
+        run, opener = parts[0], self._engine.opener
+        if not isinstance(run, TokenRun) or (opener is not None and opener in run.ids[-OPENED:]):
+            return None
+        said = self._said.get(prompt.stop_ids) or self._planned(prompt)
+        return None if said is None else self._post(prompt, run.ids, said)
+
+    def _post(self, prompt: Prompt, ids: list[int], said: Tokens) -> Whole[Chunk] | None:
+        engine, total, output = self._engine, len(ids), len(said.ids)
+        info, sequences = engine.cache(prompt.cache)
+        if output >= prompt.max_tokens or output >= info.window - total:
+            return None
+        key, accepted = sequences.take(ids, prompt.session)
+        sequences.keep(key, ids, said.ids)
+        cached = accepted.cached_tokens
+        engine.reused += cached
+        engine.evaluated += total - cached
+        return Whole([accepted, said, End("stop", Usage(total, cached, output), _NO_TIME)])
+
+    def _planned(self, prompt: Prompt) -> Tokens | None:
         stops = prompt.stop_ids
         if stops not in self._said:
             self._said[stops] = _until_stop(self._engine.plan(prompt), stops)
-        said, ids = self._said[stops], prompt.ids
-        info, sequences = self._engine.cache(prompt.cache)
-        if said is None or len(said) >= min(_SHORT, prompt.max_tokens, info.window - len(ids)):
-            return None
-        return self._post(said, ids, *sequences.take(ids, prompt.session), sequences)
-
-    def _post(self, said: list[int], ids: list[int], key: str, match: Match, sequences: Sequences) -> Mailbox[Chunk]:
-        engine = self._engine
-        sequences.keep(key, ids + said)
-        engine.reused += match.cached
-        engine.evaluated += len(ids) - match.cached
-        accepted = Accepted(match.cached, match.divergence, match.evicted)
-        end = End("stop", Usage(len(ids), match.cached, len(said)), _NO_TIME)
-        return Mailbox(loop=engine.loop, whole=[accepted, Tokens(said), end])
+        return self._said[stops]
 
 
-def _until_stop(plan: tuple[Deed, ...], stops: tuple[int, ...]) -> list[int] | None:
-    """What a plan that only speaks says before a stop token; None for every other plan."""
+def _until_stop(plan: tuple[Deed, ...], stops: tuple[int, ...]) -> Tokens | None:
+    """What a plan that only speaks says before a stop token, made once; None for every other plan, and a long one."""
     if len(plan) != 1 or not isinstance(plan[0], Say):
         return None
     ids = plan[0].ids
     ends = [at for at, token in enumerate(ids) if token in stops]
-    return ids[: ends[0]] if ends else ids
+    said = ids[: ends[0]] if ends else ids
+    return Tokens(said) if len(said) < _SHORT else None

@@ -29,6 +29,9 @@ _XML_TOOL = re.compile(r"<name>([\w.-]+)</name>")
 _HARMONY_TOOL = re.compile(r"^type ([\w.-]+) = \(", re.MULTILINE)
 _TAIL = 2000  # tokens looked at where no turn marker is known
 
+THINK = "<think>"
+OPENED = 4  # a prompt that ends inside the reasoning has opened it among so many of its last tokens
+
 
 class Seen:
     """Read lazily and from the end: a long prompt is decoded whole only when the tools are asked for."""
@@ -51,8 +54,8 @@ class Seen:
     @cached_property
     def thinks_already(self) -> bool:
         """Some templates open the reasoning themselves: the answer then begins inside it."""
-        opener, closer = (self._vocab.specials.get(text, -1) for text in ("<think>", "</think>"))
-        tail = self._ids[-4:]
+        opener, closer = (self._vocab.specials.get(text, -1) for text in (THINK, "</think>"))
+        tail = self._ids[-OPENED:]
         return opener in tail and closer not in tail
 
     @cached_property

@@ -9,11 +9,11 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from modelyard.core.engine import Accepted, Chunk, End, Generation, Progress, Prompt, Tokens
+from modelyard.core.engine import Chunk, End, Generation, Progress, Prompt, Tokens
 from modelyard.core.errors import ContextOverflow, ModelyardError, Timeout
 from modelyard.core.events import Timings, Usage
 from modelyard.engines.fake.base import crash
-from modelyard.engines.fake.memory import Sequences
+from modelyard.engines.fake.memory import Key, Sequences
 from modelyard.engines.fake.numbers import logprob
 from modelyard.engines.fake.plan import Deed, Ending, Hang, Prefill, Say, Wait, walk
 from modelyard.engines.fake.player import Beat, Paced, Pause, Player, Put, Standstill
@@ -35,7 +35,7 @@ class TextJob:
         self._limit = 0
         self._cut: Reason = "length"
         self._cached = 0
-        self._slot: tuple[Sequences, str] | None = None
+        self._slot: tuple[Sequences, Key] | None = None
         self._began = time.perf_counter()
         self._read_at: float | None = None
         self._first_at: float | None = None
@@ -73,7 +73,7 @@ class TextJob:
     def _keep(self) -> None:
         if self._slot is not None:
             sequences, key = self._slot
-            sequences.keep(key, self._prompt.ids + self._out[: self._player.spoken])
+            sequences.keep(key, self._prompt.ids, self._out[: self._player.spoken])
 
     def _usage(self) -> Usage:
         return Usage(self._prompt.n_tokens, self._cached, self._player.spoken)
@@ -121,14 +121,14 @@ class TextJob:
         self._limit, self._cut = (room, "window") if room < asked else (asked, "length")
 
     def _begin(self, sequences: Sequences, first: Deed | None) -> Iterator[Beat]:
-        key, match = sequences.take(self._prompt.ids, self._prompt.session)
-        self._slot, self._cached = (sequences, key), match.cached
+        key, accepted = sequences.take(self._prompt.ids, self._prompt.session)
+        self._slot, self._cached = (sequences, key), accepted.cached_tokens
         total, rate = self._prompt.n_tokens, self._engine.options.prefill_rate
-        self._engine.reused += match.cached
-        self._engine.evaluated += total - match.cached
-        yield Put([Accepted(match.cached, match.divergence, match.evicted)])
+        self._engine.reused += self._cached
+        self._engine.evaluated += total - self._cached
+        yield Put([accepted])
         if rate is not None and not isinstance(first, Prefill):
-            yield from self._prefill(Prefill((total - match.cached) / rate, _REPORTS))
+            yield from self._prefill(Prefill((total - self._cached) / rate, _REPORTS))
         self._read_at = time.perf_counter()
 
     def _do(self, deed: Deed) -> Generator[Beat, None, Reason | None]:

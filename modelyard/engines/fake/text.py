@@ -18,7 +18,7 @@ from modelyard.core.engine import (
 from modelyard.core.errors import NotFound
 from modelyard.engines.fake.base import Base
 from modelyard.engines.fake.burst import Bursts
-from modelyard.engines.fake.conversation import Seen
+from modelyard.engines.fake.conversation import THINK, Seen
 from modelyard.engines.fake.dialects import writer
 from modelyard.engines.fake.job import TextJob
 from modelyard.engines.fake.memory import Sequences
@@ -31,7 +31,8 @@ class FakeTextEngine(Base):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec, embeddings=True)
         self.reused = self.evaluated = 0
-        self._sequences = {name: Sequences(cache.parallel) for name, cache in spec.caches.items()}
+        self.opener: int | None = None
+        self._caches = {name: (info, Sequences(info.parallel)) for name, info in spec.caches.items()}
         self._saved: dict[str, dict[str, Sequences]] = {}
         self._adapters: set[str] = set()
         self._compiled: dict[tuple[int, bool], tuple[Deed, ...]] = {}
@@ -43,9 +44,10 @@ class FakeTextEngine(Base):
     async def open(self, progress: OnProgress) -> None:
         await super().open(progress)
         self._compiler = Compiler(self.vocab)
+        self.opener = self.vocab.specials.get(THINK)
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        if self.dead is None and (done := self._bursts.take(prompt)) is not None:
+        if self._dead is None and (done := self._bursts.take(prompt)) is not None:
             return done
         return TextJob(self, prompt).start()
 
@@ -61,13 +63,13 @@ class FakeTextEngine(Base):
 
     def cache(self, name: str) -> tuple[CacheInfo, Sequences]:
         """A prompt that names none goes to the first."""
-        name = name or next(iter(self._sequences), "")
-        if name not in self._sequences:
-            raise NotFound(f"the engine has no cache {name!r}; it has {', '.join(self._sequences)}")
-        return self.info.caches[name], self._sequences[name]
+        found = self._caches.get(name or next(iter(self._caches), ""))
+        if found is None:
+            raise NotFound(f"the engine has no cache {name!r}; it has {', '.join(self._caches)}")
+        return found
 
     def stats(self) -> EngineStats:
-        held = self._sequences.values()
+        held = [sequences for _, sequences in self._caches.values()]
         return EngineStats(
             running=len(self.jobs),
             sequences=sum(s.count for s in held),
@@ -77,7 +79,7 @@ class FakeTextEngine(Base):
         )
 
     async def control(self, op: Control) -> None:
-        names = [op.cache] if op.cache is not None else list(self._sequences)
+        names = [op.cache] if op.cache is not None else list(self._caches)
         argument = op.argument or ""
         if op.op == "evict":
             for name in names:
@@ -94,7 +96,8 @@ class FakeTextEngine(Base):
     def _restore(self, name: str) -> None:
         if name not in self._saved:
             raise NotFound(f"nothing was saved under the name {name!r}")
-        self._sequences |= {cache: sequences.copy() for cache, sequences in self._saved[name].items()}
+        for cache, sequences in self._saved[name].items():
+            self._caches[cache] = (self._caches[cache][0], sequences.copy())
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
         size = self.options.embedding_size

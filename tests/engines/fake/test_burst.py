@@ -45,6 +45,26 @@ async def test_both_ways_tell_the_same(more: dict[str, Any]):
     assert short.stats() == long.stats()
 
 
+async def test_both_ways_find_and_evict_the_same_in_a_cache_that_fills_up():
+    short, long = await opened(script=SCRIPT), await opened(script=SCRIPT)
+    long._bursts._fit = False
+    prompts = [[1, 2, 3, 10 + n % 7, 4 + n % 3] * (1 + n % 2) for n in range(30)]
+    for number, ids in enumerate(prompts):
+        asked = {"parts": (TokenRun(ids),), "session": "s" if number % 5 == 0 else None}
+        assert essence(await chunks(short, **asked)) == essence(await chunks(long, **asked))
+    assert short.stats() == long.stats()
+    assert short.stats().sequences == CACHES["main"].parallel
+
+
+async def test_both_ways_tell_the_same_where_some_prompts_have_opened_the_reasoning():
+    short, long = await opened(script=SCRIPT), await opened(script=SCRIPT)
+    long._bursts._fit = False
+    inside = short.vocab.encode("Hello<think>")
+    for ids in (inside, inside[:-1], inside):
+        asked = {"parts": (TokenRun(ids),)}
+        assert essence(await chunks(short, **asked)) == essence(await chunks(long, **asked))
+
+
 async def test_a_job_that_needs_more_than_words_takes_the_long_way():
     engine = await opened(script=SCRIPT)
     prompt = Prompt(parts=(TokenRun([1, 2]),), max_tokens=64)
