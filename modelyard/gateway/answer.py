@@ -14,8 +14,6 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
-from msgspec import Struct
-
 from modelyard.core.engine import Accepted, End, Engine, Generation, Tokens
 from modelyard.core.errors import Cancelled, Incomplete, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
@@ -23,7 +21,7 @@ from modelyard.core.lease import Lease, Leases, Ticket
 from modelyard.gateway.job import Job
 from modelyard.gateway.timings import Moments, around
 from modelyard.gateway.translate import ChatTranslation, TextTranslation, foreign
-from modelyard.telemetry.cause import Reuse
+from modelyard.telemetry.cause import Asked, Reuse
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.metrics import Metrics
 
@@ -34,15 +32,6 @@ _LAST = (Finished, Failed)
 _ENDS = (End, Failed)
 
 
-class Course(Struct):
-    """How an answer went: where it was placed, what its cache had, and, for requests with tools, what was said."""
-
-    where: Accepted | None = None
-    reuse: Reuse | None = None
-    said: list[Event] | None = None
-    ids: list[int] | None = None
-
-
 class Surroundings(Protocol):
     """What an answer needs of the gateway."""
 
@@ -50,8 +39,8 @@ class Surroundings(Protocol):
     metrics: Metrics
 
     def granted(self, job: Job, engine: Engine) -> None: ...
-    def accepted(self, job: Job, choice: int, where: Accepted, engine: Engine) -> Reuse | None: ...
-    def ended(self, job: Job, choice: int, last: Finished | Failed, course: Course) -> None: ...
+    def accepted(self, answer: Answer, where: Accepted, engine: Engine) -> None: ...
+    def ended(self, answer: Answer, last: Finished | Failed) -> None: ...
     def left(self, answer: Any) -> None: ...
     def background(self, work: Coroutine[Any, Any, None]) -> None: ...
 
@@ -61,6 +50,34 @@ def new_call_id() -> str:
 
 
 class Answer:
+    """While it runs it notes how it goes: `where` it was placed, what its cache had of the prompt (`reuse`), where that
+    prompt is remembered (`asked`), and, for requests with tools, what was `said`. None: not yet, or nobody knows."""
+
+    __slots__ = (
+        "_around",
+        "_began",
+        "_cancelled",
+        "_closed",
+        "_engine",
+        "_entry",
+        "_generation",
+        "_given",
+        "_last",
+        "_lease",
+        "_retried",
+        "_spoke",
+        "_ticket",
+        "_translation",
+        "_waited",
+        "_why",
+        "asked",
+        "choice",
+        "job",
+        "reuse",
+        "said",
+        "where",
+    )
+
     def __init__(
         self,
         job: Job,
@@ -74,15 +91,20 @@ class Answer:
         self.job, self.choice = job, choice
         self._ticket, self._around, self._entry = ticket, around, entry
         self._lease: Lease | None = None
+        self._engine: Any = None
         self._generation: Generation[Any] | None = None
         self._translation = self._new_translation()
         self._retried, self._cancelled, self._closed = not retry, False, False
         self._why: ModelyardError | None = None
+        self.where: Accepted | None = None
+        self.reuse: Reuse | None = None
+        self.asked: Asked | None = None
         listens = job.request.tools and choice == 0 and job.model.kind == "text"
-        self.course = Course(said=[] if listens else None)
+        self.said: list[Event] | None = [] if listens else None
         self._began = time.perf_counter()
-        self._at = Moments(self._began, job.caller.arrived)
-        self._last = 0.0
+        self._given: float | None = None
+        self._spoke: float | None = None
+        self._waited = self._last = 0.0
 
     def _new_translation(self) -> TextTranslation | ChatTranslation:
         if self.job.model.kind == "chat":
@@ -90,9 +112,9 @@ class Answer:
         return TextTranslation(self.job, self.choice, new_call_id, self._entry.output if self._entry else None)
 
     @property
-    def reuse(self) -> Reuse | None:
-        """What the cache had of the prompt; None until the engine has said so, and where it cannot."""
-        return self.course.reuse
+    def ids(self) -> list[int] | None:
+        """What was said, in tokens, where somebody wants to know."""
+        return self._translation.ids
 
     def __aiter__(self) -> Answer:
         return self
@@ -100,17 +122,23 @@ class Answer:
     async def __anext__(self) -> tuple[int, list[Event]]:
         if self._translation.over:
             raise StopAsyncIteration
-        try:
-            events = await self._next()
-        except ModelyardError as error:
-            events = self._translation.fail(error)
-        except Exception as error:
-            log.exception("an answer failed")
-            events = self._translation.fail(foreign(error))
+        events: list[Event] = []
+        while not events:
+            try:
+                generation = self._generation
+                if generation is None:
+                    generation = self._begin(await self._ticket.lease())
+                events = self._hear(await generation.__anext__())
+            except StopAsyncIteration:
+                events = self._translation.fail(Incomplete("the engine's stream ended without a last word"))
+            except ModelyardError as error:
+                events = self._translation.fail(error)
+            except Exception as error:
+                log.exception("an answer failed")
+                events = self._translation.fail(foreign(error))
         if isinstance(last := events[-1], _LAST):
             events[-1] = last = self._told(last)
-            self.course.ids = self._translation.ids
-            self._around.ended(self.job, self.choice, last, self.course)
+            self._around.ended(self, last)
             if self._lease is not None:
                 self._lease.spend(self._translation.usage.output)
         return self.choice, events
@@ -119,49 +147,41 @@ class Answer:
         """An engine knows only its own share of the time, and only that it was cancelled, not why."""
         if isinstance(last, Finished):
             job, now = self.job, time.perf_counter()
-            timings = around(last.timings, self._at, job.tokenize_s, now, remote=job.model.remote)
+            at = Moments(self._began, job.caller.arrived, self._given, self._spoke, self._waited)
+            timings = around(last.timings, at, job.tokenize_s, now, remote=job.model.remote)
             return Finished(last.reason, last.usage, last.stop_string, timings)
         # An engine that is closed at the same time may have ended it in words of its own.
         return last if self._why is None else Failed(self._why)
 
-    async def _next(self) -> list[Event]:
-        while True:
-            generation = self._generation if self._generation is not None else await self._begin()
-            try:
-                batch = await generation.__anext__()
-            except StopAsyncIteration:
-                raise Incomplete("the engine's stream ended without a last word") from None
-            if self._may_retry(batch):
-                self._retry()
-                continue
-            if events := self._translate(batch):
-                return events
-
-    async def _begin(self) -> Generation[Any]:
-        self._lease = lease = await self._ticket.lease()
+    def _begin(self, lease: Lease) -> Generation[Any]:
+        self._lease = lease
         lease.on_revoke(self.cancel)
-        self._around.metrics.queued(self.job.model.name, lease.waited)
-        self._at.waited, self._at.given = lease.waited, time.perf_counter()
+        self._waited, self._given = lease.waited, time.perf_counter()
+        job, choice = self.job, self.choice
+        self._around.metrics.queued(job.model.name, lease.waited)
         if self._cancelled:
             raise Cancelled("the client went away")
-        job = self.job
         engine: Any = lease.engine
+        self._engine = engine
         self._around.granted(job, engine)
         # By the definition's kind, not isinstance: a runtime check of a Protocol costs more than the whole step.
-        is_text, choice = job.model.kind == "text", self.choice
+        is_text = job.model.kind == "text"
         begun: Generation[Any] = engine.generate(job.prompt(choice)) if is_text else engine.chat(job.chat(choice))
         self._generation = begun
         return begun
 
-    def _translate(self, batch: Sequence[Any]) -> list[Event]:
-        if type(batch[0]) is Accepted and self._lease is not None:
-            self.course.where = batch[0]
-            self.course.reuse = self._around.accepted(self.job, self.choice, batch[0], self._lease.engine)
+    def _hear(self, batch: Sequence[Any]) -> list[Event]:
+        """Nothing, where there is nothing to tell yet, or all begins anew."""
+        if self._may_retry(batch):
+            self._retry()
+            return []
+        if type(batch[0]) is Accepted:
+            self._around.accepted(self, batch[0], self._engine)
         before = self._translation.usage.output
         events = self._translation.feed(batch)
         self._observe(batch, self._translation.usage.output - before)
-        if self.course.said is not None:
-            self.course.said += events
+        if self.said is not None:
+            self.said += events
         return events
 
     def _observe(self, batch: Sequence[Any], tokens: int) -> None:
@@ -170,7 +190,7 @@ class Answer:
             return
         now, model, metrics = time.perf_counter(), self.job.model.name, self._around.metrics
         if not self._last:
-            self._at.spoke = now
+            self._spoke = now
             metrics.first_token(model, now - self._began)
         else:
             metrics.inter_token(model, (now - self._last) / tokens, tokens)

@@ -29,14 +29,15 @@ _SHORT = 8192  # tokens: no verdict asks for more
 _MARKED = 4096  # characters of the instructions by which errands are told apart
 
 
-def priority(request: Request) -> Priority:
+def priority(request: Request, *, is_text: bool = False) -> Priority:
+    """`is_text`: it is known that its messages hold nothing else."""
     if request.priority is not None:
         return request.priority
     if request.tools and any(tool.kind != "server" for tool in request.tools):
         return "main"
     is_errand = (
         _is_small_tier(request.model)
-        or _has_calls(request)
+        or (not is_text and _has_calls(request))
         or bool(request.tools)
         or (request.session is not None and _is_one_exchange(request) and _wants_little(request))
     )
@@ -54,12 +55,7 @@ def _is_small_tier(model: str) -> bool:
 
 
 def _has_calls(request: Request) -> bool:
-    """Loops, not generators: this looks at every part of every request without tools."""
-    for message in request.messages:
-        for part in message.parts:
-            if type(part) is ToolCall:
-                return True
-    return False
+    return any(type(part) is ToolCall for message in request.messages for part in message.parts)
 
 
 def _is_one_exchange(request: Request) -> bool:

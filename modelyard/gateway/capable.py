@@ -112,12 +112,18 @@ def _result_in_words(result: ToolResult) -> ToolResult:
     return msgspec.structs.replace(result, content=content)
 
 
-def has_images(request: Request) -> bool:
-    """Loops, not generators: this looks at every part of every request."""
+def holds_only_text(request: Request) -> bool:
+    """No pictures, then, and no calls. Loops, not generators: this looks at every part of a plain request."""
     for message in request.messages:
         for part in message.parts:
-            if type(part) is Text:  # nearly always
-                continue
+            if type(part) is not Text:
+                return False
+    return True
+
+
+def has_images(request: Request) -> bool:
+    for message in request.messages:
+        for part in message.parts:
             if type(part) is Image:
                 return True
             if type(part) is ToolResult and any(type(inside) is Image for inside in part.content):

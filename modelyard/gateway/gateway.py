@@ -21,10 +21,10 @@ from modelyard.core.engine import Accepted, Capabilities, Embedder, Embeddings, 
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unimplemented, Unsupported
 from modelyard.core.events import Failed, Finished, Usage
 from modelyard.core.lease import Demand, Leases
-from modelyard.core.request import Caller, EmbeddingRequest, Request
-from modelyard.gateway.answer import Answer, Course
+from modelyard.core.request import Caller, Constraint, EmbeddingRequest, Request
+from modelyard.gateway.answer import Answer
 from modelyard.gateway.background import priority
-from modelyard.gateway.capable import Abilities, check, has_images, without_results_pictures
+from modelyard.gateway.capable import Abilities, check, has_images, holds_only_text, without_results_pictures
 from modelyard.gateway.choices import Choices
 from modelyard.gateway.constrain import constrain
 from modelyard.gateway.heard import as_message, heard, text_before_calls
@@ -37,7 +37,6 @@ from modelyard.gateway.watch import Watch
 from modelyard.prompt.media import Images
 from modelyard.prompt.translation import translated
 from modelyard.router.routes import Router, Target
-from modelyard.telemetry.cause import Reuse
 from modelyard.telemetry.history import History
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.metrics import Metrics
@@ -75,18 +74,20 @@ class Gateway:
 
     async def prepare(self, request: Request, caller: Caller) -> Job:
         target, model, engine = self._resolve(request.model, caller, request.allow_remote)
-        began, urgency = time.perf_counter(), priority(request)
+        began, is_text = time.perf_counter(), holds_only_text(request)
+        urgency = priority(request, is_text=is_text)
         able = None if engine is None else engine.info.capabilities
         if not self._recall.is_blank:
             request = await self._recall.restored(request, caller.key)
-        request, has_pictures = self._fitting(request, model, able)
+        request, has_pictures = self._fitting(request, model, able, is_text=is_text)
         if has_pictures:
             request = await self.images.inline(request)
         wanted = request.max_tokens if request.max_tokens is not None else model.max_tokens
-        rendered = await self._rendered(request, model) if _renders(request, model) else ()
-        runs = tuple([Run(ids, text, fit(len(ids), wanted, target.window, target.strict)) for ids, text in rendered])
-        structured = able is None or able.structured
-        constraint, dropped = constrain(request, model, runs[0].text if runs else "", structured=structured)
+        runs: list[Run] = []
+        for ids, text in await self._rendered(request, model) if _renders(request, model) else ():
+            runs.append(Run(ids, text, fit(len(ids), wanted, target.window, target.strict)))
+        has_form = request.constraint is not None or request.tools
+        constraint, dropped = _constrained(request, model, runs, able) if has_form else (None, ())
         if request.warnings or dropped or request.tools:
             self._tell((*request.warnings, *dropped, *_left_out(request, model)))
         return Job(
@@ -94,7 +95,7 @@ class Gateway:
             caller=caller,
             target=target,
             model=model,
-            runs=runs,
+            runs=tuple(runs),
             sampling=request.sampling.over(model.sampling),
             constraint=constraint,
             created=int(time.time()),
@@ -111,11 +112,12 @@ class Gateway:
         if (joined := self._joints.find(job)) is not None:
             self.metrics.joined(job.model.name)
             return joined
-        ticket = self.leases.request(job.demand())
+        demand = job.demand()
+        ticket = self.leases.request(demand)
         if not ticket.granted:
             self.history.saw_queue(time.time(), ticket.position)
-        one = job.choices == 1
-        answer = Answer(job, 0, ticket, self, entry) if one else Choices(job, ticket, self, entry)
+        is_one = demand.weight == 1
+        answer = Answer(job, 0, ticket, self, entry) if is_one else Choices(job, ticket, self, entry)
         self._answers.add(answer)
         return self._joints.opened(answer)
 
@@ -129,35 +131,41 @@ class Gateway:
             request, can = job.request, self.abilities.of(job.model, told)
             check(request, can, job.model.name, images=has_images(request))
 
-    def accepted(self, job: Job, choice: int, where: Accepted, engine: Engine) -> Reuse | None:
+    def accepted(self, answer: Answer, where: Accepted, engine: Engine) -> None:
         """A job has its place: what had the cache of its prompt? Costs a look-up where nothing changed."""
-        if choice != 0:
-            return None
+        answer.where, job = where, answer.job
+        if answer.choice != 0:
+            return
         if (found := self._watch.look(job, where)) is not None:
             self.metrics.prompt_changed(job.target.cache)
             log.warning("%s", found)
-        reuse = self._watch.reuse(job, where, engine.info.page)
-        if reuse is not None:
-            self.metrics.looked_up(job.target.cache, reuse)
-        return reuse
+        if (told := self._watch.reuse(job, where, engine.info.page)) is not None:
+            answer.reuse, answer.asked = told
+            self.metrics.looked_up(job.target.cache, told[0])
 
-    def ended(self, job: Job, choice: int, last: Finished | Failed, course: Course) -> None:
+    def ended(self, answer: Answer, last: Finished | Failed) -> None:
         """An answer is over: it is counted and remembered."""
         if isinstance(last, Finished):
+            job, choice = answer.job, answer.choice
             self.metrics.finished(job.model.name, job.counted(choice, last.usage), last.reason)
             if choice == 0:
-                self._heard(job, last.usage, course)
-        self.history.add(record(job, last, course, time.time()))
+                if answer.asked is not None:
+                    answer.asked.output = last.usage.output
+                if job.request.tools:
+                    self._heard(answer, last.usage)
+        self.history.add(record(answer, last, time.time()))
 
-    def _heard(self, job: Job, usage: Usage, course: Course) -> None:
+    def _heard(self, answer: Answer, usage: Usage) -> None:
         """What the next prompt of this session will begin with."""
-        reply = heard(job, usage, course)
-        if course.ids and (run := job.run(0)) is not None:
-            job.model.parts.renderer.learn(run.ids, course.ids)
-        self._watch.answered(job, usage, None if reply is None else as_message(reply))
+        job, ids = answer.job, answer.ids
+        reply = heard(answer, usage)
+        if ids and (run := job.run(0)) is not None:
+            job.model.parts.renderer.learn(run.ids, ids)
         if reply is None:
             return
-        text = text_before_calls(job, reply, course.ids)
+        if answer.asked is not None:
+            answer.asked.reply = as_message(reply)
+        text = text_before_calls(job, reply, ids)
         if shared := self._recall.keep(reply, job.caller.key, text):
             self.background(self._recall.share(shared, job.caller.key))
 
@@ -181,9 +189,13 @@ class Gateway:
             self.metrics.warned(warning.partition(":")[0])  # what follows is the client's own text
             log.info("request: %s", warning)
 
-    def _fitting(self, request: Request, model: Model, able: Capabilities | None) -> tuple[Request, bool]:
+    def _fitting(
+        self, request: Request, model: Model, able: Capabilities | None, *, is_text: bool = False
+    ) -> tuple[Request, bool]:
         """The request as the model can take it, or why it cannot; and whether pictures are to be brought in."""
-        request, images, can = _offered(request), has_images(request), self.abilities.of(model, able)
+        can, images = self.abilities.of(model, able), not is_text and has_images(request)
+        if request.tools or request.tool_choice.mode != "auto":
+            request = _offered(request)
         if images and "image" not in can.modalities:
             request = without_results_pictures(request)
             images = has_images(request)
@@ -279,6 +291,13 @@ def _renders(request: Request, model: Model) -> bool:
     if model.kind == "text":
         return True
     return model.text is not None and not request.prompts and not has_images(request)
+
+
+def _constrained(
+    request: Request, model: Model, runs: Sequence[Run], able: Capabilities | None
+) -> tuple[Constraint | None, Sequence[str]]:
+    structured = able is None or able.structured
+    return constrain(request, model, runs[0].text if runs else "", structured=structured)
 
 
 def _left_out(request: Request, model: Model) -> Sequence[str]:

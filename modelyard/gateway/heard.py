@@ -9,20 +9,20 @@ from msgspec.structs import replace
 from modelyard.core.engine import Tokens
 from modelyard.core.events import Block, BlockDelta, BlockStart, Reply, Usage, fold
 from modelyard.core.request import Message, Thinking
-from modelyard.gateway.answer import Course
+from modelyard.gateway.answer import Answer
 from modelyard.gateway.job import Job
 from modelyard.gateway.translate import TextTranslation
 from modelyard.prompt.stability import with_breaks
 
 
-def heard(job: Job, usage: Usage, course: Course) -> Reply | None:
+def heard(answer: Answer, usage: Usage) -> Reply | None:
     """None where nobody listened."""
-    if not course.said:
+    if not answer.said:
         return None
-    reply = fold(course.said)
-    if not usage.reasoning or reply.thinking or not course.ids:
+    reply, ids = fold(answer.said), answer.ids
+    if not usage.reasoning or reply.thinking or not ids:
         return reply
-    return replace(reply, blocks=(Block(Thinking(hidden(job, course.ids))), *reply.blocks))
+    return replace(reply, blocks=(Block(Thinking(hidden(answer.job, ids))), *reply.blocks))
 
 
 def hidden(job: Job, ids: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from modelyard.prompt.media import pictures
 from modelyard.router.routes import Target
 
 
-class Room(Struct, frozen=True):
+class Room(Struct, frozen=True, gc=False):
     """How many tokens may be generated, and what it means to use them all."""
 
     max_tokens: int
@@ -39,7 +39,7 @@ def fit(prompt_tokens: int, wanted: int | None, window: int, strict: bool) -> Ro
     return Room(wanted, "max_tokens")
 
 
-class Run(Struct, frozen=True):
+class Run(Struct, frozen=True, gc=False):
     """One prompt of a job; `text` is its rendered form with the shield's marks: the scanner reads its tail."""
 
     ids: list[int]
@@ -47,7 +47,9 @@ class Run(Struct, frozen=True):
     room: Room
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class Job(Struct, frozen=True, kw_only=True, gc=False):
+    """What follows from it is asked by methods: a property costs three times as much, and every job is asked."""
+
     request: Request
     caller: Caller
     target: Target
@@ -64,7 +66,6 @@ class Job(Struct, frozen=True, kw_only=True):
     def choices(self) -> int:
         return (len(self.runs) or 1) * self.request.n
 
-    @property
     def session(self) -> str | None:
         """Session names are the client's own words: two keys that say the same must not meet. What runs in the
         background of a session is no part of its conversation, and must not take its place."""
@@ -73,45 +74,47 @@ class Job(Struct, frozen=True, kw_only=True):
             return None
         return f"{self.caller.key}/{told}" + (f"~{errand(self.request)}" if self.priority == "background" else "")
 
-    @property
     def is_repeatable(self) -> bool:
         """Whether asking the same again gives the same answer."""
         sampling = self.sampling
         return sampling.temperature == 0 or sampling.top_k == 1 or sampling.seed is not None
 
-    @property
     def may_be_joined(self) -> bool:
         """A deadline is one client's own: nobody else's answer ends with it."""
-        return self.caller.deadline is None and (self.is_repeatable or self.caller.idempotency is not None)
+        return self.caller.deadline is None and (self.is_repeatable() or self.caller.idempotency is not None)
 
     def joint(self, choice: int) -> str | None:
         """Under which name the same request by another gateway joins this one in a worker; None: none does."""
-        if not self.may_be_joined:
+        if not self.may_be_joined():
             return None
-        sure = None if self.is_repeatable else self.caller.idempotency
+        sure = None if self.is_repeatable() else self.caller.idempotency
         return repr((self.caller.key, choice, sure))  # nothing that a client says can make it another's
 
     def run(self, choice: int) -> Run | None:
         """The legacy API counts choices prompt by prompt: all answers to the first, then all to the second."""
         return self.runs[choice // self.request.n] if self.runs else None
 
+    def characters(self, tokens: int) -> int:
+        """How long the text of so many of the first prompt's tokens is."""
+        return len(self.model.parts.vocab.decode(self.runs[0].ids[:tokens]))
+
     def counted(self, choice: int, usage: Usage) -> Usage:
         """What this choice adds to the sums: the first answer to a prompt has counted it for all."""
         return usage if choice % self.request.n == 0 else replace(usage, prompt=0, cached=0)
 
     def demand(self, *, again: bool = False) -> Demand:
-        caller = self.caller
+        caller, runs = self.caller, self.runs
         return Demand(
             model=self.target.model,
             cache=self.target.cache,
-            tokens=sum([len(run.ids) for run in self.runs]),
+            tokens=len(runs[0].ids) if len(runs) == 1 else sum([len(run.ids) for run in runs]),
             weight=self.choices,
             key=caller.key,
-            session=self.session,
+            session=self.session(),
             priority=self.priority,
             deadline=caller.deadline,
             trace=caller.trace,
-            prompt=self.runs[0].ids if self.runs else (),
+            prompt=runs[0].ids if runs else (),
             again=again,
         )
 
@@ -132,17 +135,17 @@ class Job(Struct, frozen=True, kw_only=True):
         return pictures(self.request) if sees else ()
 
     def prompt(self, choice: int) -> Prompt:
-        run, request = self.run(choice), self.request
-        if run is None:
+        run, request, text = self.run(choice), self.request, self.model.text
+        if run is None or text is None:
             raise ValueError("a chat engine takes the request itself")
         return Prompt(
             parts=(TokenRun(run.ids), *self._pictures()),
             sampling=_seeded(self.sampling, choice % request.n),
             max_tokens=run.room.max_tokens,
-            stop_ids=self.model.parts.stop_ids,
+            stop_ids=text.stop_ids,
             constraint=self.constraint,
             cache=self.target.cache,
-            session=self.session,
+            session=self.session(),
             priority=self.priority,
             adapters=((request.lora_adapter, 1.0),) if request.lora_adapter else (),
             logprobs=request.logprobs,

@@ -31,7 +31,7 @@ Batch = tuple[int, list[Event]]
 
 def joins(job: Job, running: Job) -> bool:
     """Everything is compared, also what a key would be trusted for: nobody gets an answer to another question."""
-    sure = job.is_repeatable or job.caller.idempotency == running.caller.idempotency is not None
+    sure = job.is_repeatable() or job.caller.idempotency == running.caller.idempotency is not None
     return (
         sure
         and job.caller.key == running.caller.key
@@ -63,14 +63,14 @@ class Joints:
 
     def find(self, job: Job) -> Listener | None:
         """A seat at the answer to the very same question, where one runs."""
-        if not self._open or not job.may_be_joined:
+        if not self._open or not job.may_be_joined():
             return None
         shared = self._open.get(_key(job))
         return Listener(job, shared) if shared is not None and joins(job, shared.source.job) else None
 
     def opened(self, answer: Answer | Choices) -> Answer | Choices | Listener:
         """The answer as its own client reads it: at a shared table, where others may come."""
-        if not answer.job.may_be_joined:
+        if not answer.job.may_be_joined():
             return answer
         key = _key(answer.job)
         self._open[key] = shared = Shared(answer, self, key)

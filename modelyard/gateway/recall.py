@@ -48,11 +48,7 @@ class Recall:
     ) -> None:
         self._store, self._most, self._held, self._clock = store, characters, 0, clock
         self._spoken: OrderedDict[_Name, Spoken | _Missed] = OrderedDict()
-
-    @property
-    def is_blank(self) -> bool:
-        """Nothing was ever said here, and nobody else could have."""
-        return not self._spoken and self._store is None
+        self.is_blank = store is None  # nothing was ever said here, and nobody else could have
 
     async def restored(self, request: Request, key: str) -> Request:
         """The request with the model's own words where they are known."""
@@ -105,6 +101,7 @@ class Recall:
     def _put(self, name: _Name, said: Spoken | _Missed) -> None:
         self._held += _size(said) - (_size(self._spoken.pop(name)) if name in self._spoken else 0)
         self._spoken[name] = said
+        self.is_blank = False
         while self._held > self._most and self._spoken:
             self._held -= _size(self._spoken.popitem(last=False)[1])
 

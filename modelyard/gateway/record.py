@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 from modelyard.core.events import Failed, Finished, Timings, Usage
-from modelyard.gateway.answer import Course
-from modelyard.gateway.job import Job
+from modelyard.gateway.answer import Answer
 from modelyard.telemetry.history import Record
 
 
-def record(job: Job, last: Finished | Failed, course: Course, now: float) -> Record:
-    where = course.where
-    usage, timings = (last.usage, last.timings) if isinstance(last, Finished) else (Usage(), Timings())
+def record(answer: Answer, last: Finished | Failed, now: float) -> Record:
+    job, caller, where = answer.job, answer.job.caller, answer.where
+    if failed := isinstance(last, Failed):
+        status, usage, timings = last.error.code or last.error.kind, Usage(), Timings()
+    else:
+        status, usage, timings = last.reason, last.usage, last.timings
     return Record(
-        trace=job.caller.trace,
+        trace=caller.trace,
         model=job.model.name,
         cache=job.target.cache,
-        endpoint=job.caller.endpoint,
-        key=job.caller.key,
+        endpoint=caller.endpoint,
+        key=caller.key,
         session=job.request.session,
         at=now,
-        status=last.reason if isinstance(last, Finished) else last.error.code or last.error.kind,
-        failed=isinstance(last, Failed),
+        status=status,
+        failed=failed,
         usage=usage,
         timings=timings,
         divergence=where.divergence if where is not None else None,
         evicted=where is not None and where.evicted,
-        reuse=course.reuse,
+        reuse=answer.reuse,
     )

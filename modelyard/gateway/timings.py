@@ -7,7 +7,7 @@ from msgspec import Struct
 from modelyard.core.events import Timings
 
 
-class Moments(Struct):
+class Moments(Struct, frozen=True, gc=False):
     """When things happened to one answer, on one clock. None: not (yet), or nobody noted it.
 
     `given` is when the engine was given its job, `spoke` when its first token was seen here.
@@ -22,15 +22,18 @@ class Moments(Struct):
 
 def around(told: Timings, at: Moments, tokenize: float, now: float, *, remote: bool) -> Timings:
     """An engine's own figures win. A remote one's first token is the network's, too: not taken for the model's."""
-    seen = None if remote or at.given is None or at.spoke is None else (at.spoke - at.given, now - at.spoke)
+    first_token, decode, given = told.first_token, told.decode, at.given
+    if given is not None and at.spoke is not None and not remote:
+        first_token = at.spoke - given if first_token is None else first_token
+        decode = now - at.spoke if decode is None else decode
     engine = now - at.asked + tokenize
     return Timings(
         queue=at.waited,
         tokenize=tokenize,
         prefill=told.prefill,
-        first_token=told.first_token if told.first_token is not None or seen is None else seen[0],
-        decode=told.decode if told.decode is not None or seen is None else seen[1],
-        backend=now - at.given if at.given is not None else None,
+        first_token=first_token,
+        decode=decode,
+        backend=None if given is None else now - given,
         engine=engine,
         total=engine if at.arrived is None else now - at.arrived,
     )

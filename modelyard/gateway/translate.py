@@ -54,15 +54,33 @@ class TextTranslation:
     An answer that comes in one go and is plain text needs no scanner: `_outright` tells it, in the same events.
     """
 
+    __slots__ = (
+        "_detokenizer",
+        "_job",
+        "_new_id",
+        "_on_text",
+        "_parts",
+        "_prefill",
+        "_run",
+        "_scanner",
+        "_started",
+        "_stop",
+        "ids",
+        "over",
+        "slot_free",
+        "spoke",
+        "usage",
+    )
+
     def __init__(self, job: Job, choice: int, new_id: Callable[[], str], on_text: Callable[[str], None] | None) -> None:
-        run, parts = job.run(choice), job.model.parts
-        if run is None:
+        run, parts = job.run(choice), job.model.text
+        if run is None or parts is None:
             raise ValueError("a text engine needs a rendered prompt")
-        request, model = job.request, job.model
+        request = job.request
         self._job, self._run, self._parts = job, run, parts
         self._new_id, self._on_text = new_id, on_text
         self._prefill = "" if request.prompts else parts.renderer.tail(run.text)
-        self._stop = (*model.stop, *parts.stop_strings, *request.stop)
+        self._stop = job.model.stop + parts.stop_strings + request.stop
         self._detokenizer: Detokenizer | None = None
         self._scanner: Scanner | None = None
         self.usage = Usage(len(run.ids))
@@ -98,7 +116,7 @@ class TextTranslation:
     def feed(self, batch: Sequence[Chunk]) -> list[Event]:
         scanner, detokenizer = self._scanner, self._detokenizer
         if scanner is None or detokenizer is None:
-            if len(batch) == 3 and (whole := self._outright(*batch)) is not None:
+            if len(batch) == 3 and (whole := self._outright(batch)) is not None:
                 return whole
             self._scanner = scanner = self._new_scanner()
             self._detokenizer = detokenizer = self._parts.vocab.detokenizer()
@@ -115,8 +133,9 @@ class TextTranslation:
                 events.append(self._start(chunk))
         return events
 
-    def _outright(self, first: Chunk, said: Chunk, end: Chunk) -> list[Event] | None:
+    def _outright(self, batch: Sequence[Chunk]) -> list[Event] | None:
         """The whole answer, where it is all here and plain; None, with nothing done, where it is not."""
+        first, said, end = batch
         if type(first) is not Accepted or type(said) is not Tokens or type(end) is not End or self._prefill:
             return None
         if end.reason in _BAD or said.logprobs is not None or self.over or self._started:
@@ -131,7 +150,8 @@ class TextTranslation:
             self._on_text(text)
         started = self._start(first)
         self.slot_free = self.over = self.spoke = True
-        self.usage = usage = Usage(max(started.usage.prompt, end.usage.prompt), started.usage.cached, len(said.ids))
+        prompt, cached, seen = started.usage.prompt, started.usage.cached, end.usage.prompt
+        self.usage = usage = Usage(prompt if prompt > seen else seen, cached, len(said.ids))
         last = Finished(self._cut(end) or "end", usage, None, end.timings)
         return [started, _TEXT_BEGINS, BlockDelta(0, text), _TEXT_ENDS, last]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from modelyard.core.engine import Accepted
-from modelyard.core.events import Usage
 from modelyard.core.request import Image, Message, Request
 from modelyard.gateway.capable import has_images
 from modelyard.gateway.job import Job, Run
-from modelyard.telemetry.cause import Asked, Reuse
+from modelyard.telemetry.cause import Asked, Reuse, opening
 from modelyard.telemetry.fingerprint import Change, Fingerprints, leading_system, message_at
 from modelyard.telemetry.sessions import Key, Sessions
 from modelyard.vocab.shield import unshield
@@ -18,20 +17,17 @@ class Watch:
         self._seen = Fingerprints()
         self._sessions = Sessions()
 
-    def reuse(self, job: Job, where: Accepted, page: int = 1) -> Reuse | None:
-        """What the cache did for this prompt. None where it was not rendered here. `page` is as in `EngineInfo`."""
-        run = job.run(0)
-        if run is None:
+    def reuse(self, job: Job, where: Accepted, page: int = 1) -> tuple[Reuse, Asked] | None:
+        """What the cache did for this prompt, which is now remembered: its answer is to be noted there. None where it
+        was not rendered here. `page` is as in `EngineInfo`."""
+        if not job.runs:
             return None
-        request = job.request
+        run, request = job.runs[0], job.request
         tools = tuple(tool for tool in request.tools if not tool.deferred) if request.tools else ()
         messages = _light(request) if "image" in job.model.modalities else request.messages
-        asked = Asked(job.caller.trace, unshield(run.text), len(run.ids), messages, tools)
-        characters = lambda tokens: len(job.model.parts.vocab.decode(run.ids[:tokens]))  # noqa: E731  seldom asked
-        return self._sessions.look(_key(job), asked, where.cached_tokens, characters, page, where.elsewhere)
-
-    def answered(self, job: Job, usage: Usage, reply: Message | None) -> None:
-        self._sessions.answered(_key(job), job.caller.trace, usage.output, reply)
+        asked = Asked(job.caller.trace, unshield(run.text), len(run.ids), messages, tools, opening(messages))
+        found = self._sessions.look(_key(job), asked, where.cached_tokens, job.characters, page, where.elsewhere)
+        return found, asked
 
     def look(self, job: Job, where: Accepted) -> str | None:
         """None where the prompt stayed, or where another sequence of the cache had the changed one already."""
@@ -46,7 +42,7 @@ class Watch:
 
 def _key(job: Job) -> Key:
     """Sessions are each API key's own; prompts without one are compared among themselves."""
-    return job.target.cache, f"{job.caller.key}/{job.request.session or ''}"
+    return job.target.cache, job.caller.key, job.request.session or ""
 
 
 def _light(request: Request) -> tuple[Message, ...]:
@@ -61,7 +57,7 @@ def _unpictured(message: Message) -> Message:
 
 def _told(change: Change, job: Job, run: Run, token: int) -> str | None:
     messages = job.request.messages
-    position = len(job.model.parts.vocab.decode(run.ids[:token]))
+    position = job.characters(token)
     at = message_at(unshield(run.text), position, messages)
     if at > 0:
         return None

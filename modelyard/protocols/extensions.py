@@ -15,9 +15,17 @@ from modelyard.protocols.json import dumps
 Number = float | None
 
 
-class Extensions(Struct, kw_only=True):
-    """Base of each protocol's body: `null` and absence mean the same, «not asked for»."""
+class Extensions(Struct, kw_only=True, gc=False):
+    """Base of each protocol's body: `null` and absence mean the same, «not asked for». The sampling stands last."""
 
+    lora_adapter: str | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    lark: str | None = None
+    json_schema: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: tuple[dict[str, Any], ...] | None = None
+    priority: str | None = None
     temperature: Number = None
     top_p: Number = None
     top_k: int | None = None
@@ -39,14 +47,6 @@ class Extensions(Struct, kw_only=True):
     beam_size: int | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
-    lora_adapter: str | None = None
-    grammar: str | None = None
-    regex: str | None = None
-    lark: str | None = None
-    json_schema: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: tuple[dict[str, Any], ...] | None = None
-    priority: str | None = None
 
 
 # name → (lowest, highest): outside it no sampler has a meaning, so the client hears about it.

@@ -26,8 +26,6 @@ FINISH: Mapping[StopReason, str] = {
     "content_filter": "content_filter",
 }
 
-_SESSION_HEADERS = ("x-session-id", "x-session-affinity", "session-id")
-
 Prompts = tuple[str | tuple[int, ...], ...]
 PromptField = str | list[str | int | list[int]]
 
@@ -61,10 +59,8 @@ def read_stop(stop: str | list[str] | None, warnings: list[str]) -> tuple[str, .
 
 
 def read_session(headers: Mapping[str, str], cache_key: str | None) -> str | None:
-    for name in _SESSION_HEADERS:
-        if value := headers.get(name):
-            return value
-    return cache_key or None
+    named = headers.get("x-session-id") or headers.get("x-session-affinity") or headers.get("session-id")
+    return named or cache_key or None
 
 
 def read_prompts(value: PromptField | None, param: str) -> Prompts:
@@ -117,20 +113,41 @@ class UsageBody(Struct):
     completion_tokens_details: CompletionDetails | None = None
 
 
-def write_usage(prompts: Iterable[Usage], answers: Iterable[Usage]) -> dict[str, Any]:
+class SentPromptDetails(Struct, gc=False):
+    cached_tokens: int
+
+
+class SentCompletionDetails(Struct, gc=False):
+    reasoning_tokens: int
+
+
+class SentUsage(Struct, gc=False):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: SentPromptDetails
+    completion_tokens_details: SentCompletionDetails
+
+
+def write_usage(prompts: Sequence[Usage], answers: Sequence[Usage]) -> SentUsage:
     """`prompts` holds one usage a prompt, however many answers it had; `answers` one an answer."""
+    usage = answers[0] if len(prompts) == len(answers) == 1 else _added(prompts, answers)
+    return SentUsage(
+        usage.prompt,
+        usage.output,
+        usage.prompt + usage.output,
+        SentPromptDetails(usage.cached),
+        SentCompletionDetails(usage.reasoning),
+    )
+
+
+def _added(prompts: Iterable[Usage], answers: Iterable[Usage]) -> Usage:
     prompt = cached = output = reasoning = 0
     for usage in prompts:
         prompt, cached = prompt + usage.prompt, cached + usage.cached
     for usage in answers:
         output, reasoning = output + usage.output, reasoning + usage.reasoning
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
-    }
+    return Usage(prompt, cached, output, reasoning)
 
 
 def read_usage(body: UsageBody | None) -> Usage:

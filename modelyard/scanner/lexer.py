@@ -203,10 +203,10 @@ class Alphabet:
         line = frozenset("\n" if form.framed else "")
         self._first = frozenset(s[0] for s in spelled) | self.spellings.first | line
 
-    def starters(self, stop: Sequence[str]) -> re.Pattern[str]:
-        """A piece without one of these can hold neither a marker nor a stop string, nor the beginning of one, not even
-        that of a marker which only looks like one."""
-        return one_of(self._first | frozenset(s[0] for s in stop if s) if stop else self._first)
+    def starters(self, stop: Sequence[str]) -> frozenset[str]:
+        """A text without one of these characters can hold neither a marker nor a stop string, nor the beginning of one,
+        not even that of a marker which only looks like one."""
+        return self._first | frozenset(s[0] for s in stop if s) if stop else self._first
 
     def inside(self, close: tuple[str, ...]) -> Spelled:
         """What is no text between the tags of a call, of which the last is one of `close`."""

@@ -15,16 +15,19 @@ from modelyard.scanner.lexer import alphabet
 class Plain:
     """Of one format in one vocabulary, with these stop strings, where the prompt has left nothing open."""
 
-    __slots__ = ("_begins_in_text", "_search")
+    __slots__ = ("_begins_in_text", "_starters")
 
     def __init__(self, form: Format, specials: frozenset[str], stop: tuple[str, ...]) -> None:
         self._begins_in_text = form.regions[form.start].kind == "text"
-        self._search = alphabet(form, specials).starters(stop).search
+        self._starters = tuple(alphabet(form, specials).starters(stop))  # a handful: quicker than a pattern
 
     def takes(self, text: str) -> bool:
         """Whether this, in which no control token was said, is all plain; if not, the scanner has to look. White space
         alone may be a marker's own."""
-        return self._begins_in_text and bool(text) and not text.isspace() and not self._search(text)
+        for starter in self._starters:
+            if starter in text:
+                return False
+        return self._begins_in_text and bool(text) and not text.isspace()
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from modelyard.core.request import Tool
 from modelyard.scanner.blocks import Blocks
 from modelyard.scanner.broken import between, bracketed
 from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import Steps, Tape, Unoffered, Unreadable, alphabet
+from modelyard.scanner.lexer import Steps, Tape, Unoffered, Unreadable, alphabet, one_of
 from modelyard.scanner.logprobs import Spell, Trail
 from modelyard.scanner.visible import Visible
 
@@ -67,7 +67,7 @@ class Scanner:
         if prefill:
             self._prime(prefill)
         self._visible.watch(stop)
-        self._starters = self._alphabet.starters(stop)
+        self._starters = one_of(self._alphabet.starters(stop))
         self._calls.parallel = parallel
         self._quick = False
 

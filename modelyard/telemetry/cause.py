@@ -46,21 +46,18 @@ _BILLING = "x-anthropic-billing-header"
 _SYSTEM = ("system", "developer")
 
 
-class Asked(Struct):
-    """A prompt as it was asked, and what came of it. `text` is the rendered prompt; `reply` what was answered, where
-    it was written down."""
+class Asked(Struct, gc=False):
+    """A prompt as it was asked, and what came of it. `text` is the rendered prompt, `opened` as in `opening`; `reply`
+    what was answered, where it was written down."""
 
     trace: str
     text: str
     tokens: int
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
+    opened: str
     output: int = 0
     reply: Message | None = None
-    opened: str = ""  # the first words of the conversation, whatever its rules are
-
-    def __post_init__(self) -> None:
-        self.opened = _loosely(_opening(self.messages))
 
     @property
     def held(self) -> int:
@@ -72,7 +69,7 @@ class Asked(Struct):
         return self.messages if self.reply is None else (*self.messages, self.reply)
 
 
-class Reuse(Struct, frozen=True):
+class Reuse(Struct, frozen=True, gc=False):
     """What a cache did for one prompt. `token` is the first that was not cached, `message` the one at fault."""
 
     reused: int
@@ -102,7 +99,8 @@ def judge(
     """`earlier` are the session's last prompts, the newest last. `characters` tells how long the text of so many of
     this prompt's tokens is; it is asked only where something is amiss. `page` is as in `EngineInfo`, `elsewhere` as in
     `Accepted`."""
-    slack = SLACK + 2 * max(0, page - 1)  # a page that is not full is not kept, nor one whose last token is read anew
+    # A page that is not full is not kept, nor one whose last token is read anew.
+    slack = SLACK if page <= 1 else SLACK + 2 * (page - 1)
     if reused >= now.tokens - slack:
         return _reuse(now, reused, "none")
     if not page:
@@ -155,10 +153,11 @@ def _opening(messages: Sequence[Message]) -> Message | None:
     return None
 
 
-def _loosely(message: Message | None) -> str:
-    """The first words in it, without the white space around them."""
-    for part in message.parts if message is not None else ():
-        if isinstance(part, Text) and (told := part.text.strip()):
+def opening(messages: Sequence[Message]) -> str:
+    """The first words of a conversation, whatever its rules are, without the white space around them."""
+    first = _opening(messages)
+    for part in first.parts if first is not None else ():
+        if type(part) is Text and (told := part.text.strip()):
             return told
     return ""
 

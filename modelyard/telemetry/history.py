@@ -19,7 +19,7 @@ _SLICES = 360  # an hour
 _SAMPLES = 64  # of each kind and slice: enough for a median and a 95th percentile that people look at
 
 
-class Record(Struct, frozen=True, kw_only=True):
+class Record(Struct, frozen=True, kw_only=True, gc=False):
     """One choice of one request. `status` is its finish reason, or the code of its error."""
 
     trace: str

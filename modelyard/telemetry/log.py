@@ -36,6 +36,7 @@ _GATHER_S = 0.02
 
 
 Line = dict[str, Any]
+Note = tuple[float, str, str, str, str, dict[str, Any]]  # what a line is made of: see `_line`
 
 
 class Gathered:
@@ -47,19 +48,20 @@ class Gathered:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._held: list[Line] = []
+        self._held: list[Note] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def gather(self, line: Line) -> None:
+    def gather(self, note: Note) -> None:
+        """Its line is made when it is written: many in a row are quicker made than one at a time."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            self._stream.write(_json(line) + "\n")
+            self._stream.write(_json(_line(*note)) + "\n")
             return
         if not self._held or loop is not self._loop:  # an ended loop has taken its timer with it
             self._loop = loop
             loop.call_later(_GATHER_S, self.flush)
-        self._held.append(line)
+        self._held.append(note)
 
     def write(self, text: str) -> None:
         self.flush()
@@ -70,7 +72,7 @@ class Gathered:
         if self._stream.closed:
             return
         if held:
-            self._stream.write(_json_lines(held))
+            self._stream.write(_json_lines([_line(*note) for note in held]))
         self._stream.flush()
 
 
@@ -122,8 +124,8 @@ def line(
     if not logger.isEnabledFor(level):
         return
     if _direct is not None and error is None:
-        made = _line(time(), _NAMES[level], logger.name, message, fields)
-        _direct.gather(made) if level < logging.WARNING else _direct.write(_json(made) + "\n")
+        note = time(), _NAMES[level], logger.name, message, current_trace.get(), fields
+        _direct.gather(note) if level < logging.WARNING else _direct.write(_json(_line(*note)) + "\n")
         return
     exc_info: ExcInfo | None = (type(error), error, error.__traceback__) if error is not None else None
     record = logging.LogRecord(logger.name, level, "", 0, message, None, exc_info)
@@ -136,22 +138,18 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = record.levelname.lower()
-        line = _line(record.created, level, record.name, record.getMessage(), _fields(record))
+        line = _line(record.created, level, record.name, record.getMessage(), current_trace.get(), _fields(record))
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return _json(line)
 
 
-_OURS = frozenset({"time", "level", "logger", "message", "request_id"})
-
-
-def _line(created: float, level: str, logger: str, message: str, fields: dict[str, Any]) -> Line:
+def _line(created: float, level: str, logger: str, message: str, trace: str, fields: dict[str, Any]) -> Line:
     made: Line = {"time": _timestamp(created), "level": level, "logger": logger, "message": message}
-    if trace := current_trace.get():
+    if trace:
         made["request_id"] = trace
-    if _OURS.isdisjoint(fields):
-        made.update(fields)  # nearly always
-        return made
+    if len(joined := made | fields) == len(made) + len(fields):  # nearly always: no field has a name of ours
+        return joined
     for name, value in fields.items():
         made[name if name not in made else f"{name}_"] = value
     return made
@@ -193,9 +191,12 @@ def _json(line: Line) -> str:
         return _encoder.encode(safe).decode()
 
 
+_THOUSANDTHS = tuple(f".{ms:03d}Z" for ms in range(1000))
+
+
 def _timestamp(created: float) -> str:
     second = int(created)
-    return f"{_second(second)}.{int((created - second) * 1000):03d}Z"
+    return _second(second) + _THOUSANDTHS[int((created - second) * 1000)]
 
 
 @lru_cache(maxsize=8)

@@ -11,10 +11,8 @@ notes wait. A note costs a tenth of a histogram's row, and C counts a list faste
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 from modelyard import __version__
@@ -48,10 +46,7 @@ class _Histogram:
         self._row(label).observe(self._buckets, value, times)
 
     def observe_all(self, label: Labels, values: Sequence[float]) -> None:
-        row = self._row(label)
-        for at, times in Counter(map(partial(bisect_left, self._buckets), values)).items():
-            row.counts[at] += times
-        row.sum += sum(values)
+        self._row(label).observe_all(self._buckets, values)
 
     def _row(self, label: Labels) -> Distribution:
         row = self._rows.get(label)
@@ -98,7 +93,8 @@ class Metrics:
         self._causes: Series = counters.setdefault("cache_requests_total", {})
         self._evaluated: Series = counters.setdefault("evaluated_tokens_total", {})
         self._prompt_changes: Series = counters.setdefault("system_prompt_changes_total", {})
-        self._active: Series = gauges.setdefault("active_requests_current", {(): 0})
+        self.active = 0
+        gauges["active_requests_current"] = {(): 0}
         gauges["process_start_time_seconds"] = {(): self._machine.started}
         gauges["modelyard_build_info"] = {(__version__,): 1}
         self._duration = _Histogram("http_request_duration_seconds", now)
@@ -126,10 +122,10 @@ class Metrics:
             self._settle()
 
     def began(self) -> None:
-        self._active[()] += 1
+        self.active += 1
 
     def ended(self) -> None:
-        self._active[()] -= 1
+        self.active -= 1
 
     def first_token(self, model: str, seconds: float) -> None:
         self._firsts[model].append(seconds)
@@ -181,22 +177,21 @@ class Metrics:
             self._queue.observe_all((model,), seconds)
 
     def _settle_tokens(self, label: Labels, usages: Sequence[Usage]) -> None:
-        outputs = [usage.output for usage in usages]
-        _count(self._prompt, label, sum([usage.prompt for usage in usages]))
-        _count(self._cached, label, sum([usage.cached for usage in usages]))
+        prompts, outputs = [usage.prompt for usage in usages], [usage.output for usage in usages]
+        cached = [usage.cached for usage in usages]
+        _count(self._prompt, label, sum(prompts))
+        _count(self._cached, label, sum(cached))
         _count(self._output, label, sum(outputs))
         _count(self._reasoning, label, sum([usage.reasoning for usage in usages]))
-        # A prompt of 0 was counted by another answer to it, or not told by a server elsewhere.
-        if told := [usage for usage in usages if usage.prompt]:
-            self._prompts.observe_all(label, [usage.prompt for usage in told])
-            self._cacheds.observe_all(label, [usage.cached for usage in told])
+        if 0 in prompts:  # counted by another answer to it, or not told by a server elsewhere
+            cached = [usage.cached for usage in usages if usage.prompt]
+            prompts = [prompt for prompt in prompts if prompt]
+        if prompts:
+            self._prompts.observe_all(label, prompts)
+            self._cacheds.observe_all(label, cached)
         self._outputs.observe_all(label, outputs)
 
     # --- a look at it -------------------------------------------------------------------------------------------
-
-    @property
-    def active(self) -> int:
-        return int(self._active[()])
 
     def watch_queue(self, depths: Callable[[], Mapping[str, int]]) -> None:
         """Where to look up each model's queue length: asked at a snapshot, so that queueing itself costs nothing."""
@@ -223,6 +218,7 @@ class Metrics:
     def _current(self) -> Snapshot:
         self._settle()
         gauges, load = self._now.gauges, self._load
+        gauges["active_requests_current"] = {(): self.active}
         gauges["queue_waiting"] = {(model,): depth for model, depth in self._depths().items()}
         for name, rows in self._pool().items():
             home = self._now.counters if FAMILIES[name].kind == "counter" else gauges

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from modelyard.core.request import Message
 from modelyard.telemetry.cause import Asked, Reuse, judge
 
 _EACH = 4  # of one session: side requests come under the same name as the conversation
 _SESSIONS = 1024
 _CHARACTERS = 16 << 20  # of rendered prompts; the messages that they were made of are as many again
 
-Key = tuple[str, str]  # a cache and the session in it
+Key = tuple[str, ...]  # a cache and the session in it
 
 
 class Sessions:
@@ -32,7 +31,8 @@ class Sessions:
         page: int = 1,
         elsewhere: int = 0,
     ) -> Reuse:
-        """What was reused of this prompt and why not more; it is remembered as its session's last."""
+        """What was reused of this prompt and why not more; it is remembered as its session's last, and whoever hears
+        its answer notes it there."""
         earlier = self._asked.get(key)
         if earlier is None:
             earlier = self._asked[key] = []
@@ -42,18 +42,13 @@ class Sessions:
             self._drop(earlier)  # a second try: its own first one is no earlier prompt
         found = judge(earlier, now, reused, characters, page, elsewhere)
         earlier.append(now)
-        self._held += len(now.text)
+        held = self._held + len(now.text)
         if len(earlier) > _EACH:
-            self._held -= len(earlier.pop(0).text)
-        if self._held > self._most or len(self._asked) > self._sessions:
+            held -= len(earlier.pop(0).text)
+        self._held = held
+        if held > self._most or len(self._asked) > self._sessions:
             self._shrink()
         return found
-
-    def answered(self, key: Key, trace: str, output: int, reply: Message | None) -> None:
-        """What came of it, if it is still remembered."""
-        for asked in self._asked.get(key, ()):
-            if asked.trace == trace:
-                asked.output, asked.reply = output, reply
 
     def _drop(self, earlier: list[Asked]) -> None:
         self._held -= len(earlier.pop().text)

@@ -6,13 +6,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
 
 from modelyard.core.engine import Capabilities
 from modelyard.core.errors import Unsupported
 from modelyard.core.events import Failed
-from modelyard.core.request import Constraint, Image, Message, Reasoning, Text, Tool
-from modelyard.gateway.capable import Abilities, capabilities, check
+from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Text, Tool
+from modelyard.gateway.capable import Abilities, capabilities, check, has_images, holds_only_text
 from tests.gateway.stage import CALLER, Stage, asked, model, read
+from tests.strategies import requests
 
 EVERYTHING = Capabilities(
     modalities=("text", "image"), structured=True, lora=True, thinking_modes=("default", "enabled", "disabled")
@@ -120,3 +122,11 @@ async def test_an_engine_that_came_up_later_is_asked_before_it_is_given_the_job(
         assert isinstance(last, Failed)
         assert last.error.code == "lora_unsupported"
         assert (stage.engine.jobs, stage.running) == ([], 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests(images_in_results=True, references=True))
+def test_what_holds_only_text_has_no_images_and_nothing_but_texts(request: Request) -> None:
+    kinds = {type(part) for message in request.messages for part in message.parts}
+    assert holds_only_text(request) == (kinds <= {Text})
+    assert not (holds_only_text(request) and has_images(request))

@@ -6,12 +6,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from modelyard.core.request import Constraint, Tool, ToolChoice
+from modelyard.core.request import Constraint, Request, Tool, ToolChoice
 from modelyard.gateway.constrain import constrain
 from modelyard.scanner.formats import load
 from tests.gateway.stage import CALLER, Stage, asked, model
 from tests.scanner.patches import APPLY_PATCH
+from tests.strategies import requests
 
 LOOK = Tool("look_at", "Looks.", {"type": "object", "properties": {"at": {"type": "string", "not": {}}}})
 NOW = Tool("now")
@@ -122,3 +125,11 @@ async def test_what_cannot_be_enforced_is_counted_and_never_refused(caplog: pyte
     assert '"not"' not in job.constraint.text
     assert "schema keyword not enforced: look_at/properties/at/not" in caplog.text
     assert job.request.tools == (LOOK,)
+
+
+@settings(max_examples=50, deadline=None)
+@given(requests(tools=False, constrained=False), st.sampled_from(["text", "chat"]), st.booleans())
+def test_without_a_form_and_without_tools_nothing_is_held_to_any(request: Request, kind: Any, structured: bool) -> None:
+    changed = msgspec.structs.replace(model(), kind=kind, constrain_calls=True)
+    assert (request.constraint, request.tools) == (None, ())
+    assert constrain(request, changed, TAIL, structured=structured) == (None, ())

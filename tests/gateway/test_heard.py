@@ -26,7 +26,7 @@ async def said(**request: Any) -> tuple[Any, ...] | None:
         answer.close()
         assert isinstance(last, Finished)
         source = answer if isinstance(answer, Answer) else answer._shared.source  # type: ignore[union-attr]
-        reply = heard(answer.job, last.usage, source.course)  # type: ignore[union-attr]
+        reply = heard(source, last.usage)
     return None if reply is None else as_message(reply).parts
 
 

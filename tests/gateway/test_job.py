@@ -93,9 +93,9 @@ def test_two_keys_that_name_the_same_session_do_not_meet() -> None:
 
 def test_what_runs_in_the_background_of_a_session_does_not_take_its_conversations_place() -> None:
     main, side = (job(asked(session="s", priority=how), key="ann") for how in ("main", "background"))
-    assert main.session == "ann/s"
-    assert side.session != main.session
-    assert side.demand().session == side.prompt(0).session == side.session
+    assert main.session() == "ann/s"
+    assert side.session() != main.session()
+    assert side.demand().session == side.prompt(0).session == side.session()
     assert (side.demand().priority, side.prompt(0).priority) == ("background", "background")
 
 

@@ -374,5 +374,5 @@ def test_a_table_that_nobody_opened_has_no_seat() -> None:
         created=0,
         tokenize_s=0.0,
     )
-    assert (job.is_repeatable, job.may_be_joined, joins(job, job)) == (True, True, True)
+    assert (job.is_repeatable(), job.may_be_joined(), joins(job, job)) == (True, True, True)
     assert Joints().find(job) is None

@@ -109,3 +109,11 @@ async def test_a_store_that_cannot_be_asked_costs_words_and_not_the_answer(caplo
     recall = Recall(Away(10, 1 << 20, 60))
     assert await told(recall) == (ECHO,)
     assert "the scheduler is away" in caplog.text
+
+
+async def test_it_is_blank_until_something_was_said_or_others_could_have() -> None:
+    recall = Recall()
+    assert recall.is_blank
+    recall.keep(reply(), "me")
+    assert not recall.is_blank
+    assert not Recall(MemoryStore(10, 1 << 20, 60)).is_blank

@@ -11,7 +11,7 @@ import pytest
 from modelyard.core.engine import Accepted
 from modelyard.core.request import Caller, Message, Text
 from modelyard.telemetry.fingerprint import fingerprint
-from tests.gateway.stage import CALLER, Stage, asked, read
+from tests.gateway.stage import CALLER, Stage, asked, ids, read
 from tests.telemetry.reading import values
 
 LONG = "You are a careful helper who answers in short sentences. "
@@ -79,3 +79,23 @@ async def test_a_changed_prompt_that_another_sequence_holds_is_none(caplog: pyte
         await run(stage, talk("Be brief.", "hi there"), len(ids) - 1)
         await run(stage, talk("Be kind.", "hi"), None)
     assert warnings(caplog) == []
+
+
+async def test_what_came_of_a_prompt_is_noted_with_it() -> None:
+    async with Stage() as stage:
+        await run(stage, talk(LONG, "hi"), 0)
+        await run(stage, talk(LONG, "again"), 0)
+        (prompts,) = stage.gateway._watch._sessions._asked.values()
+    assert [one.output for one in prompts] == [len(ids("Hello."))] * 2
+
+
+async def test_keys_and_sessions_that_spell_the_same_together_do_not_meet() -> None:
+    async with Stage() as stage:
+        for number, (key, session) in enumerate((("ann", "b/c"), ("ann/b", "c"))):
+            caller = Caller(trace=f"t{number}", endpoint="/v1/chat/completions", key=key)
+            answer = stage.gateway.start(await stage.gateway.prepare(asked(session=session), caller))
+            reading = asyncio.create_task(read(answer))
+            (await stage.job(number)).whole()
+            await reading
+            answer.close()
+        assert len(stage.gateway._watch._sessions) == 2

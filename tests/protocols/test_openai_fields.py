@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from modelyard.core.errors import InvalidRequest
@@ -50,13 +51,18 @@ def test_a_wrong_prompt_is_named(value: PromptField | None, param: str, words: s
 
 def test_a_shared_prompt_is_counted_once() -> None:
     usages = [Usage(10, 4, 3, 1), Usage(10, 10, 5, 2)]
-    assert write_usage(usages[:1], usages) == {
+    assert msgspec.to_builtins(write_usage(usages[:1], usages)) == {
         "prompt_tokens": 10,
         "completion_tokens": 8,
         "total_tokens": 18,
         "prompt_tokens_details": {"cached_tokens": 4},
         "completion_tokens_details": {"reasoning_tokens": 3},
     }
+
+
+def test_one_answer_alone_is_its_own_sum() -> None:
+    usage = Usage(10, 4, 3, 1)
+    assert write_usage([usage], [usage]) == write_usage([usage], [usage, Usage()])
 
 
 def test_usage_with_holes_reads_as_zeros() -> None:

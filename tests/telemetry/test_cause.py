@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.request import Message, Text, Thinking, Tool, ToolCall, ToolResult
-from modelyard.telemetry.cause import Asked, judge, shared
+from modelyard.telemetry.cause import Asked, judge, opening, shared
 
 RULES, BILL = "You are an agent who works with files. ", "x-anthropic-billing-header: cc_version=1; cch={};"
 READ, WRITE = Tool("read"), Tool("write")
@@ -46,7 +46,7 @@ def _told(message: Message) -> str:
 
 def asked(*messages: Message, tools: tuple[Tool, ...] = (READ,), text: str | None = None, **more: Any) -> Asked:
     text = rendered(messages, tools) if text is None else text
-    return Asked("t", text, len(text), messages, tools, **more)
+    return Asked("t", text, len(text), messages, tools, opening(messages), **more)
 
 
 def answered(reply: Message = REPLY, *messages: Message) -> Asked:

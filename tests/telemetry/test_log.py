@@ -5,10 +5,11 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from modelyard.telemetry.log import Gathered, current_trace, event, setup
+from modelyard.telemetry.log import Gathered, Note, current_trace, event, setup
 from modelyard.telemetry.settings import LogSettings
 
 _log = logging.getLogger("modelyard.test")
@@ -162,6 +163,17 @@ def test_a_second_setup_replaces_the_first() -> None:
 # --- gathering --------------------------------------------------------------------------------------------------------
 
 
+HEAD = '"time":"1970-01-01T00:00:00.000Z","level":"info","logger":"l","message":"m",'
+
+
+def note(**fields: Any) -> Note:
+    return 0.0, "info", "l", "m", "", fields
+
+
+def line(fields: str) -> str:
+    return "{" + HEAD + fields + "}\n"
+
+
 class Counting(io.StringIO):
     writes = 0
 
@@ -174,20 +186,20 @@ async def test_lines_of_one_moment_are_one_write() -> None:
     stream = Counting()
     lines = Gathered(stream)
     for number in range(5):
-        lines.gather({"n": number})
+        lines.gather(note(n=number))
     assert stream.writes == 0
     lines.flush()
     assert stream.writes == 1
-    assert stream.getvalue() == "".join(f'{{"n":{number}}}\n' for number in range(5))
+    assert stream.getvalue() == "".join(line(f'"n":{number}') for number in range(5))
 
 
 async def test_a_line_that_is_no_unicode_spoils_none_beside_it() -> None:
     stream = Counting()
     lines = Gathered(stream)
     for said in ("good", "\ud800", "fine"):
-        lines.gather({"said": said})
+        lines.gather(note(said=said))
     lines.flush()
-    assert stream.getvalue().splitlines() == ['{"said":"good"}', '{"said":"\\\\ud800"}', '{"said":"fine"}']
+    assert stream.getvalue() == line('"said":"good"') + line('"said":"\\\\ud800"') + line('"said":"fine"')
 
 
 async def test_what_waits_is_written_soon_without_anybody_asking() -> None:
@@ -198,23 +210,23 @@ async def test_what_waits_is_written_soon_without_anybody_asking() -> None:
             self.done.set()
 
     stream = Heard()
-    Gathered(stream).gather({"news": True})
+    Gathered(stream).gather(note(news=True))
     await asyncio.wait_for(stream.done.wait(), 60)
-    assert stream.getvalue() == '{"news":true}\n'
+    assert stream.getvalue() == line('"news":true')
 
 
 async def test_a_warning_goes_out_at_once_and_after_what_came_before_it() -> None:
     stream = Counting()
     lines = Gathered(stream)
-    lines.gather({"first": 1})
+    lines.gather(note(first=1))
     lines.write("warning\n")
-    assert stream.getvalue() == '{"first":1}\nwarning\n'
+    assert stream.getvalue() == line('"first":1') + "warning\n"
 
 
 def test_without_a_loop_nothing_waits() -> None:
     stream = Counting()
-    Gathered(stream).gather({"at": "once"})
-    assert stream.getvalue() == '{"at":"once"}\n'
+    Gathered(stream).gather(note(at="once"))
+    assert stream.getvalue() == line('"at":"once"')
 
 
 def test_lines_that_an_ended_loop_left_behind_are_not_lost() -> None:
@@ -222,12 +234,12 @@ def test_lines_that_an_ended_loop_left_behind_are_not_lost() -> None:
     lines = Gathered(stream)
 
     async def say(word: str) -> None:
-        lines.gather({"word": word})
+        lines.gather(note(word=word))
 
     asyncio.run(say("one"))
     asyncio.run(say("two"))
     lines.flush()
-    assert stream.getvalue() == '{"word":"one"}\n{"word":"two"}\n'
+    assert stream.getvalue() == line('"word":"one"') + line('"word":"two"')
 
 
 def test_a_closed_stream_is_left_alone() -> None:
@@ -235,3 +247,13 @@ def test_a_closed_stream_is_left_alone() -> None:
     lines = Gathered(stream)
     stream.close()
     lines.flush()
+
+
+async def test_a_line_that_waits_keeps_the_request_that_it_was_said_in() -> None:
+    stream = io.StringIO()
+    handler = setup(LogSettings(format="json"), stream)
+    for trace in ("one", "two", ""):
+        current_trace.set(trace)
+        event(logging.getLogger("modelyard.test"), logging.INFO, "said")
+    handler.flush()
+    assert [json.loads(each).get("request_id") for each in stream.getvalue().splitlines()] == ["one", "two", None]

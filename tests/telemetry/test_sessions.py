@@ -10,7 +10,7 @@ from modelyard.telemetry.sessions import Sessions
 
 
 def asked(trace: str, text: str) -> Asked:
-    return Asked(trace, text, len(text), (Message("user", (Text(text[:40]),)),), ())
+    return Asked(trace, text, len(text), (Message("user", (Text(text[:40]),)),), (), text[:40])
 
 
 def look(seen: Sessions, session: str, one: Asked, reused: int = 0) -> str:
@@ -26,9 +26,9 @@ def test_each_session_has_prompts_of_its_own() -> None:
 
 def test_what_was_answered_is_expected_to_be_there_next_time() -> None:
     seen, text = Sessions(), "x" * 100
-    look(seen, "a", asked("1", text))
-    seen.answered(("main", "a"), "1", 50, None)
-    seen.answered(("main", "nobody"), "1", 50, None)
+    first = asked("1", text)
+    look(seen, "a", first)
+    first.output = 50
     assert look(seen, "a", asked("2", text + "y" * 100), 100) == "template"
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,3 +65,18 @@ def test_a_value_on_a_buckets_edge_belongs_to_it() -> None:
         row.observe((1.0, 2.0), value)
     assert row.counts == [1, 2, 1]
     assert row.sum == 7.0
+
+
+_values = st.integers(0, 9) | st.floats(0, 9) | st.sampled_from([0.5, 1.0, 2.5, 5.0])
+
+
+@given(st.lists(_values, max_size=50))
+@settings(deadline=None, max_examples=100)
+def test_many_values_at_once_are_observed_as_one_by_one(values: list[float]) -> None:
+    buckets = (0.5, 1.0, 2.5, 5.0)
+    each, many = Distribution([0] * 5), Distribution([0] * 5)
+    for value in values:
+        each.observe(buckets, value)
+    many.observe_all(buckets, values)
+    assert many.counts == each.counts
+    assert many.sum == pytest.approx(each.sum)

@@ -14,7 +14,7 @@ from msgspec.json import Decoder
 from modelyard.protocols.extensions import Extensions
 
 
-class ContentBlock(Struct):
+class ContentBlock(Struct, gc=False):
     type: str
     text: Any = None
     thinking: Any = None
@@ -35,7 +35,7 @@ class ContentBlock(Struct):
 Content = str | list[ContentBlock] | None
 
 
-class Turn(Struct):
+class Turn(Struct, gc=False):
     role: str
     content: Content = None
 

@@ -9,7 +9,7 @@ from msgspec import Raw, Struct, field
 from modelyard.protocols.extensions import Extensions
 
 
-class PartBody(Struct):
+class PartBody(Struct, gc=False):
     """Any: a part of a type that we do not know may carry anything under these names."""
 
     type: str = ""
@@ -36,7 +36,7 @@ class CallBody(Struct):
     custom: CalledCustom | None = None
 
 
-class MessageBody(Struct):
+class MessageBody(Struct, gc=False):
     role: str
     content: str | list[PartBody | str] | None = None
     name: str | None = None
@@ -122,8 +122,16 @@ class ThinkingBody(Struct):
 
 
 class Body(Extensions):
+    """In the order in which `request.py` looks at them: what nearly every request says comes first."""
+
     model: str | None = None
     messages: list[MessageBody] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
     tools: list[ToolBody] | None = None
     tool_choice: str | ChoiceBody | None = None
     functions: list[FunctionBody] | None = None
@@ -134,16 +142,10 @@ class Body(Extensions):
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
     stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningBody | None = None
     enable_thinking: bool | None = None
     thinking: ThinkingBody | bool | str | None = None
     metadata: dict[str, Any] | None = None
-    user: str | None = None
     safety_identifier: str | None = None
     store: bool | None = None
-    prompt_cache_key: str | None = None

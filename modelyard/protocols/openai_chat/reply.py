@@ -5,63 +5,80 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from modelyard.core.errors import Incomplete
-from modelyard.core.events import Block, Finished, Reply, Started, StopReason
+from modelyard.core.events import Block, Finished, Reply, Started, StopReason, Usage
 from modelyard.core.request import Request, Text, Thinking, ToolCall
 from modelyard.protocols.json import encode
 from modelyard.protocols.openai_chat.body import CallBody, CalledFunction
 from modelyard.protocols.openai_chat.logprobs import LogprobsBody, read_logprobs, write_logprobs
 from modelyard.protocols.openai_chat.messages import read_arguments, read_call, write_call
 from modelyard.protocols.openai_errors import read_error_field
-from modelyard.protocols.openai_fields import FINGERPRINT, FINISH, UsageBody, read_usage, write_usage
+from modelyard.protocols.openai_fields import FINGERPRINT, FINISH, SentUsage, UsageBody, read_usage, write_usage
 
 PREFIX = "chatcmpl-"
 
 
+# Structs, not dictionaries: made and encoded in half the time.
+class SentMessage(Struct, gc=False):
+    """`content` is null only beside calls: an empty answer is an empty string."""
+
+    role: str
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
+    annotations: tuple[()] = ()
+
+
+class SentChoice(Struct, gc=False):
+    index: int
+    message: SentMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: str
+    stop_reason: str | UnsetType = UNSET
+
+
+class SentReply(Struct, gc=False):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[SentChoice]
+    usage: SentUsage
+    system_fingerprint: str = FINGERPRINT
+
+
 def write_reply(replies: list[Reply], request: Request) -> bytes:
-    started, usages = replies[0].started, [reply.finished.usage for reply in replies]
-    return encode(
-        {
-            "id": PREFIX + started.id,
-            "object": "chat.completion",
-            "created": started.created,
-            "model": started.model,
-            "choices": [_choice(i, reply, request) for i, reply in enumerate(replies)],
-            "usage": write_usage(usages[:1], usages),
-            "system_fingerprint": FINGERPRINT,
-        }
-    )
+    choices: list[SentChoice] = []
+    usages: list[Usage] = []
+    for reply in replies:
+        choices.append(_choice(len(choices), reply, request))
+        usages.append(reply.finished.usage)
+    started, usage = replies[0].started, write_usage(usages[:1], usages)
+    return encode(SentReply(PREFIX + started.id, "chat.completion", started.created, started.model, choices, usage))
 
 
-def _choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
-    logprobs = None
+def _choice(index: int, reply: Reply, request: Request) -> SentChoice:
+    finished, logprobs = reply.finished, None
     if request.logprobs is not None:
         logprobs = write_logprobs(t for b in reply.blocks if isinstance(b.part, Text) for t in b.logprobs)
-    out = {
-        "index": index,
-        "message": _message(reply),
-        "logprobs": logprobs,
-        "finish_reason": FINISH[reply.finished.reason],
-    }
-    if reply.finished.stop_string is not None:
-        out["stop_reason"] = reply.finished.stop_string
-    return out
+    stop = UNSET if finished.stop_string is None else finished.stop_string
+    return SentChoice(index, _message(reply), logprobs, FINISH[finished.reason], stop)
 
 
-def _message(reply: Reply) -> dict[str, Any]:
-    """`content` is null only beside calls: an empty answer is an empty string."""
-    if len(reply.blocks) == 1 and type(part := reply.blocks[0].part) is Text:  # nearly always
-        return {"role": "assistant", "content": part.text, "refusal": None, "annotations": []}
+def _message(reply: Reply) -> SentMessage:
+    blocks = reply.blocks
+    if len(blocks) == 1 and type(part := blocks[0].part) is Text:  # nearly always
+        return SentMessage("assistant", part.text)
     text, thinking, calls = reply.text, reply.thinking, reply.calls
-    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
-    if thinking:
-        message["reasoning_content"] = thinking
-    if calls:
-        message["tool_calls"] = [write_call(call) for call in calls]
-    message["annotations"] = []
-    return message
+    return SentMessage(
+        "assistant",
+        text if text or not calls else None,
+        reasoning_content=thinking or UNSET,
+        tool_calls=[write_call(call) for call in calls] or UNSET,
+    )
 
 
 # --- the client role ------------------------------------------------------------------------------------------------

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 import msgspec
 from msgspec import Raw
-from msgspec.structs import fields
+from msgspec.structs import astuple
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint, Request, Sampling
@@ -28,13 +27,12 @@ from modelyard.protocols.openai_fields import MAX_ANSWERS, check_range, read_ses
 
 _MAX_TOP_LOGPROBS = 20
 _decoder = msgspec.json.Decoder(Body)
-# What nearly every request says, and nothing else: one look at all the other fields tells that none of them is set.
-_USUAL = frozenset(
-    {"model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "prompt_cache_key", "user"}
-).union(Sampling.__struct_fields__)
-_UNUSUAL = tuple(field.name for field in fields(Body) if field.name not in _USUAL)
-_unusual = attrgetter(*_UNUSUAL)
-_NOT_ASKED = (None,) * len(_UNUSUAL)
+# All fields in one row: what nearly every request says, what is rare, the sampling. One look tells what is not asked.
+_ROW = Body.__struct_fields__
+_RARE = slice(_ROW.index("prompt_cache_key") + 1, _ROW.index("temperature"))
+_SAMPLING = slice(_RARE.stop, None)
+_NOTHING_RARE, _NO_SAMPLING = (None,) * len(_ROW[_RARE]), (None,) * len(_ROW[_SAMPLING])
+_UNSAMPLED = Sampling()
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
@@ -42,16 +40,19 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     model = require_model(asked.model)
     if not asked.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
-    return _read_plain(model, asked, headers) if _unusual(asked) == _NOT_ASKED else _read(model, asked, headers)
+    row = astuple(asked)
+    if row[_RARE] != _NOTHING_RARE:
+        return _read(model, asked, headers)
+    return _read_plain(model, asked, headers, is_sampled=row[_SAMPLING] != _NO_SAMPLING)
 
 
-def _read_plain(model: str, asked: Body, headers: Mapping[str, str]) -> Request:
-    """The same as `_read` where nothing unusual is asked for."""
+def _read_plain(model: str, asked: Body, headers: Mapping[str, str], *, is_sampled: bool) -> Request:
+    """The same as `_read` where nothing rare is asked for."""
     warnings: list[str] = []
     return Request(
         model=model,
         messages=read_messages(asked.messages or [], warnings),
-        sampling=read_sampling(asked),
+        sampling=read_sampling(asked) if is_sampled else _UNSAMPLED,
         max_tokens=_read_max_tokens(asked),
         stream=asked.stream is True,
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage is True,

@@ -17,7 +17,7 @@ class ImageUrl(Struct):
     detail: str | None = None
 
 
-class Part(Struct):
+class Part(Struct, gc=False):
     """A content part of any type; `type` says which of the fields count."""
 
     type: str = ""
@@ -27,7 +27,7 @@ class Part(Struct):
     detail: str | None = None
 
 
-class Item(Struct):
+class Item(Struct, gc=False):
     """An input item of any type. Ids of items are not read: nothing here depends on them.
 
     `Any` stands where item types that we do not know use the same field name for another shape.

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, settings
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint, Message, Request, Sampling, Text, Thinking, ToolCall, ToolResult
@@ -229,10 +229,23 @@ def test_a_request_without_anything_unusual_reads_the_same_both_ways(
     fields: dict[str, Any], headers: dict[str, str]
 ) -> None:
     asked = msgspec.json.decode(body(**fields), type=Body)
-    assert request_module._unusual(asked) == request_module._NOT_ASKED
-    assert request_module._read_plain("m", asked, headers) == request_module._read("m", asked, headers)
+    assert _is_plain(asked)
+    long_way = request_module._read("m", asked, headers)
+    assert request_module._read_plain("m", asked, headers, is_sampled=True) == long_way
+    assert openai_chat.read_request(body(**fields), headers) == replace(long_way, model=asked.model)
 
 
-@pytest.mark.parametrize("name", request_module._UNUSUAL)
-def test_every_other_field_is_looked_at(name: str) -> None:
-    assert request_module._unusual(Body(**{name: True})) != request_module._NOT_ASKED
+def _is_plain(asked: Body) -> bool:
+    return astuple(asked)[request_module._RARE] == request_module._NOTHING_RARE
+
+
+_USUAL = {"model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
+_USUAL |= {"prompt_cache_key", "user", *Sampling.__struct_fields__}
+
+
+@pytest.mark.parametrize("name", Body.__struct_fields__)
+def test_one_look_at_the_row_tells_what_is_asked(name: str) -> None:
+    asked = Body(**{name: True})
+    assert _is_plain(asked) == (name in _USUAL)
+    is_sampled = astuple(asked)[request_module._SAMPLING] != request_module._NO_SAMPLING
+    assert is_sampled == (name in Sampling.__struct_fields__)
