@@ -104,7 +104,8 @@ class BoundedHttp(HttpToolsProtocol):
             self.pipeline.appendleft((self.cycle, self.app))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self.parade.join(cycle.run_asgi(app), self.loop, self.tasks)
+        scope: Any = cycle.scope
+        self.parade.join(cycle.run_asgi(app), scope, self.loop, self.tasks)
 
     def on_body(self, body: bytes) -> None:
         cycle = self.cycle

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,6 @@ from modelyard.http.errors import ours, written
 from modelyard.http.settings import HttpSettings
 from modelyard.http.together import own_task
 from modelyard.http.visit import Visit, respond_error
-from modelyard.telemetry.cause import Reuse
 from modelyard.telemetry.log import current_trace, event, line
 from modelyard.telemetry.metrics import Metrics
 
@@ -86,7 +86,7 @@ class Guard:
             if scope["method"] == "POST" and (handler := self._hot.get(path)) is not None:
                 await handler(scope, receive, send)
             else:
-                await own_task()
+                await own_task(scope)
                 await self._inner(path)(scope, receive, _noting(visit, send))
         except Exception as error:
             await self._refuse(visit, send, error)
@@ -139,10 +139,7 @@ class Guard:
             self._metrics.failed(visit.error)
         watched = route != path and (is_workbench(path) or (method == "GET" and path.startswith(_READ)))
         level = logging.DEBUG if watched or path in _QUIET else logging.INFO
-        told = {"method": method, "path": path, "status": visit.status, "ms": round(seconds * 1e3, 2), "key": visit.key}
-        if visit.reuse is not None:
-            _tell(told, visit.reuse)
-        line(log, level, "request", told)
+        line(log, level, "request", partial(_facts, visit, method, seconds))
 
 
 def _noting(visit: Visit, send: Send) -> Send:
@@ -156,11 +153,15 @@ def _noting(visit: Visit, send: Send) -> Send:
     return noting
 
 
-def _tell(told: dict[str, Any], reuse: Reuse) -> None:
+def _facts(visit: Visit, method: str, seconds: float) -> dict[str, Any]:
     """Which token and message were the first to be read anew is said only where something is amiss."""
-    told["reused"], told["evaluated"], told["cause"] = reuse.reused, reuse.evaluated, reuse.cause
-    if reuse.message is not None:
-        told |= {"token": reuse.token, "message": reuse.message, "role": reuse.role}
+    ms = round(seconds * 1e3, 2)
+    told = {"method": method, "path": visit.path, "status": visit.status, "ms": ms, "key": visit.key}
+    if (reuse := visit.reuse) is not None:
+        told |= {"reused": reuse.reused, "evaluated": reuse.evaluated, "cause": reuse.cause}
+        if reuse.message is not None:
+            told |= {"token": reuse.token, "message": reuse.message, "role": reuse.role}
+    return told
 
 
 def _traces() -> Iterator[str]:

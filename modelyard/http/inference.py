@@ -60,9 +60,9 @@ class Exchange(Struct):
         gateway.metrics.began()
         try:
             self._request = request = self._at_hand() or await self._read()
-            await next_turn()
+            await next_turn(self._scope)
             job = await gateway.prepare(request, visit.caller)
-            await (own_task() if request.stream else next_turn())
+            await (own_task(self._scope) if request.stream else next_turn(self._scope))
             answer = gateway.start(job, self._entry)
             await (self._stream(answer, request) if request.stream else self._whole(answer, request))
         except Exception as error:
@@ -102,13 +102,13 @@ class Exchange(Struct):
     async def _whole(self, answer: Answer | Choices | Listener, request: Request) -> None:
         unwatch = watch(self._scope, self._receive, answer)
         try:
-            await next_turn()
+            await next_turn(self._scope)
             replies = await self._replies(answer)
         finally:
             unwatch()
             answer.close()
         self._visit.reuse = answer.reuse
-        await next_turn()
+        await next_turn(self._scope)
         if self._home.stored is not None:
             await self._home.stored.remember(request, replies, self._visit.key)
         body = self._home.wire.write_reply(replies, request)

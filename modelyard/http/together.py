@@ -6,6 +6,8 @@ Those who came together hear no later for it, because whole replies go out at th
 A request becomes a task of the loop only where it waits: most that are answered from what is there never do, and a task
 costs more than all their steps. Until then `asyncio.current_task()` is None: who needs one asks for it (`own_task`), or
 waits, be it only by `asyncio.sleep(0)`. Python 3.12 has eager tasks for this, but they do not go in step.
+
+Under another server every request is a task from the start, and a step is a turn of its loop.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ from types import coroutine
 from typing import Any
 
 from msgspec import Struct
+from starlette.types import Scope
 
 Steps = Coroutine[Any, Any, None]
 Tasks = set[asyncio.Task[None]]
 _STEP: Any = object()
+_KEY = "modelyard.marching"
 
 
 class _Marching(Struct):
     steps: Steps
     go: Callable[[None], Any]
     context: Context
+    is_task: bool = False
 
 
 class Parade:
@@ -35,11 +40,12 @@ class Parade:
     def __init__(self) -> None:
         self._arrived: list[_Marching] = []
 
-    def join(self, steps: Steps, loop: asyncio.AbstractEventLoop, tasks: Tasks) -> None:
+    def join(self, steps: Steps, scope: Scope, loop: asyncio.AbstractEventLoop, tasks: Tasks) -> None:
         """`tasks` gets those that have to wait, until they are over."""
         if not self._arrived:
             loop.call_soon(self._march, loop, tasks)
-        self._arrived.append(_Marching(steps, steps.send, copy_context()))
+        scope[_KEY] = one = _Marching(steps, steps.send, copy_context())
+        self._arrived.append(one)
 
     def _march(self, loop: asyncio.AbstractEventLoop, tasks: Tasks) -> None:
         marching, self._arrived = self._arrived, []
@@ -56,6 +62,7 @@ class Parade:
                 if said is _STEP:
                     going.append(one)
                 else:
+                    one.is_task = True
                     task = loop.create_task(_rest(one.steps, said), context=one.context)
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
@@ -77,14 +84,19 @@ def _rest(steps: Steps, waits_for: Any) -> Generator[Any, Any, None]:
     yield from steps.__await__()
 
 
+def _is_task(scope: Scope) -> bool:
+    marching: _Marching | None = scope.get(_KEY)
+    return marching is None or marching.is_task
+
+
 @coroutine
-def own_task() -> Generator[None, None, None]:
+def own_task(scope: Scope) -> Generator[None, None, None]:
     """From here on the request is a task, which most of asyncio wants."""
-    if asyncio.current_task() is None:
+    if not _is_task(scope):
         yield
 
 
 @coroutine
-def next_turn() -> Generator[Any, None, None]:
+def next_turn(scope: Scope) -> Generator[Any, None, None]:
     """Everybody else who is ready goes one step first."""
-    yield _STEP if asyncio.current_task() is None else None
+    yield None if _is_task(scope) else _STEP

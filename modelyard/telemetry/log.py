@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import logging
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -36,7 +37,8 @@ _GATHER_S = 0.02
 
 
 Line = dict[str, Any]
-Note = tuple[float, str, str, str, str, dict[str, Any]]  # what a line is made of: see `_line`
+Facts = dict[str, Any] | Callable[[], dict[str, Any]]  # a function is asked when the line is made, which may be later
+Note = tuple[float, str, str, str, str, Facts]  # what a line is made of: see `_line`
 
 
 class Gathered:
@@ -117,10 +119,8 @@ def event(
     line(logger, level, message, fields, error)
 
 
-def line(
-    logger: logging.Logger, level: int, message: str, fields: dict[str, Any], error: BaseException | None = None
-) -> None:
-    """`event` for somebody who has the facts in a dictionary already."""
+def line(logger: logging.Logger, level: int, message: str, fields: Facts, error: BaseException | None = None) -> None:
+    """`event` for somebody who has the facts in a dictionary already, or can tell them soon."""
     if not logger.isEnabledFor(level):
         return
     if _direct is not None and error is None:
@@ -129,7 +129,7 @@ def line(
         return
     exc_info: ExcInfo | None = (type(error), error, error.__traceback__) if error is not None else None
     record = logging.LogRecord(logger.name, level, "", 0, message, None, exc_info)
-    record.fields = fields
+    record.fields = fields() if callable(fields) else fields
     logger.handle(record)
 
 
@@ -144,7 +144,8 @@ class JsonLines(logging.Formatter):
         return _json(line)
 
 
-def _line(created: float, level: str, logger: str, message: str, trace: str, fields: dict[str, Any]) -> Line:
+def _line(created: float, level: str, logger: str, message: str, trace: str, facts: Facts) -> Line:
+    fields = facts() if callable(facts) else facts
     made: Line = {"time": _timestamp(created), "level": level, "logger": logger, "message": message}
     if trace:
         made["request_id"] = trace

@@ -6,11 +6,13 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Scope
 
 from modelyard.app import Yard
 from modelyard.http.farewell import Farewells, enlist
@@ -70,9 +72,10 @@ class Ground:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(lambda _, told: self.broken.append(str(told["exception"])))
 
-    def join(self, *requests: Coroutine[Any, Any, None]) -> None:
+    def join(self, *requests: Callable[[Scope], Coroutine[Any, Any, None]]) -> None:
         for request in requests:
-            self.parade.join(request, self._loop, self.tasks)
+            scope: Scope = {}
+            self.parade.join(request(scope), scope, self._loop, self.tasks)
 
     async def finish(self) -> None:
         async with asyncio.timeout(60):
@@ -85,12 +88,12 @@ async def ground() -> Ground:
 
 
 async def test_in_a_turn_everybody_else_goes_one_step_and_nobody_is_a_task(ground: Ground) -> None:
-    async def one(name: str) -> None:
+    async def one(name: str, scope: Scope) -> None:
         ground.order.append(f"{name} begins")
-        await next_turn()
+        await next_turn(scope)
         ground.order.append(f"{name} ends" if asyncio.current_task() is None else "a task")
 
-    ground.join(one("a"), one("b"))
+    ground.join(partial(one, "a"), partial(one, "b"))
     assert ground.order == []
     await asyncio.sleep(0)
     assert ground.order == ["a begins", "b begins", "a ends", "b ends"]
@@ -100,7 +103,7 @@ async def test_in_a_turn_everybody_else_goes_one_step_and_nobody_is_a_task(groun
 async def test_tasks_go_in_step_too(ground: Ground) -> None:
     async def one(name: str) -> None:
         ground.order.append(f"{name} begins")
-        await next_turn()
+        await next_turn({})
         ground.order.append(f"{name} ends")
 
     await asyncio.gather(one("a"), one("b"))
@@ -110,18 +113,18 @@ async def test_tasks_go_in_step_too(ground: Ground) -> None:
 async def test_a_request_that_waits_becomes_a_task_and_holds_up_nobody(ground: Ground) -> None:
     ready = asyncio.Event()
 
-    async def waiting() -> None:
+    async def waiting(scope: Scope) -> None:
         await ready.wait()
         assert asyncio.current_task() in ground.tasks
         ground.order.append("waited")
-        await next_turn()
+        await next_turn(scope)
         ground.order.append("ended")
 
-    async def quick() -> None:
-        await next_turn()
+    async def quick(scope: Scope) -> None:
+        await next_turn(scope)
         ground.order.append("quick")
 
-    ground.join(waiting(), quick())
+    ground.join(waiting, quick)
     await asyncio.sleep(0)
     assert (ground.order, len(ground.tasks)) == (["quick"], 1)
     ready.set()
@@ -131,18 +134,18 @@ async def test_a_request_that_waits_becomes_a_task_and_holds_up_nobody(ground: G
     assert not ground.tasks
 
 
-@pytest.mark.parametrize("asks", [own_task, lambda: asyncio.sleep(0)])
-async def test_whoever_needs_a_task_gets_one_and_one_only(ground: Ground, asks: Callable[[], Awaitable[None]]) -> None:
+@pytest.mark.parametrize("asks", [own_task, lambda _: asyncio.sleep(0)])
+async def test_whoever_needs_a_task_gets_one(ground: Ground, asks: Callable[[Scope], Awaitable[None]]) -> None:
     seen: list[asyncio.Task[Any] | None] = []
 
-    async def one() -> None:
+    async def one(scope: Scope) -> None:
         seen.append(asyncio.current_task())
-        await asks()
+        await asks(scope)
         seen.append(asyncio.current_task())
-        await asks()
+        await asks(scope)
         seen.append(asyncio.current_task())
 
-    ground.join(one())
+    ground.join(one)
     await asyncio.sleep(0)
     await ground.finish()
     assert seen[0] is None
@@ -152,7 +155,7 @@ async def test_whoever_needs_a_task_gets_one_and_one_only(ground: Ground, asks: 
 async def test_a_cancelled_request_hears_of_it_where_it_waits_and_may_wait_again(ground: Ground) -> None:
     forever, ready = asyncio.Event(), asyncio.Event()
 
-    async def one() -> None:
+    async def one(_: Scope) -> None:
         try:
             await forever.wait()
         except asyncio.CancelledError:
@@ -160,13 +163,13 @@ async def test_a_cancelled_request_hears_of_it_where_it_waits_and_may_wait_again
             await ready.wait()
         ground.order.append("ended")
 
-    async def gone() -> None:
+    async def gone(_: Scope) -> None:
         try:
             await forever.wait()
         except asyncio.CancelledError:
             ground.order.append("gone")
 
-    ground.join(one(), gone())
+    ground.join(one, gone)
     await asyncio.sleep(0)  # they come to wait
     await asyncio.sleep(0)  # their tasks begin
     for task in ground.tasks:
@@ -179,14 +182,14 @@ async def test_a_cancelled_request_hears_of_it_where_it_waits_and_may_wait_again
 
 
 async def test_a_request_that_breaks_is_told_of_and_the_others_go_on(ground: Ground) -> None:
-    async def broken() -> None:
+    async def broken(_: Scope) -> None:
         raise ValueError("no more")
 
-    async def whole() -> None:
-        await next_turn()
+    async def whole(scope: Scope) -> None:
+        await next_turn(scope)
         ground.order.append("ended")
 
-    ground.join(broken(), whole())
+    ground.join(broken, whole)
     await asyncio.sleep(0)
     assert (ground.order, ground.broken) == (["ended"], ["no more"])
 
@@ -194,14 +197,14 @@ async def test_a_request_that_breaks_is_told_of_and_the_others_go_on(ground: Gro
 async def test_every_request_has_a_context_of_its_own(ground: Ground) -> None:
     name: ContextVar[str] = ContextVar("name", default="nobody")
 
-    async def one(mine: str) -> None:
+    async def one(mine: str, scope: Scope) -> None:
         name.set(mine)
-        await next_turn()
+        await next_turn(scope)
         ground.order.append(name.get())
-        await own_task()
+        await own_task(scope)
         ground.order.append(name.get())
 
-    ground.join(one("a"), one("b"))
+    ground.join(partial(one, "a"), partial(one, "b"))
     await asyncio.sleep(0)
     await ground.finish()
     assert (ground.order, name.get()) == (["a", "b", "a", "b"], "nobody")
@@ -222,7 +225,11 @@ async def test_a_request_that_waits_for_nothing_is_answered_within_a_turn_and_wi
     made: Yard, ground: Ground
 ) -> None:
     client = Client()
-    ground.join(cast(Any, made.app(client.scope, client.receive, client.send)))
+
+    async def ask(scope: Scope) -> None:
+        await made.app(client.scope | scope, client.receive, client.send)
+
+    ground.join(ask)
     await asyncio.sleep(0)
     assert client.said == "Hello there."
     assert not ground.tasks

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from modelyard.telemetry.log import Gathered, Note, current_trace, event, setup
+from modelyard.telemetry.log import line as log_line
 from modelyard.telemetry.settings import LogSettings
 
 _log = logging.getLogger("modelyard.test")
@@ -257,3 +258,13 @@ async def test_a_line_that_waits_keeps_the_request_that_it_was_said_in() -> None
         event(logging.getLogger("modelyard.test"), logging.INFO, "said")
     handler.flush()
     assert [json.loads(each).get("request_id") for each in stream.getvalue().splitlines()] == ["one", "two", None]
+
+
+def test_facts_that_are_told_when_asked_are_in_the_line() -> None:
+    stream = _json_log()
+    log_line(_log, logging.INFO, "said", lambda: {"n": 1})
+    assert json.loads(stream.getvalue())["n"] == 1
+    plain = io.StringIO()
+    setup(LogSettings(format="human"), plain)
+    log_line(_log, logging.INFO, "said", lambda: {"n": 1})
+    assert plain.getvalue().endswith("said n=1\n")
