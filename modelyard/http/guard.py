@@ -7,7 +7,6 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,6 +46,7 @@ _ROUTES = frozenset(
 )
 _UNPREFIXED = frozenset({"/chat/completions", "/completions", "/embeddings", "/responses"})
 _TRACE_BYTES = 12
+_FEW_NAMES, _SHORT_NAME = 256, 40
 _QUIET = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/"})
 _READ = "/v1/admin/"  # by open pages, every second
 
@@ -175,13 +175,23 @@ new_trace = _traces().__next__
 
 
 def _headers(scope: Scope) -> tuple[dict[str, str], int]:
-    """The headers as text, and their bytes. All are decoded in one go: no server lets a line break into one."""
-    sent = scope["headers"]
-    joined = b"\n".join(chain.from_iterable(sent))
-    flat = joined.decode("latin-1").split("\n")
-    if len(flat) != 2 * len(sent):
-        flat = [each.decode("latin-1") for each in chain.from_iterable(sent)]
-    return dict(zip(flat[::2], flat[1::2], strict=True)), len(joined) - 2 * len(sent)
+    """The headers as text, and their bytes."""
+    headers: dict[str, str] = {}
+    size = 0
+    for name, value in scope["headers"]:
+        size += len(name) + len(value)
+        headers[_names.get(name) or _named(name)] = value.decode("latin-1")
+    return headers, size
+
+
+_names: dict[bytes, str] = {}  # most clients send the same ones
+
+
+def _named(name: bytes) -> str:
+    text = name.decode("latin-1")
+    if len(_names) < _FEW_NAMES and len(name) <= _SHORT_NAME:
+        _names[name] = text
+    return text
 
 
 def _canonical(path: str) -> str:
