@@ -99,25 +99,22 @@ class Mailbox(Generic[T]):
         return self
 
     async def __anext__(self) -> list[T]:
+        """Nothing is taken before it is handed out, so a reader that is cancelled while it waits loses nothing."""
         while not self._waiting:
             if self._closed:
                 raise StopAsyncIteration
-            await self._something()
+            if self._reader is not None and not self._reader.done():
+                raise RuntimeError("a job has one reader, and another already waits")
+            self._reader = reader = self._loop.create_future()
+            try:
+                await reader
+            finally:
+                if self._reader is reader:
+                    self._reader = None
         items, self._waiting = self._waiting, []
         if len(items) >= self.limit and self._on_room is not None:
             self._on_room()
         return items if len(items) == 1 else merged(items)
-
-    async def _something(self) -> None:
-        """Nothing is taken here, so a reader that is cancelled while it waits loses nothing."""
-        if self._reader is not None and not self._reader.done():
-            raise RuntimeError("a job has one reader, and another already waits")
-        self._reader = reader = self._loop.create_future()
-        try:
-            await reader
-        finally:
-            if self._reader is reader:
-                self._reader = None
 
     def pour(self, sink: Callable[[list[T], bool], None] | None) -> None:
         """From now on `sink` gets all that comes, at once, and whether it was the last; None: it waits here again.

@@ -111,6 +111,7 @@ class Metrics:
         self._looks: defaultdict[Labels, list[int]] = defaultdict(list)
         self._firsts: defaultdict[str, list[float]] = defaultdict(list)
         self._waits: defaultdict[str, list[float]] = defaultdict(list)
+        self._gaps: defaultdict[str, list[float]] = defaultdict(list)
 
     # --- the hot path -------------------------------------------------------------------------------------------
 
@@ -132,7 +133,13 @@ class Metrics:
 
     def inter_token(self, model: str, seconds: float, count: int = 1) -> None:
         """`count` tokens that came `seconds` apart each."""
-        self._inter.observe((model,), seconds, count)
+        if count > 1:
+            self._inter.observe((model,), seconds, count)
+            return
+        gaps = self._gaps[model]
+        gaps.append(seconds)
+        if len(gaps) >= _MANY:
+            self._settle()
 
     def queued(self, model: str, seconds: float) -> None:
         self._waits[model].append(seconds)
@@ -175,6 +182,8 @@ class Metrics:
             self._first.observe_all((model,), seconds)
         for model, seconds in _taken(self._waits):
             self._queue.observe_all((model,), seconds)
+        for model, seconds in _taken(self._gaps):
+            self._inter.observe_all((model,), seconds)
 
     def _settle_tokens(self, label: Labels, usages: Sequence[Usage]) -> None:
         prompts, outputs = [usage.prompt for usage in usages], [usage.output for usage in usages]

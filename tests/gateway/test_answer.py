@@ -250,7 +250,7 @@ async def test_a_stream_that_raises_is_one_failure_and_no_lost_place(monkeypatch
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         play = await stage.job()
-        monkeypatch.setattr(type(play), "_something", _breaks)
+        monkeypatch.setattr(type(play), "__anext__", _breaks)
         play.accept()
         (error,) = failures(await reading)
         assert isinstance(error, Internal)

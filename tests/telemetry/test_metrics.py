@@ -71,6 +71,15 @@ def test_latencies_have_histograms_of_their_own_per_model() -> None:
     assert values(text, "inter_token_seconds_sum") == {("b",): 0.08}
 
 
+def test_gaps_between_tokens_that_came_one_by_one_are_counted_like_those_that_came_together() -> None:
+    one_by_one, together = _metrics(), _metrics()
+    for _ in range(3000):  # more than are noted before they are worked up
+        one_by_one.inter_token("m", 0.25)
+    together.inter_token("m", 0.25, count=3000)
+    for name in ("inter_token_seconds_count", "inter_token_seconds_sum", "inter_token_seconds_bucket"):
+        assert values(one_by_one.render(), name) == values(together.render(), name)
+
+
 def test_errors_and_warnings_are_counted_by_their_word() -> None:
     metrics = _metrics()
     metrics.failed("context_length_exceeded")
