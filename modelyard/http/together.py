@@ -24,14 +24,15 @@ from starlette.types import Scope
 Steps = Coroutine[Any, Any, None]
 Tasks = set[asyncio.Task[None]]
 _STEP: Any = object()
-_KEY = "modelyard.marching"
+_COMPANY = 64  # a few milliseconds: whoever streams beside them waits so long at most
+_KEY = "modelyard.step"  # what a request says that goes in step; a task's way to let others go first is None
 
 
 class _Marching(Struct):
     steps: Steps
     go: Callable[[None], Any]
+    scope: Scope
     context: Context
-    is_task: bool = False
 
 
 class Parade:
@@ -44,11 +45,13 @@ class Parade:
         """`tasks` gets those that have to wait, until they are over."""
         if not self._arrived:
             loop.call_soon(self._march, loop, tasks)
-        scope[_KEY] = one = _Marching(steps, steps.send, copy_context())
-        self._arrived.append(one)
+        scope[_KEY] = _STEP
+        self._arrived.append(_Marching(steps, steps.send, scope, copy_context()))
 
     def _march(self, loop: asyncio.AbstractEventLoop, tasks: Tasks) -> None:
-        marching, self._arrived = self._arrived, []
+        marching, self._arrived = self._arrived[:_COMPANY], self._arrived[_COMPANY:]
+        if self._arrived:
+            loop.call_soon(self._march, loop, tasks)
         while marching:
             going = []
             for one in marching:
@@ -62,11 +65,14 @@ class Parade:
                 if said is _STEP:
                     going.append(one)
                 else:
-                    one.is_task = True
-                    task = loop.create_task(_rest(one.steps, said), context=one.context)
-                    tasks.add(task)
+                    tasks.add(task := _task_of(one, said, loop))
                     task.add_done_callback(tasks.discard)
             marching = going
+
+
+def _task_of(one: _Marching, waits_for: Any, loop: asyncio.AbstractEventLoop) -> asyncio.Task[None]:
+    one.scope[_KEY] = None
+    return loop.create_task(_rest(one.steps, waits_for), context=one.context)
 
 
 @coroutine
@@ -84,19 +90,14 @@ def _rest(steps: Steps, waits_for: Any) -> Generator[Any, Any, None]:
     yield from steps.__await__()
 
 
-def _is_task(scope: Scope) -> bool:
-    marching: _Marching | None = scope.get(_KEY)
-    return marching is None or marching.is_task
-
-
 @coroutine
 def own_task(scope: Scope) -> Generator[None, None, None]:
     """From here on the request is a task, which most of asyncio wants."""
-    if not _is_task(scope):
+    if scope.get(_KEY) is not None:
         yield
 
 
 @coroutine
 def next_turn(scope: Scope) -> Generator[Any, None, None]:
     """Everybody else who is ready goes one step first."""
-    yield None if _is_task(scope) else _STEP
+    yield scope.get(_KEY)

@@ -100,6 +100,19 @@ async def test_in_a_turn_everybody_else_goes_one_step_and_nobody_is_a_task(groun
     assert not ground.tasks
 
 
+async def test_a_crowd_goes_in_companies_and_lets_the_loop_turn_in_between(ground: Ground) -> None:
+    async def one(scope: Scope) -> None:
+        await next_turn(scope)
+        ground.order.append("ended")
+
+    ground.join(*[one] * 150)
+    counts = []
+    for _ in range(4):
+        await asyncio.sleep(0)
+        counts.append(len(ground.order))
+    assert counts == [64, 128, 150, 150]
+
+
 async def test_tasks_go_in_step_too(ground: Ground) -> None:
     async def one(name: str) -> None:
         ground.order.append(f"{name} begins")
