@@ -18,7 +18,7 @@ from modelyard.http.farewell import watch
 from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream
 from modelyard.http.stored import StoredResponses
-from modelyard.http.together import next_turn, own_task
+from modelyard.http.together import next_turn
 from modelyard.http.visit import Visit, aside, body_at_hand, read_body, respond, respond_error
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.papers import Scribe
@@ -62,7 +62,7 @@ class Exchange(Struct):
             self._request = request = self._at_hand() or await self._read()
             await next_turn(self._scope)
             job = await gateway.prepare(request, visit.caller)
-            await (own_task(self._scope) if request.stream else next_turn(self._scope))
+            await next_turn(self._scope)
             answer = gateway.start(job, self._entry)
             await (self._stream(answer, request) if request.stream else self._whole(answer, request))
         except Exception as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +23,7 @@ from modelyard.gateway.choices import Choices
 from modelyard.http.cycle import behind
 from modelyard.http.farewell import watch
 from modelyard.http.settings import HttpSettings
+from modelyard.http.together import own_task
 from modelyard.http.visit import Visit, headers, respond_error
 from modelyard.telemetry.journal import Entry
 
@@ -46,14 +48,16 @@ class EventStream:
         self._sending = 0.0  # since when a send has been waiting for the client to read; 0 = none is
         self._last = time.monotonic()
         self._ping: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Any] | None = None
 
     async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send_raw, self._cycle = send, behind(send)
-        loop = asyncio.get_running_loop()
-        self._task, self._loop = asyncio.current_task(), loop
+        self._loop = loop = asyncio.get_running_loop()
         unwatch = watch(scope, receive, self._answer)
         self._timer = loop.call_later(self._keepalive_s, self._tick)
         try:
+            await own_task(scope)
+            self._task = asyncio.current_task()
             await self._relay()
         finally:
             self._over = True

@@ -15,19 +15,22 @@ import pytest
 from starlette.types import Scope
 
 from modelyard.app import Yard
+from modelyard.gateway.job import Job
 from modelyard.http.farewell import Farewells, enlist
 from modelyard.http.together import Parade, next_turn, own_task
+from modelyard.telemetry.journal import Entry
 from tests.http.front import load_all, yard
 from tests.prompt.picture_server import PNG
 from tests.serving import demo, serving
 
-ASKED = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]}).encode()
+ASKED = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 class Client:
     """One request to the app as our own connection makes it, and what was sent back."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stream: bool = False) -> None:
+        self.asked = json.dumps(ASKED | {"stream": stream}).encode()
         self.sent: list[dict[str, Any]] = []
         self.farewells: Farewells = set()
         self.scope: dict[str, Any] = {
@@ -40,10 +43,17 @@ class Client:
         enlist(self.scope, self.farewells)
 
     async def receive(self) -> Any:
-        return {"type": "http.request", "body": ASKED, "more_body": False}
+        return {"type": "http.request", "body": self.asked, "more_body": False}
 
     async def send(self, message: Any) -> None:
         self.sent.append(message)
+
+    def asks(self, yard: Yard) -> Callable[[Scope], Coroutine[Any, Any, None]]:
+        async def ask(scope: Scope) -> None:
+            scope |= self.scope
+            await yard.app(scope, self.receive, self.send)
+
+        return ask
 
     @property
     def said(self) -> str:
@@ -238,14 +248,28 @@ async def test_a_request_that_waits_for_nothing_is_answered_within_a_turn_and_wi
     made: Yard, ground: Ground
 ) -> None:
     client = Client()
-
-    async def ask(scope: Scope) -> None:
-        await made.app(client.scope | scope, client.receive, client.send)
-
-    ground.join(ask)
+    ground.join(client.asks(made))
     await asyncio.sleep(0)
     assert client.said == "Hello there."
     assert not ground.tasks
+
+
+async def test_places_are_given_in_the_order_of_coming_to_streams_and_whole_replies_alike(
+    made: Yard, ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, start = list[bool](), made.gateway.start
+
+    def started(job: Job, entry: Entry | None = None) -> Any:
+        order.append(job.request.stream)
+        return start(job, entry)
+
+    monkeypatch.setattr(made.gateway, "start", started)
+    for stream in (True, False, True, False):
+        client = Client(stream=stream)
+        ground.join(client.asks(made))
+    await asyncio.sleep(0)
+    await ground.finish()
+    assert order == [True, False, True, False]
 
 
 async def test_a_client_that_leaves_in_between_is_not_answered_and_its_place_is_free_again(made: Yard) -> None:
