@@ -64,13 +64,12 @@ _RANGES: dict[str, tuple[float, float]] = {
 _KNOBS = tuple(f.name for f in fields(Sampling) if f.name != "logit_bias")
 _knobs = attrgetter(*_KNOBS)  # all in one call: this runs for every request
 _UNSET = (None,) * len(_KNOBS)
-_NOTHING = NOTHING_ASKED
 
 
 def read_sampling(body: Extensions) -> Sampling:
     values = _knobs(body)
     if values == _UNSET and not body.logit_bias:
-        return _NOTHING
+        return NOTHING_ASKED
     asked = {name: value for name, value in zip(_KNOBS, values, strict=True) if value is not None}
     for name in asked.keys() & _RANGES.keys():
         low, high = _RANGES[name]
@@ -79,7 +78,7 @@ def read_sampling(body: Extensions) -> Sampling:
             raise InvalidRequest(f"{name} must lie between {low:g} and {high:g}, got {got}", param=name)
     if body.logit_bias:
         asked["logit_bias"] = _read_bias(body.logit_bias)
-    return Sampling(**asked) if asked else _NOTHING
+    return Sampling(**asked) if asked else NOTHING_ASKED
 
 
 def _read_bias(bias: dict[str, float]) -> dict[int, float]:

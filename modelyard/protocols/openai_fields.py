@@ -131,7 +131,8 @@ class SentUsage(Struct, gc=False):
 
 def write_usage(prompts: Sequence[Usage], answers: Sequence[Usage]) -> SentUsage:
     """`prompts` holds one usage a prompt, however many answers it had; `answers` one an answer."""
-    usage = answers[0] if len(prompts) == len(answers) == 1 else _added(prompts, answers)
+    is_one = len(prompts) == len(answers) == 1 and prompts[0] is answers[0]
+    usage = answers[0] if is_one else _added(prompts, answers)
     return SentUsage(
         usage.prompt,
         usage.output,

@@ -11,7 +11,7 @@ _EACH = 4  # of one session: side requests come under the same name as the conve
 _SESSIONS = 1024
 _CHARACTERS = 16 << 20  # of rendered prompts; the messages that they were made of are as many again
 
-Key = tuple[str, ...]  # a cache and the session in it
+Key = tuple[str, ...]  # a cache, who asks, and the session
 
 
 class Sessions:

@@ -10,7 +10,7 @@ from msgspec import Raw
 from msgspec.structs import astuple
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Constraint, Request, Sampling
+from modelyard.core.request import NOTHING_ASKED, Constraint, Request
 from modelyard.protocols.extensions import (
     check_positive,
     read_constraint,
@@ -32,7 +32,6 @@ _ROW = Body.__struct_fields__
 _RARE = slice(_ROW.index("prompt_cache_key") + 1, _ROW.index("temperature"))
 _SAMPLING = slice(_RARE.stop, None)
 _NOTHING_RARE, _NO_SAMPLING = (None,) * len(_ROW[_RARE]), (None,) * len(_ROW[_SAMPLING])
-_UNSAMPLED = Sampling()
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
@@ -52,7 +51,7 @@ def _read_plain(model: str, asked: Body, headers: Mapping[str, str], *, is_sampl
     return Request(
         model=model,
         messages=read_messages(asked.messages or [], warnings),
-        sampling=read_sampling(asked) if is_sampled else _UNSAMPLED,
+        sampling=read_sampling(asked) if is_sampled else NOTHING_ASKED,
         max_tokens=_read_max_tokens(asked),
         stream=asked.stream is True,
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage is True,
