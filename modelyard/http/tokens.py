@@ -26,7 +26,7 @@ from modelyard.vocab.shield import unshield
 
 
 class TokenBody(msgspec.Struct, kw_only=True):
-    model: str = "default"
+    model: str = ""
     content: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
@@ -37,6 +37,8 @@ class TokenBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = False
 
 
+_DEFAULT = "default"
+_any = msgspec.json.Decoder(dict[str, Any])
 _bodies = msgspec.json.Decoder(TokenBody)
 _WORK = 12  # tokenizing a byte costs about as much as parsing a dozen
 
@@ -51,7 +53,9 @@ class Question(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]
 
     def chat(self) -> Request:
-        return openai_chat.read_request(self.body, self.headers)
+        """A Chat body names its model; here it may be left out, as everywhere among these endpoints."""
+        body = self.body if self.asked.model else encode(decode(_any, self.body) | {"model": _DEFAULT})
+        return openai_chat.read_request(body, self.headers)
 
 
 class Endpoint:
@@ -107,7 +111,7 @@ class Look(Endpoint):
 
     async def answer(self, body: bytes, visit: Visit) -> bytes:
         asked = await aside(len(body), decode, _bodies, body)
-        target, model = self.gateway.model_for(asked.model, visit.caller)
+        target, model = self.gateway.model_for(asked.model or _DEFAULT, visit.caller)
         question = Question(asked, model, target.window, body, visit.headers)
         return encode(await aside(len(body) * _WORK, self.look, question))
 

@@ -45,6 +45,13 @@ async def test_messages_are_rendered_as_a_request_would_render_them() -> None:
     assert counts == [tokens["count"]] * 2
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/apply-template"])
+async def test_a_conversation_may_leave_out_its_model(path: str) -> None:
+    async with door() as client:
+        bare = await client.post(path, json={"messages": TALK})
+    assert bare.json() == await posted(path, {"messages": TALK})
+
+
 async def test_the_template_is_shown_as_people_read_it() -> None:
     told = await posted("/apply-template", {"messages": TALK})
     assert told["prompt"].startswith("<|im_start|>user\nWhat is <|im_end|> for?")
