@@ -13,10 +13,10 @@ from msgspec import Struct
 
 from bench.subjects import configuration
 from modelyard.config import load
-from modelyard.definition import define
 from modelyard.prompt.render import Renderer
 from modelyard.protocols import openai_chat
-from modelyard.vocab.shield import unshield
+from modelyard.server.model_definition import define
+from modelyard.tokenizer.shield import unshield
 
 TOKENS, GROWTH, TURNS = 20_000, 200, 30
 

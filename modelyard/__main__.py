@@ -1,6 +1,6 @@
 """`python -m modelyard` is the command `modelyard`."""
 
-from modelyard.cli import main
+from modelyard.cli.main import main
 
 if __name__ == "__main__":
     main()

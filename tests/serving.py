@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from modelyard.app import Yard, compose
 from modelyard.config import load
 from modelyard.http import server as front
+from modelyard.server.app import Yard, compose
 
 
 class Served:

@@ -27,13 +27,3 @@ def test_every_module_says_in_its_first_line_what_it_is():
     tree = load_tree()
     silent = [str(p.relative_to(ROOT)) for p in tree.PACKAGE.rglob("*.py") if not tree.first_line(p)]
     assert silent == []
-
-
-def test_no_file_outgrows_its_budget():
-    """A longer file is a design question, not a bigger file."""
-    long = {str(p.relative_to(ROOT)): n for p in (ROOT / "modelyard").rglob("*.py") if (n := _lines(p)) > 400}
-    assert long == {}
-
-
-def _lines(path: Path) -> int:
-    return len(path.read_text().splitlines())

@@ -40,7 +40,7 @@ from modelyard.router.routes import Router, Target
 from modelyard.telemetry.history import History
 from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.metrics import Metrics
-from modelyard.vocab.shield import unshield
+from modelyard.tokenizer.shield import unshield
 
 log = logging.getLogger("modelyard.gateway")
 

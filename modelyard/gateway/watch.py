@@ -9,7 +9,7 @@ from modelyard.gateway.job import Job, Run
 from modelyard.telemetry.cause import Asked, Reuse, opening
 from modelyard.telemetry.fingerprint import Change, Fingerprints, leading_system, message_at
 from modelyard.telemetry.sessions import Key, Sessions
-from modelyard.vocab.shield import unshield
+from modelyard.tokenizer.shield import unshield
 
 
 class Watch:

@@ -22,7 +22,7 @@ from modelyard.http.stored import StoredResponses
 from modelyard.http.visit import Visit, aside, read_body, respond, respond_error
 from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses
 from modelyard.protocols.json import decode, encode
-from modelyard.vocab.shield import unshield
+from modelyard.tokenizer.shield import unshield
 
 
 class TokenBody(msgspec.Struct, kw_only=True):

@@ -25,7 +25,7 @@ from modelyard.core.request import (
 )
 from modelyard.prompt.sandbox import spelled
 from modelyard.prompt.tools import Toolbox
-from modelyard.vocab.shield import Shield
+from modelyard.tokenizer.shield import Shield
 
 RAW = "__raw"  # holds arguments that are no JSON object: every template can print a dictionary
 _decode = msgspec.json.Decoder().decode

@@ -21,9 +21,9 @@ from modelyard.prompt.taming import TamedTemplate, used_tool
 from modelyard.prompt.template import MAX_OUTPUT, ChatTemplate, TemplateFailed
 from modelyard.prompt.tools import Toolbox, instructions
 from modelyard.prompt.translation import SOURCE, TARGET, translated
-from modelyard.vocab.frame import Frame
-from modelyard.vocab.prefix import Cuttable, PrefixTokens
-from modelyard.vocab.shield import Shield, unshield
+from modelyard.tokenizer.frame import Frame
+from modelyard.tokenizer.prefix import Cuttable, PrefixTokens
+from modelyard.tokenizer.shield import Shield, unshield
 
 _HERE = "\ufdd1"  # marks where a prefilled reply ends; a noncharacter like the shield's own
 # Switches by which templates keep the reasoning of earlier turns: one that drops it changes the prompt from the first

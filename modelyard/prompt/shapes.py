@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.vocab.frame import Frame
+from modelyard.tokenizer.frame import Frame
 
 MAX_MESSAGES = 16
 _MAX_SHAPES = 512  # clients choose the roles

@@ -9,7 +9,7 @@ import msgspec
 
 from modelyard.core.request import Tool
 from modelyard.prompt.sandbox import Frozen, tojson
-from modelyard.vocab.shield import Shield
+from modelyard.tokenizer.shield import Shield
 
 _REMEMBERED = 4 << 20  # bytes of JSON: an agent sends the same list with each request
 _encode = msgspec.json.Encoder().encode

@@ -15,11 +15,11 @@ from rich.markup import escape
 from modelyard.config import Loaded
 from modelyard.core.engine import Machine
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.footprint import machine
 from modelyard.library.home import cache_folder
 from modelyard.measuring.drawing import check as can_draw
 from modelyard.measuring.drawing import save as draw
 from modelyard.measuring.durations import seconds
+from modelyard.server.memory_estimate import machine
 from modelyard.tune import goals, report
 from modelyard.tune.apply import apply, overruled, writable
 from modelyard.tune.journal import Journal, fingerprint

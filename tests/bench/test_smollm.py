@@ -10,7 +10,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from bench.smollm import build_tokenizer, write_folder
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 
 
 def metadata(**changed: Any) -> dict[str, Any]:

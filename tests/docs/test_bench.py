@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from modelyard.cli import app
+from modelyard.cli.main import app
 from modelyard.measuring.workload import WORKLOADS, Workload
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "bench.md").read_text(encoding="utf-8")

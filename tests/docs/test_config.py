@@ -7,9 +7,9 @@ import re
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin, find_template, formats
 from modelyard.prompt.template import ChatTemplate
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 from tests.docs.pages import DOCS
-from tests.vocab import tokenizers_made as made
+from tests.tokenizer import tokenizers_made as made
 
 ROW = re.compile(r"^\| `(\w+)`[^|]*\| [^|]* \| `((?:[^`])+)` \| (yes|no) \|$", re.MULTILINE)
 

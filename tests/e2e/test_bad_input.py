@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from modelyard.prompt.render import Renderer
-from modelyard.vocab.hf import HfVocabulary
-from modelyard.vocab.prefix import PrefixTokens
+from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.prefix import PrefixTokens
 from tests.e2e.shapes import VALID, refusal
 from tests.serving import Served, demo, serving
 

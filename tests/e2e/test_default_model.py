@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
+from modelyard.cli.explain import explain_model
 from modelyard.config import load
-from modelyard.explain import explain_model
 from modelyard.library import default
 from tests.serving import Served, serving
 

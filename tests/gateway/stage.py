@@ -13,12 +13,12 @@ from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineInfo, P
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event
 from modelyard.core.request import Caller, Message, Request, Text
-from modelyard.definition import define
 from modelyard.engines.mailbox import Mailbox
 from modelyard.gateway import Answer, Gateway, Model
 from modelyard.gateway.choices import Choices
 from modelyard.prompt.media import Images
 from modelyard.scheduler.scheduler import Scheduler
+from modelyard.server.model_definition import define
 from modelyard.telemetry.metrics import Metrics
 from tests.serving import demo
 

@@ -14,9 +14,9 @@ from modelyard.config import load
 from modelyard.core.engine import Media
 from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.request import Caller, Image, Message, Request, Sampling, Text
-from modelyard.definition import define
 from modelyard.gateway.job import Job, Room, Run, fit
 from modelyard.router.routes import Target
+from modelyard.server.model_definition import define
 from tests.gateway.stage import asked, model
 from tests.serving import demo
 

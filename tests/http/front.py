@@ -9,8 +9,8 @@ from typing import Any
 
 import httpx
 
-from modelyard.app import Yard, compose
 from modelyard.config import load
+from modelyard.server.app import Yard, compose
 from tests.serving import demo
 
 URL = "http://localhost"

@@ -14,10 +14,10 @@ import httpx
 import pytest
 from starlette.types import Scope
 
-from modelyard.app import Yard
 from modelyard.gateway.job import Job
 from modelyard.http.farewell import Farewells, enlist
 from modelyard.http.together import Parade, next_turn, own_task
+from modelyard.server.app import Yard
 from modelyard.telemetry.journal import Entry
 from tests.http.front import load_all, yard
 from tests.prompt.picture_server import PNG

@@ -10,7 +10,7 @@ from modelyard import plugins
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.measuring.sample import Sample
 from modelyard.measuring.workload import Ask
-from modelyard.vocab import FileVocabulary, open_vocabulary
+from modelyard.tokenizer import FileVocabulary, open_vocabulary
 
 FAKE: Any = plugins.load("engines", "fake")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.vocab.hf import HfVocabulary
-from tests.vocab import tokenizers_made as made
+from modelyard.tokenizer.hf import HfVocabulary
+from tests.tokenizer import tokenizers_made as made
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from modelyard.core.request import Message, Text
 from modelyard.prompt.conversation import Conversation
 from modelyard.prompt.tools import Toolbox
-from modelyard.vocab.shield import SENTINEL, Shield
+from modelyard.tokenizer.shield import SENTINEL, Shield
 from tests.prompt.histories import ask, call, say
 
 SPECIALS = ("<|im_end|>", "<think>", "</think>")

@@ -11,10 +11,10 @@ from modelyard.core.request import Image, Reasoning, Request, Text, Thinking, To
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate
-from modelyard.vocab.folder import Ends
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.folder import Ends
+from modelyard.tokenizer.hf import HfVocabulary
 from tests.prompt.histories import TALKING, TOOL, ask, call, result, say
-from tests.vocab import tokenizers_made as made
+from tests.tokenizer import tokenizers_made as made
 
 VOCAB = HfVocabulary.from_text(made.byte_level())
 CHATML = Renderer(ChatTemplate(builtin("generic")), VOCAB)

@@ -14,8 +14,8 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.shapes import MAX_MESSAGES, Looked, Shapes, Unread, shape_of, text_at
 from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate
-from modelyard.vocab.hf import HfVocabulary
-from tests.vocab import tokenizers_made as made
+from modelyard.tokenizer.hf import HfVocabulary
+from tests.tokenizer import tokenizers_made as made
 
 VOCAB = HfVocabulary.from_text(made.byte_level())
 LOOP = "{% for message in messages %}BODY{% endfor %}{{ '<|im_start|>assistant\n' }}"

@@ -15,9 +15,9 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin
 from modelyard.prompt.stability import Spoken, call_ids, restored, spoken, with_breaks
 from modelyard.prompt.template import ChatTemplate
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 from tests.prompt.histories import TALKING, TOOL, ask, result, say
-from tests.vocab import tokenizers_made as made
+from tests.tokenizer import tokenizers_made as made
 
 VOCAB = HfVocabulary.from_text(made.byte_level())
 OWN = '{"timeout":5000.0,  "path": "a.txt"}'

@@ -6,7 +6,7 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin
 from modelyard.prompt.taming import TamedTemplate
 from modelyard.prompt.template import ChatTemplate, TemplateRefused
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 from tests.prompt.histories import HISTORIES, TALKING, ask, say
 
 STRICT = """{{ bos_token }}

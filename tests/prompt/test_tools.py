@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from modelyard.core.request import Tool
 from modelyard.prompt.tools import Toolbox, definition, instructions
-from modelyard.vocab.shield import SENTINEL, Shield
+from modelyard.tokenizer.shield import SENTINEL, Shield
 
 BOX = Toolbox(Shield(["<|im_end|>"]))
 

@@ -10,8 +10,8 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate, TemplateRefused
 from modelyard.prompt.translation import translated
-from modelyard.vocab.hf import HfVocabulary
-from modelyard.vocab.shield import unshield
+from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.shield import unshield
 
 
 def asked(text: str = "Ach.", *before: Message, **codes: Any) -> Request:

@@ -19,7 +19,7 @@ import modelyard.engines.fake
 from modelyard.core.engine import Piece
 from modelyard.core.vocab import Vocabulary
 from modelyard.scanner.formats import load, names
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 from tests.scanner.reading import Heard, calls_of, scan, tokens
 from tests.scanner.test_cases import CASES, expected, options_of, read_cases, summary
 

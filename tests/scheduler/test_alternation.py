@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from modelyard.app import Yard, compose
 from modelyard.config import load
 from modelyard.core.engine import Machine
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Request, Sampling, Text
 from modelyard.gateway import Answer
 from modelyard.gateway.choices import Choices
+from modelyard.server.app import Yard, compose
 from tests.engines.llama_cpp.stage import model_file
 
 CALLER = Caller(trace="t", endpoint="/v1/chat/completions")

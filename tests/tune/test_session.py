@@ -227,7 +227,7 @@ def test_wishes_become_a_plan():
 def test_the_command_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from typer.testing import CliRunner
 
-    from modelyard.cli import app
+    from modelyard.cli.main import app
 
     seen: list[Wishes] = []
     monkeypatch.setattr(session, "optimize", lambda loaded, wishes, out, err: seen.append(wishes) or 3)

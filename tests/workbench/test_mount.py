@@ -95,7 +95,7 @@ def test_what_does_not_say_its_size_is_not_read(own: Serving) -> None:
 
 
 def test_a_server_that_nobody_visits_has_imported_none_of_it(tmp_path: Path) -> None:
-    code = "import sys, modelyard.serve, modelyard.workbench.mount; sys.exit('nicegui' in sys.modules)"
+    code = "import sys, modelyard.server.serve, modelyard.workbench.mount; sys.exit('nicegui' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == 0
 

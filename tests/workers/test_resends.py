@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.app import compose
 from modelyard.config import load
+from modelyard.server.app import compose
 from modelyard.workers.hosted import Hosted
 from modelyard.workers.pool import RemotePool
 from tests.serving import demo

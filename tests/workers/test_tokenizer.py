@@ -13,7 +13,7 @@ import pytest
 
 from modelyard.core.errors import Unavailable, Unsupported
 from modelyard.engines import fake
-from modelyard.vocab import open_vocabulary
+from modelyard.tokenizer import open_vocabulary
 from modelyard.workers.tokenizer import gather, known, lay_down, name_of
 from tests import commands
 from tests.e2e.servers import until

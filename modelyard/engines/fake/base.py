@@ -18,7 +18,7 @@ from modelyard.engines.fake.answers import Steps, constrained, demo
 from modelyard.engines.fake.conversation import Conversation
 from modelyard.engines.fake.options import Options, tokenizer_path
 from modelyard.engines.fake.script import Rule, Script, Step
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from modelyard.engines.llama_cpp.identity import identity
 from modelyard.engines.llama_cpp.image import Worn
 from modelyard.engines.llama_cpp.options import Lora
 from modelyard.engines.llama_cpp.sequences import Adapters
-from modelyard.vocab import llama_log
+from modelyard.tokenizer import llama_log
 
 
 class _Held(Struct, frozen=True):

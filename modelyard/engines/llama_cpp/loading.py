@@ -18,7 +18,7 @@ from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import Shape, check, draft_shape, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.telemetry import free
-from modelyard.vocab import llama_log
+from modelyard.tokenizer import llama_log
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from modelyard.engines.fake.conversation import Seen
 from modelyard.engines.fake.dialects import writer
 from modelyard.engines.fake.plan import Compiler, Say, walk
 from modelyard.engines.fake.script import Rule, Script
-from modelyard.vocab.gguf import GgufVocabulary
+from modelyard.tokenizer.gguf import GgufVocabulary
 
 
 class Replay:

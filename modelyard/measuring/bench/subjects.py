@@ -9,11 +9,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from modelyard.blueprint import blueprint
 from modelyard.config import Config
 from modelyard.core.engine import ChatEngine, TextEngine
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.definition import define
 from modelyard.gateway.model import Model
 from modelyard.library import default
 from modelyard.measuring.bench.served import served
@@ -24,6 +22,8 @@ from modelyard.measuring.url_load import UrlLoad
 from modelyard.measuring.workload import Workload
 from modelyard.router.catalog import CacheEntry
 from modelyard.router.routes import Router
+from modelyard.server.engine_factory import blueprint
+from modelyard.server.model_definition import define
 
 Say = Callable[[str], None]
 Opening = Callable[[Say], AbstractAsyncContextManager[Load]]

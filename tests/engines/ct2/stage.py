@@ -13,7 +13,7 @@ from modelyard.core.request import Sampling
 from modelyard.engines import ct2
 from modelyard.engines.ct2.engine import Ct2Engine
 from modelyard.library.convert import convert
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 from tests.engines.reading import ids
 
 GREEDY = Sampling(temperature=0)

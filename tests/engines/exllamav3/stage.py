@@ -21,7 +21,7 @@ from modelyard.core.vocab import Vocabulary
 from modelyard.engines import exllamav3, fake
 from modelyard.engines.exllamav3 import library
 from modelyard.engines.exllamav3.engine import Exl3Engine
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 from tests.engines.exllamav3.standin import StandIn, in_step_with
 from tests.engines.reading import ids
 

@@ -8,7 +8,7 @@ from modelyard.core.vocab import Vocabulary
 from modelyard.engines import fake
 from modelyard.engines.fake.chat import FakeChatEngine
 from modelyard.engines.fake.text import FakeTextEngine
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 
 WEATHER = (
     '{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", '

@@ -24,10 +24,10 @@ from modelyard.core.errors import (
 )
 from modelyard.core.events import BlockDelta, Event, Failed, fold
 from modelyard.core.request import Message, Request, Text
-from modelyard.definition import define
 from modelyard.engines import litellm
 from modelyard.engines.litellm.engine import LiteLlmEngine
 from modelyard.plugins import MissingLibrary
+from modelyard.server.model_definition import define
 
 REQUEST = Request(model="any", messages=(Message("user", (Text("Hello"),)),), max_tokens=9)
 

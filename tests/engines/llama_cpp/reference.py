@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from modelyard.vocab import llama_log
+from modelyard.tokenizer import llama_log
 from tests.engines.llama_cpp.stage import UBATCH
 
 Logits = npt.NDArray[np.float32]

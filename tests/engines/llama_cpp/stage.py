@@ -14,7 +14,7 @@ from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp.engine import LlamaEngine
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.library.default import fetch
-from modelyard.vocab.gguf import GgufVocabulary
+from modelyard.tokenizer.gguf import GgufVocabulary
 from tests.engines.reading import ids, read
 
 GREEDY = Sampling(temperature=0)

@@ -18,7 +18,7 @@ from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import Shape, check, compute, kv, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.telemetry import free
-from modelyard.vocab import llama_log
+from modelyard.tokenizer import llama_log
 from tests.engines.llama_cpp.exact import recurrent_model, sliding_model, write
 from tests.engines.llama_cpp.stage import model_file, running, spec
 

@@ -17,7 +17,7 @@ from modelyard.core.events import BlockDelta, Event, Failed, fold
 from modelyard.core.request import Constraint
 from modelyard.engines.llama_server.server import find_binary
 from modelyard.library.default import fetch
-from modelyard.vocab.gguf import GgufVocabulary
+from modelyard.tokenizer.gguf import GgufVocabulary
 from tests.engines.llama_server import stage
 from tests.engines.llama_server.stage import asked, engine, read, running
 

@@ -25,7 +25,7 @@ from modelyard.library import vllm_env
 from modelyard.library.convert import convert
 from modelyard.library.home import cache_folder
 from modelyard.processes.tether import tethered
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 from modelyard.workers.client import remote
 from modelyard.workers.hosted import order_of
 from modelyard.workers.launch import ApartText, apart

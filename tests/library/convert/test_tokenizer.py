@@ -12,8 +12,8 @@ import pytest
 from modelyard.core.errors import Unsupported
 from modelyard.library.convert import tokenizer
 from modelyard.library.gguf import contents
-from modelyard.vocab.gguf import GgufVocabulary
-from modelyard.vocab.hf import HfVocabulary
+from modelyard.tokenizer.gguf import GgufVocabulary
+from modelyard.tokenizer.hf import HfVocabulary
 from tests.engines.llama_cpp.stage import model_file
 from tests.library.convert import tiny
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from modelyard import cli
+from modelyard.cli import main
 from modelyard.measuring.workload import named, talk
 from tests import commands
 from tests.e2e.servers import until
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def bench(*arguments: str, **env: str) -> Result:
-    return CliRunner().invoke(cli.app, ["bench", *arguments], env=env)
+    return CliRunner().invoke(main.app, ["bench", *arguments], env=env)
 
 
 def found(*arguments: str, **env: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The `modelyard` command: one file per command group."""

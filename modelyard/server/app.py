@@ -1,0 +1,185 @@
+"""The composition root: the only file that knows every part. It makes them, joins them and ends them; no globals."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from msgspec import Struct
+from starlette.types import ASGIApp
+
+from modelyard.config import Config
+from modelyard.core.engine import Site
+from modelyard.core.errors import Unavailable
+from modelyard.core.store import Store
+from modelyard.gateway import Gateway
+from modelyard.gateway.recall import Recall
+from modelyard.http import server as front
+from modelyard.http.admin.office import Office
+from modelyard.http.admin.siblings import Siblings
+from modelyard.http.auth import Key, check_bind, read_keys
+from modelyard.library.home import cache_folder
+from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE
+from modelyard.prompt.media import Images
+from modelyard.scheduler.appraisal import Appraiser
+from modelyard.scheduler.limits import KeyLimits
+from modelyard.scheduler.measured import Ledger
+from modelyard.scheduler.scheduler import Scheduler
+from modelyard.server.admin_service import Household, Reread, defined
+from modelyard.server.engine_factory import blueprints
+from modelyard.server.memory_estimate import machine
+from modelyard.store import open_store
+from modelyard.telemetry.history import History
+from modelyard.telemetry.journal import Journal
+from modelyard.telemetry.machine import MemoryGauge
+from modelyard.telemetry.metrics import Metrics
+from modelyard.telemetry.papers import Copies, Papers
+from modelyard.telemetry.peers import MetricsPeer
+from modelyard.workbench.mount import Workbench
+from modelyard.workbench.relay import is_keeper, meeting_place, own_place
+from modelyard.workers.pool import RemotePool
+from modelyard.workers.store import SharedStore
+
+
+class Yard(Struct):
+    """One gateway process, put together and not yet running."""
+
+    config: Config
+    keys: tuple[Key, ...]
+    scheduler: Scheduler | RemotePool
+    gateway: Gateway
+    house: Household
+    app: ASGIApp
+
+    async def stop(self) -> None:
+        await _stop(self.gateway, self.scheduler)
+
+
+async def _stop(gateway: Gateway, scheduler: Scheduler | RemotePool) -> None:
+    """Every answer under way ends in an error that its client can read, and nothing new begins."""
+    gateway.stop(Unavailable("the server is shutting down", code="shutting_down"))
+    await scheduler.close()
+
+
+def compose(
+    config: Config,
+    env: Mapping[str, str] = os.environ,
+    reread: Reread | None = None,
+    pool: RemotePool | None = None,
+    welcome: Callable[[], None] = lambda: None,
+) -> Yard:
+    """`pool` is a scheduler in another process; without one it is part of this. `welcome` is called once all of it is
+    open to others, and before the first model is loaded."""
+    keys = read_keys(config.keys, env)
+    check_bind(config.http, keys)
+    metrics, router = Metrics(), config.router()
+    models = {name: definition.model for name, definition in defined(config).items()}
+    scheduler = pool or make_scheduler(config, env)
+    scheduler.reconfigure(blueprints(config, {name: model.fault for name, model in models.items()}))
+    store, shared = _store(config, scheduler)
+    gateway = Gateway(
+        router=router,
+        models=models,
+        leases=scheduler,
+        images=Images(config.images),
+        metrics=metrics,
+        history=History(config.log.history_requests),
+        recall=Recall(store if shared else None),
+    )
+    metrics.watch_queue(lambda: {name: status.waiting for name, status in scheduler.status().items()})
+    if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one tells its figures
+        metrics.watch_pool(scheduler.figures)
+    peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
+    house = Household(config, scheduler, gateway, reread)
+    return Yard(
+        config, keys, scheduler, gateway, house, _front(config, keys, scheduler, gateway, peer, house, store, welcome)
+    )
+
+
+def make_scheduler(
+    config: Config, env: Mapping[str, str], sites: Callable[[], Sequence[Site]] = lambda: (Site(),)
+) -> Scheduler:
+    """`sites` are the machines on which engines may be opened, where this is not the only one."""
+    gauge = MemoryGauge()
+    ledger = Ledger(cache_folder(env) / "measured.json")
+    settings = config.scheduler
+    appraiser = Appraiser(settings.limits(), machine=machine, gauge=gauge.read, ledger=ledger, sites=sites)
+    return Scheduler(settings.bounds(), limits=key_limits(config), appraiser=appraiser)
+
+
+def key_limits(config: Config) -> dict[str, KeyLimits]:
+    """Of the keys that have any: the others cost a request nothing."""
+    fields = KeyLimits.__struct_fields__
+    limits = {key.name: KeyLimits(**{field: getattr(key, field) for field in fields}) for key in config.keys}
+    return {name: its for name, its in limits.items() if its != KeyLimits()}
+
+
+def _store(config: Config, scheduler: Scheduler | RemotePool) -> tuple[Store, bool]:
+    """What is remembered between requests, and whether other gateways see it, too."""
+    in_memory = config.store.backend == "memory"
+    if in_memory and isinstance(scheduler, RemotePool):
+        return SharedStore(scheduler), True
+    return open_store(config.store), not in_memory
+
+
+def _front(
+    config: Config,
+    keys: tuple[Key, ...],
+    scheduler: Scheduler | RemotePool,
+    gateway: Gateway,
+    peer: MetricsPeer | None,
+    house: Household,
+    store: Store,
+    welcome: Callable[[], None],
+) -> ASGIApp:
+    settings = config.log
+    journal = (
+        Journal(settings.debug_dir, settings.debug_max_requests, settings.debug_max_bytes)
+        if settings.debug_dir is not None
+        else None
+    )
+
+    @asynccontextmanager
+    async def life(_: Any) -> AsyncIterator[None]:
+        if peer is not None:
+            await peer.open()
+        await workbench.meet(built)
+        welcome()
+        for name, model in config.models.items():
+            if model.enabled:
+                scheduler.preload(name)
+        _calm_collector()
+        yield
+        await _stop(gateway, scheduler)  # not everybody who runs this app says goodbye first
+        await house.close()
+        await gateway.close()
+        await store.close()
+        await workbench.close()
+        await siblings.close()
+        if peer is not None:
+            await peer.close()
+        if journal is not None:
+            await asyncio.to_thread(journal.close)
+
+    scrape: Callable[[], Awaitable[bytes]] = gateway.metrics.scrape if peer is None else peer.scrape
+    papers = Papers(settings.history_bytes, on=settings.history_texts)
+    scribe = papers if journal is None else Copies(journal, papers)
+    siblings = Siblings(own_place())
+    office = Office(scheduler, gateway, papers, house, cache_folder() / "tune", time.time, siblings)
+    workbench = Workbench(meeting=meeting_place(), keeper=is_keeper(), own=own_place())
+    edge = front.Edge(gateway, config.http, keys, store, scrape, scribe, office, workbench)
+    built = front.build(edge, life)
+    return built
+
+
+def _calm_collector() -> None:
+    """What is there at start stays for good, and requests leave no cycles behind: without this the collector walks
+    everything again and again, and 1,000 streams wait up to 170 ms for it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)

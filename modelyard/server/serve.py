@@ -1,0 +1,137 @@
+"""Running the server: one process that serves, or one that looks after several."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from modelyard import plugins
+from modelyard.config import Config, load
+from modelyard.http import server as front
+from modelyard.http.auth import check_bind, read_keys
+from modelyard.library import default
+from modelyard.library.progress import Meter
+from modelyard.processes.fleet import INDEX_VARIABLE, run_fleet
+from modelyard.processes.port import listen, reserve
+from modelyard.server.admin_service import Reread
+from modelyard.server.app import compose, key_limits
+from modelyard.server.config_watcher import on_hangup, watch
+from modelyard.server.scheduler_process import gateway_pool
+from modelyard.telemetry import log
+from modelyard.telemetry.hub import MetricsHub
+from modelyard.workers.run import PARENT_VARIABLE
+
+_FIRST_WORD_S = 10.0  # for the scheduler to answer; without it the gateway starts, too, and says that it is not well
+
+
+def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None = None) -> int:
+    """Serve until told to stop; the exit code. With several workers this process only looks after them.
+
+    `scheduler` is the address of one in another process: then no engine runs in this one.
+    """
+    log.setup(config.log)
+    check_bind(config.http, read_keys(config.keys))
+    _prepare(config)
+    scheduler = scheduler or config.scheduler.endpoint or None
+    split = config.http.workers > 1 or (config.workers.cluster and scheduler is None)
+    if split and INDEX_VARIABLE not in os.environ:
+        return _serve_fleet(config, path, http, debug, scheduler)
+    with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
+        return runner.run(_serve_one(config, lambda: load(path, overrides=_overrides(http, debug)), scheduler))
+
+
+def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:
+    """What the command line has set: it holds over every reading of the files."""
+    return {"http": dict(http), "log": {"debug_dir": "debug"} if debug else {}}
+
+
+def _prepare(config: Config) -> None:
+    """All that may take long or be refused before anybody is told to come."""
+    here = [model for model in config.models.values() if model.enabled]
+    if here and all(model.backend == "llama_cpp" for model in here) and find_spec("llama_cpp") is None:
+        raise plugins.MissingLibrary(
+            "the llama.cpp engine is not built: run make install, which compiles it in a few minutes, "
+            "or try --config configs/demo.toml, which needs no engine"
+        )
+    if any(default.is_default(model.path) for model in config.models.values()):
+        default.fetch(Meter(say=logging.getLogger("modelyard.library").info))
+
+
+async def _serve_one(config: Config, reread: Reread, scheduler: str | None = None) -> int:
+    pool = None if scheduler is None else gateway_pool(config, scheduler)
+    if pool is not None:
+        await pool.ready(_FIRST_WORD_S)
+    yard = compose(config, reread=reread, pool=pool, welcome=lambda: _announce(config, listening))
+    if pool is not None:
+        pool.on_edition, pool.on_engine = yard.house.follow, yard.house.learn
+        yard.house.learn_all()
+    server = front.server(yard.app, config.http, yard.stop)
+    # Alone, it shares its port with nobody: SO_REUSEPORT would let a second server take half of the requests.
+    listening = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
+    with on_hangup(yard.house.reload):
+        watching = asyncio.create_task(watch(await _files(reread), yard.house.reload)) if config.watch else None
+        await server.serve(sockets=[listening])
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+    return 0 if server.started else 1
+
+
+def _announce(config: Config, listening: socket.socket) -> None:
+    """Said when signals are heeded and siblings can reach it, not before: people and programs wait for this line."""
+    log.announce(
+        config.http.host, listening.getsockname()[1], config.http.ssl_certfile is not None, list(config.models)
+    )
+
+
+async def _files(reread: Reread) -> tuple[Path, ...]:
+    loaded = await asyncio.to_thread(reread)
+    return tuple(source for source in loaded.source if isinstance(source, Path))
+
+
+def _serve_fleet(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None) -> int:
+    held = reserve(config.http.host, config.http.port)
+    port = held.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
+        argv = [sys.executable, "-m", "modelyard", "serve", *_arguments(path, http, port, debug)]
+        beside: list[list[str]] = []
+        if scheduler is None and needs_scheduler(config):
+            scheduler = f"ipc://{Path(folder) / 'scheduler'}"
+            beside.append([sys.executable, "-m", "modelyard", "scheduler", "--listen", scheduler, *_file(path)])
+            os.environ[PARENT_VARIABLE] = str(os.getpid())
+        if scheduler is not None:
+            argv += ["--scheduler", scheduler]
+        elif config.store.backend == "memory":  # a conversation may go on in another process than it began in
+            os.environ |= {
+                "MODELYARD_STORE__BACKEND": "sqlite",
+                "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
+            }
+        return asyncio.run(run_fleet(argv, config.http.workers, MetricsHub(), beside=beside))
+
+
+def _file(path: Path | None) -> list[str]:
+    return [] if path is None else ["--config", str(path)]
+
+
+def _arguments(path: Path | None, http: Mapping[str, Any], port: int, debug: bool) -> list[str]:
+    arguments = ["--port", str(port), *_file(path)]
+    if http.get("host"):
+        arguments += ["--host", str(http["host"])]
+    return arguments + (["--debug"] if debug else [])
+
+
+def needs_scheduler(config: Config) -> bool:
+    """Whether several gateways must share one: where weights would be loaded by each of them, or a key's limits count
+    for all together. Else each has engines of its own, and no token makes a detour."""
+    backends = {entry.backend for entry in config.router().catalog.models.values()} & set(plugins.names("engines"))
+    return bool(key_limits(config) or config.workers.cluster) or any(
+        plugins.load("engines", backend).HOLDS_WEIGHTS for backend in backends
+    )

@@ -1,0 +1,113 @@
+"""A vocabulary from a GGUF file, through llama.cpp itself: the same ids as the engine, without loading any weights."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.vocab import Detokenizer
+from modelyard.tokenizer.detokenize import TableDetokenizer, TokenTable
+from modelyard.tokenizer.surrogates import well_formed
+
+_CONTROL, _USER_DEFINED, _UNUSED = 1 << 3, 1 << 4, 1 << 1
+_STRIPPING = 1 << 7 | 1 << 8 | 1 << 9  # takes white space around it away, or wants a word's border: no exact cut
+
+
+class GgufVocabulary:
+    """Holds a vocab-only model for as long as it lives. Tokenizing is safe from several threads: it changes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        from llama_cpp import llama_cpp as lib
+
+        from modelyard.tokenizer import llama_log
+
+        self._lib = lib
+        self._pieces: dict[int, bytes] = {}  # those that were asked for: asking the library takes microseconds
+        params = lib.llama_model_default_params()
+        params.vocab_only = True
+        # On no device: to look at a GPU is enough for the driver to set half a gigabyte of its memory aside.
+        nowhere = (ctypes.c_void_p * 1)()
+        params.devices = ctypes.addressof(nowhere)
+        llama_log.forget()
+        self._model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self._model:
+            raise InvalidRequest(f"{path} has no readable vocabulary: {llama_log.reason()}", code="tokenizer_broken")
+        self._vocab = lib.llama_model_get_vocab(self._model)
+        self.size: int = lib.llama_vocab_n_tokens(self._vocab)
+        attributes = {id: lib.llama_vocab_get_attr(self._vocab, id) for id in range(self.size)}
+        marked = {id: a for id, a in attributes.items() if a & (_CONTROL | _USER_DEFINED) and not a & _UNUSED}
+        texts = {id: self._piece(id) for id in marked}
+        self.specials = {raw.decode("utf-8", "replace"): id for id, raw in texts.items() if raw}
+        self.cuts = frozenset(
+            text for text, id in self.specials.items() if marked[id] & _CONTROL and not marked[id] & _STRIPPING
+        )
+        self.eos = frozenset(id for id in range(self.size) if lib.llama_vocab_is_eog(self._vocab, id))
+        first = lib.llama_vocab_bos(self._vocab)
+        self.bos = first if lib.llama_vocab_get_add_bos(self._vocab) and first >= 0 else None
+        self.bos_token = self._text(first)
+        self.eos_token = self._text(lib.llama_vocab_eos(self._vocab))
+        self._table = TokenTable(self.token_bytes, {id: text for text, id in self.specials.items()})
+
+    def __del__(self) -> None:
+        model, self._model = getattr(self, "_model", None), None
+        if model:
+            self._lib.llama_model_free(model)
+
+    @property
+    def template(self) -> str | None:
+        """The chat template in the file's metadata."""
+        return self.named_template(None)
+
+    def named_template(self, name: str | None) -> str | None:
+        raw = self._lib.llama_model_chat_template(self._model, name.encode() if name else None)
+        return raw.decode("utf-8", "replace") if raw else None
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text, parse_special=True)
+
+    def encode_plain(self, text: str) -> list[int]:
+        return self._encode(text, parse_special=False)
+
+    encode_plain_inside = encode_plain
+
+    def _encode(self, text: str, *, parse_special: bool) -> list[int]:
+        raw = well_formed(text).encode()
+        room = len(raw) + 8  # a token is at least a byte, but for a space that some vocabularies put in front
+        ids = (ctypes.c_int32 * room)()
+        count = self._lib.llama_tokenize(self._vocab, raw, len(raw), ids, room, False, parse_special)
+        if count < 0:
+            raise InvalidRequest("the text cannot be tokenized", code="tokenizer_failed")
+        return ids[:count]
+
+    def decode(self, ids: Sequence[int], *, specials: bool = True) -> str:
+        known = set(self.specials.values())
+        raw = b"".join(self.token_bytes(id) for id in ids if specials or id not in known)
+        return raw.decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        found = self._pieces.get(token)
+        if found is None:
+            if not 0 <= token < self.size:
+                return b""
+            found = self._pieces[token] = self._piece(token)
+        return found
+
+    def _piece(self, token: int) -> bytes:
+        buffer = ctypes.create_string_buffer(64)
+        count = self._lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+        if count < 0:
+            buffer = ctypes.create_string_buffer(-count)
+            count = self._lib.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+        return buffer.raw[:count]
+
+    def _text(self, token: int) -> str:
+        return self._piece(token).decode("utf-8", "replace") if token >= 0 else ""
+
+    def detokenizer(self) -> Detokenizer:
+        return TableDetokenizer(self._table)
+
+    def whole_text(self, ids: Sequence[int]) -> str | None:
+        return self._table.whole_text(ids)

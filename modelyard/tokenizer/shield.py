@@ -1,0 +1,70 @@
+"""Text of clients that spells a control token is marked, so that it never becomes one.
+
+The mark is U+FDD0. Unicode keeps it as a noncharacter for ever: no keyboard, font or vocabulary has it, yet it is legal
+in UTF-8 and JSON and survives normalisation and templates. A control token's spelling with the mark inside matches no
+control token any more; the token cache takes the mark out again and encodes that stretch as ordinary text. A mark that
+a client sends is removed first, so nobody can write one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from modelyard.tokenizer.spellings import Spellings
+
+SENTINEL = "\ufdd0"
+
+
+class Shield:
+    """Marks the spellings of the given control tokens; text without any comes back as the same object."""
+
+    def __init__(self, specials: Iterable[str]) -> None:
+        # One character cannot be broken up by a mark inside it.
+        self._spellings = Spellings(s for s in specials if len(s) > 1)
+
+    def __call__(self, text: str) -> str:
+        return self.marked(text)
+
+    def marked(self, text: str) -> str:
+        if SENTINEL in text:
+            text = text.replace(SENTINEL, "")
+        return self._mark(text) if self._spellings.are_in(text) else text
+
+    def _mark(self, text: str) -> str:
+        found, pattern = 1, self._spellings.pattern
+        while found and pattern is not None:  # once more: spellings may overlap, and only the first was broken up
+            text, found = pattern.subn(_break_up, text)
+        return text
+
+    def deep(self, value: Any) -> Any:
+        """The same inside lists and dictionaries, keys included."""
+        if isinstance(value, str):
+            return self(value)
+        if isinstance(value, dict):
+            return {self.deep(key): self.deep(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.deep(item) for item in value]
+        return value
+
+
+def _break_up(match: re.Match[str]) -> str:
+    spelling = match[0]
+    return spelling[0] + SENTINEL + spelling[1:]
+
+
+@lru_cache(maxsize=64)
+def _shield(specials: tuple[str, ...]) -> Shield:
+    return Shield(specials)
+
+
+def shield(text: str, specials: Iterable[str]) -> str:
+    """One text, shielded. Hold a `Shield` where there are many."""
+    return _shield(tuple(specials))(text)
+
+
+def unshield(text: str) -> str:
+    """The text as people and engines may see it."""
+    return text.replace(SENTINEL, "")

@@ -1,0 +1,240 @@
+"""The terminal chat: against a real server, once in this process and once on a terminal of its own."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from modelyard.cli.chat import Conversation, Screen
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
+from modelyard.core.request import Message, Text
+from tests import commands
+from tests.e2e.servers import until
+from tests.serving import Served, demo, serving
+
+SCRIPT: list[dict[str, Any]] = [
+    {"when": "^think", "steps": [{"think": "Let me see."}, {"text": "Forty-two."}]},
+    {"when": "^fail", "steps": [{"text": "Half an"}, {"fail": "out of [memory]"}]},
+    {"when": "^odd", "steps": [{"text": ":smile: [red]x[/red] \x1b[2J end"}]},
+    {"when": "^endless", "steps": [{"text": "so far"}, {"hang": True}]},
+    {"steps": [{"text": "Hello there."}]},
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(demo(SCRIPT)) as running:
+        yield running
+
+
+class Typed(Screen):
+    """What a person types, given beforehand; `interrupt` is a word at whose sight they press Ctrl-C."""
+
+    def __init__(self, *lines: str, colour: bool = False, interrupt: str | None = None) -> None:
+        self.paper = io.StringIO()
+        super().__init__(Console(file=self.paper, force_terminal=colour, color_system="standard" if colour else None))
+        self._lines, self._interrupt = list(lines), interrupt
+
+    def ask(self) -> str | None:
+        return self._lines.pop(0) if self._lines else None
+
+    def show(self, event: Event) -> None:
+        super().show(event)
+        if self._interrupt is not None and self._interrupt in self.text:
+            raise KeyboardInterrupt
+
+    @property
+    def text(self) -> str:
+        return self.paper.getvalue()
+
+
+def said(talk: Conversation) -> list[tuple[str, str]]:
+    return [(m.role, "".join(p.text for p in m.parts if isinstance(p, Text))) for m in talk.messages]
+
+
+def test_an_answer_is_shown_with_what_it_cost(served: Served):
+    screen, talk = Typed("hi"), Conversation(served.url, "demo")
+    talk.run(screen)
+    assert screen.text.startswith("Hello there.\n")
+    assert "tokens, end" in screen.text
+    assert said(talk) == [("user", "hi"), ("assistant", "Hello there.")]
+
+
+def test_the_conversation_grows_and_empty_lines_are_passed_over(served: Served):
+    talk = Conversation(served.url, "demo", system="Be brief.")
+    talk.run(Typed("hi", "", "  ", "again"))
+    assert [role for role, _ in said(talk)] == ["system", "user", "assistant", "user", "assistant"]
+
+
+def test_without_a_name_the_first_model_of_the_server_answers(served: Served):
+    talk = Conversation(served.url + "/")
+    talk.run(Typed("hi"))
+    assert said(talk)[-1] == ("assistant", "Hello there.")
+
+
+def test_reasoning_is_dim_and_the_answer_is_not(served: Served):
+    screen = Typed("think", colour=True)
+    Conversation(served.url, "demo").run(screen)
+    assert "\x1b[2;3mLet me see." in screen.text
+    assert "\nForty-two." in screen.text
+
+
+def test_a_call_is_named_with_its_arguments():
+    screen = Typed()
+    for event in (
+        BlockStart(0, "text"),
+        BlockDelta(0, "I look."),
+        BlockEnd(0),
+        BlockStart(1, "tool_call", "c1", "see"),
+    ):
+        screen.show(event)
+    screen.show(BlockDelta(1, '{"at": "Rome"}'))
+    assert screen.text == 'I look.\ncalls see {"at": "Rome"}'
+
+
+def test_what_the_model_says_is_shown_as_it_stands_but_cannot_steer_the_terminal(served: Served):
+    screen = Typed("odd")
+    Conversation(served.url, "demo").run(screen)
+    assert screen.text.startswith(":smile: [red]x[/red] ␛[2J end\n")
+
+
+def test_a_failure_is_told_and_the_question_forgotten(served: Served):
+    screen, talk = Typed("fail", "hi"), Conversation(served.url, "demo")
+    talk.run(screen)
+    assert "out of [memory]" in screen.text
+    assert said(talk) == [("user", "hi"), ("assistant", "Hello there.")]
+
+
+def test_an_unknown_model_is_told_in_the_servers_words():
+    with serving({"models": {"solo": {"backend": "fake"}}}) as served:
+        screen = Typed("hi")
+        Conversation(served.url, "nobody").run(screen)
+    assert "The model 'nobody' does not exist here. Models: solo." in screen.text
+
+
+def test_an_interrupted_answer_stays_as_far_as_it_came(served: Served):
+    screen, talk = Typed("endless", interrupt="so far"), Conversation(served.url, "demo")
+    talk.run(screen)
+    assert screen.text == "so far\nstopped\n"
+    assert said(talk) == [("user", "endless"), ("assistant", "so far")]
+    until(lambda: served.status("demo").running == 0, "the server lets go")
+
+
+def test_nobody_there_is_a_sentence_that_helps():
+    screen, talk = Typed("hi"), Conversation("http://127.0.0.1:9", "demo")
+    talk.run(screen)
+    assert screen.text == "\nno server answers at http://127.0.0.1:9; start one with: modelyard serve\n"
+    assert talk.messages == []
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://[::1"])
+def test_a_url_that_is_none_is_a_sentence_too(url: str):
+    screen = Typed("hi")
+    Conversation(url, "demo").run(screen)
+    assert url in screen.text
+    assert screen.text.count("\n") == 2
+
+
+def test_a_server_that_lists_nothing_asks_for_a_name(served: Served):
+    screen = Typed("hi")
+    Conversation(served.url + "/health", None).run(screen)
+    assert "there is no /health/v1/models here" in screen.text
+
+
+def test_messages_start_with_the_system_prompt():
+    assert Conversation("http://x", "m", system="Be brief.").messages == [Message("system", (Text("Be brief."),))]
+
+
+# --- on a terminal ----------------------------------------------------------------------------------------------------
+
+# The new session has no terminal until somebody claims one; only then does Ctrl-C reach it as a signal.
+_CLAIM = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+
+_A_WHILE_S = 20.0
+
+
+class Terminal:
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        argv = [sys.executable, "-c", _CLAIM, *commands.MODELYARD, *arguments]
+        env = commands.environment(TERM="xterm-256color")
+        self.process = subprocess.Popen(
+            argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+        )
+        os.close(theirs)
+        self.text = ""
+
+    def types(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def shows(self, wanted: str) -> None:
+        """Waits for it, and forgets what came before."""
+        assert self._comes(wanted, commands.DEADLINE), f"it never showed {wanted!r}, only {self.text!r}"
+        self.text = self.text.partition(wanted)[2]
+
+    def is_interrupted(self, wanted: str) -> None:
+        """By Ctrl-C, and by another where nothing came of the first, as a person does: a signal in the last moment
+        before Python waits for the network is noticed when something comes from there, and not before."""
+        self.types("\x03")
+        if not self._comes(wanted, _A_WHILE_S):
+            self.types("\x03")
+        self.shows(wanted)
+
+    def _comes(self, wanted: str, silence_s: float) -> bool:
+        while wanted not in self.text:
+            readable, _, _ = select.select([self._ours], [], [], silence_s)
+            if not readable:
+                return False
+            self.text += os.read(self._ours, 65536).decode(errors="replace")
+        return True
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(served: Served):
+    terminal = Terminal("chat", "demo", "--url", served.url)
+    try:
+        terminal.shows("› ")
+        terminal.types("think\r")
+        terminal.shows("\x1b[2;3mLet me see.")
+        terminal.shows("Forty-two.")
+        terminal.shows("› ")
+        terminal.types("endless\r")
+        terminal.shows("so far")
+        terminal.is_interrupted("stopped")
+        until(lambda: served.status("demo").running == 0, "the server lets go")
+        terminal.shows("› ")
+        terminal.types("\x04")
+        assert terminal.process.wait(commands.DEADLINE) == 0
+    finally:
+        terminal.close()
+
+
+def test_through_pipes_questions_come_in_and_answers_go_out(served: Served):
+    ended = subprocess.run(
+        [*commands.MODELYARD, "chat", "--url", served.url],
+        input="hi\nthink\n",
+        env=commands.environment(),
+        capture_output=True,
+        text=True,
+        timeout=commands.DEADLINE,
+        check=False,
+    )
+    assert ended.returncode == 0
+    assert ended.stdout.index("Hello there.") < ended.stdout.index("Let me see.") < ended.stdout.index("Forty-two.")
+    assert "\x1b" not in ended.stdout
+    assert ended.stderr == ""

@@ -1,0 +1,40 @@
+"""What people ask before anything runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelyard.cli.explain import broken_engines
+from modelyard.config import load
+from tests.serving import demo
+
+
+@pytest.fixture
+def lacking(tmp_path: Path) -> str:
+    """An interpreter whose environment lacks something."""
+    file = tmp_path / "python"
+    file.write_text("#!/bin/sh\necho '[[3, 12], [\"zmq\"]]'\n")
+    file.chmod(0o755)
+    return str(file)
+
+
+def problems(python: str) -> list[tuple[str, str]]:
+    found = broken_engines(load(env={}, overrides=demo(python=python)).config)
+    return [(problem.path, problem.message) for problem in found]
+
+
+def test_interpreter_that_cannot_run_an_engine_is_told(lacking: str) -> None:
+    ((path, message),) = problems(lacking)
+    assert path == "models.demo.python"
+    assert "pip install pyzmq" in message
+
+
+def test_fit_interpreter_is_no_problem() -> None:
+    assert problems(sys.executable) == []
+
+
+def test_interpreter_that_is_not_here_is_left_to_the_configurations_own_checks() -> None:
+    assert problems("/nowhere/python") == []

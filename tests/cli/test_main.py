@@ -1,0 +1,358 @@
+"""The command line by its own runner; what needs a process of its own is in test_app.py."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import typer
+from click.testing import Result
+from rich.console import Console
+from typer.testing import CliRunner
+
+import modelyard.engines.fake
+from modelyard import __version__
+from modelyard.cli import main
+from modelyard.config import load
+from modelyard.core.errors import Unavailable
+from modelyard.library import default
+from modelyard.server.serve import needs_scheduler
+from tests.library.convert.tiny import write_model
+from tests.library.files import write_gguf
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+DEMO = ("--config", str(CONFIGS / "demo.toml"))
+BROKEN = """
+[http]
+prot = 8001
+keepalive_s = "soon"
+
+[models.demo]
+backend = "fakee"
+
+[[routes]]
+match = "*"
+cache = "mian"
+
+[caches.main]
+model = "demo"
+"""
+
+
+@pytest.fixture(autouse=True)
+def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, with no settings in the environment, on a wide screen; the tests' own logging stays."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
+    for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("modelyard.server.serve.log.setup", lambda settings: None)
+    monkeypatch.setattr(main, "out", Console(width=200))
+    monkeypatch.setattr(main, "err", Console(width=200, stderr=True))
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main.app, arguments)
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+COMMANDS = dict(commands(typer.main.get_command(main.app)))
+
+
+def test_the_commands_are_those_that_are_promised():
+    assert set(COMMANDS) >= {
+        (),
+        ("serve",),
+        ("check",),
+        ("schema",),
+        ("models",),
+        ("models", "add"),
+        ("models", "convert"),
+        ("models", "list"),
+        ("models", "remove"),
+        ("models", "show"),
+        ("chat",),
+        ("parse",),
+    }
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids="-".join)
+def test_every_command_and_every_option_has_a_sentence(path: tuple[str, ...]):
+    command = COMMANDS[path]
+    shown = invoke(*path, "--help")
+    assert shown.exit_code == 0
+    told = [command.help, *(getattr(parameter, "help", "") for parameter in command.params)]
+    assert all(text and text[0].isupper() and text.rstrip()[-1] in ".]" for text in told), told
+    for parameter in command.params:
+        assert max(parameter.opts, key=len) in shown.stdout
+
+
+def test_the_version_is_printed_alone():
+    shown = invoke("--version")
+    assert (shown.exit_code, shown.stdout) == (0, f"{__version__}\n")
+
+
+def test_nothing_said_is_answered_with_help():
+    assert "serve" in invoke().output
+
+
+def test_an_unknown_command_is_a_mistake_of_use():
+    shown = invoke("sevre")
+    assert shown.exit_code == 2
+    assert "sevre" in shown.stderr
+
+
+# --- check ------------------------------------------------------------------------------------------------------------
+
+
+def test_check_shows_what_a_file_comes_to():
+    shown = invoke("check", "--config", str(CONFIGS / "demo.toml"))
+    rows = [" ".join(line.split()) for line in shown.stdout.splitlines()]
+    assert shown.exit_code == 0
+    assert "demo fake gpt-demo at start Scripted answers" in rows
+    assert "fast demo 4096 8 32768 strict Background tasks" in rows
+    assert "*haiku* | *mini* * demo fast 4096" in rows
+    assert "* * demo main 8192" in rows
+    assert "not batched together" in shown.stderr
+
+
+def test_check_without_a_file_shows_the_default_and_fetches_nothing():
+    shown = invoke("check")
+    assert shown.exit_code == 0
+    assert "embedded default" in shown.stdout
+    assert "smollm2" in shown.stdout
+    assert not Path("cache/models/smollm2").exists()
+
+
+def test_check_tells_all_problems_at_once_and_what_was_meant(tmp_path: Path):
+    (tmp_path / "modelyard.toml").write_text(BROKEN)
+    shown = invoke("check")
+    assert shown.exit_code == 2
+    assert shown.stdout == ""
+    assert "'port'" in shown.stderr
+    assert "keepalive_s" in shown.stderr
+    assert "'main'" in shown.stderr
+    assert all(line.startswith("error") and "modelyard.toml" in line for line in shown.stderr.splitlines())
+
+
+def test_check_of_an_engine_that_is_not_there_ends_in_one_and_still_shows_the_routes(tmp_path: Path):
+    (tmp_path / "modelyard.toml").write_text('[models.big]\nbackend = "fake"\n[models.other]\nbackend = "warp_drive"\n')
+    shown = invoke("check")
+    assert shown.exit_code == 1
+    assert "warp_drive" in shown.stderr
+    assert "big" in shown.stdout
+
+
+def test_check_tells_of_an_engine_whose_library_does_not_work_here(monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise Unavailable("the library died by SIGILL; `make rebuild-engine` builds it anew")
+
+    monkeypatch.setattr("modelyard.engines.llama_cpp.verdict.require", broken)
+    shown = invoke("check")
+    assert shown.exit_code == 1
+    assert "unavailable models.smollm2.backend: the library died by SIGILL" in shown.stderr
+    assert "smollm2" in shown.stdout
+
+
+def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path):
+    shown = invoke("check", "--config", "nowhere.toml")
+    assert shown.exit_code == 2
+    assert "nowhere.toml" in shown.stderr
+    assert shown.stderr.count("\n") == 1
+
+
+def test_the_chats_own_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MODELYARD_URL", "http://127.0.0.1:9")
+    assert invoke("check").exit_code == 0
+
+
+# --- schema -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def validator() -> Any:
+    schema = json.loads(CliRunner().invoke(main.app, ["schema"]).stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.iterdir()), ids=lambda file: file.name)
+def test_every_example_is_valid_by_the_printed_schema(validator: Any, file: Path):
+    text = file.read_text()
+    validator.validate(tomllib.loads(text) if file.suffix == ".toml" else json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "broken", [{"http": {"prot": 1}}, {"htpp": {}}, {"http": {"port": "x"}}, {"caches": {"a": {}}}]
+)
+def test_the_printed_schema_refuses_what_the_program_would(validator: Any, broken: dict[str, Any]):
+    assert not validator.is_valid(broken)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_list_shows_engine_aliases_and_description():
+    shown = invoke("models", "list", "--config", str(CONFIGS / "demo.toml"))
+    assert shown.exit_code == 0
+    assert "demo fake gpt-demo at start Scripted answers" in " ".join(shown.stdout.split())
+    assert "library" not in shown.stdout
+
+
+def test_models_list_says_that_the_default_is_not_here_yet():
+    shown = " ".join(invoke("models", "list").stdout.split())
+    assert "smollm2 llama_cpp at start 98.4 MB not fetched yet" in shown
+
+
+def test_models_show_says_that_the_default_is_not_here_yet():
+    shown = invoke("models", "show", "smollm2")
+    assert shown.exit_code == 0
+    assert "not fetched yet (98.4 MB): modelyard serve does that when it starts" in shown.stdout
+
+
+def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
+    write_gguf(tmp_path / "tiny.Q4_K_M.gguf")
+    added = invoke("models", "add", "tiny.Q4_K_M.gguf", "--name", "tiny")
+    assert added.exit_code == 0
+    assert '[models.tiny]\npath = "' in added.stdout
+    assert "tiny a local file" in " ".join(invoke("models", "list").stdout.split())
+    shown = invoke("models", "show", "tiny").stdout
+    assert all(word in shown for word in ("toy, 2 layers", "600", "Q4_K_M", "512 tokens"))
+    asked = CliRunner().invoke(main.app, ["models", "remove", "tiny"], input="n\n")
+    assert (asked.exit_code, "the file stays" in asked.stderr) == (1, True)
+    assert invoke("models", "remove", "tiny", "--yes").exit_code == 0
+    assert "tiny" not in invoke("models", "list").stdout
+    assert (tmp_path / "tiny.Q4_K_M.gguf").exists()
+
+
+def test_a_model_is_converted_into_the_library_and_said_how_to_serve(tmp_path: Path):
+    write_model(tmp_path / "tiny.gguf")
+    made = invoke("models", "convert", "tiny.gguf", "--to", "ct2")
+    assert made.exit_code == 0
+    assert "100 %" in made.stderr
+    assert "[models.tiny-ct2]" in made.stdout
+    assert "tiny-ct2 tiny.gguf as ct2 int8" in " ".join(invoke("models", "list").stdout.split())
+    for wrong in (("tiny.gguf", "--to", "onnx"), ("nobody", "--to", "hf")):
+        shown = invoke("models", "convert", *wrong)
+        assert (shown.exit_code, shown.stderr.count("\n")) == (2, 1)
+
+
+def test_what_cannot_be_added_or_removed_is_one_sentence(tmp_path: Path):
+    (tmp_path / "broken.gguf").write_bytes(b"GGUX")
+    for command in (("add", "nowhere at all"), ("add", "broken.gguf"), ("remove", "nobody", "--yes")):
+        shown = invoke("models", *command)
+        assert shown.exit_code == 2
+        assert shown.stderr.startswith("error ")
+        assert shown.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt-demo"])
+def test_models_show_explains_where_everything_comes_from(name: str):
+    shown = invoke("models", "show", name, "--config", str(CONFIGS / "demo.toml"))
+    rows = {line.split()[0] for line in shown.stdout.splitlines()}
+    assert shown.exit_code == 0
+    assert {"model", "engine", "cache", "tokenizer", "template", "format"} <= rows
+    assert "8 × 8192 tokens Conversations" in shown.stdout
+
+
+def test_an_unknown_model_is_told_which_there_are():
+    shown = invoke("models", "show", "demmo", "--config", str(CONFIGS / "demo.toml"))
+    assert shown.exit_code == 2
+    assert shown.stderr == "error no model 'demmo'; there are demo, gpt-demo\n"
+
+
+# --- serve, as far as it does not serve -------------------------------------------------------------------------------
+
+
+def test_serve_with_a_broken_file_tells_every_problem_and_does_not_start(tmp_path: Path):
+    (tmp_path / "modelyard.toml").write_text(BROKEN)
+    shown = invoke("serve")
+    assert shown.exit_code == 2
+    assert "'port'" in shown.stderr
+    assert "'main'" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_serve_on_a_taken_port_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        shown = invoke("serve", "--port", str(port), *DEMO)
+    assert shown.exit_code == 2
+    assert shown.stderr.splitlines()[-1] == (
+        f"error port {port} on 127.0.0.1 is in use by another program: stop it, or choose another with --port"
+    )
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_serve_for_everybody_without_a_key_is_refused(workers: str):
+    shown = invoke("serve", "--host", "0.0.0.0", "--port", "0", "--workers", workers)
+    assert shown.exit_code == 2
+    assert "without an API key" in shown.stderr
+    assert "MODELYARD_API_KEY" in shown.stderr
+
+
+def test_a_port_that_cannot_be_is_a_problem_of_the_command_line():
+    shown = invoke("serve", "--port", "99999")
+    assert shown.exit_code == 2
+    assert "command line" in shown.stderr
+    assert "65535" in shown.stderr
+
+
+def test_several_gateways_share_a_scheduler_where_weights_or_limits_are_to_be_shared(monkeypatch: pytest.MonkeyPatch):
+    demo = load(Path(DEMO[1]), env={}).config
+    assert not needs_scheduler(demo)
+    limited = load(Path(DEMO[1]), env={}, overrides={"keys": [{"name": "k", "key": "x" * 20, "max_concurrent": 1}]})
+    assert needs_scheduler(limited.config)
+    monkeypatch.setattr(modelyard.engines.fake, "HOLDS_WEIGHTS", True)
+    assert needs_scheduler(demo)
+
+
+def test_keys_are_made_once(tmp_path: Path):
+    file = tmp_path / "cluster.keys"
+    assert invoke("keys", str(file)).exit_code == 0
+    again = invoke("keys", str(file))
+    assert again.exit_code == 2
+    assert "exists already" in again.stderr
+
+
+def test_an_address_that_others_can_reach_is_refused_without_keys():
+    for command in (("scheduler", "--listen", "tcp://0.0.0.0:1"), ("worker", "--scheduler", "tcp://192.0.2.1:1")):
+        shown = invoke(*command, *DEMO)
+        assert shown.exit_code == 2
+        assert "modelyard keys" in shown.stderr
+
+
+def test_serve_without_the_engine_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelyard.server.serve.find_spec", lambda name: None)
+    shown = invoke("serve", "--port", "0")
+    assert shown.exit_code == 2
+    assert shown.stderr.count("\n") == 1
+    assert "make install" in shown.stderr
+    assert "configs/demo.toml" in shown.stderr
+
+
+def test_serve_without_the_engine_still_serves_what_does_not_need_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modelyard.server.serve.find_spec", lambda name: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        shown = invoke("serve", "--port", str(taken.getsockname()[1]), *DEMO)
+    assert "is in use by another program" in shown.stderr, "it came as far as listening"
+
+
+def test_serve_fetches_the_default_before_it_listens(monkeypatch: pytest.MonkeyPatch):
+    def fetch(meter: Any) -> Path:
+        raise Unavailable("no network")
+
+    monkeypatch.setattr(default, "fetch", fetch)
+    shown = invoke("serve", "--port", "0")
+    assert (shown.exit_code, shown.stderr) == (2, "error no network\n")

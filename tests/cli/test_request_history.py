@@ -1,0 +1,59 @@
+"""`modelyard explain` on a running server: the last requests of a session as a table, and every fault in a sentence."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from modelyard.cli import main
+from modelyard.cli.request_history import COLUMNS, rows
+from modelyard.core.errors import Forbidden, NotFound, Unavailable
+from tests.serving import demo, serving
+
+RULES = "You are a careful helper. " * 20
+
+
+def ask(url: str, session: str, text: str, system: str = RULES, key: str = "x") -> httpx.Response:
+    talk = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    headers = {"x-session-id": session, "authorization": f"Bearer {key}"}
+    return httpx.post(f"{url}/v1/chat/completions", json={"model": "m", "messages": talk}, headers=headers)
+
+
+def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
+    with serving(demo()) as served:
+        ask(served.url, "talk-1", "hello")
+        ask(served.url, "talk-1", "hello", system="It is Monday. " + RULES)
+        ask(served.url, "talk-2", "something else")
+        heading, one = rows(served.url, None, "talk-1", 20)
+        newest, _ = rows(served.url, None, None, 1)
+        shown = CliRunner().invoke(main.app, ["explain", "talk-1", "--url", served.url])
+    assert [dict(zip(COLUMNS, row, strict=True))["cause"] for row in one] == ["new_session", "system_changed"]
+    last = dict(zip(COLUMNS, one[-1], strict=True))
+    assert (heading, newest) == ("session talk-1, cache main", "session talk-2, cache main")
+    assert int(last["reused"]) + int(last["evaluated"]) == int(last["prompt"])
+    assert last["from token"] == f"{last['reused']}, message 0 (system)"
+    assert shown.exit_code == 0
+    assert "system_changed" in shown.stdout
+
+
+def test_what_cannot_be_shown_is_one_sentence() -> None:
+    with serving(demo()) as served:
+        with pytest.raises(NotFound, match="answered nothing yet"):
+            rows(served.url, None, None, 5)
+        ask(served.url, "talk-1", "hello")
+        with pytest.raises(NotFound, match="ends in 'nobody'"):
+            rows(served.url, None, "nobody", 5)
+    with pytest.raises(Unavailable, match="no server answers"):
+        rows(served.url, None, None, 5)
+
+
+def test_a_server_with_keys_wants_an_administrators() -> None:
+    keys = [{"name": "boss", "key": "s3cret-boss", "admin": True}, {"name": "guest", "key": "s3cret-guest"}]
+    with serving({**demo(), "keys": keys}) as served:
+        ask(served.url, "talk-1", "hello", key="s3cret-guest")
+        assert len(rows(served.url, "s3cret-boss", None, 5)[1]) == 1
+        with pytest.raises(Forbidden, match="--key"):
+            rows(served.url, None, None, 5)
+        with pytest.raises(Forbidden, match="no administrator"):
+            rows(served.url, "s3cret-guest", None, 5)

@@ -1,0 +1,132 @@
+"""A new configuration takes the old one's place while requests go on; a wrong one changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from modelyard.config import load
+from modelyard.core.errors import Conflict
+from modelyard.server.admin_service import public
+from modelyard.server.app import compose
+from tests.serving import demo
+
+ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
+
+
+class Kept:
+    """A server whose configuration lies in a file that the test may write."""
+
+    def __init__(self, file: Path, config: dict[str, Any]) -> None:
+        self.file = file
+        self.write(config)
+        self.yard = compose(self.read().config, {}, self.read)
+
+    def write(self, config: dict[str, Any]) -> None:
+        self.file.write_text(json.dumps(config))
+
+    def read(self) -> Any:
+        return load(self.file, env={})
+
+
+@asynccontextmanager
+async def kept(file: Path, config: dict[str, Any]) -> AsyncIterator[tuple[Kept, httpx.AsyncClient]]:
+    made = Kept(file, config)
+    await made.yard.scheduler.load("demo")
+    transport = httpx.ASGITransport(made.yard.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield made, client
+    await made.yard.stop()
+    await made.yard.gateway.close()
+
+
+def saying(text: str) -> dict[str, Any]:
+    config = demo([{"steps": [{"text": text}]}])
+    del config["routes"]
+    return config
+
+
+async def said(client: httpx.AsyncClient, model: str = "demo") -> str:
+    reply = (await client.post("/v1/chat/completions", json=ASK | {"model": model})).json()
+    return str(reply["choices"][0]["message"]["content"] if "choices" in reply else reply["error"]["code"])
+
+
+async def test_a_changed_model_answers_in_its_new_form(tmp_path: Path) -> None:
+    async with kept(tmp_path / "a.json", saying("Before.")) as (made, client):
+        assert await said(client) == "Before."
+        made.write(saying("After."))
+        reply = await client.post("/v1/admin/reload")
+        assert reply.json() == {"added": [], "removed": [], "changed": ["demo"], "warnings": []}
+        assert await said(client) == "After."
+
+
+async def test_models_come_and_go(tmp_path: Path) -> None:
+    async with kept(tmp_path / "a.json", saying("One.")) as (made, client):
+        more = saying("One.")
+        more["models"]["second"] = {"backend": "fake", "token_delay": 0, "autoload": True}
+        made.write(more)
+        assert (await client.post("/v1/admin/reload")).json()["added"] == ["second"]
+        assert "second" in [row["id"] for row in (await client.get("/v1/admin/models")).json()["data"]]
+        made.write(saying("One."))
+        assert (await client.post("/v1/admin/reload")).json()["removed"] == ["second"]
+        assert await said(client, "second") == "model_not_found"
+        assert await said(client) == "One."
+
+
+async def test_a_wrong_file_changes_nothing_and_names_every_fault(tmp_path: Path) -> None:
+    async with kept(tmp_path / "a.json", saying("Still here.")) as (made, client):
+        wrong = saying("Never.")
+        wrong["models"]["demo"]["replicas"] = 0
+        wrong["caches"]["main"]["model"] = "nobody"
+        made.write(wrong)
+        reply = await client.post("/v1/admin/reload")
+        assert reply.status_code == 400
+        assert "replicas" in reply.json()["error"]["message"]
+        assert "the old one stays" in reply.json()["error"]["message"]
+        assert await said(client) == "Still here."
+
+
+async def test_what_only_a_restart_changes_is_told(tmp_path: Path) -> None:
+    async with kept(tmp_path / "a.json", saying("Hi.")) as (made, client):
+        made.write({**saying("Hi."), "http": {"port": 9999}})
+        (warning,) = (await client.post("/v1/admin/reload")).json()["warnings"]
+        assert warning.startswith("http: changed, but only a restart")
+
+
+async def test_a_server_without_a_file_has_nothing_to_read() -> None:
+    yard = compose(load(env={}, overrides=demo()).config, {})
+    with pytest.raises(Conflict):
+        await yard.house.reload()
+    await yard.stop()
+    await yard.gateway.close()
+
+
+def test_secrets_are_not_shown() -> None:
+    settings = load(
+        env={},
+        overrides={
+            "models": {
+                "m": {
+                    "backend": "llama_server",
+                    "path": "/m.gguf",
+                    "llama_server_env": {"HF_TOKEN": "hidden", "CUDA_VISIBLE_DEVICES": "0"},
+                },
+                "far": {
+                    "backend": "openai_remote",
+                    "remote_base_url": "https://api.example.com/v1",
+                    "remote_api_key_env": "EXAMPLE_API_KEY",
+                    "remote_model": "large",
+                },
+            }
+        },
+    ).config.models
+    shown = public(settings["m"])
+    assert shown["llama_server_env"] == {"HF_TOKEN": "***", "CUDA_VISIBLE_DEVICES": "***"}
+    assert shown["path"] == "/m.gguf"
+    assert public(settings["far"])["remote_api_key_env"] == "EXAMPLE_API_KEY"

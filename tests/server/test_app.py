@@ -1,0 +1,165 @@
+"""The whole program: put together in this process, and served in one of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from modelyard.cli import explain as explained
+from modelyard.config import load
+from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.http.auth import Key
+from modelyard.server.app import Yard, compose
+from tests import commands
+from tests.serving import demo, serving
+
+HANG = """
+[models.demo]
+backend = "fake"
+script = [{ steps = [{ text = "so far" }, { hang = true }] }]
+
+[caches.main]
+model = "demo"
+n_ctx = 4096
+parallel = 4
+"""
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 50},
+    "/v1/responses": {"input": "hi"},
+}
+GOODBYE = {
+    "/v1/chat/completions": 'data: {"error":{"message":"the server is shutting down"',
+    "/v1/messages": "event: error",
+    "/v1/responses": "event: response.failed",
+}
+
+
+def test_a_bind_that_others_can_reach_needs_a_key():
+    config = load(env={}, overrides={"http": {"host": "0.0.0.0"}}).config
+    with pytest.raises(InvalidRequest, match="without an API key"):
+        compose(config, {})
+
+
+def test_keys_come_from_the_given_environment():
+    env = {"MODELYARD_API_KEY": "secret"}
+    yard = compose(load(env=env, overrides={"http": {"host": "0.0.0.0"}}).config, env)
+    assert [type(key) for key in yard.keys] == [Key]
+    assert [key.name for key in yard.keys] == ["env"]
+
+
+def test_a_model_that_cannot_be_made_fails_alone_and_says_why(tmp_path: Path):
+    config = demo()
+    config["models"]["odd"] = {"backend": "fake", "tokenizer_path": str(tmp_path / "nowhere")}
+    config["routes"] = [{"match": "odd", "model": "odd"}, {"match": "*", "cache": "main"}]
+    with serving(config) as served:
+        bad = httpx.post(served.url + "/v1/chat/completions", json={"model": "odd", **ASKED["/v1/chat/completions"]})
+        good = httpx.post(served.url + "/v1/chat/completions", json={"model": "demo", **ASKED["/v1/chat/completions"]})
+        health = httpx.get(served.url + "/health").json()
+    assert bad.status_code == 503
+    assert "nowhere" in bad.json()["error"]["message"]
+    assert good.status_code == 200
+    assert health["status"] == "degraded"
+    assert health["models"]["odd"]["state"] == "failed"
+    assert "nowhere" in health["models"]["odd"]["reason"]
+
+
+def test_explaining_a_model_that_is_not_there_names_those_that_are():
+    with pytest.raises(NotFound, match="there are demo"):
+        explained.explain_model(load(env={}, overrides=demo()).config, "domo")
+
+
+async def test_stopping_refuses_what_comes_later_and_may_be_done_twice():
+    yard = compose(load(env={}, overrides=demo()).config, {})
+    yard.scheduler.load("demo")
+    await yard.stop()
+    await yard.stop()
+    transport = httpx.ASGITransport(yard.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        reply = await client.post("/v1/messages", json={"model": "demo", **ASKED["/v1/messages"]})
+    assert reply.status_code == 529
+    assert reply.json()["error"]["message"] == "the server is shutting down"
+    assert reply.headers["retry-after"]
+
+
+def _at_work(yard: Yard) -> int:
+    status = yard.scheduler.status()["demo"]
+    return status.running + status.waiting
+
+
+async def test_stopping_ends_those_who_run_and_those_who_wait():
+    yard = compose(
+        load(
+            env={},
+            overrides={
+                **demo([{"steps": [{"hang": True}]}]),
+                "caches": {"main": {"model": "demo", "n_ctx": 4096}},
+                "routes": [],
+            },
+        ).config,
+        {},
+    )
+    transport = httpx.ASGITransport(yard.app)
+    yard.scheduler.load("demo")
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        asked = [asyncio.create_task(client.post(path, json={"model": "demo", **body})) for path, body in ASKED.items()]
+        async with asyncio.timeout(commands.DEADLINE):
+            while _at_work(yard) < len(asked):  # noqa: ASYNC110  the scheduler tells nobody of its changes
+                await asyncio.sleep(0)
+        await yard.stop()
+        replies = await asyncio.gather(*asked)
+    assert ["shutting down" in reply.text for reply in replies] == [True] * len(asked)
+    assert {reply.status_code for reply in replies} <= {503, 529}
+
+
+# --- in a process of its own ------------------------------------------------------------------------------------------
+
+
+def _opened(stack: ExitStack, client: httpx.Client) -> dict[str, tuple[httpx.Response, Iterator[str]]]:
+    """A stream of each protocol, read until its first word is there."""
+    streams = {}
+    for path, body in ASKED.items():
+        reply = stack.enter_context(client.stream("POST", path, json={"model": "demo", "stream": True, **body}))
+        lines = reply.iter_lines()
+        while "so far" not in next(lines):
+            pass
+        streams[path] = (reply, lines)
+    return streams
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_ends_streams_in_their_own_words_and_the_server_in_peace(tmp_path: Path, number: int):
+    with commands.serve(tmp_path, config=HANG) as server, ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(base_url=server.url, timeout=commands.DEADLINE))
+        streams = _opened(stack, client)
+        assert server.stop(number) == 0
+        ends = {path: "\n".join(lines) for path, (_, lines) in streams.items()}
+    for path, said in ends.items():
+        assert GOODBYE[path] in said
+        assert "the server is shutting down" in said
+    assert not [line for line in server.lines if line["logger"].startswith("uvicorn")]
+    assert "Traceback" not in "".join(server.raw)
+
+
+def test_one_server_shares_its_port_with_no_other(tmp_path: Path):
+    with commands.serve(tmp_path, *commands.DEMO) as server:
+        port = server.url.rpartition(":")[2]
+        second = commands.run("serve", "--port", port, *commands.DEMO, cwd=tmp_path)
+    assert second.returncode == 2
+    assert second.stdout == ""
+    assert second.stderr.splitlines()[-1].startswith(f"error port {port} on 127.0.0.1 is in use")
+    assert "Traceback" not in second.stderr
+
+
+def test_the_first_line_says_where_to_go_and_what_is_there(tmp_path: Path):
+    with commands.serve(tmp_path, *commands.DEMO) as server:
+        first = server.lines[0]
+    assert first["message"].startswith("listening on http://localhost:")
+    assert first["models"] == "demo"

@@ -1,0 +1,82 @@
+"""A changed file is read anew, once it has settled; a wrong one changes nothing and is told of."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.http.admin.office import Reloaded
+from modelyard.server.config_watcher import on_hangup, stamps, told, watch
+
+
+class Reload:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.count, self.happened, self._error = 0, asyncio.Event(), error
+
+    async def __call__(self) -> Reloaded:
+        self.count += 1
+        self.happened.set()
+        if self._error is not None:
+            raise self._error
+        return Reloaded(added=("new",), changed=("old",), warnings=("http: changed",))
+
+
+def test_a_file_that_is_not_there_has_no_stamp(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    assert stamps([file]) == {file: None}
+    file.write_text("x")
+    before = stamps([file])
+    file.write_text("longer")
+    assert stamps([file]) != before
+
+
+async def test_a_change_is_noticed(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("one")
+    reload = Reload()
+    watching = asyncio.create_task(watch((file,), reload, look_s=0.001))
+    await asyncio.sleep(0)
+    file.write_text("another")
+    await asyncio.wait_for(reload.happened.wait(), 60)
+    reload.happened.clear()
+    file.write_text("and one more")
+    await asyncio.wait_for(reload.happened.wait(), 60)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert reload.count == 2
+
+
+async def test_a_wrong_configuration_does_not_end_the_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("one")
+    reload = Reload(InvalidRequest("the configuration has errors"))
+    watching = asyncio.create_task(watch((file,), reload, look_s=0.001))
+    await asyncio.sleep(0)
+    for text in ("wrong", "wrong again"):
+        reload.happened.clear()
+        file.write_text(text)
+        await asyncio.wait_for(reload.happened.wait(), 60)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert "the configuration has errors" in caplog.text
+
+
+async def test_what_changed_and_what_waits_for_a_restart_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    await told(Reload())
+    assert "added new; changed old" in caplog.text
+    assert "http: changed" in caplog.text
+
+
+async def test_a_hangup_reads_it_anew() -> None:
+    reload = Reload()
+    with on_hangup(reload):
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.wait_for(reload.happened.wait(), 60)
+    assert reload.count == 1

@@ -1,0 +1,94 @@
+"""Blueprints made from a configuration."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from modelyard.config import load
+from modelyard.core.engine import Machine
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.pool import Blueprint
+from modelyard.engines.fake.text import FakeTextEngine
+from modelyard.server.engine_factory import blueprints
+from modelyard.workers.launch import ApartText
+from tests.serving import demo
+
+
+def made(config: dict[str, Any] | None = None, **model: Any) -> Blueprint:
+    overrides = (config or {}) | {"models": {"m": {"backend": "fake", **model}}}
+    return blueprints(load(env={}, overrides=overrides).config, {})["m"]
+
+
+def test_a_blueprint_says_how_the_model_is_run():
+    blueprint = made(replicas=2, replica_max=3, target_inflight=4, autoload=True, idle_ttl_s=60, n_ctx=512, parallel=5)
+    assert (blueprint.replicas, blueprint.replica_max, blueprint.target_inflight) == (2, 3, 4)
+    assert (blueprint.autoload, blueprint.idle_ttl_s) == (True, 60.0)
+    assert (blueprint.caches["m"].window, blueprint.caches["m"].parallel) == (512, 5)
+    assert blueprint.estimate is not None
+    assert blueprint.estimate(Machine(0)).total > 0
+
+
+@pytest.mark.parametrize(
+    ("general", "own", "ttl"), [(0, None, None), (60, None, 60.0), (60, 0, None), (60, 5, 5.0), (0, 5, 5.0)]
+)
+def test_a_models_own_ttl_wins_over_the_general_one(general: float, own: float | None, ttl: float | None):
+    more = {} if own is None else {"idle_ttl_s": own}
+    assert made({"scheduler": {"idle_ttl_s": general}}, **more).idle_ttl_s == ttl
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({}, True),
+        ({"description": "other words", "replicas": 3, "aliases": ["x"], "autoload": True}, True),
+        ({"n_ctx": 99}, False),
+        ({"echo": True}, False),
+        ({"placement": "process"}, False),
+        ({"placement": "process", "python": sys.executable}, False),
+        ({"placement": "inline"}, True),
+    ],
+)
+def test_the_identity_changes_with_what_makes_another_engine(change: dict[str, Any], same: bool):
+    assert (made(**change).identity == made().identity) is same
+
+
+@pytest.mark.parametrize(
+    ("placement", "kind"), [("auto", FakeTextEngine), ("inline", FakeTextEngine), ("process", ApartText)]
+)
+async def test_placement_says_in_which_process_the_engine_runs(placement: str, kind: type):
+    assert isinstance(made(placement=placement).make(), kind)
+
+
+async def test_engine_with_an_interpreter_of_its_own_has_a_process_of_its_own():
+    engine = made(python=sys.executable).make()
+    assert isinstance(engine, ApartText)
+    assert engine._spec.python == sys.executable
+
+
+async def test_a_model_with_a_fault_fails_when_it_is_made():
+    config = load(env={}, overrides=demo()).config
+    blueprint = blueprints(config, {"demo": InvalidRequest("no tokenizer")})["demo"]
+    with pytest.raises(InvalidRequest, match="no tokenizer"):
+        blueprint.make()
+
+
+async def test_overrides_are_as_if_they_stood_in_the_models_section():
+    blueprint = made(n_ctx=512)
+    assert blueprint.altered is not None
+    altered = blueprint.altered({"n_ctx": 64, "echo": True})
+    assert altered.caches["m"].window == 64
+    assert altered.make().options.echo  # type: ignore[union-attr]
+    assert altered.identity != blueprint.identity
+    assert blueprint.caches["m"].window == 512
+
+
+@pytest.mark.parametrize("overrides", [{"n_ctx": -1}, {"colour": "red"}, {"embedding_size": "large"}])
+def test_bad_overrides_are_refused_with_their_field(overrides: dict[str, Any]):
+    blueprint = made()
+    assert blueprint.altered is not None
+    with pytest.raises(InvalidRequest) as refused:
+        blueprint.altered(overrides)
+    assert refused.value.param == next(iter(overrides))

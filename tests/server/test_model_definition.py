@@ -1,0 +1,155 @@
+"""What a model's settings come to, without any engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.config import load
+from modelyard.core.errors import Unavailable
+from modelyard.core.request import Message, Request, Sampling, Text, Tool
+from modelyard.library.default import fetch
+from modelyard.server.model_definition import Definition, define
+
+
+def defined(**settings: Any) -> Definition:
+    overrides = {
+        "models": {"demo": {"backend": "fake", **settings}},
+        "caches": {"main": {"model": "demo", "n_ctx": 4096, "parallel": 2, "description": "talk"}},
+    }
+    config = load(env={}, overrides=overrides).config
+    return define(config.router().catalog.models["demo"], config.models["demo"])
+
+
+def test_the_notes_say_where_everything_comes_from():
+    notes = dict(defined().notes)
+    assert notes["cache main"] == "2 × 4096 tokens talk"
+    assert notes["tokenizer"].endswith("tokens")
+    assert "generic" in notes["template"]
+    assert notes["format"]
+
+
+def test_a_definition_works_while_nothing_is_loaded():
+    parts = defined().model.parts
+    assert parts.vocab.decode(parts.vocab.encode("hello")) == "hello"
+    assert set(parts.stop_ids) >= parts.vocab.eos
+
+
+def test_a_template_of_ones_own_is_compiled_and_named(tmp_path: Path):
+    notes = dict(defined(chat_template="{{ messages[0].content }}").notes)
+    assert "chat_template" in notes["template"]
+
+
+def test_the_output_format_of_the_settings_wins():
+    model = defined(format="harmony").model
+    assert model.parts.format.name == "harmony"
+
+
+def test_a_chat_engine_has_no_tokenizer_of_ours():
+    model = defined(kind="chat").model
+    assert (model.kind, model.text, model.fault) == ("chat", None, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"tokenizer_path": "/nowhere/at/all"}, "/nowhere/at/all"), ({"chat_template": "{% if %}"}, "template")],
+)
+def test_what_cannot_be_made_keeps_its_fault_and_tells_it_to_whoever_asks(settings: dict[str, Any], why: str):
+    made = defined(**settings)
+    assert made.model.fault is not None
+    assert why in made.model.fault.message
+    assert why in dict(made.notes)["fault"]
+    with pytest.raises(Unavailable, match="could not be loaded"):
+        _ = made.model.parts
+
+
+def test_a_native_library_is_verified_before_the_vocabulary_is_opened_by_it(monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise Unavailable("the library died by SIGILL")
+
+    monkeypatch.setattr("modelyard.engines.llama_cpp.verdict.require", broken)
+    made = defined(backend="llama_cpp", path="/nowhere/model.gguf")
+    assert made.model.fault is not None
+    assert "SIGILL" in made.model.fault.message
+
+
+def test_defaults_of_the_model_reach_the_gateway():
+    model = defined(decoding={"temperature": 0.3, "max_tokens": 77}).model
+    assert model.max_tokens == 77
+    assert model.sampling.temperature == 0.3
+
+
+NAIVE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def test_a_model_whose_template_knows_no_tools_is_told_them_and_understood():
+    made = defined(chat_template=NAIVE)
+    parts = made.model.parts
+    assert parts.format.name == "plain"
+    assert parts.format_for(Request(model="demo", tools=(Tool("now"),))) is parts.taught
+    assert parts.format_for(Request(model="demo")) is parts.format
+    assert "in words" in dict(made.notes)["tools"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"chat_template": NAIVE, "tools_prompt": "never"}])
+def test_a_model_that_is_told_nothing_is_read_as_it_is(settings: dict[str, Any]):
+    made = defined(**settings)
+    assert made.model.parts.taught is None
+    assert dict(made.notes)["tools"] == "by the template"
+
+
+def test_how_calls_are_sent_and_held_is_a_setting():
+    assert (defined().model.tool_stream, defined().model.constrain_calls) == (True, False)
+    model = defined(tool_stream=False, constrain_calls=True).model
+    assert (model.tool_stream, model.constrain_calls) == (False, True)
+
+
+def test_what_ends_a_turn_of_a_named_format_is_a_token_or_a_stop_string():
+    own, foreign = defined(prompt_format="generic").model.parts, defined(prompt_format="gemma4_template").model.parts
+    assert own.vocab.specials["<|im_end|>"] in own.stop_ids
+    assert own.stop_strings == ()
+    assert foreign.stop_strings == ("<turn|>",)
+
+
+def test_a_translating_format_is_known_whoever_renders():
+    assert defined(prompt_format="translategemma_template").model.translates
+    assert defined(prompt_format="translategemma_template", kind="chat").model.translates
+    assert not defined().model.translates
+    assert not defined(prompt_format="generic", kind="chat").model.translates
+
+
+def test_a_format_that_does_not_exist_is_a_fault_whoever_renders():
+    fault = defined(prompt_format="nonsense", kind="chat").model.fault
+    assert fault is not None
+    assert fault.code == "unknown_prompt_format"
+
+
+def native(**settings: Any) -> Definition:
+    return defined(backend="llama_server", **settings)
+
+
+def test_the_tokens_of_a_llama_server_are_counted_here() -> None:
+    made = native(path=str(fetch()), prompt_format="gemma4_template")
+    assert (made.model.kind, made.model.remote, made.model.fault) == ("chat", False, None)
+    assert "<|im_start|>" in made.model.parts.renderer.text(
+        Request(model="demo", messages=(Message("user", (Text("Hi"),)),))
+    )
+    assert dict(made.notes)["template"] == "from the model file's metadata", "it is what the program itself uses"
+
+
+def test_a_file_that_is_not_here_is_the_engines_to_complain_of() -> None:
+    made = native(path="/nowhere/model.gguf")
+    assert (made.model.text, made.model.fault) == (None, None)
+    assert "/nowhere/model.gguf" in dict(made.notes)["tokenizer"]
+
+
+def test_a_remote_model_is_sampled_with_what_was_chosen_and_no_more() -> None:
+    remote = {"backend": "openai_remote", "remote_base_url": "https://a.b", "remote_model": "m"}
+    made = defined(**remote, decoding={"top_p": 0.5})
+    assert made.model.remote
+    assert made.model.sampling == Sampling(top_p=0.5)
+    assert defined(decoding={"top_p": 0.5}).model.sampling == Sampling(temperature=0.7, top_p=0.5)

@@ -1,0 +1,23 @@
+"""The tokenizers of `tokenizers_made`, as vocabularies, made once."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelyard.tokenizer.hf import HfVocabulary
+from tests.tokenizer import tokenizers_made as made
+
+
+@pytest.fixture(scope="session")
+def byte_vocab() -> HfVocabulary:
+    return HfVocabulary.from_text(made.byte_level())
+
+
+@pytest.fixture(scope="session")
+def piece_vocab() -> HfVocabulary:
+    return HfVocabulary.from_text(made.metaspace("first"))
+
+
+@pytest.fixture(scope="session")
+def word_vocab() -> HfVocabulary:
+    return HfVocabulary.from_text(made.word_piece())

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.engine import IdLogprob
+from modelyard.core.vocab import Detokenizer
+from modelyard.tokenizer.hf import HfVocabulary
+from tests.tokenizer import tokenizers_made as made
+
+BYTES = HfVocabulary.from_text(made.byte_level())
+PIECES = HfVocabulary.from_text(made.metaspace("first"))
+WORDS = HfVocabulary.from_text(made.word_piece())
+
+
+def stream(detokenizer: Detokenizer, ids: list[int]) -> str:
+    pieces = [piece for id in ids for piece in detokenizer.feed([id])] + detokenizer.finish()
+    return "".join(piece.text for piece in pieces)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, BYTES.size - 1), max_size=40))
+def test_streamed_text_equals_the_full_decode_of_any_ids(ids: list[int]) -> None:
+    assert stream(BYTES.detokenizer(), ids) == BYTES.decode(ids)
+    one_batch = BYTES.detokenizer()
+    assert "".join(p.text for p in one_batch.feed(ids) + one_batch.finish()) == BYTES.decode(ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30))
+def test_sentencepiece_text_streams_with_the_space_its_first_token_has(text: str) -> None:
+    ids = PIECES.encode(text)
+    assert stream(PIECES.detokenizer(), ids) == b"".join(map(PIECES.token_bytes, ids)).decode()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(3, WORDS.size - 1), max_size=100))
+def test_decoders_without_a_table_stream_exactly_too(ids: list[int]) -> None:
+    assert stream(WORDS.detokenizer(), ids) == WORDS.decode(ids)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, BYTES.size - 1), max_size=8))
+def test_the_whole_text_of_ids_is_what_their_pieces_say_or_left_to_them(ids: list[int]) -> None:
+    for vocab in (BYTES, PIECES):
+        known = [id for id in ids if id < vocab.size]
+        detokenizer = vocab.detokenizer()
+        pieces = detokenizer.feed(known) + detokenizer.finish()
+        text = vocab.whole_text(known)  # all of them have been met by now
+        assert text is None or (text == "".join(piece.text for piece in pieces) and not any(p.special for p in pieces))
+
+
+def test_text_that_was_met_is_told_whole_and_nothing_else_is() -> None:
+    vocab = HfVocabulary.from_text(made.byte_level())
+    hello, half, end = vocab.encode("hello"), vocab.encode("€")[:1], vocab.specials["<|im_end|>"]
+    assert vocab.whole_text(hello) is None
+    vocab.detokenizer().feed([*hello, *half, end])
+    assert vocab.whole_text(hello) == "hello"
+    assert vocab.whole_text([*hello, *half]) is None
+    assert vocab.whole_text([*hello, end]) is None
+    assert vocab.whole_text([]) == ""
+
+
+def test_ids_that_name_no_token_are_left_to_the_detokenizer() -> None:
+    vocab = HfVocabulary.from_text(made.byte_level())
+    hello = vocab.encode("hello")
+    vocab.detokenizer().feed([*hello, vocab.size + 5, 1 << 31, -1])
+    assert vocab.whole_text([*hello, vocab.size + 5]) == "hello"
+    for strange in (vocab.size + 4, vocab.size + 6, 1 << 31, -1):
+        assert vocab.whole_text([*hello, strange]) is None
+
+
+def test_a_decoder_without_a_table_tells_no_whole_text() -> None:
+    ids = WORDS.encode("hello")
+    WORDS.detokenizer().feed(ids)
+    assert WORDS.whole_text(ids) is None
+
+
+def test_half_a_character_waits_for_its_other_half() -> None:
+    ids = BYTES.encode("€")
+    assert len(ids) > 1
+    pieces = BYTES.detokenizer().feed(ids)
+    assert [piece.text for piece in pieces] == [""] * (len(ids) - 1) + ["€"]
+    assert [piece.token for piece in pieces] == ids
+
+
+def test_a_stream_cut_inside_a_character_says_so_once_at_the_end() -> None:
+    detokenizer = BYTES.detokenizer()
+    assert [p.text for p in detokenizer.feed(BYTES.encode("€")[:1])] == [""]
+    assert [(p.text, p.token) for p in detokenizer.finish()] == [("\ufffd", -1)]
+    assert detokenizer.finish() == []
+
+
+def test_a_control_token_flushes_and_stands_alone() -> None:
+    end = BYTES.specials["<|im_end|>"]
+    pieces = BYTES.detokenizer().feed([BYTES.encode("€")[0], end])
+    assert [(p.text, p.special, p.token) for p in pieces[1:]] == [("\ufffd", False, -1), ("<|im_end|>", True, end)]
+
+
+def test_a_quoted_marker_is_not_special() -> None:
+    pieces = BYTES.detokenizer().feed(BYTES.encode_plain("<tool_call>"))
+    assert "".join(p.text for p in pieces) == "<tool_call>"
+    assert not any(p.special for p in pieces)
+    assert [p.special for p in BYTES.detokenizer().feed(BYTES.encode("<tool_call>"))] == [True]
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    ids = [BYTES.encode("€")[0], BYTES.specials["<|im_end|>"]]
+    pieces = BYTES.detokenizer().feed(ids, [IdLogprob(id, -0.5) for id in ids])
+    assert [p.logprob.id if p.logprob else None for p in pieces] == [ids[0], None, ids[1]]
+
+
+def test_streams_do_not_share_state() -> None:
+    first, second = BYTES.detokenizer(), BYTES.detokenizer()
+    first.feed(BYTES.encode("€")[:1])
+    assert second.feed(BYTES.encode("a"))[0].text == "a"
+
+
+def test_the_slow_path_flags_control_tokens_and_keeps_the_words_apart() -> None:
+    ids = [*WORDS.encode("fox"), WORDS.specials["[SEP]"], *WORDS.encode("dog")]
+    pieces = WORDS.detokenizer().feed(ids)
+    assert [p.text for p in pieces if p.special] == ["[SEP]"]
+    assert "".join(p.text for p in pieces if not p.special) == WORDS.decode(ids, specials=False)

@@ -1,0 +1,184 @@
+"""The vocabulary of a GGUF file: the ids of its own tokenizer, cut and put together as the gateway does it."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from bench.smollm import build_tokenizer
+from modelyard.core.errors import InvalidRequest
+from modelyard.library.default import fetch
+from modelyard.library.gguf import read_metadata
+from modelyard.tokenizer import open_vocabulary
+from modelyard.tokenizer.gguf import GgufVocabulary
+from modelyard.tokenizer.prefix import PrefixTokens
+from modelyard.tokenizer.shield import shield, unshield
+
+
+@cache
+def vocabulary() -> GgufVocabulary:
+    vocab = open_vocabulary(fetch())
+    assert isinstance(vocab, GgufVocabulary)
+    return vocab
+
+
+@cache
+def metadata() -> dict[str, Any]:
+    with fetch().open("rb") as file:
+        return read_metadata(file)
+
+
+@cache
+def hugging_face() -> Tokenizer:
+    return build_tokenizer(metadata())
+
+
+SAMPLES = [
+    "Hello, world!",
+    "  two  spaces and\ttabs\n\n\nlines ",
+    "def f(x):\n    return x ** 2  # 12345",
+    "It's what we'll say, isn't it? IT'S",
+    "你好，世界。こんにちは 안녕하세요",
+    "🎉 👩‍👩‍👧‍👦 👋🏽 e\u0301 ﬁ",
+    "3.14159 2024-01-01 ½ ²",
+    "Ünïcödé Straße ΑΒΓ привет",
+    "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|><|im_end|><|im_start|>",
+    "<|im_start <|im_end|",
+    "",
+]
+PIECES = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "|>", " ", "  ", "\n", "fox", " fox", "'s", "42", "é"]
+TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=6).map(unshield), max_size=14).map("".join)
+
+
+@cache
+def missing() -> frozenset[int]:
+    """Bytes that no token of this vocabulary stands for: some control characters, and what starts unassigned ones."""
+    known = {vocabulary().token_bytes(id) for id in range(vocabulary().size)}
+    return frozenset(byte for byte in range(256) if bytes([byte]) not in known)
+
+
+def known(text: str) -> str:
+    """Without characters that the vocabulary lacks. Both tokenizers drop them, but llama.cpp after merging and the
+    other one before: the neighbours `{` and `\\` of a dropped character become one token there."""
+    return "".join(character for character in text if not missing() & set(character.encode()))
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_ids_are_those_of_the_models_own_tokenizer(text: str) -> None:
+    assert vocabulary().encode(text) == hugging_face().encode(text, add_special_tokens=False).ids
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(max_codepoint=0x24F, exclude_categories=["Cs"]), max_size=40).map(known))
+def test_ids_of_latin_text_are_those_of_the_models_own_tokenizer(text: str) -> None:
+    assert vocabulary().encode(text) == hugging_face().encode(text, add_special_tokens=False).ids
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, TEXTS)
+def test_cache_of_tokens_gives_the_ids_of_a_full_tokenization(prefix: str, more: str) -> None:
+    vocab = vocabulary()
+    tokens = PrefixTokens(vocab, vocab.cuts, limit_bytes=20_000)
+    assert tokens.encode(prefix) == vocab.encode(prefix)
+    assert tokens.encode(prefix + more) == vocab.encode(prefix + more)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS)
+def test_plain_text_never_becomes_a_control_token(text: str) -> None:
+    vocab = vocabulary()
+    assert not set(vocab.encode_plain(text)) & set(vocab.specials.values())
+
+
+def test_control_token_that_a_user_spells_stays_text_in_a_prompt() -> None:
+    vocab = vocabulary()
+    tokens = PrefixTokens(vocab, vocab.cuts)
+    ids = tokens.encode(f"<|im_start|>user\n{shield('say <|im_end|> now', vocab.specials)}<|im_end|>")
+    assert ids.count(vocab.specials["<|im_end|>"]) == 1
+    assert vocab.decode(ids) == "<|im_start|>user\nsay <|im_end|> now<|im_end|>"
+
+
+def test_character_that_the_vocabulary_lacks_is_dropped_by_both_tokenizers() -> None:
+    assert 0x1D in missing()
+    assert not any(bytes([byte]).isalnum() or byte in b" \n\t" for byte in missing())
+    assert vocabulary().encode("\x1d") == hugging_face().encode("\x1d", add_special_tokens=False).ids == []
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=30).map(known))
+def test_text_comes_back_whole_token_by_token(text: str) -> None:
+    vocab = vocabulary()
+    ids = vocab.encode_plain(text)
+    detokenizer = vocab.detokenizer()
+    pieces = [piece for id in ids for piece in detokenizer.feed([id])] + detokenizer.finish()
+    assert "".join(piece.text for piece in pieces) == vocab.decode(ids) == text
+
+
+def test_half_a_surrogate_pair_is_tokenized_as_something() -> None:
+    assert vocabulary().decode(vocabulary().encode("a\ud83d")).startswith("a")
+
+
+def test_marks_of_the_vocabulary_are_the_files() -> None:
+    vocab, facts = vocabulary(), metadata()
+    tokens = facts["tokenizer.ggml.tokens"]
+    assert vocab.size == len(tokens)
+    assert vocab.template == facts["tokenizer.chat_template"]
+    assert vocab.named_template("tool_use") is None
+    assert vocab.bos_token == tokens[facts["tokenizer.ggml.bos_token_id"]]
+    assert vocab.eos_token == tokens[facts["tokenizer.ggml.eos_token_id"]]
+    assert facts["tokenizer.ggml.eos_token_id"] in vocab.eos
+    assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= vocab.cuts
+    control = [token for token, kind in zip(tokens, facts["tokenizer.ggml.token_type"], strict=True) if kind == 3]
+    assert set(control) == set(vocab.specials)
+    assert all(tokens[id] == text for text, id in vocab.specials.items())
+
+
+def test_decoding_without_specials_leaves_them_out() -> None:
+    ids = vocabulary().encode("<|im_start|>user\nhi<|im_end|>")
+    assert vocabulary().decode(ids, specials=False) == "user\nhi"
+
+
+def test_ids_outside_the_vocabulary_have_no_bytes() -> None:
+    assert vocabulary().token_bytes(-1) == vocabulary().token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(b"", "failed to read magic"), (b"no such thing" * 100, "invalid magic characters"), (b"GGUF", "failed to read")],
+)
+def test_broken_file_is_told_in_llama_cpps_own_words(
+    data: bytes, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "broken.gguf"
+    file.write_bytes(data)
+    with pytest.raises(InvalidRequest, match=reason) as caught:
+        open_vocabulary(file)
+    assert str(file) in caught.value.message
+    assert capfd.readouterr() == ("", "")
+
+
+def test_reading_a_vocabulary_says_nothing_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    GgufVocabulary(fetch())
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_device_is_looked_at_for_a_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    from llama_cpp import llama_cpp as lib
+
+    plain, lists = lib.llama_model_load_from_file, []
+
+    def load(path: bytes, params: Any) -> Any:
+        lists.append(ctypes.cast(params.devices, ctypes.POINTER(ctypes.c_void_p))[0])
+        return plain(path, params)
+
+    monkeypatch.setattr(lib, "llama_model_load_from_file", load)
+    GgufVocabulary(fetch())
+    assert lists == [None], "a list with no device in it, not the absence of a list, which means all"
