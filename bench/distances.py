@@ -16,8 +16,8 @@ from typing import Any
 
 from bench import workers
 from modelyard.core.engine import CacheInfo, End, EngineInfo, EngineStats, Prompt, Tokens
-from modelyard.core.lease import Demand
-from modelyard.engines.mailbox import Mailbox
+from modelyard.core.lease import LeaseRequest
+from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers.client import remote
 from modelyard.workers.hosted import Hosted, order_of
 from modelyard.workers.link import Keys, new_keys
@@ -42,12 +42,12 @@ class Clock:
         self.lost = self._loop.create_future()
         self.info = EngineInfo("clock", {"main": CacheInfo(1 << 20, 64)})
 
-    def generate(self, asked: Prompt) -> Mailbox[Any]:
-        box: Mailbox[Any] = Mailbox(loop=self._loop)
+    def generate(self, asked: Prompt) -> GenerationQueue[Any]:
+        box: GenerationQueue[Any] = GenerationQueue(loop=self._loop)
         self._say(box, asked.max_tokens)
         return box
 
-    def _say(self, box: Mailbox[Any], left: int) -> None:
+    def _say(self, box: GenerationQueue[Any], left: int) -> None:
         if left == 1:
             box.put_many([Tokens([now_us()]), End("length")], last=True)
             return
@@ -96,7 +96,7 @@ async def asked(ask: Callable[[], Any], rounds: int) -> float:
 
 async def leased(pool: RemotePool) -> float:
     began = time.perf_counter()
-    lease = await pool.request(Demand(model="demo", cache="main")).lease()
+    lease = await pool.request(LeaseRequest(model="demo", cache="main")).lease()
     try:
         granted = time.perf_counter() - began
         return granted + await workers.first_token(lease.engine)

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from modelyard.core.engine import CacheInfo, EngineInfo
-from modelyard.core.lease import Demand
-from modelyard.core.pool import Blueprint
+from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.model import Bounds
 from modelyard.scheduler.scheduler import Scheduler
 
@@ -71,7 +71,7 @@ async def opened(case: Case) -> Scheduler:
     make: Callable[[], Any] = Idle
     scheduler.reconfigure(
         {
-            name: Blueprint(name=name, caches=_CACHES, make=make, replicas=case.replicas, replica_max=case.replicas)
+            name: ModelSpec(name=name, caches=_CACHES, make=make, replicas=case.replicas, replica_max=case.replicas)
             for name in names
         }
     )
@@ -80,9 +80,9 @@ async def opened(case: Case) -> Scheduler:
     return scheduler
 
 
-def demand(number: int, model: str) -> Demand:
+def demand(number: int, model: str) -> LeaseRequest:
     background = number % 3 == 0
-    return Demand(
+    return LeaseRequest(
         model=model,
         cache="main",
         tokens=1000,

@@ -29,7 +29,7 @@ from rich.table import Table
 from bench.recorded import Failed, Recorded, replayed
 from bench.shallow import shallow_model
 from bench.sittings import SITTINGS, Sitting, furnish
-from modelyard.telemetry.history import Record
+from modelyard.telemetry.history import RequestRecord
 from tests.clients.bench import Bench, Done
 from tests.serving import Served, serving
 
@@ -158,12 +158,12 @@ def configuration(script: Path, template: str) -> dict[str, Any]:
     }
 
 
-def _turn(record: Record) -> Turn:
+def _turn(record: RequestRecord) -> Turn:
     cause = record.reuse.cause if record.reuse is not None else ""
     return Turn(record.session or "", record.usage.prompt, record.usage.cached, record.usage.output, cause)
 
 
-def _recorded(served: Served, record: Record) -> Recorded:
+def _recorded(served: Served, record: RequestRecord) -> Recorded:
     told = httpx.get(f"{served.url}/v1/admin/requests/req_{record.trace}", timeout=60, trust_env=False).json()
     return Recorded(record.endpoint, told["texts"]["request"])
 

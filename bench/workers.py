@@ -21,11 +21,11 @@ from typing import Any
 import psutil
 
 from modelyard.core.engine import CacheInfo, EngineInfo, EngineSpec, EngineStats, Prompt, TokenRun, Tokens
-from modelyard.core.lease import Demand
-from modelyard.core.pool import Blueprint
+from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import ModelSpec
 from modelyard.core.request import Sampling
 from modelyard.engines import fake, llama_cpp
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.library.default import fetch
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
@@ -164,10 +164,10 @@ class Stepper:
         self._loop = asyncio.get_running_loop()
         self.lost = self._loop.create_future()
         self.info = EngineInfo("stepper", {"main": CacheInfo(1 << 20, 64)})
-        self._jobs: list[tuple[Mailbox[Any], list[int]]] = []
+        self._jobs: list[tuple[GenerationQueue[Any], list[int]]] = []
 
-    def generate(self, asked: Prompt) -> Mailbox[Any]:
-        box: Mailbox[Any] = Mailbox(loop=self._loop)
+    def generate(self, asked: Prompt) -> GenerationQueue[Any]:
+        box: GenerationQueue[Any] = GenerationQueue(loop=self._loop)
         if not self._jobs:
             self._loop.call_soon(self._step)
         self._jobs.append((box, [asked.max_tokens]))
@@ -256,7 +256,7 @@ def _dispatching(endpoint: str, workers: str, parallel: int, tokens: int, delay:
         scheduler = Scheduler()
         spec = fake_spec(tokens, parallel, delay)
         make = lambda: placed(crew, "fake", spec, "x")  # noqa: E731
-        print_ = Blueprint(name="demo", caches=spec.caches, make=make, identity="x", replicas=replicas, replica_max=8)
+        print_ = ModelSpec(name="demo", caches=spec.caches, make=make, identity="x", replicas=replicas, replica_max=8)
         scheduler.reconfigure({"demo": print_})
         desk = Desk(endpoint, scheduler, crew, MemoryStore(1, 1, 1), _nothing)
         await scheduler.load("demo")
@@ -295,7 +295,7 @@ async def grants(seconds: float) -> list[Row]:
         async def ask() -> None:
             nonlocal granted
             while time.perf_counter() < ended:
-                lease = await there.request(Demand(model="demo", cache="main")).lease()
+                lease = await there.request(LeaseRequest(model="demo", cache="main")).lease()
                 granted += 1
                 lease.release()
 
@@ -309,7 +309,7 @@ async def scaling(tokens: int, delay: float) -> list[Row]:
         async with pool(4, tokens, delay, replicas) as there:
 
             async def one(there: RemotePool = there) -> int:
-                lease = await there.request(Demand(model="demo", cache="main")).lease()
+                lease = await there.request(LeaseRequest(model="demo", cache="main")).lease()
                 try:
                     return await stream(lease.engine, tokens)
                 finally:

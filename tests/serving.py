@@ -13,13 +13,13 @@ import httpx
 
 from modelyard.config import load
 from modelyard.http import server as front
-from modelyard.server.app import Yard, compose
+from modelyard.server.app import ServerApp, compose
 
 
 class Served:
     """`url` to talk to; `yard` to look inside. Its loop runs in another thread: look, but change nothing there."""
 
-    def __init__(self, url: str, yard: Yard, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, url: str, yard: ServerApp, loop: asyncio.AbstractEventLoop) -> None:
         self.url, self.yard, self.loop = url, yard, loop
 
     def status(self, model: str) -> Any:

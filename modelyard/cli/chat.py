@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text as Styled
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unavailable
-from modelyard.core.events import BlockDelta, BlockKind, BlockStart, Event, Finished, Fold
+from modelyard.core.events import BlockDelta, BlockKind, BlockStart, Event, Finished, ReplyBuilder
 from modelyard.core.request import Message, Request, Text
 from modelyard.protocols import openai_chat
 
@@ -97,7 +97,7 @@ class Conversation:
                     screen.complain(error)
 
     def _turn(self, client: httpx.Client, screen: Screen) -> None:
-        fold, shown = Fold(), _Shown()
+        fold, shown = ReplyBuilder(), _Shown()
         try:
             for event in self._events(client):
                 fold.feed([event])  # raises what a Failed says

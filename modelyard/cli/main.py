@@ -14,10 +14,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from modelyard import __version__
+from modelyard.benchmark.bench import command as bench_command
 from modelyard.cli import cluster as stations
 from modelyard.config import ConfigError, Description, Loaded, Problem, describe, json_schema, load
 from modelyard.core.errors import ModelyardError
-from modelyard.measuring.bench import command as bench_command
 from modelyard.tune import command as tune_command
 
 app = typer.Typer(

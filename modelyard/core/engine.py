@@ -210,7 +210,7 @@ class EngineStats(Struct, frozen=True):
     caches: Mapping[str, CacheStats] = field(default_factory=dict)
 
 
-class Memory(Struct, frozen=True):
+class MemoryEstimate(Struct, frozen=True):
     """Bytes. `device` is what a GPU would hold, `host` what RAM would."""
 
     weights: int = 0
@@ -275,25 +275,25 @@ class Embeddings(Struct, frozen=True):
 
 
 @runtime_checkable
-class Embedder(Protocol):
+class EmbeddingEngine(Protocol):
     """An engine that can also turn token runs into vectors."""
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings: ...
 
 
-class Machine(Struct, frozen=True):
+class AvailableMemory(Struct, frozen=True):
     """What an estimate is held against: free bytes of RAM and of each GPU, by UUID."""
 
     ram_free: int
     gpus: Mapping[str, int] = field(default_factory=dict)
 
 
-class Site(Struct, frozen=True):
+class Node(Struct, frozen=True):
     """A machine on which a replica may be loaded: by its name, or this one, which has none. Of one whose `machine` is
     not known nobody judges what fits there."""
 
     name: str = ""
-    machine: Machine | None = None
+    machine: AvailableMemory | None = None
 
 
 class EngineModule(Protocol):
@@ -305,7 +305,7 @@ class EngineModule(Protocol):
 
     def kind(self, options: Any) -> Literal["text", "chat"]: ...
     def create(self, spec: EngineSpec) -> Engine: ...
-    def estimate(self, spec: EngineSpec, machine: Machine) -> Memory: ...
+    def estimate(self, spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate: ...
 
 
 class Piece(Struct, frozen=True, gc=False):

@@ -126,7 +126,7 @@ class Reply(Struct, frozen=True, gc=False):
         return tuple(b.part for b in self.blocks if isinstance(b.part, ToolCall) and b.complete)
 
 
-class Fold:
+class ReplyBuilder:
     """Collects events as they come; `reply()` when the last one has."""
 
     def __init__(self) -> None:
@@ -177,9 +177,9 @@ class Fold:
         return Reply(self._started, tuple(self._blocks), self._finished)
 
 
-def fold(events: Iterable[Event]) -> Reply:
+def collect_reply(events: Iterable[Event]) -> Reply:
     """The whole reply. A `Failed` raises its error."""
-    folding = Fold()
+    folding = ReplyBuilder()
     folding.feed(events)
     return folding.reply()
 
@@ -197,7 +197,7 @@ def whole(events: Sequence[Event]) -> Reply | None:
     return Reply(started, (Block(Text(delta.text), delta.logprobs),), last)
 
 
-def unfold(reply: Reply) -> Iterator[Event]:
+def reply_events(reply: Reply) -> Iterator[Event]:
     """The shortest stream that folds to this reply."""
     yield reply.started
     for index, block in enumerate(reply.blocks):

@@ -14,7 +14,7 @@ from modelyard.core.request import Priority
 ModelState = Literal["stopped", "loading", "ready", "draining", "failed"]
 
 
-class Demand(Struct, frozen=True, kw_only=True, gc=False):
+class LeaseRequest(Struct, frozen=True, kw_only=True, gc=False):
     """`weight` is the number of sequences wanted at once (the client's `n`).
 
     `prompt` is looked at only where a model has several replicas: the one that knows its beginning is the cheapest.
@@ -86,8 +86,8 @@ class ModelStatus(Struct, frozen=True):
     loads_on_request: bool = False  # stopped, and the next request for it loads it
 
 
-class Leases(Protocol):
-    def request(self, demand: Demand) -> Ticket:
+class LeaseProvider(Protocol):
+    def request(self, demand: LeaseRequest) -> Ticket:
         """Raises Overloaded, RateLimited, Conflict or Unavailable where waiting would be in vain."""
         ...
 
@@ -95,3 +95,28 @@ class Leases(Protocol):
     def engine(self, model: str) -> Engine | None:
         """The open engine, for side questions that need no place (counting); None while it is not up."""
         ...
+
+
+# A place that can be taken away again, and who is to end the work in it.
+
+
+class RevocableLease(Struct, eq=False, kw_only=True):
+    """The part of a `Lease` that is the same wherever it is granted. A Struct, because one is made at every request:
+    an `__init__` costs more than all else that is done with it."""
+
+    _revokers: tuple[Callable[[ModelyardError], None], ...] = ()
+    _revoked: ModelyardError | None = None
+
+    def on_revoke(self, end: Callable[[ModelyardError], None]) -> None:
+        if self._revoked is not None:
+            end(self._revoked)
+        else:
+            self._revokers += (end,)
+
+    def revoke(self, why: ModelyardError) -> None:
+        """Ends the work in it, once. Whoever has not said yet how that is done hears of it when he does."""
+        if self._revoked is None:
+            self._revoked = why
+            revokers, self._revokers = self._revokers, ()
+            for end in revokers:
+                end(why)

@@ -12,14 +12,14 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct, field
 
-from modelyard.core.engine import CacheInfo, Capabilities, Engine, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, Capabilities, Engine, MemoryEstimate
 from modelyard.core.lease import ModelState
 from modelyard.core.request import Priority
 
 Overrides = Mapping[str, Any]
 
 
-class Blueprint(Struct, frozen=True, kw_only=True):
+class ModelSpec(Struct, frozen=True, kw_only=True):
     """All that the pool has to know of a model. Two blueprints of one `identity` make the same engine.
 
     `altered` makes the blueprint of a load with overrides, or raises InvalidRequest; None: nothing can be overridden.
@@ -30,8 +30,8 @@ class Blueprint(Struct, frozen=True, kw_only=True):
     caches: Mapping[str, CacheInfo]
     make: Callable[[], Engine]
     make_at: Callable[[str], Engine] | None = None
-    estimate: Callable[[Machine], Memory] | None = None  # may read files: it is called in a thread
-    altered: Callable[[Overrides], Blueprint] | None = None
+    estimate: Callable[[AvailableMemory], MemoryEstimate] | None = None  # may read files: it is called in a thread
+    altered: Callable[[Overrides], ModelSpec] | None = None
     identity: str = ""
     replicas: int = 1
     replica_max: int = 1
@@ -81,7 +81,7 @@ class ModelSnapshot(Struct, frozen=True, kw_only=True):
     capabilities: Capabilities = Capabilities()
     caches: Mapping[str, CacheInfo] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)  # live only, gone with the next unload
-    estimate: Memory | None = None
+    estimate: MemoryEstimate | None = None
     measured: int | None = None
     load_s: float | None = None  # how long the last load took
     loads: int = 0
@@ -124,7 +124,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceSnapshot, ...] = ()
 
 
-class Change(Struct, frozen=True, kw_only=True):
+class ModelStateChange(Struct, frozen=True, kw_only=True):
     """Something happened to a model. `missed`: so many changes came before this one and were dropped unread."""
 
     model: str
@@ -172,11 +172,11 @@ class Pool(Protocol):
         """Done when so many replicas are ready, and no more."""
         ...
 
-    def reconfigure(self, blueprints: Mapping[str, Blueprint]) -> None:
+    def reconfigure(self, blueprints: Mapping[str, ModelSpec]) -> None:
         """These are the models from now on. One that is gone or makes another engine answers those who came before,
         then stops; one that was up is loaded anew in its new form."""
         ...
 
-    def subscribe(self) -> AsyncIterator[Change]:
+    def subscribe(self) -> AsyncIterator[ModelStateChange]:
         """Every change from now on. A reader that lags misses the oldest, and is told how many."""
         ...

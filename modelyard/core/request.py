@@ -122,12 +122,12 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
 
     def over(self, base: Sampling) -> Sampling:
         """These values where they are set, the base's elsewhere."""
-        if self is NOTHING_ASKED or self == NOTHING_ASKED:
+        if self is DEFAULT_SAMPLING or self == DEFAULT_SAMPLING:
             return base
         return replace(base, **to_builtins(self))  # what is not set is left out by `omit_defaults`, in C
 
 
-NOTHING_ASKED = Sampling()  # readers give this very one, and it is known by `is`
+DEFAULT_SAMPLING = Sampling()  # readers give this very one, and it is known by `is`
 
 
 class Constraint(Struct, frozen=True):
@@ -168,7 +168,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool | None = None
-    sampling: Sampling = NOTHING_ASKED
+    sampling: Sampling = DEFAULT_SAMPLING
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1

@@ -17,13 +17,13 @@ from typing import Any, Protocol
 from modelyard.core.engine import Accepted, End, Engine, Generation, Tokens
 from modelyard.core.errors import Cancelled, Incomplete, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
-from modelyard.core.lease import Lease, Leases, Ticket
-from modelyard.gateway.job import Job
+from modelyard.core.lease import Lease, LeaseProvider, Ticket
+from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.gateway.timings import Moments, around
-from modelyard.gateway.translate import ChatTranslation, TextTranslation, foreign
-from modelyard.telemetry.cause import Asked, Reuse
-from modelyard.telemetry.journal import Entry
+from modelyard.gateway.translate import ChatOutput, TextOutput, foreign
+from modelyard.telemetry.cache_diagnostics import CacheReuse, PromptRecord
 from modelyard.telemetry.metrics import Metrics
+from modelyard.telemetry.request_capture import RequestCapture
 
 log = logging.getLogger("modelyard.gateway")
 
@@ -35,12 +35,12 @@ _ENDS = (End, Failed)
 class Surroundings(Protocol):
     """What an answer needs of the gateway."""
 
-    leases: Leases
+    leases: LeaseProvider
     metrics: Metrics
 
-    def granted(self, job: Job, engine: Engine) -> None: ...
-    def accepted(self, answer: Answer, where: Accepted, engine: Engine) -> None: ...
-    def ended(self, answer: Answer, last: Finished | Failed) -> None: ...
+    def granted(self, job: PreparedRequest, engine: Engine) -> None: ...
+    def accepted(self, answer: ChoiceStream, where: Accepted, engine: Engine) -> None: ...
+    def ended(self, answer: ChoiceStream, last: Finished | Failed) -> None: ...
     def left(self, answer: Any) -> None: ...
     def background(self, work: Coroutine[Any, Any, None]) -> None: ...
 
@@ -49,7 +49,7 @@ def new_call_id() -> str:
     return "call_" + secrets.token_hex(12)
 
 
-class Answer:
+class ChoiceStream:
     """While it runs it notes how it goes: `where` it was placed, what its cache had of the prompt (`reuse`), where that
     prompt is remembered (`asked`), and, for requests with tools, what was `said`. None: not yet, or nobody knows."""
 
@@ -80,11 +80,11 @@ class Answer:
 
     def __init__(
         self,
-        job: Job,
+        job: PreparedRequest,
         choice: int,
         ticket: Ticket,
         around: Surroundings,
-        entry: Entry | None = None,
+        entry: RequestCapture | None = None,
         *,
         retry: bool = True,
     ) -> None:
@@ -97,8 +97,8 @@ class Answer:
         self._retried, self._cancelled, self._closed = not retry, False, False
         self._why: ModelyardError | None = None
         self.where: Accepted | None = None
-        self.reuse: Reuse | None = None
-        self.asked: Asked | None = None
+        self.reuse: CacheReuse | None = None
+        self.asked: PromptRecord | None = None
         listens = job.request.tools and choice == 0 and job.model.kind == "text"
         self.said: list[Event] | None = [] if listens else None
         self._began = time.perf_counter()
@@ -106,17 +106,17 @@ class Answer:
         self._spoke: float | None = None
         self._waited = self._last = 0.0
 
-    def _new_translation(self) -> TextTranslation | ChatTranslation:
+    def _new_translation(self) -> TextOutput | ChatOutput:
         if self.job.model.kind == "chat":
-            return ChatTranslation(self.job, self.choice)
-        return TextTranslation(self.job, self.choice, new_call_id, self._entry.output if self._entry else None)
+            return ChatOutput(self.job, self.choice)
+        return TextOutput(self.job, self.choice, new_call_id, self._entry.output if self._entry else None)
 
     @property
     def ids(self) -> list[int] | None:
         """What was said, in tokens, where somebody wants to know."""
         return self._translation.ids
 
-    def __aiter__(self) -> Answer:
+    def __aiter__(self) -> ChoiceStream:
         return self
 
     async def __anext__(self) -> tuple[int, list[Event]]:

@@ -13,31 +13,33 @@ from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event
 from modelyard.core.lease import Lease, Ticket
-from modelyard.gateway.answer import Answer, Surroundings
-from modelyard.gateway.job import Job
-from modelyard.telemetry.cause import Reuse
-from modelyard.telemetry.journal import Entry
+from modelyard.gateway.answer import ChoiceStream, Surroundings
+from modelyard.gateway.prepared_request import PreparedRequest
+from modelyard.telemetry.cache_diagnostics import CacheReuse
+from modelyard.telemetry.request_capture import RequestCapture
 
 
-class Choices:
+class MultiChoiceStream:
     """The same reading surface as `Answer`: iterate, cancel, close."""
 
-    def __init__(self, job: Job, ticket: Ticket, around: Surroundings, entry: Entry | None = None) -> None:
+    def __init__(
+        self, job: PreparedRequest, ticket: Ticket, around: Surroundings, entry: RequestCapture | None = None
+    ) -> None:
         self.job = job
         share = _Share(ticket, job.choices)
         self._share = share
         self._around = around
-        self._answers = [Answer(job, i, _Part(share), around, entry, retry=False) for i in range(job.choices)]
+        self._answers = [ChoiceStream(job, i, _Part(share), around, entry, retry=False) for i in range(job.choices)]
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: deque[tuple[int, list[Event]]] = deque()
         self._wake = asyncio.Event()
         self._running = job.choices
 
     @property
-    def reuse(self) -> Reuse | None:
+    def reuse(self) -> CacheReuse | None:
         return self._answers[0].reuse
 
-    def __aiter__(self) -> Choices:
+    def __aiter__(self) -> MultiChoiceStream:
         return self
 
     async def __anext__(self) -> tuple[int, list[Event]]:
@@ -50,18 +52,18 @@ class Choices:
             await self._wake.wait()
         return self._ready.popleft()
 
-    def _begin(self, answer: Answer) -> asyncio.Task[None]:
+    def _begin(self, answer: ChoiceStream) -> asyncio.Task[None]:
         """Its end is a callback: a task that is cancelled before it began would run no `finally`."""
         task = asyncio.create_task(self._pump(answer))
         task.add_done_callback(lambda _: self._ended(answer))
         return task
 
-    async def _pump(self, answer: Answer) -> None:
+    async def _pump(self, answer: ChoiceStream) -> None:
         async for batch in answer:
             self._ready.append(batch)
             self._wake.set()
 
-    def _ended(self, answer: Answer) -> None:
+    def _ended(self, answer: ChoiceStream) -> None:
         answer.close()
         self._running -= 1
         self._wake.set()

@@ -17,29 +17,28 @@ from typing import Any
 
 import msgspec
 
-from modelyard.core.engine import Accepted, Capabilities, Embedder, Embeddings, Engine, TextEngine
+from modelyard.core.engine import Accepted, Capabilities, EmbeddingEngine, Embeddings, Engine, TextEngine
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unimplemented, Unsupported
 from modelyard.core.events import Failed, Finished, Usage
-from modelyard.core.lease import Demand, Leases
+from modelyard.core.lease import LeaseProvider, LeaseRequest
 from modelyard.core.request import Caller, Constraint, EmbeddingRequest, Request
-from modelyard.gateway.answer import Answer
-from modelyard.gateway.background import priority
-from modelyard.gateway.capable import Abilities, check, has_images, holds_only_text, without_results_pictures
-from modelyard.gateway.choices import Choices
-from modelyard.gateway.constrain import constrain
-from modelyard.gateway.heard import as_message, heard, text_before_calls
-from modelyard.gateway.job import Job, Run, fit
-from modelyard.gateway.joined import Joints, Listener
+from modelyard.gateway.answer import ChoiceStream
+from modelyard.gateway.cache_diagnostics import CacheDiagnostics
+from modelyard.gateway.capabilities import CapabilityCache, check, has_images, holds_only_text, without_results_pictures
+from modelyard.gateway.choices import MultiChoiceStream
+from modelyard.gateway.constraints import constrain
+from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
 from modelyard.gateway.model import Model
-from modelyard.gateway.recall import Recall
+from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, output_budget
+from modelyard.gateway.priority import priority
 from modelyard.gateway.record import record
-from modelyard.gateway.watch import Watch
+from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.prompt.media import Images
 from modelyard.prompt.translation import translated
 from modelyard.router.routes import Router, Target
 from modelyard.telemetry.history import History
-from modelyard.telemetry.journal import Entry
 from modelyard.telemetry.metrics import Metrics
+from modelyard.telemetry.request_capture import RequestCapture
 from modelyard.tokenizer.shield import unshield
 
 log = logging.getLogger("modelyard.gateway")
@@ -55,24 +54,24 @@ class Gateway:
         *,
         router: Router,
         models: Mapping[str, Model],
-        leases: Leases,
+        leases: LeaseProvider,
         images: Images,
         metrics: Metrics,
         history: History | None = None,
-        recall: Recall | None = None,
+        recall: ReplayMemory | None = None,
     ) -> None:
         self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
         self.history = history or History(_REMEMBERED)
-        self.abilities = Abilities()
-        self._watch = Watch()
-        self._recall = recall or Recall()
+        self.abilities = CapabilityCache()
+        self._watch = CacheDiagnostics()
+        self._recall = recall or ReplayMemory()
         self._background: set[asyncio.Task[None]] = set()
-        self._answers: set[Answer | Choices] = set()
-        self._joints = Joints()
+        self._answers: set[ChoiceStream | MultiChoiceStream] = set()
+        self._joints = RequestDeduplicator()
 
     # --- the main road --------------------------------------------------------------------------------------------
 
-    async def prepare(self, request: Request, caller: Caller) -> Job:
+    async def prepare(self, request: Request, caller: Caller) -> PreparedRequest:
         target, model, engine = self._resolve(request.model, caller, request.allow_remote)
         began, is_text = time.perf_counter(), holds_only_text(request)
         urgency = priority(request, is_text=is_text)
@@ -83,14 +82,14 @@ class Gateway:
         if has_pictures:
             request = await self.images.inline(request)
         wanted = request.max_tokens if request.max_tokens is not None else model.max_tokens
-        runs: list[Run] = []
+        runs: list[RenderedPrompt] = []
         for ids, text in await self._rendered(request, model) if _renders(request, model) else ():
-            runs.append(Run(ids, text, fit(len(ids), wanted, target.window, target.strict)))
+            runs.append(RenderedPrompt(ids, text, output_budget(len(ids), wanted, target.window, target.strict)))
         has_form = request.constraint is not None or request.tools
         constraint, dropped = _constrained(request, model, runs, able) if has_form else (None, ())
         if request.warnings or dropped or request.tools:
             self._tell((*request.warnings, *dropped, *_left_out(request, model)))
-        return Job(
+        return PreparedRequest(
             request=request,
             caller=caller,
             target=target,
@@ -104,7 +103,9 @@ class Gateway:
             priority=urgency,
         )
 
-    def start(self, job: Job, entry: Entry | None = None) -> Answer | Choices | Listener:
+    def start(
+        self, job: PreparedRequest, entry: RequestCapture | None = None
+    ) -> ChoiceStream | MultiChoiceStream | SharedReader:
         """A place in the queue and the answer that will come of it, or a seat at the same one that runs already. Raises
         at once where waiting would be in vain."""
         if entry is not None:
@@ -117,21 +118,21 @@ class Gateway:
         if not ticket.granted:
             self.history.saw_queue(time.time(), ticket.position)
         is_one = demand.weight == 1
-        answer = Answer(job, 0, ticket, self, entry) if is_one else Choices(job, ticket, self, entry)
+        answer = ChoiceStream(job, 0, ticket, self, entry) if is_one else MultiChoiceStream(job, ticket, self, entry)
         self._answers.add(answer)
         return self._joints.opened(answer)
 
-    def left(self, answer: Answer | Choices) -> None:
+    def left(self, answer: ChoiceStream | MultiChoiceStream) -> None:
         """Nobody reads it any more."""
         self._answers.discard(answer)
 
-    def granted(self, job: Job, engine: Engine) -> None:
+    def granted(self, job: PreparedRequest, engine: Engine) -> None:
         """A job has its engine, which may not be the one that was up when it was prepared."""
         if (told := engine.info.capabilities) is not job.able and told != job.able:
             request, can = job.request, self.abilities.of(job.model, told)
             check(request, can, job.model.name, images=has_images(request))
 
-    def accepted(self, answer: Answer, where: Accepted, engine: Engine) -> None:
+    def accepted(self, answer: ChoiceStream, where: Accepted, engine: Engine) -> None:
         """A job has its place: what had the cache of its prompt? Costs a look-up where nothing changed."""
         answer.where, job = where, answer.job
         if answer.choice != 0:
@@ -143,7 +144,7 @@ class Gateway:
             answer.reuse, answer.asked = told
             self.metrics.looked_up(job.target.cache, told[0])
 
-    def ended(self, answer: Answer, last: Finished | Failed) -> None:
+    def ended(self, answer: ChoiceStream, last: Finished | Failed) -> None:
         """An answer is over: it is counted and remembered."""
         if isinstance(last, Finished):
             job, choice = answer.job, answer.choice
@@ -155,10 +156,10 @@ class Gateway:
                     self._heard(answer, last.usage)
         self.history.add(record(answer, last, time.time()))
 
-    def _heard(self, answer: Answer, usage: Usage) -> None:
+    def _heard(self, answer: ChoiceStream, usage: Usage) -> None:
         """What the next prompt of this session will begin with."""
         job, ids = answer.job, answer.ids
-        reply = heard(answer, usage)
+        reply = generated_reply(answer, usage)
         if ids and (run := job.run(0)) is not None:
             job.model.parts.renderer.learn(run.ids, ids)
         if reply is None:
@@ -234,13 +235,13 @@ class Gateway:
         long = sum(map(len, request.inputs)) > _INLINE_CHARS
         batch = await asyncio.to_thread(_batch, request, model) if long else _batch(request, model)
         for ids in batch:
-            fit(len(ids), 1, target.window + 1, strict=False)
+            output_budget(len(ids), 1, target.window + 1, strict=False)
         ticket = self.leases.request(
-            Demand(model=target.model, cache=target.cache, tokens=sum(map(len, batch)), key=caller.key)
+            LeaseRequest(model=target.model, cache=target.cache, tokens=sum(map(len, batch)), key=caller.key)
         )
         try:
             engine = (await ticket.lease()).engine
-            if not isinstance(engine, Embedder):
+            if not isinstance(engine, EmbeddingEngine):
                 raise Unsupported(f"the model {model.name!r} makes no embeddings", code="embeddings_unsupported")
             return await engine.embed(batch)
         finally:
@@ -294,7 +295,7 @@ def _renders(request: Request, model: Model) -> bool:
 
 
 def _constrained(
-    request: Request, model: Model, runs: Sequence[Run], able: Capabilities | None
+    request: Request, model: Model, runs: Sequence[RenderedPrompt], able: Capabilities | None
 ) -> tuple[Constraint | None, Sequence[str]]:
     structured = able is None or able.structured
     return constrain(request, model, runs[0].text if runs else "", structured=structured)

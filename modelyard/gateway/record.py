@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from modelyard.core.events import Failed, Finished, Timings, Usage
-from modelyard.gateway.answer import Answer
-from modelyard.telemetry.history import Record
+from modelyard.gateway.answer import ChoiceStream
+from modelyard.telemetry.history import RequestRecord
 
 
-def record(answer: Answer, last: Finished | Failed, now: float) -> Record:
+def record(answer: ChoiceStream, last: Finished | Failed, now: float) -> RequestRecord:
     job, caller, where = answer.job, answer.job.caller, answer.where
     if failed := isinstance(last, Failed):
         status, usage, timings = last.error.code or last.error.kind, Usage(), Timings()
     else:
         status, usage, timings = last.reason, last.usage, last.timings
-    return Record(
+    return RequestRecord(
         trace=caller.trace,
         model=job.model.name,
         cache=job.target.cache,

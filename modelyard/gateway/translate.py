@@ -25,8 +25,8 @@ from modelyard.core.events import (
     Timings,
     Usage,
 )
-from modelyard.core.vocab import Detokenizer
-from modelyard.gateway.job import Job
+from modelyard.core.tokenizer import Detokenizer
+from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.scanner.plain import plain
 from modelyard.scanner.scanner import Scanner
 
@@ -48,7 +48,7 @@ class Translation(Protocol[T_contra]):
     def fail(self, error: ModelyardError) -> list[Event]: ...
 
 
-class TextTranslation:
+class TextOutput:
     """Token ids → pieces → scanner → events.
 
     An answer that comes in one go and is plain text needs no scanner: `_outright` tells it, in the same events.
@@ -72,7 +72,9 @@ class TextTranslation:
         "usage",
     )
 
-    def __init__(self, job: Job, choice: int, new_id: Callable[[], str], on_text: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, job: PreparedRequest, choice: int, new_id: Callable[[], str], on_text: Callable[[str], None] | None
+    ) -> None:
         run, parts = job.run(choice), job.model.text
         if run is None or parts is None:
             raise ValueError("a text engine needs a rendered prompt")
@@ -213,7 +215,7 @@ class TextTranslation:
         return [Failed(error)]
 
 
-class ChatTranslation:
+class ChatOutput:
     """Events pass through under our own id and the client's name for the model; the contract is checked.
 
     Where the prompt's tokens are known here, they are told from the start, and an answer that was cut off by the window
@@ -223,7 +225,7 @@ class ChatTranslation:
     warnings: Sequence[str] = ()
     ids = None  # whoever made them knows them
 
-    def __init__(self, job: Job, choice: int = 0) -> None:
+    def __init__(self, job: PreparedRequest, choice: int = 0) -> None:
         self._job, self._run = job, job.run(choice)
         visible = job.request.reasoning.visible
         self._hides = not (job.model.show_thinking if visible is None else visible)

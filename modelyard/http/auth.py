@@ -12,8 +12,8 @@ from functools import lru_cache
 from msgspec import Struct
 
 from modelyard.core.errors import Forbidden, InvalidRequest, Unauthenticated
+from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings, KeySettings
-from modelyard.http.visit import Visit
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 _ADMIN = "/v1/admin"
@@ -67,7 +67,7 @@ def is_workbench(path: str) -> bool:
     return path == _WORKBENCH or path.startswith(_WORKBENCH + "/")
 
 
-class Doorkeeper:
+class Authenticator:
     """Decides on each visit before anything else happens. Raises what is wrong."""
 
     def __init__(self, settings: HttpSettings, keys: Sequence[Key]) -> None:
@@ -77,7 +77,7 @@ class Doorkeeper:
         self._familiar: set[str] = set()  # Host headers that were found good: nearly all clients send the same
         self._origins = frozenset(settings.cors_origins or ("*",)) if settings.cors_enabled else frozenset()
 
-    def admit(self, visit: Visit) -> None:
+    def admit(self, visit: RequestContext) -> None:
         if self._guarded:
             self._check_host(visit.headers.get("host", ""))
         if (origin := visit.headers.get("origin")) is not None:
@@ -113,7 +113,7 @@ class Doorkeeper:
             code="origin_not_allowed",
         )
 
-    def _identify(self, visit: Visit) -> None:
+    def _identify(self, visit: RequestContext) -> None:
         if not self._keys:
             visit.admin = True  # nobody set keys: whoever reaches a loopback server owns it
             return

@@ -19,11 +19,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.http.cycle import Cycle
+from modelyard.http.disconnect import Farewells, enlist, withdraw
 from modelyard.http.errors import written
-from modelyard.http.farewell import Farewells, enlist, withdraw
-from modelyard.http.outgoing import Gathering, Post
+from modelyard.http.request_context import RequestContext
 from modelyard.http.together import Parade
-from modelyard.http.visit import Visit
+from modelyard.http.write_coalescer import CoalescingTransport, WriteCoalescer
 
 _HEAD = "HTTP/1.1 {} {}\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n"
 
@@ -34,11 +34,11 @@ class BoundedHttp(HttpToolsProtocol):
     max_header_bytes = 64 * 1024
     patience_s = 30.0
     parade: Parade
-    post: Post
+    post: WriteCoalescer
 
     @classmethod
     def bounded(cls, max_header_bytes: int) -> type[BoundedHttp]:
-        shared = {"parade": Parade(), "post": Post()}
+        shared = {"parade": Parade(), "post": WriteCoalescer()}
         return type("BoundedHttp", (cls,), {"max_header_bytes": max_header_bytes, **shared})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.transport = cast(asyncio.Transport, Gathering(transport, self.loop, self.post))
+        self.transport = cast(asyncio.Transport, CoalescingTransport(transport, self.loop, self.post))
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -181,7 +181,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
-        body = written(error, Visit(secrets.token_hex(12), self.url.decode("latin-1"), headers)).body
+        body = written(error, RequestContext(secrets.token_hex(12), self.url.decode("latin-1"), headers)).body
         self.transport.write(_HEAD.format(status, HTTPStatus(status).phrase, len(body)).encode() + body)
         self.transport.close()
 

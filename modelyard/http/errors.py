@@ -7,18 +7,18 @@ from typing import cast
 
 from modelyard import plugins
 from modelyard.core.errors import Internal, ModelyardError
-from modelyard.core.wire import Wire, WireError
-from modelyard.http.visit import Visit
+from modelyard.core.protocol import WireError, WireProtocol
+from modelyard.http.request_context import RequestContext
 from modelyard.telemetry.log import event
 
 log = logging.getLogger("modelyard.http")
 
 
-def wire(name: str) -> Wire:
-    return cast(Wire, plugins.load("protocols", name))
+def wire(name: str) -> WireProtocol:
+    return cast(WireProtocol, plugins.load("protocols", name))
 
 
-def dialect(visit: Visit) -> Wire:
+def dialect(visit: RequestContext) -> WireProtocol:
     if visit.path.startswith("/v1/messages") or "anthropic-version" in visit.headers:
         return wire("anthropic_messages")
     if visit.path.startswith("/v1/responses"):
@@ -26,7 +26,7 @@ def dialect(visit: Visit) -> Wire:
     return wire("openai_chat")
 
 
-def written(error: ModelyardError, visit: Visit) -> WireError:
+def written(error: ModelyardError, visit: RequestContext) -> WireError:
     return dialect(visit).write_error(error, trace=visit.trace)
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from modelyard import __version__
 from modelyard.core.lease import ModelStatus
 from modelyard.gateway import Gateway
-from modelyard.http.visit import Visit
+from modelyard.http.request_context import RequestContext
 
 Status = Literal["healthy", "degraded", "unhealthy"]
 
@@ -41,7 +41,7 @@ class Health:
             "tokenizer_loaded": all(m.text is not None for m in self._gateway.models.values() if m.kind == "text"),
             "active_requests": self._gateway.metrics.active,
         }
-        visit = Visit.of(request.scope)
+        visit = RequestContext.of(request.scope)
         if visit.key or visit.admin:  # which models run is not for strangers
             body["models"] = {name: _row(model) for name, model in models.items()}
         return _json(body, 503 if status == "unhealthy" else 200)

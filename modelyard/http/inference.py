@@ -8,20 +8,19 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.events import Fold, Reply, whole
+from modelyard.core.events import Reply, ReplyBuilder, whole
+from modelyard.core.protocol import WireError, WireProtocol
 from modelyard.core.request import Request
-from modelyard.core.wire import Wire, WireError
-from modelyard.gateway import Answer, Gateway, Listener
-from modelyard.gateway.choices import Choices
+from modelyard.gateway import ChoiceStream, Gateway, SharedReader
+from modelyard.gateway.choices import MultiChoiceStream
+from modelyard.http.disconnect import watch
 from modelyard.http.errors import ours
-from modelyard.http.farewell import watch
+from modelyard.http.request_context import RequestContext, aside, body_at_hand, read_body, respond, respond_error
 from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream
-from modelyard.http.stored import StoredResponses
+from modelyard.http.stored_responses import StoredResponses
 from modelyard.http.together import next_turn
-from modelyard.http.visit import Visit, aside, body_at_hand, read_body, respond, respond_error
-from modelyard.telemetry.journal import Entry
-from modelyard.telemetry.papers import Scribe
+from modelyard.telemetry.request_capture import CaptureSink, RequestCapture
 
 
 class Inference:
@@ -29,17 +28,17 @@ class Inference:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: WireProtocol,
         gateway: Gateway,
         settings: HttpSettings,
-        scribe: Scribe | None = None,
+        scribe: CaptureSink | None = None,
         stored: StoredResponses | None = None,
     ) -> None:
         self.wire, self.gateway, self.settings = wire, gateway, settings
         self.scribe, self.stored = scribe, stored
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        visit = Visit.of(scope)
+        visit = RequestContext.of(scope)
         entry = self.scribe.entry(visit.trace) if self.scribe is not None else None
         return Exchange(self, scope, receive, send, visit, entry).run()
 
@@ -51,8 +50,8 @@ class Exchange(Struct):
     _scope: Scope
     _receive: Receive
     _send: Send
-    _visit: Visit
-    _entry: Entry | None
+    _visit: RequestContext
+    _entry: RequestCapture | None
     _request: Request | None = None
 
     async def run(self) -> None:
@@ -92,14 +91,14 @@ class Exchange(Struct):
             self._entry.request(body)
         return body
 
-    async def _stream(self, answer: Answer | Choices | Listener, request: Request) -> None:
+    async def _stream(self, answer: ChoiceStream | MultiChoiceStream | SharedReader, request: Request) -> None:
         home, visit = self._home, self._visit
         writer = home.wire.writer(request, visit.trace)
         remember = home.stored.recorder(request, visit.key) if home.stored is not None else None
         stream = EventStream(answer, writer, self._refusal, visit, home.settings, self._entry, remember)
         await stream.run(self._scope, self._receive, self._send)
 
-    async def _whole(self, answer: Answer | Choices | Listener, request: Request) -> None:
+    async def _whole(self, answer: ChoiceStream | MultiChoiceStream | SharedReader, request: Request) -> None:
         unwatch = watch(self._scope, self._receive, answer)
         try:
             await next_turn(self._scope)
@@ -116,18 +115,18 @@ class Exchange(Struct):
             self._entry.response(body)
         await respond(self._send, self._visit, 200, body)
 
-    async def _replies(self, answer: Answer | Choices | Listener) -> list[Reply]:
+    async def _replies(self, answer: ChoiceStream | MultiChoiceStream | SharedReader) -> list[Reply]:
         """One a choice. An answer that comes in one go, as plain text, needs no folding."""
         choices = answer.job.choices
-        folds: list[Fold] = []
+        folds: list[ReplyBuilder] = []
         async for choice, events in answer:
             if choices == 1 and (reply := whole(events)) is not None:
                 return [reply]
-            folds = folds or [Fold() for _ in range(choices)]
+            folds = folds or [ReplyBuilder() for _ in range(choices)]
             folds[choice].feed(events)
             if choices == 1 and folds[choice].finished:
                 break  # to be told that there is no more costs as much as to look
-        return [fold.reply() for fold in folds or [Fold()]]
+        return [fold.reply() for fold in folds or [ReplyBuilder()]]
 
     def _refusal(self, error: ModelyardError) -> WireError:
         request = self._request

@@ -10,9 +10,9 @@ from starlette.responses import Response
 
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.lease import ModelStatus
-from modelyard.core.wire import ModelCard
+from modelyard.core.protocol import ModelCard
 from modelyard.gateway import Gateway
-from modelyard.http.visit import Visit
+from modelyard.http.request_context import RequestContext
 from modelyard.protocols import anthropic_messages, openai_chat
 
 
@@ -38,7 +38,7 @@ class Models:
     async def one(self, request: HttpRequest) -> Response:
         """Any name that a request could use has a card: a route's glob, an alias, the model itself."""
         name = request.path_params["id"]
-        visit = Visit.of(request.scope)
+        visit = RequestContext.of(request.scope)
         listed = {card.id: card for card in self._cards()}
         card = listed.get(name) or self._routed(name, visit)
         return _json(anthropic_messages.write_model(card) if _is_anthropic(request) else openai_chat.write_model(card))
@@ -58,7 +58,7 @@ class Models:
             name, self._started, window, window, state, aliases=aliases, modalities=tuple(entry.modalities)
         )
 
-    def _routed(self, name: str, visit: Visit) -> ModelCard:
+    def _routed(self, name: str, visit: RequestContext) -> ModelCard:
         target, model = self._gateway.model_for(name, visit.caller)
         status = self._gateway.leases.status()
         if target.model not in status:

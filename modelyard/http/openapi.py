@@ -16,22 +16,27 @@ from modelyard.protocols.openai_responses import body as openai_responses
 from modelyard.protocols.pool_responses import body as pool_responses
 
 _TAKES: tuple[tuple[str, str, str, type], ...] = (
-    ("/v1/messages", "Anthropic Messages", "AnthropicMessages", anthropic_messages.Body),
+    ("/v1/messages", "Anthropic Messages", "AnthropicMessages", anthropic_messages.MessagesBody),
     (
         "/v1/messages/count_tokens",
         "Count the tokens of a Messages request",
         "AnthropicMessages",
-        anthropic_messages.Body,
+        anthropic_messages.MessagesBody,
     ),
-    ("/v1/chat/completions", "OpenAI Chat Completions", "OpenaiChat", openai_chat.Body),
-    ("/v1/responses", "OpenAI Responses", "OpenaiResponses", openai_responses.Body),
-    ("/v1/responses", "OpenAI Responses, or the pool dialect", "PoolResponses", pool_responses.Body),
-    ("/v1/responses/input_tokens", "Count the tokens of a Responses request", "OpenaiResponses", openai_responses.Body),
-    ("/v1/completions", "OpenAI Completions (legacy)", "OpenaiCompletions", openai_completions.Body),
-    ("/v1/embeddings", "OpenAI Embeddings", "OpenaiEmbeddings", openai_embeddings.Body),
+    ("/v1/chat/completions", "OpenAI Chat Completions", "OpenaiChat", openai_chat.ChatCompletionBody),
+    ("/v1/responses", "OpenAI Responses", "OpenaiResponses", openai_responses.ResponsesBody),
+    ("/v1/responses", "OpenAI Responses, or the pool dialect", "PoolResponses", pool_responses.PoolResponsesBody),
+    (
+        "/v1/responses/input_tokens",
+        "Count the tokens of a Responses request",
+        "OpenaiResponses",
+        openai_responses.ResponsesBody,
+    ),
+    ("/v1/completions", "OpenAI Completions (legacy)", "OpenaiCompletions", openai_completions.CompletionBody),
+    ("/v1/embeddings", "OpenAI Embeddings", "OpenaiEmbeddings", openai_embeddings.EmbeddingBody),
     ("/tokenize", "Text or messages to token ids", "Tokens", TokenBody),
     ("/detokenize", "Token ids to text", "Tokens", TokenBody),
-    ("/apply-template", "Messages to the prompt that the model reads", "OpenaiChat", openai_chat.Body),
+    ("/apply-template", "Messages to the prompt that the model reads", "OpenaiChat", openai_chat.ChatCompletionBody),
 )
 _GIVES = (
     ("get", "/v1/models", "The models, in the shape of the protocol that asks"),

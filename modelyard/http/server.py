@@ -29,21 +29,20 @@ from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.core.store import Store
 from modelyard.gateway import Gateway
 from modelyard.http import tokens
-from modelyard.http.admin.office import Office
+from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.routes import admin
-from modelyard.http.auth import Doorkeeper, Key
+from modelyard.http.auth import Authenticator, Key
 from modelyard.http.connection import BoundedHttp
 from modelyard.http.errors import ours, wire, written
-from modelyard.http.guard import Guard
 from modelyard.http.health import Health
 from modelyard.http.inference import Inference
+from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.models import Models
 from modelyard.http.openapi import describe
-from modelyard.http.responses import Responses
+from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
-from modelyard.http.stored import StoredResponses
-from modelyard.http.visit import Visit
-from modelyard.telemetry.papers import Scribe
+from modelyard.http.stored_responses import Responses, StoredResponses
+from modelyard.telemetry.request_capture import CaptureSink
 
 Lifespan = Callable[[Any], AbstractAsyncContextManager[None]]
 
@@ -64,8 +63,8 @@ class Edge(Struct, frozen=True):
     keys: tuple[Key, ...]
     store: Store
     scrape: Callable[[], Awaitable[bytes]]
-    scribe: Scribe | None = None
-    office: Office | None = None  # None: there is no admin API
+    scribe: CaptureSink | None = None
+    office: AdminContext | None = None  # None: there is no admin API
     workbench: ASGIApp | None = None
 
 
@@ -92,8 +91,8 @@ def build(edge: Edge, lifespan: Lifespan | None = None) -> ASGIApp:
         app.include_router(admin(edge.office, settings.keepalive_s))
     describe(app)
     hot = {r.path: r.app for r in routes if isinstance(r, Route) and isinstance(r.app, Inference)}
-    doorkeeper = Doorkeeper(settings, edge.keys)
-    return _cors(Guard(app, hot, settings, doorkeeper, edge.gateway.metrics, edge.workbench), settings)
+    doorkeeper = Authenticator(settings, edge.keys)
+    return _cors(RequestMiddleware(app, hot, settings, doorkeeper, edge.gateway.metrics, edge.workbench), settings)
 
 
 def _routes(edge: Edge) -> list[BaseRoute]:
@@ -183,7 +182,7 @@ async def _told_http(request: HttpRequest, error: Exception) -> Response:
 
 
 def _refusal(request: HttpRequest, error: ModelyardError) -> Response:
-    visit = Visit.of(request.scope)
+    visit = RequestContext.of(request.scope)
     visit.failed(error)
     answer = written(error, visit)
     ids = dict.fromkeys(("x-request-id", "request-id"), f"req_{visit.trace}")

@@ -17,15 +17,15 @@ from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event, Failed
-from modelyard.core.wire import WireError, Writer
-from modelyard.gateway import Answer, Listener
-from modelyard.gateway.choices import Choices
+from modelyard.core.protocol import EventWriter, WireError
+from modelyard.gateway import ChoiceStream, SharedReader
+from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.http.cycle import behind
-from modelyard.http.farewell import watch
+from modelyard.http.disconnect import watch
+from modelyard.http.request_context import RequestContext, headers, respond_error
 from modelyard.http.settings import HttpSettings
 from modelyard.http.together import own_task
-from modelyard.http.visit import Visit, headers, respond_error
-from modelyard.telemetry.journal import Entry
+from modelyard.telemetry.request_capture import RequestCapture
 
 Remember = Callable[[int, list[Event]], Awaitable[None]]
 
@@ -33,12 +33,12 @@ Remember = Callable[[int, list[Event]], Awaitable[None]]
 class EventStream:
     def __init__(
         self,
-        answer: Answer | Choices | Listener,
-        writer: Writer,
+        answer: ChoiceStream | MultiChoiceStream | SharedReader,
+        writer: EventWriter,
         refusal: Callable[[ModelyardError], WireError],
-        visit: Visit,
+        visit: RequestContext,
         settings: HttpSettings,
-        entry: Entry | None,
+        entry: RequestCapture | None,
         remember: Remember | None = None,
     ) -> None:
         self._answer, self._writer, self._refusal, self._visit = answer, writer, refusal, visit

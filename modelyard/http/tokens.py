@@ -13,15 +13,15 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
-from modelyard.core.wire import Wire
 from modelyard.gateway import Gateway, Model
 from modelyard.http.errors import ours
+from modelyard.http.request_context import RequestContext, aside, read_body, respond, respond_error
 from modelyard.http.settings import HttpSettings
-from modelyard.http.stored import StoredResponses
-from modelyard.http.visit import Visit, aside, read_body, respond, respond_error
+from modelyard.http.stored_responses import StoredResponses
 from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses
-from modelyard.protocols.json import decode, encode
+from modelyard.protocols.common.json import decode, encode
 from modelyard.tokenizer.shield import unshield
 
 
@@ -61,11 +61,11 @@ class Question(msgspec.Struct, frozen=True):
 class Endpoint:
     """A small ASGI app: body in, JSON bytes out, errors in its wire's own dialect."""
 
-    def __init__(self, wire: Wire, gateway: Gateway, settings: HttpSettings) -> None:
+    def __init__(self, wire: WireProtocol, gateway: Gateway, settings: HttpSettings) -> None:
         self._wire, self.gateway, self._settings = wire, gateway, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = Visit.of(scope)
+        visit = RequestContext.of(scope)
         try:
             body = await read_body(receive, visit, self._settings)
             reply = await self.answer(body, visit)
@@ -74,33 +74,33 @@ class Endpoint:
         else:
             await respond(send, visit, 200, reply)
 
-    async def _refuse(self, error: ModelyardError, visit: Visit, send: Send) -> None:
+    async def _refuse(self, error: ModelyardError, visit: RequestContext, send: Send) -> None:
         visit.failed(error)
         await respond_error(send, visit, self._wire.write_error(error, trace=visit.trace))
 
-    async def answer(self, body: bytes, visit: Visit) -> bytes:
+    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
         raise NotImplementedError
 
 
 class CountTokens(Endpoint):
-    async def answer(self, body: bytes, visit: Visit) -> bytes:
+    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
         request = await aside(len(body), anthropic_messages.read_request, body, visit.headers)
         return anthropic_messages.write_count(await self.gateway.count(request, visit.caller))
 
 
 class InputTokens(Endpoint):
-    def __init__(self, wire: Wire, gateway: Gateway, settings: HttpSettings, stored: StoredResponses) -> None:
+    def __init__(self, wire: WireProtocol, gateway: Gateway, settings: HttpSettings, stored: StoredResponses) -> None:
         super().__init__(wire, gateway, settings)
         self._stored = stored
 
-    async def answer(self, body: bytes, visit: Visit) -> bytes:
+    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
         asked = await aside(len(body), openai_responses.read_request, body, visit.headers)
         request = await self._stored.recall(asked, visit.key)
         return openai_responses.write_input_tokens(await self.gateway.count(request, visit.caller))
 
 
 class Embed(Endpoint):
-    async def answer(self, body: bytes, visit: Visit) -> bytes:
+    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
         request = await aside(len(body), openai_embeddings.read_request, body, visit.headers)
         made = await self.gateway.embed(request, visit.caller)
         return openai_embeddings.write_reply(made.vectors, made.prompt_tokens, request)
@@ -109,7 +109,7 @@ class Embed(Endpoint):
 class Look(Endpoint):
     """Work that is the tokenizer's and the template's alone: a long body's is done in a thread."""
 
-    async def answer(self, body: bytes, visit: Visit) -> bytes:
+    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
         asked = await aside(len(body), decode, _bodies, body)
         target, model = self.gateway.model_for(asked.model or _DEFAULT, visit.caller)
         question = Question(asked, model, target.window, body, visit.headers)

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Request
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.conversation import Conversation, Entry
 from modelyard.prompt.sandbox import Frozen
 from modelyard.prompt.shapes import MAX_MESSAGES, Roles, Shape, Shapes, Unread
@@ -57,7 +57,7 @@ class Renderer:
     def __init__(
         self,
         template: ChatTemplate,
-        vocab: Vocabulary,
+        vocab: Tokenizer,
         *,
         thinking_default: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -226,7 +226,7 @@ class Renderer:
         return token, opening if bare and found else ""
 
 
-def _cuts(vocab: Vocabulary, sources: str) -> list[str]:
+def _cuts(vocab: Tokenizer, sources: str) -> list[str]:
     """Only control tokens that the template writes: others are rare in prompts, and each one costs a little."""
     if not isinstance(vocab, Cuttable):
         return []

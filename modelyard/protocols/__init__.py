@@ -1,3 +1,5 @@
-"""Client protocols, one file each, both roles, pure: bytes ⇄ core values. A protocol never sees another one."""
+"""Client protocols, one module or package each. They are pure: bytes ⇄ core values. No protocol imports another one,
+except that `openai_responses` hands bodies in the pool dialect to `pool_responses`.
+"""
 
-NOT_PLUGINS = frozenset({"json", "extensions", "sealing", "sse", "statuses", "openai_errors", "openai_fields"})
+NOT_PLUGINS = frozenset({"common"})

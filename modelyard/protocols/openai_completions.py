@@ -15,21 +15,21 @@ import msgspec
 
 from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, Reply, Started, TokenLogprob, Usage
+from modelyard.core.protocol import WireError
 from modelyard.core.request import Request, ToolCall
-from modelyard.core.wire import WireError
-from modelyard.protocols.extensions import (
-    Extensions,
+from modelyard.protocols.common.extensions import (
+    ExtensionFields,
     check_positive,
     read_constraint,
     read_priority,
     read_sampling,
 )
-from modelyard.protocols.json import decode, encode
-from modelyard.protocols.openai_errors import error_body, write_http_error
-from modelyard.protocols.openai_fields import (
+from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.openai_errors import error_body, write_http_error
+from modelyard.protocols.common.openai_fields import (
     DONE,
     FINGERPRINT,
-    FINISH,
+    FINISH_REASONS,
     LOWEST_LOGPROB,
     MAX_ANSWERS,
     PromptField,
@@ -41,7 +41,7 @@ from modelyard.protocols.openai_fields import (
     require_model,
     write_usage,
 )
-from modelyard.protocols.sse import comment, frame
+from modelyard.protocols.common.sse import comment, frame
 
 NAME = "openai_completions"
 PATHS: tuple[str, ...] = ("/v1/completions", "/completions")
@@ -55,7 +55,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Body(Extensions):
+class CompletionBody(ExtensionFields):
     model: str | None = None
     prompt: PromptField | None = None
     suffix: str | None = None
@@ -71,7 +71,7 @@ class Body(Extensions):
     prompt_cache_key: str | None = None
 
 
-_decoder = msgspec.json.Decoder(Body)
+_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
@@ -101,7 +101,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     )
 
 
-def _read_n(asked: Body, prompts: int, warnings: list[str]) -> int:
+def _read_n(asked: CompletionBody, prompts: int, warnings: list[str]) -> int:
     check_range("n", asked.n, 1, MAX_ANSWERS)
     n = 1 if asked.n is None else asked.n
     if prompts * n > _MAX_CHOICES:
@@ -115,7 +115,7 @@ def _read_n(asked: Body, prompts: int, warnings: list[str]) -> int:
     return n
 
 
-def _read_echo(asked: Body, prompts: Prompts, warnings: list[str]) -> bool:
+def _read_echo(asked: CompletionBody, prompts: Prompts, warnings: list[str]) -> bool:
     if asked.echo and not all(isinstance(prompt, str) for prompt in prompts):
         warnings.append("echo_ignored: a prompt of token ids has no text to echo")
     return asked.echo is True
@@ -160,7 +160,7 @@ def _choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
 
 
 def _finish(finished: Finished) -> str:
-    return "stop" if finished.reason == "tool_calls" else FINISH[finished.reason]
+    return "stop" if finished.reason == "tool_calls" else FINISH_REASONS[finished.reason]
 
 
 def _echo(request: Request, choice: int) -> str:

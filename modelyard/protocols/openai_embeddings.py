@@ -12,18 +12,18 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.protocol import WireError
 from modelyard.core.request import EmbeddingRequest
-from modelyard.core.wire import WireError
-from modelyard.protocols.extensions import check_positive
-from modelyard.protocols.json import decode, encode
-from modelyard.protocols.openai_errors import write_http_error
-from modelyard.protocols.openai_fields import PromptField, Prompts, read_prompts, require_model
+from modelyard.protocols.common.extensions import check_positive
+from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.openai_errors import write_http_error
+from modelyard.protocols.common.openai_fields import PromptField, Prompts, read_prompts, require_model
 
 NAME = "openai_embeddings"
 PATHS: tuple[str, ...] = ("/v1/embeddings", "/embeddings")
 
 
-class Body(Struct):
+class EmbeddingBody(Struct):
     model: str | None = None
     input: PromptField | None = None
     encoding_format: str | None = None
@@ -31,7 +31,7 @@ class Body(Struct):
     user: str | None = None
 
 
-_decoder = msgspec.json.Decoder(Body)
+_decoder = msgspec.json.Decoder(EmbeddingBody)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> EmbeddingRequest:  # noqa: ARG001 - as every wire

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.format import Place
+from modelyard.core.output_format import GrammarContext
 from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner.regular import escaped, form
 from modelyard.scanner.typed import types
@@ -28,7 +28,7 @@ _SLASH = re.compile(r"\\.|/", re.DOTALL)
 class Lark:
     """One grammar in the making: `rule` names a body, everything else gives text to put into one."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: GrammarContext) -> None:
         self._specials = place.specials
         self._rules: list[str] = []
 
@@ -70,7 +70,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def after_reasoning(asked: Constraint, schema: Mapping[str, Any], closing: str, place: Place) -> Constraint:
+def after_reasoning(asked: Constraint, schema: Mapping[str, Any], closing: str, place: GrammarContext) -> Constraint:
     """An answer's own schema where the prompt left reasoning open: it holds from where that is closed."""
     lark = Lark(place)
     body = lark.rule(lark.json(schema))
@@ -97,7 +97,9 @@ class Shape(Struct, frozen=True, kw_only=True):
     thought: tuple[str, str] | None = ("<think>", "</think>")
     several: bool = True
 
-    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, place: Place = Place()) -> Constraint | None:
+    def grammar(
+        self, tools: Sequence[Tool], choice: ToolChoice, place: GrammarContext = GrammarContext()
+    ) -> Constraint | None:
         wanted = [t for t in tools if t.kind != "server" and (choice.mode != "named" or t.name == choice.name)]
         is_forced = choice.mode in ("required", "named")
         if not wanted or choice.mode == "none" or not (is_forced or self.trigger):
@@ -108,24 +110,24 @@ class Shape(Struct, frozen=True, kw_only=True):
         trigger = None if is_forced else self.trigger
         return Constraint("lark", lark.text(start), trigger=trigger, tools=tuple(t.name for t in wanted))
 
-    def _whole(self, lark: Lark, body: str, place: Place) -> str:
+    def _whole(self, lark: Lark, body: str, place: GrammarContext) -> str:
         first = f"{self._reasoning(lark, place)} {lark.spelled(self.begin + self.opening)} {body}"
         return f"{first} {self._after_first(lark, body, place)}"
 
-    def _rest(self, lark: Lark, body: str, place: Place) -> str:
+    def _rest(self, lark: Lark, body: str, place: GrammarContext) -> str:
         """What follows the trigger. Calls that stand alone are triggered one by one."""
         first = f"{lark.spelled((self.begin + self.opening).removeprefix(self.trigger))} {body}"
         return f"{first} {self._after_first(lark, body, place) if self.end else lark.spelled(self.closing)}"
 
-    def _after_first(self, lark: Lark, body: str, place: Place) -> str:
+    def _after_first(self, lark: Lark, body: str, place: GrammarContext) -> str:
         close = lark.spelled(self.closing)
         more = f"({lark.spelled(self.between + self.opening)} {body} {close})*" if self._may_repeat(place) else ""
         return f"{close} {more} {lark.spelled(self.end)}"
 
-    def _may_repeat(self, place: Place) -> bool:
+    def _may_repeat(self, place: GrammarContext) -> bool:
         return self.several and place.parallel
 
-    def _reasoning(self, lark: Lark, place: Place) -> str:
+    def _reasoning(self, lark: Lark, place: GrammarContext) -> str:
         if self.thought is None:
             return ""
         opening, closing = self.thought

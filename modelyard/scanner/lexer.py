@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.sieve import Spellings, purge
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ class Spelled:
 class Alphabet:
     """A format's markers as one vocabulary spells them, compiled once for each pair of the two."""
 
-    def __init__(self, form: Format, specials: frozenset[str]) -> None:
+    def __init__(self, form: OutputFormat, specials: frozenset[str]) -> None:
         known = markers(form)
         self.codes = _codes(known, specials)
         shown_never = [*form.markers, *(m for m in form.inner if m in specials)]
@@ -229,12 +229,12 @@ class Alphabet:
 
 
 @lru_cache(maxsize=256)
-def markers(form: Format) -> tuple[str, ...]:
+def markers(form: OutputFormat) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*form.markers, *form.inner)))
 
 
 @lru_cache(maxsize=256)
-def alphabet(form: Format, specials: frozenset[str]) -> Alphabet:
+def alphabet(form: OutputFormat, specials: frozenset[str]) -> Alphabet:
     """`specials` may hold any tokens of the vocabulary: only the family's own markers count."""
     return Alphabet(form, specials.intersection(markers(form)))
 

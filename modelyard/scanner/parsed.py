@@ -8,8 +8,8 @@ from itertools import count
 from msgspec import Struct
 
 from modelyard.core.engine import Piece
-from modelyard.core.events import Finished, Fold, Started, Usage
-from modelyard.core.format import Format, Go
+from modelyard.core.events import Finished, ReplyBuilder, Started, Usage
+from modelyard.core.output_format import OutputFormat, SwitchRegion
 from modelyard.core.request import Tool
 from modelyard.scanner.formats import load
 from modelyard.scanner.scanner import Scanner
@@ -29,7 +29,7 @@ class Parsed(Struct, frozen=True):
 
 
 def parse(
-    chunks: Iterable[str], *, format: Format | str, tools: Sequence[Tool] | None = None, prefill: str = ""
+    chunks: Iterable[str], *, format: OutputFormat | str, tools: Sequence[Tool] | None = None, prefill: str = ""
 ) -> Parsed:
     """Every marker counts as its token, since plain strings do not say. Without `tools` any name is a call.
 
@@ -40,7 +40,7 @@ def parse(
     opened = prefill or _opened(form, "".join(texts))
     ids = count()
     scanner = Scanner(form, tools=tools, prefill=opened, new_id=lambda: f"call_{next(ids)}", tool_stream=False)
-    fold = Fold()
+    fold = ReplyBuilder()
     fold.feed([Started("", "", 0)])
     for text in texts:
         fold.feed(scanner.feed([Piece(text)]))
@@ -49,13 +49,13 @@ def parse(
     return Parsed(reply.thinking, reply.text, tuple(Call(c.name, c.arguments) for c in reply.calls))
 
 
-def _opened(form: Format, text: str) -> str:
+def _opened(form: OutputFormat, text: str) -> str:
     """The tag that the prompt must have ended with, for the first marker of all is its counterpart."""
     tags = [
         mark
         for region in form.regions.values()
         for mark, act in region.marks.items()
-        if isinstance(act, Go) and form.regions[act.region].kind == "thinking"
+        if isinstance(act, SwitchRegion) and form.regions[act.region].kind == "thinking"
     ]
     found = [(text.find(marker), -len(marker), marker) for marker in form.markers if marker in text]
     first = min(found)[2] if found else None

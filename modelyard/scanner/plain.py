@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.lexer import alphabet
 
 
@@ -17,7 +17,7 @@ class Plain:
 
     __slots__ = ("_begins_in_text", "_starters")
 
-    def __init__(self, form: Format, specials: frozenset[str], stop: tuple[str, ...]) -> None:
+    def __init__(self, form: OutputFormat, specials: frozenset[str], stop: tuple[str, ...]) -> None:
         self._begins_in_text = form.regions[form.start].kind == "text"
         self._starters = tuple(alphabet(form, specials).starters(stop))  # a handful: quicker than a pattern
 
@@ -31,5 +31,5 @@ class Plain:
 
 
 @lru_cache(maxsize=256)
-def plain(form: Format, specials: frozenset[str], stop: tuple[str, ...]) -> Plain:
+def plain(form: OutputFormat, specials: frozenset[str], stop: tuple[str, ...]) -> Plain:
     return Plain(form, specials, stop)

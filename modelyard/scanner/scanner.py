@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 
 from modelyard.core.engine import Piece
 from modelyard.core.events import Event
-from modelyard.core.format import Format, Go, Read
+from modelyard.core.output_format import OutputFormat, StartReader, SwitchRegion
 from modelyard.core.request import Tool
 from modelyard.scanner.blocks import Blocks
 from modelyard.scanner.broken import between, bracketed
@@ -30,7 +30,7 @@ class Scanner:
 
     def __init__(
         self,
-        format: Format,
+        format: OutputFormat,
         *,
         tools: Sequence[Tool] | None = (),
         stop: Sequence[str] = (),
@@ -59,7 +59,7 @@ class Scanner:
             stream=tool_stream,
         )
         self._reader: Generator[None, None, str | None] | None = None
-        self._reading: Read | None = None
+        self._reading: StartReader | None = None
         self._spell = spell
         self.reasoning_tokens = 0
         self._prompt = 0  # where on the tape the prompt ends: what stands before is not repeated
@@ -97,7 +97,9 @@ class Scanner:
     def closing(self) -> str | None:
         """The marker that would end the open reasoning and begin visible text."""
         acts = self._region.marks.items() if self.is_thinking else ()
-        ends = (m for m, act in acts if isinstance(act, Go) and self._format.regions[act.region].kind == "text")
+        ends = (
+            m for m, act in acts if isinstance(act, SwitchRegion) and self._format.regions[act.region].kind == "text"
+        )
         return next(ends, None)
 
     @property
@@ -210,10 +212,10 @@ class Scanner:
         action = self._actions.get(marker)
         if marker not in self._alphabet.naked:
             self._visible.seam()
-        if isinstance(action, Go):
+        if isinstance(action, SwitchRegion):
             self._visible.turn()
             self._enter(action.region)
-        elif isinstance(action, Read):
+        elif isinstance(action, StartReader):
             self._tape.kept = [new] if action.naked else []
             self._reading = action
             self._reader = action.reader(self._tape, self._calls)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
-from modelyard.core.engine import Machine, Memory, Site
+from modelyard.core.engine import AvailableMemory, MemoryEstimate, Node
 from modelyard.core.errors import ModelyardError
-from modelyard.core.pool import Blueprint
+from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.measured import Ledger, Measured
 from modelyard.scheduler.model import Pooled
 from modelyard.scheduler.placement import Bytes, Limits, at, taken
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _NOISE = 64 * 2**20  # what a process grows and shrinks by for other reasons
 
-_NOWHERE = Machine(2**62)
+_NOWHERE = AvailableMemory(2**62)
 
 
 class Room(Struct, frozen=True):
@@ -39,10 +39,10 @@ class Appraiser:
         self,
         limits: Limits = Limits(),
         *,
-        machine: Callable[[], Machine] | None = None,
+        machine: Callable[[], AvailableMemory] | None = None,
         gauge: Gauge | None = None,
         ledger: Ledger | None = None,
-        sites: Callable[[], Sequence[Site]] = lambda: (Site(),),
+        sites: Callable[[], Sequence[Node]] = lambda: (Node(),),
     ) -> None:
         self._limits, self._machine, self._gauge, self._sites = limits, machine, gauge, sites
         self._ledger = ledger or Ledger()
@@ -91,7 +91,9 @@ class Appraiser:
             for device, amount in taken(model.estimate, model.measured).items()
         }
 
-    def _look(self, blueprint: Blueprint, others: Iterable[Site]) -> tuple[Machine, Memory | None, Mapping[str, Bytes]]:
+    def _look(
+        self, blueprint: ModelSpec, others: Iterable[Node]
+    ) -> tuple[AvailableMemory, MemoryEstimate | None, Mapping[str, Bytes]]:
         here = self._machine() if self._machine is not None else _NOWHERE
         found = {site.name: _estimate(blueprint, site.machine) for site in others if site.machine is not None}
         abroad = {name: taken(memory, None) for name, memory in found.items() if memory is not None}
@@ -125,7 +127,7 @@ class Appraiser:
         await asyncio.to_thread(self._ledger.save, self._ledger.encode())
 
 
-def _estimate(blueprint: Blueprint, there: Machine) -> Memory | None:
+def _estimate(blueprint: ModelSpec, there: AvailableMemory) -> MemoryEstimate | None:
     try:
         return blueprint.estimate(there) if blueprint.estimate is not None else None
     except ModelyardError as error:  # the load itself will say so, in its own words
@@ -133,7 +135,7 @@ def _estimate(blueprint: Blueprint, there: Machine) -> Memory | None:
         return None
 
 
-def _soft(here: Machine, held: Iterable[Bytes], site: str = "") -> dict[str, int]:
+def _soft(here: AvailableMemory, held: Iterable[Bytes], site: str = "") -> dict[str, int]:
     """All that models could have: what is free now, and what they hold already."""
     room = {"cpu": here.ram_free}
     if here.gpus:

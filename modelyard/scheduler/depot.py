@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.core.pool import Blueprint, Change
+from modelyard.core.pool import ModelSpec, ModelStateChange
 from modelyard.scheduler.appraisal import Appraiser
 from modelyard.scheduler.model import Bounds, Pooled
 from modelyard.scheduler.place import Place
@@ -33,7 +33,7 @@ from modelyard.scheduler.view import (
     Stop,
     Survey,
 )
-from modelyard.telemetry.changes import Changes
+from modelyard.telemetry.broadcast import ModelChangeBroadcast
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Depot:
         self._bounds, self._timers, self._appraiser, self._refused = bounds, timers, appraiser, refused
         self.models: dict[str, Pooled] = {}
         self.retired: dict[str, Pooled] = {}
-        self.changes = Changes()
+        self.changes = ModelChangeBroadcast()
         self._recovery = Recovery(self, timers, bounds.timeout)
         self.is_hungry = False  # somebody waits for room: whatever becomes idle is worth a look
         self._ids = self._retirements = 0
@@ -57,7 +57,7 @@ class Depot:
         yield from self.models.values()
         yield from self.retired.values()
 
-    def add(self, blueprint: Blueprint) -> Pooled:
+    def add(self, blueprint: ModelSpec) -> Pooled:
         """Make a model known. It stays stopped until somebody wants it."""
         model = self.models[blueprint.name] = Pooled(blueprint.name, blueprint, self._bounds)
         return model
@@ -310,7 +310,7 @@ class Depot:
             state, reason, doing, _ = told
             at, progress = self._timers.unix(), model.progress
             self.changes.tell(
-                Change(model=model.name, state=state, reason=reason, doing=doing, progress=progress, at=at)
+                ModelStateChange(model=model.name, state=state, reason=reason, doing=doing, progress=progress, at=at)
             )
 
     async def _surveyed(self, model: Pooled) -> None:

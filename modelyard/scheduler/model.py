@@ -12,10 +12,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from modelyard.core.engine import Capabilities, Memory
+from modelyard.core.engine import Capabilities, MemoryEstimate
 from modelyard.core.errors import ModelyardError
-from modelyard.core.lease import Demand, ModelState, ModelStatus
-from modelyard.core.pool import Blueprint
+from modelyard.core.lease import LeaseRequest, ModelState, ModelStatus
+from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.affinity import Affinity, marks
 from modelyard.scheduler.lane import Lane
 from modelyard.scheduler.place import Place
@@ -51,7 +51,7 @@ class Pooled:
     """`sleeping`: the pool itself stopped it, and the next request for it loads it. `drained`: it takes no requests.
     `retired`: a reload has replaced it. `down_since` is set while engines that were up are away."""
 
-    def __init__(self, key: str, blueprint: Blueprint, bounds: Bounds) -> None:
+    def __init__(self, key: str, blueprint: ModelSpec, bounds: Bounds) -> None:
         self.key, self.name, self.blueprint, self.current = key, blueprint.name, blueprint, blueprint
         self.lanes: dict[str, Lane[Place]] = {
             cache: Lane(bounds.max_waiting, bounds.max_waiting_tokens) for cache in blueprint.caches
@@ -68,7 +68,7 @@ class Pooled:
         self.used: float | None = None  # when its last answer ended
         self.need: Bytes | None = None if blueprint.estimate is not None else {}
         self.abroad: Mapping[str, Bytes] = {}  # what it takes on other machines
-        self.estimate: Memory | None = None
+        self.estimate: MemoryEstimate | None = None
         self.measured: int | None = None
         self.load_s: float | None = None
         self.ttl_timer: Handle | None = None
@@ -87,7 +87,7 @@ class Pooled:
             most = min(most, self.current.target_inflight)
         return max(1, min(wanted, most))
 
-    def seat(self, demand: Demand, weight: int) -> Replica | None:
+    def seat(self, demand: LeaseRequest, weight: int) -> Replica | None:
         """The replica in which places were taken, if one has room. Nobody may stand in front."""
         up = self.up
         replica = up[0] if len(up) == 1 else self._choose(demand, weight)
@@ -96,7 +96,7 @@ class Pooled:
         self.running += weight
         return replica
 
-    def _choose(self, demand: Demand, weight: int) -> Replica | None:
+    def _choose(self, demand: LeaseRequest, weight: int) -> Replica | None:
         """Of several."""
         candidates = [one for one in self.up if one.has_room(demand.cache, weight)]
         if not candidates:

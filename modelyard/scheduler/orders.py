@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
 from modelyard.core.errors import Conflict, InvalidRequest, Unavailable
-from modelyard.core.pool import Blueprint, Overrides
+from modelyard.core.pool import ModelSpec, Overrides
 from modelyard.scheduler.depot import Depot
 from modelyard.scheduler.model import Order, Pooled
 from modelyard.scheduler.place import Place
@@ -81,7 +81,7 @@ class Orders:
 
     # --- a new configuration ------------------------------------------------------------------------------------------
 
-    def reconfigure(self, blueprints: Mapping[str, Blueprint]) -> None:
+    def reconfigure(self, blueprints: Mapping[str, ModelSpec]) -> None:
         models = self._depot.models
         known = bool(models)  # the first models of all are made known before a loop runs
         for name, model in list(models.items()):
@@ -98,7 +98,7 @@ class Orders:
         if known:
             self._depot.look_soon()
 
-    def _replace(self, model: Pooled, new: Blueprint | None) -> None:
+    def _replace(self, model: Pooled, new: ModelSpec | None) -> None:
         wanted = model.wanted
         self._depot.retire(model)
         self._depot.end_orders(model, Conflict(f"the configuration of {model.name!r} was changed while it was loaded"))
@@ -106,7 +106,7 @@ class Orders:
             self._depot.add(new).wanted = new.replicas if wanted else 0
 
 
-def _adjust(model: Pooled, new: Blueprint) -> None:
+def _adjust(model: Pooled, new: ModelSpec) -> None:
     """The same engine: it goes on, and only how it is run changes."""
     if model.wanted and new.replicas != model.blueprint.replicas:
         model.wanted = new.replicas

@@ -6,9 +6,8 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Protocol
 
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.lease import Demand, Lease
+from modelyard.core.lease import Lease, LeaseRequest, RevocableLease
 from modelyard.core.request import Priority
-from modelyard.core.revocable import Revocable
 from modelyard.scheduler.lane import Lane
 from modelyard.scheduler.limits import Allowance
 from modelyard.scheduler.replica import Replica
@@ -29,14 +28,14 @@ class Owner(Protocol):
     def spent(self, allowance: Allowance, tokens: int) -> None: ...
 
 
-class Place(Revocable, eq=False):
+class Place(RevocableLease, eq=False):
     """Both seams in one object: a request makes one of these and nothing else. Whoever finds a free place is granted
     one from the start."""
 
     _owner: Owner
     model: Pooled
     lane: Lane[Place]
-    demand: Demand
+    demand: LeaseRequest
     weight: int
     since: float
     replica: Replica | None = None

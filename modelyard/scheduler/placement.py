@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, field
 
-from modelyard.core.engine import Machine, Memory
+from modelyard.core.engine import AvailableMemory, MemoryEstimate
 
 Bytes = Mapping[str, int]  # by device: "cpu" is RAM, "gpu" all GPUs together, else one GPU by its id
 
@@ -18,7 +18,7 @@ class Limits(Struct, frozen=True):
     each_gpu: int | None = None
     gpus: Mapping[str, int] = field(default_factory=dict)
 
-    def on(self, machine: Machine) -> dict[str, int]:
+    def on(self, machine: AvailableMemory) -> dict[str, int]:
         """Bytes by device, for the devices that are limited."""
         limits = {"cpu": self.ram} if self.ram is not None else {}
         found = {uuid: of for uuid in machine.gpus if (of := self.gpus.get(uuid, self.each_gpu)) is not None}
@@ -57,7 +57,7 @@ class Tenant(Struct, frozen=True, kw_only=True):
 _BELIEVED = {"cpu": (1.0, 1.5), "gpu": (0.5, 2.0)}
 
 
-def taken(memory: Memory, measured: int | None) -> dict[str, int]:
+def taken(memory: MemoryEstimate, measured: int | None) -> dict[str, int]:
     """What one replica counts for: the estimate, corrected by what was measured as far as that can be believed."""
     device = "cpu" if memory.device in ("", "cpu") else "gpu"
     bytes_ = memory.total

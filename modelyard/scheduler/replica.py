@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Internal, ModelyardError, Timeout
-from modelyard.core.pool import Blueprint, ReplicaState
+from modelyard.core.pool import ModelSpec, ReplicaState
 from modelyard.scheduler.placement import Bytes
 from modelyard.scheduler.view import ReplicaView
 
@@ -36,7 +36,7 @@ class Replica:
         self,
         id: int,
         model: str,
-        blueprint: Blueprint,
+        blueprint: ModelSpec,
         reports: Reports,
         *,
         load_timeout_s: float,
@@ -67,7 +67,7 @@ class Replica:
         self.free = {name: info.parallel for name, info in caches.items()}
         self.most = _most(self.blueprint)
 
-    def adjust(self, blueprint: Blueprint) -> None:
+    def adjust(self, blueprint: ModelSpec) -> None:
         """The same engine, run otherwise: those who run stay, even where fewer may now."""
         self.most = _most(blueprint)
         self.blueprint = blueprint
@@ -185,7 +185,7 @@ class Replica:
         self._reports.closed(self)
 
 
-def _most(blueprint: Blueprint) -> int:
+def _most(blueprint: ModelSpec) -> int:
     return blueprint.target_inflight or sum(info.parallel for info in blueprint.caches.values())
 
 

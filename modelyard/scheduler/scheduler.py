@@ -32,8 +32,8 @@ from modelyard.core.errors import (
     Timeout,
     Unavailable,
 )
-from modelyard.core.lease import Demand, ModelStatus
-from modelyard.core.pool import Blueprint, Overrides, PoolSnapshot, RequestSnapshot
+from modelyard.core.lease import LeaseRequest, ModelStatus
+from modelyard.core.pool import ModelSpec, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.scheduler import snapshots
 from modelyard.scheduler.appraisal import Appraiser
 from modelyard.scheduler.depot import Depot
@@ -42,7 +42,7 @@ from modelyard.scheduler.model import Bounds, Pooled
 from modelyard.scheduler.orders import Orders
 from modelyard.scheduler.place import Place
 from modelyard.scheduler.timers import LoopTimers, Timers
-from modelyard.telemetry.changes import Listener
+from modelyard.telemetry.broadcast import ModelChangeSubscription
 
 __all__ = ["Bounds", "Scheduler"]
 
@@ -76,7 +76,7 @@ class Scheduler:
 
     # --- who may run -----------------------------------------------------------------------------------------------
 
-    def request(self, demand: Demand) -> Place:
+    def request(self, demand: LeaseRequest) -> Place:
         if self._closed:
             raise _shutting_down()  # 1
         model = self._models.get(demand.model)
@@ -224,14 +224,14 @@ class Scheduler:
         oldest_first = sorted(self._places, key=lambda place: place.since)
         return tuple(snapshots.of_request(place, self._timers) for place in oldest_first)
 
-    def subscribe(self) -> Listener:
+    def subscribe(self) -> ModelChangeSubscription:
         return self._depot.changes.listen()
 
     # --- what administrators order ---------------------------------------------------------------------------------
 
     def add(self, name: str, caches: Mapping[str, CacheInfo], make: Callable[[], Engine]) -> None:
         """Make a model known, with all else as usual. It stays stopped until `load`."""
-        self._depot.add(Blueprint(name=name, caches=caches, make=make))
+        self._depot.add(ModelSpec(name=name, caches=caches, make=make))
 
     def preload(self, name: str) -> None:
         """Load it if there is room beside what is loaded; else it is loaded when somebody asks for it."""
@@ -251,7 +251,7 @@ class Scheduler:
     def scale(self, name: str, replicas: int) -> asyncio.Future[None]:
         return self._orders.scale(self._known(name), replicas)
 
-    def reconfigure(self, blueprints: Mapping[str, Blueprint]) -> None:
+    def reconfigure(self, blueprints: Mapping[str, ModelSpec]) -> None:
         self._orders.reconfigure(blueprints)
 
     def cancel(self, trace: str) -> int:

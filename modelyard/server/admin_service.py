@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from modelyard.config import Config, ConfigError, Loaded
-from modelyard.core.engine import Memory
+from modelyard.core.engine import MemoryEstimate
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.pool import Pool
 from modelyard.gateway import Gateway
-from modelyard.http.admin.office import Particulars, Reloaded
+from modelyard.http.admin.context import ModelDetails, ReloadResult
 from modelyard.library.home import cache_folder
 from modelyard.router.settings import ModelSettings
 from modelyard.server.engine_factory import blueprints
 from modelyard.server.load_overrides import altered, schemas
 from modelyard.server.memory_estimate import footprint, machine
 from modelyard.server.model_definition import Definition, define
-from modelyard.telemetry.memory import MachineMemory, read_memory
+from modelyard.telemetry.system import MachineMemory, read_memory
 from modelyard.workers.pool import RemotePool
 from modelyard.workers.tokenizer import known, lay_down
 
@@ -35,16 +35,16 @@ _AT_START = ("http", "keys", "log", "store", "images", "scheduler")
 Reread = Callable[[], Loaded]
 
 
-class Household:
+class AdminService:
     def __init__(self, config: Config, pool: Pool, gateway: Gateway, reread: Reread | None) -> None:
         self._config, self._pool, self._gateway, self._reread = config, pool, gateway, reread
         self._busy = False
         self._following: asyncio.Task[None] | None = None
         self._learning: dict[str, asyncio.Task[None]] = {}
 
-    def particulars(self, model: str) -> Particulars:
+    def particulars(self, model: str) -> ModelDetails:
         settings = self._config.models[model]
-        return Particulars(
+        return ModelDetails(
             backend=settings.backend or "",
             enabled=bool(settings.enabled),
             aliases=tuple(settings.aliases),
@@ -56,10 +56,10 @@ class Household:
     async def memory(self) -> MachineMemory:
         return await asyncio.to_thread(read_memory)
 
-    async def estimate(self, model: str, overrides: Mapping[str, Any]) -> Memory:
+    async def estimate(self, model: str, overrides: Mapping[str, Any]) -> MemoryEstimate:
         """Files are read for it, so it is done in a thread."""
 
-        def work(config: Config) -> Memory:
+        def work(config: Config) -> MemoryEstimate:
             changed = altered(config, model, overrides)
             found = footprint(changed, changed.router().catalog.models[model], machine())
             if found.memory is None:
@@ -125,7 +125,7 @@ class Household:
 
     # --- a new configuration ------------------------------------------------------------------------------------------
 
-    async def reload(self, *, alone: bool = False) -> Reloaded:
+    async def reload(self, *, alone: bool = False) -> ReloadResult:
         """All or nothing: a file that is wrong changes nothing. A pool in another process reads it first, unless we are
         `alone` with the news."""
         if self._reread is None:
@@ -150,7 +150,7 @@ class Household:
             told = "; ".join(str(problem) for problem in error.problems)
             raise InvalidRequest(f"the configuration has errors, the old one stays: {told}", code="config") from None
 
-    def _replace(self, loaded: Loaded, definitions: Mapping[str, Definition]) -> Reloaded:
+    def _replace(self, loaded: Loaded, definitions: Mapping[str, Definition]) -> ReloadResult:
         """No await in here: a request meets either the old configuration or the new one."""
         before, config = self._config, loaded.config
         router = config.router()
@@ -166,11 +166,11 @@ def defined(config: Config) -> dict[str, Definition]:
     return {name: define(entry, config.models[name]) for name, entry in config.router().catalog.models.items()}
 
 
-def difference(before: Config, after: Config, warnings: tuple[str, ...] = ()) -> Reloaded:
+def difference(before: Config, after: Config, warnings: tuple[str, ...] = ()) -> ReloadResult:
     old, new = before.models, after.models
     waits = [name for name in _AT_START if getattr(before, name) != getattr(after, name)]
     told = (f"{', '.join(waits)}: changed, but only a restart puts it into effect",) if waits else ()
-    return Reloaded(
+    return ReloadResult(
         added=tuple(name for name in new if name not in old),
         removed=tuple(name for name in old if name not in new),
         changed=tuple(name for name in new if name in old and new[name] != old[name]),

@@ -14,14 +14,14 @@ from msgspec import Struct
 from starlette.types import ASGIApp
 
 from modelyard.config import Config
-from modelyard.core.engine import Site
+from modelyard.core.engine import Node
 from modelyard.core.errors import Unavailable
 from modelyard.core.store import Store
 from modelyard.gateway import Gateway
-from modelyard.gateway.recall import Recall
+from modelyard.gateway.replay_memory import ReplayMemory
 from modelyard.http import server as front
-from modelyard.http.admin.office import Office
-from modelyard.http.admin.siblings import Siblings
+from modelyard.http.admin.context import AdminContext
+from modelyard.http.admin.peers import PeerGateways
 from modelyard.http.auth import Key, check_bind, read_keys
 from modelyard.library.home import cache_folder
 from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE
@@ -30,30 +30,29 @@ from modelyard.scheduler.appraisal import Appraiser
 from modelyard.scheduler.limits import KeyLimits
 from modelyard.scheduler.measured import Ledger
 from modelyard.scheduler.scheduler import Scheduler
-from modelyard.server.admin_service import Household, Reread, defined
+from modelyard.server.admin_service import AdminService, Reread, defined
 from modelyard.server.engine_factory import blueprints
 from modelyard.server.memory_estimate import machine
 from modelyard.store import open_store
 from modelyard.telemetry.history import History
-from modelyard.telemetry.journal import Journal
-from modelyard.telemetry.machine import MemoryGauge
 from modelyard.telemetry.metrics import Metrics
-from modelyard.telemetry.papers import Copies, Papers
-from modelyard.telemetry.peers import MetricsPeer
+from modelyard.telemetry.metrics_hub import MetricsPeer
+from modelyard.telemetry.request_capture import CombinedCaptureSink, DiskCaptureSink, MemoryCaptureSink
+from modelyard.telemetry.system import MemoryGauge
 from modelyard.workbench.mount import Workbench
 from modelyard.workbench.relay import is_keeper, meeting_place, own_place
 from modelyard.workers.pool import RemotePool
 from modelyard.workers.store import SharedStore
 
 
-class Yard(Struct):
+class ServerApp(Struct):
     """One gateway process, put together and not yet running."""
 
     config: Config
     keys: tuple[Key, ...]
     scheduler: Scheduler | RemotePool
     gateway: Gateway
-    house: Household
+    house: AdminService
     app: ASGIApp
 
     async def stop(self) -> None:
@@ -72,7 +71,7 @@ def compose(
     reread: Reread | None = None,
     pool: RemotePool | None = None,
     welcome: Callable[[], None] = lambda: None,
-) -> Yard:
+) -> ServerApp:
     """`pool` is a scheduler in another process; without one it is part of this. `welcome` is called once all of it is
     open to others, and before the first model is loaded."""
     keys = read_keys(config.keys, env)
@@ -89,20 +88,20 @@ def compose(
         images=Images(config.images),
         metrics=metrics,
         history=History(config.log.history_requests),
-        recall=Recall(store if shared else None),
+        recall=ReplayMemory(store if shared else None),
     )
     metrics.watch_queue(lambda: {name: status.waiting for name, status in scheduler.status().items()})
     if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one tells its figures
         metrics.watch_pool(scheduler.figures)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
-    house = Household(config, scheduler, gateway, reread)
-    return Yard(
+    house = AdminService(config, scheduler, gateway, reread)
+    return ServerApp(
         config, keys, scheduler, gateway, house, _front(config, keys, scheduler, gateway, peer, house, store, welcome)
     )
 
 
 def make_scheduler(
-    config: Config, env: Mapping[str, str], sites: Callable[[], Sequence[Site]] = lambda: (Site(),)
+    config: Config, env: Mapping[str, str], sites: Callable[[], Sequence[Node]] = lambda: (Node(),)
 ) -> Scheduler:
     """`sites` are the machines on which engines may be opened, where this is not the only one."""
     gauge = MemoryGauge()
@@ -133,13 +132,13 @@ def _front(
     scheduler: Scheduler | RemotePool,
     gateway: Gateway,
     peer: MetricsPeer | None,
-    house: Household,
+    house: AdminService,
     store: Store,
     welcome: Callable[[], None],
 ) -> ASGIApp:
     settings = config.log
     journal = (
-        Journal(settings.debug_dir, settings.debug_max_requests, settings.debug_max_bytes)
+        DiskCaptureSink(settings.debug_dir, settings.debug_max_requests, settings.debug_max_bytes)
         if settings.debug_dir is not None
         else None
     )
@@ -167,10 +166,10 @@ def _front(
             await asyncio.to_thread(journal.close)
 
     scrape: Callable[[], Awaitable[bytes]] = gateway.metrics.scrape if peer is None else peer.scrape
-    papers = Papers(settings.history_bytes, on=settings.history_texts)
-    scribe = papers if journal is None else Copies(journal, papers)
-    siblings = Siblings(own_place())
-    office = Office(scheduler, gateway, papers, house, cache_folder() / "tune", time.time, siblings)
+    papers = MemoryCaptureSink(settings.history_bytes, on=settings.history_texts)
+    scribe = papers if journal is None else CombinedCaptureSink(journal, papers)
+    siblings = PeerGateways(own_place())
+    office = AdminContext(scheduler, gateway, papers, house, cache_folder() / "tune", time.time, siblings)
     workbench = Workbench(meeting=meeting_place(), keeper=is_keeper(), own=own_place())
     edge = front.Edge(gateway, config.http, keys, store, scrape, scribe, office, workbench)
     built = front.build(edge, life)

@@ -10,13 +10,13 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from modelyard.core.errors import ModelyardError
-from modelyard.http.admin.office import Reloaded
+from modelyard.http.admin.context import ReloadResult
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
 
-Reload = Callable[[], Awaitable[Reloaded]]
+Reload = Callable[[], Awaitable[ReloadResult]]
 Stamps = Mapping[Path, tuple[int, int] | None]
 
 

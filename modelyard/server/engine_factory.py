@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from modelyard import plugins
 from modelyard.config import Config, engine_spec
 from modelyard.config.faults import sentence
-from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.core.pool import Blueprint, Overrides
+from modelyard.core.pool import ModelSpec, Overrides
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.server.load_overrides import altered
@@ -25,7 +25,7 @@ Placing = Callable[[str, EngineSpec, str, str], Engine]
 
 def blueprint(
     config: Config, entry: ModelEntry, fault: ModelyardError | None = None, place: Placing | None = None
-) -> Blueprint:
+) -> ModelSpec:
     """`fault` is why the model could not be defined: it fails when it is loaded, with that reason, and alone. `place`
     is asked for the engine where it is not made in this process or a child of it."""
     settings = config.models[entry.name]
@@ -42,12 +42,12 @@ def blueprint(
         engine: Engine = module.create(spec)
         return engine
 
-    def estimate(here: Machine) -> Memory:
-        taken: Memory = plugins.load("engines", entry.backend).estimate(engine_spec(entry, settings), here)
+    def estimate(here: AvailableMemory) -> MemoryEstimate:
+        taken: MemoryEstimate = plugins.load("engines", entry.backend).estimate(engine_spec(entry, settings), here)
         return taken
 
     ttl = settings.idle_ttl_s if settings.idle_ttl_s is not None else config.scheduler.idle_ttl_s
-    return Blueprint(
+    return ModelSpec(
         name=entry.name,
         caches=entry.cache_infos,
         make=make,
@@ -79,7 +79,7 @@ def is_apart(settings: ModelSettings) -> bool:
 
 def _altered(
     config: Config, name: str, fault: ModelyardError | None, place: Placing | None, overrides: Overrides
-) -> Blueprint:
+) -> ModelSpec:
     """As if the overrides stood in the model's section; the file is left as it is."""
     changed = altered(config, name, overrides)
     entry = changed.router().catalog.models[name]
@@ -92,7 +92,7 @@ def _altered(
 
 def blueprints(
     config: Config, faults: Mapping[str, ModelyardError | None], place: Placing | None = None
-) -> dict[str, Blueprint]:
+) -> dict[str, ModelSpec]:
     entries = config.router().catalog.models
     return {name: blueprint(config, entry, faults.get(name), place) for name, entry in entries.items()}
 

@@ -8,11 +8,11 @@ from msgspec import Struct
 
 from modelyard import plugins
 from modelyard.config import Config, engine_spec
-from modelyard.core.engine import Machine, Memory
+from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.engines.llama_cpp.estimate import size
 from modelyard.router.catalog import ModelEntry
-from modelyard.telemetry import free
+from modelyard.telemetry import system
 
 __all__ = ["Footprint", "footprint", "footprints", "machine", "sentence", "size"]
 
@@ -21,20 +21,20 @@ class Footprint(Struct, frozen=True):
     """Bytes of one replica, or why they cannot be told."""
 
     model: str
-    memory: Memory | None
+    memory: MemoryEstimate | None
     note: str = ""
 
 
-def machine() -> Machine:
-    return free.machine(with_gpus=True)
+def machine() -> AvailableMemory:
+    return system.free_memory(with_gpus=True)
 
 
-def footprints(config: Config, here: Machine) -> Iterator[Footprint]:
+def footprints(config: Config, here: AvailableMemory) -> Iterator[Footprint]:
     for entry in config.router().catalog.models.values():
         yield footprint(config, entry, here)
 
 
-def footprint(config: Config, entry: ModelEntry, here: Machine) -> Footprint:
+def footprint(config: Config, entry: ModelEntry, here: AvailableMemory) -> Footprint:
     try:
         module = plugins.load("engines", entry.backend)
         return Footprint(entry.name, module.estimate(engine_spec(entry, config.models[entry.name]), here))
@@ -42,7 +42,7 @@ def footprint(config: Config, entry: ModelEntry, here: Machine) -> Footprint:
         return Footprint(entry.name, None, error.message)
 
 
-def sentence(taken: Footprint, here: Machine) -> str:
+def sentence(taken: Footprint, here: AvailableMemory) -> str:
     """As people read it: the sum, its parts, and what is free."""
     if taken.memory is None:
         return f"not known: {taken.note}"
@@ -54,5 +54,5 @@ def sentence(taken: Footprint, here: Machine) -> str:
     return f"{told}; free now: {size(here.ram_free)} of RAM{gpus}"
 
 
-def _parts(memory: Memory) -> tuple[tuple[int, str], ...]:
+def _parts(memory: MemoryEstimate) -> tuple[tuple[int, str], ...]:
     return (memory.weights, "weights"), (memory.kv, "KV caches"), (memory.compute, "compute buffers")

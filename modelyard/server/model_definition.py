@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from modelyard import plugins
 from modelyard.config import engine_options
 from modelyard.core.errors import ModelyardError
-from modelyard.gateway.model import Model, TextParts
+from modelyard.gateway.model import Model, TextPipeline
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import TemplateSource, builtin, find_template
 from modelyard.prompt.template import ChatTemplate
@@ -22,7 +22,7 @@ from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.scanner.detect import detect, taught
 from modelyard.scanner.formats import load as load_format
-from modelyard.tokenizer import FileVocabulary, open_vocabulary
+from modelyard.tokenizer import FileTokenizer, open_tokenizer
 
 
 class Definition(Struct):
@@ -47,7 +47,7 @@ def define(entry: ModelEntry, settings: ModelSettings) -> Definition:
 
 def _counting(
     entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
-) -> TextParts | None:
+) -> TextPipeline | None:
     """Of an engine that renders by itself, and whose tokenizer is here: its tokens are known before it is asked.
 
     Where they cannot be, it is no fault: the engine counts when it is up.
@@ -61,7 +61,7 @@ def _counting(
         return None
 
 
-def _translates(settings: ModelSettings, text: TextParts | None) -> bool:
+def _translates(settings: ModelSettings, text: TextPipeline | None) -> bool:
     if text is not None:
         return text.renderer.translates
     return settings.prompt_format is not None and SOURCE in builtin(settings.prompt_format)
@@ -70,7 +70,7 @@ def _translates(settings: ModelSettings, text: TextParts | None) -> bool:
 def _model(
     entry: ModelEntry,
     kind: Any,
-    text: TextParts | None = None,
+    text: TextPipeline | None = None,
     remote: bool = False,
     fault: ModelyardError | None = None,
     translates: bool = False,
@@ -94,9 +94,9 @@ def _model(
 
 def _text_parts(
     entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
-) -> TextParts:
+) -> TextPipeline:
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
-    vocab = open_vocabulary(where)
+    vocab = open_tokenizer(where)
     embedded = module.chat_template(options) or vocab.template
     if embedded and module.kind(options) == "chat":  # it uses the file's own, whatever format is named here
         settings = settings.model_copy(update={"prompt_format": None})
@@ -119,7 +119,7 @@ def _text_parts(
         ("tools", "told in words, called as hermes does" if renderer.tells_tools else "by the template"),
     ]
     told = taught(form) if renderer.tells_tools else None
-    return TextParts(renderer, vocab, form, tuple(sorted(vocab.eos | stops)), told, stop_strings=spelled)
+    return TextPipeline(renderer, vocab, form, tuple(sorted(vocab.eos | stops)), told, stop_strings=spelled)
 
 
 def _template(
@@ -135,7 +135,7 @@ def _template(
     )
 
 
-def _compiled(text: str, vocab: FileVocabulary) -> ChatTemplate:
+def _compiled(text: str, vocab: FileTokenizer) -> ChatTemplate:
     return ChatTemplate(text, bos_token=vocab.bos_token, eos_token=vocab.eos_token)
 
 

@@ -26,7 +26,7 @@ from modelyard.server.app import compose, key_limits
 from modelyard.server.config_watcher import on_hangup, watch
 from modelyard.server.scheduler_process import gateway_pool
 from modelyard.telemetry import log
-from modelyard.telemetry.hub import MetricsHub
+from modelyard.telemetry.metrics_hub import MetricsHub
 from modelyard.workers.run import PARENT_VARIABLE
 
 _FIRST_WORD_S = 10.0  # for the scheduler to answer; without it the gateway starts, too, and says that it is not well

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from msgspec import Struct, field
 
 from modelyard.core.events import Timings, Usage
-from modelyard.telemetry.cause import Reuse
+from modelyard.telemetry.cache_diagnostics import CacheReuse
 
-SLICE_S = 10
+INTERVAL_S = 10
 _SLICES = 360  # an hour
 _SAMPLES = 64  # of each kind and slice: enough for a median and a 95th percentile that people look at
 
 
-class Record(Struct, frozen=True, kw_only=True, gc=False):
+class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
     """One choice of one request. `status` is its finish reason, or the code of its error."""
 
     trace: str
@@ -35,10 +35,10 @@ class Record(Struct, frozen=True, kw_only=True, gc=False):
     timings: Timings = Timings()
     divergence: int | None = None  # the first token that no cached KV covered
     evicted: bool = False
-    reuse: Reuse | None = None  # None where nobody could know
+    reuse: CacheReuse | None = None  # None where nobody could know
 
 
-class Slice(Struct):
+class HistoryInterval(Struct):
     """The sums of ten seconds from `at` on."""
 
     at: int
@@ -55,10 +55,10 @@ class Slice(Struct):
 
 class History:
     def __init__(self, limit: int) -> None:
-        self._records: deque[Record] = deque(maxlen=limit)
-        self._slices: deque[Slice] = deque(maxlen=_SLICES)
+        self._records: deque[RequestRecord] = deque(maxlen=limit)
+        self._slices: deque[HistoryInterval] = deque(maxlen=_SLICES)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RequestRecord) -> None:
         self._records.append(record)
         _sum(self._slice(record.at), record)
 
@@ -66,26 +66,26 @@ class History:
         current = self._slice(now)
         current.waiting = max(current.waiting, waiting)
 
-    def find(self, trace: str) -> list[Record]:
+    def find(self, trace: str) -> list[RequestRecord]:
         """Every choice of a request, or nothing."""
         return [record for record in self._records if record.trace == trace]
 
-    def recent(self, limit: int) -> Iterator[Record]:
+    def recent(self, limit: int) -> Iterator[RequestRecord]:
         """The newest first."""
         return itertools.islice(reversed(self._records), limit)
 
-    def slices(self, now: float) -> list[Slice]:
+    def slices(self, now: float) -> list[HistoryInterval]:
         """Those of the last hour, the oldest first; ten seconds in which nothing happened have none."""
-        return [one for one in self._slices if one.at > now - _SLICES * SLICE_S]
+        return [one for one in self._slices if one.at > now - _SLICES * INTERVAL_S]
 
-    def _slice(self, now: float) -> Slice:
+    def _slice(self, now: float) -> HistoryInterval:
         slices = self._slices
-        if not slices or now >= slices[-1].at + SLICE_S:
-            slices.append(Slice(int(now) // SLICE_S * SLICE_S))
+        if not slices or now >= slices[-1].at + INTERVAL_S:
+            slices.append(HistoryInterval(int(now) // INTERVAL_S * INTERVAL_S))
         return slices[-1]
 
 
-def _sum(current: Slice, record: Record) -> None:
+def _sum(current: HistoryInterval, record: RequestRecord) -> None:
     usage, timings = record.usage, record.timings
     current.requests += 1
     current.failures += record.failed

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 from modelyard.plugins import MissingLibrary
 
 
-class FileVocabulary(Vocabulary, Protocol):
+class FileTokenizer(Tokenizer, Protocol):
     """A vocabulary as files bring it: with the texts that templates ask for, and the template where there is one."""
 
     @property
@@ -20,19 +20,19 @@ class FileVocabulary(Vocabulary, Protocol):
     def template(self) -> str | None: ...
 
 
-def open_vocabulary(path: Path) -> FileVocabulary:
+def open_tokenizer(path: Path) -> FileTokenizer:
     """From a GGUF file through llama.cpp, from everything else through `tokenizers`."""
     if path.suffix.lower() == ".gguf":
         return _through_llama(path)
-    from modelyard.tokenizer.hf import HfVocabulary
+    from modelyard.tokenizer.hf import HuggingFaceTokenizer
 
-    return HfVocabulary.load(path)
+    return HuggingFaceTokenizer.load(path)
 
 
-def _through_llama(path: Path) -> FileVocabulary:
+def _through_llama(path: Path) -> FileTokenizer:
     try:
-        from modelyard.tokenizer.gguf import GgufVocabulary
+        from modelyard.tokenizer.gguf import GgufTokenizer
 
-        return GgufVocabulary(path)
+        return GgufTokenizer(path)
     except ModuleNotFoundError as error:
         raise MissingLibrary(f"a GGUF file needs the Python package {error.name!r}: run make install") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.vocab import Detokenizer
+from modelyard.core.tokenizer import Detokenizer
 from modelyard.tokenizer.detokenize import TableDetokenizer, TokenTable
 from modelyard.tokenizer.surrogates import well_formed
 
@@ -16,7 +16,7 @@ _CONTROL, _USER_DEFINED, _UNUSED = 1 << 3, 1 << 4, 1 << 1
 _STRIPPING = 1 << 7 | 1 << 8 | 1 << 9  # takes white space around it away, or wants a word's border: no exact cut
 
 
-class GgufVocabulary:
+class GgufTokenizer:
     """Holds a vocab-only model for as long as it lives. Tokenizing is safe from several threads: it changes nothing."""
 
     def __init__(self, path: Path) -> None:

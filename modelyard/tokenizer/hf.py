@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as HfTokenizer
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.vocab import Detokenizer
+from modelyard.core.tokenizer import Detokenizer
 from modelyard.tokenizer import alphabet
 from modelyard.tokenizer.cuts import Added, TokenizerFile, exact_cuts
 from modelyard.tokenizer.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
@@ -46,10 +46,10 @@ _decoder = msgspec.json.Decoder(TokenizerFile)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-class HfVocabulary:
+class HuggingFaceTokenizer:
     """`bos_token` and `eos_token` are the texts that templates ask for; `bos` is the id that begins a raw prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, file: TokenizerFile, ends: Ends = Ends()) -> None:
+    def __init__(self, tokenizer: HfTokenizer, file: TokenizerFile, ends: Ends = Ends()) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -70,15 +70,15 @@ class HfVocabulary:
         self.words = Words(pattern, spellings, self._encode_all) if pattern is not None else None
 
     @classmethod
-    def load(cls, path: Path) -> HfVocabulary:
+    def load(cls, path: Path) -> HuggingFaceTokenizer:
         file = tokenizer_file(path)
         return cls.from_text(read_text(file), ends=read_ends(file.parent), where=str(file))
 
     @classmethod
-    def from_text(cls, text: str, *, ends: Ends = Ends(), where: str = "the tokenizer") -> HfVocabulary:
+    def from_text(cls, text: str, *, ends: Ends = Ends(), where: str = "the tokenizer") -> HuggingFaceTokenizer:
         try:
             file = _decoder.decode(text)
-            tokenizer = Tokenizer.from_str(text)
+            tokenizer = HfTokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
             raise InvalidRequest(
                 f"{where} is not a valid tokenizer.json: {error}. Download it again from the source model's repository",

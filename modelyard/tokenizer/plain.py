@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tokenizers import PreTokenizedString, Tokenizer
+from tokenizers import PreTokenizedString
+from tokenizers import Tokenizer as HfTokenizer
 
 from modelyard.tokenizer.spellings import spelling_pattern
 
@@ -17,7 +18,7 @@ _BEFORE = "x"  # stands before a text that is not the start of the prompt; its o
 
 
 class PlainEncoder:
-    def __init__(self, tokenizer: Tokenizer, controls: Mapping[str, int], unknown: str | None) -> None:
+    def __init__(self, tokenizer: HfTokenizer, controls: Mapping[str, int], unknown: str | None) -> None:
         self._tokenizer = tokenizer
         self._controls = frozenset(id for text, id in controls.items() if text != unknown)
         self._pattern = spelling_pattern(text for text in controls if len(text) > 1)

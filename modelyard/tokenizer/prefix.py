@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 from modelyard.tokenizer.frame import Frame, holds_together
 from modelyard.tokenizer.generations import Generations
 from modelyard.tokenizer.shield import SENTINEL
@@ -34,7 +34,7 @@ class Cuttable(Protocol):
 
 
 class PrefixTokens:
-    def __init__(self, vocab: Vocabulary, cuts: Iterable[str], *, limit_bytes: int = 32 << 20) -> None:
+    def __init__(self, vocab: Tokenizer, cuts: Iterable[str], *, limit_bytes: int = 32 << 20) -> None:
         self._vocab = vocab
         self.cuts = {cut: ids[0] for cut in cuts if len(ids := vocab.encode(cut)) == 1}
         self._cut_ids = frozenset(self.cuts.values())

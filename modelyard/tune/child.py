@@ -17,21 +17,21 @@ from statistics import fmean, median
 import msgspec
 
 from modelyard import plugins
+from modelyard.benchmark.chat_load import ChatLoad
+from modelyard.benchmark.engine_load import EngineLoad
+from modelyard.benchmark.lanes import Extent, Load, play
+from modelyard.benchmark.sample import Round
+from modelyard.benchmark.summary import tokens_per_s
+from modelyard.benchmark.workload import Workload
 from modelyard.config import Config, engine_spec
 from modelyard.core.engine import Engine, TextEngine
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.knobs import Loss
 from modelyard.gateway.model import Model
-from modelyard.measuring.chat_load import ChatLoad
-from modelyard.measuring.engine_load import EngineLoad
-from modelyard.measuring.lanes import Extent, Load, play
-from modelyard.measuring.sample import Round
-from modelyard.measuring.summary import tokens_per_s
-from modelyard.measuring.workload import Workload
 from modelyard.router.catalog import ModelEntry
 from modelyard.server.engine_factory import blueprint
 from modelyard.server.model_definition import define
-from modelyard.telemetry.memory import read_memory
+from modelyard.telemetry.system import read_memory
 from modelyard.tune.order import Benched, Failure, FailureKind, Figures, Judged, Order, Outcome
 from modelyard.tune.text import TEXT
 

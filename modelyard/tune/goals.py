@@ -9,9 +9,9 @@ from typing import get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
+from modelyard.benchmark.workload import Workload, named
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Setting
-from modelyard.measuring.workload import Workload, named
 from modelyard.tune.order import Figures
 
 GOALS: tuple[Goal, ...] = get_args(Goal)

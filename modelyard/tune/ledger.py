@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean
 
+from modelyard.benchmark.intervals import t_quantile
 from modelyard.core.knobs import Setting
-from modelyard.measuring.intervals import t_quantile
 
 _NOISE, _WEIGHT = 0.03, 3  # believed before anything is measured: 3 %, and as many measurements as that counts for
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from modelyard.benchmark.workload import Workload
 from modelyard.core.knobs import Loss
-from modelyard.measuring.workload import Workload
 
 FailureKind = Literal["crash", "hang", "memory", "refused", "errors"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
+from modelyard.benchmark.drawing import Dot, Drawing, Point, Shape, Stroke, Words
 from modelyard.core.knobs import COUNTS, Goal
-from modelyard.measuring.drawing import Dot, Drawing, Point, Shape, Stroke, Words
 from modelyard.tune.report import Report, Row
 
 _WIDTH, _LEFT, _TOP, _WIDE, _HIGH = 900, 80, 84, 560, 320

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from modelyard.benchmark.intervals import Interval, ratio_interval
 from modelyard.core.errors import Unavailable
 from modelyard.core.knobs import Goal, Setting, Value
-from modelyard.measuring.intervals import Interval, ratio_interval
 from modelyard.tune import edit, goals
 from modelyard.tune.goals import Standing
 from modelyard.tune.order import Benched

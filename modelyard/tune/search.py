@@ -14,8 +14,8 @@ from itertools import product
 
 from msgspec import Struct
 
+from modelyard.benchmark.intervals import Interval, ratio_interval, together
 from modelyard.core.knobs import Setting, Value
-from modelyard.measuring.intervals import Interval, ratio_interval, together
 from modelyard.tune.ledger import Ledger
 from modelyard.tune.race import Ask, Rules, Steps, note, order, race
 from modelyard.tune.space import Space, Stage, is_scale

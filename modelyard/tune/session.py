@@ -12,13 +12,13 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
+from modelyard.benchmark.drawing import check as can_draw
+from modelyard.benchmark.drawing import save as draw
+from modelyard.benchmark.durations import seconds
 from modelyard.config import Loaded
-from modelyard.core.engine import Machine
+from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.library.home import cache_folder
-from modelyard.measuring.drawing import check as can_draw
-from modelyard.measuring.drawing import save as draw
-from modelyard.measuring.durations import seconds
 from modelyard.server.memory_estimate import machine
 from modelyard.tune import goals, report
 from modelyard.tune.apply import apply, overruled, writable
@@ -125,7 +125,7 @@ def _model(loaded: Loaded, name: str | None) -> str:
     return found.model
 
 
-def _journal(subject: Subject, plan: Plan, here: Machine, folder: Path, *, fresh: bool) -> Journal:
+def _journal(subject: Subject, plan: Plan, here: AvailableMemory, folder: Path, *, fresh: bool) -> Journal:
     """One for everything that an outcome depends on; another budget or bound goes on with the same trials."""
     known = fingerprint(
         subject.order(subject.current),

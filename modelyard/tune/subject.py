@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from modelyard import plugins
 from modelyard.config import Config, engine_spec
 from modelyard.config.problems import Loc
-from modelyard.core.engine import EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.tune.places import PLACES, alone, changes, places, turned, unset
@@ -22,7 +22,7 @@ from modelyard.tune.space import Space, is_scale
 
 
 class Subject:
-    def __init__(self, config: Config, model: str, goal: Goal, here: Machine) -> None:
+    def __init__(self, config: Config, model: str, goal: Goal, here: AvailableMemory) -> None:
         self.config, self.model, self.goal, self._here = config, model, goal, here
         self.backend = config.models[model].backend or ""
         plugins.verify(plugins.load("engines", self.backend))

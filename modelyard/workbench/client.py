@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
-from modelyard.core.wire import Wire
+from modelyard.core.protocol import WireProtocol
 from modelyard.protocols import openai_chat
 
 Json = dict[str, Any]
@@ -101,7 +101,7 @@ class Client:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def stream(self, wire: Wire, body: bytes) -> AsyncIterator[bytes]:
+    async def stream(self, wire: WireProtocol, body: bytes) -> AsyncIterator[bytes]:
         """The answer's bytes as they come. Closing the iterator hangs up, which ends the work there."""
         with self._plain_words():
             patience = httpx.Timeout(None, connect=_CONNECT_S)  # the server pings: silence is its work, not its death

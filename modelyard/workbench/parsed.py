@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started
-from modelyard.core.wire import Wire
+from modelyard.core.protocol import WireProtocol
 from modelyard.workbench.talk import WIRES, wire
 
 
@@ -21,14 +21,14 @@ def parsed(endpoint: str, response: str) -> list[str]:
         return [error.message]
 
 
-def _events(spoken: Wire, body: bytes) -> list[Event]:
+def _events(spoken: WireProtocol, body: bytes) -> list[Event]:
     if body.lstrip().startswith(b"{"):
         return _whole(spoken, body)
     reader = spoken.reader()
     return [*reader.feed(body), *reader.finish()]
 
 
-def _whole(spoken: Wire, body: bytes) -> list[Event]:
+def _whole(spoken: WireProtocol, body: bytes) -> list[Event]:
     reply = spoken.read_reply(body)
     events: list[Event] = [reply.started]
     for index, block in enumerate(reply.blocks):

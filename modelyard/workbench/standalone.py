@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.http import server as front
-from modelyard.http.auth import Doorkeeper
-from modelyard.http.guard import Guard
+from modelyard.http.auth import Authenticator
+from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.settings import HttpSettings
 from modelyard.processes.port import listen
 from modelyard.telemetry.metrics import Metrics
@@ -49,7 +49,7 @@ def build(url: str, settings: HttpSettings) -> ASGIApp:
         return RedirectResponse(PREFIX)
 
     app = Starlette(routes=[Route("/", home)], lifespan=life)
-    return Guard(app, {}, settings, Doorkeeper(settings, ()), Metrics(), workbench)
+    return RequestMiddleware(app, {}, settings, Authenticator(settings, ()), Metrics(), workbench)
 
 
 def serve(url: str, port: int) -> int:

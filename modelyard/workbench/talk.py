@@ -11,8 +11,8 @@ from msgspec import Struct, field
 from modelyard import plugins
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Reply
+from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Image, Message, Part, Reasoning, Request, Sampling, Text, Thinking, Tool, ToolResult
-from modelyard.core.wire import Wire
 
 WIRES = {
     "openai_chat": "OpenAI Chat Completions",
@@ -86,8 +86,8 @@ class Talk(Struct):
         )
 
 
-def wire(name: str) -> Wire:
-    found: Wire = plugins.load("protocols", name)
+def wire(name: str) -> WireProtocol:
+    found: WireProtocol = plugins.load("protocols", name)
     return found
 
 

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from msgspec import Struct
 
-from modelyard.core.engine import Site
+from modelyard.core.engine import Node
 from modelyard.core.errors import ModelyardError, Timeout, Unavailable
 from modelyard.processes.child import fate
 from modelyard.processes.port import reserve
@@ -48,7 +48,7 @@ class Enlisted(Struct):
     endpoint: str
     engines: list[Held]
     used: int = 0
-    site: Site = Site(NOWHERE)
+    site: Node = Node(NOWHERE)
 
 
 class Hire:
@@ -157,9 +157,9 @@ class Crew:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
 
-    def enlist(self, name: str, endpoint: str, engines: list[Held], site: Site = Site(NOWHERE)) -> bool:
+    def enlist(self, name: str, endpoint: str, engines: list[Held], site: Node = Node(NOWHERE)) -> bool:
         """True: it is new here."""
-        known, site = self._enlisted.get(name), Site() if site.name == self._machine else site
+        known, site = self._enlisted.get(name), Node() if site.name == self._machine else site
         if known is not None and known.endpoint == endpoint:
             known.engines, known.site = engines, site
             return False
@@ -170,17 +170,17 @@ class Crew:
     def gone(self, name: str) -> None:
         self._enlisted.pop(name, None)
 
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> tuple[Node, ...]:
         """The machines on which the next engine may go: where those are who came by themselves and have least to do,
         then this one. In a cluster that is not ours to choose."""
         if self._cluster is not None:
-            return (Site(NOWHERE),)
-        found: dict[str, Site] = {}
+            return (Node(NOWHERE),)
+        found: dict[str, Node] = {}
         for one in sorted(self._enlisted.values(), key=lambda each: each.used):
             found.setdefault(one.site.name, one.site)
         if self._launch:
-            found.setdefault("", Site())
-        return tuple(found.values()) or (Site(NOWHERE),)
+            found.setdefault("", Node())
+        return tuple(found.values()) or (Node(NOWHERE),)
 
     # --- who does it ------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from modelyard.core.engine import Machine, Site
+from modelyard.core.engine import AvailableMemory, Node
 from modelyard.core.errors import ModelyardError
-from modelyard.core.lease import Lease, Leases, Ticket
+from modelyard.core.lease import Lease, LeaseProvider, Ticket
 from modelyard.core.pool import Pool
 from modelyard.core.store import Store
 from modelyard.workers.crew import NOWHERE, Crew
@@ -56,7 +56,7 @@ _REMEMBERED = 1024  # identities of peers that have gone or were sent away
 _SOON_S = 0.02  # changes within it are told together
 
 
-class Governed(Leases, Pool, Protocol):
+class Governed(LeaseProvider, Pool, Protocol):
     """What the desk stands in front of."""
 
     def figures(self) -> Mapping[str, Mapping[str, int]]: ...
@@ -184,7 +184,9 @@ class Desk:
         if peer is None:
             peer = self._workers[identity] = Peer(identity, enlist.name, self._pace.indulgence)
         peer.pulse.heard()
-        site = Site(enlist.machine or NOWHERE, Machine(enlist.ram_free, enlist.gpus) if enlist.machine else None)
+        site = Node(
+            enlist.machine or NOWHERE, AvailableMemory(enlist.ram_free, enlist.gpus) if enlist.machine else None
+        )
         if self._crew.enlist(enlist.name, enlist.endpoint, list(enlist.engines), site):
             log.info("the worker %s at %s has come", enlist.name, enlist.endpoint)
             self._post.send(peer, Joined(VERSION))

@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 
 from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.core.lease import Demand, Lease, Ticket
+from modelyard.core.lease import Lease, LeaseRequest, Ticket
 from modelyard.core.pool import Pool
 from modelyard.core.store import Store
 from modelyard.workers.packing import unpack_ids
 from modelyard.workers.scheduling import Asked, Command, Keep
 
 
-def demand_of(asked: Asked, *, again: bool = False) -> Demand:
-    return Demand(
+def demand_of(asked: Asked, *, again: bool = False) -> LeaseRequest:
+    return LeaseRequest(
         model=asked.model,
         cache=asked.cache,
         tokens=asked.tokens,

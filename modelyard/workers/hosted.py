@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from modelyard import plugins
-from modelyard.core.engine import Embedder, Engine, EngineSpec, OnProgress
+from modelyard.core.engine import EmbeddingEngine, Engine, EngineSpec, OnProgress
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Unsupported
 from modelyard.workers.messages import Held, Opened, OpenEngine
 from modelyard.workers.tokenizer import gather
@@ -96,7 +96,7 @@ class Hosted:
 
     def told(self) -> Opened:
         assert self.engine is not None  # noqa: S101  the caller has looked
-        return Opened(self.id, self.kind, self.engine.info, isinstance(self.engine, Embedder))
+        return Opened(self.id, self.kind, self.engine.info, isinstance(self.engine, EmbeddingEngine))
 
     def held(self) -> Held:
         assert self.engine is not None  # noqa: S101  the caller has looked

@@ -11,7 +11,7 @@ from typing import Any
 from modelyard.core.engine import EngineStats, Generation
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Failed
-from modelyard.engines.mailbox import Mailbox, Whole
+from modelyard.engines.generation_queue import GenerationQueue, Whole
 from modelyard.workers.hosted import Hosted
 from modelyard.workers.link import Listener, PeerGone
 from modelyard.workers.messages import Beat, Error, Frame, Item, Message, Said, encode, item_of
@@ -36,10 +36,10 @@ class Running:
     ) -> None:
         self.id, self.peer, self.hosted, self.ended = id, peer, hosted, ended
         self._post, self.over = post, False
-        self._generation: Mailbox[Any] | Whole[Any] | None = None
+        self._generation: GenerationQueue[Any] | Whole[Any] | None = None
 
     def begin(self, generation: Generation[Any]) -> None:
-        if not isinstance(generation, (Mailbox, Whole)):
+        if not isinstance(generation, (GenerationQueue, Whole)):
             raise TypeError(f"an engine hands out its jobs as mailboxes, and this is a {type(generation).__name__}")
         self._generation = generation
         self.go_on()
@@ -62,11 +62,11 @@ class Running:
     def hold(self) -> None:
         """What comes waits in the engine's own mailbox, which tells the engine when it is full."""
         if self._generation is not None:
-            self._generation.pour(None)
+            self._generation.forward_to(None)
 
     def go_on(self) -> None:
         if self._generation is not None and not self.over:
-            self._generation.pour(self._said)
+            self._generation.forward_to(self._said)
 
     def abort(self) -> None:
         """What waited for its reader is let out: nobody will ask for it any more."""

@@ -7,8 +7,7 @@ from typing import Protocol
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.lease import Demand, Lease
-from modelyard.core.revocable import Revocable
+from modelyard.core.lease import Lease, LeaseRequest, RevocableLease
 from modelyard.workers.packing import pack_ids
 from modelyard.workers.scheduling import Asked
 
@@ -21,7 +20,7 @@ class Owner(Protocol):
         ...
 
 
-class RemotePlace(Revocable, eq=False):
+class RemotePlace(RevocableLease, eq=False):
     _owner: Owner
     id: int
     asked: Asked
@@ -87,7 +86,7 @@ class RemotePlace(Revocable, eq=False):
     release = cancel
 
 
-def asked_of(demand: Demand, several: bool) -> Asked:
+def asked_of(demand: LeaseRequest, several: bool) -> Asked:
     """A demand as it travels. The prompt's beginning goes along where `several` replicas may know it."""
     return Asked(
         model=demand.model,

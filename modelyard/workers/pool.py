@@ -17,9 +17,9 @@ import msgspec
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import ModelyardError, NotFound, Unavailable
-from modelyard.core.lease import Demand, ModelStatus
-from modelyard.core.pool import Blueprint, Change, Overrides, PoolSnapshot, RequestSnapshot
-from modelyard.telemetry.changes import Changes
+from modelyard.core.lease import LeaseRequest, ModelStatus
+from modelyard.core.pool import ModelSpec, ModelStateChange, Overrides, PoolSnapshot, RequestSnapshot
+from modelyard.telemetry.broadcast import ModelChangeBroadcast
 from modelyard.workers.client import Noted, RemoteChat, RemoteText, remote
 from modelyard.workers.inquiries import Inquiries
 from modelyard.workers.link import Dialer, Keys
@@ -73,7 +73,7 @@ class RemotePool:
         self._lost: dict[str, float] = {}
         self._snapshot = PoolSnapshot(models={})
         self._requests: tuple[RequestSnapshot, ...] = ()
-        self._changes = Changes()
+        self._changes = ModelChangeBroadcast()
         self._first = asyncio.Event()
         self._closed: asyncio.Task[None] | None = None
         self._refusal: ModelyardError | None = None
@@ -185,7 +185,7 @@ class RemotePool:
 
     # --- places -----------------------------------------------------------------------------------------------------
 
-    def request(self, demand: Demand) -> RemotePlace:
+    def request(self, demand: LeaseRequest) -> RemotePlace:
         if self._closed is not None:
             raise Unavailable("the server is shutting down", code="shutting_down")
         if self._away_since is not None and self._loop.time() - self._away_since > self._timeout_s:
@@ -320,7 +320,7 @@ class RemotePool:
     async def _look(self, what: Any) -> bytes:
         return await self.question(lambda id: Look(id, what)) or b""
 
-    def subscribe(self) -> AsyncIterator[Change]:
+    def subscribe(self) -> AsyncIterator[ModelStateChange]:
         return self._changes.listen()
 
     def _changed(self, changed: Changed) -> None:
@@ -365,7 +365,7 @@ class RemotePool:
     async def _cancel(self, trace: str) -> None:
         await self.question(lambda id: Command(id, "cancel", argument=msgspec.json.encode(trace)))
 
-    def reconfigure(self, blueprints: Mapping[str, Blueprint]) -> None:
+    def reconfigure(self, blueprints: Mapping[str, ModelSpec]) -> None:
         """The models are the scheduler's: it reads its own configuration (`reload`)."""
         del blueprints
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from modelyard.core.engine import Embedder, Engine, TextEngine
+from modelyard.core.engine import EmbeddingEngine, Engine, TextEngine
 from modelyard.core.errors import Unsupported
 from modelyard.workers.hosted import Hosted
 from modelyard.workers.messages import Count, Done, Embed, Order, Study
@@ -33,7 +33,7 @@ async def answered(read: Read, find: Callable[[str], tuple[Hosted, Engine]]) -> 
         await engine.control(question.control)
         return Done(id, stats={question.engine: engine.stats()})
     if isinstance(question, Embed):
-        if not isinstance(engine, Embedder):
+        if not isinstance(engine, EmbeddingEngine):
             raise Unsupported(f"the engine {question.engine!r} makes no embeddings", code="embeddings_unsupported")
         made = await engine.embed(batch)
         return Done(id, None, [pack_vector(vector) for vector in made.vectors], made.prompt_tokens)

@@ -123,7 +123,9 @@ async def _parent_gone() -> None:
 
 async def _offer(worker: Worker, scheduler: str, keys: Keys | None, pace: Pace) -> None:
     """Tells the scheduler again and again that this worker is here: one that was started anew learns of it so."""
-    from modelyard.telemetry.free import machine  # an interpreter that only an engine runs in need not have psutil
+    from modelyard.telemetry.system import (
+        free_memory,  # an interpreter that only an engine runs in need not have psutil
+    )
 
     refused, place = asyncio.Event(), machine_name()
 
@@ -139,7 +141,7 @@ async def _offer(worker: Worker, scheduler: str, keys: Keys | None, pace: Pace) 
     dialer = Dialer(scheduler, heard, lambda why: log.warning("%s", why), keys)
     try:
         while not refused.is_set():
-            here = await asyncio.to_thread(machine, with_gpus=True)
+            here = await asyncio.to_thread(free_memory, with_gpus=True)
             for _ in range(_BEATS):
                 held = tuple(hosted.held() for hosted in worker.engines)
                 told = Enlist(VERSION, worker.name, worker.endpoint, held, place, here.ram_free, dict(here.gpus))

@@ -23,7 +23,7 @@ from msgspec import field
 from modelyard.core.engine import EngineInfo
 from modelyard.core.errors import ModelyardError
 from modelyard.core.lease import ModelStatus
-from modelyard.core.pool import Change
+from modelyard.core.pool import ModelStateChange
 from modelyard.core.request import Priority
 from modelyard.workers.messages import Beat, Goodbye, Held, Message, Refused, reader
 
@@ -162,7 +162,7 @@ class Revoked(Message, frozen=True, tag="revoked"):
 
 
 class Changed(Message, frozen=True, tag="changed"):
-    change: Change
+    change: ModelStateChange
 
 
 class Answer(Message, frozen=True, tag="answer"):

@@ -19,7 +19,7 @@ from typing import Any
 from modelyard.core.engine import Chunk, End, EngineStats, OnProgress
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.events import Event, Failed
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers.link import Dialer, Keys
 from modelyard.workers.messages import (
     VERSION,
@@ -63,7 +63,7 @@ class Request:
 
     __slots__ = ("box", "held", "last")
 
-    def __init__(self, box: Mailbox[Any], last: Callable[[ModelyardError], Any]) -> None:
+    def __init__(self, box: GenerationQueue[Any], last: Callable[[ModelyardError], Any]) -> None:
         self.box, self.last, self.held = box, last, False
 
 
@@ -172,17 +172,17 @@ class Session:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def text(self, message: Callable[[int], Message]) -> Mailbox[Chunk]:
+    def text(self, message: Callable[[int], Message]) -> GenerationQueue[Chunk]:
         return self._begin(message, lambda error: End("error", error=error))
 
-    def chat(self, message: Callable[[int], Message]) -> Mailbox[Event]:
+    def chat(self, message: Callable[[int], Message]) -> GenerationQueue[Event]:
         return self._begin(message, Failed)
 
-    def _begin(self, message: Callable[[int], Message], last: Callable[[ModelyardError], Any]) -> Mailbox[Any]:
+    def _begin(self, message: Callable[[int], Message], last: Callable[[ModelyardError], Any]) -> GenerationQueue[Any]:
         id = next(self._ids)
-        box: Mailbox[Any] = Mailbox(
+        box: GenerationQueue[Any] = GenerationQueue(
             on_cancel=lambda: self._soon(partial(self._abort, id)),
-            on_room=partial(self._go_on, id),
+            on_drained=partial(self._go_on, id),
             limit=_ROOM,
             loop=self._loop,
         )

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from modelyard.core.engine import Chunk, End, Generation, Prompt, TextEngine
 from modelyard.core.events import Usage
-from modelyard.engines.mailbox import Mailbox, Whole
+from modelyard.engines.generation_queue import GenerationQueue, Whole
 
 _LONGEST = 4096  # chunks that are kept for somebody who may join
 _TAIL = 16  # tokens at the end of a prompt by which a candidate is found
@@ -39,9 +39,9 @@ class Twins:
         if shared is not None and shared.asked == _asked(prompt):
             return shared.join()
         source = engine.generate(prompt)
-        if not isinstance(source, (Mailbox, Whole)):
+        if not isinstance(source, (GenerationQueue, Whole)):
             return source
-        self._open[key] = shared = Shared(cast("Mailbox[Chunk] | Whole[Chunk]", source), prompt)
+        self._open[key] = shared = Shared(cast("GenerationQueue[Chunk] | Whole[Chunk]", source), prompt)
         shared.on_shut = partial(self._shut, key, shared)
         box = shared.join()
         shared.begin()
@@ -60,19 +60,19 @@ def _asked(prompt: Prompt) -> Prompt:
 class Shared:
     """One run and its readers' mailboxes."""
 
-    def __init__(self, source: Mailbox[Chunk] | Whole[Chunk], prompt: Prompt) -> None:
+    def __init__(self, source: GenerationQueue[Chunk] | Whole[Chunk], prompt: Prompt) -> None:
         self.asked = _asked(prompt)
         self._source, self._usage = source, Usage(prompt.n_tokens)
         self._said: list[Chunk] = []
-        self._readers: list[Mailbox[Chunk]] = []
+        self._readers: list[GenerationQueue[Chunk]] = []
         self._is_held = False
         self.on_shut: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
-        self._source.pour(self._heard)
+        self._source.forward_to(self._heard)
 
-    def join(self) -> Mailbox[Chunk]:
-        box: Mailbox[Chunk] = Mailbox(on_cancel=lambda: self._left(box), on_room=self._go_on)
+    def join(self) -> GenerationQueue[Chunk]:
+        box: GenerationQueue[Chunk] = GenerationQueue(on_cancel=lambda: self._left(box), on_drained=self._go_on)
         if self._said:
             box.put_many(self._said)
         self._readers.append(box)
@@ -88,14 +88,14 @@ class Shared:
             box.put_many(chunks, last=last)
         if not last and all(box.full for box in self._readers):
             self._is_held = True
-            self._source.pour(None)  # nobody reads: the engine is to hear of it
+            self._source.forward_to(None)  # nobody reads: the engine is to hear of it
 
     def _go_on(self) -> None:
         if self._is_held:
             self._is_held = False
             self.begin()
 
-    def _left(self, box: Mailbox[Chunk]) -> None:
+    def _left(self, box: GenerationQueue[Chunk]) -> None:
         """The last one takes the run with it, and hears from it that it has ended."""
         if self._readers == [box]:
             self.on_shut()

@@ -13,7 +13,7 @@ from bench.reuse import Found, Tally, Turn, configuration, ratio, table, tally
 from bench.shallow import cut
 from bench.sittings import SITTINGS, Sitting, furnish
 from modelyard.config import load
-from modelyard.engines.fake.script import Rule
+from modelyard.engines.fake.script import ScriptRule
 from modelyard.launch import agents
 from modelyard.library import default
 
@@ -53,7 +53,7 @@ def test_what_we_generated_is_taken_off_what_the_other_read() -> None:
 @pytest.mark.parametrize("sitting", SITTINGS, ids=lambda one: one.name)
 def test_every_session_has_rules_an_agent_and_a_configuration(sitting: Sitting, tmp_path: Path) -> None:
     furnish(tmp_path)
-    rules = [Rule.model_validate(rule) for rule in sitting.rules(tmp_path)]
+    rules = [ScriptRule.model_validate(rule) for rule in sitting.rules(tmp_path)]
     assert sum(any(step.calls for step in rule.steps) for rule in rules) >= 6
     assert sitting.agent in agents.names()
     assert "line 0 of file 5:" in (tmp_path / "f5.txt").read_text()

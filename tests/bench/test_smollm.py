@@ -10,7 +10,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from bench.smollm import build_tokenizer, write_folder
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 
 
 def metadata(**changed: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def test_another_pre_tokenizer_is_refused():
 
 def test_the_folder_is_one_that_the_gateway_reads(tmp_path: Path):
     write_folder(tmp_path / "made", metadata())
-    vocab = HfVocabulary.load(tmp_path / "made")
+    vocab = HuggingFaceTokenizer.load(tmp_path / "made")
     assert vocab.specials == {"<|im_start|>": 0, "<|im_end|>": 1}
     assert (vocab.bos_token, vocab.eos_token, vocab.bos) == ("<|im_start|>", "<|im_end|>", None)
     assert vocab.decode(vocab.encode("he höhe 7")) == "he höhe 7"

@@ -16,9 +16,9 @@ import msgspec
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Caller, Image, Part, Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.engines.fake import base
-from modelyard.engines.fake.script import Rule, Script
+from modelyard.engines.fake.script import Script, ScriptRule
 from modelyard.gateway import Gateway
-from modelyard.gateway.job import Job
+from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.launch import agents, launch, programs
 from modelyard.launch.plan import Facts
 from modelyard.launch.server import Server
@@ -73,7 +73,7 @@ class Bench:
     def _listen(self, gateway: Gateway) -> None:
         prepare = gateway.prepare
 
-        async def noted(request: Request, caller: Caller) -> Job:
+        async def noted(request: Request, caller: Caller) -> PreparedRequest:
             self.asked.append(request)
             return await prepare(request, caller)
 
@@ -138,7 +138,7 @@ class Bench:
 
     def lose_the_engine(self, afterwards: list[dict[str, Any]]) -> None:
         """The engine is gone in mid-answer; the one that comes in its place follows another script."""
-        rules = [Rule.model_validate(each) for each in afterwards]
+        rules = [ScriptRule.model_validate(each) for each in afterwards]
         self._held.enter_context(mock.patch.object(base, "Script", return_value=Script(rules)))
         engine: Any = self.served.yard.scheduler.engine("demo")
         self.served.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.gateway.background import priority
+from modelyard.gateway.priority import priority
 from tests.clients.bench import DEADLINE, Bench, called, calls, pictures, results, rule, says, texts, thoughts
 from tests.clients.pictures import png
 from tests.e2e.servers import is_idle

@@ -15,13 +15,13 @@ from modelyard.core.events import (
     Event,
     Failed,
     Finished,
-    Fold,
     Reply,
+    ReplyBuilder,
     Started,
     TokenLogprob,
     Usage,
-    fold,
-    unfold,
+    collect_reply,
+    reply_events,
     whole,
 )
 from modelyard.core.request import Text, Thinking, ToolCall
@@ -62,12 +62,12 @@ replies = st.builds(Reply, st.just(STARTED), st.lists(blocks, max_size=4).map(tu
 
 @given(replies)
 def test_a_reply_unfolds_to_a_stream_that_folds_to_it(reply: Reply):
-    assert fold(unfold(reply)) == reply
+    assert collect_reply(reply_events(reply)) == reply
 
 
 @given(replies, st.integers(1, 5))
 def test_where_the_stream_is_cut_makes_no_difference(reply: Reply, size: int):
-    events, folding = list(unfold(reply)), Fold()
+    events, folding = list(reply_events(reply)), ReplyBuilder()
     for at in range(0, len(events), size):
         assert not folding.finished
         folding.feed(events[at : at + size])
@@ -77,14 +77,14 @@ def test_where_the_stream_is_cut_makes_no_difference(reply: Reply, size: int):
 
 @given(replies)
 def test_a_whole_answer_is_what_it_folds_to(reply: Reply):
-    assert whole(list(unfold(reply))) in (reply, None)
-    assert whole(WHOLE) == fold(WHOLE)
+    assert whole(list(reply_events(reply))) in (reply, None)
+    assert whole(WHOLE) == collect_reply(WHOLE)
 
 
 @given(st.dictionaries(st.integers(0, 4), st.sampled_from(OTHERS), min_size=1, max_size=2))
 def test_what_only_looks_like_a_whole_answer_is_left_to_be_folded(others: dict[int, Event]):
     events = [others.get(at, event) for at, event in enumerate(WHOLE)]
-    assert whole(events) == (fold(WHOLE) if events == WHOLE else None)
+    assert whole(events) == (collect_reply(WHOLE) if events == WHOLE else None)
 
 
 @pytest.mark.parametrize("events", [[], WHOLE[:4], [*WHOLE[:3], *WHOLE[2:]]])
@@ -94,7 +94,7 @@ def test_fewer_or_more_events_are_left_to_be_folded(events: list[Event]):
 
 @given(replies)
 def test_an_unfolded_stream_keeps_the_contract(reply: Reply):
-    events = list(unfold(reply))
+    events = list(reply_events(reply))
     indexes = [event.index for event in events if isinstance(event, BlockStart)]
     opened = [event.index for event in events if isinstance(event, BlockStart | BlockEnd)]
     assert indexes == list(range(len(reply.blocks)))
@@ -104,7 +104,7 @@ def test_an_unfolded_stream_keeps_the_contract(reply: Reply):
 
 def test_deltas_add_up_with_their_logprobs():
     one, two = TokenLogprob("a", -0.5), TokenLogprob("b", -1.0)
-    reply = fold(
+    reply = collect_reply(
         [
             STARTED,
             BlockStart(0, "text"),
@@ -138,16 +138,16 @@ def test_text_thinking_and_calls_are_found_by_their_kind():
 def test_a_failure_is_raised_as_itself():
     error = Unavailable("lost")
     with pytest.raises(Unavailable) as told:
-        fold([STARTED, BlockStart(0, "text"), BlockDelta(0, "half"), Failed(error)])
+        collect_reply([STARTED, BlockStart(0, "text"), BlockDelta(0, "half"), Failed(error)])
     assert told.value is error
 
 
 @pytest.mark.parametrize("events", [[], [STARTED], [FINISHED], [STARTED, BlockStart(0, "text"), BlockDelta(0, "half")]])
 def test_a_stream_without_its_beginning_or_end_is_incomplete(events: list[Event]):
     with pytest.raises(Incomplete):
-        fold(events)
+        collect_reply(events)
 
 
 def test_a_block_that_never_began_cannot_end():
     with pytest.raises(Incomplete, match="never began"):
-        fold([STARTED, BlockEnd(0), FINISHED])
+        collect_reply([STARTED, BlockEnd(0), FINISHED])

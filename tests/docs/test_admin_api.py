@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from modelyard import plugins
-from modelyard.http.admin.routes import Desk
+from modelyard.http.admin.routes import AdminRoutes
 from tests.http.front import door
 
 PAGE = Path(__file__).parents[2] / "docs" / "admin-api.md"
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- overrides: begin -->\n", "<!-- overrides: end -->"
 
 
 def endpoints() -> list[tuple[str, str]]:
-    desk: Any = Desk.__new__(Desk)
+    desk: Any = AdminRoutes.__new__(AdminRoutes)
     return [(f"{m} /v1/admin{path.replace(':path', '')}", told) for m, path, _, told in desk.endpoints()]
 
 

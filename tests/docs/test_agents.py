@@ -10,7 +10,7 @@ import pytest
 
 from modelyard.launch import agents
 from modelyard.launch.agents import claude
-from modelyard.telemetry.cause import Cause
+from modelyard.telemetry.cache_diagnostics import MissCause
 from tests.docs.pages import DOCS, blocks
 
 PAGE = (DOCS / "agents.md").read_text()
@@ -33,7 +33,7 @@ def test_every_command_names_an_agent_that_there_is() -> None:
 
 def test_every_cause_is_explained_and_no_other() -> None:
     told = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[\w`, ]+) \|", PAGE, re.MULTILINE)))
-    assert sorted(told) == sorted(get_args(Cause))
+    assert sorted(told) == sorted(get_args(MissCause))
 
 
 def test_the_windows_of_claude_code_are_those_of_the_launcher() -> None:

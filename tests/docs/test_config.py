@@ -7,7 +7,7 @@ import re
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin, find_template, formats
 from modelyard.prompt.template import ChatTemplate
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.docs.pages import DOCS
 from tests.tokenizer import tokenizers_made as made
 
@@ -18,7 +18,7 @@ def test_the_table_of_prompt_formats_is_true():
     rows = {
         name: (stop.replace("\\|", "|"), switch) for name, stop, switch in ROW.findall((DOCS / "config.md").read_text())
     }
-    vocab = HfVocabulary.from_text(made.byte_level())
+    vocab = HuggingFaceTokenizer.from_text(made.byte_level())
     for name, (stop, switch) in rows.items():
         assert find_template(prompt_format=name).stops == (stop,)
         modes = Renderer(ChatTemplate(builtin(name)), vocab).thinking_modes

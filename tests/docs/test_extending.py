@@ -41,7 +41,12 @@ def test_every_file_that_a_recipe_names_is_there() -> None:
 
 def test_the_recipe_for_a_sampling_parameter_works(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "modelyard", tmp_path / "modelyard", ignore=shutil.ignore_patterns("__pycache__"))
-    files = ["core/request.py", "protocols/extensions.py", "protocols/extensions.py", "router/settings.py"]
+    files = [
+        "core/request.py",
+        "protocols/common/extensions.py",
+        "protocols/common/extensions.py",
+        "router/settings.py",
+    ]
     for file, change in zip(files, blocks("extending.md", "diff"), strict=True):
         _apply(tmp_path / "modelyard" / file, change)
     done = subprocess.run(

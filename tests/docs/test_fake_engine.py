@@ -13,7 +13,7 @@ import pytest
 
 from modelyard.core.errors import Kind
 from modelyard.engines.fake.options import Options
-from modelyard.engines.fake.script import Step
+from modelyard.engines.fake.script import ScriptStep
 from tests.docs.pages import DOCS, blocks
 from tests.serving import serving
 
@@ -78,7 +78,7 @@ def test_the_conversation_goes_as_the_page_says(example: str, tmp_path: Path, mo
 
 def test_the_page_names_every_step_and_every_option():
     named = set(re.findall(r"\b\w+\b", PAGE))
-    assert set(Step.model_fields) <= named
+    assert set(ScriptStep.model_fields) <= named
     assert set(Options.model_fields) - {"tokenizer_path"} <= named
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from modelyard.prompt.render import Renderer
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from modelyard.tokenizer.prefix import PrefixTokens
 from tests.e2e.shapes import VALID, refusal
 from tests.serving import Served, demo, serving
@@ -302,7 +302,11 @@ def long_work(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
     many = watched(Renderer.text, lambda request: 100 * len(request.tools))
     monkeypatch.setattr(Renderer, "text", many)
-    for owner, name in ((PrefixTokens, "encode"), (HfVocabulary, "encode"), (HfVocabulary, "encode_plain")):
+    for owner, name in (
+        (PrefixTokens, "encode"),
+        (HuggingFaceTokenizer, "encode"),
+        (HuggingFaceTokenizer, "encode_plain"),
+    ):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name), len))
     return threads
 

@@ -134,7 +134,7 @@ def test_a_change_is_in_the_header_the_log_the_metrics_and_the_record(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[dict[str, Any]] = []
-    monkeypatch.setattr("modelyard.http.guard.line", lambda *said: lines.append(said[3]()))
+    monkeypatch.setattr("modelyard.http.middleware.line", lambda *said: lines.append(said[3]()))
     with serving(demo(SCRIPT)) as served:
         talk = Talk(served)
         talk.turn()

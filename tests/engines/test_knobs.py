@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from modelyard import plugins
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.knobs import Setting
 from modelyard.router.settings import CacheSettings, ModelSettings
 from tests.engines.ct2.stage import model_folder
 from tests.engines.llama_cpp.stage import model_file
 
-GPU = Machine(8 << 30, {"GPU-1": 8 << 30})
-CPU = Machine(8 << 30)
+GPU = AvailableMemory(8 << 30, {"GPU-1": 8 << 30})
+CPU = AvailableMemory(8 << 30)
 CACHES = {"main": CacheInfo(4096, 4)}
 
 

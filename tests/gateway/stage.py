@@ -13,9 +13,9 @@ from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineInfo, P
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event
 from modelyard.core.request import Caller, Message, Request, Text
-from modelyard.engines.mailbox import Mailbox
-from modelyard.gateway import Answer, Gateway, Model
-from modelyard.gateway.choices import Choices
+from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.gateway import ChoiceStream, Gateway, Model
+from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.prompt.media import Images
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.model_definition import define
@@ -43,7 +43,7 @@ def ids(text: str) -> list[int]:
     return model().parts.vocab.encode(text)
 
 
-class Play(Mailbox[Chunk]):
+class Play(GenerationQueue[Chunk]):
     """One job of the engine: the test speaks for it. Cancelled, it ends only when the test says so."""
 
     __slots__ = ("is_cancelled", "prompt")
@@ -121,7 +121,7 @@ class Stage:
     def waiting(self) -> int:
         return self.scheduler.status()["demo"].waiting
 
-    async def start(self, text: str = "hi", **request: Any) -> Answer | Choices:
+    async def start(self, text: str = "hi", **request: Any) -> ChoiceStream | MultiChoiceStream:
         return self.gateway.start(await self.gateway.prepare(asked(text, **request), CALLER))
 
     async def job(self, number: int = 0) -> Play:
@@ -139,6 +139,6 @@ async def until(true: Any) -> None:
     raise AssertionError("it did not happen")
 
 
-async def read(answer: Answer | Choices) -> list[Event]:
+async def read(answer: ChoiceStream | MultiChoiceStream) -> list[Event]:
     """All events to the last, in the order of their arrival."""
     return [event for _, batch in [each async for each in answer] for event in batch]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import Cancelled, Incomplete, Internal, Overloaded, Unavailable
-from modelyard.core.events import Event, Failed, Finished, Started, fold
+from modelyard.core.events import Event, Failed, Finished, Started, collect_reply
 from tests.gateway.stage import Stage, read, until
 
 
@@ -30,7 +30,7 @@ async def test_a_whole_answer_gives_its_place_back_when_it_is_closed() -> None:
         answer = await stage.start()
         reading = asyncio.create_task(read(answer))
         (await stage.job()).whole("Hello.")
-        assert fold(await reading).text == "Hello."
+        assert collect_reply(await reading).text == "Hello."
         assert stage.running == 1
         answer.close()
         assert stage.running == 0
@@ -141,7 +141,7 @@ async def test_after_a_stop_string_the_place_is_free_when_the_engine_says_so() -
         play = await stage.job()
         play.accept()
         play.say("one STOP two")
-        assert fold(await reading).text == "one "
+        assert collect_reply(await reading).text == "one "
         answer.close()
         assert play.is_cancelled
         assert stage.running == 1
@@ -162,7 +162,7 @@ async def test_an_engine_that_is_lost_before_content_is_asked_once_more() -> Non
         first.end("error", Unavailable("lost"))
         (await stage.job(1)).whole("Here.")
         events = await reading
-        assert fold(events).text == "Here."
+        assert collect_reply(events).text == "Here."
         assert sum(isinstance(event, Started) for event in events) == 1
         assert stage.running == 1
         answer.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import Cancelled, Internal
-from modelyard.core.events import Event, Failed, Finished, fold
+from modelyard.core.events import Event, Failed, Finished, collect_reply
 from modelyard.core.request import Sampling
 from tests.gateway.stage import Stage, until
 
@@ -33,7 +33,7 @@ async def test_all_run_at_once_where_there_is_room_and_the_lease_goes_back_with_
             stage.engine.jobs[number].whole(f"Answer {number}.")
             await until(lambda: len(stage.engine.jobs) == 3)
         heard = await reading
-        assert [fold(heard[choice]).text for choice in range(3)] == ["Answer 0.", "Answer 1.", "Answer 2."]
+        assert [collect_reply(heard[choice]).text for choice in range(3)] == ["Answer 0.", "Answer 1.", "Answer 2."]
         answer.close()
         await until(lambda: stage.running == 0)
 
@@ -90,7 +90,7 @@ async def test_one_that_fails_leaves_the_others_alone() -> None:
         stage.engine.jobs[1].whole("Fine.")
         heard = await reading
         assert heard[0][-1] == Failed(Internal("broken", id="x"))
-        assert fold(heard[1]).text == "Fine."
+        assert collect_reply(heard[1]).text == "Fine."
         await until(lambda: stage.running == 0)
 
 

@@ -21,26 +21,26 @@ from modelyard.core.events import (
     Started,
     Timings,
     Usage,
-    fold,
+    collect_reply,
 )
 from modelyard.core.request import Caller, Reasoning, Request, Tool
-from modelyard.gateway.job import Job, Room, Run
-from modelyard.gateway.translate import ChatTranslation, TextTranslation, foreign
+from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
+from modelyard.gateway.translate import ChatOutput, TextOutput, foreign
 from modelyard.router.routes import Target
 from tests.gateway.stage import asked, ids, model
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 
 
-def job(request: Request, limit: Any = "max_tokens") -> Job:
+def job(request: Request, limit: Any = "max_tokens") -> PreparedRequest:
     rendered = model().parts.renderer
     text = rendered.text(request)
-    return Job(
+    return PreparedRequest(
         request=request,
         caller=Caller(trace="our-id", endpoint="/v1/chat/completions"),
         target=Target("demo", "main", 4096),
         model=model(),
-        runs=(Run(rendered.tokens(text), text, Room(50, limit)),),
+        runs=(RenderedPrompt(rendered.tokens(text), text, OutputBudget(50, limit)),),
         sampling=request.sampling,
         constraint=None,
         created=7,
@@ -48,8 +48,8 @@ def job(request: Request, limit: Any = "max_tokens") -> Job:
     )
 
 
-def texts(limit: Any = "max_tokens", on_text: Any = None, **request: Any) -> TextTranslation:
-    return TextTranslation(job(asked(**request), limit), 0, lambda: "call_1", on_text)
+def texts(limit: Any = "max_tokens", on_text: Any = None, **request: Any) -> TextOutput:
+    return TextOutput(job(asked(**request), limit), 0, lambda: "call_1", on_text)
 
 
 def said(*chunks: str | Chunk) -> list[Chunk]:
@@ -115,7 +115,7 @@ def test_progress_is_not_content() -> None:
 def test_a_stop_string_ends_it_while_the_engine_runs_ahead() -> None:
     heard = texts(stop=("STOP",))
     events = heard.feed(said("one STOP two", " three"))
-    assert fold(events).text == "one "
+    assert collect_reply(events).text == "one "
     last = events[-1]
     assert isinstance(last, Finished)
     assert (last.reason, last.stop_string) == ("stop_string", "STOP")
@@ -136,7 +136,7 @@ def test_tokens_after_the_verdict_are_not_counted() -> None:
 def test_reasoning_is_counted_apart_and_hidden_where_asked() -> None:
     thought = "<think>\nso\n</think>\n\nYes."
     shown, hidden = texts(), texts(reasoning=Reasoning(visible=False))
-    replies = [fold(heard.feed([*said(thought), End("stop")])) for heard in (shown, hidden)]
+    replies = [collect_reply(heard.feed([*said(thought), End("stop")])) for heard in (shown, hidden)]
     assert [reply.text.strip() for reply in replies] == ["Yes.", "Yes."]
     assert ["so" in reply.thinking for reply in replies] == [True, False]
     assert replies[0].finished.usage == replies[1].finished.usage
@@ -147,7 +147,7 @@ def test_logprobs_stay_with_their_text() -> None:
     tokens = ids("Hello there.")
     logprobs = [IdLogprob(token, -0.5, ((token, -0.5), (tokens[0], -3.0))) for token in tokens]
     heard = texts(logprobs=2)
-    reply = fold(heard.feed([Accepted(), Tokens(tokens, logprobs), End("stop")]))
+    reply = collect_reply(heard.feed([Accepted(), Tokens(tokens, logprobs), End("stop")]))
     block = reply.blocks[0]
     assert "".join(each.token for each in block.logprobs) == reply.text == "Hello there."
     assert {each.logprob for each in block.logprobs} == {-0.5}
@@ -165,7 +165,7 @@ def test_half_a_character_at_the_end_is_still_given() -> None:
     heard = texts()
     smile = ids("😀")
     assert len(smile) > 1
-    reply = fold(heard.feed([Accepted(), Tokens(smile[:-1]), End("length")]))
+    reply = collect_reply(heard.feed([Accepted(), Tokens(smile[:-1]), End("length")]))
     assert "\ufffd" in reply.text
 
 
@@ -215,20 +215,20 @@ TALK: list[Event] = [
 
 
 def test_an_engines_events_pass_under_our_own_id_and_name() -> None:
-    heard = ChatTranslation(job(asked()))
+    heard = ChatOutput(job(asked()))
     events = heard.feed(TALK)
     assert events == [Started("our-id", "demo", 7, Usage(5)), *TALK[1:]]
     assert (heard.over, heard.slot_free, heard.spoke, heard.usage) == (True, True, True, Usage(5, 0, 1))
 
 
 def test_the_prompts_tokens_are_told_from_the_start_where_they_are_known_here() -> None:
-    events = ChatTranslation(counted := job(asked())).feed([Started("x", "y", 1)])
+    events = ChatOutput(counted := job(asked())).feed([Started("x", "y", 1)])
     assert events == [Started("our-id", "demo", 7, Usage(len(counted.runs[0].ids)))]
 
 
 @pytest.mark.parametrize(("limit", "reason"), [("window", "window"), ("max_tokens", "max_tokens")])
 def test_whose_limit_an_answer_met_is_known_from_its_room(limit: str, reason: str) -> None:
-    (last,) = ChatTranslation(job(asked(), limit)).feed([Finished("max_tokens", Usage())])
+    (last,) = ChatOutput(job(asked(), limit)).feed([Finished("max_tokens", Usage())])
     assert last == Finished(reason, Usage())  # type: ignore[arg-type]
 
 
@@ -244,25 +244,25 @@ THOUGHTS: list[Event] = [
 
 @pytest.mark.parametrize(("visible", "shown"), [(None, True), (True, True), (False, False)])
 def test_hidden_reasoning_is_left_out_and_still_counted(visible: bool | None, shown: bool) -> None:
-    heard = ChatTranslation(job(asked(reasoning=Reasoning(visible=visible))))
+    heard = ChatOutput(job(asked(reasoning=Reasoning(visible=visible))))
     events = heard.feed(THOUGHTS)
     if shown:
         assert events[1:] == THOUGHTS[1:]
     else:
         assert [event.index for event in events if isinstance(event, BlockStart)] == [0, 1]
-        assert fold(events).text == "Hi"
-        assert fold(events).thinking == ""
+        assert collect_reply(events).text == "Hi"
+        assert collect_reply(events).thinking == ""
         assert heard.usage.reasoning == 1
 
 
 def test_a_second_beginning_is_not_told() -> None:
-    events = ChatTranslation(job(asked())).feed([TALK[0], *TALK])
+    events = ChatOutput(job(asked())).feed([TALK[0], *TALK])
     assert sum(isinstance(event, Started) for event in events) == 1
 
 
 @pytest.mark.parametrize("last", [Finished("end", Usage()), Failed(Internal("x", id="y"))])
 def test_nothing_follows_the_last_event(last: Event) -> None:
-    heard = ChatTranslation(job(asked()))
+    heard = ChatOutput(job(asked()))
     events = heard.feed([TALK[0], last, BlockStart(0, "text"), Finished("end", Usage())])
     assert lasts(events) == [last]
     assert events[-1] == last

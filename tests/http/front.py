@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 
 from modelyard.config import load
-from modelyard.server.app import Yard, compose
+from modelyard.server.app import ServerApp, compose
 from tests.serving import demo
 
 URL = "http://localhost"
 
 
-def yard(config: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> Yard:
+def yard(config: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> ServerApp:
     return compose(load(env=env or {}, overrides=config or demo()).config, env or {})
 
 
@@ -35,7 +35,7 @@ async def door(
     await made.gateway.close()
 
 
-async def load_all(made: Yard) -> None:
+async def load_all(made: ServerApp) -> None:
     for name in made.config.models:
         made.scheduler.load(name)
     async with asyncio.timeout(60):

@@ -9,9 +9,9 @@ import pytest
 
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unauthenticated
 from modelyard.http import auth
-from modelyard.http.auth import OPEN_PATHS, Doorkeeper, check_bind, is_loopback, read_keys
+from modelyard.http.auth import OPEN_PATHS, Authenticator, check_bind, is_loopback, read_keys
+from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings, KeySettings
-from modelyard.http.visit import Visit
 
 HASH = "sha256:" + hashlib.sha256(b"hashed-secret").hexdigest()
 KEYS = read_keys(
@@ -26,16 +26,16 @@ KEYS = read_keys(
 SECRETS = {"plain": "plain-secret", "hashed": "hashed-secret", "env": "env-secret", "boss": "boss-secret"}
 
 
-def visit(path: str = "/v1/messages", **headers: str) -> Visit:
-    return Visit("t", path, {"host": "localhost:8000"} | {k.replace("_", "-"): v for k, v in headers.items()})
+def visit(path: str = "/v1/messages", **headers: str) -> RequestContext:
+    return RequestContext("t", path, {"host": "localhost:8000"} | {k.replace("_", "-"): v for k, v in headers.items()})
 
 
-def admitted(seen: Visit, keys: Any = KEYS, **settings: Any) -> Visit:
-    Doorkeeper(HttpSettings(**settings), keys).admit(seen)
+def admitted(seen: RequestContext, keys: Any = KEYS, **settings: Any) -> RequestContext:
+    Authenticator(HttpSettings(**settings), keys).admit(seen)
     return seen
 
 
-def turned_away(seen: Visit, keys: Any = KEYS, **settings: Any) -> ModelyardError:
+def turned_away(seen: RequestContext, keys: Any = KEYS, **settings: Any) -> ModelyardError:
     with pytest.raises(ModelyardError) as caught:
         admitted(seen, keys, **settings)
     return caught.value
@@ -218,7 +218,7 @@ def test_what_only_looks_like_loopback_is_not(host: str) -> None:
 
 
 def test_a_name_that_is_known_opens_no_door_for_another() -> None:
-    doorkeeper = Doorkeeper(HttpSettings(), ())
+    doorkeeper = Authenticator(HttpSettings(), ())
     for number in range(200):
         doorkeeper.admit(visit(host=f"a{number}.localhost:8000"))
         with pytest.raises(Forbidden):

@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.core.errors import ContextOverflow, Internal, NotFound
 from modelyard.http.errors import dialect, ours, written
-from modelyard.http.visit import Visit
+from modelyard.http.request_context import RequestContext
 
 
 @pytest.mark.parametrize(
@@ -31,12 +31,12 @@ from modelyard.http.visit import Visit
     ],
 )
 def test_the_path_and_the_version_header_choose_the_dialect(path: str, headers: dict[str, str], name: str) -> None:
-    assert name == dialect(Visit("t", path, headers)).NAME
+    assert name == dialect(RequestContext("t", path, headers)).NAME
 
 
 def test_the_same_error_in_two_shapes() -> None:
     error = NotFound("no such model", code="model_not_found")
-    anthropic, openai = (written(error, Visit("t", path, {})) for path in ("/v1/messages", "/v1/completions"))
+    anthropic, openai = (written(error, RequestContext("t", path, {})) for path in ("/v1/messages", "/v1/completions"))
     assert anthropic.status == openai.status == 404
     told = json.loads(anthropic.body)
     assert (told["type"], told["error"]["type"], told["request_id"]) == ("error", "not_found_error", "req_t")
@@ -45,7 +45,7 @@ def test_the_same_error_in_two_shapes() -> None:
 
 def test_an_overflow_names_the_field_of_its_wire() -> None:
     params = [
-        json.loads(written(ContextOverflow(9, 8), Visit("t", path, {})).body)["error"]["param"]
+        json.loads(written(ContextOverflow(9, 8), RequestContext("t", path, {})).body)["error"]["param"]
         for path in ("/v1/chat/completions", "/v1/responses")
     ]
     assert params == ["messages", "input"]

@@ -8,9 +8,9 @@ from typing import Any, cast
 from modelyard.core.errors import Internal
 from modelyard.core.events import Event, Failed
 from modelyard.core.request import Message, Request, Text
+from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
 from modelyard.http.sse import EventStream
-from modelyard.http.visit import Visit
 from modelyard.protocols import openai_chat
 
 REQUEST = Request(model="m", messages=(Message("user", (Text("hi"),)),), stream=True)
@@ -50,7 +50,7 @@ async def test_a_ping_that_is_due_goes_out_before_the_failure_and_nothing_after_
     async def send(message: Any) -> None:
         sent.append(message)
 
-    answer, visit = FailsAsItIsPinged(), Visit("t", "/v1/chat/completions", {})
+    answer, visit = FailsAsItIsPinged(), RequestContext("t", "/v1/chat/completions", {})
     refusal = lambda error: openai_chat.write_error(error, trace="t")  # noqa: E731
     settings = HttpSettings(keepalive_s=10)
     writer = openai_chat.writer(REQUEST, "t")

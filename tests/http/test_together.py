@@ -14,11 +14,11 @@ import httpx
 import pytest
 from starlette.types import Scope
 
-from modelyard.gateway.job import Job
-from modelyard.http.farewell import Farewells, enlist
+from modelyard.gateway.prepared_request import PreparedRequest
+from modelyard.http.disconnect import Farewells, enlist
 from modelyard.http.together import Parade, next_turn, own_task
-from modelyard.server.app import Yard
-from modelyard.telemetry.journal import Entry
+from modelyard.server.app import ServerApp
+from modelyard.telemetry.request_capture import RequestCapture
 from tests.http.front import load_all, yard
 from tests.prompt.picture_server import PNG
 from tests.serving import demo, serving
@@ -48,7 +48,7 @@ class Client:
     async def send(self, message: Any) -> None:
         self.sent.append(message)
 
-    def asks(self, yard: Yard) -> Callable[[Scope], Coroutine[Any, Any, None]]:
+    def asks(self, yard: ServerApp) -> Callable[[Scope], Coroutine[Any, Any, None]]:
         async def ask(scope: Scope) -> None:
             scope |= self.scope
             await yard.app(scope, self.receive, self.send)
@@ -61,7 +61,7 @@ class Client:
 
 
 @pytest.fixture
-async def made() -> AsyncIterator[Yard]:
+async def made() -> AsyncIterator[ServerApp]:
     """Loaded, so that the requests of a test wait for nothing but each other."""
     made = yard()
     try:
@@ -233,7 +233,7 @@ async def test_every_request_has_a_context_of_its_own(ground: Ground) -> None:
     assert (ground.order, name.get()) == (["a", "b", "a", "b"], "nobody")
 
 
-async def test_requests_that_came_together_are_all_placed_before_the_first_is_answered(made: Yard) -> None:
+async def test_requests_that_came_together_are_all_placed_before_the_first_is_answered(made: ServerApp) -> None:
     clients = [Client() for _ in range(3)]
     tasks = [asyncio.ensure_future(made.app(c.scope, c.receive, c.send)) for c in clients]
     async with asyncio.timeout(60):
@@ -245,7 +245,7 @@ async def test_requests_that_came_together_are_all_placed_before_the_first_is_an
 
 
 async def test_a_request_that_waits_for_nothing_is_answered_within_a_turn_and_without_a_task(
-    made: Yard, ground: Ground
+    made: ServerApp, ground: Ground
 ) -> None:
     client = Client()
     ground.join(client.asks(made))
@@ -255,11 +255,11 @@ async def test_a_request_that_waits_for_nothing_is_answered_within_a_turn_and_wi
 
 
 async def test_places_are_given_in_the_order_of_coming_to_streams_and_whole_replies_alike(
-    made: Yard, ground: Ground, monkeypatch: pytest.MonkeyPatch
+    made: ServerApp, ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order, start = list[bool](), made.gateway.start
 
-    def started(job: Job, entry: Entry | None = None) -> Any:
+    def started(job: PreparedRequest, entry: RequestCapture | None = None) -> Any:
         order.append(job.request.stream)
         return start(job, entry)
 
@@ -272,7 +272,7 @@ async def test_places_are_given_in_the_order_of_coming_to_streams_and_whole_repl
     assert order == [True, False, True, False]
 
 
-async def test_a_client_that_leaves_in_between_is_not_answered_and_its_place_is_free_again(made: Yard) -> None:
+async def test_a_client_that_leaves_in_between_is_not_answered_and_its_place_is_free_again(made: ServerApp) -> None:
     leaving = Client()
     task = asyncio.ensure_future(made.app(leaving.scope, leaving.receive, leaving.send))
     async with asyncio.timeout(60):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.tokenizer import tokenizers_made as made
 
 
 @pytest.fixture(scope="session")
-def vocab() -> HfVocabulary:
-    return HfVocabulary.from_text(made.byte_level())
+def vocab() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer.from_text(made.byte_level())

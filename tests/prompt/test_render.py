@@ -12,11 +12,11 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate
 from modelyard.tokenizer.folder import Ends
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.prompt.histories import TALKING, TOOL, ask, call, result, say
 from tests.tokenizer import tokenizers_made as made
 
-VOCAB = HfVocabulary.from_text(made.byte_level())
+VOCAB = HuggingFaceTokenizer.from_text(made.byte_level())
 CHATML = Renderer(ChatTemplate(builtin("generic")), VOCAB)
 
 
@@ -238,7 +238,7 @@ def test_the_tail_tells_whether_reasoning_is_open() -> None:
 
 
 def test_raw_prompts_take_control_tokens_for_what_they_are_and_begin_once() -> None:
-    vocab = HfVocabulary.from_text(made.byte_level(), ends=Ends("<|endoftext|>", adds_bos=True))
+    vocab = HuggingFaceTokenizer.from_text(made.byte_level(), ends=Ends("<|endoftext|>", adds_bos=True))
     renderer = Renderer(ChatTemplate("x"), vocab)
     assert renderer.raw("a<|im_end|>") == [0, *vocab.encode("a"), 2]
     assert renderer.raw("<|endoftext|>a") == [0, *vocab.encode("a")]
@@ -262,7 +262,9 @@ SWITCH = "{% for m in messages %}{{ m.content }}{% endfor %}"
         ("{{ raise_exception('never') if enable_thinking }}" + SWITCH, False),
     ],
 )
-def test_a_template_has_a_switch_where_it_makes_a_difference(vocab: HfVocabulary, template: str, can: bool) -> None:
+def test_a_template_has_a_switch_where_it_makes_a_difference(
+    vocab: HuggingFaceTokenizer, template: str, can: bool
+) -> None:
     modes = ("default", "enabled", "disabled") if can else ("default",)
     assert Renderer(ChatTemplate(template), vocab).thinking_modes == modes
 

@@ -14,10 +14,10 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.shapes import MAX_MESSAGES, Looked, Shapes, Unread, shape_of, text_at
 from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.tokenizer import tokenizers_made as made
 
-VOCAB = HfVocabulary.from_text(made.byte_level())
+VOCAB = HuggingFaceTokenizer.from_text(made.byte_level())
 LOOP = "{% for message in messages %}BODY{% endfor %}{{ '<|im_start|>assistant\n' }}"
 CHATML = LOOP.replace("BODY", "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}")
 BUILT_IN = ("generic", "llama3_template", "mistral_template", "qwen3_template", "gemma4_template")

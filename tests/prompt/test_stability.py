@@ -15,11 +15,11 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin
 from modelyard.prompt.stability import Spoken, call_ids, restored, spoken, with_breaks
 from modelyard.prompt.template import ChatTemplate
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.prompt.histories import TALKING, TOOL, ask, result, say
 from tests.tokenizer import tokenizers_made as made
 
-VOCAB = HfVocabulary.from_text(made.byte_level())
+VOCAB = HuggingFaceTokenizer.from_text(made.byte_level())
 OWN = '{"timeout":5000.0,  "path": "a.txt"}'
 
 

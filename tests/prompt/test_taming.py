@@ -6,7 +6,7 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin
 from modelyard.prompt.taming import TamedTemplate
 from modelyard.prompt.template import ChatTemplate, TemplateRefused
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.prompt.histories import HISTORIES, TALKING, ask, say
 
 STRICT = """{{ bos_token }}
@@ -34,7 +34,9 @@ TEMPLATES = {"strict": STRICT, "drops": DROPS, "nine": NINE} | {name: builtin(na
 
 @pytest.mark.parametrize("history", HISTORIES)
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_no_template_fails_on_a_history_or_loses_a_word(vocab: HfVocabulary, template: str, history: str) -> None:
+def test_no_template_fails_on_a_history_or_loses_a_word(
+    vocab: HuggingFaceTokenizer, template: str, history: str
+) -> None:
     request, words = HISTORIES[history]
     text = Renderer(ChatTemplate(TEMPLATES[template]), vocab).text(request)
     at = 0
@@ -58,18 +60,18 @@ def test_repr_tells_the_steps() -> None:
     assert repr(TamedTemplate(ChatTemplate(NINE))) == "<TamedTemplate [short_call_ids]>"
 
 
-def test_a_late_system_message_stays_in_its_place_as_a_reminder(vocab: HfVocabulary) -> None:
+def test_a_late_system_message_stays_in_its_place_as_a_reminder(vocab: HuggingFaceTokenizer) -> None:
     request, _ = HISTORIES["system in the middle"]
     text = Renderer(ChatTemplate(DROPS), vocab).text(request)
     assert "<user><system-reminder>\nWORD-LATE\n</system-reminder></user><user>WORD-THREE</user>" in text
 
 
-def test_a_strict_template_gets_its_alternation(vocab: HfVocabulary) -> None:
+def test_a_strict_template_gets_its_alternation(vocab: HuggingFaceTokenizer) -> None:
     text = Renderer(ChatTemplate(STRICT), vocab).text(ask(say("system", "S"), say("user", "A"), say("user", "B")))
     assert text == "[INST] S\n\nA\n\nB [/INST]"
 
 
-def test_the_form_of_a_prompt_does_not_depend_on_what_was_asked_before(vocab: HfVocabulary) -> None:
+def test_the_form_of_a_prompt_does_not_depend_on_what_was_asked_before(vocab: HuggingFaceTokenizer) -> None:
     renderer = Renderer(ChatTemplate(STRICT), vocab)
     simple = ask(say("user", "A"))
     before = renderer.text(simple)
@@ -78,7 +80,7 @@ def test_the_form_of_a_prompt_does_not_depend_on_what_was_asked_before(vocab: Hf
     assert renderer.text(simple) == before
 
 
-def test_a_history_that_still_fails_climbs_the_ladder(vocab: HfVocabulary) -> None:
+def test_a_history_that_still_fails_climbs_the_ladder(vocab: HuggingFaceTokenizer) -> None:
     picky = (
         "{% if messages | length > 5 %}{{ raise_exception('too many turns') }}{% endif %}"
         "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -87,6 +89,6 @@ def test_a_history_that_still_fails_climbs_the_ladder(vocab: HfVocabulary) -> No
     assert Renderer(ChatTemplate(picky), vocab).text(request) == "\n\n".join(f"word{n} " for n in range(8))
 
 
-def test_a_template_that_refuses_everything_says_why(vocab: HfVocabulary) -> None:
+def test_a_template_that_refuses_everything_says_why(vocab: HuggingFaceTokenizer) -> None:
     with pytest.raises(TemplateRefused, match="never"):
         Renderer(ChatTemplate("{{ raise_exception('never') }}"), vocab).text(ask(say("user", "x")))

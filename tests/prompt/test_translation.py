@@ -10,7 +10,7 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate, TemplateRefused
 from modelyard.prompt.translation import translated
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from modelyard.tokenizer.shield import unshield
 
 
@@ -77,7 +77,7 @@ def test_what_such_a_model_cannot_take_is_refused(request_: Request, code: str) 
 
 
 @pytest.fixture
-def renderer(vocab: HfVocabulary) -> Renderer:
+def renderer(vocab: HuggingFaceTokenizer) -> Renderer:
     return Renderer(ChatTemplate(builtin("translategemma_template"), bos_token="<bos>"), vocab)
 
 
@@ -93,14 +93,14 @@ def test_a_language_that_the_template_does_not_know_is_its_refusal(renderer: Ren
         renderer.text(asked(source="nl", target="xx"))
 
 
-def test_a_models_own_template_gets_one_item_with_both_codes(vocab: HfVocabulary) -> None:
+def test_a_models_own_template_gets_one_item_with_both_codes(vocab: HuggingFaceTokenizer) -> None:
     shown = "{{ it.type }} {{ it.source_lang_code }}>{{ it.target_lang_code }} {{ it.text }}"
     renderer = Renderer(ChatTemplate("{% set it = messages[0].content[0] %}" + shown), vocab)
     assert renderer.translates
     assert unshield(renderer.text(asked(source="nl", target="en"))) == "text nl>en Ach."
 
 
-def test_other_templates_do_not_translate(vocab: HfVocabulary) -> None:
+def test_other_templates_do_not_translate(vocab: HuggingFaceTokenizer) -> None:
     renderer = Renderer(ChatTemplate(builtin("generic")), vocab)
     assert not renderer.translates
     assert "Ach." in renderer.text(asked(target="en"))

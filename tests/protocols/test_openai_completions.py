@@ -6,10 +6,20 @@ import msgspec
 import pytest
 
 from modelyard.core.errors import ContextOverflow, InvalidRequest, Unavailable
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage, fold
+from modelyard.core.events import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Started,
+    Usage,
+    collect_reply,
+)
 from modelyard.core.request import Request, Sampling
 from modelyard.protocols import openai_completions
-from modelyard.protocols.sse import SseParser
+from modelyard.protocols.common.sse import SseParser
 from tests.protocols.golden import check_golden
 from tests.protocols.openai_chat.streams import STARTED, USAGE, answer, call, text, thinking, token
 
@@ -78,7 +88,7 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
 
 def test_the_reply_is_written_to_the_letter() -> None:
     events = answer(text(0, "Hi"), reason="stop_string", stop="END")
-    check_golden("openai_completions", "reply_text", openai_completions.write_reply([fold(events)], ONE))
+    check_golden("openai_completions", "reply_text", openai_completions.write_reply([collect_reply(events)], ONE))
 
 
 def test_the_stream_is_written_to_the_letter() -> None:
@@ -88,7 +98,7 @@ def test_the_stream_is_written_to_the_letter() -> None:
 
 def test_logprobs_have_their_old_shape_and_count_from_the_echo() -> None:
     asked = Request(model="tiny", prompts=("abc",), echo=True, logprobs=2)
-    choice = msgspec.json.decode(openai_completions.write_reply([fold(SCORED)], asked))["choices"][0]
+    choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(SCORED)], asked))["choices"][0]
     assert choice["text"] == "abcHi!"
     assert choice["logprobs"] == {
         "tokens": ["H", "i", "!"],
@@ -108,7 +118,7 @@ def test_streamed_logprobs_go_on_counting() -> None:
 def test_choices_count_over_prompts_and_answers() -> None:
     asked = Request(model="tiny", prompts=("a", "b"), n=2, echo=True)
     prompts = (Usage(1, 0, 5), Usage(1, 0, 6), Usage(10, 0, 7), Usage(10, 0, 8))
-    replies = [fold([STARTED, *text(0, str(i)), Finished("end", usage)]) for i, usage in enumerate(prompts)]
+    replies = [collect_reply([STARTED, *text(0, str(i)), Finished("end", usage)]) for i, usage in enumerate(prompts)]
     told = msgspec.json.decode(openai_completions.write_reply(replies, asked))
     assert [choice["text"] for choice in told["choices"]] == ["a0", "a1", "b2", "b3"]
     assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (11, 26)
@@ -128,7 +138,7 @@ def test_several_streams_share_one_id_and_add_up_their_usage() -> None:
 
 def test_whatever_kind_a_block_is_its_text_is_the_answer() -> None:
     events = answer(thinking(0, "hm "), text(1, "Hi "), call(2, "a", "f", "{}"), reason="tool_calls")
-    choice = msgspec.json.decode(openai_completions.write_reply([fold(events)], ONE))["choices"][0]
+    choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(events)], ONE))["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("hm Hi {}", "stop")
     told = [msgspec.json.decode(e.data)["choices"][0] for e in SseParser().feed(stream(events, ONE))[:-1]]
     assert "".join(part["text"] for part in told) == "hm Hi {}"

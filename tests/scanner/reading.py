@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from modelyard.core.engine import Piece
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.core.request import Tool
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import load
@@ -48,7 +48,7 @@ class Heard(Struct):
     complete: bool = True
 
 
-def pieces(text: str, form: Format, specials: Iterable[str] = ()) -> list[Piece]:
+def pieces(text: str, form: OutputFormat, specials: Iterable[str] = ()) -> list[Piece]:
     """The text as one piece, or with each of these markers as the special token that it is."""
     if not specials:
         return [Piece(text)]
@@ -56,12 +56,14 @@ def pieces(text: str, form: Format, specials: Iterable[str] = ()) -> list[Piece]
     return [Piece(part, special=i % 2 == 1) for i, part in enumerate(split) if part]
 
 
-def tokens(form: Format) -> list[str]:
+def tokens(form: OutputFormat) -> list[str]:
     """The markers that a vocabulary can hold as tokens, the longest first."""
     return sorted((m for m in form.markers if not m.endswith("=")), key=len, reverse=True)
 
 
-def scan(chunks: Sequence[Piece | str], format: str | Format, *, cut: bool = False, **options: Any) -> list[Heard]:
+def scan(
+    chunks: Sequence[Piece | str], format: str | OutputFormat, *, cut: bool = False, **options: Any
+) -> list[Heard]:
     ids = count()
     form = load(format) if isinstance(format, str) else format
     scanner = Scanner(form, **{"tools": TOOLS, "new_id": lambda: f"call_{next(ids)}"} | options)

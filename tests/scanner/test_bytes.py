@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer as HfTokenizer, decoders, models, pre_tokenizers
 
 import modelyard.engines.fake
 from modelyard.core.engine import Piece
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 from modelyard.scanner.formats import load, names
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.scanner.reading import Heard, calls_of, scan, tokens
 from tests.scanner.test_cases import CASES, expected, options_of, read_cases, summary
 
@@ -28,23 +28,23 @@ SPOKEN_BY_THE_FAKE = ("hermes", "harmony", "qwen3_coder", "think")
 
 
 @cache
-def byte_vocabulary(format: str) -> Vocabulary:
+def byte_vocabulary(format: str) -> Tokenizer:
     """256 bytes and nothing else, but for the family's markers as special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: id for id, char in enumerate(alphabet)}, []))
+    tokenizer = HfTokenizer(models.BPE({char: id for id, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     markers = [AddedToken(text, normalized=False, special=True) for text in tokens(load(format))]
     tokenizer.add_special_tokens(markers)
-    return HfVocabulary.from_text(str(tokenizer.to_str()))
+    return HuggingFaceTokenizer.from_text(str(tokenizer.to_str()))
 
 
-def pieces(vocabulary: Vocabulary, ids: Iterable[int]) -> list[Piece]:
+def pieces(vocabulary: Tokenizer, ids: Iterable[int]) -> list[Piece]:
     detokenizer = vocabulary.detokenizer()
     return [piece for id in ids for piece in detokenizer.feed([id])] + detokenizer.finish()
 
 
-def read(vocabulary: Vocabulary, ids: Iterable[int], format: str, **options: Any) -> list[Heard]:
+def read(vocabulary: Tokenizer, ids: Iterable[int], format: str, **options: Any) -> list[Heard]:
     return scan(pieces(vocabulary, ids), format, specials=vocabulary.specials, **options)
 
 
@@ -72,7 +72,7 @@ def quoted(format: str, case: dict[str, Any]) -> list[str]:
     return [next(s for s in each if s in case["raw"]) for each in spelled]
 
 
-def encode(vocabulary: Vocabulary, format: str, case: dict[str, Any]) -> list[int]:
+def encode(vocabulary: Tokenizer, format: str, case: dict[str, Any]) -> list[int]:
     """The case as its model would have written it."""
     quotes = quoted(format, case)
     parts = re.split("(" + "|".join(map(re.escape, quotes)) + ")", case["raw"]) if quotes else [case["raw"]]
@@ -88,7 +88,7 @@ def test_case_reads_the_same_one_byte_at_a_time(format: str, case: dict[str, Any
 
 @pytest.mark.parametrize(("format", "case"), [c for c in read_cases() if c.values[0] in SPOKEN_BY_THE_FAKE])
 def test_case_reads_the_same_in_the_shipped_vocabulary(format: str, case: dict[str, Any]) -> None:
-    vocabulary = HfVocabulary.load(SHIPPED)
+    vocabulary = HuggingFaceTokenizer.load(SHIPPED)
     blocks = read(vocabulary, encode(vocabulary, format, case), format, **options_of(case))
     assert summary(blocks) == expected(case)
 

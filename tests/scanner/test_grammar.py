@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from modelyard.core.format import Place
+from modelyard.core.output_format import GrammarContext
 from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner import parse
 from modelyard.scanner.formats import load, names
@@ -201,7 +201,7 @@ class Letters:
 def takes(format: str, text: str, *, tokens: list[str], choice: ToolChoice = REQUIRED, **place: Any) -> bool:
     letters = Letters(tokens)
     made = load(format).grammar
-    constraint = made(TOOLS, choice, Place(letters.specials, **place)) if made else None
+    constraint = made(TOOLS, choice, GrammarContext(letters.specials, **place)) if made else None
     assert constraint is not None
     ids, matcher = letters.ids(text), letters.matcher(constraint)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
@@ -336,7 +336,7 @@ def test_names_that_need_quotes_are_quoted() -> None:
 
 
 def test_a_text_with_tokens_is_spelled_with_them() -> None:
-    lark = Lark(Place({"<a>": 7, "<a>b": 8}))
+    lark = Lark(GrammarContext({"<a>": 7, "<a>b": 8}))
     assert lark.spelled('x<a>b"<a>') == '"x" <[8]> "\\"" <[7]>'
     assert lark.spelled("") == ""
 
@@ -349,7 +349,7 @@ CLOSERS = ("\n</parameter>", "</parameter>", "</arg_value>", "</think>")
 @pytest.mark.parametrize("tokens", [["<think>", "</think>"], []], ids=["tokens", "spellings"])
 def test_an_answers_schema_holds_from_the_end_of_open_reasoning(tokens: list[str]) -> None:
     letters = Letters(tokens)
-    made = after_reasoning(Constraint("json_object"), {"type": "object"}, "</think>", Place(letters.specials))
+    made = after_reasoning(Constraint("json_object"), {"type": "object"}, "</think>", GrammarContext(letters.specials))
 
     def takes(text: str) -> bool:
         ids, matcher = letters.ids(text), letters.matcher(made)
@@ -367,7 +367,7 @@ def test_every_walk_through_the_grammar_is_a_valid_call(format: str, seed: int) 
     tokens = SPOKEN[format][0]
     letters = Letters(tokens, tuple(text for text in CLOSERS if text not in tokens), bytes(range(32, 127)) + b"\n")
     grammar = load(format).grammar
-    made = grammar(TOOLS, REQUIRED, Place(letters.specials)) if grammar else None
+    made = grammar(TOOLS, REQUIRED, GrammarContext(letters.specials)) if grammar else None
     assert made
     raw = _walk(letters, letters.matcher(made), chance)
     for call in (calls := parse(raw, format=format, tools=TOOLS).tool_calls):
@@ -383,7 +383,7 @@ def test_every_walk_through_a_custom_tools_grammar_is_an_input_of_that_form(form
     shortcuts = ("*** End Patch", "*** Add File: a", "@@", "\\n", *(text for text in CLOSERS if text not in tokens))
     letters = Letters(tokens, shortcuts, bytes(range(32, 127)) + b"\n")
     grammar = load(format).grammar
-    made = grammar([APPLY_PATCH], REQUIRED, Place(letters.specials, False, False)) if grammar else None
+    made = grammar([APPLY_PATCH], REQUIRED, GrammarContext(letters.specials, False, False)) if grammar else None
     assert made
     raw = _walk(letters, letters.matcher(made), chance, "\n", "\\n", "*** End Patch")
     (call,) = parse(raw, format=format, tools=[APPLY_PATCH]).tool_calls
@@ -394,7 +394,7 @@ def test_a_patch_is_taken_in_every_family(format: str, tokens: list[str]) -> Non
     """Written as the family writes it, in a JSON string or as it is."""
     letters = Letters(tokens)
     grammar = load(format).grammar
-    made = grammar([APPLY_PATCH], REQUIRED, Place(letters.specials)) if grammar else None
+    made = grammar([APPLY_PATCH], REQUIRED, GrammarContext(letters.specials)) if grammar else None
     assert made
     for patch, right in ((PATCH, True), (PATCH.replace("@@ f()", "f()"), False)):
         ids = letters.ids(_called(format, patch))

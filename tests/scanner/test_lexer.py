@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from modelyard.core.format import Format, Region
+from modelyard.core.output_format import OutputFormat, Region
 from modelyard.scanner.lexer import Steps, Tape, Unreadable, alphabet
 
-FORM = Format(name="x", regions={"text": Region("text", {})}, hidden=("<a>", "<a>>", "[b]"))
+FORM = OutputFormat(name="x", regions={"text": Region("text", {})}, hidden=("<a>", "<a>>", "[b]"))
 
 
 def _drive(steps: Steps[object], tape: Tape, *chunks: str) -> object:

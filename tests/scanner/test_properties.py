@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.engine import Piece
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.core.request import Tool
 from modelyard.scanner.formats import load, names
 from modelyard.scanner.lexer import alphabet
@@ -173,7 +173,7 @@ def test_no_marker_is_ever_shown(format: str, data: st.DataObject) -> None:
         assert block.kind == "tool_call" or not any(marker in block.text for marker in form.markers)
 
 
-def _nested(form: Format) -> st.SearchStrategy[list[Piece]]:
+def _nested(form: OutputFormat) -> st.SearchStrategy[list[Piece]]:
     """Markers inside markers: each half is ordinary text, what stands at the heart is whole and counts as a token."""
     whole = st.sampled_from(form.markers).map(lambda marker: [Piece(marker, special=True)])
 
@@ -190,7 +190,7 @@ def _nested(form: Format) -> st.SearchStrategy[list[Piece]]:
 _between = ["word", "\n", " ", '{"name": "now", "arguments": {', "}}", "now>", "{", "[", "to=functions.now"]
 
 
-def _junk(form: Format) -> st.SearchStrategy[list[Piece]]:
+def _junk(form: OutputFormat) -> st.SearchStrategy[list[Piece]]:
     other = st.sampled_from(_between).map(lambda text: [Piece(text)])
     return st.lists(_nested(form) | other, max_size=6).map(lambda each: [piece for one in each for piece in one])
 

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from itertools import count
 from typing import Any
 
-from modelyard.core.engine import CacheInfo, EngineInfo, Memory
+from modelyard.core.engine import CacheInfo, EngineInfo, MemoryEstimate
 from modelyard.core.errors import ModelyardError
-from modelyard.core.lease import Demand
-from modelyard.core.pool import Blueprint, ModelSnapshot
+from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import ModelSnapshot, ModelSpec
 from modelyard.scheduler.appraisal import Appraiser
 from modelyard.scheduler.limits import KeyLimits
 from modelyard.scheduler.placement import Limits
@@ -120,7 +120,7 @@ class Stage:
     def __init__(self, *, limit: int | None = None, keys: dict[str, KeyLimits] | None = None, **bounds: Any) -> None:
         self.clock = HandClock(self.settle)
         self.acts: dict[str, Act] = {}
-        self.blueprints: dict[str, Blueprint] = {}
+        self.blueprints: dict[str, ModelSpec] = {}
         self.scheduler = Scheduler(
             Bounds(**bounds), limits=keys, appraiser=Appraiser(Limits(ram=limit)), timers=self.clock
         )
@@ -137,15 +137,15 @@ class Stage:
         self.scheduler._depot.add(blueprint)
         return self.acts[name]
 
-    def blueprint(self, name: str, *, size: int = 0, parallel: int = 1, **more: Any) -> Blueprint:
+    def blueprint(self, name: str, *, size: int = 0, parallel: int = 1, **more: Any) -> ModelSpec:
         caches = more.pop("caches", {"main": CacheInfo(window=100, parallel=parallel)})
         act = self.acts[name] = Act(caches)
-        estimate = (lambda _: Memory(weights=size)) if size else None
+        estimate = (lambda _: MemoryEstimate(weights=size)) if size else None
         more.setdefault("replica_max", max(4, more.get("replicas", 1)))
-        return Blueprint(name=name, caches=caches, make=act.make, estimate=estimate, **more)
+        return ModelSpec(name=name, caches=caches, make=act.make, estimate=estimate, **more)
 
     def ask(self, model: str, cache: str = "main", **more: Any) -> Any:
-        return self.scheduler.request(Demand(model=model, cache=cache, **more))
+        return self.scheduler.request(LeaseRequest(model=model, cache=cache, **more))
 
     async def settle(self) -> None:
         """Let everything run that waits for nothing but its turn; surveys run in threads, and are waited for."""

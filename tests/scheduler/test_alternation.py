@@ -18,12 +18,12 @@ import psutil
 import pytest
 
 from modelyard.config import load
-from modelyard.core.engine import Machine
+from modelyard.core.engine import AvailableMemory
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Request, Sampling, Text
-from modelyard.gateway import Answer
-from modelyard.gateway.choices import Choices
-from modelyard.server.app import Yard, compose
+from modelyard.gateway import ChoiceStream
+from modelyard.gateway.choices import MultiChoiceStream
+from modelyard.server.app import ServerApp, compose
 from tests.engines.llama_cpp.stage import model_file
 
 CALLER = Caller(trace="t", endpoint="/v1/chat/completions")
@@ -50,13 +50,13 @@ def settings(limit: int | None, n_ctx: int = 256) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def yard(folder: Path, *, n_ctx: int = 256) -> AsyncIterator[Yard]:
+async def yard(folder: Path, *, n_ctx: int = 256) -> AsyncIterator[ServerApp]:
     """Room for one of them, however it is measured, and not for two."""
     env = {"MODELYARD_CACHE": str(folder)}
     free = compose(load(env={}, overrides=settings(None, n_ctx)).config, env)
     estimate = free.scheduler._models["a"].blueprint.estimate
     assert estimate is not None
-    limit = estimate(Machine(2**40)).total * 7 // 4
+    limit = estimate(AvailableMemory(2**40)).total * 7 // 4
     made = compose(load(env={}, overrides=settings(limit, n_ctx)).config, env)
     try:
         yield made
@@ -65,14 +65,16 @@ async def yard(folder: Path, *, n_ctx: int = 256) -> AsyncIterator[Yard]:
         await made.gateway.close()
 
 
-async def started(made: Yard, model: str, text: str, max_tokens: int = 2, **more: Any) -> Answer | Choices:
+async def started(
+    made: ServerApp, model: str, text: str, max_tokens: int = 2, **more: Any
+) -> ChoiceStream | MultiChoiceStream:
     request = Request(
         model=model, messages=(Message("user", (Text(text),)),), sampling=SAMPLING, max_tokens=max_tokens, **more
     )
     return made.gateway.start(await made.gateway.prepare(request, CALLER))
 
 
-async def read(answer: Answer | Choices) -> list[Event]:
+async def read(answer: ChoiceStream | MultiChoiceStream) -> list[Event]:
     events = [event for _, batch in [each async for each in answer] for event in batch]
     answer.close()
     return events
@@ -82,7 +84,7 @@ def text(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, BlockDelta))
 
 
-def counts(made: Yard) -> list[tuple[str, int, int]]:
+def counts(made: ServerApp) -> list[tuple[str, int, int]]:
     return [(model.state, model.running, model.waiting) for model in made.scheduler.snapshot().models.values()]
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Machine, Memory, Site
+from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate, Node
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.pool import Blueprint
+from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.appraisal import Appraiser
 from modelyard.scheduler.measured import Ledger, Measured
 from modelyard.scheduler.model import Bounds, Pooled
@@ -19,9 +19,9 @@ from modelyard.scheduler.replica import Replica
 GIB = 2**30
 
 
-def pooled(estimate: Callable[[Machine], Memory] | None) -> Pooled:
+def pooled(estimate: Callable[[AvailableMemory], MemoryEstimate] | None) -> Pooled:
     make: Any = None
-    blueprint = Blueprint(name="m", caches={"main": CacheInfo(10)}, make=make, estimate=estimate, identity="m:1")
+    blueprint = ModelSpec(name="m", caches={"main": CacheInfo(10)}, make=make, estimate=estimate, identity="m:1")
     return Pooled("m", blueprint, Bounds())
 
 
@@ -32,21 +32,21 @@ def replica(model: Pooled, took: dict[str, int] | None) -> Replica:
     return one
 
 
-async def surveyed(appraiser: Appraiser, memory: Memory, *held: dict[str, int]) -> Pooled:
+async def surveyed(appraiser: Appraiser, memory: MemoryEstimate, *held: dict[str, int]) -> Pooled:
     model = pooled(lambda _: memory)
     await appraiser.survey(model, lambda: held)
     return model
 
 
 async def test_what_is_estimated_holds_where_nothing_was_measured():
-    model = await surveyed(Appraiser(), Memory(weights=5, kv=2))
-    assert (model.need, model.measured, model.estimate) == ({"cpu": 7}, None, Memory(weights=5, kv=2))
+    model = await surveyed(Appraiser(), MemoryEstimate(weights=5, kv=2))
+    assert (model.need, model.measured, model.estimate) == ({"cpu": 7}, None, MemoryEstimate(weights=5, kv=2))
 
 
 async def test_what_was_measured_at_the_last_load_corrects_the_estimate():
     ledger = Ledger()
     ledger.put("m:1", Measured(9, 3.0))
-    model = await surveyed(Appraiser(ledger=ledger), Memory(weights=5, kv=2))
+    model = await surveyed(Appraiser(ledger=ledger), MemoryEstimate(weights=5, kv=2))
     assert (model.need, model.measured, model.load_s) == ({"cpu": 9}, 9, 3.0)
 
 
@@ -54,12 +54,12 @@ async def test_what_was_measured_at_the_last_load_corrects_the_estimate():
 async def test_what_was_measured_makes_no_model_too_large_that_is_not(limit: int, need: int):
     ledger = Ledger()
     ledger.put("m:1", Measured(99, 3.0))
-    model = await surveyed(Appraiser(Limits(ram=limit), ledger=ledger), Memory(weights=10))
+    model = await surveyed(Appraiser(Limits(ram=limit), ledger=ledger), MemoryEstimate(weights=10))
     assert model.need == {"cpu": need}
 
 
 async def test_an_estimate_that_cannot_be_made_is_left_to_the_load():
-    def estimate(_: Machine) -> Memory:
+    def estimate(_: AvailableMemory) -> MemoryEstimate:
         raise InvalidRequest("no such file")
 
     model = pooled(estimate)
@@ -68,15 +68,15 @@ async def test_an_estimate_that_cannot_be_made_is_left_to_the_load():
 
 
 async def test_limits_are_those_that_were_set_for_the_devices_that_are_there():
-    appraiser = Appraiser(Limits(ram=5, each_gpu=7), machine=lambda: Machine(100, {"X": 50}))
+    appraiser = Appraiser(Limits(ram=5, each_gpu=7), machine=lambda: AvailableMemory(100, {"X": 50}))
     assert appraiser.hard == {"cpu": 5}
-    await surveyed(appraiser, Memory(weights=1), {"cpu": 3, "gpu": 2})
+    await surveyed(appraiser, MemoryEstimate(weights=1), {"cpu": 3, "gpu": 2})
     assert appraiser.hard == {"cpu": 5, "gpu": 7, "gpu:X": 7}
     assert appraiser.soft == {"cpu": 103, "gpu": 52, "gpu:X": 50}
 
 
 async def loaded(
-    took: dict[str, int] | None, memory: Memory, *, others: int = 0, quiet: bool = True
+    took: dict[str, int] | None, memory: MemoryEstimate, *, others: int = 0, quiet: bool = True
 ) -> tuple[bool, Pooled, Ledger]:
     ledger = Ledger()
     appraiser = Appraiser(gauge=dict, ledger=ledger)
@@ -89,41 +89,41 @@ async def loaded(
 
 
 async def test_a_load_is_measured_on_the_device_that_it_went_to():
-    new, model, ledger = await loaded({"cpu": GIB, "gpu": 9 * GIB}, Memory(weights=2 * GIB))
+    new, model, ledger = await loaded({"cpu": GIB, "gpu": 9 * GIB}, MemoryEstimate(weights=2 * GIB))
     assert (new, model.measured, ledger.get("m:1")) == (True, GIB, Measured(GIB, 2.5))
-    _, model, _ = await loaded({"cpu": GIB, "gpu": 9 * GIB}, Memory(weights=2 * GIB, device="gpu"))
+    _, model, _ = await loaded({"cpu": GIB, "gpu": 9 * GIB}, MemoryEstimate(weights=2 * GIB, device="gpu"))
     assert model.measured == 9 * GIB
 
 
 @pytest.mark.parametrize("noise", [{"others": 1}, {"quiet": False}])
 async def test_what_grew_while_others_loaded_or_answered_is_nobodys(noise: dict[str, Any]):
-    new, model, ledger = await loaded({"cpu": GIB}, Memory(weights=2 * GIB), **noise)
+    new, model, ledger = await loaded({"cpu": GIB}, MemoryEstimate(weights=2 * GIB), **noise)
     assert (new, model.measured, ledger.get("m:1")) == (True, None, Measured(None, 2.5))
 
 
 async def test_small_changes_are_noise():
-    _, model, _ = await loaded({"cpu": 1000}, Memory(weights=2 * GIB))
+    _, model, _ = await loaded({"cpu": 1000}, MemoryEstimate(weights=2 * GIB))
     assert model.measured is None
 
 
 async def test_where_nothing_was_read_nothing_is_written_down():
-    new, model, ledger = await loaded(None, Memory(weights=2 * GIB))
+    new, model, ledger = await loaded(None, MemoryEstimate(weights=2 * GIB))
     assert (new, model.load_s, ledger.get("m:1")) == (False, 2.5, None)
 
 
 async def test_models_too_small_to_be_seen_are_not_measured():
     appraiser = Appraiser(gauge=dict)
-    assert appraiser.gauge(await surveyed(appraiser, Memory(weights=1000))) is None
-    assert appraiser.gauge(await surveyed(appraiser, Memory(weights=GIB))) is dict
+    assert appraiser.gauge(await surveyed(appraiser, MemoryEstimate(weights=1000))) is None
+    assert appraiser.gauge(await surveyed(appraiser, MemoryEstimate(weights=GIB))) is dict
 
 
 # --- other machines ---------------------------------------------------------------------------------------------------
 
 
 async def test_other_machines_are_judged_by_what_they_have_told():
-    far = Site("far", Machine(100, {"u": 40}))
-    appraiser = Appraiser(Limits(ram=50), machine=lambda: Machine(7), sites=lambda: (far, Site()))
-    model = pooled(lambda there: Memory(weights=5, device="gpu:u" if there.gpus else ""))
+    far = Node("far", AvailableMemory(100, {"u": 40}))
+    appraiser = Appraiser(Limits(ram=50), machine=lambda: AvailableMemory(7), sites=lambda: (far, Node()))
+    model = pooled(lambda there: MemoryEstimate(weights=5, device="gpu:u" if there.gpus else ""))
     await appraiser.survey(model, lambda: ())
     room = appraiser.room(lambda: ({"cpu@far": 3}, {"cpu": 2}))
     assert room.soft == {"cpu": 7, "cpu@far": 103, "gpu@far": 40, "gpu:u@far": 40}
@@ -134,18 +134,18 @@ async def test_other_machines_are_judged_by_what_they_have_told():
 
 async def test_a_machine_counts_as_it_was_when_it_was_first_looked_at_until_the_next_survey():
     free = [100]
-    appraiser = Appraiser(sites=lambda: (Site("far", Machine(free[0])),))
+    appraiser = Appraiser(sites=lambda: (Node("far", AvailableMemory(free[0])),))
     assert appraiser.room(lambda: ()).soft == {"cpu@far": 100}
     free[0] = 90  # a model of ours has been loaded there: it is counted as held
     assert appraiser.room(lambda: ({"cpu@far": 10},)).soft == {"cpu@far": 100}
-    await appraiser.survey(pooled(lambda _: Memory(weights=1)), lambda: ())
+    await appraiser.survey(pooled(lambda _: MemoryEstimate(weights=1)), lambda: ())
     assert appraiser.room(lambda: ({"cpu@far": 10},)).soft == {"cpu@far": 100}
 
 
 async def test_what_grew_here_is_not_what_a_replica_took_on_another_machine():
     ledger = Ledger()
     appraiser = Appraiser(gauge=dict, ledger=ledger)
-    model = await surveyed(appraiser, Memory(weights=GIB))
+    model = await surveyed(appraiser, MemoryEstimate(weights=GIB))
     one = replica(model, {"cpu": GIB})
     one.site, one.bytes = "far", {"cpu@far": GIB}
     assert not appraiser.loaded(model, one, 2.0, quiet=True)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from modelyard.core.engine import CacheInfo, Memory
+from modelyard.core.engine import CacheInfo, MemoryEstimate
 from modelyard.core.errors import Cancelled, Conflict, InvalidRequest, ModelyardError, NotFound, Unavailable
-from modelyard.core.pool import Change
+from modelyard.core.pool import ModelStateChange
 from tests.scheduler.stage import EPOCH, Stage, until
 
 # --- load and unload ---
@@ -304,7 +304,7 @@ async def test_a_failure_is_told_with_its_reason():
         changes = stage.scheduler.subscribe()
         stage.scheduler.load("a")
         await stage.becomes("a", "failed")
-        last = Change(model="a", state="loading")
+        last = ModelStateChange(model="a", state="loading")
         while last.state != "failed":
             last = await anext(changes)
         assert (last.reason, last.at) == ("truncated file", EPOCH)
@@ -397,4 +397,4 @@ async def test_what_the_pool_has_taken_is_shown_by_device():
         await stage.up("a")
         snapshot = stage.scheduler.snapshot()
         assert [(d.device, d.limit, d.taken) for d in snapshot.devices] == [("cpu", 10, 6)]
-        assert snapshot.models["a"].estimate == Memory(weights=6)
+        assert snapshot.models["a"].estimate == MemoryEstimate(weights=6)

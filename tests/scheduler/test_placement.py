@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.core.engine import Machine, Memory
+from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.scheduler.placement import Limits, Tenant, fits, free, taken, victims
 
 
@@ -20,27 +20,27 @@ from modelyard.scheduler.placement import Limits, Tenant, fits, free, taken, vic
     ],
 )
 def test_limits_are_bytes_by_device(limits: Limits, gpus: dict[str, int], expected: dict[str, int]):
-    assert limits.on(Machine(0, gpus)) == expected
+    assert limits.on(AvailableMemory(0, gpus)) == expected
 
 
 @pytest.mark.parametrize(
     ("memory", "measured", "expected"),
     [
-        (Memory(weights=6, kv=3, compute=1), None, {"cpu": 10}),
-        (Memory(weights=10), 12, {"cpu": 12}),
-        (Memory(weights=10), 5, {"cpu": 10}),  # what is not written to yet does not show
-        (Memory(weights=10), 99, {"cpu": 15}),  # others grew meanwhile
-        (Memory(), 7, {"cpu": 7}),
-        (Memory(weights=10, device="gpu"), 7, {"gpu": 7}),
-        (Memory(weights=10, device="gpu"), 1, {"gpu": 5}),
-        (Memory(weights=10, device="gpu:A"), 99, {"gpu": 20, "gpu:A": 20}),
-        (Memory(weights=10, device="gpu"), None, {"gpu": 10}),
-        (Memory(weights=10, device="cuda"), None, {"gpu": 10}),
-        (Memory(weights=10, device="gpu:A"), None, {"gpu": 10, "gpu:A": 10}),
-        (Memory(), None, {}),
+        (MemoryEstimate(weights=6, kv=3, compute=1), None, {"cpu": 10}),
+        (MemoryEstimate(weights=10), 12, {"cpu": 12}),
+        (MemoryEstimate(weights=10), 5, {"cpu": 10}),  # what is not written to yet does not show
+        (MemoryEstimate(weights=10), 99, {"cpu": 15}),  # others grew meanwhile
+        (MemoryEstimate(), 7, {"cpu": 7}),
+        (MemoryEstimate(weights=10, device="gpu"), 7, {"gpu": 7}),
+        (MemoryEstimate(weights=10, device="gpu"), 1, {"gpu": 5}),
+        (MemoryEstimate(weights=10, device="gpu:A"), 99, {"gpu": 20, "gpu:A": 20}),
+        (MemoryEstimate(weights=10, device="gpu"), None, {"gpu": 10}),
+        (MemoryEstimate(weights=10, device="cuda"), None, {"gpu": 10}),
+        (MemoryEstimate(weights=10, device="gpu:A"), None, {"gpu": 10, "gpu:A": 10}),
+        (MemoryEstimate(), None, {}),
     ],
 )
-def test_what_a_replica_counts_for(memory: Memory, measured: int | None, expected: dict[str, int]):
+def test_what_a_replica_counts_for(memory: MemoryEstimate, measured: int | None, expected: dict[str, int]):
     assert taken(memory, measured) == expected
 
 

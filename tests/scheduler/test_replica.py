@@ -7,7 +7,7 @@ from typing import Any
 
 from modelyard.core.engine import CacheInfo, EngineInfo
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.core.pool import Blueprint
+from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.replica import Replica
 
 CACHES = {"main": CacheInfo(100, parallel=2), "fast": CacheInfo(100, parallel=1)}
@@ -55,7 +55,7 @@ class Reports:
 def staged(**more: Any) -> tuple[Replica, Slow, Reports]:
     engine: Any = Slow()
     reports: Any = Reports()
-    blueprint = Blueprint(name="m", caches=CACHES, make=lambda: engine, **more)
+    blueprint = ModelSpec(name="m", caches=CACHES, make=lambda: engine, **more)
     return Replica(1, "m", blueprint, reports, load_timeout_s=600.0), engine, reports
 
 
@@ -127,7 +127,7 @@ async def test_what_opening_took_is_what_grew_in_between():
 
 
 def test_room_is_bounded_by_the_cache_and_by_target_inflight():
-    blueprint = Blueprint(name="m", caches=CACHES, make=lambda: None, target_inflight=1)  # type: ignore[arg-type,return-value]
+    blueprint = ModelSpec(name="m", caches=CACHES, make=lambda: None, target_inflight=1)  # type: ignore[arg-type,return-value]
     replica = Replica(1, "m", blueprint, None, load_timeout_s=1.0)  # type: ignore[arg-type]
     assert not replica.has_room("main", 1)  # no engine
     assert (replica.most, replica.free) == (1, {"main": 2, "fast": 1})

@@ -20,7 +20,7 @@ from modelyard.core.errors import (
     Timeout,
     Unavailable,
 )
-from modelyard.core.lease import Demand
+from modelyard.core.lease import LeaseRequest
 from modelyard.scheduler.limits import KeyLimits
 from modelyard.scheduler.scheduler import Bounds, Scheduler
 from tests.scheduler.stage import EPOCH
@@ -75,7 +75,7 @@ class Stage:
         return self.scheduler.status()["m"].state
 
     def ask(self, cache: str = "main", **more: Any) -> Any:
-        return self.scheduler.request(Demand(model="m", cache=cache, **more))
+        return self.scheduler.request(LeaseRequest(model="m", cache=cache, **more))
 
 
 async def until(true: Any) -> None:
@@ -172,7 +172,7 @@ async def test_a_stopped_model_is_refused_and_the_answer_says_how_to_load_it():
 
 async def test_an_unknown_model_is_not_found():
     with pytest.raises(NotFound):
-        Stage().scheduler.request(Demand(model="x", cache="x"))
+        Stage().scheduler.request(LeaseRequest(model="x", cache="x"))
 
 
 async def test_a_failed_load_keeps_its_reason_and_refuses_those_who_waited():

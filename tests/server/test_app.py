@@ -16,7 +16,7 @@ from modelyard.cli import explain as explained
 from modelyard.config import load
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.http.auth import Key
-from modelyard.server.app import Yard, compose
+from modelyard.server.app import ServerApp, compose
 from tests import commands
 from tests.serving import demo, serving
 
@@ -89,7 +89,7 @@ async def test_stopping_refuses_what_comes_later_and_may_be_done_twice():
     assert reply.headers["retry-after"]
 
 
-def _at_work(yard: Yard) -> int:
+def _at_work(yard: ServerApp) -> int:
     status = yard.scheduler.status()["demo"]
     return status.running + status.waiting
 

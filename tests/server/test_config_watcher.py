@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.http.admin.office import Reloaded
+from modelyard.http.admin.context import ReloadResult
 from modelyard.server.config_watcher import on_hangup, stamps, told, watch
 
 
@@ -19,12 +19,12 @@ class Reload:
     def __init__(self, error: Exception | None = None) -> None:
         self.count, self.happened, self._error = 0, asyncio.Event(), error
 
-    async def __call__(self) -> Reloaded:
+    async def __call__(self) -> ReloadResult:
         self.count += 1
         self.happened.set()
         if self._error is not None:
             raise self._error
-        return Reloaded(added=("new",), changed=("old",), warnings=("http: changed",))
+        return ReloadResult(added=("new",), changed=("old",), warnings=("http: changed",))
 
 
 def test_a_file_that_is_not_there_has_no_stamp(tmp_path: Path) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from modelyard.config import load
-from modelyard.core.engine import Machine
+from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.pool import Blueprint
+from modelyard.core.pool import ModelSpec
 from modelyard.engines.fake.text import FakeTextEngine
 from modelyard.server.engine_factory import blueprints
 from modelyard.workers.launch import ApartText
 from tests.serving import demo
 
 
-def made(config: dict[str, Any] | None = None, **model: Any) -> Blueprint:
+def made(config: dict[str, Any] | None = None, **model: Any) -> ModelSpec:
     overrides = (config or {}) | {"models": {"m": {"backend": "fake", **model}}}
     return blueprints(load(env={}, overrides=overrides).config, {})["m"]
 
@@ -28,7 +28,7 @@ def test_a_blueprint_says_how_the_model_is_run():
     assert (blueprint.autoload, blueprint.idle_ttl_s) == (True, 60.0)
     assert (blueprint.caches["m"].window, blueprint.caches["m"].parallel) == (512, 5)
     assert blueprint.estimate is not None
-    assert blueprint.estimate(Machine(0)).total > 0
+    assert blueprint.estimate(AvailableMemory(0)).total > 0
 
 
 @pytest.mark.parametrize(

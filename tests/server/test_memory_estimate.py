@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from modelyard.config import Config, load
-from modelyard.core.engine import Machine, Memory
+from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.library import default
 from modelyard.server.memory_estimate import Footprint, footprints, sentence
 
 GIB = 2**30
-HERE = Machine(ram_free=8 * GIB)
+HERE = AvailableMemory(ram_free=8 * GIB)
 
 
 def config(**models: dict[str, Any]) -> Config:
@@ -40,13 +40,13 @@ def test_a_model_whose_file_is_not_there_says_why_it_cannot_tell() -> None:
 
 
 def test_the_sentence_names_the_parts_and_what_is_free() -> None:
-    taken = Footprint("m", Memory(weights=3 * GIB, kv=GIB, compute=512 * 2**20))
+    taken = Footprint("m", MemoryEstimate(weights=3 * GIB, kv=GIB, compute=512 * 2**20))
     assert sentence(taken, HERE) == (
         "about 4.5 GiB (weights 3.0 GiB, KV caches 1.0 GiB, compute buffers 512 MiB); free now: 8.0 GiB of RAM"
     )
-    beside = Machine(ram_free=GIB, gpus={"GPU-1": 2 * GIB, "GPU-2": GIB})
+    beside = AvailableMemory(ram_free=GIB, gpus={"GPU-1": 2 * GIB, "GPU-2": GIB})
     assert sentence(taken, beside).endswith("free now: 1.0 GiB of RAM, 3.0 GiB of GPU memory")
 
 
 def test_a_model_that_takes_nothing_here_says_so() -> None:
-    assert sentence(Footprint("far", Memory()), HERE) == "none of its own"
+    assert sentence(Footprint("far", MemoryEstimate()), HERE) == "none of its own"

@@ -21,7 +21,7 @@ from modelyard.core.events import (
     StopReason,
     TokenLogprob,
     Usage,
-    unfold,
+    reply_events,
 )
 from modelyard.core.request import Text, Thinking, ToolCall
 from tests.strategies.messages import tool_calls
@@ -112,7 +112,7 @@ def events(*, failing: bool = False, **switches: Any) -> SearchStrategy[list[Eve
 
 def _cut_deltas(reply: Reply, cuts: list[int]) -> list[Event]:
     out: list[Event] = []
-    for place, event in enumerate(unfold(reply)):
+    for place, event in enumerate(reply_events(reply)):
         at = cuts[place % len(cuts)]
         if isinstance(event, BlockDelta) and not event.logprobs and at < len(event.text):
             out += [BlockDelta(event.index, event.text[:at]), BlockDelta(event.index, event.text[at:])]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.request import Message, Text, Thinking, Tool, ToolCall, ToolResult
-from modelyard.telemetry.cause import Asked, judge, opening, shared
+from modelyard.telemetry.cache_diagnostics import PromptRecord, common_prefix_length, conversation_opening, diagnose
 
 RULES, BILL = "You are an agent who works with files. ", "x-anthropic-billing-header: cc_version=1; cch={};"
 READ, WRITE = Tool("read"), Tool("write")
@@ -44,24 +44,24 @@ def _told(message: Message) -> str:
     )
 
 
-def asked(*messages: Message, tools: tuple[Tool, ...] = (READ,), text: str | None = None, **more: Any) -> Asked:
+def asked(*messages: Message, tools: tuple[Tool, ...] = (READ,), text: str | None = None, **more: Any) -> PromptRecord:
     text = rendered(messages, tools) if text is None else text
-    return Asked("t", text, len(text), messages, tools, opening(messages), **more)
+    return PromptRecord("t", text, len(text), messages, tools, conversation_opening(messages), **more)
 
 
-def answered(reply: Message = REPLY, *messages: Message) -> Asked:
+def answered(reply: Message = REPLY, *messages: Message) -> PromptRecord:
     first = asked(*(messages or OPENING))
     first.reply, first.output = reply, len(rendered((reply,), ()))
     return first
 
 
-def held(last: Asked) -> str:
+def held(last: PromptRecord) -> str:
     return last.text + (rendered((last.reply,), ()) if last.reply is not None else "")
 
 
-def judged(last: Asked, now: Asked, reused: int | None = None) -> tuple[str, int | None]:
-    reused = shared(held(last), now.text) if reused is None else reused
-    found = judge([last], now, reused, lambda tokens: tokens)
+def judged(last: PromptRecord, now: PromptRecord, reused: int | None = None) -> tuple[str, int | None]:
+    reused = common_prefix_length(held(last), now.text) if reused is None else reused
+    found = diagnose([last], now, reused, lambda tokens: tokens)
     assert (found.reused, found.evaluated) == (reused, now.tokens - reused)
     assert found.token == (reused if reused < now.tokens else None)
     return found.cause, found.message
@@ -77,12 +77,12 @@ def test_a_signature_that_comes_back_is_no_change() -> None:
 
 
 def test_the_first_prompt_of_a_session_is_new() -> None:
-    assert judge([], asked(*OPENING), 0, len).cause == "new_session"
+    assert diagnose([], asked(*OPENING), 0, len).cause == "new_session"
 
 
 def test_the_same_prompt_once_more_has_no_cause_however_little_is_known() -> None:
     now = asked(*OPENING)
-    assert judge([], now, now.tokens - 1, lambda _: pytest.fail("nothing is amiss")).cause == "none"
+    assert diagnose([], now, now.tokens - 1, lambda _: pytest.fail("nothing is amiss")).cause == "none"
 
 
 CHANGES: dict[str, tuple[tuple[Message, ...], tuple[Tool, ...], tuple[str, int | None]]] = {
@@ -137,7 +137,7 @@ def test_what_the_prompt_shares_and_the_engine_has_not_was_evicted() -> None:
 @pytest.mark.parametrize(("elsewhere", "cause"), [(1.0, "not_copied"), (0.5, "evicted"), (0.0, "evicted")])
 def test_what_another_sequence_has_and_was_not_copied_is_not_told_as_evicted(elsewhere: float, cause: str) -> None:
     now = asked(*OPENING)
-    assert judge([answered()], now, 0, lambda tokens: tokens, elsewhere=int(elsewhere * now.tokens)).cause == cause
+    assert diagnose([answered()], now, 0, lambda tokens: tokens, elsewhere=int(elsewhere * now.tokens)).cause == cause
 
 
 def test_another_conversation_under_the_same_name_is_none_of_the_last() -> None:
@@ -161,19 +161,19 @@ def test_the_same_messages_in_other_words_are_the_templates_doing() -> None:
 def test_of_several_earlier_prompts_the_one_that_is_most_alike_is_meant() -> None:
     title = asked(say("system", "Find a title."), say("user", "Look into the file. " * 10), tools=())
     now = asked(*OPENING, REPLY, RESULT)
-    reused = shared(held(answered()), now.text)
-    assert judge([answered(), title], now, reused, lambda tokens: tokens).cause == "none"
+    reused = common_prefix_length(held(answered()), now.text)
+    assert diagnose([answered(), title], now, reused, lambda tokens: tokens).cause == "none"
 
 
 @pytest.mark.parametrize(("page", "cause"), [(1, "evicted"), (128, "none"), (0, "not_kept")])
 def test_an_engine_that_keeps_whole_pages_or_nothing_is_held_to_that(page: int, cause: str) -> None:
     last, now = answered(), asked(*OPENING, REPLY, RESULT)
-    assert judge([last], now, last.held - 200, lambda tokens: tokens, page).cause == cause
+    assert diagnose([last], now, last.held - 200, lambda tokens: tokens, page).cause == cause
 
 
 def test_the_header_and_the_sentence() -> None:
     last, now = answered(), asked(say("system", "Other rules."), *OPENING[1:], REPLY, RESULT)
-    found = judge([last], now, 10, lambda tokens: tokens)
+    found = diagnose([last], now, 10, lambda tokens: tokens)
     assert found.header == f"reused=10; evaluated={now.tokens - 10}; cause=system_changed"
     assert str(found) == (f"system_changed: token 10 of {now.tokens} is the first not cached, in message 0 (system)")
 
@@ -190,4 +190,4 @@ def test_the_header_and_the_sentence() -> None:
     ],
 )
 def test_shared_characters(one: str, other: str, expected: int) -> None:
-    assert shared(one, other) == shared(other, one) == expected
+    assert common_prefix_length(one, other) == common_prefix_length(other, one) == expected

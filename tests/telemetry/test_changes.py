@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from modelyard.core.pool import Change
-from modelyard.telemetry.changes import Changes
+from modelyard.core.pool import ModelStateChange
+from modelyard.telemetry.broadcast import ModelChangeBroadcast
 
 
-def change(number: int) -> Change:
-    return Change(model="m", state="loading", progress=number / 100)
+def change(number: int) -> ModelStateChange:
+    return ModelStateChange(model="m", state="loading", progress=number / 100)
 
 
 async def test_every_listener_hears_everything_from_its_beginning_on():
-    changes = Changes()
+    changes = ModelChangeBroadcast()
     early = changes.listen()
     changes.tell(change(1))
     late = changes.listen()
@@ -25,7 +25,7 @@ async def test_every_listener_hears_everything_from_its_beginning_on():
 
 
 async def test_one_who_lags_misses_the_oldest_and_is_told_how_many():
-    changes = Changes()
+    changes = ModelChangeBroadcast()
     listener = changes.listen(kept=2)
     for number in range(5):
         changes.tell(change(number))
@@ -34,7 +34,7 @@ async def test_one_who_lags_misses_the_oldest_and_is_told_how_many():
 
 
 async def test_a_listener_waits_for_what_comes():
-    changes = Changes()
+    changes = ModelChangeBroadcast()
     listener = changes.listen()
     reading = asyncio.create_task(anext(listener))
     await asyncio.sleep(0)
@@ -43,13 +43,13 @@ async def test_a_listener_waits_for_what_comes():
 
 
 async def test_a_listener_that_nobody_holds_is_forgotten():
-    changes = Changes()
+    changes = ModelChangeBroadcast()
     changes.listen()
     gc.collect()
     assert len(changes._listeners) == 0
 
 
 async def test_listening_after_the_end_hears_nothing():
-    changes = Changes()
+    changes = ModelChangeBroadcast()
     changes.end()
     assert [c async for c in changes.listen()] == []

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from modelyard.core.request import Image, Message, Text
-from modelyard.telemetry.fingerprint import Change, Fingerprints, fingerprint, leading_system, message_at
+from modelyard.telemetry.cache_diagnostics import (
+    SystemPromptChange,
+    SystemPromptTracker,
+    fingerprint,
+    leading_system,
+    message_at,
+)
 
 
 def system(*texts: str) -> Message:
@@ -17,21 +23,21 @@ def user(text: str) -> Message:
 
 
 def test_the_first_prompt_and_one_that_stays_are_no_change():
-    seen = Fingerprints()
+    seen = SystemPromptTracker()
     assert [seen.look("main", system("Be kind.")) for _ in range(3)] == [None] * 3
 
 
 def test_a_change_tells_both_fingerprints_and_is_told_once():
-    seen = Fingerprints()
+    seen = SystemPromptTracker()
     seen.look("main", system("Be kind."))
-    assert seen.look("main", system("Be brief.")) == Change(
+    assert seen.look("main", system("Be brief.")) == SystemPromptChange(
         fingerprint(system("Be kind.")), fingerprint(system("Be brief."))
     )
     assert seen.look("main", system("Be brief.")) is None
 
 
 def test_each_cache_has_a_prompt_of_its_own():
-    seen = Fingerprints()
+    seen = SystemPromptTracker()
     seen.look("main", system("Be kind."))
     assert seen.look("fast", system("Find a title.")) is None
     assert seen.look("main", system("Be kind.")) is None

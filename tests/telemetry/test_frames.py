@@ -7,15 +7,25 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from modelyard.telemetry.frames import Ask, Everything, Frames, Push, Want, for_child, for_hub
+from modelyard.telemetry.metrics_hub import (
+    CollectReply,
+    CollectRequest,
+    MessageStream,
+    SnapshotPush,
+    SnapshotRequest,
+    for_child,
+    for_hub,
+)
 
 
 @asynccontextmanager
-async def _ends() -> AsyncIterator[tuple[Frames[Push | Ask], Frames[Want | Everything], socket.socket]]:
+async def _ends() -> AsyncIterator[
+    tuple[MessageStream[SnapshotPush | CollectRequest], MessageStream[SnapshotRequest | CollectReply], socket.socket]
+]:
     """The hub's end, a child's end, and the child's bare socket for bytes that are no frame."""
     ours, theirs = socket.socketpair()
-    hub = Frames(*await asyncio.open_unix_connection(sock=ours), for_hub)
-    child = Frames(*await asyncio.open_unix_connection(sock=theirs), for_child)
+    hub = MessageStream(*await asyncio.open_unix_connection(sock=ours), for_hub)
+    child = MessageStream(*await asyncio.open_unix_connection(sock=theirs), for_child)
     try:
         yield hub, child, theirs
     finally:
@@ -24,7 +34,7 @@ async def _ends() -> AsyncIterator[tuple[Frames[Push | Ask], Frames[Want | Every
 
 
 async def test_messages_for_the_hub_arrive_as_they_were_sent() -> None:
-    sent = [Push(b"\x00\xff", 3), Ask(7), Push(b"")]
+    sent = [SnapshotPush(b"\x00\xff", 3), CollectRequest(7), SnapshotPush(b"")]
     async with _ends() as (hub, child, _):
         for message in sent:
             child.send(message)
@@ -33,15 +43,15 @@ async def test_messages_for_the_hub_arrive_as_they_were_sent() -> None:
 
 async def test_messages_for_a_child_arrive_as_they_were_sent() -> None:
     async with _ends() as (hub, child, _):
-        hub.send(Want(1))
-        hub.send(Everything(2, [b"a", b"b"]))
-        assert [await child.receive(), await child.receive()] == [Want(1), Everything(2, [b"a", b"b"])]
+        hub.send(SnapshotRequest(1))
+        hub.send(CollectReply(2, [b"a", b"b"]))
+        assert [await child.receive(), await child.receive()] == [SnapshotRequest(1), CollectReply(2, [b"a", b"b"])]
 
 
 async def test_what_is_sent_to_a_closed_end_is_nobodys_business() -> None:
     async with _ends() as (hub, child, _):
         await child.close()
-        child.send(Ask(1))
+        child.send(CollectRequest(1))
         assert await hub.receive() is None
 
 

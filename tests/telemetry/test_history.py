@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from modelyard.core.events import Timings, Usage
-from modelyard.telemetry.history import History, Record
+from modelyard.telemetry.history import History, RequestRecord
 
 
-def record(trace: str = "a", at: float = 1000.0, **more: object) -> Record:
-    return Record(trace=trace, model="m", cache="c", at=at, **{"status": "end", **more})  # type: ignore[arg-type]
+def record(trace: str = "a", at: float = 1000.0, **more: object) -> RequestRecord:
+    return RequestRecord(trace=trace, model="m", cache="c", at=at, **{"status": "end", **more})  # type: ignore[arg-type]
 
 
 def test_a_request_is_found_by_its_trace_with_all_its_choices() -> None:

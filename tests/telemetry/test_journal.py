@@ -7,12 +7,12 @@ from threading import Event
 
 import pytest
 
-from modelyard.telemetry.journal import SILENT, Entry, Journal
+from modelyard.telemetry.request_capture import NULL_CAPTURE, DiskCaptureSink, RequestCapture
 
 _MANY = 1000
 
 
-def _record(entry: Entry, response: bytes = b'{"ok":true}') -> None:
+def _record(entry: RequestCapture, response: bytes = b'{"ok":true}') -> None:
     entry.request(b'{"model":"m"}')
     entry.prompt("<|user|>hi")
     entry.output("hel")
@@ -31,7 +31,7 @@ def _traces(folder: Path) -> set[str]:
 
 
 def test_a_request_leaves_four_files(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "debug", 10, 10_000)
+    journal = DiskCaptureSink(tmp_path / "debug", 10, 10_000)
     _record(journal.entry("req1"))
     journal.close()
     assert _files(tmp_path / "debug") == {
@@ -44,7 +44,7 @@ def test_a_request_leaves_four_files(tmp_path: Path) -> None:
 
 
 def test_a_streamed_response_is_named_for_it(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 10, 10_000)
+    journal = DiskCaptureSink(tmp_path, 10, 10_000)
     entry = journal.entry("req1")
     entry.response(b"event: ping\n\n")
     entry.response(b'data: {"a":1}\n\n')
@@ -54,7 +54,7 @@ def test_a_streamed_response_is_named_for_it(tmp_path: Path) -> None:
 
 
 def test_a_long_output_arrives_whole_and_in_order(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 10, 10_000_000)
+    journal = DiskCaptureSink(tmp_path, 10, 10_000_000)
     entry = journal.entry("req1")
     bits = [f"{n:0999d}\n" for n in range(300)]
     for bit in bits:
@@ -65,7 +65,7 @@ def test_a_long_output_arrives_whole_and_in_order(tmp_path: Path) -> None:
 
 
 def test_the_files_are_for_their_owner_only(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "debug", 10, 10_000)
+    journal = DiskCaptureSink(tmp_path / "debug", 10, 10_000)
     _record(journal.entry("req1"))
     journal.close()
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "debug").iterdir()} == {0o600}
@@ -73,7 +73,7 @@ def test_the_files_are_for_their_owner_only(tmp_path: Path) -> None:
 
 
 def test_the_oldest_requests_leave_when_there_are_too_many(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 2, 1_000_000)
+    journal = DiskCaptureSink(tmp_path, 2, 1_000_000)
     for n in range(5):
         _record(journal.entry(f"req{n}"))
     journal.close()
@@ -81,7 +81,7 @@ def test_the_oldest_requests_leave_when_there_are_too_many(tmp_path: Path) -> No
 
 
 def test_the_oldest_requests_leave_when_they_are_too_large(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 100, 5000)
+    journal = DiskCaptureSink(tmp_path, 100, 5000)
     for n in range(5):
         _record(journal.entry(f"req{n}"), b"{" + bytes(2000))
     journal.close()
@@ -91,14 +91,14 @@ def test_the_oldest_requests_leave_when_they_are_too_large(tmp_path: Path) -> No
 def test_files_of_others_are_never_deleted(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "20250101T000000.000000Z-mine.txt").write_text("mine too")
-    journal = Journal(tmp_path, 1, 1)
+    journal = DiskCaptureSink(tmp_path, 1, 1)
     _record(journal.entry("req1"))
     journal.close()
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "20250101T000000.000000Z-mine.txt"}
 
 
 def test_a_trace_cannot_leave_the_folder(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "debug", 10, 10_000)
+    journal = DiskCaptureSink(tmp_path / "debug", 10, 10_000)
     _record(journal.entry("../../etc/passwd" + "x" * 500))
     journal.close()
     assert [path.name for path in tmp_path.iterdir()] == ["debug"]
@@ -106,7 +106,7 @@ def test_a_trace_cannot_leave_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_lone_surrogate_is_written_as_what_it_is(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 10, 10_000)
+    journal = DiskCaptureSink(tmp_path, 10, 10_000)
     entry = journal.entry("req1")
     entry.prompt("a\ud800b")
     entry.close()
@@ -121,8 +121,8 @@ def test_a_writer_that_falls_behind_drops_and_counts(tmp_path: Path, monkeypatch
         busy.set()
         disk.wait()
 
-    monkeypatch.setattr("modelyard.telemetry.journal._append", slow)
-    journal = Journal(tmp_path, 10, 10_000, backlog=2)
+    monkeypatch.setattr("modelyard.telemetry.request_capture._append", slow)
+    journal = DiskCaptureSink(tmp_path, 10, 10_000, backlog=2)
     entry = journal.entry("req1")
     entry.request(b"{}")
     assert busy.wait(60)
@@ -135,7 +135,7 @@ def test_a_writer_that_falls_behind_drops_and_counts(tmp_path: Path, monkeypatch
 
 def test_a_folder_that_vanished_is_reported_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "debug"
-    journal = Journal(folder, 10, 10_000)
+    journal = DiskCaptureSink(folder, 10, 10_000)
     folder.rmdir()
     with caplog.at_level(logging.WARNING):
         _record(journal.entry("req1"))
@@ -147,5 +147,5 @@ def test_a_folder_that_vanished_is_reported_and_counted(tmp_path: Path, caplog: 
 
 
 def test_the_silent_entry_takes_everything_and_keeps_nothing() -> None:
-    _record(SILENT)
-    assert not hasattr(SILENT, "__dict__")
+    _record(NULL_CAPTURE)
+    assert not hasattr(NULL_CAPTURE, "__dict__")

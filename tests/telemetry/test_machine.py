@@ -9,17 +9,17 @@ import psutil
 import pynvml  # type: ignore[import-untyped]
 import pytest
 
-from modelyard.telemetry.machine import GpuLoad, Load, Machine, MemoryGauge
+from modelyard.telemetry.system import GpuLoad, MemoryGauge, SystemLoad, SystemMonitor
 
 
 def test_this_process_uses_memory_and_has_a_start() -> None:
-    machine = Machine()
+    machine = SystemMonitor()
     assert machine.read().memory > 1_000_000
     assert machine.started == psutil.Process().create_time()
 
 
 def test_children_count_and_keep_their_cpu_history_between_readings() -> None:
-    machine = Machine()
+    machine = SystemMonitor()
     alone = machine.read().memory
     script = "import sys; x = bytearray(64 << 20); sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -35,7 +35,7 @@ def test_children_count_and_keep_their_cpu_history_between_readings() -> None:
 
 
 def test_a_child_that_ends_while_we_look_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine()
+    machine = SystemMonitor()
 
     def gone(self: psutil.Process) -> None:
         raise psutil.NoSuchProcess(self.pid)
@@ -55,7 +55,7 @@ def _driver(monkeypatch: pytest.MonkeyPatch, init: object) -> None:
 
 def test_a_gpu_is_reported_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     _driver(monkeypatch, lambda: None)
-    assert Machine().read().gpus == (GpuLoad("GPU-1", 42.0, 1000),)
+    assert SystemMonitor().read().gpus == (GpuLoad("GPU-1", 42.0, 1000),)
 
 
 def test_without_a_driver_there_is_no_gpu_and_nobody_asks_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_without_a_driver_there_is_no_gpu_and_nobody_asks_twice(monkeypatch: pyt
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     _driver(monkeypatch, no_driver)
-    machine = Machine()
+    machine = SystemMonitor()
     assert (machine.read().gpus, machine.read().gpus) == ((), ())
     assert len(asked) == 1
 
@@ -77,11 +77,11 @@ def test_a_gpu_that_stops_answering_is_left_out(monkeypatch: pytest.MonkeyPatch)
 
     _driver(monkeypatch, lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lost)
-    assert Machine().read().gpus == ()
+    assert SystemMonitor().read().gpus == ()
 
 
 def test_the_memory_gauge_adds_all_gpus_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine()
-    load = Load(memory=7, gpus=(GpuLoad("A", 0.0, 3), GpuLoad("B", 0.0, 4)))
+    machine = SystemMonitor()
+    load = SystemLoad(memory=7, gpus=(GpuLoad("A", 0.0, 3), GpuLoad("B", 0.0, 4)))
     monkeypatch.setattr(machine, "read", lambda: load)
     assert MemoryGauge(machine).read() == {"cpu": 7, "gpu": 7}

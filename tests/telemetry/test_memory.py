@@ -8,7 +8,7 @@ import psutil
 import pynvml  # type: ignore[import-untyped]
 import pytest
 
-from modelyard.telemetry.memory import GpuMemory, read_gpus, read_memory
+from modelyard.telemetry.system import GpuMemory, read_gpus, read_memory
 
 
 @pytest.fixture

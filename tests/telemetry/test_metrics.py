@@ -4,18 +4,18 @@ import pytest
 
 from modelyard import __version__
 from modelyard.core.events import Usage
-from modelyard.telemetry.cause import Reuse
-from modelyard.telemetry.machine import GpuLoad, Load, Machine
-from modelyard.telemetry.metrics import Metrics, merge
+from modelyard.telemetry.cache_diagnostics import CacheReuse
+from modelyard.telemetry.metrics import Metrics, render_snapshots
+from modelyard.telemetry.system import GpuLoad, SystemLoad, SystemMonitor
 from tests.telemetry.reading import values
 
 
-class StillMachine(Machine):
+class StillMachine(SystemMonitor):
     def __init__(self) -> None:
         self.started = 1000.0
 
-    def read(self) -> Load:
-        return Load(75.5, 8 << 30, (GpuLoad("GPU-1", 42.0, 1000),))
+    def read(self) -> SystemLoad:
+        return SystemLoad(75.5, 8 << 30, (GpuLoad("GPU-1", 42.0, 1000),))
 
 
 def _metrics() -> Metrics:
@@ -132,7 +132,7 @@ async def test_a_fleet_of_one_renders_as_the_process_itself() -> None:
     metrics = _metrics()
     metrics.http("/v1/messages", "POST", 200, 0.2)
     metrics.finished("m", Usage(10, 5, 3), "end")
-    assert merge([metrics.snapshot()]) == metrics.render()
+    assert render_snapshots([metrics.snapshot()]) == metrics.render()
 
 
 async def test_a_fleet_adds_load_but_sees_each_gpu_once() -> None:
@@ -140,7 +140,7 @@ async def test_a_fleet_adds_load_but_sees_each_gpu_once() -> None:
     for metrics in both:
         await metrics.measure()
         metrics.began()
-    text = merge([metrics.snapshot() for metrics in both])
+    text = render_snapshots([metrics.snapshot() for metrics in both])
     assert values(text, "active_requests_current") == {(): 2}
     assert values(text, "cpu_usage_percent") == {(): 151}
     assert values(text, "memory_usage_bytes") == {(): 16 << 30}
@@ -155,7 +155,7 @@ def test_what_many_requests_left_is_the_same_as_if_each_was_counted_at_once() ->
             metrics.http("/v1/messages", "POST", 200 + n % 2, n / 100)
             metrics.first_token("m", n / 1000)
             metrics.queued("m", 0.5)
-            metrics.looked_up("main", Reuse(n, 2, "none" if n % 3 else "evicted"))
+            metrics.looked_up("main", CacheReuse(n, 2, "none" if n % 3 else "evicted"))
             metrics.finished(f"m{n % 2}", Usage(n % 7, n % 5, n, 1), "end" if n % 4 else "max_tokens")
         at_once._settle()
     assert values(many.render(), "http_requests_total")["/v1/messages", "POST", "200"] == 1500

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from modelyard.telemetry.papers import Copies, Paper, Papers
+from modelyard.telemetry.request_capture import CapturedRequest, CombinedCaptureSink, MemoryCaptureSink
 
 
-def write(scribe: Papers | Copies, trace: str, text: str = "") -> None:
+def write(scribe: MemoryCaptureSink | CombinedCaptureSink, trace: str, text: str = "") -> None:
     entry = scribe.entry(trace)
     if entry is None:
         return
@@ -19,19 +19,19 @@ def write(scribe: Papers | Copies, trace: str, text: str = "") -> None:
 
 
 def test_a_request_is_kept_whole() -> None:
-    papers = Papers(10_000, on=True)
+    papers = MemoryCaptureSink(10_000, on=True)
     write(papers, "a")
-    assert papers.find("a") == Paper('{"a": 1}', "<user>", "Hello", "data: 1\n\ndata: 2\n\n")
+    assert papers.find("a") == CapturedRequest('{"a": 1}', "<user>", "Hello", "data: 1\n\ndata: 2\n\n")
     assert papers.find("b") is None
 
 
 def test_nothing_is_kept_where_it_is_off() -> None:
-    papers = Papers(10_000, on=False)
+    papers = MemoryCaptureSink(10_000, on=False)
     assert papers.entry("a") is None
 
 
 def test_switching_it_off_forgets_everything_also_what_is_being_written() -> None:
-    papers = Papers(10_000, on=True)
+    papers = MemoryCaptureSink(10_000, on=True)
     write(papers, "a")
     late = papers.entry("late")
     assert late is not None
@@ -43,7 +43,7 @@ def test_switching_it_off_forgets_everything_also_what_is_being_written() -> Non
 
 
 def test_the_oldest_leave_when_there_are_too_many_bytes() -> None:
-    papers = Papers(1000, on=True)
+    papers = MemoryCaptureSink(1000, on=True)
     for trace in "abc":
         write(papers, trace, "x" * 400)
     assert papers.find("a") is None
@@ -52,7 +52,7 @@ def test_the_oldest_leave_when_there_are_too_many_bytes() -> None:
 
 
 def test_a_text_that_is_too_long_is_cut_and_says_so() -> None:
-    papers = Papers(1 << 30, on=True)
+    papers = MemoryCaptureSink(1 << 30, on=True)
     write(papers, "a", "x" * (1 << 21))
     found = papers.find("a")
     assert found is not None
@@ -61,13 +61,13 @@ def test_a_text_that_is_too_long_is_cut_and_says_so() -> None:
 
 
 def test_two_scribes_write_the_same() -> None:
-    one, other = Papers(10_000, on=True), Papers(10_000, on=True)
-    write(Copies(one, other), "a")
-    assert one.find("a") == other.find("a") == Paper('{"a": 1}', "<user>", "Hello", "data: 1\n\ndata: 2\n\n")
+    one, other = MemoryCaptureSink(10_000, on=True), MemoryCaptureSink(10_000, on=True)
+    write(CombinedCaptureSink(one, other), "a")
+    assert one.find("a") == other.find("a") == CapturedRequest('{"a": 1}', "<user>", "Hello", "data: 1\n\ndata: 2\n\n")
 
 
 def test_a_scribe_that_is_off_costs_the_other_nothing() -> None:
-    off, on = Papers(10_000, on=False), Papers(10_000, on=True)
-    entry = Copies(off, on).entry("a")
+    off, on = MemoryCaptureSink(10_000, on=False), MemoryCaptureSink(10_000, on=True)
+    entry = CombinedCaptureSink(off, on).entry("a")
     assert type(entry) is type(on.entry("a"))
-    assert Copies(off, off).entry("a") is None
+    assert CombinedCaptureSink(off, off).entry("a") is None

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from modelyard.telemetry.metrics import Metrics
-from modelyard.telemetry.peers import MetricsHub, MetricsPeer
+from modelyard.telemetry.metrics_hub import MetricsHub, MetricsPeer
 from tests.telemetry.reading import values
 from tests.telemetry.test_metrics import StillMachine
 
@@ -80,7 +80,7 @@ async def test_a_hub_that_goes_is_noticed_and_the_child_answers_for_itself() -> 
 _CHILD = """
 import asyncio, sys
 from modelyard.telemetry.metrics import Metrics
-from modelyard.telemetry.peers import MetricsPeer
+from modelyard.telemetry.metrics_hub import MetricsPeer
 async def main():
     metrics = Metrics()
     peer = MetricsPeer(sys.argv[1], metrics)

@@ -4,13 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.engine import IdLogprob
-from modelyard.core.vocab import Detokenizer
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.core.tokenizer import Detokenizer
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.tokenizer import tokenizers_made as made
 
-BYTES = HfVocabulary.from_text(made.byte_level())
-PIECES = HfVocabulary.from_text(made.metaspace("first"))
-WORDS = HfVocabulary.from_text(made.word_piece())
+BYTES = HuggingFaceTokenizer.from_text(made.byte_level())
+PIECES = HuggingFaceTokenizer.from_text(made.metaspace("first"))
+WORDS = HuggingFaceTokenizer.from_text(made.word_piece())
 
 
 def stream(detokenizer: Detokenizer, ids: list[int]) -> str:
@@ -51,7 +51,7 @@ def test_the_whole_text_of_ids_is_what_their_pieces_say_or_left_to_them(ids: lis
 
 
 def test_text_that_was_met_is_told_whole_and_nothing_else_is() -> None:
-    vocab = HfVocabulary.from_text(made.byte_level())
+    vocab = HuggingFaceTokenizer.from_text(made.byte_level())
     hello, half, end = vocab.encode("hello"), vocab.encode("€")[:1], vocab.specials["<|im_end|>"]
     assert vocab.whole_text(hello) is None
     vocab.detokenizer().feed([*hello, *half, end])
@@ -62,7 +62,7 @@ def test_text_that_was_met_is_told_whole_and_nothing_else_is() -> None:
 
 
 def test_ids_that_name_no_token_are_left_to_the_detokenizer() -> None:
-    vocab = HfVocabulary.from_text(made.byte_level())
+    vocab = HuggingFaceTokenizer.from_text(made.byte_level())
     hello = vocab.encode("hello")
     vocab.detokenizer().feed([*hello, vocab.size + 5, 1 << 31, -1])
     assert vocab.whole_text([*hello, vocab.size + 5]) == "hello"

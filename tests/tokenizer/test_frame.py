@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.tokenizer.frame import holds_together
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from modelyard.tokenizer.prefix import PrefixTokens
 from modelyard.tokenizer.shield import Shield
 from tests.tokenizer import tokenizers_made as made
 
 VOCABS = {
-    "byte level": HfVocabulary.from_text(made.byte_level()),
-    "byte level, prefix space": HfVocabulary.from_text(made.byte_level(prefix_space=True)),
-    "metaspace first": HfVocabulary.from_text(made.metaspace("first")),
-    "metaspace always": HfVocabulary.from_text(made.metaspace("always")),
-    "greedy neighbours": HfVocabulary.from_text(made.edited(made.byte_level(), lstrip=True, rstrip=True)),
+    "byte level": HuggingFaceTokenizer.from_text(made.byte_level()),
+    "byte level, prefix space": HuggingFaceTokenizer.from_text(made.byte_level(prefix_space=True)),
+    "metaspace first": HuggingFaceTokenizer.from_text(made.metaspace("first")),
+    "metaspace always": HuggingFaceTokenizer.from_text(made.metaspace("always")),
+    "greedy neighbours": HuggingFaceTokenizer.from_text(made.edited(made.byte_level(), lstrip=True, rstrip=True)),
 }
 CUTS = ("<|im_start|>", "<|im_end|>")
 CHATML = ("<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")

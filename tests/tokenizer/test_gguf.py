@@ -16,16 +16,16 @@ from bench.smollm import build_tokenizer
 from modelyard.core.errors import InvalidRequest
 from modelyard.library.default import fetch
 from modelyard.library.gguf import read_metadata
-from modelyard.tokenizer import open_vocabulary
-from modelyard.tokenizer.gguf import GgufVocabulary
+from modelyard.tokenizer import open_tokenizer
+from modelyard.tokenizer.gguf import GgufTokenizer
 from modelyard.tokenizer.prefix import PrefixTokens
 from modelyard.tokenizer.shield import shield, unshield
 
 
 @cache
-def vocabulary() -> GgufVocabulary:
-    vocab = open_vocabulary(fetch())
-    assert isinstance(vocab, GgufVocabulary)
+def vocabulary() -> GgufTokenizer:
+    vocab = open_tokenizer(fetch())
+    assert isinstance(vocab, GgufTokenizer)
     return vocab
 
 
@@ -160,13 +160,13 @@ def test_broken_file_is_told_in_llama_cpps_own_words(
     file = tmp_path / "broken.gguf"
     file.write_bytes(data)
     with pytest.raises(InvalidRequest, match=reason) as caught:
-        open_vocabulary(file)
+        open_tokenizer(file)
     assert str(file) in caught.value.message
     assert capfd.readouterr() == ("", "")
 
 
 def test_reading_a_vocabulary_says_nothing_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    GgufVocabulary(fetch())
+    GgufTokenizer(fetch())
     assert capfd.readouterr() == ("", "")
 
 
@@ -180,5 +180,5 @@ def test_no_device_is_looked_at_for_a_vocabulary(monkeypatch: pytest.MonkeyPatch
         return plain(path, params)
 
     monkeypatch.setattr(lib, "llama_model_load_from_file", load)
-    GgufVocabulary(fetch())
+    GgufTokenizer(fetch())
     assert lists == [None], "a list with no device in it, not the absence of a list, which means all"

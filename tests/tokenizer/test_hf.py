@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 from modelyard.tokenizer.folder import Ends
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.tokenizer import tokenizers_made as made
 
 SPELLED = st.lists(st.sampled_from([*made.CONTROLS, *made.MARKERS, "</s>", " ", "a", "é", "\n", "👋"]), max_size=8)
@@ -26,8 +26,8 @@ def folder(path: Path, **files: object) -> Path:
     return path
 
 
-def test_special_tokens_are_recognised_and_no_bos_is_added(byte_vocab: HfVocabulary) -> None:
-    vocab: Vocabulary = byte_vocab
+def test_special_tokens_are_recognised_and_no_bos_is_added(byte_vocab: HuggingFaceTokenizer) -> None:
+    vocab: Tokenizer = byte_vocab
     ids = vocab.encode("<|im_start|>a<|im_end|>")
     assert [ids[0], ids[-1]] == [vocab.specials["<|im_start|>"], vocab.specials["<|im_end|>"]]
 
@@ -37,7 +37,7 @@ def test_markers_without_the_special_flag_are_control_tokens_and_html_is_not() -
     text["added_tokens"].append(
         text["added_tokens"][-1] | {"id": 999, "content": "<table>"},
     )
-    vocab = HfVocabulary.from_text(json.dumps(text))
+    vocab = HuggingFaceTokenizer.from_text(json.dumps(text))
     assert "<tool_call>" in vocab.specials
     assert "<table>" not in vocab.specials
     assert vocab.size == 1000
@@ -45,7 +45,7 @@ def test_markers_without_the_special_flag_are_control_tokens_and_html_is_not() -
 
 @pytest.mark.parametrize("make", [made.byte_level, made.unigram, lambda: made.metaspace("first"), made.word_piece])
 def test_plain_text_never_becomes_a_control_token(make: object) -> None:
-    vocab = HfVocabulary.from_text(make())  # type: ignore[operator]
+    vocab = HuggingFaceTokenizer.from_text(make())  # type: ignore[operator]
     controls = {id for text, id in vocab.specials.items() if text not in ("<unk>", "[UNK]")}
 
     @settings(max_examples=50, deadline=None)
@@ -64,8 +64,8 @@ def test_plain_text_without_control_tokens_encodes_as_always(text: str) -> None:
         assert vocab.encode_plain(text) == vocab.encode(text)
 
 
-BYTES = HfVocabulary.from_text(made.byte_level())
-FIRST = HfVocabulary.from_text(made.metaspace("first"))
+BYTES = HuggingFaceTokenizer.from_text(made.byte_level())
+FIRST = HuggingFaceTokenizer.from_text(made.metaspace("first"))
 
 
 @settings(max_examples=100, deadline=None)
@@ -76,23 +76,23 @@ def test_byte_level_text_survives_encode_and_decode(text: str) -> None:
     assert b"".join(map(BYTES.token_bytes, ids)) == text.encode()
 
 
-def test_token_bytes_of_sentencepiece_are_exact(piece_vocab: HfVocabulary) -> None:
+def test_token_bytes_of_sentencepiece_are_exact(piece_vocab: HuggingFaceTokenizer) -> None:
     ids = piece_vocab.encode("fox 𝄞é")
     assert b"".join(map(piece_vocab.token_bytes, ids)) == " fox 𝄞é".encode()
 
 
-def test_an_id_without_a_token_has_no_bytes(byte_vocab: HfVocabulary) -> None:
+def test_an_id_without_a_token_has_no_bytes(byte_vocab: HuggingFaceTokenizer) -> None:
     assert byte_vocab.token_bytes(10**6) == b""
     assert byte_vocab.token_bytes(-1) == b""
 
 
-def test_control_tokens_can_be_left_out_of_the_text(byte_vocab: HfVocabulary) -> None:
+def test_control_tokens_can_be_left_out_of_the_text(byte_vocab: HuggingFaceTokenizer) -> None:
     ids = byte_vocab.encode("<|im_start|>a<tool_call>b")
     assert byte_vocab.decode(ids) == "<|im_start|>a<tool_call>b"
     assert byte_vocab.decode(ids, specials=False) == "ab"
 
 
-def test_lone_surrogates_do_not_fail(byte_vocab: HfVocabulary) -> None:
+def test_lone_surrogates_do_not_fail(byte_vocab: HuggingFaceTokenizer) -> None:
     assert byte_vocab.decode(byte_vocab.encode("a\ud800b")) == "a\ufffdb"
     assert byte_vocab.decode(byte_vocab.encode_plain("\ud83d\udc4b")) == "👋"
 
@@ -107,51 +107,51 @@ def test_bos_and_every_eos_come_from_the_folder(tmp_path: Path) -> None:
         },
         generation_config={"eos_token_id": [2, 77]},
     )
-    vocab = HfVocabulary.load(path)
+    vocab = HuggingFaceTokenizer.load(path)
     assert (vocab.bos, vocab.bos_token, vocab.eos_token) == (1, "<|im_start|>", "<|endoftext|>")
     assert vocab.eos == {0, 2, 77}
-    assert HfVocabulary.load(path / "tokenizer.json").eos == vocab.eos
+    assert HuggingFaceTokenizer.load(path / "tokenizer.json").eos == vocab.eos
 
 
 def test_a_tokenizer_that_adds_no_bos_has_none_for_raw_prompts(tmp_path: Path) -> None:
     path = folder(tmp_path, special_tokens_map={"bos_token": "<|im_start|>"})
-    assert HfVocabulary.load(path).bos is None
-    assert HfVocabulary.from_text(made.byte_level(), ends=Ends("<|im_start|>", adds_bos=True)).bos == 1
+    assert HuggingFaceTokenizer.load(path).bos is None
+    assert HuggingFaceTokenizer.from_text(made.byte_level(), ends=Ends("<|im_start|>", adds_bos=True)).bos == 1
 
 
 def test_a_missing_tokenizer_says_where_and_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json.*tokenizer_path"):
-        HfVocabulary.load(tmp_path)
+        HuggingFaceTokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("broken", ["{", "{}", '{"added_tokens": 3}'])
 def test_a_broken_tokenizer_is_named(tmp_path: Path, broken: str) -> None:
     (tmp_path / "tokenizer.json").write_text(broken)
     with pytest.raises(InvalidRequest, match=r"tokenizer\.json is not a valid"):
-        HfVocabulary.load(tmp_path)
+        HuggingFaceTokenizer.load(tmp_path)
 
 
 def test_a_broken_file_beside_the_tokenizer_is_named(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(InvalidRequest, match=r"generation_config\.json"):
-        HfVocabulary.load(tmp_path)
+        HuggingFaceTokenizer.load(tmp_path)
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off() -> None:
     text = json.loads(made.byte_level())
     text["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
-    assert len(HfVocabulary.from_text(json.dumps(text)).encode("a b c d e f g h")) > 2
+    assert len(HuggingFaceTokenizer.from_text(json.dumps(text)).encode("a b c d e f g h")) > 2
 
 
 @pytest.mark.parametrize(("extra", "ends"), [([], True), (["<|channel|>"], False)])
 def test_the_end_of_a_message_ends_a_turn_only_where_there_are_no_channels(extra: list[str], ends: bool) -> None:
     text = json.loads(made.byte_level())
     last = text["added_tokens"][-1]
-    free = HfVocabulary.from_text(json.dumps(text)).size
+    free = HuggingFaceTokenizer.from_text(json.dumps(text)).size
     for number, token in enumerate(["<|end|>", "<|return|>", *extra], start=free):
         text["added_tokens"].append(last | {"id": number, "content": token, "special": True})
-    vocab = HfVocabulary.from_text(json.dumps(text))
+    vocab = HuggingFaceTokenizer.from_text(json.dumps(text))
     assert (vocab.specials["<|end|>"] in vocab.eos) is ends
     assert vocab.specials["<|return|>"] in vocab.eos
 

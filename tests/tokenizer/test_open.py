@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.plugins import MissingLibrary
-from modelyard.tokenizer import open_vocabulary
+from modelyard.tokenizer import open_tokenizer
 
 
 def test_a_gguf_file_without_its_engine_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
@@ -20,4 +20,4 @@ def test_a_gguf_file_without_its_engine_says_how_to_build_it(monkeypatch: pytest
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(MissingLibrary, match="run make install"):
-        open_vocabulary(Path("x.GGUF"))
+        open_tokenizer(Path("x.GGUF"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from modelyard.tokenizer.prefix import PrefixTokens
 from modelyard.tokenizer.shield import shield, unshield
 from tests.tokenizer import tokenizers_made as made
@@ -23,15 +23,15 @@ def stripping() -> str:
 
 
 VOCABS = {
-    "byte level": HfVocabulary.from_text(made.byte_level()),
-    "byte level, prefix space": HfVocabulary.from_text(made.byte_level(prefix_space=True)),
-    "metaspace first": HfVocabulary.from_text(made.metaspace("first")),
-    "metaspace always": HfVocabulary.from_text(made.metaspace("always")),
-    "metaspace never": HfVocabulary.from_text(made.metaspace("never")),
-    "legacy llama": HfVocabulary.from_text(made.legacy_llama()),
-    "word piece": HfVocabulary.from_text(made.word_piece()),
-    "stripping normalizer": HfVocabulary.from_text(stripping()),
-    "greedy neighbours": HfVocabulary.from_text(made.edited(made.byte_level(), lstrip=True, rstrip=True)),
+    "byte level": HuggingFaceTokenizer.from_text(made.byte_level()),
+    "byte level, prefix space": HuggingFaceTokenizer.from_text(made.byte_level(prefix_space=True)),
+    "metaspace first": HuggingFaceTokenizer.from_text(made.metaspace("first")),
+    "metaspace always": HuggingFaceTokenizer.from_text(made.metaspace("always")),
+    "metaspace never": HuggingFaceTokenizer.from_text(made.metaspace("never")),
+    "legacy llama": HuggingFaceTokenizer.from_text(made.legacy_llama()),
+    "word piece": HuggingFaceTokenizer.from_text(made.word_piece()),
+    "stripping normalizer": HuggingFaceTokenizer.from_text(stripping()),
+    "greedy neighbours": HuggingFaceTokenizer.from_text(made.edited(made.byte_level(), lstrip=True, rstrip=True)),
 }
 TEXTS = st.lists(
     st.sampled_from(
@@ -146,9 +146,9 @@ def test_two_threads_and_a_small_cache_agree_with_the_tokenizer() -> None:
     assert wrong == []
 
 
-class Counting(HfVocabulary):
+class Counting(HuggingFaceTokenizer):
     def __new__(cls, text: str) -> Counting:
-        made_one = HfVocabulary.from_text(text)
+        made_one = HuggingFaceTokenizer.from_text(text)
         made_one.__class__ = cls
         return made_one  # type: ignore[return-value]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from modelyard.tokenizer.spellings import Spellings
 from modelyard.tokenizer.words import MAX_TEXT, Words
 from tests.tokenizer import tokenizers_made as made
@@ -40,11 +40,11 @@ def split(pattern: str) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": [piece, after]}
 
 
-def vocabulary(pre_tokenizer: dict[str, Any] | None = None) -> HfVocabulary:
+def vocabulary(pre_tokenizer: dict[str, Any] | None = None) -> HuggingFaceTokenizer:
     text = json.loads(made.byte_level())
     if pre_tokenizer is not None:
         text["pre_tokenizer"] = pre_tokenizer
-    return HfVocabulary.from_text(json.dumps(text))
+    return HuggingFaceTokenizer.from_text(json.dumps(text))
 
 
 DIGITS_APART = {
@@ -113,7 +113,7 @@ def test_clauses_that_were_read_elsewhere_give_the_same_ids(name: str, text: str
         assert found is None or found == vocab._encode(asked)
 
 
-def counted(vocab: HfVocabulary) -> tuple[Words, list[str]]:
+def counted(vocab: HuggingFaceTokenizer) -> tuple[Words, list[str]]:
     """The same words with nothing learned yet, and what the library is asked for."""
     assert vocab.words is not None
     asked: list[str] = []
@@ -177,4 +177,4 @@ def test_a_pattern_that_is_not_known_is_not_translated(pre_tokenizer: dict[str, 
 
 
 def test_a_tokenizer_of_another_kind_has_no_words() -> None:
-    assert HfVocabulary.from_text(made.metaspace("first")).words is None
+    assert HuggingFaceTokenizer.from_text(made.metaspace("first")).words is None

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from modelyard.benchmark.sample import Round, Sample
+from modelyard.benchmark.workload import Workload
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
-from modelyard.measuring.sample import Round, Sample
-from modelyard.measuring.workload import Workload
 from modelyard.tune.child import carried_out, figures, fitted, main
 from modelyard.tune.order import Failure, Figures, Order, Outcome
 from tests.serving import demo

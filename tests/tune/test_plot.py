@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from modelyard.measuring.drawing import Dot, svg
+from modelyard.benchmark.drawing import Dot, svg
 from modelyard.tune.plot import Scale, front, gain, plot
 from modelyard.tune.report import Row, report
 from tests.tune.test_run import Lab, run

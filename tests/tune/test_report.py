@@ -7,8 +7,8 @@ import math
 import msgspec
 import pytest
 
+from modelyard.benchmark.intervals import Interval
 from modelyard.core.knobs import Setting
-from modelyard.measuring.intervals import Interval
 from modelyard.tune.ledger import Ledger
 from modelyard.tune.report import gain, report, save, verdict
 from modelyard.tune.search import Found

@@ -16,10 +16,10 @@ import psutil
 import pytest
 from rich.console import Console
 
+from modelyard.benchmark.intervals import Interval
 from modelyard.config import load
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound
-from modelyard.http.admin.tune import runs
-from modelyard.measuring.intervals import Interval
+from modelyard.http.admin.routes import tuning_runs
 from modelyard.tune import session
 from modelyard.tune.order import Figures, Order, Outcome
 from modelyard.tune.race import Rules
@@ -81,7 +81,7 @@ def test_a_better_setting_is_written_into_the_file_and_nothing_else(tmp_path: Pa
     assert desk.file.read_text() == TOML.replace("token_delay = 0.02 ", "token_delay = 0.0 ")
     assert (tmp_path / "modelyard.bak.toml").read_text() == TOML
     assert "written to" in desk.err.getvalue()
-    assert runs(desk.tune)[0]["applied"] == [str(desk.file)]
+    assert tuning_runs(desk.tune)[0]["applied"] == [str(desk.file)]
 
 
 def test_without_apply_the_file_stays_and_the_recommendation_is_printed(tmp_path: Path, formula: Formula):
@@ -112,7 +112,7 @@ def test_a_json_configuration_is_written_too(tmp_path: Path, formula: Formula):
 def test_the_run_is_kept_where_the_workbench_looks_with_its_drawing(tmp_path: Path, formula: Formula):
     desk = Desk(tmp_path)
     desk.optimize(plot=tmp_path / "mine.svg")
-    (kept,) = runs(desk.tune)
+    (kept,) = tuning_runs(desk.tune)
     assert kept["model"] == "demo"
     assert kept["better"] is True
     assert kept["changes"] == {"token_delay": 0.0}
@@ -177,7 +177,7 @@ def test_real_trials_of_the_fake_engine_end_in_a_kept_result_and_no_journal(
     monkeypatch.setattr(session, "Plan", partial(Plan, rules=few))
     desk = Desk(tmp_path, TOML.replace("0.02", "0.005"))
     assert desk.optimize() == 0
-    (kept,) = runs(desk.tune)
+    (kept,) = tuning_runs(desk.tune)
     assert kept["trials"] >= 4
     assert "current" in {row["name"] for row in kept["rows"]}
     assert not list(desk.tune.glob("*.jsonl"))

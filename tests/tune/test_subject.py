@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from modelyard.config import Config, engine_spec, load
-from modelyard.core.engine import Machine
+from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import cores
 from modelyard.engines.llama_cpp import devices
 from modelyard.tune.subject import Subject
 from tests.engines.llama_cpp.stage import model_file
 
-HERE = Machine(8 << 30)
+HERE = AvailableMemory(8 << 30)
 
 
 def llama(goal: str = "chat", caches: dict[str, Any] | None = None, **model: Any) -> Subject:
@@ -95,7 +95,7 @@ def test_rounded_values_need_flash_attention():
 def test_gpus_bring_their_layers_as_a_knob(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "uses_gpus", lambda _: True)
     config = load(env={}, overrides={"models": {"m": {"backend": "llama_cpp", "path": str(model_file())}}}).config
-    subject = Subject(config, "m", "chat", Machine(8 << 30, {"GPU-1": 8 << 30}))
+    subject = Subject(config, "m", "chat", AvailableMemory(8 << 30, {"GPU-1": 8 << 30}))
     assert subject.knobs["n_gpu_layers"].values == (-1, 22, 15, 7, 0)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from modelyard.measuring.workload import Workload
+from modelyard.benchmark.workload import Workload
 from modelyard.tune.order import Failure, Figures, Judged, Order
 from modelyard.tune.trial import Limits, resident, run
 from tests.engines.llama_cpp.stage import model_file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Finished, Fold, Started, Usage
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Finished, ReplyBuilder, Started, Usage
 from modelyard.core.request import Request
 from modelyard.workbench.parsed import parsed
 from modelyard.workbench.talk import WIRES, wire
@@ -31,7 +31,7 @@ def test_a_stream_is_read_and_its_deltas_stand_together(name: str) -> None:
 
 @pytest.mark.parametrize("name", WIRES)
 def test_a_whole_reply_is_read_as_the_same_events(name: str) -> None:
-    fold = Fold()
+    fold = ReplyBuilder()
     fold.feed(EVENTS)
     spoken = wire(name)
     lines = parsed(spoken.PATHS[0], spoken.write_reply([fold.reply()], Request(model="m")).decode())

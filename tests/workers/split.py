@@ -12,7 +12,7 @@ from typing import Any
 
 from modelyard.core.engine import Control, Embeddings, EngineInfo, EngineSpec, EngineStats, OnProgress, Prompt
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.core.pool import Blueprint
+from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
 from modelyard.workers.crew import Crew
@@ -47,7 +47,7 @@ class SplitEngine:
         self._parts.append(scheduler)
         name, spec = self._spec.model, self._spec
         make = lambda: placed(crew, self._backend, spec, "x")  # noqa: E731
-        scheduler.reconfigure({name: Blueprint(name=name, caches=spec.caches, make=make, identity="x")})
+        scheduler.reconfigure({name: ModelSpec(name=name, caches=spec.caches, make=make, identity="x")})
         store = MemoryStore(1, 1, 1)
         desk = Desk(self._address(home), scheduler, crew, store, _nothing, keys=self.keys, pace=self._pace)
         self._parts.append(desk)

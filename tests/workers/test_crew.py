@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine, Memory, Site
-from modelyard.core.pool import Blueprint
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate, Node
+from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
 from modelyard.scheduler.appraisal import Appraiser
 from modelyard.scheduler.scheduler import Scheduler
@@ -19,57 +19,57 @@ from modelyard.workers.ray import RayCluster
 from modelyard.workers.run import _offer
 from tests.workers.stage import DEADLINE_S, PATIENT, address, until, working
 
-FAR, FARTHER = Site("far", Machine(100)), Site("farther", Machine(50))
+FAR, FARTHER = Node("far", AvailableMemory(100)), Node("farther", AvailableMemory(50))
 
 
 async def test_the_next_engine_may_go_where_volunteers_have_least_to_do_and_then_here(tmp_path: Path) -> None:
     crew = Crew(tmp_path)
-    assert crew.sites() == (Site(),)
+    assert crew.sites() == (Node(),)
     crew.enlist("a", "ipc:///a", [], FAR)
     crew.enlist("b", "ipc:///b", [], FARTHER)
     crew._enlisted["a"].used = 1
-    assert crew.sites() == (FARTHER, FAR, Site())
+    assert crew.sites() == (FARTHER, FAR, Node())
     crew.gone("b")
-    assert crew.sites() == (FAR, Site())
+    assert crew.sites() == (FAR, Node())
 
 
 async def test_what_a_worker_says_of_its_machine_is_always_its_last_word(tmp_path: Path) -> None:
     crew = Crew(tmp_path, launch=False)
     assert crew.enlist("a", "ipc:///a", [], FAR)
-    assert not crew.enlist("a", "ipc:///a", [], Site("far", Machine(7)))
-    assert crew.sites() == (Site("far", Machine(7)),)
+    assert not crew.enlist("a", "ipc:///a", [], Node("far", AvailableMemory(7)))
+    assert crew.sites() == (Node("far", AvailableMemory(7)),)
 
 
 async def test_a_volunteer_on_this_machine_is_judged_as_this_machine(tmp_path: Path) -> None:
     crew = Crew(tmp_path, launch=False)
-    crew.enlist("a", "ipc:///a", [], Site(machine_name(), Machine(1)))
-    assert crew.sites() == (Site(),)
+    crew.enlist("a", "ipc:///a", [], Node(machine_name(), AvailableMemory(1)))
+    assert crew.sites() == (Node(),)
 
 
 async def test_nobody_judges_where_nobody_is_or_where_the_cluster_decides(tmp_path: Path) -> None:
-    assert Crew(tmp_path, launch=False).sites() == (Site(NOWHERE),)
+    assert Crew(tmp_path, launch=False).sites() == (Node(NOWHERE),)
     cluster = RayCluster("auto", {}, None, PATIENT)
-    assert Crew(tmp_path, cluster=cluster).sites() == (Site(NOWHERE),)
+    assert Crew(tmp_path, cluster=cluster).sites() == (Node(NOWHERE),)
 
 
-def blueprint(crew: Crew, name: str) -> Blueprint:
+def blueprint(crew: Crew, name: str) -> ModelSpec:
     caches = {"main": CacheInfo(4096, 2)}
     spec = EngineSpec(name, fake.Options(token_delay=0), caches)
 
     def make(site: str = NOWHERE) -> Any:
         return placed(crew, "fake", spec, name, site)
 
-    size = lambda _: Memory(weights=60)  # noqa: E731
-    return Blueprint(name=name, caches=caches, make=make, make_at=make, identity=name, estimate=size)
+    size = lambda _: MemoryEstimate(weights=60)  # noqa: E731
+    return ModelSpec(name=name, caches=caches, make=make, make_at=make, identity=name, estimate=size)
 
 
 async def test_engines_go_to_the_machines_that_have_room_for_them(tmp_path: Path) -> None:
     """Two workers that say they are on machines of 100 bytes: the second model does not fit beside the first."""
     crew = Crew(tmp_path, pace=PATIENT, launch=False)
-    scheduler = Scheduler(appraiser=Appraiser(machine=lambda: Machine(0), sites=crew.sites))
+    scheduler = Scheduler(appraiser=Appraiser(machine=lambda: AvailableMemory(0), sites=crew.sites))
     scheduler.reconfigure({name: blueprint(crew, name) for name in ("a", "b")})
     async with working() as one, working() as two:
-        crew.enlist("one", one.endpoint, [], Site("near", Machine(100)))
+        crew.enlist("one", one.endpoint, [], Node("near", AvailableMemory(100)))
         crew.enlist("two", two.endpoint, [], FAR)
         try:
             for name in ("a", "b"):

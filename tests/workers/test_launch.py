@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from modelyard.core.engine import CacheInfo, Embedder, EngineSpec, Tokens
+from modelyard.core.engine import CacheInfo, EmbeddingEngine, EngineSpec, Tokens
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.engines import fake, llama_cpp
 from modelyard.workers.launch import ApartText, apart
@@ -44,7 +44,7 @@ async def test_it_runs_in_another_process_which_ends_with_it() -> None:
         assert pid is not None
         assert pid != os.getpid()
         assert psutil.Process(pid).ppid() == os.getpid()
-        assert isinstance(engine, Embedder)
+        assert isinstance(engine, EmbeddingEngine)
         assert end(await read(engine.generate(prompt()))).reason == "stop"
         folder = Path(engine._folder.name)
     assert not psutil.pid_exists(pid)

@@ -8,7 +8,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
 from modelyard.core.errors import Unavailable
-from modelyard.core.lease import Demand
+from modelyard.core.lease import LeaseRequest
 from modelyard.engines import fake
 from modelyard.workers.pool import RemotePool
 from modelyard.workers.pulse import Pace
@@ -24,7 +24,7 @@ SPEC = EngineSpec("demo", fake.Options(echo=True, script=SCRIPT, token_delay=0),
 
 async def said(pool: RemotePool) -> str:
     """Of a request that waits as long as it must."""
-    lease = await asyncio.wait_for(pool.request(Demand(model="demo", cache="main")).lease(), DEADLINE_S)
+    lease = await asyncio.wait_for(pool.request(LeaseRequest(model="demo", cache="main")).lease(), DEADLINE_S)
     try:
         return end(await asyncio.wait_for(read(lease.engine.generate(prompt("Hello."))), DEADLINE_S)).reason
     finally:
@@ -38,7 +38,7 @@ async def test_a_pulled_cable_ends_the_streams_and_one_that_is_plugged_in_again_
         await far.open(lambda *_: None)
         pool = far.pool
         assert await said(pool) == "stop"
-        lease = await asyncio.wait_for(pool.request(Demand(model="demo", cache="main")).lease(), DEADLINE_S)
+        lease = await asyncio.wait_for(pool.request(LeaseRequest(model="demo", cache="main")).lease(), DEADLINE_S)
         job = lease.engine.generate(prompt("Go on."))
         await read_until(job, Tokens)
         machine().pull_the_cable()

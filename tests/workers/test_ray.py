@@ -15,8 +15,8 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.core.lease import Demand
-from modelyard.core.pool import Blueprint
+from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake, llama_cpp
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
@@ -69,7 +69,7 @@ async def gateway(folder: Path, backend: str, spec: EngineSpec) -> AsyncIterator
     crew = Crew(folder / "w", keys=keys, pace=PACE, cluster=cluster)
     scheduler = Scheduler()
     make: Any = lambda: placed(crew, backend, spec, "x")  # noqa: E731
-    print_ = Blueprint(name=spec.model, caches=spec.caches, make=make, identity="x", replica_max=2)
+    print_ = ModelSpec(name=spec.model, caches=spec.caches, make=make, identity="x", replica_max=2)
     scheduler.reconfigure({spec.model: print_})
     desk = Desk(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, keys=keys, pace=PACE)
     pool = RemotePool(desk.endpoint, "g", keys=keys, pace=PACE)
@@ -87,7 +87,7 @@ async def _nothing() -> None:
 
 
 async def leased(pool: RemotePool, model: str) -> Any:
-    return await asyncio.wait_for(pool.request(Demand(model=model, cache="main")).lease(), 120)
+    return await asyncio.wait_for(pool.request(LeaseRequest(model=model, cache="main")).lease(), 120)
 
 
 @pytest.mark.cluster

@@ -13,8 +13,8 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Conflict, NotFound, RateLimited, Unavailable
-from modelyard.core.lease import Demand
-from modelyard.core.pool import Blueprint
+from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
 from modelyard.scheduler.limits import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
@@ -48,11 +48,11 @@ ENDLESS: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"
 BRISK = Pace(beat_s=0.02, patience=1000, indulgence=1000)
 
 
-def blueprint(crew: Crew, name: str = "demo", parallel: int = 2, **options: Any) -> Blueprint:
+def blueprint(crew: Crew, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
     caches = {"main": CacheInfo(4096, parallel)}
     spec = EngineSpec(name, fake.Options(**({"token_delay": 0, **ENDLESS} | options)), caches)
     identity = f"{name}:{parallel}:{options}"
-    return Blueprint(
+    return ModelSpec(
         name=name, caches=caches, make=lambda: placed(crew, "fake", spec, identity), identity=identity, replica_max=3
     )
 
@@ -119,8 +119,8 @@ async def gateway(there: Yard, name: str = "g", **more: Any) -> AsyncIterator[Re
         await pool.close()
 
 
-def demand(**fields: Any) -> Demand:
-    return Demand(**({"model": "demo", "cache": "main"} | fields))
+def demand(**fields: Any) -> LeaseRequest:
+    return LeaseRequest(**({"model": "demo", "cache": "main"} | fields))
 
 
 async def leased(pool: RemotePool, **fields: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from modelyard.core.errors import Unavailable, Unsupported
 from modelyard.engines import fake
-from modelyard.tokenizer import open_vocabulary
+from modelyard.tokenizer import open_tokenizer
 from modelyard.workers.tokenizer import gather, known, lay_down, name_of
 from tests import commands
 from tests.e2e.servers import until
@@ -29,8 +29,8 @@ SHIPPED = fake.tokenizer_path(fake.Options())
 def test_what_was_sent_reads_as_what_it_was_made_from(find: Callable[[], Path], tmp_path: Path) -> None:
     files = gather(where := find())
     assert sum(map(len, files.values())) < 8 << 20, "no weights travel"
-    there = open_vocabulary(lay_down(tmp_path / "shelf", name_of(files), files))
-    here = open_vocabulary(where)
+    there = open_tokenizer(lay_down(tmp_path / "shelf", name_of(files), files))
+    here = open_tokenizer(where)
     text = "<|im_start|>user\nNaïve 🎉<|im_end|>"
     assert (there.size, there.encode(text), there.eos) == (here.size, here.encode(text), here.eos)
     assert (there.template, there.bos_token, there.specials) == (here.template, here.bos_token, here.specials)

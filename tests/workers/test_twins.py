@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from modelyard.core.engine import Accepted, Chunk, End, Prompt, TokenRun, Tokens
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Sampling
-from modelyard.engines.mailbox import Mailbox, Whole
+from modelyard.engines.generation_queue import GenerationQueue, Whole
 from modelyard.workers.twins import Twins
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
@@ -22,13 +22,13 @@ class Engine:
     """Hands out mailboxes that the test fills."""
 
     def __init__(self) -> None:
-        self.jobs: list[Mailbox[Chunk]] = []
+        self.jobs: list[GenerationQueue[Chunk]] = []
         self.cancelled: list[int] = []
         self.had_room = 0
 
-    def generate(self, prompt: Prompt) -> Mailbox[Chunk]:
+    def generate(self, prompt: Prompt) -> GenerationQueue[Chunk]:
         number = len(self.jobs)
-        self.jobs.append(Mailbox(on_cancel=lambda: self.cancelled.append(number), on_room=self._room, limit=4))
+        self.jobs.append(GenerationQueue(on_cancel=lambda: self.cancelled.append(number), on_drained=self._room, limit=4))
         return self.jobs[-1]
 
     def _room(self) -> None:
@@ -44,9 +44,9 @@ class Table:
     def __init__(self) -> None:
         self.engine, self.twins = Engine(), Twins()
 
-    def ask(self, *ids: int, **fields: Any) -> Mailbox[Chunk]:
+    def ask(self, *ids: int, **fields: Any) -> GenerationQueue[Chunk]:
         box = self.twins.generate(self.engine, prompt(*ids, **fields))  # type: ignore[arg-type]
-        assert isinstance(box, Mailbox)
+        assert isinstance(box, GenerationQueue)
         return box
 
 
@@ -55,7 +55,7 @@ async def table() -> Table:
     return Table()
 
 
-async def heard(box: Mailbox[Chunk]) -> list[Chunk]:
+async def heard(box: GenerationQueue[Chunk]) -> list[Chunk]:
     return [chunk for batch in [batch async for batch in box] for chunk in batch]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, Control, End, Tokens
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotFound, Unavailable, Unsupported
-from modelyard.core.events import Failed, fold
+from modelyard.core.events import Failed, collect_reply
 from modelyard.core.request import Message as Turn
 from modelyard.core.request import Request, Text
 from modelyard.workers.hosted import order_of
@@ -100,7 +100,7 @@ async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
         assert await chat.count(asked) > 0
         with pytest.raises(Unsupported):
             await session.ask(lambda id: Embed(id, "c", []))
-        assert fold(await read(chat.chat(asked))).text == "Good morning."
+        assert collect_reply(await read(chat.chat(asked))).text == "Good morning."
 
 
 async def test_a_request_of_the_wrong_kind_or_for_no_engine_is_refused() -> None:

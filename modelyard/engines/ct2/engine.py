@@ -149,7 +149,7 @@ class Ct2Engine:
         else:
             self._waiting.append(job)
             self._plan()
-        return job.box
+        return job.queue
 
     def _check(self, job: Job) -> None:
         if self._over is not None:
@@ -185,7 +185,7 @@ class Ct2Engine:
         return known[name]
 
     def _refuse(self, job: Job, error: ModelyardError) -> None:
-        job.box.put_many([job.end("error", error)], last=True)
+        job.queue.put_many([job.end("error", error)], last=True)
 
     def _on_cancel(self) -> None:
         """From any thread. A batch that runs sees it by itself; what waits is looked through."""
@@ -213,14 +213,14 @@ class Ct2Engine:
         for job in [job for job in self._waiting if job.cancelled or job.is_late(now)]:
             self._waiting.remove(job)
             if job.cancelled:
-                job.box.put_many([job.end("cancelled")], last=True)
+                job.queue.put_many([job.end("cancelled")], last=True)
             else:
                 self._refuse(job, Timeout("the job's deadline passed"))
 
     def _start(self, batch: Batch) -> None:
         for job in batch.jobs:
             self._evaluated += job.prompt_tokens
-            job.box.put(Accepted(0, 0))
+            job.queue.put(Accepted(0, 0))
         work = self._loop.run_in_executor(self._pool, batch.run, self._held[0])
         self._running[batch] = work
         work.add_done_callback(partial(self._finished, batch))
@@ -238,7 +238,7 @@ class Ct2Engine:
         self._told = False  # before looking: what comes from now on tells again
         while self._parcels:
             job, chunks, last = self._parcels.popleft()
-            job.box.put_many(chunks, last=last)
+            job.queue.put_many(chunks, last=last)
 
     def _finished(self, batch: Batch, work: asyncio.Future[None]) -> None:
         self._deliver()
@@ -265,7 +265,7 @@ class Ct2Engine:
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        running = [job for batch in self._running for job in batch.jobs if not job.box.closed]
+        running = [job for batch in self._running for job in batch.jobs if not job.queue.closed]
         return EngineStats(
             running=len(running) + len(self._waiting),
             sequences=self.info.capacity,

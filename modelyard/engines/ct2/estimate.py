@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
-from modelyard.core.engine import EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
 from modelyard.engines.ct2 import folder
 from modelyard.engines.ct2.folder import Variable
 from modelyard.engines.ct2.options import Options
@@ -17,14 +17,14 @@ from modelyard.engines.ct2.options import Options
 _BYTES = {"int8": 1, "int16": 2, "float16": 2, "bfloat16": 2, "float32": 4}
 
 
-def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     options: Options = spec.options
     found = folder.variables(folder.find(options.path))
     on_gpu = options.device != "cpu" and bool(machine.gpus)
     number = _number(options.compute_type, on_gpu=on_gpu)
     cells = sum(info.window * info.parallel for info in spec.caches.values())
     longest = max((info.window for info in spec.caches.values()), default=0)
-    return Memory(
+    return MemoryEstimate(
         sum(_weight(variable, options.compute_type) for variable in found.values()),
         2 * number * cells * sum(_attention_widths(found)),
         number * (longest * longest * _heads(found) + longest * _widest(found)),

@@ -11,7 +11,7 @@ from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Timings, Usage
 from modelyard.engines.ct2.call import Call, arguments
 from modelyard.engines.ct2.options import Options
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.generation_queue import GenerationQueue
 
 
 class Job:
@@ -20,7 +20,7 @@ class Job:
 
     def __init__(self, prompt: Prompt, loop: Any, on_cancel: Callable[[], None]) -> None:
         self.prompt, self._on_cancel = prompt, on_cancel
-        self.box: Mailbox[Chunk] = Mailbox(on_cancel=self.cancel, loop=loop)
+        self.queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=self.cancel, loop=loop)
         self.ids, self.prompt_tokens = prompt.ids, prompt.n_tokens
         self.stops = frozenset(prompt.stop_ids)
         self.cancelled: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from modelyard.core.engine import EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines import cores
 from modelyard.engines.ct2.options import Options
@@ -12,7 +12,7 @@ from modelyard.engines.ct2.options import Options
 _TYPES = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32")
 
 
-def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
+def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
     del here
     options: Options = spec.options
     if goal == "batch":

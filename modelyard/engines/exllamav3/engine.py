@@ -46,7 +46,7 @@ from modelyard.engines.exllamav3.lane import Lane
 from modelyard.engines.exllamav3.library import Library
 from modelyard.engines.exllamav3.model import Loaded
 from modelyard.engines.exllamav3.options import PAGE, Options
-from modelyard.engines.outbox import Outbox
+from modelyard.engines.token_dispatch import TokenDispatch
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Exl3Engine:
         self._filters: Filters | None = None
         self._model: Loaded | None = None
         self._lanes: dict[str, Lane] = {}
-        self._outbox = Outbox(self._loop)
+        self._dispatch = TokenDispatch(self._loop)
 
     def __repr__(self) -> str:
         return f"<Exl3Engine {self._spec.model}: {', '.join(map(repr, self._lanes.values())) or 'not open'}>"
@@ -127,8 +127,8 @@ class Exl3Engine:
         fault = self._over or Unavailable("the engine was closed")
         while not self._inbox.empty():
             item = self._inbox.get()
-            if isinstance(item, Job) and not item.box.closed:
-                item.box.put_many([item.end("error", fault)], last=True)
+            if isinstance(item, Job) and not item.queue.closed:
+                item.queue.put_many([item.end("error", fault)], last=True)
             elif isinstance(item, _Order) and not item.done.done():
                 item.done.set_exception(fault)
 
@@ -139,10 +139,10 @@ class Exl3Engine:
         try:
             self._check(job)
         except ModelyardError as error:
-            job.box.put_many([job.end("error", error)], last=True)
+            job.queue.put_many([job.end("error", error)], last=True)
         else:
             self._send(job)
-        return job.box
+        return job.queue
 
     def _send(self, job: Job) -> None:
         if job.prompt.constraint is None or self._filters is None:
@@ -157,8 +157,8 @@ class Exl3Engine:
         if fault is None:
             job.filter = made.result()
             self._inbox.put(job)
-        elif not job.box.closed:
-            job.box.put_many([job.end("error", _fault_of(fault))], last=True)
+        elif not job.queue.closed:
+            job.queue.put_many([job.end("error", _fault_of(fault))], last=True)
 
     def _check(self, job: Job) -> None:
         if self._over is not None:
@@ -233,7 +233,7 @@ class Exl3Engine:
     def _load(self, where: Path, shape: Shape, tell: Callable[[float], None]) -> None:
         loaded = self._load_library()
         tell(0.0)
-        self._model = Loaded(loaded, where, shape, self._spec, self._outbox, tell)
+        self._model = Loaded(loaded, where, shape, self._spec, self._dispatch, tell)
         self._filters = Filters(where, shape, loaded.torch.from_numpy)
         self._lanes = self._model.lanes
 
@@ -260,7 +260,7 @@ class Exl3Engine:
                 if lane.jobs:
                     lane.step()
             soon = all(lane.only_speaks for lane in self._lanes.values())
-            self._outbox.end_of_step(soon and self._inbox.empty())
+            self._dispatch.end_step(soon and self._inbox.empty())
 
     def _receive(self) -> bool:
         """Take what has come; wait only where nothing is to be done. False: the end."""
@@ -270,7 +270,7 @@ class Exl3Engine:
                 item = self._inbox.get(block=not busy)
             except Empty:
                 return True
-            self._outbox.deliver()  # what comes may keep the next step from beginning
+            self._dispatch.flush()  # what comes may keep the next step from beginning
             if item is None:
                 return False
             if isinstance(item, Job):
@@ -282,19 +282,19 @@ class Exl3Engine:
     def _admit(self, job: Job) -> None:
         """Whatever is wrong with a job ends that job, not the engine."""
         if job.cancelled:
-            self._outbox.put(job, [job.end("cancelled")], True)
+            self._dispatch.put(job, [job.end("cancelled")], True)
             return
         try:
             if job.is_late(time.time()):
                 raise Timeout("the job's deadline passed")
             self._cache(job.prompt.cache).admit(job)
         except Exception as error:
-            self._outbox.put(job, [job.end("error", _fault_of(error))], True)
+            self._dispatch.put(job, [job.end("error", _fault_of(error))], True)
 
     def _end_all(self, error: ModelyardError) -> None:
         for lane in self._lanes.values():
             lane.fail_all(error)
-        self._outbox.deliver()
+        self._dispatch.flush()
 
     def _die(self, error: ModelyardError) -> None:
         self._end_all(error)

@@ -7,7 +7,7 @@ compute   the widest moment of reading a chunk, a row of logits for each job, an
 
 from __future__ import annotations
 
-from modelyard.core.engine import EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
 from modelyard.engines.exllamav3 import folder
 from modelyard.engines.exllamav3.call import cache_tokens, quant_of
 from modelyard.engines.exllamav3.folder import Shape
@@ -16,7 +16,7 @@ from modelyard.engines.exllamav3.options import Options, Quant
 _CONTEXT = 512 << 20  # a CUDA context with the kernels and workspaces of torch and ExLlamaV3
 
 
-def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     del machine  # it runs on GPUs only
     options: Options = spec.options
     model = folder.shape(folder.find(options.path))
@@ -24,7 +24,7 @@ def estimate(spec: EngineSpec, machine: Machine) -> Memory:
     kv = sum(
         tokens[name] * model.layers * _token(model, quant_of(name, info, options)) for name, info in spec.caches.items()
     )
-    return Memory(model.weights, int(kv), _compute(model, options, _most(spec)), "gpu")
+    return MemoryEstimate(model.weights, int(kv), _compute(model, options, _most(spec)), "gpu")
 
 
 def _token(model: Shape, quant: Quant | None) -> float:

@@ -9,7 +9,7 @@ from modelyard.core.engine import CacheInfo, Chunk, End, Prompt
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Timings, Usage
 from modelyard.engines.exllamav3.filters import Filter
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.generation_queue import GenerationQueue
 
 
 class Job:
@@ -18,7 +18,7 @@ class Job:
 
     def __init__(self, prompt: Prompt, loop: Any) -> None:
         self.prompt = prompt
-        self.box: Mailbox[Chunk] = Mailbox(on_cancel=self.cancel, loop=loop)
+        self.queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=self.cancel, loop=loop)
         self.ids, self.prompt_tokens = prompt.ids, prompt.n_tokens
         self.cancelled: bool = False
         self.filter: Filter | None = None  # set before the thread sees the job

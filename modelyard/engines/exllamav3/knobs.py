@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from modelyard.core.engine import EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines.exllamav3.options import Options
 
 
-def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
+def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
     del spec, here
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8, 16), stage=1, place="cache")

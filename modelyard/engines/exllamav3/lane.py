@@ -12,7 +12,7 @@ from modelyard.core.engine import Accepted, CacheInfo, CacheStats, IdLogprob, Pr
 from modelyard.core.errors import Internal, ModelyardError, Timeout, Unavailable
 from modelyard.engines.exllamav3.job import Job
 from modelyard.engines.exllamav3.options import PAGE
-from modelyard.engines.outbox import Outbox
+from modelyard.engines.token_dispatch import TokenDispatch
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +25,10 @@ _LEAST = math.log(1e-45)  # of a probability that is 0 in 32 bits
 class Lane:
     """`make` turns a job into ExLlamaV3's own, whose sampler calls `sampled`."""
 
-    def __init__(self, info: CacheInfo, generator: Any, make: Callable[[Job, Deed], Any], outbox: Outbox) -> None:
-        self.info, self._generator, self._make, self._outbox = info, generator, make, outbox
+    def __init__(
+        self, info: CacheInfo, generator: Any, make: Callable[[Job, Deed], Any], dispatch: TokenDispatch
+    ) -> None:
+        self.info, self._generator, self._make, self._dispatch = info, generator, make, dispatch
         self.jobs: list[Job] = []
         self._unsampled = 0
         self.reused = self.evaluated = self.held = 0  # tokens
@@ -50,7 +52,7 @@ class Lane:
         """After the last sampler of a step all its work is launched, and what follows is a wait for the GPU."""
         self._unsampled -= 1
         if self._unsampled == 0:
-            self._outbox.before_waiting()
+            self._dispatch.before_gpu_wait()
 
     @property
     def only_speaks(self) -> bool:
@@ -67,7 +69,7 @@ class Lane:
         """The generator may be past helping: nothing is asked of it."""
         jobs, self.jobs = self.jobs, []
         for job in jobs:
-            self._outbox.put(job, [job.end("error", error)], True)
+            self._dispatch.put(job, [job.end("error", error)], True)
 
     def close(self) -> None:
         """What the engine still knows of it must not keep its pages alive."""
@@ -92,7 +94,7 @@ class Lane:
         self.jobs.remove(job)
         job.raw = None  # the two hold each other, and its pinned memory should not wait for the collector
         self._count()
-        self._outbox.put(job, [job.end(reason, error, told)], True)
+        self._dispatch.put(job, [job.end(reason, error, told)], True)
 
     def _count(self) -> None:
         self.held = sum(page.kv_position for page in self._generator.pagetable.all_pages)
@@ -104,7 +106,7 @@ class Lane:
             case "prefill":
                 self._accept(job)
                 if not job.said:  # else it has queued for pages anew, and is read again
-                    self._outbox.put(job, [Progress(result["curr_progress"], job.prompt_tokens)], False)
+                    self._dispatch.put(job, [Progress(result["curr_progress"], job.prompt_tokens)], False)
             case "streaming":
                 self._accept(job)
                 self._streamed(job, result)
@@ -117,13 +119,13 @@ class Lane:
             job.cached = job.raw.cached_pages * PAGE + job.raw.cached_tokens
             self.reused += job.cached
             self.evaluated += job.prompt_tokens - job.cached
-            self._outbox.put(job, [Accepted(job.cached, job.cached)], False)
+            self._dispatch.put(job, [Accepted(job.cached, job.cached)], False)
 
     def _streamed(self, job: Job, result: Result) -> None:
         if (said := _said(result)) is not None:
             urgent = job.said == 0 or "requeue" in result  # its first word; or it will be read anew before the next
             job.speaks(len(said.ids))
-            self._outbox.put(job, [said], urgent=urgent)
+            self._dispatch.put(job, [said], urgent=urgent)
         if not result["eos"]:
             return
         fault = job.filter.fault if job.filter is not None else None

@@ -16,7 +16,7 @@ from modelyard.engines.exllamav3.job import Job
 from modelyard.engines.exllamav3.lane import Deed, Lane
 from modelyard.engines.exllamav3.library import Library
 from modelyard.engines.exllamav3.options import Options
-from modelyard.engines.outbox import Outbox
+from modelyard.engines.token_dispatch import TokenDispatch
 
 
 class Loaded:
@@ -28,7 +28,7 @@ class Loaded:
         where: Path,
         shape: Shape,
         spec: EngineSpec,
-        outbox: Outbox,
+        dispatch: TokenDispatch,
         tell: Callable[[float], None],
     ) -> None:
         self._library, self._shape = library, shape
@@ -49,7 +49,7 @@ class Loaded:
             for name, info in spec.caches.items():
                 called = call.generator_arguments(options, info, tokens[name])
                 generator = exl.Generator(model=self._raw, cache=caches[name], tokenizer=self._tokenizer, **called)
-                self.lanes[name] = Lane(info, generator, self._job, outbox)
+                self.lanes[name] = Lane(info, generator, self._job, dispatch)
         except BaseException:
             self.close()
             raise

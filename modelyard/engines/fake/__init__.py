@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.engines.fake.base import CAPABILITIES
 from modelyard.engines.fake.chat import FakeChatEngine
 from modelyard.engines.fake.options import LIVE_OVERRIDES, Options, chat_template, tokenizer_path
@@ -39,7 +39,7 @@ def create(spec: EngineSpec) -> Engine:
     return FakeChatEngine(spec) if spec.options.kind == "chat" else FakeTextEngine(spec)
 
 
-def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     """Nothing is loaded; a token that is remembered costs one list slot."""
     del machine
-    return Memory(kv=8 * sum(cache.window * cache.parallel for cache in spec.caches.values()))
+    return MemoryEstimate(kv=8 * sum(cache.window * cache.parallel for cache in spec.caches.values()))

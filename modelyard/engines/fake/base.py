@@ -13,12 +13,12 @@ from msgspec.structs import replace
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgress
 from modelyard.core.errors import Internal, ModelyardError, Unavailable
 from modelyard.core.request import Constraint, Sampling
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines.fake.answers import Steps, constrained, demo
-from modelyard.engines.fake.conversation import Conversation
+from modelyard.engines.fake.conversation import ConversationView
 from modelyard.engines.fake.options import Options, tokenizer_path
-from modelyard.engines.fake.script import Rule, Script, Step
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.engines.fake.script import Script, ScriptRule, ScriptStep
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +46,12 @@ class Base:
         self.script = Script(self.options.script)
         self.jobs: set[Job] = set()
         self.info = EngineInfo("fake", dict(spec.caches), _capabilities(spec, embeddings))
-        self._vocab: Vocabulary | None = None
+        self._vocab: Tokenizer | None = None
         self._thread = threading.get_ident()
         self._dead: ModelyardError | None = None
 
     @property
-    def vocab(self) -> Vocabulary:
+    def vocab(self) -> Tokenizer:
         if self._vocab is None:
             raise RuntimeError("the engine was asked to work before it was opened")
         return self._vocab
@@ -63,7 +63,7 @@ class Base:
 
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "reading the tokenizer")
-        self._vocab = await asyncio.to_thread(HfVocabulary.load, tokenizer_path(self.options))
+        self._vocab = await asyncio.to_thread(HuggingFaceTokenizer.load, tokenizer_path(self.options))
         progress(1.0, "ready")
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class Base:
         else:
             self.loop.call_soon_threadsafe(deed)
 
-    def answer(self, talk: Conversation, constraint: Constraint | None, session: str | None) -> Rule | Steps:
+    def answer(self, talk: ConversationView, constraint: Constraint | None, session: str | None) -> ScriptRule | Steps:
         rule = self.script.choose(talk, session)
         if rule is not None and (constraint is None or not rule.is_bare):
             return rule
@@ -94,7 +94,7 @@ class Base:
             return steps
         if rule is not None:
             return rule
-        return (Step(text=talk.user),) if self.options.echo else demo(talk)
+        return (ScriptStep(text=talk.user),) if self.options.echo else demo(talk)
 
 
 def crash(error: Exception) -> ModelyardError:

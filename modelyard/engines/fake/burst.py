@@ -12,7 +12,7 @@ from modelyard.core.engine import Chunk, End, Prompt, TokenRun, Tokens
 from modelyard.core.events import Timings, Usage
 from modelyard.engines.fake.conversation import OPENED
 from modelyard.engines.fake.plan import Deed, Say
-from modelyard.engines.mailbox import Whole
+from modelyard.engines.generation_queue import Whole
 
 _SHORT = 512  # a longer answer leaves the loop to others in between
 _NO_TIME = Timings(prefill=0.0, first_token=0.0, decode=0.0, backend=0.0, total=0.0)

@@ -24,11 +24,11 @@ from modelyard.core.events import (
 )
 from modelyard.core.request import Constraint, Message, Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.engines.fake.base import Base, crash
-from modelyard.engines.fake.conversation import Told
+from modelyard.engines.fake.conversation import RequestView
 from modelyard.engines.fake.dialects import arguments_text
 from modelyard.engines.fake.plan import filler, words
 from modelyard.engines.fake.player import Beat, Paced, Pause, Player, Put, Standstill
-from modelyard.engines.fake.script import Rule, Step
+from modelyard.engines.fake.script import ScriptRule, ScriptStep
 
 
 class FakeChatEngine(Base):
@@ -51,12 +51,12 @@ class FakeChatEngine(Base):
         raw = sum(len(p) if isinstance(p, tuple) else len(self.vocab.encode_plain(p)) for p in request.prompts)
         return messages + tools + raw
 
-    def steps(self, request: Request) -> tuple[Step, ...]:
+    def steps(self, request: Request) -> tuple[ScriptStep, ...]:
         choice, constraint = request.tool_choice, request.constraint
         if choice.mode in ("required", "named") and request.tools:
             constraint = Constraint("tools", tools=(choice.name,) if choice.name else ())
-        answer = self.answer(Told(request), constraint, request.session)
-        return answer.steps if isinstance(answer, Rule) else answer
+        answer = self.answer(RequestView(request), constraint, request.session)
+        return answer.steps if isinstance(answer, ScriptRule) else answer
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.jobs))
@@ -122,7 +122,7 @@ class ChatJob:
                 return
         self._finish("end")
 
-    def _do(self, step: Step) -> Generator[Beat, None, bool]:
+    def _do(self, step: ScriptStep) -> Generator[Beat, None, bool]:
         """One step; True if the job is over with it."""
         if step.delay is not None or step.prefill is not None:
             yield Pause(step.delay or step.prefill or 0.0)
@@ -136,7 +136,7 @@ class ChatJob:
             return (yield from self._words(step))
         return False
 
-    def _words(self, step: Step) -> Generator[Beat, None, bool]:
+    def _words(self, step: ScriptStep) -> Generator[Beat, None, bool]:
         kind: BlockKind = "thinking" if step.think is not None else "text"
         text, stop = self._stopped(self._text(step), kind)
         if self._open != kind:
@@ -146,7 +146,7 @@ class ChatJob:
             self._finish("stop_string", stop)
         return over or stop is not None
 
-    def _text(self, step: Step) -> str:
+    def _text(self, step: ScriptStep) -> str:
         if step.tokens is not None:
             return self._engine.vocab.decode(words(filler(self._engine.vocab), step.tokens))
         return step.think or step.text or step.raw or ""
@@ -158,7 +158,7 @@ class ChatJob:
         found = [(at, stop) for stop in self._request.stop if (at := text.find(stop)) >= 0]
         return (text[: min(found)[0]], min(found)[1]) if found else (text, None)
 
-    def _calls(self, step: Step) -> Generator[Beat, None, bool]:
+    def _calls(self, step: ScriptStep) -> Generator[Beat, None, bool]:
         for call in step.calls:
             start = BlockStart(self._index + 1, "tool_call", f"call_{uuid4().hex[:24]}", call.name)
             yield Put([*self._close(), self._start(start)])
@@ -198,7 +198,7 @@ class ChatJob:
         return [BlockEnd(self._index)] if was else []
 
 
-def _walk(steps: Iterable[Step]) -> Iterator[Step]:
+def _walk(steps: Iterable[ScriptStep]) -> Iterator[ScriptStep]:
     for step in steps:
         if step.repeat is None:
             yield step

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from modelyard.core.request import Message, Request, Text, ToolResult
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 
 
-class Conversation(Protocol):
+class ConversationView(Protocol):
     @property
     def user(self) -> str: ...
     @property
@@ -33,10 +33,10 @@ THINK = "<think>"
 OPENED = 4  # a prompt that ends inside the reasoning has opened it among so many of its last tokens
 
 
-class Seen:
+class PromptView:
     """Read lazily and from the end: a long prompt is decoded whole only when the tools are asked for."""
 
-    def __init__(self, ids: list[int], vocab: Vocabulary) -> None:
+    def __init__(self, ids: list[int], vocab: Tokenizer) -> None:
         self._ids, self._vocab = ids, vocab
 
     @property
@@ -118,7 +118,7 @@ def _json_tool(line: str) -> tuple[str, dict[str, Any]] | None:
 # --- as a ChatEngine sees it ----------------------------------------------------------------------------------------
 
 
-class Told:
+class RequestView:
     """The same view of a request."""
 
     def __init__(self, request: Request) -> None:

@@ -10,21 +10,21 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from modelyard.engines.fake.script import CallStep
+from modelyard.engines.fake.script import ScriptCall
 
 Segment = tuple[str, bool]
 
 
-class Writer(Protocol):
+class FormatWriter(Protocol):
     """Stateful: one an answer. `inside` means that the template has already opened the reasoning."""
 
     def text(self, text: str) -> list[Segment]: ...
     def think(self, text: str) -> list[Segment]: ...
-    def calls(self, calls: Sequence[CallStep]) -> list[Segment]: ...
+    def calls(self, calls: Sequence[ScriptCall]) -> list[Segment]: ...
     def end(self) -> list[Segment]: ...
 
 
-def arguments_text(call: CallStep) -> str:
+def arguments_text(call: ScriptCall) -> str:
     """A string is taken as it is: scripts play broken JSON too."""
     return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
 
@@ -47,13 +47,13 @@ class Hermes:
         self._inside = True
         return [*opening, (text, False), *self._out()]
 
-    def calls(self, calls: Sequence[CallStep]) -> list[Segment]:
+    def calls(self, calls: Sequence[ScriptCall]) -> list[Segment]:
         out = self._out()
         for call in calls:
             out += [("<tool_call>", True), (f"\n{self._body(call)}\n", False), ("</tool_call>", True), ("\n", False)]
         return out[:-1]
 
-    def _body(self, call: CallStep) -> str:
+    def _body(self, call: ScriptCall) -> str:
         return f'{{"name": {json.dumps(call.name)}, "arguments": {arguments_text(call)}}}'
 
     def end(self) -> list[Segment]:
@@ -63,7 +63,7 @@ class Hermes:
 class Qwen3Coder(Hermes):
     """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>"""
 
-    def _body(self, call: CallStep) -> str:
+    def _body(self, call: ScriptCall) -> str:
         if isinstance(call.arguments, str):
             return f"<function={call.name}>\n{call.arguments}\n</function>"
         lines = [f"<parameter={key}>\n{self._value(value)}\n</parameter>" for key, value in call.arguments.items()]
@@ -98,7 +98,7 @@ class Harmony:
     def think(self, text: str) -> list[Segment]:
         return [*self._channel("analysis", [("analysis", False)]), (text, False)]
 
-    def calls(self, calls: Sequence[CallStep]) -> list[Segment]:
+    def calls(self, calls: Sequence[ScriptCall]) -> list[Segment]:
         out: list[Segment] = []
         for call in calls:
             header = [(f"commentary to=functions.{call.name} ", False), ("<|constrain|>", True), ("json", False)]
@@ -113,6 +113,6 @@ class Harmony:
 _WRITERS: dict[str, type[Hermes | Harmony]] = {"qwen3_coder": Qwen3Coder, "harmony": Harmony}
 
 
-def writer(dialect: str, *, inside: bool = False) -> Writer:
+def format_writer(dialect: str, *, inside: bool = False) -> FormatWriter:
     """Hermes for every dialect without a writer of its own: scripts for those use `raw` steps."""
     return _WRITERS.get(dialect, Hermes)(inside)

@@ -17,7 +17,7 @@ from modelyard.engines.fake.memory import Key, Sequences
 from modelyard.engines.fake.numbers import logprob
 from modelyard.engines.fake.plan import Deed, Ending, Hang, Prefill, Say, Wait, walk
 from modelyard.engines.fake.player import Beat, Paced, Pause, Player, Put, Standstill
-from modelyard.engines.fake.script import Step
+from modelyard.engines.fake.script import ScriptStep
 
 if TYPE_CHECKING:
     from modelyard.engines.fake.text import FakeTextEngine
@@ -171,7 +171,7 @@ class TextJob:
                 yield Put([Progress(self._cached + fresh * part // parts, total)])
         self._read_at = time.perf_counter()
 
-    def _break(self, step: Step) -> None:
+    def _break(self, step: ScriptStep) -> None:
         error = step.error
         if error is not None and step.die is not None:
             self._engine.die(error)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from modelyard.engines.fake.script import Rule, read_script
+from modelyard.engines.fake.script import ScriptRule, read_script
 
 _SHIPPED = Path(__file__).parent / "tokenizer"
 _DEMO_DELAY = 0.01  # about as fast as a good local model
@@ -26,7 +26,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     kind: Literal["text", "chat"] = Field(default="text", description="Which of the two kinds of engine to play.")
-    script: tuple[Rule, ...] = Field(
+    script: tuple[ScriptRule, ...] = Field(
         default=(), description="Rules, inline or as the path of a TOML file; none: a demo."
     )
     echo: bool = Field(default=False, description="Where no rule fits, answer with the user's own words.")

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
-from modelyard.core.vocab import Vocabulary
-from modelyard.engines.fake.dialects import Segment, Writer
-from modelyard.engines.fake.script import Step
+from modelyard.core.tokenizer import Tokenizer
+from modelyard.engines.fake.dialects import FormatWriter, Segment
+from modelyard.engines.fake.script import ScriptStep
 
 
 class Say(Struct, frozen=True):
@@ -27,7 +27,7 @@ class Prefill(Struct, frozen=True):
 class Ending(Struct, frozen=True):
     """The job fails or the engine dies, as the step says."""
 
-    step: Step
+    step: ScriptStep
 
 
 class Repeat(Struct, frozen=True):
@@ -53,18 +53,18 @@ def walk(deeds: Iterable[Deed]) -> Iterator[Deed]:
 
 
 class Compiler:
-    def __init__(self, vocab: Vocabulary) -> None:
+    def __init__(self, vocab: Tokenizer) -> None:
         self._vocab = vocab
         self._filler = filler(vocab)
 
-    def compile(self, steps: Sequence[Step], writer: Writer) -> tuple[Deed, ...]:
+    def compile(self, steps: Sequence[ScriptStep], writer: FormatWriter) -> tuple[Deed, ...]:
         deeds = self._steps(steps, writer)
         return tuple(joined([*deeds, Say(self._ids(writer.end()))]))
 
-    def _steps(self, steps: Sequence[Step], writer: Writer) -> list[Deed]:
+    def _steps(self, steps: Sequence[ScriptStep], writer: FormatWriter) -> list[Deed]:
         return [deed for step in steps for deed in self._step(step, writer)]
 
-    def _step(self, step: Step, writer: Writer) -> list[Deed]:
+    def _step(self, step: ScriptStep, writer: FormatWriter) -> list[Deed]:
         if step.repeat is not None:
             return self._repeat(step, step.repeat, writer)
         if step.delay is not None:
@@ -77,7 +77,7 @@ class Compiler:
             return [Ending(step)]
         return [Say(self._said(step, writer))]
 
-    def _said(self, step: Step, writer: Writer) -> list[int]:
+    def _said(self, step: ScriptStep, writer: FormatWriter) -> list[int]:
         if step.raw is not None:
             return self._vocab.encode(step.raw)
         if step.tokens is not None:
@@ -88,7 +88,7 @@ class Compiler:
             return self._ids(writer.calls(step.calls))
         return self._ids(writer.text(step.text or ""))
 
-    def _repeat(self, step: Step, times: int, writer: Writer) -> list[Deed]:
+    def _repeat(self, step: ScriptStep, times: int, writer: FormatWriter) -> list[Deed]:
         """The first round may open what the later ones only go on with, so it is compiled apart."""
         if times == 0:
             return []
@@ -111,7 +111,7 @@ def joined(deeds: Iterable[Deed]) -> list[Deed]:
     return out
 
 
-def filler(vocab: Vocabulary) -> list[int]:
+def filler(vocab: Tokenizer) -> list[int]:
     """Tokens that are one whole word each; where a vocabulary has none, whatever it makes of one."""
     found = [token for token in range(min(vocab.size, 4096)) if _is_word(vocab.token_bytes(token))]
     return found[:97] or vocab.encode_plain(" word")

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.generation_queue import GenerationQueue
 
 T = TypeVar("T")
 
@@ -53,7 +53,9 @@ class Player(Generic[T]):
         self._stalled = False
         self._timer: asyncio.Handle | None = None
         self.spoken = 0
-        self.box: Mailbox[T] = Mailbox(on_cancel=on_cancel, on_room=self._go_on, limit=ROOM, loop=self._loop)
+        self.box: GenerationQueue[T] = GenerationQueue(
+            on_cancel=on_cancel, on_drained=self._go_on, limit=ROOM, loop=self._loop
+        )
 
     def play(self) -> None:
         """Goes on from where it stood until something has to be waited for or the beats end."""

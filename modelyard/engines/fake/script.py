@@ -49,7 +49,7 @@ from modelyard.core.errors import (
     Unavailable,
     Unimplemented,
 )
-from modelyard.engines.fake.conversation import Conversation
+from modelyard.engines.fake.conversation import ConversationView
 
 _SESSIONS = 4096
 
@@ -73,17 +73,17 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class CallStep(_Model):
+class ScriptCall(_Model):
     name: str = Field(description="Name of the tool to call.")
     arguments: dict[str, Any] | str = Field(default_factory=dict, description="Arguments; a string is taken as it is.")
 
 
-class Step(_Model):
+class ScriptStep(_Model):
     """Exactly one of the first eleven fields; the others belong to one of them."""
 
     text: str | None = Field(default=None, description="Visible text.")
     think: str | None = Field(default=None, description="Reasoning.")
-    call: CallStep | tuple[CallStep, ...] | None = Field(
+    call: ScriptCall | tuple[ScriptCall, ...] | None = Field(
         default=None, description="One tool call, or several in parallel."
     )
     raw: str | None = Field(default=None, description="Raw model output, special tokens included.")
@@ -96,10 +96,10 @@ class Step(_Model):
     hang: bool | None = Field(default=None, description="Wait until cancelled.")
     progress: int = Field(default=0, ge=0, description="With prefill: how many progress reports.")
     kind: Kind = Field(default="internal", description="With fail: the kind of error.")
-    steps: tuple[Step, ...] = Field(default=(), description="With repeat: what is repeated.")
+    steps: tuple[ScriptStep, ...] = Field(default=(), description="With repeat: what is repeated.")
 
     @model_validator(mode="after")
-    def _is_one_thing(self) -> Step:
+    def _is_one_thing(self) -> ScriptStep:
         named = [name for name in _DEEDS if getattr(self, name) is not None]
         if len(named) != 1:
             raise ValueError(
@@ -113,10 +113,10 @@ class Step(_Model):
         return self
 
     @property
-    def calls(self) -> tuple[CallStep, ...]:
+    def calls(self) -> tuple[ScriptCall, ...]:
         if self.call is None:
             return ()
-        return (self.call,) if isinstance(self.call, CallStep) else self.call
+        return (self.call,) if isinstance(self.call, ScriptCall) else self.call
 
     @property
     def error(self) -> ModelyardError | None:
@@ -130,13 +130,13 @@ _DEEDS = ("text", "think", "call", "raw", "tokens", "delay", "prefill", "fail", 
 _BELONGS = {"progress": "prefill", "kind": "fail", "steps": "repeat"}
 
 
-class Rule(_Model):
+class ScriptRule(_Model):
     when: str | None = Field(default=None, description="Regex searched in the last user turn; absent: always.")
     turn: int | None = Field(
         default=None, ge=1, description="Only the n-th time that the pattern matches in a session."
     )
     result: str | None = Field(default=None, description="Regex searched in the tool results after the last user turn.")
-    steps: tuple[Step, ...] = Field(description="The answer.")
+    steps: tuple[ScriptStep, ...] = Field(description="The answer.")
 
     @field_validator("when", "result")
     @classmethod
@@ -151,16 +151,16 @@ class Rule(_Model):
     def is_bare(self) -> bool:
         return self.when is None and self.turn is None and self.result is None
 
-    def fits(self, talk: Conversation) -> bool:
+    def fits(self, talk: ConversationView) -> bool:
         if self.when is not None and not re.search(self.when, talk.user):
             return False
         return self.result is None or (talk.result is not None and bool(re.search(self.result, talk.result)))
 
 
-_rules = TypeAdapter(tuple[Rule, ...])
+_rules = TypeAdapter(tuple[ScriptRule, ...])
 
 
-def read_script(path: Path) -> tuple[Rule, ...]:
+def read_script(path: Path) -> tuple[ScriptRule, ...]:
     """A TOML file with a list of tables named `script`."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -176,11 +176,11 @@ def read_script(path: Path) -> tuple[Rule, ...]:
 class Script:
     """The rules, and how often each pattern has matched in each session: rules of one pattern share the count."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    def __init__(self, rules: Sequence[ScriptRule]) -> None:
         self._rules = tuple(rules)
         self._turns: OrderedDict[tuple[str, str | None, str | None], int] = OrderedDict()
 
-    def choose(self, talk: Conversation, session: str | None = None) -> Rule | None:
+    def choose(self, talk: ConversationView, session: str | None = None) -> ScriptRule | None:
         counted: dict[tuple[str | None, str | None], int] = {}
         for rule in self._rules:
             if not rule.fits(talk):

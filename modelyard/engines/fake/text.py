@@ -18,13 +18,13 @@ from modelyard.core.engine import (
 from modelyard.core.errors import NotFound
 from modelyard.engines.fake.base import Base
 from modelyard.engines.fake.burst import Bursts
-from modelyard.engines.fake.conversation import THINK, Seen
-from modelyard.engines.fake.dialects import writer
+from modelyard.engines.fake.conversation import THINK, PromptView
+from modelyard.engines.fake.dialects import format_writer
 from modelyard.engines.fake.job import TextJob
 from modelyard.engines.fake.memory import Sequences
 from modelyard.engines.fake.numbers import unit_vector
 from modelyard.engines.fake.plan import Compiler, Deed
-from modelyard.engines.fake.script import Rule
+from modelyard.engines.fake.script import ScriptRule
 
 
 class FakeTextEngine(Base):
@@ -52,13 +52,15 @@ class FakeTextEngine(Base):
         return TextJob(self, prompt).start()
 
     def plan(self, prompt: Prompt) -> tuple[Deed, ...]:
-        talk = Seen(prompt.ids, self.vocab)
+        talk = PromptView(prompt.ids, self.vocab)
         answer = self.answer(talk, prompt.constraint, prompt.session)
-        if not isinstance(answer, Rule):
-            return self._compiler.compile(answer, writer(self.options.format, inside=talk.thinks_already))
+        if not isinstance(answer, ScriptRule):
+            return self._compiler.compile(answer, format_writer(self.options.format, inside=talk.thinks_already))
         key = (id(answer), talk.thinks_already)  # rules live as long as their engine, so an id names one for good
         if key not in self._compiled:
-            self._compiled[key] = self._compiler.compile(answer.steps, writer(self.options.format, inside=key[1]))
+            self._compiled[key] = self._compiler.compile(
+                answer.steps, format_writer(self.options.format, inside=key[1])
+            )
         return self._compiled[key]
 
     def cache(self, name: str) -> tuple[CacheInfo, Sequences]:

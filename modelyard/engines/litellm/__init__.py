@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.engines.litellm.engine import CAPABILITIES, LiteLlmEngine
 from modelyard.engines.litellm.library import verify
 from modelyard.engines.litellm.options import Options
@@ -36,7 +36,7 @@ def create(spec: EngineSpec) -> Engine:
     return LiteLlmEngine(spec)
 
 
-def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     """Nothing is loaded here but a library."""
     del spec, machine
-    return Memory()
+    return MemoryEstimate()

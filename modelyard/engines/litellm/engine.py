@@ -22,7 +22,7 @@ from modelyard.engines.upstream.faults import blameless
 from modelyard.engines.upstream.jobs import Jobs, Say
 from modelyard.engines.upstream.retry import Patience, Refused, patiently
 from modelyard.protocols import openai_chat
-from modelyard.protocols.sse import frame
+from modelyard.protocols.common.sse import frame
 
 CAPABILITIES = Capabilities(
     modalities=("text", "image"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from modelyard.core.engine import Machine
+from modelyard.core.engine import AvailableMemory
 from modelyard.engines.llama_cpp.verdict import library_folder
 from modelyard.plugins import MissingLibrary
 
@@ -31,6 +31,6 @@ def uses_gpus(layers: int) -> bool:
         return False
 
 
-def seen(machine: Machine) -> Machine:
+def seen(machine: AvailableMemory) -> AvailableMemory:
     """The machine as this library sees it."""
     return machine if uses_gpus(-1) else structs.replace(machine, gpus={})

@@ -57,7 +57,7 @@ from modelyard.engines.llama_cpp.replay import Replay, replay_for
 from modelyard.engines.llama_cpp.sample import Chain
 from modelyard.engines.llama_cpp.speculate import NGrams, Speculator
 from modelyard.engines.llama_cpp.threads import Pool
-from modelyard.engines.outbox import Outbox
+from modelyard.engines.token_dispatch import TokenDispatch
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class LlamaEngine:
         self._masks: Masks | None = None
         self._model: Any = None
         self._caches: dict[str, Cache] = {}
-        self._outbox = Outbox(self._loop)
+        self._dispatch = TokenDispatch(self._loop)
         self._arrived = 0
         self._desk: Desk | None = None
         self._draft: DraftModel | None = None
@@ -126,8 +126,8 @@ class LlamaEngine:
                 raw,
                 self._n_vocab,
                 self.options.of(info).n_ubatch,
-                self._outbox.put,
-                self._outbox.put_all,
+                self._dispatch.put,
+                self._dispatch.put_batch,
                 self._wardrobe,
                 places_for(raw, info, self.options),
             )
@@ -185,30 +185,30 @@ class LlamaEngine:
         self._arrived += 1
         job = Job(prompt, self._loop, self._arrived)
         if self._over is not None:
-            job.box.put_many([_refused(job, self._over)], last=True)
+            job.queue.put_many([_refused(job, self._over)], last=True)
         elif prompt.constraint is not None and self._masks is not None:
             # That may take long: not on this loop, and not between two steps.
             making = asyncio.wrap_future(self._masks.order(prompt.constraint), loop=self._loop)
             making.add_done_callback(partial(self._constrained, job))
         else:
             self._inbox.put(job)
-        return job.box
+        return job.queue
 
     def _constrained(self, job: Job, made: asyncio.Future[Mask | Triggered | None]) -> None:
         fault: BaseException | None = self._over or made.exception()
         if fault is None:
             job.mask = made.result()
             self._inbox.put(job)
-        elif not job.box.closed:
-            job.box.put_many([_refused(job, fault_of(fault))], last=True)
+        elif not job.queue.closed:
+            job.queue.put_many([_refused(job, fault_of(fault))], last=True)
 
     def _turn_away(self) -> None:
         """What still waits in the inbox of a thread that has ended."""
         fault = self._over or Unavailable("the engine was closed")
         while not self._inbox.empty():
             item = self._inbox.get()
-            if isinstance(item, Job) and not item.box.closed:
-                item.box.put_many([_refused(item, fault)], last=True)
+            if isinstance(item, Job) and not item.queue.closed:
+                item.queue.put_many([_refused(item, fault)], last=True)
             elif isinstance(item, Order) and not item.done.done():
                 item.done.set_exception(fault)
 
@@ -271,7 +271,7 @@ class LlamaEngine:
                 for cache in self._caches.values():
                     if cache.has_work:
                         cache.step()
-                self._outbox.deliver()
+                self._dispatch.flush()
             self._land()
         except Exception as error:
             log.exception("the llama.cpp thread died")
@@ -315,7 +315,7 @@ class LlamaEngine:
     def _admit(self, job: Job) -> None:
         """Whatever is wrong with a job ends that job, not the engine."""
         if job.cancelled:
-            self._outbox.put(job, [End("cancelled", Usage(job.prompt_tokens))], True)
+            self._dispatch.put(job, [End("cancelled", Usage(job.prompt_tokens))], True)
             return
         try:
             cache = self._cache(job.prompt.cache)
@@ -323,7 +323,7 @@ class LlamaEngine:
             cache.check(job)
             job.chain = Chain(job.prompt.sampling, self._vocab, self._n_vocab, cache.info.window, job.ids)
         except Exception as error:
-            self._outbox.put(job, [_refused(job, fault_of(error))], True)
+            self._dispatch.put(job, [_refused(job, fault_of(error))], True)
         else:
             if self._replay is not None:
                 job.mask, job.scripted = None, self._replay.answer(job.prompt.ids, job.prompt.session)
@@ -352,7 +352,7 @@ class LlamaEngine:
     def _end_all(self, error: ModelyardError) -> None:
         for cache in self._caches.values():
             cache.fail_all(error)
-        self._outbox.deliver()
+        self._dispatch.flush()
 
     def _die(self, error: ModelyardError) -> None:
         self._end_all(error)

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp.attention import mode
 from modelyard.engines.llama_cpp.devices import seen
@@ -102,7 +102,7 @@ def _count(told: Any) -> int:
 # --- the sums ---------------------------------------------------------------------------------------------------------
 
 
-def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     model = shape(locate(spec.options.path))
     return memory_of(model, spec.options, spec.caches, seen(machine), draft_shape(spec.options))
 
@@ -112,11 +112,15 @@ def draft_shape(options: Options) -> Shape | None:
 
 
 def memory_of(
-    model: Shape, options: Options, caches: Mapping[str, CacheInfo], machine: Machine, draft: Shape | None = None
-) -> Memory:
+    model: Shape,
+    options: Options,
+    caches: Mapping[str, CacheInfo],
+    machine: AvailableMemory,
+    draft: Shape | None = None,
+) -> MemoryEstimate:
     """A draft model has a context for each cache, too."""
     models = [model] if draft is None else [model, draft]
-    return Memory(
+    return MemoryEstimate(
         sum(each.weights for each in models),
         sum(kv(each, info) for each in models for info in caches.values()),
         sum(compute(each, info, options.of(info)) for each in models for info in caches.values()),
@@ -148,7 +152,7 @@ def _bytes(format_: str) -> float:
     return _BYTES.get(format_.lower(), 4.0)  # an unknown one is refused later, by its name
 
 
-def offloaded(model: Shape, options: Options, machine: Machine) -> float:
+def offloaded(model: Shape, options: Options, machine: AvailableMemory) -> float:
     """The share of the layers that goes to GPUs; the output counts as one."""
     if not machine.gpus:
         return 0.0
@@ -159,7 +163,7 @@ def offloaded(model: Shape, options: Options, machine: Machine) -> float:
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def check(name: str, memory: Memory, share: float, machine: Machine) -> None:
+def check(name: str, memory: MemoryEstimate, share: float, machine: AvailableMemory) -> None:
     """Raise, with the numbers, where it cannot fit. `share` of it goes to GPUs."""
     moving = memory.weights + memory.kv
     on_gpu = int(share * moving) + (memory.compute if share else 0)
@@ -173,7 +177,7 @@ def check(name: str, memory: Memory, share: float, machine: Machine) -> None:
             )
 
 
-def _parts(memory: Memory) -> str:
+def _parts(memory: MemoryEstimate) -> str:
     return f"weights {size(memory.weights)}, KV caches {size(memory.kv)}, compute buffers {size(memory.compute)}"
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from modelyard.core.engine import Chunk, Prompt
+from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.engines.llama_cpp.masks import Mask, Triggered
 from modelyard.engines.llama_cpp.sample import Chain
-from modelyard.engines.mailbox import Mailbox
 
 
 class Job:
@@ -23,7 +23,7 @@ class Job:
 
     def __init__(self, prompt: Prompt, loop: Any, arrived: int) -> None:
         self.prompt, self.arrived = prompt, arrived
-        self.box: Mailbox[Chunk] = Mailbox(on_cancel=self.cancel, loop=loop)
+        self.queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=self.cancel, loop=loop)
         self.cancelled = False
         self.prompt_tokens = prompt.n_tokens
         self._room = np.empty(self.prompt_tokens + min(prompt.max_tokens, 1024), np.int32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines import cores
@@ -24,7 +24,7 @@ _COARSENESS = {"f32": 0, "f16": 1, "bf16": 1, "q8_0": 2, "q5_1": 3, "q5_0": 4, "
 _FULL = ("f32", "f16", "bf16")
 
 
-def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
+def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
     options: Options = spec.options
     if devices.seen(here).gpus:
         yield Knob(name="n_gpu_layers", values=_layers(spec), stage=0, ordered=False)

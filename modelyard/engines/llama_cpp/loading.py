@@ -17,7 +17,7 @@ from modelyard.engines.llama_cpp import attention, halves, verdict
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import Shape, check, draft_shape, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.telemetry import free
+from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def survey(path: Path, spec: EngineSpec) -> Shape | None:
 
 def fit(model: Shape, name: str, options: Options, caches: Mapping[str, CacheInfo], draft: Shape | None = None) -> None:
     on_gpus = uses_gpus(options)
-    machine = free.machine(with_gpus=on_gpus)
+    machine = system.free_memory(with_gpus=on_gpus)
     if options.overcommit or (on_gpus and not machine.gpus):  # a GPU that only llama.cpp can look into
         return
     share = offloaded(model, options, machine)

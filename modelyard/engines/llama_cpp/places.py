@@ -20,7 +20,7 @@ from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.parking import Lot
 from modelyard.engines.llama_cpp.sequences import Choice, Ids, Slot
 from modelyard.engines.llama_cpp.state import Kv, layout
-from modelyard.telemetry.free import machine
+from modelyard.telemetry.system import free_memory
 
 _EMPTY: Ids = np.zeros(0, np.int32)
 
@@ -79,7 +79,7 @@ class Places:
         if slot.priority == "background" or not self.lot.limit:
             return False
         size = self.kv.size(slot.index)
-        if not self.lot.has_room(size) or size > machine(with_gpus=False).ram_free // 2:
+        if not self.lot.has_room(size) or size > free_memory(with_gpus=False).ram_free // 2:
             return False
         image = self.image(slot) if sequences.pays(len(slot.tokens), 2 * size, self.kv.costs) else None
         if image is not None:

@@ -20,27 +20,27 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.vocab import Vocabulary
-from modelyard.engines.fake.conversation import Seen
-from modelyard.engines.fake.dialects import writer
+from modelyard.core.tokenizer import Tokenizer
+from modelyard.engines.fake.conversation import PromptView
+from modelyard.engines.fake.dialects import format_writer
 from modelyard.engines.fake.plan import Compiler, Say, walk
-from modelyard.engines.fake.script import Rule, Script
-from modelyard.tokenizer.gguf import GgufVocabulary
+from modelyard.engines.fake.script import Script, ScriptRule
+from modelyard.tokenizer.gguf import GgufTokenizer
 
 
 class Replay:
     """Belongs to the engine's thread."""
 
-    def __init__(self, rules: tuple[Rule, ...], vocab: Vocabulary) -> None:
+    def __init__(self, rules: tuple[ScriptRule, ...], vocab: Tokenizer) -> None:
         self._script, self._vocab, self._compiler = Script(rules), vocab, Compiler(vocab)
 
     def answer(self, ids: list[int], session: str | None) -> Iterator[int]:
         """The tokens that are to be said, spelled as the vocabulary would spell their text in a later prompt."""
-        talk = Seen(ids, self._vocab)
+        talk = PromptView(ids, self._vocab)
         rule = self._script.choose(talk, session)
         if rule is None:
             return iter(())
-        deeds = walk(self._compiler.compile(rule.steps, writer("hermes", inside=talk.thinks_already)))
+        deeds = walk(self._compiler.compile(rule.steps, format_writer("hermes", inside=talk.thinks_already)))
         said = [token for deed in deeds if isinstance(deed, Say) for token in deed.ids]
         return iter(self._spelled(ids, said))
 
@@ -54,7 +54,7 @@ class Replay:
 _BEFORE = 2  # tokens: the end of a turn's opening
 
 
-def read(path: Path) -> tuple[Rule, ...]:
+def read(path: Path) -> tuple[ScriptRule, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -62,9 +62,9 @@ def read(path: Path) -> tuple[Rule, ...]:
     return tuple(_rule(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
-def _rule(path: Path, number: int, line: str) -> Rule:
+def _rule(path: Path, number: int, line: str) -> ScriptRule:
     try:
-        return Rule.model_validate_json(line)
+        return ScriptRule.model_validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -73,4 +73,4 @@ def _rule(path: Path, number: int, line: str) -> Rule:
 
 
 def replay_for(script: str | None, model: Path) -> Replay | None:
-    return Replay(read(Path(script)), GgufVocabulary(model)) if script is not None else None
+    return Replay(read(Path(script)), GgufTokenizer(model)) if script is not None else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.engines.llama_cpp import Options as CppOptions
 from modelyard.engines.llama_cpp.estimate import memory_of, shape
 from modelyard.engines.llama_server.command import shared
@@ -12,21 +12,23 @@ from modelyard.engines.llama_server.options import Options
 from modelyard.library.places import locate
 
 
-def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     options: Options = spec.options
     cache = shared(spec.caches)
     main = _of(options.path, options.llama_server_n_gpu_layers, options, cache, machine)
     draft = _draft(options, cache, machine)
     seeing = _size(options.llama_server_mmproj_path)
-    return Memory(main.weights + draft.weights + seeing, main.kv + draft.kv, main.compute + draft.compute, main.device)
+    return MemoryEstimate(
+        main.weights + draft.weights + seeing, main.kv + draft.kv, main.compute + draft.compute, main.device
+    )
 
 
-def _draft(options: Options, cache: CacheInfo, machine: Machine) -> Memory:
+def _draft(options: Options, cache: CacheInfo, machine: AvailableMemory) -> MemoryEstimate:
     path = options.llama_server_draft_model_path
-    return _of(path, options.llama_server_spec_draft_ngl, options, cache, machine) if path else Memory()
+    return _of(path, options.llama_server_spec_draft_ngl, options, cache, machine) if path else MemoryEstimate()
 
 
-def _of(path: str, layers: str | None, options: Options, cache: CacheInfo, machine: Machine) -> Memory:
+def _of(path: str, layers: str | None, options: Options, cache: CacheInfo, machine: AvailableMemory) -> MemoryEstimate:
     settings = CppOptions(path=path, n_gpu_layers=_layers(layers), flash_attn=options.llama_server_flash_attn or "auto")
     return memory_of(shape(locate(path)), settings, {"all": cache}, machine)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from modelyard.core.engine import EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines import cores
 from modelyard.engines.llama_server.command import shared
@@ -20,7 +20,7 @@ _BATCH, _UBATCH = 2048, 512  # llama-server's own
 _FULL = ("f32", "f16", "bf16")
 
 
-def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
+def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
     options: Options = spec.options
     if here.gpus:
         yield Knob(name="llama_server_n_gpu_layers", values=("auto", "all", "0"), stage=0)

@@ -10,14 +10,14 @@ from typing import cast
 from modelyard.core.engine import EngineInfo, EngineSpec, EngineStats, Generation, OnProgress
 from modelyard.core.errors import Incomplete, ModelyardError, Unavailable
 from modelyard.core.events import Event, Failed, Finished
+from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
-from modelyard.core.wire import Wire
 from modelyard.engines.managed.server import Server
 from modelyard.engines.upstream.faults import LOST, UNREACHABLE
 from modelyard.engines.upstream.jobs import Jobs, Say
 from modelyard.protocols import openai_chat
 
-_WIRE = cast(Wire, openai_chat)
+_WIRE = cast(WireProtocol, openai_chat)
 _PATH = "/v1/chat/completions"
 
 

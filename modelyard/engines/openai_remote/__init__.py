@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from modelyard.core.engine import Engine, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.engines.openai_remote.engine import CAPABILITIES, RemoteEngine
 from modelyard.engines.openai_remote.options import Options
 
@@ -25,7 +25,7 @@ def create(spec: EngineSpec) -> Engine:
     return RemoteEngine(spec)
 
 
-def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     """Nothing is loaded here."""
     del spec, machine
-    return Memory()
+    return MemoryEstimate()

@@ -7,21 +7,21 @@ from typing import Any, cast
 
 from msgspec import Struct
 
-from modelyard.core.wire import Wire
+from modelyard.core.protocol import WireProtocol
 from modelyard.engines.openai_remote.options import ApiKind
 from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
 
 
-def _wire(module: Any) -> Wire:
+def _wire(module: Any) -> WireProtocol:
     """A protocol module is a Wire; modules cannot say so to the type checker."""
-    return cast(Wire, module)
+    return cast(WireProtocol, module)
 
 
 class Kind(Struct, frozen=True, kw_only=True):
     """`counts` is the path of the API's token counter; `sampling` are the knobs that its maker documents."""
 
     name: ApiKind
-    wire: Wire
+    wire: WireProtocol
     path: str
     counts: str | None = None
     models: str = "/models"

@@ -15,7 +15,7 @@ from modelyard.core.request import Message, Reasoning, Request, Sampling, Text, 
 from modelyard.engines.openai_remote.kinds import Kind
 from modelyard.engines.openai_remote.options import Options
 from modelyard.engines.upstream.client import with_fields
-from modelyard.protocols.sealing import unseal
+from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 
 _MAX_TOKENS = 8192
 _GRAMMARS = frozenset({"gbnf", "regex", "lark"})
@@ -120,4 +120,4 @@ def _signed(message: Message, options: Options, kind: Kind) -> Message:
 
 
 def _foreign(part: Thinking, kind: Kind) -> bool:
-    return kind.thinks_in_history and bool(part.signature) and unseal(part.signature) is None
+    return kind.thinks_in_history and bool(part.signature) and unpack_reasoning(part.signature) is None

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core.errors import Incomplete
-from modelyard.core.events import unfold
-from modelyard.core.wire import Wire
+from modelyard.core.events import reply_events
+from modelyard.core.protocol import WireProtocol
 from modelyard.engines.upstream.faults import blameless, transport_fault
 from modelyard.engines.upstream.jobs import Say
 from modelyard.engines.upstream.retry import Patience, Refused, patiently
@@ -58,7 +58,7 @@ class Client:
 
     # --- an answer --------------------------------------------------------------------------------------------------
 
-    async def stream(self, path: str, body: bytes, wire: Wire, say: Say) -> None:
+    async def stream(self, path: str, body: bytes, wire: WireProtocol, say: Say) -> None:
         """Says the upstream's answer event by event. Raises what kept it from answering; a second try comes before
         the first byte only."""
 
@@ -68,14 +68,14 @@ class Client:
 
         await patiently(attempt, self._patience)
 
-    def _open(self, path: str, body: bytes, wire: Wire) -> _Opening:
+    def _open(self, path: str, body: bytes, wire: WireProtocol) -> _Opening:
         request = self._http.build_request("POST", path, content=body, headers=_JSON)
         return _Opening(self._http, request, wire, self.place)
 
-    async def _read(self, response: httpx.Response, wire: Wire, say: Say) -> None:
+    async def _read(self, response: httpx.Response, wire: WireProtocol, say: Say) -> None:
         try:
             if response.headers.get("content-type", "").startswith("application/json"):
-                await say(list(unfold(wire.read_reply(await _whole(response)))))
+                await say(list(reply_events(wire.read_reply(await _whole(response)))))
                 return
             await _follow(response.aiter_bytes(), wire, say)
         except httpx.HTTPError as error:
@@ -101,7 +101,7 @@ _JSON = {"content-type": "application/json"}
 class _Opening:
     """A request on its way until its reply begins; leaving closes the reply."""
 
-    def __init__(self, http: httpx.AsyncClient, request: httpx.Request, wire: Wire, place: Place) -> None:
+    def __init__(self, http: httpx.AsyncClient, request: httpx.Request, wire: WireProtocol, place: Place) -> None:
         self._http, self._request, self._wire, self._place = http, request, wire, place
         self._response: httpx.Response | None = None
 
@@ -130,7 +130,7 @@ class _Opening:
             await self._response.aclose()
 
 
-async def _follow(data: AsyncIterator[bytes], wire: Wire, say: Say) -> None:
+async def _follow(data: AsyncIterator[bytes], wire: WireProtocol, say: Say) -> None:
     reader = wire.reader()
     async for some in data:
         if (events := reader.feed(some)) and await say(events):

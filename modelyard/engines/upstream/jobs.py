@@ -15,7 +15,7 @@ from typing import Any
 from modelyard.core.engine import Generation
 from modelyard.core.errors import Cancelled, Incomplete, Internal, ModelyardError
 from modelyard.core.events import Event, Failed, Finished
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.generation_queue import GenerationQueue
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Job:
         self.task: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
         self._room.set()
-        self.box: Mailbox[Event] = Mailbox(on_cancel=self._cancel, on_room=self._room.set)
+        self.box: GenerationQueue[Event] = GenerationQueue(on_cancel=self._cancel, on_drained=self._room.set)
         self._why: ModelyardError = Cancelled("the job was cancelled")
         self._on_over = on_over
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()

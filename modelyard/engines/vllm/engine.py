@@ -141,11 +141,11 @@ class VllmEngine:
             core = self._there()
             asked = self._asked(job, core)
         except ModelyardError as error:
-            job.box.put_many([job.end("error", error)], last=True)
+            job.queue.put_many([job.end("error", error)], last=True)
         else:
             self._jobs.add(job)
             self._home.call(core.start, job, asked)
-        return job.box
+        return job.queue
 
     def _there(self) -> Core:
         if self._over is not None:
@@ -197,7 +197,7 @@ class VllmEngine:
                 self._tallies[job.cache].read(job.prompt_tokens, first.cached_tokens)
             if last:
                 self._jobs.discard(job)
-            job.box.put_many(chunks, last=last)
+            job.queue.put_many(chunks, last=last)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 

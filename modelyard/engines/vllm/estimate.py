@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.engines.vllm import folder
 from modelyard.engines.vllm.arguments import places, window
 from modelyard.engines.vllm.settings import VllmSettings
@@ -25,17 +25,17 @@ _SHARE = 0.9  # of a GPU, where nobody says
 _RUNTIME = {"cpu": 9 << 28, "gpu": 1 << 29}  # torch in three processes: measured on a CPU; on a GPU its context
 
 
-def estimate(spec: EngineSpec, machine: Machine) -> Memory:
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     settings: VllmSettings = spec.options
     found = folder.require(settings.model_name)
     shape, device = folder.config(found), "gpu" if machine.gpus else "cpu"
     weights = _weights(found, settings, shape) + _guesser(settings)
     compute = _compute(settings, shape) + _RUNTIME[device]
     needed = _kv(settings, spec.caches, shape)
-    return Memory(weights, max(needed, _share(settings, machine) - weights - compute), compute, device)
+    return MemoryEstimate(weights, max(needed, _share(settings, machine) - weights - compute), compute, device)
 
 
-def _share(settings: VllmSettings, machine: Machine) -> int:
+def _share(settings: VllmSettings, machine: AvailableMemory) -> int:
     """What is taken of a GPU in any case."""
     if settings.vllm_kv_cache_memory_bytes is not None or not machine.gpus:
         return 0

@@ -10,7 +10,7 @@ from typing import Any
 from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, IdLogprob, Media, Prompt, Tokens
 from modelyard.core.errors import Internal, ModelyardError
 from modelyard.core.events import Timings, Usage
-from modelyard.engines.mailbox import Mailbox
+from modelyard.engines.generation_queue import GenerationQueue
 
 
 class Job:
@@ -21,7 +21,7 @@ class Job:
 
     def __init__(self, id: str, prompt: Prompt, loop: asyncio.AbstractEventLoop, on_cancel: Callable[[Job], None]):
         self.id, self.prompt, self.cache = id, prompt, ""
-        self.box: Mailbox[Chunk] = Mailbox(on_cancel=lambda: on_cancel(self), loop=loop)
+        self.queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=lambda: on_cancel(self), loop=loop)
         self.ids, self.prompt_tokens = prompt.ids, prompt.n_tokens
         self.task: asyncio.Task[None] | None = None
         self.fault: ModelyardError | None = None

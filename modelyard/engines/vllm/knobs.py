@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from modelyard.core.engine import EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines.vllm.arguments import places, window
 from modelyard.engines.vllm.settings import VllmSettings
@@ -17,7 +17,7 @@ STEP = 2048  # tokens that vLLM computes in one step where nobody says
 _STEPS = {"batch": (512, STEP, 8192), "memory": (512, STEP)}
 
 
-def knobs(spec: EngineSpec, here: Machine, goal: Goal) -> Iterator[Knob]:
+def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
     options: VllmSettings = spec.options
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8, 16, *((32, 64) if here.gpus else ())), stage=1, place="cache")

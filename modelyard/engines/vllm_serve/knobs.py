@@ -5,7 +5,7 @@ from __future__ import annotations
 from modelyard.core.engine import EngineSpec
 from modelyard.core.knobs import Value
 from modelyard.engines.vllm.knobs import STEP, forbids, held, knobs
-from modelyard.telemetry.memory import GpuMemory, read_gpus
+from modelyard.telemetry.system import GpuMemory, read_gpus
 
 __all__ = ["current", "forbids", "knobs"]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import takewhile
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -14,28 +16,90 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import Response, StreamingResponse
 
 from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
-from modelyard.core.pool import ModelSnapshot
+from modelyard.core.pool import ModelSnapshot, ModelStateChange, Pool
 from modelyard.core.request import Caller
-from modelyard.http.admin import shapes
-from modelyard.http.admin.feed import feed
-from modelyard.http.admin.office import Office
-from modelyard.http.admin.siblings import joined
-from modelyard.http.admin.tune import runs
+from modelyard.http.admin import schemas
+from modelyard.http.admin.context import AdminContext
+from modelyard.http.admin.peers import merge_requests
+
+# Changes of the pool as server-sent events, for pages that want to know at once.
+
+PING = b": ping\n\n"
+
+
+def frame(name: str, value: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def pool_events(pool: Pool, first: Any, silence_s: float) -> AsyncIterator[bytes]:
+    """The pool as it is, then every change; a comment where nothing happens for `silence_s`.
+
+    The pending look at the next change is kept over a ping: to cancel it would lose the change.
+    """
+    changes = pool.subscribe()
+    pending: asyncio.Future[ModelStateChange] | None = None
+    try:
+        yield frame("snapshot", first)
+        while True:
+            pending = pending or asyncio.ensure_future(anext(changes))
+            done, _ = await asyncio.wait({pending}, timeout=silence_s)
+            if not done:
+                yield PING
+                continue
+            try:
+                change, pending = pending.result(), None
+            except StopAsyncIteration:
+                return
+            yield frame("model", change)
+    finally:
+        await _leave(changes, pending)
+
+
+async def _leave(changes: AsyncIterator[ModelStateChange], pending: asyncio.Future[ModelStateChange] | None) -> None:
+    if pending is not None:
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+    close = getattr(changes, "aclose", None)
+    if close is not None:
+        await close()
+
+
+# What the optimizer has found so far: one JSON file a run, read from its folder.
+
+log = logging.getLogger(__name__)
+
+_NEWEST = 50
+
+
+def tuning_runs(folder: Path) -> list[dict[str, Any]]:
+    """The newest first. A file that is no result is left out, with a word in the log."""
+    files = sorted(folder.glob("*.json"), reverse=True)[:_NEWEST] if folder.is_dir() else []
+    return [found for file in files if (found := _run(file)) is not None]
+
+
+def _run(file: Path) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s is no result of the optimizer: %s", file, error)
+        return None
+    return {"id": file.stem, **found}
+
 
 Overrides = Annotated[dict[str, Any] | None, Body()]
 _MOST = 1000
 
 
-def admin(office: Office, keepalive_s: float) -> APIRouter:
-    desk = Desk(office, keepalive_s)
+def admin(office: AdminContext, keepalive_s: float) -> APIRouter:
+    desk = AdminRoutes(office, keepalive_s)
     router = APIRouter(prefix="/v1/admin", tags=["admin"], dependencies=[Depends(desk.refresh)])
     for method, path, call, summary in desk.endpoints():
         router.add_api_route(path, call, methods=[method], summary=summary, response_class=Response)
     return router
 
 
-class Desk:
-    def __init__(self, office: Office, keepalive_s: float) -> None:
+class AdminRoutes:
+    def __init__(self, office: AdminContext, keepalive_s: float) -> None:
         self._office, self._keepalive_s = office, keepalive_s
 
     def endpoints(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]:
@@ -114,7 +178,7 @@ class Desk:
         """Nothing is loaded; an override that a load would refuse is refused here, too."""
         self._seen(name)
         house = self._office.house
-        return _json(shapes.estimate(name, await house.estimate(name, overrides or {}), await house.memory()))
+        return _json(schemas.estimate(name, await house.estimate(name, overrides or {}), await house.memory()))
 
     async def _ordered(self, name: str, order: asyncio.Future[None], wait: bool) -> Response:
         """Shielded: the work goes on when the one who asked for it leaves."""
@@ -135,15 +199,15 @@ class Desk:
         up = self._office.pool.engines(seen.name)
         told = up[0].info.capabilities if up else None
         can = gateway.abilities.of(gateway.models[seen.name], told)
-        return shapes.model(seen, house.particulars(seen.name), can, self._said(seen.name))
+        return schemas.model(seen, house.particulars(seen.name), can, self._said(seen.name))
 
     async def memory(self) -> Response:
-        return _json(shapes.memory(await self._office.house.memory(), self._office.pool.snapshot()))
+        return _json(schemas.memory(await self._office.house.memory(), self._office.pool.snapshot()))
 
     async def caches(self) -> Response:
         pool = self._office.pool
         seen = pool.snapshot().models.values()
-        return _json({"data": [row for m in seen for row in shapes.caches(m.name, m.caches, pool.engines(m.name))]})
+        return _json({"data": [row for m in seen for row in schemas.caches(m.name, m.caches, pool.engines(m.name))]})
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -155,19 +219,19 @@ class Desk:
         own: bool = False,
     ) -> Response:
         """`since` is the unix time of the newest one that the reader knows: those that ended before are left out."""
-        live = [shapes.live(one) for one in self._office.pool.requests()]
+        live = [schemas.live(one) for one in self._office.pool.requests()]
         recent = takewhile(lambda one: one.at >= since, self._office.gateway.history.recent(limit))
-        ended = [shapes.finished(one) for one in recent]
+        ended = [schemas.finished(one) for one in recent]
         here: dict[str, Any] = {"live": live, "ended": ended}
         path = f"requests?limit={limit}&since={since!r}"
         others = [] if own else await self._office.siblings.ask("GET", path, asked.headers)
-        return _json(joined(msgspec.to_builtins(here), others, limit) if others else here)
+        return _json(merge_requests(msgspec.to_builtins(here), others, limit) if others else here)
 
     async def request(self, asked: StarletteRequest, id: str, own: bool = False) -> Response:
         trace, office = id.removeprefix("req_"), self._office
-        live = [shapes.live(one) for one in office.pool.requests() if one.trace == trace]
-        ended = [shapes.finished(one) for one in office.gateway.history.find(trace)]
-        texts = shapes.paper(office.papers.find(trace))
+        live = [schemas.live(one) for one in office.pool.requests() if one.trace == trace]
+        ended = [schemas.finished(one) for one in office.gateway.history.find(trace)]
+        texts = schemas.paper(office.papers.find(trace))
         if not ended and not own:
             told = await office.siblings.ask("GET", f"requests/req_{trace}", asked.headers)
             if known := next((one for one in told if one["ended"] or one["texts"]), None):
@@ -187,7 +251,7 @@ class Desk:
 
     async def history(self) -> Response:
         office = self._office
-        told = shapes.history(office.gateway.history.slices(office.clock()))
+        told = schemas.history(office.gateway.history.slices(office.clock()))
         return _json({**told, "texts": office.papers.on})
 
     async def keep(self, asked: StarletteRequest, body: Overrides = None, own: bool = False) -> Response:
@@ -204,14 +268,14 @@ class Desk:
     async def route(self, model: str, endpoint: str = "/v1/chat/completions") -> Response:
         gateway = self._office.gateway
         target, found = gateway.model_for(model, Caller(trace="", endpoint=endpoint, allow_remote=True))
-        return _json(shapes.route(model, endpoint, target, self._office.house.particulars(found.name).backend))
+        return _json(schemas.route(model, endpoint, target, self._office.house.particulars(found.name).backend))
 
     async def events(self) -> Response:
-        stream = feed(self._office.pool, self._listed(), self._keepalive_s)
+        stream = pool_events(self._office.pool, self._listed(), self._keepalive_s)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def tune(self) -> Response:
-        return _json({"data": await asyncio.to_thread(runs, self._office.tune)})
+        return _json({"data": await asyncio.to_thread(tuning_runs, self._office.tune)})
 
     async def reload(self) -> Response:
         return _json(await self._office.house.reload())

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 
-from modelyard.protocols.extensions import Extensions
+from modelyard.protocols.common.extensions import ExtensionFields
 
 
 class ContentBlock(Struct, gc=False):
@@ -71,7 +71,7 @@ class OutputConfig(Struct):
     format: OutputFormat | None = None
 
 
-class Body(Extensions, kw_only=True):
+class MessagesBody(ExtensionFields, kw_only=True):
     model: str = ""
     messages: list[Turn] = field(default_factory=list)
     system: Content = None
@@ -111,7 +111,7 @@ class ReplyBody(Struct, frozen=True):
     usage: UsageBody = UsageBody()
 
 
-body_decoder = Decoder(Body)
+body_decoder = Decoder(MessagesBody)
 tool_fields_decoder = Decoder(ToolFields)
 reply_decoder = Decoder(ReplyBody)
 content_decoder: Decoder[Content] = Decoder(Content)

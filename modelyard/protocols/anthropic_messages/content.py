@@ -20,8 +20,8 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.anthropic_messages.body import Content, ContentBlock, content_decoder
-from modelyard.protocols.json import decode
-from modelyard.protocols.sealing import unseal
+from modelyard.protocols.common.json import decode
+from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 
 Warnings = dict[str, None]  # an ordered set
 FILE_ID = "file-id:"  # an image in the upstream's file store: kept for forwarding, no local model can open it
@@ -147,12 +147,12 @@ def _decoded_string(raw: Raw) -> str | None:
 def _thinking(block: ContentBlock, _: Warnings) -> Iterable[Part]:
     signature = block.signature if isinstance(block.signature, str) else ""
     text = block.thinking if isinstance(block.thinking, str) else ""
-    return (Thinking(text or unseal(signature) or "", signature),)
+    return (Thinking(text or unpack_reasoning(signature) or "", signature),)
 
 
 def _redacted(block: ContentBlock, _: Warnings) -> Iterable[Part]:
     data = block.data if isinstance(block.data, str) else ""
-    text = unseal(data)
+    text = unpack_reasoning(data)
     return (Thinking("", data, redacted=True) if text is None else Thinking(text, data),)
 
 

@@ -10,11 +10,10 @@ import msgspec
 
 from modelyard.core import errors
 from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflow, Overloaded
+from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.core.wire import WireError
-from modelyard.protocols.json import encode
-from modelyard.protocols.overflow import advice
-from modelyard.protocols.statuses import BY_STATUS
+from modelyard.protocols.common.errors import ERROR_BY_STATUS, overflow_hint
+from modelyard.protocols.common.json import encode
 
 # kind → (HTTP status, Anthropic's word for it)
 _STATUS: Mapping[str, tuple[int, str]] = {
@@ -44,7 +43,7 @@ def write_error(
     streaming: bool = False,  # noqa: ARG001  # before the first byte a stream fails like any other request
     request: Request | None = None,
 ) -> WireError:
-    body = error_body(error, trace, advice(error, request, _LESS))
+    body = error_body(error, trace, overflow_hint(error, request, _LESS))
     return WireError(_STATUS[error.kind][0], body, _headers(error, trace))
 
 
@@ -120,7 +119,7 @@ def _error(status: int, message: str, told: Mapping[str, Any], headers: Mapping[
         return ContextOverflow(int(found[1]), int(found[2]))
     if found := _OUTPUT_TOO_LONG.search(message):
         return OutputOverflow(int(found[1]), int(found[2]), int(found[3]))
-    if cls := BY_STATUS.get(status):
+    if cls := ERROR_BY_STATUS.get(status):
         return cls(message, code=code, param=param)
     retry_after = _number(headers.get("retry-after")) or 1.0
     if status == 429:

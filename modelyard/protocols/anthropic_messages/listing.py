@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.wire import ModelCard
-from modelyard.protocols.json import encode
+from modelyard.core.protocol import ModelCard
+from modelyard.protocols.common.json import encode
 
 _MOST = 1000
 

@@ -8,7 +8,7 @@ from modelyard.core.events import BlockDelta, BlockEnd, BlockKind, BlockStart, E
 from modelyard.protocols.anthropic_messages.body import ContentBlock, ReplyBody, UsageBody
 from modelyard.protocols.anthropic_messages.content import read_input
 from modelyard.protocols.anthropic_messages.outgoing import is_object
-from modelyard.protocols.sealing import unseal
+from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 
 
 class Typed(Struct):
@@ -96,5 +96,5 @@ class OpenBlock:
         if self.first.type == "text":
             return [BlockEnd(self.index)]
         sealed = self.signature or str(self.first.signature or self.first.data or "")
-        late = [] if self.texts else self._said(unseal(sealed))
+        late = [] if self.texts else self._said(unpack_reasoning(sealed))
         return [*late, BlockEnd(self.index, sealed)]

@@ -22,8 +22,8 @@ from modelyard.core.request import (
     ToolReference,
 )
 from modelyard.protocols.anthropic_messages.content import FILE_ID, UNPARSED, says_something
-from modelyard.protocols.extensions import write_extensions
-from modelyard.protocols.json import dumps, encode
+from modelyard.protocols.common.extensions import write_extensions
+from modelyard.protocols.common.json import dumps, encode
 
 _DISPLAYS = frozenset({"omitted", "summarized", "updates"})
 _EFFORTS = {"minimal": "low", "none": None}  # words of other wires

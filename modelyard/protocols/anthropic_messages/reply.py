@@ -11,8 +11,8 @@ from modelyard.core.request import Request, Text, Thinking, ToolCall
 from modelyard.protocols.anthropic_messages.body import ReplyBody, UsageBody, reply_decoder
 from modelyard.protocols.anthropic_messages.content import read_content
 from modelyard.protocols.anthropic_messages.outgoing import write_part
-from modelyard.protocols.json import decode, encode
-from modelyard.protocols.sealing import seal
+from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
 
 STOP_REASONS: Mapping[StopReason, str] = {
     "end": "end_turn",
@@ -64,7 +64,7 @@ def _content(reply: Reply, hidden: bool) -> list[dict[str, Any]]:
 def _block(part: Text | Thinking | ToolCall, hidden: bool) -> dict[str, Any]:
     if isinstance(part, Thinking) and not part.redacted:
         text = "" if hidden else part.text
-        return {"type": "thinking", "thinking": text, "signature": part.signature or seal(part.text)}
+        return {"type": "thinking", "thinking": text, "signature": part.signature or pack_reasoning(part.text)}
     return write_part(part)
 
 

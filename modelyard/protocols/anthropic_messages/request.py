@@ -18,15 +18,15 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.anthropic_messages.body import (
-    Body,
+    MessagesBody,
     OutputFormat,
     Turn,
     body_decoder,
 )
 from modelyard.protocols.anthropic_messages.content import Warnings, read_content, says_something, within
 from modelyard.protocols.anthropic_messages.tools import read_tool_choice, read_tools
-from modelyard.protocols.extensions import check_positive, read_constraint, read_priority, read_sampling
-from modelyard.protocols.json import decode
+from modelyard.protocols.common.extensions import check_positive, read_constraint, read_priority, read_sampling
+from modelyard.protocols.common.json import decode
 
 _BILLING = "x-anthropic-billing-header"
 _ROLES: Mapping[str, Role] = {
@@ -70,7 +70,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     )
 
 
-def _check(asked: Body) -> None:
+def _check(asked: MessagesBody) -> None:
     if not asked.model:
         raise InvalidRequest("model: the name of a model is required", param="model")
     if not asked.messages:
@@ -85,7 +85,7 @@ def _check(asked: Body) -> None:
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
-def _messages(asked: Body, warnings: Warnings) -> tuple[Message, ...]:
+def _messages(asked: MessagesBody, warnings: Warnings) -> tuple[Message, ...]:
     messages: list[Message] = []
     if asked.system and says_something(head := _system(asked, warnings)):
         messages.append(Message("system", tuple(head)))
@@ -97,7 +97,7 @@ def _messages(asked: Body, warnings: Warnings) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _system(asked: Body, warnings: Warnings) -> list[Part]:
+def _system(asked: MessagesBody, warnings: Warnings) -> list[Part]:
     try:
         return _without_billing(read_content(asked.system, warnings), warnings)
     except InvalidRequest as error:
@@ -146,7 +146,7 @@ def _unbilled(part: Part, warnings: Warnings) -> Part | None:
 # --- the rest -------------------------------------------------------------------------------------------------------
 
 
-def _constraint(asked: Body) -> Constraint | None:
+def _constraint(asked: MessagesBody) -> Constraint | None:
     form = (asked.output_config and asked.output_config.format) or asked.output_format
     return (_schema(form) if form else None) or read_constraint(asked)
 
@@ -160,7 +160,7 @@ def _schema(form: OutputFormat) -> Constraint | None:
     return Constraint("json_object") if form.type == "json_object" else None
 
 
-def _reasoning(asked: Body) -> Reasoning:
+def _reasoning(asked: MessagesBody) -> Reasoning:
     effort = asked.output_config.effort if asked.output_config else None
     thinking = asked.thinking
     if thinking is None:

@@ -23,8 +23,8 @@ from modelyard.protocols.anthropic_messages.open_block import (
     Typed,
 )
 from modelyard.protocols.anthropic_messages.reply import read_started, read_stop, read_usage
-from modelyard.protocols.json import decode
-from modelyard.protocols.sse import SseEvent, SseParser
+from modelyard.protocols.common.json import decode
+from modelyard.protocols.common.sse import SseEvent, SseParser
 
 _typed = Decoder(Typed)
 _message_start = Decoder(MessageStartBody)

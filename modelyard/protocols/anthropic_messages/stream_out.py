@@ -9,9 +9,9 @@ from modelyard.core.request import Request
 from modelyard.protocols.anthropic_messages.errors import error_body
 from modelyard.protocols.anthropic_messages.outgoing import is_object
 from modelyard.protocols.anthropic_messages.reply import STOP_REASONS, hides_thinking, message_id, write_usage
-from modelyard.protocols.json import dumps, encode
-from modelyard.protocols.sealing import seal
-from modelyard.protocols.sse import frame
+from modelyard.protocols.common.json import dumps, encode
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
+from modelyard.protocols.common.sse import frame
 
 _PING = frame(b'{"type":"ping"}', "ping")
 _STOP = frame(b'{"type":"message_stop"}', "message_stop")
@@ -112,7 +112,7 @@ class Writer:
         return closing
 
     def _signature(self, event: BlockEnd) -> bytes:
-        sealed = event.signature or seal("".join(self._kept or ()))
+        sealed = event.signature or pack_reasoning("".join(self._kept or ()))
         return _delta_head(event.index, "signature_delta", "signature") + encode(sealed) + _TAIL
 
     def _end_of_call(self, complete: bool) -> bytes:

@@ -9,7 +9,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Tool, ToolChoice
 from modelyard.protocols.anthropic_messages.body import ToolBody, ToolChoiceBody, tool_fields_decoder
 from modelyard.protocols.anthropic_messages.content import Warnings
-from modelyard.protocols.json import decode
+from modelyard.protocols.common.json import decode
 
 _AUTO = ToolChoice()
 

@@ -10,15 +10,15 @@ data: [DONE]                                    never after an error chunk
 from __future__ import annotations
 
 from modelyard.core.errors import ModelyardError
+from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.core.wire import WireError
+from modelyard.protocols.common.openai_errors import read_http_error as read_error
+from modelyard.protocols.common.openai_errors import write_http_error
 from modelyard.protocols.openai_chat.models import write_model, write_models
 from modelyard.protocols.openai_chat.reader import ChatReader
 from modelyard.protocols.openai_chat.reply import read_reply, write_reply
 from modelyard.protocols.openai_chat.request import read_request, write_request
 from modelyard.protocols.openai_chat.writer import ChatWriter
-from modelyard.protocols.openai_errors import read_http_error as read_error
-from modelyard.protocols.openai_errors import write_http_error
 
 NAME = "openai_chat"
 PATHS: tuple[str, ...] = ("/v1/chat/completions", "/chat/completions")

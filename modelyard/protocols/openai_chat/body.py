@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Raw, Struct, field
 
-from modelyard.protocols.extensions import Extensions
+from modelyard.protocols.common.extensions import ExtensionFields
 
 
 class PartBody(Struct, gc=False):
@@ -121,7 +121,7 @@ class ThinkingBody(Struct):
     budget_tokens: int | None = None
 
 
-class Body(Extensions):
+class ChatCompletionBody(ExtensionFields):
     """In the order in which `request.py` looks at them: what nearly every request says comes first."""
 
     model: str | None = None

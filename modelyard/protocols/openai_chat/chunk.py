@@ -6,9 +6,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from modelyard.protocols.common.openai_fields import UpstreamUsage
 from modelyard.protocols.openai_chat.logprobs import LogprobsBody
 from modelyard.protocols.openai_chat.messages import read_arguments
-from modelyard.protocols.openai_fields import UsageBody
 
 
 class CalledDelta(Struct):
@@ -50,5 +50,5 @@ class ChunkBody(Struct):
     created: float | None = None
     model: str | None = None
     choices: list[ChunkChoice] | None = None
-    usage: UsageBody | None = None
+    usage: UpstreamUsage | None = None
     error: Any = None

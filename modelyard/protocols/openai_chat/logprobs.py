@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from modelyard.core.events import TokenLogprob
-from modelyard.protocols.openai_fields import LOWEST_LOGPROB
+from modelyard.protocols.common.openai_fields import LOWEST_LOGPROB
 
 
 class TokenBody(Struct):

@@ -17,7 +17,7 @@ from modelyard.core.request import (
     ToolReference,
     ToolResult,
 )
-from modelyard.protocols.json import dumps
+from modelyard.protocols.common.json import dumps
 from modelyard.protocols.openai_chat.body import CallBody, CalledFunction, MessageBody, PartBody
 
 _ROLES = "system, developer, user, assistant, tool, function"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from modelyard.core.wire import ModelCard
-from modelyard.protocols.json import encode
+from modelyard.core.protocol import ModelCard
+from modelyard.protocols.common.json import encode
 
 
 def write_models(cards: Iterable[ModelCard]) -> bytes:

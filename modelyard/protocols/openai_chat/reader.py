@@ -24,12 +24,12 @@ from modelyard.core.events import (
     TokenLogprob,
     Usage,
 )
+from modelyard.protocols.common.openai_errors import read_error_field
+from modelyard.protocols.common.openai_fields import read_usage
+from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.openai_chat.chunk import CallDelta, CalledDelta, ChunkBody, ChunkChoice, Delta
 from modelyard.protocols.openai_chat.logprobs import read_logprobs
 from modelyard.protocols.openai_chat.reply import read_reason, read_start
-from modelyard.protocols.openai_errors import read_error_field
-from modelyard.protocols.openai_fields import read_usage
-from modelyard.protocols.sse import SseParser
 
 _decoder = msgspec.json.Decoder(ChunkBody)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from modelyard.core.request import Reasoning, Request
-from modelyard.protocols.openai_chat.body import Body, ReasoningBody, ThinkingBody
+from modelyard.protocols.openai_chat.body import ChatCompletionBody, ReasoningBody, ThinkingBody
 
 SWITCH = "enable_thinking"  # as chat templates call it
 
@@ -14,7 +14,7 @@ _NO_REASONING, _NO_THINKING = ReasoningBody(), ThinkingBody()
 _WORDS = {"enabled": True, "adaptive": True, "on": True, "auto": None, "disabled": False, "off": False, "none": False}
 
 
-def read_reasoning(body: Body) -> Reasoning:
+def read_reasoning(body: ChatCompletionBody) -> Reasoning:
     """Of several switches the most specific wins: the template's, ours, `thinking`, `reasoning`, an effort of none."""
     if not _is_asked(body):
         return _UNASKED
@@ -35,7 +35,7 @@ def read_reasoning(body: Body) -> Reasoning:
     )
 
 
-def _is_asked(body: Body) -> bool:
+def _is_asked(body: ChatCompletionBody) -> bool:
     named = body.reasoning_effort is not None or body.reasoning is not None or body.thinking is not None
     return named or body.enable_thinking is not None or body.chat_template_kwargs is not None
 
@@ -53,7 +53,7 @@ def _template_switch(kwargs: dict[str, Any] | None) -> bool | None:
     return switch if isinstance(switch, bool) else None
 
 
-def read_template_kwargs(body: Body) -> dict[str, Any]:
+def read_template_kwargs(body: ChatCompletionBody) -> dict[str, Any]:
     """Without the switch: it has its one place in `Reasoning.enabled`."""
     kwargs = body.chat_template_kwargs or {}
     if _template_switch(kwargs) is None:

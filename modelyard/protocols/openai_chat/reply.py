@@ -10,12 +10,19 @@ from msgspec import UNSET, Struct, UnsetType
 from modelyard.core.errors import Incomplete
 from modelyard.core.events import Block, Finished, Reply, Started, StopReason, Usage
 from modelyard.core.request import Request, Text, Thinking, ToolCall
-from modelyard.protocols.json import encode
+from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.openai_errors import read_error_field
+from modelyard.protocols.common.openai_fields import (
+    FINGERPRINT,
+    FINISH_REASONS,
+    OpenAIUsage,
+    UpstreamUsage,
+    read_usage,
+    write_usage,
+)
 from modelyard.protocols.openai_chat.body import CallBody, CalledFunction
 from modelyard.protocols.openai_chat.logprobs import LogprobsBody, read_logprobs, write_logprobs
 from modelyard.protocols.openai_chat.messages import read_arguments, read_call, write_call
-from modelyard.protocols.openai_errors import read_error_field
-from modelyard.protocols.openai_fields import FINGERPRINT, FINISH, SentUsage, UsageBody, read_usage, write_usage
 
 PREFIX = "chatcmpl-"
 
@@ -46,7 +53,7 @@ class SentReply(Struct, gc=False):
     created: int
     model: str
     choices: list[SentChoice]
-    usage: SentUsage
+    usage: OpenAIUsage
     system_fingerprint: str = FINGERPRINT
 
 
@@ -65,7 +72,7 @@ def _choice(index: int, reply: Reply, request: Request) -> SentChoice:
     if request.logprobs is not None:
         logprobs = write_logprobs(t for b in reply.blocks if isinstance(b.part, Text) for t in b.logprobs)
     stop = UNSET if finished.stop_string is None else finished.stop_string
-    return SentChoice(index, _message(reply), logprobs, FINISH[finished.reason], stop)
+    return SentChoice(index, _message(reply), logprobs, FINISH_REASONS[finished.reason], stop)
 
 
 def _message(reply: Reply) -> SentMessage:
@@ -106,7 +113,7 @@ class ReplyBody(Struct):
     created: float | None = None
     model: str | None = None
     choices: list[ReplyChoice] | None = None
-    usage: UsageBody | None = None
+    usage: UpstreamUsage | None = None
     error: Any = None
 
 

@@ -10,25 +10,25 @@ from msgspec import Raw
 from msgspec.structs import astuple
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import NOTHING_ASKED, Constraint, Request
-from modelyard.protocols.extensions import (
+from modelyard.core.request import DEFAULT_SAMPLING, Constraint, Request
+from modelyard.protocols.common.extensions import (
     check_positive,
     read_constraint,
     read_priority,
     read_sampling,
     write_extensions,
 )
-from modelyard.protocols.json import decode, encode
-from modelyard.protocols.openai_chat.body import Body, FormatBody, SchemaBody
+from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.openai_fields import MAX_ANSWERS, check_range, read_session, read_stop, require_model
+from modelyard.protocols.openai_chat.body import ChatCompletionBody, FormatBody, SchemaBody
 from modelyard.protocols.openai_chat.messages import read_messages, write_messages
 from modelyard.protocols.openai_chat.reasoning import read_reasoning, read_template_kwargs, write_reasoning
 from modelyard.protocols.openai_chat.tools import read_choice, read_tools, write_tools
-from modelyard.protocols.openai_fields import MAX_ANSWERS, check_range, read_session, read_stop, require_model
 
 _MAX_TOP_LOGPROBS = 20
-_decoder = msgspec.json.Decoder(Body)
+_decoder = msgspec.json.Decoder(ChatCompletionBody)
 # All fields in one row: what nearly every request says, what is rare, the sampling. One look tells what is not asked.
-_ROW = Body.__struct_fields__
+_ROW = ChatCompletionBody.__struct_fields__
 _RARE = slice(_ROW.index("prompt_cache_key") + 1, _ROW.index("temperature"))
 _SAMPLING = slice(_RARE.stop, None)
 _NOTHING_RARE, _NO_SAMPLING = (None,) * len(_ROW[_RARE]), (None,) * len(_ROW[_SAMPLING])
@@ -45,13 +45,13 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     return _read_plain(model, asked, headers, is_sampled=row[_SAMPLING] != _NO_SAMPLING)
 
 
-def _read_plain(model: str, asked: Body, headers: Mapping[str, str], *, is_sampled: bool) -> Request:
+def _read_plain(model: str, asked: ChatCompletionBody, headers: Mapping[str, str], *, is_sampled: bool) -> Request:
     """The same as `_read` where nothing rare is asked for."""
     warnings: list[str] = []
     return Request(
         model=model,
         messages=read_messages(asked.messages or [], warnings),
-        sampling=read_sampling(asked) if is_sampled else NOTHING_ASKED,
+        sampling=read_sampling(asked) if is_sampled else DEFAULT_SAMPLING,
         max_tokens=_read_max_tokens(asked),
         stream=asked.stream is True,
         include_usage=asked.stream_options is not None and asked.stream_options.include_usage is True,
@@ -61,7 +61,7 @@ def _read_plain(model: str, asked: Body, headers: Mapping[str, str], *, is_sampl
     )
 
 
-def _read(model: str, asked: Body, headers: Mapping[str, str]) -> Request:
+def _read(model: str, asked: ChatCompletionBody, headers: Mapping[str, str]) -> Request:
     check_range("n", asked.n, 1, MAX_ANSWERS)
     warnings: list[str] = []
     return Request(
@@ -91,14 +91,14 @@ def _read(model: str, asked: Body, headers: Mapping[str, str]) -> Request:
     )
 
 
-def _read_max_tokens(asked: Body) -> int | None:
+def _read_max_tokens(asked: ChatCompletionBody) -> int | None:
     """`max_completion_tokens` is the newer name and wins, but a wrong value is told under either."""
     check_positive("max_tokens", asked.max_tokens)
     check_positive("max_completion_tokens", asked.max_completion_tokens)
     return asked.max_completion_tokens or asked.max_tokens
 
 
-def _read_logprobs(asked: Body) -> int | None:
+def _read_logprobs(asked: ChatCompletionBody) -> int | None:
     """`top_logprobs` alone asks for logprobs too; a number under `logprobs` is some servers' way to say both."""
     check_range("top_logprobs", asked.top_logprobs, 0, _MAX_TOP_LOGPROBS)
     flag = asked.logprobs

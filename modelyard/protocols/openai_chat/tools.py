@@ -6,7 +6,7 @@ from typing import Any
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Request, Tool, ToolChoice, ToolReference, ToolResult
-from modelyard.protocols.openai_chat.body import Body, ChoiceBody, CustomBody, FunctionBody, ToolBody
+from modelyard.protocols.openai_chat.body import ChatCompletionBody, ChoiceBody, CustomBody, FunctionBody, ToolBody
 
 _MODES: dict[str, ToolChoice] = {
     "auto": ToolChoice("auto"),
@@ -16,7 +16,7 @@ _MODES: dict[str, ToolChoice] = {
 }
 
 
-def read_tools(body: Body) -> tuple[Tool, ...]:
+def read_tools(body: ChatCompletionBody) -> tuple[Tool, ...]:
     tools = tuple(_read_tool(tool, i) for i, tool in enumerate(body.tools)) if body.tools else ()
     if body.functions:
         tools += tuple(_read_function(function) for function in body.functions)
@@ -47,7 +47,7 @@ def _read_custom(custom: CustomBody) -> Tool:
     return Tool(custom.name, custom.description or "", kind="custom", grammar=grammar)
 
 
-def read_choice(body: Body, warnings: list[str]) -> ToolChoice:
+def read_choice(body: ChatCompletionBody, warnings: list[str]) -> ToolChoice:
     choice: str | ChoiceBody | None = body.tool_choice
     if choice is None and body.function_call is not None:
         old = body.function_call

@@ -9,11 +9,11 @@ import msgspec
 from modelyard.core.errors import Incomplete, ModelyardError
 from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Started, Usage
 from modelyard.core.request import Request
-from modelyard.protocols.json import encode
+from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.openai_errors import error_body
+from modelyard.protocols.common.openai_fields import DONE, FINGERPRINT, FINISH_REASONS, write_usage
+from modelyard.protocols.common.sse import comment, frame
 from modelyard.protocols.openai_chat.logprobs import write_logprobs
-from modelyard.protocols.openai_errors import error_body
-from modelyard.protocols.openai_fields import DONE, FINGERPRINT, FINISH, write_usage
-from modelyard.protocols.sse import comment, frame
 
 _encode = msgspec.json.Encoder().encode
 _KEEPALIVE = comment()
@@ -121,7 +121,7 @@ class ChatWriter:
     def _finish(self, event: Finished, lane: _Lane) -> bytes:
         """`stop_reason` is an extra that names the stop string; other servers write it so too."""
         lane.usage = event.usage
-        tail = b'{},"logprobs":null,"finish_reason":"%s"' % FINISH[event.reason].encode()
+        tail = b'{},"logprobs":null,"finish_reason":"%s"' % FINISH_REASONS[event.reason].encode()
         if event.stop_string is not None:
             tail += b',"stop_reason":' + _encode(event.stop_string)
         return lane.opening + tail + b"}" + self._close

@@ -2,17 +2,17 @@
 
 from modelyard.protocols.openai_responses.dialects import read_request, write_error, write_reply, writer
 from modelyard.protocols.openai_responses.errors import read_error
-from modelyard.protocols.openai_responses.memory import (
-    Stored,
-    continue_from,
-    recall,
-    remember,
+from modelyard.protocols.openai_responses.outgoing import write_request
+from modelyard.protocols.openai_responses.reader import read_reply, reader
+from modelyard.protocols.openai_responses.stored import (
+    StoredResponse,
+    decode_stored,
+    encode_stored,
+    prepend_stored,
     write_deleted,
     write_input_items,
     write_input_tokens,
 )
-from modelyard.protocols.openai_responses.outgoing import write_request
-from modelyard.protocols.openai_responses.reader import read_reply, reader
 
 NAME = "openai_responses"
 PATHS: tuple[str, ...] = ("/v1/responses", "/responses")
@@ -20,14 +20,14 @@ PATHS: tuple[str, ...] = ("/v1/responses", "/responses")
 __all__ = [
     "NAME",
     "PATHS",
-    "Stored",
-    "continue_from",
+    "StoredResponse",
+    "prepend_stored",
     "read_error",
     "read_reply",
     "read_request",
     "reader",
-    "recall",
-    "remember",
+    "decode_stored",
+    "encode_stored",
     "write_deleted",
     "write_error",
     "write_input_items",

@@ -7,7 +7,8 @@ from typing import Any
 
 from modelyard.core.events import Block, BlockDelta, BlockEnd, BlockStart, TokenLogprob
 from modelyard.core.request import Request, Text, Thinking, ToolCall
-from modelyard.protocols.json import encode
+from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.sse import frame
 from modelyard.protocols.openai_responses.response import (
     call_item,
     item_id,
@@ -17,7 +18,6 @@ from modelyard.protocols.openai_responses.response import (
     write_item,
     write_logprob,
 )
-from modelyard.protocols.sse import frame
 
 Wire = dict[str, Any]
 Named = tuple[str, Wire]  # an event's type and its fields

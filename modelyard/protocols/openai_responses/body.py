@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from modelyard.protocols.extensions import Extensions
+from modelyard.protocols.common.extensions import ExtensionFields
 
 
 class ImageUrl(Struct):
@@ -64,7 +64,7 @@ class ReasoningSettings(Struct):
     generate_summary: str | None = None  # the older name of `summary`
 
 
-class Body(Extensions):
+class ResponsesBody(ExtensionFields):
     model: str | None = None
     input: str | list[Item] | None = None
     instructions: str | None = None
@@ -95,4 +95,4 @@ class Body(Extensions):
     target_lang_code: Raw | UnsetType = UNSET
 
 
-BODY = msgspec.json.Decoder(Body)
+BODY = msgspec.json.Decoder(ResponsesBody)

@@ -12,12 +12,12 @@ from msgspec import UNSET
 
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Reply
+from modelyard.core.protocol import EventWriter, WireError
 from modelyard.core.request import Request
-from modelyard.core.wire import WireError, Writer
 from modelyard.protocols import pool_responses
-from modelyard.protocols.json import decode
+from modelyard.protocols.common.json import decode
 from modelyard.protocols.openai_responses import errors, reply, request
-from modelyard.protocols.openai_responses.body import BODY, Body
+from modelyard.protocols.openai_responses.body import BODY, ResponsesBody
 from modelyard.protocols.openai_responses.writer import ResponsesWriter
 from modelyard.protocols.pool_responses.body import ITEM_TYPES
 
@@ -30,7 +30,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     return request.read_asked(asked, headers)
 
 
-def is_pool(asked: Body) -> bool:
+def is_pool(asked: ResponsesBody) -> bool:
     """By a key that OpenAI's Responses do not have. A `thinking` that is an object is Anthropic's, sent by mistake."""
     if asked.decoding is not UNSET or asked.messages is not UNSET:
         return True
@@ -56,7 +56,7 @@ def write_error(
     return errors.write_error(error, trace=trace, streaming=streaming, request=request)
 
 
-def writer(request: Request, trace: str) -> Writer:
+def writer(request: Request, trace: str) -> EventWriter:
     if request.dialect == pool_responses.DIALECT:
         return pool_responses.writer(request, trace)
     return ResponsesWriter(request, trace)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from modelyard.core.errors import ContextOverflow, ModelyardError
 from modelyard.core.events import Failed
+from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.core.wire import WireError
-from modelyard.protocols.openai_errors import read_http_error, write_http_error
+from modelyard.protocols.common.openai_errors import read_http_error, write_http_error
 from modelyard.protocols.openai_responses.writer import ResponsesWriter
 
 _UNREAD = Request(model="")  # an error from before the body was read

@@ -8,8 +8,8 @@ from typing import Any
 
 from modelyard.core.errors import ContextOverflow, ModelyardError, Overloaded, RateLimited
 from modelyard.core.request import Request
-from modelyard.protocols.openai_errors import LESS, from_fields
-from modelyard.protocols.overflow import advice
+from modelyard.protocols.common.errors import overflow_hint
+from modelyard.protocols.common.openai_errors import SMALLER_CLIENT, error_from_fields
 
 # Word for word what Codex knows: on this it makes room and tries again.
 OVERFLOW = "Your input exceeds the context window of this model. Please adjust your input and try again."
@@ -47,7 +47,7 @@ def write_failure(error: ModelyardError, request: Request | None = None) -> dict
 
 
 def _more(error: ContextOverflow, request: Request | None) -> str:
-    told = advice(error, request, LESS)
+    told = overflow_hint(error, request, SMALLER_CLIENT)
     return f" It has {error.prompt_tokens} tokens, and the window {error.window}.{told}" if told else ""
 
 
@@ -58,7 +58,7 @@ def read_failure(told: object) -> ModelyardError:
     if again and again.end() == len(message):
         fields["message"] = message[: again.start()].rstrip()
     fields.setdefault("message", "the upstream failed without a word")
-    return from_fields(_status(fields), fields, float(again["seconds"]) if again else None, b"")
+    return error_from_fields(_status(fields), fields, float(again["seconds"]) if again else None, b"")
 
 
 def _status(fields: Mapping[str, Any]) -> int:

@@ -11,10 +11,10 @@ from typing import cast
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, ResultPart, Role, Text, Thinking, ToolCall, ToolResult
-from modelyard.protocols.json import dumps
+from modelyard.protocols.common.json import dumps
+from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.openai_responses.body import ImageUrl, Item
 from modelyard.protocols.openai_responses.body import Part as WirePart
-from modelyard.protocols.sealing import unseal
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_TYPES = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
@@ -97,7 +97,7 @@ def _read_reasoning(item: Item, _path: str, _warnings: list[str]) -> Turn:
 
 def read_thinking(sealed: str, shown: str) -> Thinking:
     """Our own seal knows the text better than a client that may have shortened it; a foreign one is only carried."""
-    own = unseal(sealed)
+    own = unpack_reasoning(sealed)
     if own is not None:
         return Thinking(own, sealed)
     return Thinking(shown, sealed, redacted=bool(sealed) and not shown)

@@ -21,8 +21,8 @@ from modelyard.core.request import (
     ToolReference,
     ToolResult,
 )
-from modelyard.protocols.extensions import write_extensions
-from modelyard.protocols.json import encode
+from modelyard.protocols.common.extensions import write_extensions
+from modelyard.protocols.common.json import encode
 from modelyard.protocols.openai_responses.items import join_turns, read_thinking
 from modelyard.protocols.openai_responses.request import ENCRYPTED, LOGPROBS
 from modelyard.protocols.openai_responses.tools import write_choice, write_tools

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import msgspec
 
 from modelyard.core.errors import Incomplete, ModelyardError
-from modelyard.core.events import Event, Failed, Finished, Reply, Started, Usage, fold
-from modelyard.protocols.json import decode
-from modelyard.protocols.metrics import read_metrics
+from modelyard.core.events import Event, Failed, Finished, Reply, Started, Usage, collect_reply
+from modelyard.protocols.common.json import decode
+from modelyard.protocols.common.response_metrics import read_metrics
+from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.openai_responses.arrived import (
     RESPONSE,
     STREAM_EVENT,
@@ -19,7 +20,6 @@ from modelyard.protocols.openai_responses.arrived import (
 )
 from modelyard.protocols.openai_responses.arriving import Arrivals
 from modelyard.protocols.openai_responses.failure import read_failure
-from modelyard.protocols.sse import SseParser
 
 _TEXTS = frozenset(
     {
@@ -126,4 +126,4 @@ def reader() -> ResponsesReader:
 
 def read_reply(body: bytes) -> Reply:
     """The whole reply; one that failed raises its error."""
-    return fold(ResponsesReader().whole(decode(RESPONSE, body)))
+    return collect_reply(ResponsesReader().whole(decode(RESPONSE, body)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from modelyard.core.events import Block, Reply
 from modelyard.core.request import Request, Text
-from modelyard.protocols.json import encode
+from modelyard.protocols.common.json import encode
 from modelyard.protocols.openai_responses.response import ResponseObject, write_item
 
 _NOTHING = (Block(Text("")),)  # a reply without a block is one empty message, here as in the stream

@@ -6,14 +6,9 @@ from collections.abc import Mapping
 
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import Constraint, Message, Reasoning, Request, Text
-from modelyard.protocols.extensions import (
-    check_positive,
-    read_constraint,
-    read_priority,
-    read_sampling,
-)
-from modelyard.protocols.json import dumps
-from modelyard.protocols.openai_responses.body import Body, Format
+from modelyard.protocols.common.extensions import check_positive, read_constraint, read_priority, read_sampling
+from modelyard.protocols.common.json import dumps
+from modelyard.protocols.openai_responses.body import Format, ResponsesBody
 from modelyard.protocols.openai_responses.items import read_items
 from modelyard.protocols.openai_responses.tools import read_choice, read_tools
 
@@ -24,7 +19,7 @@ MOST_LOGPROBS = 20
 SESSION_HEADERS = ("thread-id", "session-id", "x-session-id", "x-session-affinity")
 
 
-def read_asked(asked: Body, headers: Mapping[str, str]) -> Request:
+def read_asked(asked: ResponsesBody, headers: Mapping[str, str]) -> Request:
     model = _check(asked)
     warnings: list[str] = []
     choice, tools = read_choice(asked.tool_choice, read_tools(asked.tools or []), warnings)
@@ -56,7 +51,7 @@ def read_asked(asked: Body, headers: Mapping[str, str]) -> Request:
     )
 
 
-def _check(asked: Body) -> str:
+def _check(asked: ResponsesBody) -> str:
     """What no later step could put into words; the model's name, because it is the one field that must be there."""
     if not asked.model:
         raise InvalidRequest("model is missing: name the model that shall answer", param="model")
@@ -74,7 +69,7 @@ def _check(asked: Body) -> str:
     return asked.model
 
 
-def _read_messages(asked: Body, warnings: list[str]) -> tuple[Message, ...]:
+def _read_messages(asked: ResponsesBody, warnings: list[str]) -> tuple[Message, ...]:
     warnings += [
         f"{name} is not kept here: it is left out" for name in ("conversation", "prompt") if getattr(asked, name)
     ]
@@ -88,11 +83,11 @@ def _read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
 
 
-def _read_logprobs(asked: Body) -> int | None:
+def _read_logprobs(asked: ResponsesBody) -> int | None:
     return (asked.top_logprobs or 0) if LOGPROBS in (asked.include or ()) else None
 
 
-def _read_format(asked: Body, warnings: list[str]) -> Constraint | None:
+def _read_format(asked: ResponsesBody, warnings: list[str]) -> Constraint | None:
     shape = asked.text.format if asked.text else None
     if shape is None or shape.type == "text":
         return None
@@ -110,7 +105,7 @@ def _read_schema(shape: Format) -> Constraint:
     return Constraint("json_schema", dumps(shape.schema), shape.name, shape.description, shape.strict)
 
 
-def _read_reasoning(asked: Body) -> Reasoning:
+def _read_reasoning(asked: ResponsesBody) -> Reasoning:
     if asked.reasoning is None:
         return Reasoning()
     effort, told = asked.reasoning.effort, asked.reasoning
@@ -119,5 +114,5 @@ def _read_reasoning(asked: Body) -> Reasoning:
     )
 
 
-def _read_session(asked: Body, headers: Mapping[str, str]) -> str | None:
+def _read_session(asked: ResponsesBody, headers: Mapping[str, str]) -> str | None:
     return next((value for name in SESSION_HEADERS if (value := headers.get(name))), asked.prompt_cache_key)

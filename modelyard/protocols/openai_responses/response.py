@@ -9,11 +9,11 @@ from msgspec import Raw
 
 from modelyard.core.events import Block, BlockKind, Finished, TokenLogprob, Usage
 from modelyard.core.request import Request, Text, Thinking, ToolCall
-from modelyard.protocols.json import encode
-from modelyard.protocols.metrics import write_metrics
+from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
+from modelyard.protocols.common.response_metrics import write_metrics
 from modelyard.protocols.openai_responses.outgoing import split_instructions, write_format
 from modelyard.protocols.openai_responses.tools import write_choice, write_tools
-from modelyard.protocols.sealing import seal
 
 Wire = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
@@ -151,7 +151,7 @@ def _reasoning_item(id: str, part: Thinking, request: Request) -> Wire:
         "content": [{"type": "reasoning_text", "text": part.text}],
     }
     if request.encrypted_reasoning:
-        item["encrypted_content"] = part.signature or seal(part.text)
+        item["encrypted_content"] = part.signature or pack_reasoning(part.text)
     return item
 
 

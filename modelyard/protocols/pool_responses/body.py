@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from modelyard.protocols.extensions import Extensions
+from modelyard.protocols.common.extensions import ExtensionFields
 
 ITEM_TYPES = frozenset({"text", "image_url"})  # of `input`; OpenAI's own are called input_text and input_image
 
@@ -30,14 +30,14 @@ class Turn(Struct):
     content: str | list[Item] | None = None
 
 
-class Decoding(Extensions):
+class Decoding(ExtensionFields):
     """The dialect has seven fields here; the extension fields of every protocol may stand among them."""
 
     max_tokens: int | None = None
     stop: str | list[str] | None = None
 
 
-class Body(Extensions):
+class PoolResponsesBody(ExtensionFields):
     model: str | None = None
     input: str | list[Item] | None = None
     messages: list[Turn] | None = None
@@ -53,4 +53,4 @@ class Body(Extensions):
     metadata: dict[str, Any] | None = None
 
 
-BODY = msgspec.json.Decoder(Body)
+BODY = msgspec.json.Decoder(PoolResponsesBody)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from modelyard.core.errors import ModelyardError
+from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.core.wire import WireError
-from modelyard.protocols.json import encode
-from modelyard.protocols.openai_errors import STATUS, error_body, retry_headers
+from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.openai_errors import STATUS, error_body, retry_headers
 
 _UNNAMED = "invalid_request"
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Reasoning, Request, Role, Sampling, Text
-from modelyard.protocols.extensions import check_positive, read_constraint, read_priority, read_sampling
-from modelyard.protocols.json import decode
-from modelyard.protocols.openai_fields import read_session, read_stop, require_model
-from modelyard.protocols.pool_responses.body import BODY, Body, Decoding, ImageUrl, Item, Turn
+from modelyard.protocols.common.extensions import check_positive, read_constraint, read_priority, read_sampling
+from modelyard.protocols.common.json import decode
+from modelyard.protocols.common.openai_fields import read_session, read_stop, require_model
+from modelyard.protocols.pool_responses.body import BODY, Decoding, ImageUrl, Item, PoolResponsesBody, Turn
 
 DIALECT = "pool_responses"
 ROLES = ("user", "assistant")
@@ -50,7 +50,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def _read_messages(asked: Body) -> tuple[Message, ...]:
+def _read_messages(asked: PoolResponsesBody) -> tuple[Message, ...]:
     lead = (Message("system", (Text(asked.instructions),)),) if asked.instructions else ()
     if asked.messages is None:
         return (*lead, Message("user", _read_content(asked.input, "input")))
@@ -126,6 +126,6 @@ def _read_thinking(mode: str | None) -> Reasoning:
     return Reasoning(enabled=THINKING[mode], visible=False, strict=True)
 
 
-def _read_kwargs(asked: Body) -> dict[str, Any]:
+def _read_kwargs(asked: PoolResponsesBody) -> dict[str, Any]:
     codes = {"source_lang_code": asked.source_lang_code, "target_lang_code": asked.target_lang_code}
     return (asked.chat_template_kwargs or {}) | {name: code for name, code in codes.items() if code is not None}

@@ -6,8 +6,8 @@ from typing import Any
 
 from modelyard.core.events import Finished, Reply
 from modelyard.core.request import Request
-from modelyard.protocols.json import encode
-from modelyard.protocols.metrics import write_metrics
+from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.response_metrics import write_metrics
 
 Wire = dict[str, Any]
 

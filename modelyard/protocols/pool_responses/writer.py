@@ -9,11 +9,11 @@ from typing import Any
 
 from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Started
 from modelyard.core.request import Request
-from modelyard.protocols.json import encode
-from modelyard.protocols.metrics import write_metrics
+from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.response_metrics import write_metrics
+from modelyard.protocols.common.sse import comment, frame
 from modelyard.protocols.pool_responses.errors import coded_body
 from modelyard.protocols.pool_responses.response import envelope, head
-from modelyard.protocols.sse import comment, frame
 
 _DELTA = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","delta":'
 

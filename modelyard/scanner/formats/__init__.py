@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 from modelyard import plugins
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 
 
 @cache
-def load(name: str) -> Format:
+def load(name: str) -> OutputFormat:
     """The format of that id; an unknown id is an error that lists the known ones."""
     found = plugins.load("scanner.formats", name).FORMAT
-    assert isinstance(found, Format)  # noqa: S101
+    assert isinstance(found, OutputFormat)  # noqa: S101
     return found
 
 

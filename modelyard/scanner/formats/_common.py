@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from modelyard.core.format import Go, Read, Region
+from modelyard.core.output_format import Region, StartReader, SwitchRegion
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.lexer import Unreadable
 
@@ -23,8 +23,8 @@ def function_name(raw: str) -> str:
     return name
 
 
-def closable(calls: Mapping[str, Read], pairs: tuple[tuple[str, str], ...] = THINK) -> dict[str, Region]:
+def closable(calls: Mapping[str, StartReader], pairs: tuple[tuple[str, str], ...] = THINK) -> dict[str, Region]:
     """Regions of families that write the closing tag alone where there is nothing to think about."""
     found = regions(pairs, calls)
-    bare = {close: Go("text") for _, close in pairs}
+    bare = {close: SwitchRegion("text") for _, close in pairs}
     return found | {"text": Region("text", {**found["text"].marks, **bare})}

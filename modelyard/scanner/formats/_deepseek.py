@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Read
+from modelyard.core.output_format import StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import DEEPSEEK_ROLES, DEEPSEEK_TURN_END, NAME_LIMIT, function_name
 from modelyard.scanner.json_calls import json_arguments
@@ -95,4 +95,4 @@ def _marked(tape: Tape) -> tuple[str, ...]:
     return tuple(map(tape.mark, (*_ENDS, ONE)))
 
 
-CALLS = {BEGIN: Read(_block, _ENDS), ONE: Read(_call, _ENDS)}
+CALLS = {BEGIN: StartReader(_block, _ENDS), ONE: StartReader(_call, _ENDS)}

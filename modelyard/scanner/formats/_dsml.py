@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Read
+from modelyard.core.output_format import StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import DEEPSEEK_ROLES, DEEPSEEK_TURN_END, NAME_LIMIT, closable
 from modelyard.scanner.formats._invoke import tagged
@@ -36,7 +36,7 @@ def _other(tape: Tape, _: Calls) -> Steps[str | None]:
     return None
 
 
-REGIONS = closable({**_OWN.marks(), **_BARE.marks(), f"<{DSML}": Read(_other), f"</{DSML}": Read(_other)})
+REGIONS = closable({**_OWN.marks(), **_BARE.marks(), f"<{DSML}": StartReader(_other), f"</{DSML}": StartReader(_other)})
 HIDDEN = (*_OWN.tags.ends, DSML, DEEPSEEK_TURN_END, *DEEPSEEK_ROLES)
 INNER = (_OWN.tags.opening, _OWN.tags.closing)
 STOPS = (DEEPSEEK_TURN_END,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import cached_property
 
-from modelyard.core.format import Read
+from modelyard.core.output_format import StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.json_calls import json_arguments, json_calls
 from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
@@ -30,8 +30,11 @@ class Functions:
         self._tags = Tags(PARAMETER, ">", PARAMETER_END, (END, close), (outer, FUNCTION), lines)
 
     @cached_property
-    def marks(self) -> dict[str, Read]:
-        return {self._outer: Read(self._wrapped, (self._close,)), FUNCTION: Read(self._naked, (END, self._close))}
+    def marks(self) -> dict[str, StartReader]:
+        return {
+            self._outer: StartReader(self._wrapped, (self._close,)),
+            FUNCTION: StartReader(self._naked, (END, self._close)),
+        }
 
     def _wrapped(self, tape: Tape, calls: Calls) -> Steps[str | None]:
         """After the outer tag: functions one after another, or JSON."""

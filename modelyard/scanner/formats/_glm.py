@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Read
+from modelyard.core.output_format import StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import NAME_LIMIT, closable, function_name
 from modelyard.scanner.json_calls import json_arguments, json_calls
@@ -111,5 +111,5 @@ def _skip(tape: Tape, *tags: str) -> Steps[bool]:
     return here is not None
 
 
-CALLS = {CALL: Read(_call, (_END,))}
+CALLS = {CALL: StartReader(_call, (_END,))}
 REGIONS = closable(CALLS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Read
+from modelyard.core.output_format import StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import NAME_LIMIT, function_name
 from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
@@ -37,7 +37,10 @@ class Suffixed:
         self._sep = f"<tool_sep{suffix}>"
         self._ends = (self._call[1], self._calls[1])
         self._tags = Tags(self._key[0], self._key[1], self._value[1], self._ends, (self._call[0],), lines=False)
-        self.marks = {self._calls[0]: Read(self._block, self._ends), self._call[0]: Read(self._one, self._ends)}
+        self.marks = {
+            self._calls[0]: StartReader(self._block, self._ends),
+            self._call[0]: StartReader(self._one, self._ends),
+        }
         self.hidden = (*self._ends, self._sep)
         self.inner = (*self._key, *self._value)
 

@@ -15,7 +15,7 @@ from functools import partial
 
 from msgspec import Struct
 
-from modelyard.core.format import Read
+from modelyard.core.output_format import StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import NAME_LIMIT, function_name
 from modelyard.scanner.json_calls import json_arguments
@@ -39,11 +39,11 @@ class Dialect(Struct, frozen=True):
     plain_block: bool
     plain_invoke: bool
 
-    def marks(self) -> dict[str, Read]:
+    def marks(self) -> dict[str, StartReader]:
         ends = self.tags.ends
         return {
-            **dict.fromkeys(self.blocks, Read(partial(_block, self), ends, self.plain_block)),
-            self.invoke: Read(partial(_invoke, self, self.plain_invoke), ends, self.plain_invoke),
+            **dict.fromkeys(self.blocks, StartReader(partial(_block, self), ends, self.plain_block)),
+            self.invoke: StartReader(partial(_invoke, self, self.plain_invoke), ends, self.plain_invoke),
         }
 
 

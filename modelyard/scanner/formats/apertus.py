@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._thinking import regions
 from modelyard.scanner.json_calls import JsonCall
@@ -46,9 +46,9 @@ def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
             raise Unreadable("no call stands here")
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="apertus",
-    regions=regions((_INNER,), {_CALLS: Read(_calls, (_END,))}),
+    regions=regions((_INNER,), {_CALLS: StartReader(_calls, (_END,))}),
     hidden=(_END, _INNER[1], "<|assistant_end|>", "<|assistant_start|>"),
     stops=("<|assistant_end|>",),
     turn=("<|assistant_start|>",),

@@ -14,7 +14,7 @@ The prompt of 1.6 has written the sentence. Some prompts ask for `<thinking>` ta
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
@@ -41,19 +41,19 @@ def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
     return (yield from json_calls(tape, calls))
 
 
-_MARKS: dict[str, Go | Read] = {
-    "<tool_calls>": Read(_calls, _CLOSE),
-    "<tool_call>": Read(_calls, _CLOSE),
-    _SENTENCE: Read(_steps, naked=True),
-    **{mark: Go("text") for mark in (_BEGIN, _END, *_ENDS)},
-    _THINKING: Go("thinking"),
+_MARKS: dict[str, SwitchRegion | StartReader] = {
+    "<tool_calls>": StartReader(_calls, _CLOSE),
+    "<tool_call>": StartReader(_calls, _CLOSE),
+    _SENTENCE: StartReader(_steps, naked=True),
+    **{mark: SwitchRegion("text") for mark in (_BEGIN, _END, *_ENDS)},
+    _THINKING: SwitchRegion("thinking"),
 }
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="apriel",
     regions={
         "text": Region("text", _MARKS),
-        "thinking": Region("thinking", {**_MARKS, _END_THINKING: Go("text")}),
+        "thinking": Region("thinking", {**_MARKS, _END_THINKING: SwitchRegion("text")}),
     },
     hidden=(*_CLOSE, _END_THINKING),
     stops=_ENDS,

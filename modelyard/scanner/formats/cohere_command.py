@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
@@ -56,28 +56,28 @@ def _sources(tape: Tape, _: Calls) -> Steps[str | None]:
     return None
 
 
-_MARKS: dict[str, Go | Read] = {
-    "<|START_ACTION|>": Read(json_calls, ("<|END_ACTION|>",)),
-    "Action:": Read(_in_fence, naked=True),
-    "<co:": Read(_sources),
-    "</co:": Read(_sources),
-    "<|START_RESPONSE|>": Go("text"),
-    "<|START_TEXT|>": Go("text"),
+_MARKS: dict[str, SwitchRegion | StartReader] = {
+    "<|START_ACTION|>": StartReader(json_calls, ("<|END_ACTION|>",)),
+    "Action:": StartReader(_in_fence, naked=True),
+    "<co:": StartReader(_sources),
+    "</co:": StartReader(_sources),
+    "<|START_RESPONSE|>": SwitchRegion("text"),
+    "<|START_TEXT|>": SwitchRegion("text"),
 }
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="cohere_command",
     regions={
         "text": Region(
             "text",
             {
-                "<|START_THINKING|>": Go("thinking"),
-                "<|END_RESPONSE|>": Go("text"),
-                "<|END_TEXT|>": Go("text"),
+                "<|START_THINKING|>": SwitchRegion("thinking"),
+                "<|END_RESPONSE|>": SwitchRegion("text"),
+                "<|END_TEXT|>": SwitchRegion("text"),
                 **_MARKS,
             },
         ),
-        "thinking": Region("thinking", {"<|END_THINKING|>": Go("text"), **_MARKS}),
+        "thinking": Region("thinking", {"<|END_THINKING|>": SwitchRegion("text"), **_MARKS}),
     },
     hidden=("<|END_ACTION|>", "<co>", "</co>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>"),
     stops=("<|END_OF_TURN_TOKEN|>",),

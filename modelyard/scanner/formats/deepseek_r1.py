@@ -19,16 +19,16 @@ once. Distillations have no tokens for the markers and misspell the first one in
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Go, Region
+from modelyard.core.output_format import OutputFormat, Region, SwitchRegion
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._deepseek import BEGIN, CALLS, HIDDEN, OUTPUTS, SEPARATOR, STOPS
 
 _MISSPELLED = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool\\_calls\\_begin｜>", "<｜tool▁calls｜>")
 _START = "<think>"  # also without a prompt that says so
 _REGIONS = closable(CALLS | dict.fromkeys(_MISSPELLED, CALLS[BEGIN]))
-_THOUGHT = {**_REGIONS[_START].marks, _START: Go(_START), OUTPUTS[-1]: Go("text")}
+_THOUGHT = {**_REGIONS[_START].marks, _START: SwitchRegion(_START), OUTPUTS[-1]: SwitchRegion("text")}
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="deepseek_r1",
     regions=_REGIONS | {_START: Region("thinking", _THOUGHT)},
     start=_START,

@@ -12,11 +12,11 @@ Let me look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜t
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._deepseek import BEGIN, CALLS, HIDDEN, SEPARATOR, STOPS, TURN
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="deepseek_v3",
     regions=closable(CALLS),
     hidden=HIDDEN,

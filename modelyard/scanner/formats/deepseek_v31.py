@@ -8,7 +8,7 @@ The prompt ends with `<think>`, or with `<think></think>` where there shall be n
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._deepseek import BEGIN, CALLS, HIDDEN, ONE, SEPARATOR, STOPS, TURN
 from modelyard.scanner.grammar import JsonBody, Shape
@@ -23,7 +23,7 @@ _CALL = Shape(
     trigger=BEGIN,
 )
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="deepseek_v31",
     regions=closable(CALLS),
     hidden=HIDDEN,

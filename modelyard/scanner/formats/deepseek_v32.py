@@ -16,10 +16,10 @@ The prompt ends with `<think>`, or with `<think></think>` where there shall be n
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._dsml import DSML, HIDDEN, INNER, REGIONS, STOPS, TURN
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="deepseek_v32",
     regions=REGIONS,
     hidden=HIDDEN,

@@ -13,7 +13,7 @@ Several calls share a block or have one each. The models also write JSON into a 
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._invoke import tagged
@@ -35,9 +35,9 @@ def _block(tape: Tape, calls: Calls) -> Steps[str | None]:
     return (yield from read(tape, calls))
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="dots",
-    regions=ended(closable({**_INVOKES, _BLOCK: Read(_block, _INVOKES[_BLOCK].close)}), _ENDS),
+    regions=ended(closable({**_INVOKES, _BLOCK: StartReader(_block, _INVOKES[_BLOCK].close)}), _ENDS),
     hidden=(_END,),
     inner=("</invoke>", "<parameter name=", "</parameter>"),
     stops=_ENDS,

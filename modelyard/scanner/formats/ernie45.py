@@ -21,17 +21,20 @@ The template of the thinking models opens the reasoning in the prompt.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.json_calls import json_calls
 
 _RESPONSE, _END_RESPONSE = "<response>", "</response>"
-_CALLS: dict[str, Go | Read] = {"<tool_call>": Read(json_calls, ("</tool_call>",)), _RESPONSE: Go("text")}
+_CALLS: dict[str, SwitchRegion | StartReader] = {
+    "<tool_call>": StartReader(json_calls, ("</tool_call>",)),
+    _RESPONSE: SwitchRegion("text"),
+}
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="ernie45",
     regions={
-        "text": Region("text", {"<think>": Go("thinking"), _END_RESPONSE: Go("text"), **_CALLS}),
-        "thinking": Region("thinking", {"</think>": Go("text"), **_CALLS}),
+        "text": Region("text", {"<think>": SwitchRegion("thinking"), _END_RESPONSE: SwitchRegion("text"), **_CALLS}),
+        "thinking": Region("thinking", {"</think>": SwitchRegion("text"), **_CALLS}),
     },
     hidden=("</tool_call>", "<|im_end|>", "<|end_of_sentence|>"),
     stops=("<|im_end|>", "<|end_of_sentence|>", "</s>"),

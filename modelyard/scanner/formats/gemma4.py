@@ -9,7 +9,7 @@ token before a call is at times forgotten (`call:now{}`) or broken (`<call>now{}
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._gemma import Notation
 from modelyard.scanner.lexer import Steps, Tape
@@ -28,16 +28,16 @@ def _channel(tape: Tape, _: Calls) -> Steps[str | None]:
 
 _NOTATION = Notation(_QUOTE, _CALL_END)
 _READ = {
-    _CHANNEL: Read(_channel),
-    _CALL: Read(_NOTATION.read, (_CALL_END,)),
-    **dict.fromkeys(("call:", "<call>"), Read(_NOTATION.naked, (_CALL_END,), naked=True)),
+    _CHANNEL: StartReader(_channel),
+    _CALL: StartReader(_NOTATION.read, (_CALL_END,)),
+    **dict.fromkeys(("call:", "<call>"), StartReader(_NOTATION.naked, (_CALL_END,), naked=True)),
 }
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="gemma4",
     regions={
         "text": Region("text", {**_READ}),
-        "thinking": Region("thinking", {_CHANNEL_END: Go("text"), **_READ}),
+        "thinking": Region("thinking", {_CHANNEL_END: SwitchRegion("text"), **_READ}),
     },
     hidden=(_CHANNEL_END, _CALL_END, _QUOTE, *_ENDS, "<|turn>", "<tool_response|>", "<|think|>", "<eos>"),
     stops=_ENDS,

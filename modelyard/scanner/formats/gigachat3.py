@@ -12,7 +12,7 @@ Some vocabularies hold the separators with their line breaks as one token.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.formats._turns import ended
 from modelyard.scanner.json_calls import json_calls
@@ -20,10 +20,10 @@ from modelyard.scanner.json_calls import json_calls
 _SEP, _ROLE, _CALL = "<|message_sep|>", "<|role_sep|>", "<|function_call|>"
 _ROLES = (f"{_ROLE}\n", _ROLE)
 _SEPS = (f"{_SEP}\n\n", _SEP)
-_READ = Read(json_calls, _SEPS)
+_READ = StartReader(json_calls, _SEPS)
 _CALLS = {_CALL: _READ, **{f"function call{role}": _READ for role in _ROLES}}
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="gigachat3",
     regions=ended(regions(THINK, _CALLS), (*_SEPS, "</s>")),
     hidden=(*_ROLES, "</think>"),

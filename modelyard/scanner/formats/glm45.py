@@ -12,7 +12,7 @@ Let me look.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._glm import HIDDEN, INNER, KEY, REGIONS, STOPS, TURN, VALUE
 from modelyard.scanner.grammar import Shape, TaggedBody
 
@@ -23,7 +23,7 @@ _CALL = Shape(
     trigger="<tool_call>",
 )
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="glm45",
     regions=REGIONS,
     hidden=HIDDEN,

@@ -12,7 +12,7 @@ Reasoning stands between tags (3.3), or between two sentences (3.2):
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
 from modelyard.scanner.naked_json import naked_list, open_list
@@ -35,22 +35,22 @@ def _response(_: Tape, calls: Calls) -> Steps[str | None]:
     return "text"
 
 
-_CALLS: dict[str, Go | Read] = {
-    "<|tool_call|>": Read(open_list),
-    "<tool_call>": Read(open_list, ("</tool_call>",)),
-    "[": Read(naked_list, naked=True),
-    "Here is my thought process:": Read(_thoughts, naked=True),
-    "Here's my thought process:": Read(_thoughts, naked=True),
-    "Here is my response:": Read(_response, naked=True),
-    "Here's my response:": Read(_response, naked=True),
-    _RESPONSE: Go("text"),
+_CALLS: dict[str, SwitchRegion | StartReader] = {
+    "<|tool_call|>": StartReader(open_list),
+    "<tool_call>": StartReader(open_list, ("</tool_call>",)),
+    "[": StartReader(naked_list, naked=True),
+    "Here is my thought process:": StartReader(_thoughts, naked=True),
+    "Here's my thought process:": StartReader(_thoughts, naked=True),
+    "Here is my response:": StartReader(_response, naked=True),
+    "Here's my response:": StartReader(_response, naked=True),
+    _RESPONSE: SwitchRegion("text"),
 }
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="granite",
     regions={
-        "text": Region("text", {_THINK: Go("thinking"), _END_RESPONSE: Go("text"), **_CALLS}),
-        "thinking": Region("thinking", {_END_THINK: Go("text"), **_CALLS}),
+        "text": Region("text", {_THINK: SwitchRegion("thinking"), _END_RESPONSE: SwitchRegion("text"), **_CALLS}),
+        "thinking": Region("thinking", {_END_THINK: SwitchRegion("text"), **_CALLS}),
     },
     hidden=("</tool_call>", "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
     stops=("<|end_of_text|>",),

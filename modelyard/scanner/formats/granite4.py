@@ -11,13 +11,13 @@ I will look.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="granite4",
-    regions=regions(THINK, {"<tool_call>": Read(json_calls, ("</tool_call>",))}),
+    regions=regions(THINK, {"<tool_call>": StartReader(json_calls, ("</tool_call>",))}),
     hidden=("</tool_call>", "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
     stops=("<|end_of_text|>",),
     turn=("<|end_of_role|>",),

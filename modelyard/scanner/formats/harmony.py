@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.grammar import JsonBody, Shape
 from modelyard.scanner.json_calls import json_arguments
@@ -116,10 +116,10 @@ def _rest(tape: Tape) -> Steps[str]:
     return "".join(taken)
 
 
-_MARKS: dict[str, Go | Read] = {
-    _START: Read(partial(_header, in_channel=False), _ENDS),
-    _CHANNEL: Read(partial(_header, in_channel=True), _ENDS),
-    **{end: Go("text") for end in _ENDS},
+_MARKS: dict[str, SwitchRegion | StartReader] = {
+    _START: StartReader(partial(_header, in_channel=False), _ENDS),
+    _CHANNEL: StartReader(partial(_header, in_channel=True), _ENDS),
+    **{end: SwitchRegion("text") for end in _ENDS},
 }
 
 _CALL = Shape(
@@ -131,7 +131,7 @@ _CALL = Shape(
     several=False,
 )
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="harmony",
     regions={"text": Region("text", _MARKS), "thinking": Region("thinking", _MARKS)},
     hidden=(_CONSTRAIN, _MESSAGE),

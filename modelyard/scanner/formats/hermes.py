@@ -15,7 +15,7 @@ Let me look.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.grammar import JsonBody, Shape
 from modelyard.scanner.json_calls import json_calls
@@ -29,9 +29,9 @@ _CALL = Shape(
     trigger="<tool_call>",
 )
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="hermes",
-    regions=regions(_TAGS, {"<tool_call>": Read(json_calls, ("</tool_call>",))}),
+    regions=regions(_TAGS, {"<tool_call>": StartReader(json_calls, ("</tool_call>",))}),
     hidden=("</tool_call>", "<|im_end|>", *(close for _, close in _TAGS)),
     stops=("<|im_end|>",),
     turn=("<|im_start|>assistant",),

@@ -13,7 +13,7 @@ The role that the template writes in Chinese sometimes comes back as the first w
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
@@ -30,17 +30,17 @@ def _role(_: Tape, calls: Calls) -> Steps[str | None]:
     return None
 
 
-_MARKS: dict[str, Go | Read] = {
-    "<tool_calls>": Read(json_calls, ("</tool_calls>",)),
-    _ROLE: Read(_role, naked=True),
-    _ANSWER: Go("text"),
+_MARKS: dict[str, SwitchRegion | StartReader] = {
+    "<tool_calls>": StartReader(json_calls, ("</tool_calls>",)),
+    _ROLE: StartReader(_role, naked=True),
+    _ANSWER: SwitchRegion("text"),
 }
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="hunyuan_a13b",
     regions={
-        "text": Region("text", {"<think>": Go("thinking"), _END_ANSWER: Go("text"), **_MARKS}),
-        "thinking": Region("thinking", {"</think>": Go("text"), **_MARKS}),
+        "text": Region("text", {"<think>": SwitchRegion("thinking"), _END_ANSWER: SwitchRegion("text"), **_MARKS}),
+        "thinking": Region("thinking", {"</think>": SwitchRegion("text"), **_MARKS}),
     },
     hidden=("</tool_calls>", "<|eos|>", "<|startoftext|>", "<|extra_0|>", "<|extra_4|>"),
     stops=("<|eos|>", "<|endoftext|>"),

@@ -12,7 +12,7 @@ The prompt opens the reasoning, or opens and closes it.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._hunyuan import FAMILIES
 from modelyard.scanner.formats._turns import ended
@@ -21,7 +21,7 @@ _ENDS = ("<｜hy_eos:opensource｜>", "<｜hy_eos｜>")
 _TURNS = ("<｜hy_Assistant:opensource｜>", "<｜hy_Assistant｜>")
 _CALLS = {mark: act for family in FAMILIES for mark, act in family.marks.items()}
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="hy_v3",
     regions=ended(closable(_CALLS, tuple(family.think for family in FAMILIES)), _ENDS),
     hidden=(*(mark for family in FAMILIES for mark in family.hidden), *_TURNS),

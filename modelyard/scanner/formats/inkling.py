@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import NAME_LIMIT
 from modelyard.scanner.json_calls import json_calls
@@ -33,14 +33,14 @@ def _header(tape: Tape, _: Calls) -> Steps[str | None]:
     return "text"
 
 
-_MARKS: dict[str, Go | Read] = {
-    _MODEL: Read(_header),
-    _JSON: Read(json_calls, (_END, _STOP)),
-    _THINKING: Go("thinking"),
-    **{mark: Go("text") for mark in (*_SHOWN, _END, _STOP)},
+_MARKS: dict[str, SwitchRegion | StartReader] = {
+    _MODEL: StartReader(_header),
+    _JSON: StartReader(json_calls, (_END, _STOP)),
+    _THINKING: SwitchRegion("thinking"),
+    **{mark: SwitchRegion("text") for mark in (*_SHOWN, _END, _STOP)},
 }
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="inkling",
     regions={"text": Region("text", _MARKS), "thinking": Region("thinking", _MARKS)},
     stops=(_STOP,),

@@ -8,7 +8,7 @@ Code for the models' own interpreter (`<|action_start|><|interpreter|>`) is no c
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
@@ -24,9 +24,9 @@ def _action(tape: Tape, calls: Calls) -> Steps[str | None]:
     return (yield from json_calls(tape, calls))
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="internlm2",
-    regions=regions(THINK, {"<|action_start|>": Read(_action, ("<|action_end|>",))}),
+    regions=regions(THINK, {"<|action_start|>": StartReader(_action, ("<|action_end|>",))}),
     hidden=("<|action_end|>", *_KINDS, "<|im_end|>"),
     stops=("<|im_end|>",),
     turn=("<|im_start|>assistant",),

@@ -8,13 +8,13 @@ I will look.<tool_calls>[
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="jamba",
-    regions=regions(THINK, {"<tool_calls>": Read(json_calls, ("</tool_calls>",))}),
+    regions=regions(THINK, {"<tool_calls>": StartReader(json_calls, ("</tool_calls>",))}),
     hidden=("</tool_calls>", "<|bom|>", "<|eom|>"),
     stops=("<|eom|>", "<|endoftext|>"),
     turn=("<|assistant|>",),

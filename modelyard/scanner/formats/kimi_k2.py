@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_arguments
@@ -67,9 +67,9 @@ def _unnamed(tape: Tape, calls: Calls, given: str) -> Steps[str | None]:
     return None
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="kimi_k2",
-    regions=regions(THINK, {_BEGIN: Read(_call, (_END,))}),
+    regions=regions(THINK, {_BEGIN: StartReader(_call, (_END,))}),
     hidden=(_ARGUMENTS, _END, *_SECTIONS, "</think>", "<|im_end|>"),
     stops=("<|im_end|>",),
     turn=("<|im_middle|>",),

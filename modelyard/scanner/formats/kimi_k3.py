@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.json_calls import json_arguments
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
@@ -111,13 +111,13 @@ def _types(allowed: tuple[str, ...], kind: str) -> tuple[str, ...]:
     return tuple(one for one in allowed if one != "string") or allowed or ANY
 
 
-_MARKS: dict[str, Go | Read] = {
-    _OPEN: Read(_opens, (_END,)),
-    _CLOSE: Read(_closes),
-    _END: Go("text"),
+_MARKS: dict[str, SwitchRegion | StartReader] = {
+    _OPEN: StartReader(_opens, (_END,)),
+    _CLOSE: StartReader(_closes),
+    _END: SwitchRegion("text"),
 }
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="kimi_k3",
     regions={"text": Region("text", _MARKS), "thinking": Region("thinking", _MARKS)},
     hidden=(_SEP,),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
@@ -73,9 +73,9 @@ def _second_end(tape: Tape) -> Steps[None]:
     raise Unreadable("text, no echo")
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="lfm2",
-    regions=regions(THINK, {_START: Read(_calls, (_END,))}),
+    regions=regions(THINK, {_START: StartReader(_calls, (_END,))}),
     hidden=(_END, "<|im_end|>"),
     stops=("<|im_end|>",),
     turn=("<|im_start|>assistant",),

@@ -13,13 +13,13 @@ The prompt opens the reasoning, or opens and closes it. Text is written as it is
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._glm import INNER, KEY, REGIONS, VALUE
 from modelyard.scanner.formats._turns import ended
 
 _ENDS = ("<|role_end|>", "<|endoftext|>")
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="ling3",
     regions=ended(REGIONS, _ENDS),
     hidden=("</tool_call>", "<role>ASSISTANT</role>"),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._functions import END, FUNCTION, Functions
 from modelyard.scanner.formats._thinking import THINK, regions
@@ -104,13 +104,13 @@ def _code(tape: Tape, calls: Calls) -> Steps[None]:
 _CALL = Shape(body=JsonBody('{"name": "', '", "parameters": ', "}"), between="; ")
 
 _MARKS = {
-    _TAG: Read(_tagged, _ENDS),
+    _TAG: StartReader(_tagged, _ENDS),
     FUNCTION: Functions(_TAG, _ENDS[0]).marks[FUNCTION],
-    "{": Read(_object, naked=True),
-    "[": Read(_list, naked=True),
+    "{": StartReader(_object, naked=True),
+    "[": StartReader(_list, naked=True),
 }
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="llama3_json",
     regions=regions(THINK, _MARKS),
     hidden=("</think>", END, *_ENDS),

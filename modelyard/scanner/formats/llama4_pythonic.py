@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
@@ -31,11 +31,11 @@ def _between(tape: Tape, calls: Calls) -> Steps[str | None]:
     return (yield from listed_calls(tape, calls))
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="llama4_pythonic",
     regions=regions(
         THINK,
-        {_START: Read(_between, (_END,)), "[": Read(partial(listed_calls, strict=True), naked=True)},
+        {_START: StartReader(_between, (_END,)), "[": StartReader(partial(listed_calls, strict=True), naked=True)},
     ),
     hidden=(_END, "</think>", "<|eot|>", "<|eom|>"),
     stops=("<|eot|>", "<|eom|>"),

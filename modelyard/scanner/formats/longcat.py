@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import NAME_LIMIT, function_name
 from modelyard.scanner.formats._thinking import THINK, regions
@@ -73,9 +73,9 @@ def _expect(tape: Tape, tag: str) -> Steps[None]:
     tape.skip(len(here))
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="longcat",
-    regions=regions((("<longcat_think>", "</longcat_think>"), *THINK), {_CALL: Read(_call, (_END,))}),
+    regions=regions((("<longcat_think>", "</longcat_think>"), *THINK), {_CALL: StartReader(_call, (_END,))}),
     hidden=(_END, "</longcat_s>"),
     inner=(_KEY, _KEY_END, _VALUE, _VALUE_END),
     stops=("</longcat_s>",),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
@@ -109,9 +109,9 @@ def _closes(tape: Tape) -> Steps[bool]:
     return False
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="minicpm5",
-    regions=regions(THINK, {_FUNCTION: Read(_function, (_END,))}),
+    regions=regions(THINK, {_FUNCTION: StartReader(_function, (_END,))}),
     hidden=(_END, "<|im_end|>"),
     inner=(_PARAM, _PARAM_END, _CDATA),
     stops=("<|im_end|>", "</s>"),

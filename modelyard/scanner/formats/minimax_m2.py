@@ -18,7 +18,7 @@ The prompt opens the reasoning.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._invoke import tagged
 from modelyard.scanner.grammar import Shape, TaggedBody
@@ -34,7 +34,7 @@ _CALL = Shape(
     trigger="<minimax:tool_call>",
 )
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="minimax_m2",
     regions=closable(_DIALECT.marks()),
     hidden=("</minimax:tool_call>", "[e~["),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import NAME_LIMIT, closable, function_name
 from modelyard.scanner.formats._elements import Elements
@@ -69,9 +69,9 @@ def _name(tape: Tape) -> Steps[str]:
     return name
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="minimax_m3",
-    regions=closable({_NAMESPACE: Read(_tags)}, (("<mm:think>", "</mm:think>"),)),
+    regions=closable({_NAMESPACE: StartReader(_tags)}, (("<mm:think>", "</mm:think>"),)),
     hidden=("[e~[",),
     inner=(_BLOCK, _BLOCK_END, _INVOKE, _INVOKE_END),
     stops=("[e~[",),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from modelyard.core.format import Format, Place, Read
+from modelyard.core.output_format import GrammarContext, OutputFormat, StartReader
 from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._common import function_name
@@ -95,14 +95,14 @@ _LISTED = Shape(
 )
 
 
-def _grammar(tools: Sequence[Tool], choice: ToolChoice, place: Place = Place()) -> Constraint | None:
+def _grammar(tools: Sequence[Tool], choice: ToolChoice, place: GrammarContext = GrammarContext()) -> Constraint | None:
     """As this generation writes it: the newer ones have a token before the arguments."""
     return (_NAMED if _ARGS in place.specials else _LISTED).grammar(tools, choice, place)
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="mistral",
-    regions=regions(_TAGS, {_CALLS: Read(_calls)}),
+    regions=regions(_TAGS, {_CALLS: StartReader(_calls)}),
     hidden=(_ARGS, _ID, "[/THINK]", "</think>", _END),
     stops=(_END,),
     turn=("[/INST]", "[/TOOL_RESULTS]", _END),

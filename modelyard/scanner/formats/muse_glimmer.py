@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 
-from modelyard.core.format import Format, Go, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._invoke import tagged
 from modelyard.scanner.json_calls import json_arguments
@@ -94,7 +94,7 @@ def _to_tool(tape: Tape, calls: Calls, recipient: str) -> Steps[None]:
         yield from openings[end].reader(tape, calls)
 
 
-def _forgotten(mark: str) -> Read:
+def _forgotten(mark: str) -> StartReader:
     """A call without a header counts only where a text begins."""
 
     def read(tape: Tape, calls: Calls) -> Steps[str | None]:
@@ -102,17 +102,17 @@ def _forgotten(mark: str) -> Read:
             raise Unreadable("talk about a call")
         return (yield from _CALLS[mark].reader(tape, calls))
 
-    return Read(read, _CALLS[mark].close, naked=True)
+    return StartReader(read, _CALLS[mark].close, naked=True)
 
 
-_MARKS: dict[str, Go | Read] = {
-    _START: Read(_header, _ENDS),
-    _TO: Read(_bare, _ENDS, naked=True),
+_MARKS: dict[str, SwitchRegion | StartReader] = {
+    _START: StartReader(_header, _ENDS),
+    _TO: StartReader(_bare, _ENDS, naked=True),
     **{mark: _forgotten(mark) for mark in _CALLS},
-    **{end: Go("text") for end in _ENDS},
+    **{end: SwitchRegion("text") for end in _ENDS},
 }
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="muse_glimmer",
     regions={"text": Region("text", _MARKS), "thinking": Region("thinking", _MARKS)},
     hidden=(_MESSAGE,),

@@ -10,7 +10,7 @@ The prompt opens the reasoning, or opens and closes it.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._turns import ended
 from modelyard.scanner.grammar import JsonBody, Shape
@@ -27,9 +27,9 @@ _SHAPE = Shape(
     trigger=_CALLS,
 )
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="nemotron_v2",
-    regions=ended(closable({_CALLS: Read(json_calls, (_END,))}), _ENDS),
+    regions=ended(closable({_CALLS: StartReader(json_calls, (_END,))}), _ENDS),
     hidden=(_END, "<SPECIAL_10>", "<SPECIAL_11>"),
     stops=_ENDS,
     turn=("<SPECIAL_11>Assistant", "<|start_header_id|>assistant<|end_header_id|>"),

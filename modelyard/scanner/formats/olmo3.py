@@ -12,13 +12,13 @@ Values are Python's literals or JSON's (`true`, `null`).
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.pythonic_calls import pythonic_calls
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="olmo3",
-    regions=regions(THINK, {"<function_calls>": Read(pythonic_calls, ("</function_calls>",))}),
+    regions=regions(THINK, {"<function_calls>": StartReader(pythonic_calls, ("</function_calls>",))}),
     hidden=("</function_calls>", "<|im_end|>"),
     stops=("<|im_end|>", "<|endoftext|>"),
     turn=("<|im_start|>assistant",),

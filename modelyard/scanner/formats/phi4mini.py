@@ -8,7 +8,7 @@ Sometimes the list comes alone. The word and the list are ordinary text wherever
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
@@ -26,14 +26,14 @@ def _functools(tape: Tape, calls: Calls) -> Steps[str | None]:
     return (yield from open_list(tape, calls))
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="phi4mini",
     regions=regions(
         THINK,
         {
-            "<|tool_call|>": Read(json_calls, _CLOSE),
-            "functools": Read(_functools, naked=True),
-            "[": Read(naked_list, naked=True),
+            "<|tool_call|>": StartReader(json_calls, _CLOSE),
+            "functools": StartReader(_functools, naked=True),
+            "[": StartReader(naked_list, naked=True),
         },
     ),
     hidden=(*_CLOSE, "<|end|>", "<|assistant|>", "<|eot_id|>"),

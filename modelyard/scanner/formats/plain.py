@@ -9,7 +9,7 @@ White space is passed on exactly.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read, Region
+from modelyard.core.output_format import OutputFormat, Region, StartReader
 from modelyard.scanner.calls import Calls
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.lexer import Steps, Tape, Unreadable
@@ -33,9 +33,9 @@ def _tool_code(tape: Tape, calls: Calls) -> Steps[str | None]:
     raise Unreadable("code, no call")
 
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="plain",
-    regions={"text": Region("text", {"<tool_code>": Read(_tool_code, (_CLOSE,))})},
+    regions={"text": Region("text", {"<tool_code>": StartReader(_tool_code, (_CLOSE,))})},
     hidden=("<text>", "</text>", _CLOSE),
     framed=False,
 )

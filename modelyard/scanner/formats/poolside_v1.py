@@ -9,13 +9,13 @@ tag alone where there is none. A value's white space is exact.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._glm import INNER, KEY, REGIONS, VALUE
 from modelyard.scanner.formats._turns import ended
 
 _ENDS = ("</assistant>", "〈|EOS|〉")  # the second one's brackets are no ASCII
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="poolside_v1",
     regions=ended(REGIONS, _ENDS),
     hidden=("</tool_call>", "<assistant>"),

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from functools import partial
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.pythonic_calls import listed_calls
 
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|python_tag|>", "<|im_end|>", "<|python_start|>", "<|python_end|>")
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="pythonic",
-    regions=regions(THINK, {"[": Read(partial(listed_calls, strict=True), naked=True)}),
+    regions=regions(THINK, {"[": StartReader(partial(listed_calls, strict=True), naked=True)}),
     hidden=("</think>", *_ENDS),
     stops=("<|eot_id|>", "<|eom_id|>"),
     turn=("<|start_header_id|>assistant<|end_header_id|>",),

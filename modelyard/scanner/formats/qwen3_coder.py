@@ -18,7 +18,7 @@ JSON in place of the parameters.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._functions import END, FUNCTION, PARAMETER, PARAMETER_END, Functions
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.grammar import Shape, TaggedBody
@@ -30,7 +30,7 @@ _CALL = Shape(
     trigger="<tool_call>",
 )
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="qwen3_coder",
     regions=regions(THINK, Functions("<tool_call>", "</tool_call>").marks),
     hidden=("</tool_call>", END, "</think>", "<|im_end|>"),

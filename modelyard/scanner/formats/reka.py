@@ -17,7 +17,7 @@ write `<reasoning>`.
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats import hermes
 from modelyard.scanner.formats._common import closable
 from modelyard.scanner.formats._thinking import THINK
@@ -27,9 +27,9 @@ from modelyard.scanner.json_calls import json_calls
 _TAGS = (*THINK, ("<reasoning>", "</reasoning>"))
 _ENDS = ("<sep>", "<|endoftext|>")
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="reka",
-    regions=ended(closable({"<tool_call>": Read(json_calls, ("</tool_call>",))}, _TAGS), _ENDS),
+    regions=ended(closable({"<tool_call>": StartReader(json_calls, ("</tool_call>",))}, _TAGS), _ENDS),
     hidden=("</tool_call>",),
     stops=_ENDS,
     turn=("<sep>assistant:", "<sep> assistant:"),

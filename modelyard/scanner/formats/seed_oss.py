@@ -16,7 +16,7 @@ Line breaks inside a value are part of it. While it thinks on a budget, the mode
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._functions import END, FUNCTION, PARAMETER, PARAMETER_END, Functions
 from modelyard.scanner.formats._thinking import regions
 from modelyard.scanner.grammar import Shape, TaggedBody
@@ -33,7 +33,7 @@ _SHAPE = Shape(
     thought=_THINK[0],
 )
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="seed_oss",
     regions=regions(_THINK, Functions(_CALL, _CALL_END, lines=False).marks),
     hidden=(_CALL_END, END, "</seed:think>", *_BUDGET, "<seed:bos>", "<seed:eos>", "<seed:pad>"),

@@ -12,10 +12,10 @@ opening tag into the prompt: then the output begins inside the reasoning, as the
 
 from __future__ import annotations
 
-from modelyard.core.format import Format
+from modelyard.core.output_format import OutputFormat
 from modelyard.scanner.formats._thinking import EVERY_TAG, regions
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="think",
     regions=regions(EVERY_TAG),
     hidden=tuple(close for _, close in EVERY_TAG),

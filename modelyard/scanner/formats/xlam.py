@@ -8,21 +8,21 @@ Older models write `{"tool_calls": […]}`; some put the list into a block of co
 
 from __future__ import annotations
 
-from modelyard.core.format import Format, Read
+from modelyard.core.output_format import OutputFormat, StartReader
 from modelyard.scanner.formats._thinking import THINK, regions
 from modelyard.scanner.json_calls import json_calls
 from modelyard.scanner.naked_json import fenced, naked_list, naked_object, open_list
 
-FORMAT = Format(
+FORMAT = OutputFormat(
     name="xlam",
     regions=regions(
         THINK,
         {
-            "<tool_call>": Read(json_calls, ("</tool_call>",)),
-            "[TOOL_CALLS]": Read(open_list, naked=True),
-            "[": Read(naked_list, naked=True),
-            "{": Read(naked_object, naked=True),
-            "```": Read(fenced, naked=True),
+            "<tool_call>": StartReader(json_calls, ("</tool_call>",)),
+            "[TOOL_CALLS]": StartReader(open_list, naked=True),
+            "[": StartReader(naked_list, naked=True),
+            "{": StartReader(naked_object, naked=True),
+            "```": StartReader(fenced, naked=True),
         },
     ),
     hidden=("</tool_call>", "<|im_end|>", "<|eot_id|>"),

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from nicegui import ui
 
 from modelyard.core.errors import ModelyardError
-from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Fold, Started, Usage
+from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, ReplyBuilder, Started, Usage
+from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Image, Message, Part, Text, ToolCall, ToolResult
-from modelyard.core.wire import Wire
 from modelyard.workbench import words
 from modelyard.workbench.parts import Flow
 from modelyard.workbench.talk import Talk
@@ -62,11 +62,13 @@ class Pace:
 class Answer:
     """Fed with bytes of the stream. Every way it can end leaves the conversation in a state to go on from."""
 
-    def __init__(self, talk: Talk, wire: Wire, question: Question, resume: Callable[[dict[str, str]], None]) -> None:
+    def __init__(
+        self, talk: Talk, wire: WireProtocol, question: Question, resume: Callable[[dict[str, str]], None]
+    ) -> None:
         self.wire = wire
         self.on_end: Callable[[], None] = lambda: None
         self._talk, self._question, self._resume = talk, question, resume
-        self._reader, self._fold, self._pace = wire.reader(), Fold(), Pace()
+        self._reader, self._fold, self._pace = wire.reader(), ReplyBuilder(), Pace()
         self._said, self._trace, self._over = "", "", False
         self._flows: list[Flow] = []
         self._open: Flow | None = None

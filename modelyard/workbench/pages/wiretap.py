@@ -6,7 +6,7 @@ import codecs
 
 from nicegui import ui
 
-from modelyard.core.wire import Wire
+from modelyard.core.protocol import WireProtocol
 from modelyard.workbench.client import Client
 from modelyard.workbench.parts import Flow, Pane
 from modelyard.workbench.talk import curl, pretty, python
@@ -28,7 +28,7 @@ class Wiretap:
                 self._python = Pane()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def begin(self, client: Client, wire: Wire, body: bytes) -> None:
+    def begin(self, client: Client, wire: WireProtocol, body: bytes) -> None:
         path, keyed = wire.PATHS[0], bool(client.key)
         self._sent.show(f"POST {path}\n\n{pretty(body)}")
         self._curl.show(curl(client.url, path, body, keyed))

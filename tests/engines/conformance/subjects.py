@@ -11,7 +11,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TextEngine, TokenRun
 from modelyard.core.request import Sampling
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import ct2, fake, llama_cpp, vllm
 from modelyard.workers.launch import apart
 from modelyard.workers.pulse import Pace
@@ -38,7 +38,7 @@ class Subject(Protocol):
     tells_progress: bool  # reading a prompt is told, and can be broken off
 
     @property
-    def vocabulary(self) -> Vocabulary: ...
+    def vocabulary(self) -> Tokenizer: ...
     @property
     def file(self) -> Path:
         """What the engine reads; a broken copy must keep it from opening."""

@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.core.engine import ChatEngine, Generation
 from modelyard.core.errors import Cancelled, Unavailable
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, fold
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, collect_reply
 from modelyard.core.request import Message, Request, Sampling, Text
 from tests.engines.conformance.abilities import assert_declared
 from tests.engines.conformance.chat_subjects import CHAT_SUBJECTS, MARKED, ChatSubject
@@ -67,12 +67,12 @@ async def test_its_events_keep_their_contract_and_fold_to_a_reply(opened: ChatEn
     opens = [event.index for event in events if isinstance(event, BlockStart)]
     closes = [event.index for event in events if isinstance(event, BlockEnd)]
     assert opens == closes == list(range(len(opens)))
-    assert fold(events).text
+    assert collect_reply(events).text
     assert opened.stats().running == 0
 
 
 async def test_usage_is_true(opened: ChatEngine, subject: ChatSubject) -> None:
-    reply = fold(await read(opened.chat(asked(max_tokens=3, sampling=NO_END))))
+    reply = collect_reply(await read(opened.chat(asked(max_tokens=3, sampling=NO_END))))
     assert reply.finished.reason == "max_tokens"
     assert reply.finished.usage.output == 3
     assert reply.finished.usage.prompt > 3
@@ -89,9 +89,9 @@ async def test_an_answer_is_heard_before_it_is_over(opened: ChatEngine) -> None:
 
 async def test_two_at_a_time_do_not_meet(opened: ChatEngine, subject: ChatSubject) -> None:
     texts = ("The first one is about rivers.", "A second one, about mountains.")
-    alone = [fold(await read(opened.chat(asked(text)))).text for text in texts]
+    alone = [collect_reply(await read(opened.chat(asked(text)))).text for text in texts]
     generations = [opened.chat(asked(text)) for text in texts]
-    together = [fold(await read(generation)).text for generation in generations]
+    together = [collect_reply(await read(generation)).text for generation in generations]
     assert len(set(together)) == 2
     if subject.exact:
         assert together == alone
@@ -107,7 +107,7 @@ async def test_a_cancelled_answer_ends_once_and_its_place_is_free(opened: ChatEn
         assert isinstance(got[-1], Failed)
         assert isinstance(got[-1].error, Cancelled)
         assert opened.stats().running == 0
-    assert fold(await read(opened.chat(asked()))).text
+    assert collect_reply(await read(opened.chat(asked()))).text
 
 
 async def test_closing_ends_what_runs_and_refuses_what_comes(opened: ChatEngine) -> None:

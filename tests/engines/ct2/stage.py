@@ -13,7 +13,7 @@ from modelyard.core.request import Sampling
 from modelyard.engines import ct2
 from modelyard.engines.ct2.engine import Ct2Engine
 from modelyard.library.convert import convert
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.engines.reading import ids
 
 GREEDY = Sampling(temperature=0)
@@ -26,8 +26,8 @@ def model_folder() -> Path:
 
 
 @cache
-def vocabulary() -> HfVocabulary:
-    return HfVocabulary.load(model_folder())
+def vocabulary() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer.load(model_folder())
 
 
 def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines import ct2
 from modelyard.engines.ct2 import folder
@@ -68,7 +68,7 @@ def test_file_that_is_no_model_is_refused_by_name(data: bytes, tmp_path: Path):
 
 def test_estimate_counts_the_keys_of_every_query_head():
     options = ct2.Options(path=str(model_folder()), device="cpu")
-    memory = ct2.estimate(EngineSpec("m", options, {"main": CacheInfo(1000, 3)}), Machine(1 << 34))
+    memory = ct2.estimate(EngineSpec("m", options, {"main": CacheInfo(1000, 3)}), AvailableMemory(1 << 34))
     assert memory.kv == 2 * 4 * SMOLLM2["layers"] * SMOLLM2["width"] * 3000
     assert memory.device == "cpu"
 
@@ -77,7 +77,7 @@ def test_estimate_counts_the_keys_of_every_query_head():
 def test_weights_take_what_they_are_computed_in(compute_type: str, times: int):
     def weights(kind: str) -> int:
         options = ct2.Options(path=str(model_folder()), compute_type=kind)
-        return ct2.estimate(EngineSpec("m", options, {}), Machine(1 << 34)).weights
+        return ct2.estimate(EngineSpec("m", options, {}), AvailableMemory(1 << 34)).weights
 
     assert weights(compute_type) == pytest.approx(times * weights("int8"), rel=0.02)
 
@@ -85,6 +85,6 @@ def test_weights_take_what_they_are_computed_in(compute_type: str, times: int):
 def test_gpu_is_taken_where_there_is_one_and_halves_the_keys():
     options = ct2.Options(path=str(model_folder()), device="auto")
     spec = EngineSpec("m", options, {"main": CacheInfo(1000)})
-    on_gpu, on_cpu = (ct2.estimate(spec, Machine(1 << 34, gpus)) for gpus in ({"gpu": 1 << 34}, {}))
+    on_gpu, on_cpu = (ct2.estimate(spec, AvailableMemory(1 << 34, gpus)) for gpus in ({"gpu": 1 << 34}, {}))
     assert (on_gpu.device, on_cpu.device) == ("gpu", "cpu")
     assert 2 * on_gpu.kv == on_cpu.kv

@@ -17,11 +17,11 @@ from typing import Any
 
 from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import exllamav3, fake
 from modelyard.engines.exllamav3 import library
 from modelyard.engines.exllamav3.engine import Exl3Engine
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.engines.exllamav3.standin import StandIn, in_step_with
 from tests.engines.reading import ids
 
@@ -81,8 +81,8 @@ def model_folder() -> Path:
 
 
 @cache
-def vocabulary() -> Vocabulary:
-    return HfVocabulary.load(model_folder())
+def vocabulary() -> Tokenizer:
+    return HuggingFaceTokenizer.load(model_folder())
 
 
 def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from modelyard.core.engine import CacheInfo, Control, Media, Progress, TokenRun, Tokens
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines import outbox as outbox_module
+from modelyard.engines import token_dispatch
 from modelyard.engines.exllamav3 import lane as lane_module
-from modelyard.engines.outbox import Outbox
+from modelyard.engines.token_dispatch import TokenDispatch
 from tests.engines.exllamav3.stage import make, prompt, running, said, spec, vocabulary
 from tests.engines.exllamav3.standin import StandIn
 from tests.engines.reading import accepted, end, ids, logprobs, read, until
@@ -60,13 +60,13 @@ async def test_job_is_made_of_token_ids_and_knows_its_own_end() -> None:
 
 async def test_engine_wakes_the_loop_once_a_step_for_all_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in, parcels = StandIn(), []
-    hand_out = outbox_module.hand_out
+    hand_out = token_dispatch.hand_out
 
     def counted(told: Any) -> None:
         parcels.append(told)
         hand_out(told)
 
-    monkeypatch.setattr(outbox_module, "hand_out", counted)
+    monkeypatch.setattr(token_dispatch, "hand_out", counted)
     async with running({"main": CacheInfo(512, 4)}, stand_in, slow=True) as engine:
         jobs = [engine.generate(prompt(text, max_tokens=20)) for text in "abcd"]
         for job in jobs:
@@ -77,22 +77,22 @@ async def test_engine_wakes_the_loop_once_a_step_for_all_jobs(monkeypatch: pytes
 def deliveries(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn) -> list[tuple[int, str, int]]:
     """Of tokens: in which step, at its wait or its end, and how many."""
     told: list[tuple[int, str, int]] = []
-    deliver, before_waiting = Outbox.deliver, Outbox.before_waiting
+    flush, before_gpu_wait = TokenDispatch.flush, TokenDispatch.before_gpu_wait
     when = ["end"]
 
-    def delivered(outbox: Outbox) -> None:
-        said = [chunk for _, chunks, _ in outbox._parcels for chunk in chunks if isinstance(chunk, Tokens)]
+    def delivered(dispatch: TokenDispatch) -> None:
+        said = [chunk for _, chunks, _ in dispatch._parcels for chunk in chunks if isinstance(chunk, Tokens)]
         if said:
             told.append((stand_in.steps, when[-1], sum(len(chunk.ids) for chunk in said)))
-        deliver(outbox)
+        flush(dispatch)
 
-    def waits(outbox: Outbox) -> None:
+    def waits(dispatch: TokenDispatch) -> None:
         when.append("wait")
-        before_waiting(outbox)
+        before_gpu_wait(dispatch)
         when.pop()
 
-    monkeypatch.setattr(Outbox, "deliver", delivered)
-    monkeypatch.setattr(Outbox, "before_waiting", waits)
+    monkeypatch.setattr(TokenDispatch, "flush", delivered)
+    monkeypatch.setattr(TokenDispatch, "before_gpu_wait", waits)
     return told
 
 
@@ -130,14 +130,14 @@ async def test_tokens_of_all_jobs_are_handed_over_when_the_last_of_them_is_sampl
 
 
 async def test_no_token_lies_while_somebody_elses_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in, reading, put = StandIn(), set(), Outbox.put
+    stand_in, reading, put = StandIn(), set(), TokenDispatch.put
 
-    def noted(outbox: Outbox, to: Any, chunks: Any, *rest: Any, **named: Any) -> None:
+    def noted(dispatch: TokenDispatch, to: Any, chunks: Any, *rest: Any, **named: Any) -> None:
         if isinstance(chunks[0], Progress):
             reading.add(stand_in.steps)
-        put(outbox, to, chunks, *rest, **named)
+        put(dispatch, to, chunks, *rest, **named)
 
-    monkeypatch.setattr(Outbox, "put", noted)
+    monkeypatch.setattr(TokenDispatch, "put", noted)
     told = deliveries(monkeypatch, stand_in)
     async with running(TWO, stand_in, exllama_max_chunk_size=256, slow=True) as engine:
         speaks = engine.generate(prompt(runs("a b c d e f"), max_tokens=1000))

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3 import folder
 from tests.engines.exllamav3.stage import model_folder, spec
 
-HERE = Machine(1 << 34, {"GPU-1": 1 << 34})
+HERE = AvailableMemory(1 << 34, {"GPU-1": 1 << 34})
 
 
-def memory(window: int = 1023, parallel: int = 2, **options: Any) -> Memory:
+def memory(window: int = 1023, parallel: int = 2, **options: Any) -> MemoryEstimate:
     return exllamav3.estimate(spec({"main": CacheInfo(window, parallel)}, **options), HERE)
 
 

@@ -4,11 +4,11 @@ from functools import cache
 from typing import Any
 
 from modelyard.core.engine import CacheInfo, Chunk, End, EngineSpec, Generation, Prompt, TokenRun, Tokens
-from modelyard.core.vocab import Vocabulary
+from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import fake
 from modelyard.engines.fake.chat import FakeChatEngine
 from modelyard.engines.fake.text import FakeTextEngine
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 
 WEATHER = (
     '{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", '
@@ -17,8 +17,8 @@ WEATHER = (
 
 
 @cache
-def vocabulary() -> Vocabulary:
-    return HfVocabulary.load(fake.tokenizer_path(fake.Options()))
+def vocabulary() -> Tokenizer:
+    return HuggingFaceTokenizer.load(fake.tokenizer_path(fake.Options()))
 
 
 def spec(window: int = 4096, parallel: int = 4, **options: Any) -> EngineSpec:

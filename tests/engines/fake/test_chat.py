@@ -7,7 +7,7 @@ import pytest
 
 from modelyard.core.engine import ChatEngine, Generation
 from modelyard.core.errors import Cancelled, InvalidRequest, ModelyardError, Unavailable
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, fold
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, collect_reply
 from modelyard.core.request import Constraint, Message, Request, Text, Tool, ToolChoice
 from tests.engines.fake.stage import chat_engine
 
@@ -48,7 +48,7 @@ async def test_steps_become_blocks() -> None:
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]
     events = await play({"think": "hm"}, {"text": "one "}, {"text": "two"}, {"call": calls}, {"text": "end"})
     check_order(events)
-    reply = fold(events)
+    reply = collect_reply(events)
     assert (reply.thinking, reply.text) == ("hm", "one twoend")
     assert [(c.name, c.arguments) for c in reply.calls] == [("f", '{"a": 1}'), ("g", "{}")]
     assert [type(b.part).__name__ for b in reply.blocks] == ["Thinking", "Text", "ToolCall", "ToolCall", "Text"]
@@ -87,19 +87,21 @@ async def test_multi_byte_text_is_never_cut_inside_a_character() -> None:
 async def test_max_tokens_cuts_and_says_so() -> None:
     events = await play({"tokens": 10}, {"text": "never"}, asked=request(max_tokens=4))
     check_order(events)
-    finished = fold(events).finished
+    finished = collect_reply(events).finished
     assert (finished.reason, finished.usage.output) == ("max_tokens", 4)
 
 
 async def test_call_cut_by_the_limit_is_not_a_call() -> None:
-    reply = fold(await play({"call": {"name": "f", "arguments": {"long": "x" * 99}}}, asked=request(max_tokens=3)))
+    reply = collect_reply(
+        await play({"call": {"name": "f", "arguments": {"long": "x" * 99}}}, asked=request(max_tokens=3))
+    )
     assert reply.calls == ()
     assert reply.finished.reason == "max_tokens"
 
 
 async def test_stop_string_cuts_visible_text_only() -> None:
     steps = ({"think": "STOP here"}, {"text": "go on STOP now"})
-    reply = fold(await play(*steps, asked=request(stop=("now", "STOP"))))
+    reply = collect_reply(await play(*steps, asked=request(stop=("now", "STOP"))))
     assert (reply.thinking, reply.text) == ("STOP here", "go on ")
     assert (reply.finished.reason, reply.finished.stop_string) == ("stop_string", "STOP")
 
@@ -140,10 +142,10 @@ async def test_cancel_ends_the_job_at_once(steps: list[dict[str, Any]]) -> None:
 
 async def test_constraint_and_forced_tools_are_obeyed() -> None:
     engine = await chat_engine()
-    made = fold(await read(engine.chat(request(constraint=Constraint("json_object")))))
+    made = collect_reply(await read(engine.chat(request(constraint=Constraint("json_object")))))
     assert made.text == "{}"
     for choice in (ToolChoice("required"), ToolChoice("named", "get_weather")):
-        called = fold(await read(engine.chat(request(tools=(WEATHER,), tool_choice=choice))))
+        called = collect_reply(await read(engine.chat(request(tools=(WEATHER,), tool_choice=choice))))
         assert [(c.name, c.arguments) for c in called.calls] == [("get_weather", '{"city": "text"}')]
 
 
@@ -161,4 +163,4 @@ async def test_crash_inside_the_engine_ends_the_job(monkeypatch: pytest.MonkeyPa
 
 
 async def test_repeats_are_played() -> None:
-    assert fold(await play({"repeat": 3, "steps": [{"raw": "a"}, {"hang": False}]})).text == "aaa"
+    assert collect_reply(await play({"repeat": 3, "steps": [{"raw": "a"}, {"hang": False}]})).text == "aaa"

@@ -3,12 +3,12 @@
 import pytest
 
 from modelyard.core.request import Message, Request, Text, Thinking, Tool, ToolCall, ToolResult
-from modelyard.engines.fake.conversation import Seen, Told, tools_in
+from modelyard.engines.fake.conversation import PromptView, RequestView, tools_in
 from tests.engines.fake.stage import WEATHER, chatml, vocabulary
 
 
-def seen(text: str) -> Seen:
-    return Seen(vocabulary().encode(text), vocabulary())
+def seen(text: str) -> PromptView:
+    return PromptView(vocabulary().encode(text), vocabulary())
 
 
 def test_last_user_turn_of_chatml_is_found() -> None:
@@ -68,10 +68,10 @@ def test_request_is_seen_the_same_way() -> None:
         Message("assistant", (Thinking("hm"), call)),
         Message("tool", (ToolResult("1", (Text("sunny"),)), ToolResult("2", (Text("warm"),)))),
     )
-    talk = Told(Request(model="m", messages=messages, tools=(Tool("get"), Tool("web", kind="server"))))
+    talk = RequestView(Request(model="m", messages=messages, tools=(Tool("get"), Tool("web", kind="server"))))
     assert (talk.user, talk.result) == ("weather\nin Rome", "sunny\nwarm")
     assert list(talk.tools) == ["get"]
 
 
 def test_raw_prompt_is_the_users_text() -> None:
-    assert Told(Request(model="m", prompts=("say x",))).user == "say x"
+    assert RequestView(Request(model="m", prompts=("say x",))).user == "say x"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.engines.fake.dialects import writer
-from modelyard.engines.fake.script import CallStep
+from modelyard.engines.fake.dialects import format_writer
+from modelyard.engines.fake.script import ScriptCall
 from tests.engines.fake.stage import answer, chatml, ids, prompt, read, text_engine, vocabulary
 
 STEPS: list[dict[str, Any]] = [
@@ -64,10 +64,10 @@ async def test_text_that_quotes_a_marker_stays_text_and_raw_does_not() -> None:
 
 
 def test_broken_arguments_are_written_as_they_are() -> None:
-    call = CallStep(name="f", arguments='{"a": ')
-    assert ('\n{"name": "f", "arguments": {"a": }\n', False) in writer("hermes").calls([call])
-    assert ('\n<function=f>\n{"a": \n</function>\n', False) in writer("qwen3_coder").calls([call])
+    call = ScriptCall(name="f", arguments='{"a": ')
+    assert ('\n{"name": "f", "arguments": {"a": }\n', False) in format_writer("hermes").calls([call])
+    assert ('\n<function=f>\n{"a": \n</function>\n', False) in format_writer("qwen3_coder").calls([call])
 
 
 def test_dialect_without_a_writer_is_spelled_as_hermes() -> None:
-    assert writer("plain").think("a") == writer("hermes").think("a")
+    assert format_writer("plain").think("a") == format_writer("hermes").think("a")

@@ -6,14 +6,14 @@ import pytest
 from pydantic import ValidationError
 
 from modelyard import plugins
-from modelyard.core.engine import Machine
+from modelyard.core.engine import AvailableMemory
 from modelyard.engines import fake
 from tests.engines.fake.stage import spec
 
 
 def test_fake_is_a_backend_and_the_mailbox_is_none() -> None:
     assert "fake" in plugins.names("engines")
-    assert "mailbox" not in plugins.names("engines")
+    assert "generation_queue" not in plugins.names("engines")
     assert plugins.load("engines", "fake") is fake
 
 
@@ -23,7 +23,7 @@ def test_kind_follows_the_options() -> None:
 
 
 def test_estimate_grows_with_the_caches() -> None:
-    machine = Machine(ram_free=0)
+    machine = AvailableMemory(ram_free=0)
     small, large = (fake.estimate(spec(window=window), machine) for window in (1000, 2000))
     assert 0 < small.total < large.total
     assert small.weights == 0

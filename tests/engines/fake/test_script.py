@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from modelyard.core.errors import Overloaded, Unavailable
 from modelyard.engines.fake import Options
-from modelyard.engines.fake.script import Rule, Script, Step
+from modelyard.engines.fake.script import Script, ScriptRule, ScriptStep
 from tests.engines.fake.stage import answer
 
 
@@ -18,8 +18,8 @@ class Talk:
         self.tools: dict[str, dict[str, Any]] = {}
 
 
-def rule(**fields: Any) -> Rule:
-    return Rule.model_validate({"steps": [{"text": "x"}]} | fields)
+def rule(**fields: Any) -> ScriptRule:
+    return ScriptRule.model_validate({"steps": [{"text": "x"}]} | fields)
 
 
 def test_first_rule_that_fits_wins() -> None:
@@ -84,7 +84,7 @@ def test_unreadable_script_file_is_named_in_the_error(tmp_path: Path, content: s
 )
 def test_bad_step_is_refused_with_a_reason(step: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValidationError, match=complaint):
-        Step.model_validate(step)
+        ScriptStep.model_validate(step)
 
 
 def test_bad_pattern_is_refused() -> None:
@@ -93,14 +93,14 @@ def test_bad_pattern_is_refused() -> None:
 
 
 def test_errors_are_of_the_kind_that_the_step_names() -> None:
-    assert isinstance(Step(fail="full", kind="overloaded").error, Overloaded)
-    assert isinstance(Step(die="boom").error, Unavailable)
-    assert Step(text="x").error is None
+    assert isinstance(ScriptStep(fail="full", kind="overloaded").error, Overloaded)
+    assert isinstance(ScriptStep(die="boom").error, Unavailable)
+    assert ScriptStep(text="x").error is None
 
 
 @pytest.mark.parametrize("kind", ["invalid", "rate_limited", "not_found", "timeout", "internal", "too_large"])
 def test_every_kind_of_failure_can_be_scripted(kind: Any) -> None:
-    error = Step(fail="why", kind=kind).error
+    error = ScriptStep(fail="why", kind=kind).error
     assert error is not None
     assert error.kind == kind
     assert error.message == "why"

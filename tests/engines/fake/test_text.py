@@ -11,7 +11,7 @@ from modelyard.core.engine import (
     Accepted,
     Chunk,
     Control,
-    Embedder,
+    EmbeddingEngine,
     End,
     Generation,
     Media,
@@ -52,7 +52,7 @@ async def test_job_is_accepted_speaks_and_ends() -> None:
 async def test_engine_satisfies_both_protocols() -> None:
     engine = await text_engine()
     assert isinstance(engine, TextEngine)
-    assert isinstance(engine, Embedder)
+    assert isinstance(engine, EmbeddingEngine)
     assert engine.info.capacity == 8
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from modelyard.config import load
-from modelyard.core.engine import CacheInfo, ChatEngine, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, ChatEngine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import (
     Cancelled,
     InvalidRequest,
@@ -22,7 +22,7 @@ from modelyard.core.errors import (
     Timeout,
     Unavailable,
 )
-from modelyard.core.events import BlockDelta, Event, Failed, fold
+from modelyard.core.events import BlockDelta, Event, Failed, collect_reply
 from modelyard.core.request import Message, Request, Text
 from modelyard.engines import litellm
 from modelyard.engines.litellm.engine import LiteLlmEngine
@@ -66,7 +66,7 @@ async def read(it: LiteLlmEngine) -> list[Event]:
 async def test_an_answer_comes_through_with_its_usage(library: ModuleType) -> None:
     async with opened("says/Hi you") as it:
         assert isinstance(it, ChatEngine)
-        reply = fold(await read(it))
+        reply = collect_reply(await read(it))
         assert await it.count(REQUEST) is None
     assert reply.text == "Hi you"
     assert (reply.finished.usage.prompt, reply.finished.usage.output) == (5, 2)
@@ -135,7 +135,7 @@ async def test_a_providers_refusal_keeps_its_meaning(
 
 async def test_a_refusal_is_tried_again_where_that_is_allowed(library: ModuleType) -> None:
     async with opened("refuses/503once", litellm_max_retries=1) as it:
-        assert fold(await read(it)).text == "503once"
+        assert collect_reply(await read(it)).text == "503once"
     assert len(library.asked) == 2
 
 
@@ -174,4 +174,4 @@ def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 def test_it_is_remote_and_holds_nothing() -> None:
     assert litellm.REMOTE
     assert not litellm.HOLDS_WEIGHTS
-    assert litellm.estimate(EngineSpec("m", None, {}), Machine(1)) == Memory()
+    assert litellm.estimate(EngineSpec("m", None, {}), AvailableMemory(1)) == MemoryEstimate()

@@ -14,7 +14,7 @@ from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp.engine import LlamaEngine
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.library.default import fetch
-from modelyard.tokenizer.gguf import GgufVocabulary
+from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.reading import ids, read
 
 GREEDY = Sampling(temperature=0)
@@ -28,8 +28,8 @@ def model_file() -> Path:
 
 
 @cache
-def vocabulary() -> GgufVocabulary:
-    return GgufVocabulary(model_file())
+def vocabulary() -> GgufTokenizer:
+    return GgufTokenizer(model_file())
 
 
 def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:
@@ -82,7 +82,7 @@ class Tap:
         self.seen: list[tuple[int, Chunk]] = []
         for held in engine._caches.values():
             held._emit, held._emit_all = self._emit, self._emit_all
-        self._next = engine._outbox.put
+        self._next = engine._dispatch.put
 
     def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
         self.seen += [(job.arrived, chunk) for chunk in chunks]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp.devices import seen
 from tests.engines.llama_cpp.stage import model_file
 
-MACHINE = Machine(1 << 34, {"GPU-0": 1 << 34})
+MACHINE = AvailableMemory(1 << 34, {"GPU-0": 1 << 34})
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_library_for_cpus_does_not_see_the_machines_gpus(library: Path) -> None:
     assert not llama_cpp.own_process({})
-    assert seen(MACHINE) == Machine(1 << 34)
+    assert seen(MACHINE) == AvailableMemory(1 << 34)
     spec = EngineSpec("m", llama_cpp.Options(path=str(model_file())), {"main": CacheInfo(512)})
     assert llama_cpp.estimate(spec, MACHINE).device == "cpu"
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelyard.core.engine import CacheInfo, Embedder, Machine, Tokens
+from modelyard.core.engine import AvailableMemory, CacheInfo, EmbeddingEngine, Tokens
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import embedding, loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.embedding import Piece, Reader, plan
-from modelyard.telemetry import free
+from modelyard.telemetry import system
 from tests.engines.llama_cpp.stage import Tap, answer, model_file, prompt, running, spec, vocabulary
 from tests.engines.reading import end, ids, read, until
 
@@ -61,7 +61,7 @@ def test_every_token_is_read_once_in_order_and_no_step_is_too_large(lengths: lis
 
 async def test_alike_sentences_are_nearer_than_others_and_vectors_have_length_one() -> None:
     async with running() as engine:
-        assert isinstance(engine, Embedder)
+        assert isinstance(engine, EmbeddingEngine)
         assert engine.info.capabilities.embeddings
         made = await engine.embed(tokens(CAT, KITTEN, LAW, CAT))
     cat, kitten, law, again = made.vectors
@@ -151,7 +151,7 @@ async def test_an_input_that_is_no_text_is_refused_and_the_engine_lives(bad: lis
 async def test_a_context_that_cannot_fit_is_a_sentence_and_the_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(free, "machine", lambda **_: Machine(0))
+            patch.setattr(system, "machine", lambda **_: AvailableMemory(0))
             with pytest.raises(InvalidRequest, match="0 MiB are free"):
                 await engine.embed(tokens(CAT))
         assert end(await answer(engine)).reason == "length"

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import Shape, check, compute, kv, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.telemetry import free
+from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
 from tests.engines.llama_cpp.exact import recurrent_model, sliding_model, write
 from tests.engines.llama_cpp.stage import model_file, running, spec
 
 GIB = 2**30
-NO_GPU = Machine(64 * GIB)
+NO_GPU = AvailableMemory(64 * GIB)
 
 
 def taken(file: Path, options: Options, info: CacheInfo, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
@@ -92,7 +92,7 @@ async def test_a_window_of_ten_million_tokens_is_refused_before_anything_is_load
 
 
 def test_overcommit_loads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free, "machine", lambda **_: Machine(0))
+    monkeypatch.setattr(system, "machine", lambda **_: AvailableMemory(0))
     asked = spec(overcommit=True)
     loading.survey(model_file(), asked)
     with pytest.raises(InvalidRequest, match="0 MiB are free"):
@@ -104,7 +104,7 @@ MODEL = Shape(weights=8 * GIB, trained=8192, layers=31, width=4096, heads=32, vo
 
 @pytest.mark.parametrize(("layers", "share"), [(-1, 1.0), (0, 0.0), (16, 0.5), (99, 1.0)])
 def test_the_layers_on_a_gpu_are_held_against_its_memory(layers: int, share: float) -> None:
-    machine = Machine(64 * GIB, {"GPU-1": 12 * GIB, "GPU-2": 12 * GIB})
+    machine = AvailableMemory(64 * GIB, {"GPU-1": 12 * GIB, "GPU-2": 12 * GIB})
     options = Options(path="m.gguf", n_gpu_layers=layers)
     assert offloaded(MODEL, options, machine) == share
     assert memory_of(MODEL, options, {}, machine).device == ("gpu" if share else "cpu")
@@ -114,15 +114,15 @@ def test_the_layers_on_a_gpu_are_held_against_its_memory(layers: int, share: flo
 @pytest.mark.parametrize(
     ("share", "machine", "place"),
     [
-        (1.0, Machine(64 * GIB, {"a": 5 * GIB}), "GPU memory"),
-        (0.5, Machine(5 * GIB, {"a": 64 * GIB}), "RAM"),
-        (0.0, Machine(9 * GIB), "RAM"),
+        (1.0, AvailableMemory(64 * GIB, {"a": 5 * GIB}), "GPU memory"),
+        (0.5, AvailableMemory(5 * GIB, {"a": 64 * GIB}), "RAM"),
+        (0.0, AvailableMemory(9 * GIB), "RAM"),
     ],
 )
-def test_the_refusal_names_the_memory_that_is_too_small(share: float, machine: Machine, place: str) -> None:
+def test_the_refusal_names_the_memory_that_is_too_small(share: float, machine: AvailableMemory, place: str) -> None:
     with pytest.raises(InvalidRequest, match=f"of {place} and"):
-        check("m", Memory(8 * GIB, 2 * GIB, GIB), share, machine)
-    check("m", Memory(8 * GIB, 2 * GIB, GIB), share, Machine(64 * GIB, {"a": 64 * GIB}))
+        check("m", MemoryEstimate(8 * GIB, 2 * GIB, GIB), share, machine)
+    check("m", MemoryEstimate(8 * GIB, 2 * GIB, GIB), share, AvailableMemory(64 * GIB, {"a": 64 * GIB}))
 
 
 def test_recurrent_layers_keep_a_state_instead_of_kv(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_a_containers_limit_is_all_the_memory_there_is(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 100\nactive_file 300\n")
-    assert free._allowed(tmp_path) == 700
+    assert system._allowed(tmp_path) == 700
     (tmp_path / "memory.max").write_text("max\n")
-    assert free._allowed(tmp_path) > 2**60
+    assert system._allowed(tmp_path) > 2**60
 
 
 def test_draft_model_counts_with_its_weights_and_a_context_for_each_cache() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import Machine
+from modelyard.core.engine import AvailableMemory
 from modelyard.engines.llama_cpp import binding
 from modelyard.engines.llama_cpp.knobs import knobs
 from tests.engines.llama_cpp.stage import UBATCH, answer, running, spec
@@ -38,6 +38,6 @@ async def test_n_batch_changes_nothing_of_what_llama_cpp_is_given(monkeypatch: p
 
 
 def test_n_batch_is_no_knob_and_n_ubatch_is_one() -> None:
-    names = {knob.name for knob in knobs(spec(), Machine(1 << 34), "batch")}
+    names = {knob.name for knob in knobs(spec(), AvailableMemory(1 << 34), "batch")}
     assert "n_ubatch" in names
     assert "n_batch" not in names

@@ -13,11 +13,11 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, ChatEngine
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, NotFound, Timeout, Unavailable
-from modelyard.core.events import BlockDelta, Event, Failed, fold
+from modelyard.core.events import BlockDelta, Event, Failed, collect_reply
 from modelyard.core.request import Constraint
 from modelyard.engines.llama_server.server import find_binary
 from modelyard.library.default import fetch
-from modelyard.tokenizer.gguf import GgufVocabulary
+from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_server import stage
 from tests.engines.llama_server.stage import asked, engine, read, running
 
@@ -25,7 +25,7 @@ from tests.engines.llama_server.stage import asked, engine, read, running
 async def test_it_answers_counts_and_tells_its_log_and_its_process() -> None:
     async with running() as it:
         assert isinstance(it, ChatEngine)
-        reply = fold(await read(it, asked("What is the capital of France?", max_tokens=12)))
+        reply = collect_reply(await read(it, asked("What is the capital of France?", max_tokens=12)))
         assert reply.text
         assert reply.finished.usage.prompt == await it.count(asked("What is the capital of France?"))
         assert reply.finished.usage.output <= 12
@@ -42,12 +42,12 @@ async def test_it_counts_as_the_models_own_vocabulary_does() -> None:
             "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
             "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
         )
-        assert await it.count(asked()) == len(GgufVocabulary(fetch()).encode(rendered))
+        assert await it.count(asked()) == len(GgufTokenizer(fetch()).encode(rendered))
 
 
 async def test_a_port_works_as_well_as_a_socket_and_lets_nobody_else_in() -> None:
     async with running(llama_server_host="127.0.0.1") as it:
-        assert fold(await read(it, asked())).text
+        assert collect_reply(await read(it, asked())).text
         (told,) = [line for line in it.log_tail() if "listening" in line]
     assert "127.0.0.1" in told
 
@@ -55,7 +55,7 @@ async def test_a_port_works_as_well_as_a_socket_and_lets_nobody_else_in() -> Non
 async def test_a_schema_is_kept() -> None:
     async with running() as it:
         schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
-        reply = fold(
+        reply = collect_reply(
             await read(it, asked("Give a number.", constraint=Constraint("json_schema", schema), max_tokens=40))
         )
     assert reply.text.replace(" ", "").replace("\n", "").startswith('{"n":')
@@ -85,7 +85,7 @@ async def test_cancelling_stops_it_and_frees_its_slot_for_the_next() -> None:
         got += [event async for batch in generation for event in batch]
         assert isinstance(got[-1], Failed)
         assert isinstance(got[-1].error, Cancelled)
-        assert fold(await read(it, asked())).text
+        assert collect_reply(await read(it, asked())).text
 
 
 async def test_a_kill_ends_its_streams_and_resolves_lost_with_the_reason() -> None:
@@ -181,5 +181,5 @@ async def test_opening_can_be_given_up() -> None:
 async def test_several_caches_are_one_set_of_slots_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         async with running({"main": CacheInfo(256, 1), "fast": CacheInfo(128, 1)}) as it:
-            assert fold(await read(it, asked())).text
+            assert collect_reply(await read(it, asked())).text
     assert "one set of slots for the caches main, fast" in caplog.text

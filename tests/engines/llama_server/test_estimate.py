@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_server import Options, estimate
 from modelyard.library.default import fetch
 
 CACHES = {"main": CacheInfo(1024, 2), "fast": CacheInfo(512, 1)}
-HERE = Machine(1 << 40)
+HERE = AvailableMemory(1 << 40)
 
 
-def of(machine: Machine = HERE, **options: Any) -> Memory:
+def of(machine: AvailableMemory = HERE, **options: Any) -> MemoryEstimate:
     return estimate(EngineSpec("m", Options(path=str(fetch()), **options), CACHES), machine)
 
 
@@ -35,7 +35,7 @@ def test_a_projector_counts_with_its_size(tmp_path: Path) -> None:
 
 
 def test_layers_decide_where_it_goes() -> None:
-    gpu = Machine(1 << 40, {"GPU-1": 1 << 40})
+    gpu = AvailableMemory(1 << 40, {"GPU-1": 1 << 40})
     assert [of(gpu, llama_server_n_gpu_layers=n).device for n in ("-1", "all", "auto", "20", "0")] == [
         *["gpu"] * 4,
         "cpu",

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from modelyard.config import engine_options, load
-from modelyard.core.engine import CacheInfo, ChatEngine, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, ChatEngine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import Cancelled, InvalidRequest, ModelyardError, Unavailable
-from modelyard.core.events import BlockDelta, Event, Failed, Finished, fold
+from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
 from modelyard.core.request import Message, Request, Text
 from modelyard.engines import openai_remote
 from modelyard.engines.openai_remote import outgoing
@@ -97,13 +97,13 @@ async def test_it_is_a_chat_engine_that_holds_nothing_here() -> None:
     assert "top_k" in it.info.capabilities.ignored
     assert "temperature" not in it.info.capabilities.ignored
     spec = EngineSpec("m", None, {})
-    assert openai_remote.estimate(spec, Machine(1)) == Memory()
+    assert openai_remote.estimate(spec, AvailableMemory(1)) == MemoryEstimate()
     await it.close()
 
 
 async def test_an_answer_comes_through_with_its_usage() -> None:
     async with upstream(Answer(body=chat("Hi", " you"))) as up, opened(up) as it:
-        reply = fold(await read(it))
+        reply = collect_reply(await read(it))
     assert reply.text == "Hi you"
     assert (reply.finished.usage.prompt, reply.finished.usage.output) == (3, 2)
 

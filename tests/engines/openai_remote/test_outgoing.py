@@ -26,7 +26,7 @@ from modelyard.engines.openai_remote import Options
 from modelyard.engines.openai_remote.kinds import KINDS, base_url
 from modelyard.engines.openai_remote.options import ApiKind
 from modelyard.engines.openai_remote.outgoing import body, counting
-from modelyard.protocols.sealing import seal
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
 
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 EVERY_KIND: list[ApiKind] = ["chat_completions", "responses", "anthropic_messages"]
@@ -149,7 +149,7 @@ def turns(*thoughts: Thinking) -> Request:
 
 @pytest.mark.parametrize("kind", ["responses", "anthropic_messages"])
 def test_reasoning_goes_back_only_to_who_signed_it(kind: ApiKind) -> None:
-    request = turns(Thinking("mine", seal("mine")), Thinking("unsigned"), Thinking("theirs", "EqQB-foreign"))
+    request = turns(Thinking("mine", pack_reasoning("mine")), Thinking("unsigned"), Thinking("theirs", "EqQB-foreign"))
     text = json.dumps(sent(request, kind))
     assert "EqQB-foreign" in text
     assert "mine" not in text

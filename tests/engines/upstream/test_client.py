@@ -21,13 +21,13 @@ from modelyard.core.errors import (
     Unavailable,
 )
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
-from modelyard.core.wire import Wire
+from modelyard.core.protocol import WireProtocol
 from modelyard.engines.upstream.client import Client, Place, with_fields
 from modelyard.engines.upstream.retry import Patience
 from modelyard.protocols import openai_chat
 from tests.engines.upstream.server import Answer, Upstream, chat, refusal, upstream
 
-WIRE = cast(Wire, openai_chat)
+WIRE = cast(WireProtocol, openai_chat)
 
 
 class Ear:

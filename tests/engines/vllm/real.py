@@ -25,7 +25,7 @@ from modelyard.library import vllm_env
 from modelyard.library.convert import convert
 from modelyard.library.home import cache_folder
 from modelyard.processes.tether import tethered
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from modelyard.workers.client import remote
 from modelyard.workers.hosted import order_of
 from modelyard.workers.launch import ApartText, apart
@@ -50,8 +50,8 @@ def model_folder() -> Path:
 
 
 @cache
-def vocabulary() -> HfVocabulary:
-    return HfVocabulary.load(model_folder())
+def vocabulary() -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer.load(model_folder())
 
 
 @cache

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, EngineSpec, Machine, Memory
+from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import NotFound
 from modelyard.engines.vllm import estimate
 from modelyard.engines.vllm.settings import VllmSettings
 
 CACHES = {"main": CacheInfo(1000, 2), "fast": CacheInfo(500, 1)}
-HERE = Machine(1 << 40)
-GPU = Machine(1 << 40, {"GPU-1": 100 << 30})
+HERE = AvailableMemory(1 << 40)
+GPU = AvailableMemory(1 << 40, {"GPU-1": 100 << 30})
 SHAPE = {
     "num_hidden_layers": 3,
     "num_key_value_heads": 2,
@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def of(model: Path, machine: Machine = HERE, **options: Any) -> Memory:
+def of(model: Path, machine: AvailableMemory = HERE, **options: Any) -> MemoryEstimate:
     return estimate(EngineSpec("m", VllmSettings(vllm_model=str(model), **options), CACHES), machine)
 
 

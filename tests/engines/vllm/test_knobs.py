@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import CacheInfo, Machine
+from modelyard.core.engine import AvailableMemory, CacheInfo
 from modelyard.core.knobs import Goal
 from modelyard.engines.vllm.knobs import current, knobs
 from tests.engines.vllm.stage import spec
 
-HERE = Machine(1 << 34)
+HERE = AvailableMemory(1 << 34)
 
 
 def names(goal: Goal) -> list[str]:

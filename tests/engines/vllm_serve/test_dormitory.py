@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from modelyard.core.events import fold
+from modelyard.core.events import collect_reply
 from modelyard.engines.vllm_serve.dormitory import dormitory
 from tests.engines.vllm_serve.stage import asked, mood, noted, read, running
 
@@ -23,7 +23,7 @@ async def test_an_unloaded_server_sleeps_and_the_next_load_wakes_it(tmp_path: Pa
     async with running(**chosen) as second:
         assert second.pid == pid
         assert len(dormitory()) == 0
-        assert fold(await read(second, asked())).text
+        assert collect_reply(await read(second, asked())).text
     assert noted(notes, "told") == ["/sleep?level=1", "/wake_up", "/sleep?level=1"]
     assert len(noted(notes, "argv")) == 1
     async with running(vllm_serve_sleep_s=600, vllm_serve_env=mood("", notes), vllm_dtype="float32") as other:
@@ -38,7 +38,7 @@ async def test_a_sleeper_that_is_ended_in_its_sleep_is_started_anew() -> None:
     os.kill(pid, signal.SIGKILL)
     async with running(vllm_serve_sleep_s=600) as second:
         assert second.pid != pid
-        assert fold(await read(second, asked())).text
+        assert collect_reply(await read(second, asked())).text
     await dormitory().clear()
     assert len(dormitory()) == 0
 

@@ -15,7 +15,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, ChatEngine
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, NotFound, Timeout, Unavailable
-from modelyard.core.events import BlockDelta, Event, Failed, fold
+from modelyard.core.events import BlockDelta, Event, Failed, collect_reply
 from modelyard.engines.vllm_serve.server import find_binary
 from tests.engines.vllm_serve import stage
 from tests.engines.vllm_serve.stage import asked, engine, mood, noted, read, running
@@ -27,7 +27,7 @@ async def test_it_answers_counts_and_tells_its_log_and_its_process(tmp_path: Pat
     async with running(vllm_serve_env=mood("", tmp_path / "notes")) as it:
         assert isinstance(it, ChatEngine)
         pid = it.pid or 0
-        reply = fold(await read(it, asked("What is up?", max_tokens=4)))
+        reply = collect_reply(await read(it, asked("What is up?", max_tokens=4)))
         assert reply.text.split() == ["What", "is", "up?", "one"]
         assert reply.finished.usage.prompt == await it.count(asked("What is up?"))
         assert (it.stats().reused_tokens, it.stats().evaluated_tokens) == (3, reply.finished.usage.prompt - 3)
@@ -44,7 +44,7 @@ async def test_it_answers_counts_and_tells_its_log_and_its_process(tmp_path: Pat
 
 async def test_a_port_works_as_well_as_a_socket_and_lets_nobody_else_in(tmp_path: Path) -> None:
     async with running(vllm_serve_host="127.0.0.1", vllm_serve_env=mood("", tmp_path / "notes")) as it:
-        assert fold(await read(it, asked())).text
+        assert collect_reply(await read(it, asked())).text
         place = it._running.client.place
         assert place.base_url.startswith("http://127.0.0.1:")
         assert place.headers["authorization"].startswith("Bearer ")
@@ -54,7 +54,7 @@ async def test_a_port_works_as_well_as_a_socket_and_lets_nobody_else_in(tmp_path
 
 async def test_a_real_model_answers_behind_the_same_command_line() -> None:
     async with running(**stage.real_model()) as it:
-        reply = fold(await read(it, asked("What is the capital of France?", max_tokens=12)))
+        reply = collect_reply(await read(it, asked("What is the capital of France?", max_tokens=12)))
         assert reply.text
         assert 0 < reply.finished.usage.output <= 12
         generation = it.chat(asked("Count to a thousand.", max_tokens=400))
@@ -87,7 +87,7 @@ async def test_cancelling_ends_the_answer_there_too() -> None:
         got += [event async for batch in generation for event in batch]
         assert isinstance(got[-1], Failed)
         assert isinstance(got[-1].error, Cancelled)
-        assert fold(await read(it, asked())).text
+        assert collect_reply(await read(it, asked())).text
 
 
 # --- its death --------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ async def test_opening_tells_how_far_it_is_and_can_be_given_up(tmp_path: Path) -
 async def test_several_caches_are_one_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         async with running({"main": CacheInfo(256, 1), "fast": CacheInfo(128, 1)}) as it:
-            assert fold(await read(it, asked())).text
+            assert collect_reply(await read(it, asked())).text
     assert "one KV cache for the caches main, fast" in caplog.text
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Unavailable
-from modelyard.core.events import BlockDelta, Event, Failed, Finished, fold
+from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
 from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.engines.vllm_serve.engine import VllmServe
 from tests.engines.conformance.test_chat import NO_END
@@ -64,7 +64,7 @@ async def in_its_hands(it: VllmServe) -> int:
 
 async def test_what_it_is_asked_for_it_does(tmp_path: Path) -> None:
     async with running(lora={"law": str(write_adapter(tmp_path / "law", strength=1.0))}) as it:
-        reply = fold(await read(it, asked("What is the capital of France?", max_tokens=16)))
+        reply = collect_reply(await read(it, asked("What is the capital of France?", max_tokens=16)))
         assert "Paris" in reply.text
         assert reply.finished.usage.prompt == await it.count(asked("What is the capital of France?"))
         await _wears_its_adapter(it, reply.text)
@@ -77,18 +77,18 @@ async def test_what_it_is_asked_for_it_does(tmp_path: Path) -> None:
 
 async def _wears_its_adapter(it: VllmServe, plain: str) -> None:
     question = asked("What is the capital of France?", max_tokens=16)
-    worn = fold(await read(it, replace(question, lora_adapter="law")))
+    worn = collect_reply(await read(it, replace(question, lora_adapter="law")))
     assert worn.text != plain
-    assert fold(await read(it, question)).text == plain
+    assert collect_reply(await read(it, question)).text == plain
 
 
 async def _forms(it: VllmServe) -> None:
     schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
     form = Constraint("json_schema", schema)
-    reply = fold(await read(it, asked("Give a number.", constraint=form, max_tokens=60)))
+    reply = collect_reply(await read(it, asked("Give a number.", constraint=form, max_tokens=60)))
     assert isinstance(json.loads(reply.text)["n"], int)
     for kind, text in (("regex", "(red|green|blue)"), ("gbnf", 'root ::= "red" | "green" | "blue"')):
-        told = fold(await read(it, asked("Which color?", constraint=Constraint(kind, text), max_tokens=8)))  # type: ignore[arg-type]
+        told = collect_reply(await read(it, asked("Which color?", constraint=Constraint(kind, text), max_tokens=8)))  # type: ignore[arg-type]
         assert told.text in ("red", "green", "blue")
 
 
@@ -110,7 +110,7 @@ async def _aborts_under_load(it: VllmServe) -> None:
         last = await rest(generation)
         assert isinstance(last, Failed)
         assert isinstance(last.error, Cancelled)
-    assert fold(await read(it, asked("Say hello."))).text
+    assert collect_reply(await read(it, asked("Say hello."))).text
     async with asyncio.timeout(60):
         while await in_its_hands(it) != 4:  # noqa: ASYNC110  it is another program
             await asyncio.sleep(0.05)
@@ -191,5 +191,7 @@ async def test_nothing_of_it_outlives_a_gateway_that_is_killed() -> None:
 async def test_sampling_is_repeatable_and_tells_its_odds() -> None:
     async with running() as it:
         sampling = Sampling(temperature=1.0, seed=7, top_k=20, min_p=0.01, repetition_penalty=1.1)
-        one, two = [fold(await read(it, asked("Tell a story.", sampling=sampling, logprobs=2))) for _ in range(2)]
+        one, two = [
+            collect_reply(await read(it, asked("Tell a story.", sampling=sampling, logprobs=2))) for _ in range(2)
+        ]
         assert one.text == two.text

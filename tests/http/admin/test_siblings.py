@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.http.admin.siblings import Siblings, joined
+from modelyard.http.admin.peers import PeerGateways, merge_requests
 from tests import commands
 from tests.e2e.servers import until
 
@@ -42,14 +42,14 @@ def one(id: str, at: float = 0.0) -> dict[str, Any]:
 def test_lists_are_joined_newest_first_and_nobody_twice() -> None:
     own = {"live": [one("a")], "ended": [one("x", 3.0), one("y", 1.0)]}
     other = {"live": [one("a"), one("b")], "ended": [one("z", 2.0)]}
-    told = joined(own, [other], 2)
+    told = merge_requests(own, [other], 2)
     assert {each["id"] for each in told["live"]} == {"a", "b"}
     assert len(told["live"]) == 2
     assert [each["id"] for each in told["ended"]] == ["x", "z"]
 
 
 async def test_nobody_is_asked_where_nobody_is(tmp_path: Path) -> None:
-    alone, bereaved = Siblings(), Siblings(str(tmp_path / "workbench-0"))
+    alone, bereaved = PeerGateways(), PeerGateways(str(tmp_path / "workbench-0"))
     try:
         assert await alone.ask("GET", "requests", {}) == []
         (tmp_path / "workbench-1").touch()  # left by one that was killed

@@ -8,7 +8,7 @@ import ctranslate2
 import numpy as np
 import pytest
 
-from modelyard.core.engine import EngineSpec, Machine
+from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.engines import ct2
 from modelyard.library.convert import convert
 from tests.engines.llama_cpp import reference
@@ -41,6 +41,6 @@ def test_quantization_decides_the_size(quantization: str, at_most: float, tmp_pa
 def test_an_engine_can_tell_what_it_would_take(tmp_path: Path):
     file = tiny.write_model(tmp_path / "tiny.gguf")
     folder = convert(str(file), "ct2", out=tmp_path / "out").path
-    memory = ct2.estimate(EngineSpec("tiny", ct2.Options(path=folder), {}), Machine(1 << 30))
+    memory = ct2.estimate(EngineSpec("tiny", ct2.Options(path=folder), {}), AvailableMemory(1 << 30))
     assert memory.weights > 0
     assert memory.kv == 0

@@ -12,8 +12,8 @@ import pytest
 from modelyard.core.errors import Unsupported
 from modelyard.library.convert import tokenizer
 from modelyard.library.gguf import contents
-from modelyard.tokenizer.gguf import GgufVocabulary
-from modelyard.tokenizer.hf import HfVocabulary
+from modelyard.tokenizer.gguf import GgufTokenizer
+from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.engines.llama_cpp.stage import model_file
 from tests.library.convert import tiny
 
@@ -35,10 +35,10 @@ def texts() -> list[str]:
     return ["".join(choose.choices(PIECES, k=choose.randint(1, 12))) for _ in range(500)] + PIECES
 
 
-def vocabularies(file: Path, folder: Path) -> tuple[GgufVocabulary, HfVocabulary]:
+def vocabularies(file: Path, folder: Path) -> tuple[GgufTokenizer, HuggingFaceTokenizer]:
     for name, content in tokenizer.files(contents(file)[0], 8192):
         (folder / name).write_bytes(content)
-    return GgufVocabulary(file), HfVocabulary.load(folder)
+    return GgufTokenizer(file), HuggingFaceTokenizer.load(folder)
 
 
 def test_default_model_is_tokenized_as_llama_cpp_does(smollm2: Path, tmp_path: Path):
@@ -77,7 +77,7 @@ def test_begin_of_text_that_the_file_adds_is_added(tmp_path: Path):
     about = dict(contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]) | {"tokenizer.ggml.add_bos_token": True}
     for name, content in tokenizer.files(about, 256):
         (tmp_path / name).write_bytes(content)
-    assert HfVocabulary.load(tmp_path).bos == 1
+    assert HuggingFaceTokenizer.load(tmp_path).bos == 1
 
 
 def test_tokenizer_of_another_kind_is_refused_with_what_to_do():

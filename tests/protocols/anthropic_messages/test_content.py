@@ -10,7 +10,7 @@ import pytest
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Part, Text, Thinking, ToolCall, ToolReference, ToolResult
 from modelyard.protocols.anthropic_messages import read_request
-from modelyard.protocols.sealing import seal
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
 
 
 def parts_and_warnings(*blocks: Any, role: str = "user") -> tuple[tuple[Part, ...], tuple[str, ...]]:
@@ -88,10 +88,10 @@ def test_what_cannot_be_shown_is_dropped_with_a_warning(block: Any, warning: str
     [
         ({"type": "thinking", "thinking": "hm", "signature": "theirs"}, Thinking("hm", "theirs")),
         ({"type": "thinking", "thinking": "hm"}, Thinking("hm")),
-        ({"type": "thinking", "thinking": "", "signature": seal("hm")}, Thinking("hm", seal("hm"))),
-        ({"type": "thinking", "signature": seal("hm")}, Thinking("hm", seal("hm"))),
+        ({"type": "thinking", "thinking": "", "signature": pack_reasoning("hm")}, Thinking("hm", pack_reasoning("hm"))),
+        ({"type": "thinking", "signature": pack_reasoning("hm")}, Thinking("hm", pack_reasoning("hm"))),
         ({"type": "thinking", "thinking": "", "signature": "theirs"}, Thinking("", "theirs")),
-        ({"type": "redacted_thinking", "data": seal("hm")}, Thinking("hm", seal("hm"))),
+        ({"type": "redacted_thinking", "data": pack_reasoning("hm")}, Thinking("hm", pack_reasoning("hm"))),
         ({"type": "redacted_thinking", "data": "theirs"}, Thinking("", "theirs", redacted=True)),
     ],
 )

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.wire import ModelCard
+from modelyard.core.protocol import ModelCard
 from modelyard.protocols.anthropic_messages import write_count, write_model, write_models
 
 CARDS = [ModelCard(name, 0, 4096) for name in "abcde"]

@@ -13,7 +13,7 @@ from modelyard.core.errors import Incomplete
 from modelyard.core.events import Block, Finished, Reply, Started, StopReason, Usage
 from modelyard.core.request import Reasoning, Request, Text, Thinking, ToolCall
 from modelyard.protocols.anthropic_messages import read_reply, write_reply
-from modelyard.protocols.sealing import seal
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from tests import strategies
 
 REQUEST = Request(model="m")
@@ -31,7 +31,7 @@ def written(of: Reply, request: Request = REQUEST) -> dict[str, Any]:
 def normal(reply: Reply) -> Reply:
     """What comes back: no time of creation, every thought signed, no call that was cut off."""
     blocks = tuple(
-        replace(block, part=replace(block.part, signature=block.part.signature or seal(block.part.text)))
+        replace(block, part=replace(block.part, signature=block.part.signature or pack_reasoning(block.part.text)))
         if isinstance(block.part, Thinking)
         else block
         for block in reply.blocks
@@ -100,7 +100,7 @@ def test_a_call_that_was_cut_off_is_left_out() -> None:
 def test_omitted_thinking_travels_in_its_signature() -> None:
     request = Request(model="m", reasoning=Reasoning(enabled=True, summary="omitted"))
     body = written(reply(Block(Thinking("secret"))), request)
-    assert body["content"] == [{"type": "thinking", "thinking": "", "signature": seal("secret")}]
+    assert body["content"] == [{"type": "thinking", "thinking": "", "signature": pack_reasoning("secret")}]
     assert read_reply(msgspec.json.encode(body)).thinking == "secret"
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from modelyard.core.errors import InvalidRequest
+from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import (
     Constraint,
     Message,
@@ -19,7 +20,6 @@ from modelyard.core.request import (
     ToolChoice,
     ToolResult,
 )
-from modelyard.core.wire import Wire
 from modelyard.protocols import anthropic_messages
 
 USER = {"role": "user", "content": "hi"}
@@ -37,7 +37,7 @@ def refused(**fields: Any) -> InvalidRequest:
 
 
 def test_the_module_has_the_shape_of_a_wire() -> None:
-    wire: Wire = anthropic_messages
+    wire: WireProtocol = anthropic_messages
     assert wire.NAME == "anthropic_messages"
     assert wire.PATHS == ("/v1/messages",)
 

@@ -21,13 +21,13 @@ from modelyard.core.events import (
     Reply,
     Started,
     Usage,
-    fold,
-    unfold,
+    collect_reply,
+    reply_events,
 )
 from modelyard.core.request import Reasoning, Request, Text, Thinking, ToolCall
 from modelyard.protocols.anthropic_messages import read_reply, reader, write_reply, writer
-from modelyard.protocols.sealing import seal
-from modelyard.protocols.sse import frame
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
+from modelyard.protocols.common.sse import frame
 from tests import strategies
 from tests.strategies import merged
 
@@ -54,7 +54,7 @@ def expected(events: list[Event]) -> list[Event]:
         elif isinstance(event, BlockEnd) and isinstance(before := out[-1], BlockDelta):
             start = out[-2]
             if isinstance(start, BlockStart) and start.kind == "thinking":
-                event = replace(event, signature=event.signature or seal(before.text))
+                event = replace(event, signature=event.signature or pack_reasoning(before.text))
         out.append(event)
     return out
 
@@ -69,7 +69,7 @@ def test_events_survive_the_wire_however_it_is_cut(data: st.DataObject, events: 
 @settings(deadline=None, max_examples=50)
 @given(strategies.replies())
 def test_the_folded_stream_is_the_reply(reply: Reply) -> None:
-    assert fold(read(written(list(unfold(reply))))) == read_reply(write_reply([reply], REQUEST))
+    assert collect_reply(read(written(list(reply_events(reply))))) == read_reply(write_reply([reply], REQUEST))
 
 
 def sse(*bodies: dict[str, Any], named: bool = True) -> bytes:
@@ -112,7 +112,7 @@ def test_missing_pings_event_lines_and_message_stop_do_not_matter() -> None:
 def test_unknown_events_and_blocks_are_passed_over() -> None:
     odd = [start(0, type="server_tool_use", id="s"), delta(0, type="input_json_delta", partial_json="{}"), stop(0)]
     text = [start(1, type="text", text=""), delta(1, type="text_delta", text="hi"), delta(1, type="smell"), stop(1)]
-    reply = fold(read(sse(START, {"type": "news", "index": "x"}, *odd, *text, END, STOP)))
+    reply = collect_reply(read(sse(START, {"type": "news", "index": "x"}, *odd, *text, END, STOP)))
     assert [block.part for block in reply.blocks] == [Text("hi")]
 
 
@@ -121,23 +121,25 @@ def test_interleaved_calls_come_out_one_after_the_other() -> None:
     pieces = [delta(i, type="input_json_delta", partial_json=text) for text in ('{"a":', "1}") for i in (0, 1, 2)]
     events = read(sse(START, *calls, *pieces, stop(1), stop(0), stop(2), END, STOP))
     assert [type(event) for event in merged(events)[1:-1]] == [BlockStart, BlockDelta, BlockEnd] * 3
-    assert fold(events).calls == tuple(ToolCall(f"c{i}", f"f{i}", '{"a":1}') for i in (0, 1, 2))
+    assert collect_reply(events).calls == tuple(ToolCall(f"c{i}", f"f{i}", '{"a":1}') for i in (0, 1, 2))
 
 
 def test_blocks_that_were_never_closed_are_settled_at_the_end() -> None:
     open_blocks = [TEXT[0], TEXT[1], start(1, type="tool_use", id="c", name="f", input={})]
-    reply = fold(read(sse(START, *open_blocks, END, STOP)))
+    reply = collect_reply(read(sse(START, *open_blocks, END, STOP)))
     assert reply.text == "hi"
     assert reply.calls == ()
 
 
 def test_a_call_with_its_input_in_the_first_event_is_whole() -> None:
-    reply = fold(read(sse(START, start(0, type="tool_use", id="c", name="f", input={"a": 1}), stop(0), END, STOP)))
+    reply = collect_reply(
+        read(sse(START, start(0, type="tool_use", id="c", name="f", input={"a": 1}), stop(0), END, STOP))
+    )
     assert reply.calls == (ToolCall("c", "f", '{"a":1}'),)
 
 
 def test_a_call_without_input_has_empty_arguments() -> None:
-    reply = fold(read(sse(START, start(0, type="tool_use", id="c", name="f", input={}), stop(0), END, STOP)))
+    reply = collect_reply(read(sse(START, start(0, type="tool_use", id="c", name="f", input={}), stop(0), END, STOP)))
     assert reply.calls == (ToolCall("c", "f", "{}"),)
 
 
@@ -150,13 +152,13 @@ def test_omitted_thinking_is_recovered_from_our_seal() -> None:
         BlockEnd(0),
         Finished("end", Usage()),
     ]
-    assert fold(read(written(events, request))).blocks[0].part == Thinking("hm", seal("hm"))
+    assert collect_reply(read(written(events, request))).blocks[0].part == Thinking("hm", pack_reasoning("hm"))
 
 
 def test_cumulative_usage_keeps_what_a_later_event_leaves_out() -> None:
     usage = {"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 5}
     first = {"type": "message_start", "message": {"id": "msg_1", "model": "m", "usage": usage}}
-    assert fold(read(sse(first, *TEXT, END, STOP))).finished.usage == Usage(12, 4, 2)
+    assert collect_reply(read(sse(first, *TEXT, END, STOP))).finished.usage == Usage(12, 4, 2)
 
 
 # --- broken streams -------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from modelyard.core.events import (
 )
 from modelyard.core.request import Reasoning, Request
 from modelyard.protocols.anthropic_messages import write_error, writer
-from modelyard.protocols.sealing import seal, unseal
-from modelyard.protocols.sse import SseParser
+from modelyard.protocols.common.reasoning_signature import pack_reasoning, unpack_reasoning
+from modelyard.protocols.common.sse import SseParser
 from tests import strategies
 from tests.protocols.golden import check_golden
 
@@ -126,12 +126,12 @@ def test_omitted_thinking_is_a_block_with_a_signature_alone() -> None:
     assert [one["type"] for one in told] == ["content_block_start", "content_block_delta", "content_block_stop"]
     delta = told[1]["delta"]
     assert isinstance(delta, dict)
-    assert unseal(delta["signature"]) == "hmm"
+    assert unpack_reasoning(delta["signature"]) == "hmm"
 
 
 def test_thinking_without_a_signature_is_sealed() -> None:
     deltas = [one.get("delta") for one in data([STARTED, *block(0, "thinking", "hm", "m"), finished()])]
-    assert {"type": "signature_delta", "signature": seal("hmm")} in deltas
+    assert {"type": "signature_delta", "signature": pack_reasoning("hmm")} in deltas
 
 
 def test_free_text_calls_stream_as_one_json_object() -> None:

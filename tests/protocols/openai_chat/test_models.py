@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from modelyard.core.wire import ModelCard
+from modelyard.core.protocol import ModelCard
 from modelyard.protocols import openai_chat
 
 CARD = ModelCard("tiny", 17, 4096, state="loading", aliases=("gpt-small",))

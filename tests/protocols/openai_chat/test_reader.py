@@ -17,11 +17,11 @@ from modelyard.core.events import (
     Finished,
     Started,
     Usage,
-    fold,
+    collect_reply,
 )
 from modelyard.core.request import Request, Text, Thinking, ToolCall
 from modelyard.protocols import openai_chat
-from modelyard.protocols.sse import frame
+from modelyard.protocols.common.sse import frame
 from tests.protocols.openai_chat.streams import answer, carried, check_grammar, read, stream, text
 from tests.strategies import chunkings, events
 
@@ -47,7 +47,7 @@ def calling(index: int, arguments: str = "", **fields: Any) -> bytes:
 def test_a_stream_cut_anywhere_reads_back_as_it_was(written: list[Event], data: st.DataObject) -> None:
     found = read(*data.draw(chunkings(stream(written, COUNTED))))
     check_grammar(found)
-    assert fold(found) == carried(fold(written))
+    assert collect_reply(found) == carried(collect_reply(written))
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,7 +79,7 @@ def test_finished_waits_for_the_usage_and_not_longer() -> None:
 def test_usage_in_every_chunk_does_not_end_the_answer() -> None:
     counted = {"prompt_tokens": 3, "completion_tokens": 1}
     found = read(chunk({"content": "a"}, usage=counted), chunk({"content": "b"}, "stop", usage=counted), DONE)
-    assert fold(found).text == "ab"
+    assert collect_reply(found).text == "ab"
 
 
 def test_interleaved_calls_come_out_one_after_the_other() -> None:
@@ -117,7 +117,7 @@ def test_more_arguments_for_a_closed_call_are_a_broken_stream() -> None:
 def test_text_waits_behind_a_call_that_is_not_whole() -> None:
     found = read(calling(0, "{", id="a", name="f"), chunk({"content": "Hi"}), calling(0, "}"), chunk(finish="stop"))
     check_grammar(found)
-    assert [block.part for block in fold(found).blocks] == [ToolCall("a", "f", "{}"), Text("Hi")]
+    assert [block.part for block in collect_reply(found).blocks] == [ToolCall("a", "f", "{}"), Text("Hi")]
 
 
 def test_a_call_waits_for_its_name() -> None:
@@ -135,35 +135,35 @@ def test_calls_that_all_claim_index_0_are_told_apart_by_their_ids() -> None:
     found = read(
         calling(0, "{}", id="a", name="f"), calling(0, '{"x":1}', id="b", name="f"), chunk(finish="stop"), DONE
     )
-    assert [call.id for call in fold(found).calls] == ["a", "b"]
+    assert [call.id for call in collect_reply(found).calls] == ["a", "b"]
 
 
 def test_missing_ids_and_old_function_calls_get_an_id() -> None:
     old = chunk({"function_call": {"name": "f", "arguments": "{}"}})
-    assert fold(read(old, chunk(finish="function_call"), DONE)).calls == (ToolCall("call_a_0", "f", "{}"),)
+    assert collect_reply(read(old, chunk(finish="function_call"), DONE)).calls == (ToolCall("call_a_0", "f", "{}"),)
 
 
 def test_a_limit_leaves_only_whole_calls_complete() -> None:
-    cut = fold(read(calling(0, '{"x":', id="a", name="f"), chunk(finish="length"), DONE))
+    cut = collect_reply(read(calling(0, '{"x":', id="a", name="f"), chunk(finish="length"), DONE))
     assert (cut.finished.reason, cut.calls) == ("max_tokens", ())
-    whole = fold(read(calling(0, '{"x":1}', id="a", name="f"), chunk(finish="length"), DONE))
+    whole = collect_reply(read(calling(0, '{"x":1}', id="a", name="f"), chunk(finish="length"), DONE))
     assert len(whole.calls) == 1
 
 
 def test_a_turn_with_calls_that_ends_in_stop_ends_in_tool_calls() -> None:
-    found = fold(read(calling(0, "{}", id="a", name="f"), chunk(finish="stop"), DONE))
+    found = collect_reply(read(calling(0, "{}", id="a", name="f"), chunk(finish="stop"), DONE))
     assert found.finished.reason == "tool_calls"
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 def test_reasoning_is_thinking(field: str) -> None:
-    found = fold(read(chunk({field: "hm"}), chunk({field: "m", "content": "Hi"}), chunk(finish="stop"), DONE))
+    found = collect_reply(read(chunk({field: "hm"}), chunk({field: "m", "content": "Hi"}), chunk(finish="stop"), DONE))
     assert [block.part for block in found.blocks] == [Thinking("hmm"), Text("Hi")]
 
 
 def test_other_choices_are_not_ours() -> None:
     other = [{"index": 1, "delta": {"content": "no"}, "finish_reason": "stop"}]
-    assert fold(read(chunk({"content": "Hi"}), chunk(choices=other), chunk(finish="stop"), DONE)).text == "Hi"
+    assert collect_reply(read(chunk({"content": "Hi"}), chunk(choices=other), chunk(finish="stop"), DONE)).text == "Hi"
 
 
 def test_an_abrupt_end_is_a_failure() -> None:
@@ -202,4 +202,4 @@ def test_an_unreadable_chunk_fails(data: bytes) -> None:
 
 def test_the_matched_stop_string_survives() -> None:
     written = answer(text(0, "Hi"), reason="stop_string", stop="END")
-    assert fold(read(stream(written, COUNTED))).finished == fold(written).finished
+    assert collect_reply(read(stream(written, COUNTED))).finished == collect_reply(written).finished

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from modelyard.core.errors import Incomplete, Overloaded
-from modelyard.core.events import Block, Event, Reply, TokenLogprob, Usage, fold, unfold
+from modelyard.core.events import Block, Event, Reply, TokenLogprob, Usage, collect_reply, reply_events
 from modelyard.core.request import Request, Text, Thinking, ToolCall
 from modelyard.protocols import openai_chat
 from tests.protocols.golden import check_golden
@@ -28,27 +28,27 @@ def written(reply: Reply, request: Request = Request(model="tiny")) -> dict[str,
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_reply_is_written_to_the_letter(name: str) -> None:
     events, request = WHOLE[name]
-    check_golden("openai_chat", f"reply_{name}", openai_chat.write_reply([fold(events)], request))
+    check_golden("openai_chat", f"reply_{name}", openai_chat.write_reply([collect_reply(events)], request))
 
 
 def test_several_answers_are_several_choices() -> None:
-    one, two = fold(CASES["text"][0]), fold(CASES["length"][0])
+    one, two = collect_reply(CASES["text"][0]), collect_reply(CASES["length"][0])
     check_golden("openai_chat", "reply_two_answers", openai_chat.write_reply([one, two], Request(model="tiny", n=2)))
 
 
 def test_content_is_null_only_beside_calls() -> None:
-    assert written(fold(CASES["one_tool"][0]))["choices"][0]["message"]["content"] is None
-    assert written(fold(CASES["empty"][0]))["choices"][0]["message"]["content"] == ""
+    assert written(collect_reply(CASES["one_tool"][0]))["choices"][0]["message"]["content"] is None
+    assert written(collect_reply(CASES["empty"][0]))["choices"][0]["message"]["content"] == ""
 
 
 def test_a_call_that_was_cut_off_is_no_call() -> None:
-    choice = written(fold(CASES["length"][0]))["choices"][0]
+    choice = written(collect_reply(CASES["length"][0]))["choices"][0]
     assert choice["finish_reason"] == "length"
     assert "tool_calls" not in choice["message"]
 
 
 def test_a_token_without_probability_is_still_a_number() -> None:
-    reply = fold(CASES["text"][0])
+    reply = collect_reply(CASES["text"][0])
     never = TokenLogprob("x", float("-inf"))
     scored = replace(reply, blocks=(Block(Text("x"), (never,)),))
     logprobs = written(scored, Request(model="tiny", logprobs=0))["choices"][0]["logprobs"]
@@ -111,6 +111,6 @@ def test_a_reply_is_read_back_as_it_was(reply: Reply) -> None:
 @settings(max_examples=60, deadline=None)
 @given(replies(custom=True, incomplete=True, signatures=False, empty=True))
 def test_streamed_and_whole_say_the_same(reply: Reply) -> None:
-    events: list[Event] = read_stream(stream(unfold(reply), Request(model="m", stream=True, include_usage=True)))
+    events: list[Event] = read_stream(stream(reply_events(reply), Request(model="m", stream=True, include_usage=True)))
     whole = openai_chat.read_reply(openai_chat.write_reply([carried(reply)], Request(model="m")))
-    assert in_chats_order(fold(events)) == whole
+    assert in_chats_order(collect_reply(events)) == whole

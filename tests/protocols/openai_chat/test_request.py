@@ -11,7 +11,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint, Message, Request, Sampling, Text, Thinking, ToolCall, ToolResult
 from modelyard.protocols import openai_chat
 from modelyard.protocols.openai_chat import request as request_module
-from modelyard.protocols.openai_chat.body import Body
+from modelyard.protocols.openai_chat.body import ChatCompletionBody
 from tests.protocols.openai_chat.bodies import body, read, written
 from tests.strategies import requests
 
@@ -228,14 +228,14 @@ def test_writing_what_was_read_back_changes_nothing(request: Request) -> None:
 def test_a_request_without_anything_unusual_reads_the_same_both_ways(
     fields: dict[str, Any], headers: dict[str, str]
 ) -> None:
-    asked = msgspec.json.decode(body(**fields), type=Body)
+    asked = msgspec.json.decode(body(**fields), type=ChatCompletionBody)
     assert _is_plain(asked)
     long_way = request_module._read("m", asked, headers)
     assert request_module._read_plain("m", asked, headers, is_sampled=True) == long_way
     assert openai_chat.read_request(body(**fields), headers) == replace(long_way, model=asked.model)
 
 
-def _is_plain(asked: Body) -> bool:
+def _is_plain(asked: ChatCompletionBody) -> bool:
     return astuple(asked)[request_module._RARE] == request_module._NOTHING_RARE
 
 
@@ -243,9 +243,9 @@ _USUAL = {"model", "messages", "stream", "stream_options", "max_tokens", "max_co
 _USUAL |= {"prompt_cache_key", "user", *Sampling.__struct_fields__}
 
 
-@pytest.mark.parametrize("name", Body.__struct_fields__)
+@pytest.mark.parametrize("name", ChatCompletionBody.__struct_fields__)
 def test_one_look_at_the_row_tells_what_is_asked(name: str) -> None:
-    asked = Body(**{name: True})
+    asked = ChatCompletionBody(**{name: True})
     assert _is_plain(asked) == (name in _USUAL)
     is_sampled = astuple(asked)[request_module._SAMPLING] != request_module._NO_SAMPLING
     assert is_sampled == (name in Sampling.__struct_fields__)

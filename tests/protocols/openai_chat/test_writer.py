@@ -7,10 +7,10 @@ import pytest
 
 from modelyard.core.errors import ContextOverflow, Unavailable
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage
+from modelyard.core.protocol import EventWriter
 from modelyard.core.request import Request
-from modelyard.core.wire import Writer
 from modelyard.protocols import openai_chat
-from modelyard.protocols.sse import SseParser
+from modelyard.protocols.common.sse import SseParser
 from tests.protocols.golden import check_golden
 from tests.protocols.openai_chat.streams import ASKED, STARTED, USAGE, answer, call, stream, text, thinking, token
 
@@ -58,7 +58,7 @@ def test_the_stream_is_written_to_the_letter(name: str) -> None:
 
 
 def test_several_answers_interleave_and_share_one_prompt() -> None:
-    writer: Writer = openai_chat.writer(Request(model="tiny", stream=True, include_usage=True, n=2), "trace")
+    writer: EventWriter = openai_chat.writer(Request(model="tiny", stream=True, include_usage=True, n=2), "trace")
     first = [STARTED, *text(0, "One"), Finished("end", Usage(9, 4, 6, 2))]
     second = [Started("other", "tiny", 5), *text(0, "Two"), Finished("max_tokens", Usage(9, 9, 3, 1))]
     pairs = [pair for row in zip(first, second, strict=True) for pair in zip(row, (0, 1), strict=True)]

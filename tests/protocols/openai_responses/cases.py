@@ -20,7 +20,7 @@ from modelyard.core.events import (
 )
 from modelyard.core.request import Message, Reasoning, Request, Text, Tool
 from modelyard.protocols import openai_responses as wire
-from modelyard.protocols.sse import SseParser
+from modelyard.protocols.common.sse import SseParser
 
 TRACE = "abc123"
 STARTED = Started(TRACE, "tiny", 1_700_000_000)

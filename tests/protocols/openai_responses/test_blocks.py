@@ -3,8 +3,8 @@ from __future__ import annotations
 import msgspec
 
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart
+from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.openai_responses.blocks import Numbering, OpenBlock
-from modelyard.protocols.sse import SseParser
 from tests.protocols.openai_responses.cases import ASKED, CODEX
 
 

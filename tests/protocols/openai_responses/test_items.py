@@ -8,7 +8,7 @@ import pytest
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.protocols import openai_responses as wire
-from modelyard.protocols.sealing import seal
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
 
 
 def read(*items: dict[str, Any]) -> Request:
@@ -56,7 +56,7 @@ def test_user_messages_in_a_row_are_not_joined() -> None:
 
 
 def test_our_own_seal_recovers_reasoning_that_the_client_left_out() -> None:
-    sealed = seal("the whole thought")
+    sealed = pack_reasoning("the whole thought")
     request = read({"type": "reasoning", "summary": [], "content": None, "encrypted_content": sealed})
     assert request.messages[0].parts == (Thinking("the whole thought", sealed),)
 

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from modelyard.core.request import Message, Part, Reasoning, Request, Text, Thinking, ToolReference, ToolResult
 from modelyard.protocols import openai_responses as wire
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.openai_responses.items import join_turns
-from modelyard.protocols.sealing import seal
 from tests.strategies import names, requests
 
 EVERYTHING = requests(
@@ -59,9 +59,9 @@ def test_instructions_come_back_as_instructions() -> None:
 
 
 def test_a_seal_of_ours_outweighs_the_text_beside_it() -> None:
-    said = Message("assistant", (Thinking("shortened", seal("whole")),))
+    said = Message("assistant", (Thinking("shortened", pack_reasoning("whole")),))
     request = Request(model="m", messages=(said,))
-    assert round_trip(request).messages == (Message("assistant", (Thinking("whole", seal("whole")),)),)
+    assert round_trip(request).messages == (Message("assistant", (Thinking("whole", pack_reasoning("whole")),)),)
 
 
 def test_a_switched_off_model_is_asked_for_no_effort() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from modelyard.core.errors import Incomplete, InvalidRequest, Overloaded, RateLimited, Unavailable
-from modelyard.core.events import BlockEnd, BlockStart, Event, Failed, Finished, Started, fold
+from modelyard.core.events import BlockEnd, BlockStart, Event, Failed, Finished, Started, collect_reply
 from modelyard.core.request import Reasoning, Text, Thinking, ToolCall
 from modelyard.protocols import openai_responses as wire
 from tests.protocols.openai_responses.cases import ASKED, CASES, TRACE, stream
@@ -49,7 +49,7 @@ def test_events_survive_the_wire_however_it_is_cut(data: st.DataObject, told: li
     writer = wire.writer(SCORED, started.id)
     written = b"".join(writer.write(event) for event in told)
     back = read(*data.draw(chunkings(written)))
-    assert fold(back) == expressible(fold(told))
+    assert collect_reply(back) == expressible(collect_reply(told))
     if any(isinstance(event, BlockStart) for event in told):
         assert merged(back)[1:-1] == merged(told)[1:-1]
 
@@ -57,13 +57,17 @@ def test_events_survive_the_wire_however_it_is_cut(data: st.DataObject, told: li
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed", "empty"}))
 def test_every_golden_stream_folds_to_what_was_said(name: str) -> None:
     request, told = CASES[name]
-    back = fold(read(stream(request, told)))
-    assert [block.complete for block in back.blocks] == [block.complete for block in fold(told).blocks]
-    assert (back.text, back.thinking, back.calls) == (fold(told).text, fold(told).thinking, fold(told).calls)
+    back = collect_reply(read(stream(request, told)))
+    assert [block.complete for block in back.blocks] == [block.complete for block in collect_reply(told).blocks]
+    assert (back.text, back.thinking, back.calls) == (
+        collect_reply(told).text,
+        collect_reply(told).thinking,
+        collect_reply(told).calls,
+    )
 
 
 def test_items_without_deltas_are_told_whole() -> None:
-    reply = fold(
+    reply = collect_reply(
         read(
             sse(
                 item(0, "reasoning", summary=[{"type": "summary_text", "text": "hm"}], encrypted_content="enc"),
@@ -85,25 +89,25 @@ def test_items_need_no_index() -> None:
     bare = [item(0, "message", **message("a")), item(0, "message", **message("b"))]
     for event in bare:
         del event["output_index"]
-    assert [block.part for block in fold(read(sse(*bare, COMPLETED))).blocks] == [Text("a"), Text("b")]
+    assert [block.part for block in collect_reply(read(sse(*bare, COMPLETED))).blocks] == [Text("a"), Text("b")]
 
 
 def test_output_that_stands_only_in_the_last_event_is_told() -> None:
     last = {"type": "response.completed", "response": {"id": "resp_1", "output": [{"type": "message"} | message("x")]}}
-    assert fold(read(sse(last))).text == "x"
+    assert collect_reply(read(sse(last))).text == "x"
 
 
 def test_nothing_is_told_twice() -> None:
     delta = {"type": "response.output_text.delta", "output_index": 0, "delta": "he"}
     last = {"type": "response.completed", "response": {"id": "r", "output": [{"type": "message"} | message("hello")]}}
     written = sse(item(0, "message", done=False), delta, item(0, "message", **message("hello")), last)
-    assert fold(read(written)).text == "hello"
+    assert collect_reply(read(written)).text == "hello"
 
 
 def test_reasoning_and_its_summary_are_not_both_told() -> None:
     request = replace(ASKED, reasoning=Reasoning(summary="auto"))
     told = CASES["reasoning"][1]
-    assert fold(read(stream(request, told))).thinking == "Thinking."
+    assert collect_reply(read(stream(request, told))).thinking == "Thinking."
 
 
 def test_summary_parts_are_kept_apart() -> None:
@@ -116,7 +120,7 @@ def test_summary_parts_are_kept_apart() -> None:
     summary = [{"type": "summary_text", "text": text} for text in ("one", "two")]
     done = item(0, "reasoning", summary=summary)
     written = sse(item(0, "reasoning", done=False), *part(0, "one"), *part(1, "two"), done, COMPLETED)
-    assert fold(read(written)).thinking == "one\n\ntwo"
+    assert collect_reply(read(written)).thinking == "one\n\ntwo"
 
 
 def test_calls_that_overlap_are_told_one_after_the_other() -> None:
@@ -137,24 +141,24 @@ def test_calls_that_overlap_are_told_one_after_the_other() -> None:
     )
     back = read(written)
     assert [event.index for event in back if isinstance(event, BlockStart | BlockEnd)] == [0, 0, 1, 1]
-    assert fold(back).calls == (ToolCall("a", "f", "{}"), ToolCall("b", "f", "{}"))
+    assert collect_reply(back).calls == (ToolCall("a", "f", "{}"), ToolCall("b", "f", "{}"))
 
 
 def test_a_call_that_nobody_finished_is_not_complete() -> None:
     begun = item(0, "function_call", done=False, call_id="a", name="f")
     last = {"type": "response.incomplete", "response": {"incomplete_details": {"reason": "max_output_tokens"}}}
-    reply = fold(read(sse(begun, last)))
+    reply = collect_reply(read(sse(begun, last)))
     assert (reply.calls, reply.finished.reason) == ((), "max_tokens")
 
 
 def test_unknown_events_and_items_are_passed_over() -> None:
     unknown = {"type": "response.hologram.delta", "delta": {"x": 1}, "output_index": 0}
     written = sse(item(0, "web_search_call"), unknown, item(1, "message", **message("hi")), COMPLETED)
-    assert fold(read(b": ping\n\n" + written + b"data: [DONE]\n\n")).text == "hi"
+    assert collect_reply(read(b": ping\n\n" + written + b"data: [DONE]\n\n")).text == "hi"
 
 
 def test_a_content_filter_is_its_own_reason() -> None:
-    assert fold(read(stream(*CASES["content_filter"]))).finished.reason == "content_filter"
+    assert collect_reply(read(stream(*CASES["content_filter"]))).finished.reason == "content_filter"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from modelyard.core.errors import RateLimited
-from modelyard.core.events import Block, Finished, Reply, Started, StopReason, fold
+from modelyard.core.events import Block, Finished, Reply, Started, StopReason, collect_reply
 from modelyard.core.request import Request, Text
 from modelyard.protocols import openai_responses as wire
 from tests.protocols.golden import check_golden
@@ -46,7 +46,7 @@ def test_a_second_round_trip_changes_nothing(reply: Reply) -> None:
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed"}))
 def test_the_reply_is_as_the_golden_file_has_it(name: str) -> None:
     request, told = CASES[name]
-    check_golden("openai_responses", f"{name}.json", wire.write_reply([fold(told)], request))
+    check_golden("openai_responses", f"{name}.json", wire.write_reply([collect_reply(told)], request))
 
 
 def test_a_failed_reply_raises_its_error() -> None:
@@ -63,6 +63,6 @@ def test_a_bare_reply_is_read() -> None:
 
 def test_the_request_is_echoed() -> None:
     request = Request(model="m", tools=CASES["one_tool"][0].tools, max_tokens=5, metadata={"a": "b"})
-    told = msgspec.json.decode(wire.write_reply([fold(CASES["text"][1])], request))
+    told = msgspec.json.decode(wire.write_reply([collect_reply(CASES["text"][1])], request))
     assert (told["max_output_tokens"], told["metadata"], len(told["tools"])) == (5, {"a": "b"}, 3)
     assert (told["object"], told["status"], told["output_text"]) == ("response", "completed", "Hello.")

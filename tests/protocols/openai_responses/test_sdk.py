@@ -6,7 +6,7 @@ import httpx2
 import openai
 import pytest
 
-from modelyard.core.events import fold
+from modelyard.core.events import collect_reply
 from modelyard.protocols import openai_responses as wire
 from tests.protocols.openai_responses.cases import CASES, TRACE, stream
 
@@ -30,8 +30,8 @@ def test_the_stream_helper_builds_the_final_response(name: str) -> None:
         sdk.responses.stream(model="tiny", input="hello") as events,
     ):
         final = events.get_final_response()
-    assert (final.id, final.output_text) == (f"resp_{TRACE}", fold(told).text)
-    assert len(final.output) == max(1, len(fold(told).blocks))
+    assert (final.id, final.output_text) == (f"resp_{TRACE}", collect_reply(told).text)
+    assert len(final.output) == max(1, len(collect_reply(told).blocks))
     assert final.usage is not None
     assert final.usage.total_tokens == 27
 
@@ -47,9 +47,9 @@ def test_every_stream_is_read_to_its_end(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed"}))
 def test_a_whole_reply_is_a_response(name: str) -> None:
     request, told = CASES[name]
-    with client(wire.write_reply([fold(told)], request), "application/json") as sdk:
+    with client(wire.write_reply([collect_reply(told)], request), "application/json") as sdk:
         response = sdk.responses.create(model="tiny", input="hello")
-    assert response.output_text == fold(told).text
+    assert response.output_text == collect_reply(told).text
     assert response.status == (
         "incomplete" if name in ("length", "cut_call", "cut_custom_call", "content_filter") else "completed"
     )

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 
 from modelyard.core.errors import ContextOverflow, RateLimited
-from modelyard.core.events import BlockDelta, Event, Failed, Started, fold
-from modelyard.core.wire import Writer
+from modelyard.core.events import BlockDelta, Event, Failed, Started, collect_reply
+from modelyard.core.protocol import EventWriter
 from modelyard.protocols import openai_responses as wire
+from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.openai_responses.failure import OVERFLOW
-from modelyard.protocols.sealing import unseal
 from tests.protocols.golden import check_golden
 from tests.protocols.openai_responses.cases import ASKED, CASES, CODEX, STARTED, TRACE, data_of, names_of, stream
 from tests.strategies import events
@@ -49,7 +49,7 @@ def test_summaries_are_written_only_where_they_were_asked_for() -> None:
 
 def test_encrypted_reasoning_holds_the_text() -> None:
     done = [data["item"] for data in data_of(stream(*CASES["reasoning_for_codex"])) if "item_done" in _flat(data)]
-    assert unseal(done[0]["encrypted_content"]) == "Hmm."
+    assert unpack_reasoning(done[0]["encrypted_content"]) == "Hmm."
 
 
 def _flat(data: dict[str, str]) -> str:
@@ -81,7 +81,7 @@ def test_usage_is_always_whole() -> None:
 
 
 def test_a_keepalive_before_the_start_speaks_of_the_same_response() -> None:
-    writer: Writer = wire.writer(ASKED, TRACE)
+    writer: EventWriter = wire.writer(ASKED, TRACE)
     written = writer.keepalive() + writer.keepalive() + writer.write(STARTED) + writer.keepalive()
     assert names_of(written) == ["created", *["in_progress"] * 4]
     assert {data["response"]["id"] for data in data_of(written)} == {f"resp_{TRACE}"}
@@ -113,4 +113,4 @@ def test_the_last_event_holds_what_the_whole_reply_would(told: list[Event]) -> N
     assert isinstance(started, Started)
     writer = wire.writer(CODEX, started.id)
     last = data_of(b"".join(writer.write(event) for event in told))[-1]
-    assert last["response"] == msgspec.json.decode(wire.write_reply([fold(told)], CODEX))
+    assert last["response"] == msgspec.json.decode(wire.write_reply([collect_reply(told)], CODEX))

@@ -20,7 +20,7 @@ from modelyard.core.events import (
 )
 from modelyard.core.request import Message, Request, Text
 from modelyard.protocols import pool_responses as wire
-from modelyard.protocols.sse import SseParser
+from modelyard.protocols.common.sse import SseParser
 
 TRACE = "abc123"
 ASKED = Request(model="tiny", messages=(Message("user", (Text("hello"),)),), stream=True, dialect=wire.DIALECT)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from modelyard.core.errors import ContextOverflow
-from modelyard.core.events import Failed, Reply, unfold
+from modelyard.core.events import Failed, Reply, reply_events
 from modelyard.protocols import pool_responses as wire
 from tests.protocols.golden import check_golden
 from tests.protocols.pool_responses.cases import ASKED, CASES, TRACE, stream, told
@@ -28,7 +28,7 @@ def test_the_four_events_in_their_order() -> None:
 @given(replies(custom=True, incomplete=True, empty=True))
 def test_a_stream_ends_with_what_the_whole_reply_would_be(reply: Reply) -> None:
     writer = wire.writer(ASKED, reply.started.id)
-    *deltas, metrics, completed = told(b"".join(writer.write(event) for event in unfold(reply)))[1:]
+    *deltas, metrics, completed = told(b"".join(writer.write(event) for event in reply_events(reply)))[1:]
     whole = msgspec.json.decode(wire.write_reply([reply], ASKED))
     assert completed["response"] == whole
     assert metrics["metrics"] == whole["metrics"]

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from modelyard.telemetry.cause import Cause
+from modelyard.telemetry.cache_diagnostics import MissCause
 from modelyard.workbench.pages.request import explained
 
 
@@ -27,7 +27,7 @@ def test_a_prompt_like_no_other_says_so() -> None:
     assert "Nothing in the cache began like this prompt." in list(explained(one(100, 0, 0)))
 
 
-@pytest.mark.parametrize("cause", get_args(Cause))
+@pytest.mark.parametrize("cause", get_args(MissCause))
 def test_each_cause_is_told_in_a_sentence_of_its_own(cause: str) -> None:
     lines = [list(explained(one(100, 60, 60, cause=each))) for each in ("none", cause)]
     assert lines[1][:2] == lines[0]

@@ -1,0 +1,75 @@
+"""The seam to a client protocol: a module in `protocols/` that speaks both roles of one wire, purely.
+
+Server role: `read_request`, `write_reply`, `write_error`, `Writer`. Client role, used by ChatEngines that forward:
+`write_request`, `read_reply`, `read_error`, `Reader`. On what the protocol can express `read(write(x)) == x`; on
+everything `write(read(write(x))) == write(x)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from msgspec import Struct
+
+from modelyard.core.errors import ModelyardError
+from modelyard.core.events import Event, Reply
+from modelyard.core.request import Request
+
+
+class WireError(Struct, frozen=True):
+    """An error as it goes out. A streamed one (`status` 200) is a body of events instead of a JSON body."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = {}
+    content_type: str = "application/json"
+
+
+class ModelCard(Struct, frozen=True):
+    """A model as the lists of every protocol show it. `context` is one conversation's window, None where unknown."""
+
+    id: str
+    created: int
+    context: int | None
+    max_output: int | None = None
+    state: str = "ready"
+    display_name: str | None = None
+    owned_by: str = "modelyard"
+    aliases: tuple[str, ...] = ()
+    modalities: tuple[str, ...] = ("text",)
+
+
+class EventWriter(Protocol):
+    """Events of one request to bytes of its stream. `choice` counts the `n` answers; most protocols have one only."""
+
+    def write(self, event: Event, choice: int = 0) -> bytes: ...
+    def keepalive(self) -> bytes: ...
+    def end(self) -> bytes:
+        """What closes the stream once every choice has ended."""
+        ...
+
+
+class EventReader(Protocol):
+    """Bytes of a stream, cut anywhere, to events. `finish` settles what an abrupt end left open."""
+
+    def feed(self, data: bytes) -> list[Event]: ...
+    def finish(self) -> list[Event]: ...
+
+
+class WireProtocol(Protocol):
+    """The shape of a module in `protocols/`."""
+
+    NAME: str
+    PATHS: tuple[str, ...]
+
+    def read_request(self, body: bytes, headers: Mapping[str, str]) -> Request: ...
+    def write_request(self, request: Request) -> bytes: ...
+    def write_reply(self, replies: list[Reply], request: Request) -> bytes: ...
+    def read_reply(self, body: bytes) -> Reply: ...
+    def write_error(
+        self, error: ModelyardError, *, trace: str, streaming: bool = False, request: Request | None = None
+    ) -> WireError: ...
+    def read_error(self, status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError: ...
+    def writer(self, request: Request, trace: str) -> EventWriter: ...
+    def reader(self) -> EventReader: ...

@@ -1,0 +1,1 @@
+"""Helpers that several protocols share."""

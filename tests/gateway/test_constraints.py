@@ -1,0 +1,135 @@
+"""When an answer is held to a grammar, and to which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.request import Constraint, Request, Tool, ToolChoice
+from modelyard.gateway.constraints import constrain
+from modelyard.scanner.formats import load
+from tests.gateway.stage import CALLER, Stage, asked, model
+from tests.scanner.patches import APPLY_PATCH
+from tests.strategies import requests
+
+LOOK = Tool("look_at", "Looks.", {"type": "object", "properties": {"at": {"type": "string", "not": {}}}})
+NOW = Tool("now")
+MUST = ToolChoice("required")
+TAIL = "<|im_start|>assistant\n"
+
+
+def made(prompt: str = TAIL, format: str = "hermes", calls: bool = False, **request: Any) -> Constraint | None:
+    parts = msgspec.structs.replace(model().parts, format=load(format))
+    changed = msgspec.structs.replace(model(), text=parts, constrain_calls=calls)
+    return constrain(asked(**{"tools": (LOOK, NOW)} | request), changed, prompt)[0]
+
+
+def test_a_call_that_must_come_is_a_grammar_from_the_first_token() -> None:
+    found = made(tool_choice=MUST)
+    assert found
+    assert (found.kind, found.trigger, found.tools) == ("lark", None, ("look_at", "now"))
+    assert f"<[{model().parts.vocab.specials['<tool_call>']}]>" in found.text
+
+
+def test_a_named_tool_is_the_only_one() -> None:
+    found = made(tool_choice=ToolChoice("named", "now"))
+    assert found
+    assert found.tools == ("now",)
+
+
+def test_a_call_that_may_come_is_free() -> None:
+    assert made() is None
+
+
+@pytest.mark.parametrize(
+    "asks", [{"calls": True}, {"tools": (LOOK, Tool("now", strict=True))}, {"tools": (LOOK, APPLY_PATCH)}]
+)
+def test_it_is_held_to_its_schema_where_somebody_wants_that(asks: dict[str, Any]) -> None:
+    found = made(**asks)
+    assert found
+    assert found.trigger == "<tool_call>"
+
+
+def test_a_custom_tools_grammar_that_cannot_be_held_to_is_said_and_leaves_the_call_free() -> None:
+    endless = Tool("brackets", kind="custom", grammar={"syntax": "lark", "definition": 'start: "(" start? ")"'})
+    found, warnings = constrain(asked(tools=(LOOK, endless)), model(), TAIL)
+    assert (found, warnings) == (None, ["grammar_not_enforced: brackets: the rule 'start' refers to itself"])
+    found, warnings = constrain(asked(tools=(endless,), tool_choice=MUST), model(), TAIL)
+    assert found
+    assert warnings == ["grammar_not_enforced: brackets: the rule 'start' refers to itself"]
+
+
+def test_the_clients_own_constraint_wins() -> None:
+    own = Constraint("regex", "a+")
+    assert made(tool_choice=MUST, constraint=own) is own
+
+
+def test_what_no_grammar_enforces_of_an_answers_schema_is_dropped_and_said() -> None:
+    own = Constraint("json_schema", '{"type": "array", "uniqueItems": true}', name="pets")
+    found, warnings = constrain(asked(constraint=own), model(), TAIL)
+    assert found == Constraint("json_schema", '{"type": "array"}', name="pets")
+    assert warnings == ["schema keyword not enforced: pets/uniqueItems"]
+
+
+def test_a_schema_that_is_none_is_left_for_the_engine_to_refuse() -> None:
+    for text in ("{", "[1]", "true"):
+        own = Constraint("json_schema", text)
+        assert constrain(asked(constraint=own), model(), TAIL) == (own, [])
+
+
+def test_without_tools_there_is_nothing_to_hold() -> None:
+    assert made(tools=(), calls=True) is None
+
+
+def test_a_family_without_a_grammar_names_the_tools_that_must_be_called() -> None:
+    found = made(format="think", tool_choice=MUST)
+    assert found == Constraint("tools", tools=("look_at", "now"))
+    assert made(format="think", calls=True) is None
+
+
+def test_reasoning_that_the_prompt_left_open_may_be_finished() -> None:
+    opened, closed = made(TAIL + "<think>\n", tool_choice=MUST), made(TAIL + "<think>\n</think>", tool_choice=MUST)
+    assert opened
+    assert closed
+    assert opened.text.startswith("start: ANY")
+    assert not closed.text.startswith("start: ANY")
+
+
+@pytest.mark.parametrize("own", [Constraint("json_object"), Constraint("json_schema", '{"type": "object"}', name="x")])
+def test_an_answers_schema_holds_from_where_open_reasoning_is_closed(own: Constraint) -> None:
+    opened, closed = made(TAIL + "<think>\n", constraint=own), made(TAIL + "<think>\n</think>", constraint=own)
+    assert opened
+    assert (opened.kind, opened.name, opened.trigger) == ("lark", own.name, None)
+    assert '%json {"type": "object"' in opened.text
+    assert "</think>" in opened.text or f"<[{model().parts.vocab.specials['</think>']}]>" in opened.text
+    assert closed == own
+
+
+def test_one_call_is_enough_where_the_client_says_so() -> None:
+    one, many = made(tool_choice=MUST, parallel_tool_calls=False), made(tool_choice=MUST)
+    assert one
+    assert many
+    assert ")*" in many.text
+    assert ")*" not in one.text
+
+
+async def test_what_cannot_be_enforced_is_counted_and_never_refused(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage()
+    caplog.set_level("INFO", "modelyard.gateway")
+    job = await stage.gateway.prepare(asked(tools=(LOOK,), tool_choice=MUST), CALLER)
+    assert job.constraint
+    assert '"not"' not in job.constraint.text
+    assert "schema keyword not enforced: look_at/properties/at/not" in caplog.text
+    assert job.request.tools == (LOOK,)
+
+
+@settings(max_examples=50, deadline=None)
+@given(requests(tools=False, constrained=False), st.sampled_from(["text", "chat"]), st.booleans())
+def test_without_a_form_and_without_tools_nothing_is_held_to_any(request: Request, kind: Any, structured: bool) -> None:
+    changed = msgspec.structs.replace(model(), kind=kind, constrain_calls=True)
+    assert (request.constraint, request.tools) == (None, ())
+    assert constrain(request, changed, TAIL, structured=structured) == (None, ())

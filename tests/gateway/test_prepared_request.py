@@ -1,0 +1,178 @@
+"""A job is fitted to its window, scoped to its key, and gives each choice a prompt of its own."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from modelyard.config import load
+from modelyard.core.engine import Media
+from modelyard.core.errors import ContextOverflow, OutputOverflow
+from modelyard.core.request import Caller, Image, Message, Request, Sampling, Text
+from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt, output_budget
+from modelyard.router.routes import Target
+from modelyard.server.model_definition import define
+from tests.gateway.stage import asked, model
+from tests.serving import demo
+
+
+def job(request: Request, key: str = "", runs: int = 1) -> PreparedRequest:
+    return PreparedRequest(
+        request=request,
+        caller=Caller(trace="t", endpoint="/v1/completions", key=key),
+        target=Target("demo", "main", 4096),
+        model=model(),
+        runs=tuple(RenderedPrompt([number] * 3, "", OutputBudget(5, "max_tokens")) for number in range(runs)),
+        sampling=request.sampling,
+        constraint=None,
+        created=0,
+        tokenize_s=0.0,
+        priority=request.priority or "main",
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "strict", "room"),
+    [
+        (10, None, False, OutputBudget(90, "window")),
+        (10, 5, False, OutputBudget(5, "max_tokens")),
+        (10, 90, False, OutputBudget(90, "max_tokens")),
+        (10, 91, False, OutputBudget(90, "window")),
+        (10, 90, True, OutputBudget(90, "max_tokens")),
+        (10, None, True, OutputBudget(90, "window")),
+        (99, 32_000, False, OutputBudget(1, "window")),
+    ],
+)
+def test_the_wanted_output_is_clamped_to_the_window(
+    prompt: int, wanted: int | None, strict: bool, room: OutputBudget
+) -> None:
+    assert output_budget(prompt, wanted, 100, strict) == room
+
+
+@pytest.mark.parametrize("prompt", [100, 101, 10**9])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_prompt_that_leaves_no_room_overflows_with_true_numbers(prompt: int, strict: bool) -> None:
+    with pytest.raises(ContextOverflow) as caught:
+        output_budget(prompt, 1, 100, strict)
+    assert (caught.value.prompt_tokens, caught.value.window) == (prompt, 100)
+
+
+def test_a_strict_window_refuses_what_it_would_have_to_clamp() -> None:
+    with pytest.raises(OutputOverflow) as caught:
+        output_budget(10, 91, 100, strict=True)
+    assert (caught.value.prompt_tokens, caught.value.max_tokens, caught.value.window) == (10, 91, 100)
+
+
+@given(st.integers(0, 200), st.none() | st.integers(1, 200), st.integers(1, 200))
+def test_what_fits_never_exceeds_the_window_or_the_wish(prompt: int, wanted: int | None, window: int) -> None:
+    try:
+        room = output_budget(prompt, wanted, window, strict=False)
+    except ContextOverflow:
+        assert prompt >= window
+        return
+    assert 1 <= room.max_tokens <= window - prompt
+    assert wanted is None or room.max_tokens <= wanted
+    assert (room.limit == "max_tokens") == (room.max_tokens == wanted)
+
+
+def test_a_demand_weighs_its_choices_and_counts_its_tokens() -> None:
+    demand = job(asked(n=3), key="ann", runs=2).demand()
+    assert (demand.model, demand.cache, demand.weight, demand.tokens, demand.key) == ("demo", "main", 6, 6, "ann")
+    assert (demand.priority, demand.trace) == ("main", "t")
+
+
+def test_two_keys_that_name_the_same_session_do_not_meet() -> None:
+    ann, bob = (job(asked(session="s"), key=key) for key in ("ann", "bob"))
+    assert ann.demand().session != bob.demand().session
+    assert ann.prompt(0).session == ann.demand().session
+    assert job(asked(), key="ann").demand().session is None
+
+
+def test_what_runs_in_the_background_of_a_session_does_not_take_its_conversations_place() -> None:
+    main, side = (job(asked(session="s", priority=how), key="ann") for how in ("main", "background"))
+    assert main.session() == "ann/s"
+    assert side.session() != main.session()
+    assert side.demand().session == side.prompt(0).session == side.session()
+    assert (side.demand().priority, side.prompt(0).priority) == ("background", "background")
+
+
+def test_choices_are_counted_prompt_by_prompt() -> None:
+    two = job(asked(n=2), runs=2)
+    assert two.choices == 4
+    assert [two.prompt(choice).ids[0] for choice in range(4)] == [0, 0, 1, 1]
+
+
+def test_the_answers_to_a_seeded_prompt_differ_and_repeat() -> None:
+    seeded = job(asked(n=3, sampling=Sampling(seed=7, temperature=0.5)), runs=2)
+    assert [seeded.prompt(choice).sampling.seed for choice in range(6)] == [7, 8, 9, 7, 8, 9]
+    assert {seeded.prompt(choice).sampling.temperature for choice in range(6)} == {0.5}
+    assert job(asked(n=2)).prompt(1).sampling.seed is None
+
+
+@pytest.mark.parametrize(
+    ("request_fields", "prompt_field", "value"),
+    [
+        ({"priority": "background"}, "priority", "background"),
+        ({"lora_adapter": "pirate"}, "adapters", (("pirate", 1.0),)),
+        ({"logprobs": 2}, "logprobs", 2),
+    ],
+)
+def test_what_the_engine_must_know_reaches_its_prompt(request_fields: Any, prompt_field: str, value: object) -> None:
+    prompt = job(asked(**request_fields)).prompt(0)
+    assert getattr(prompt, prompt_field) == value
+    assert (prompt.max_tokens, prompt.cache, prompt.stop_ids) == (5, "main", model().parts.stop_ids)
+
+
+def test_a_chat_engine_gets_one_answers_request_with_the_models_defaults_in_it() -> None:
+    request = asked(n=3, stop=("END",), sampling=Sampling(seed=7))
+    settled = replace(job(request), model=replace(model(), stop=("STOP",), max_tokens=11), sampling=Sampling(seed=7))
+    first, second = settled.chat(0), settled.chat(1)
+    assert (first.n, first.stop, first.max_tokens) == (1, ("STOP", "END"), 11)
+    assert (first.sampling.seed, second.sampling.seed) == (7, 8)
+    assert job(asked(max_tokens=5)).chat(0).max_tokens == 5
+
+
+SEEING = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+PICTURE = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
+
+
+@pytest.mark.parametrize(("template", "shown"), [(SEEING, 1), ("{{ messages[0].content }}", 0)])
+def test_pictures_go_along_where_the_template_has_a_place_for_them(template: str, shown: int) -> None:
+    loaded = load(env={}, overrides=demo(modalities=["text", "image"], chat_template=template)).config
+    seeing = define(loaded.router().catalog.models["demo"], loaded.models["demo"]).model
+    request = asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))
+    made = replace(job(request), model=seeing).prompt(0)
+    assert [each.data for each in made.parts if isinstance(each, Media)] == [b"a picture"] * shown
+    assert made.ids == [0, 0, 0]
+
+
+def test_pictures_are_kept_from_a_model_that_reads_text() -> None:
+    made = job(asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))).prompt(0)
+    assert len(made.parts) == 1
+
+
+@pytest.mark.parametrize(
+    ("sampling", "caller", "name"),
+    [
+        ({"temperature": 0}, {}, "('ann', 1, None)"),
+        ({"temperature": 0}, {"idempotency": "x"}, "('ann', 1, None)"),
+        ({"temperature": 0.8, "seed": 3}, {}, "('ann', 1, None)"),
+        ({"temperature": 0.8}, {"idempotency": "x"}, "('ann', 1, 'x')"),
+        ({"temperature": 0.8}, {}, None),
+        ({"temperature": 0}, {"deadline": 4e9}, None),
+    ],
+)
+def test_only_what_would_be_answered_alike_may_be_joined_by_another_gateway(
+    sampling: Any, caller: Any, name: str | None
+) -> None:
+    made = job(asked(n=2, sampling=Sampling(**sampling)), key="ann")
+    assert replace(made, caller=replace(made.caller, **caller)).prompt(1).joint == name

@@ -1,0 +1,196 @@
+"""Side requests are told from conversations by their shape, as the real agents write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.request import Constraint, Message, Request, Text, Tool, ToolCall, ToolResult
+from modelyard.gateway.capabilities import holds_only_text
+from modelyard.gateway.priority import background_task_id, priority
+from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
+from tests.gateway.stage import CALLER, Stage, asked
+from tests.strategies import requests
+
+SCHEMA = Constraint("json_schema", '{"type": "object"}')
+BASH, SEARCH = Tool("Bash"), Tool("web_search", kind="server", type="web_search_20250305")
+
+
+def said(*turns: tuple[Any, str]) -> tuple[Message, ...]:
+    return tuple(Message(role, (Text(text),)) for role, text in turns)
+
+
+def worked() -> tuple[Message, ...]:
+    called = Message("assistant", (ToolCall("c1", "Bash", "{}"),))
+    return (*said(("user", "list")), called, Message("tool", (ToolResult("c1", (Text("a"),)),)), *said(("user", "now")))
+
+
+def request(**fields: Any) -> Request:
+    return Request(**{"model": "local", "session": "s", "messages": said(("user", "hi"))} | fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": (BASH,)},
+        {"tools": (BASH,), "model": "claude-haiku-4-5"},
+        {"tools": (BASH,), "constraint": SCHEMA},
+        {"tools": (BASH, SEARCH)},
+        {"tools": (BASH,), "messages": worked()},
+        {},
+        {"stop": ("END",), "max_tokens": 64, "stream": True},
+        {"stop": ("END",), "max_tokens": 32000},
+        {"constraint": SCHEMA, "session": None},
+        {"constraint": SCHEMA, "messages": said(("user", "a"), ("assistant", "{}"), ("user", "b"))},
+        {"messages": said(("system", "You are an expert coder. " * 20 + "Write titles."), ("user", "hi"))},
+        {"messages": said(("user", "Write a title for my novel."))},
+        {"model": "haikus-by-me"},
+        {"model": "claude-haiku-4-5", "priority": "main"},
+        {"model": ""},
+        {"messages": ()},
+    ],
+)
+def test_a_conversation_is_main(fields: dict[str, Any]) -> None:
+    assert priority(request(**fields)) == "main"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": (BASH,), "priority": "background"},
+        {"model": "claude-haiku-4-5"},
+        {"model": "local-haiku", "session": None},
+        {"messages": worked()},
+        {"tools": (SEARCH,), "messages": said(("user", "Perform a web search for: x"))},
+        {"constraint": SCHEMA},
+        {"constraint": SCHEMA, "messages": said(("system", "Name it."), ("user", "hi"), ("system", "env"))},
+        {"stop": ("</block>",), "max_tokens": 64, "messages": said(("system", "x" * 99_999), ("user", "rm -rf /"))},
+        {"stop": ("</block>",), "max_tokens": 2112, "messages": said(("user", "rm"), ("assistant", "<block>"))},
+        {"messages": said(("system", "You are a title generator. Output ONLY a title."), ("user", "hi"))},
+        {"messages": said(("developer", "Summarize the conversation."), ("user", "hi"))},
+    ],
+)
+def test_a_side_request_is_background(fields: dict[str, Any]) -> None:
+    assert priority(request(**fields)) == "background"
+
+
+def test_errands_of_one_kind_share_a_mark_and_others_do_not() -> None:
+    title, again, verdict = (
+        request(messages=said(("system", system), ("user", user)))
+        for system, user in (("Title.", "a"), ("Title.", "b"), ("Block or not?", "a"))
+    )
+    assert background_task_id(title) == background_task_id(again) != background_task_id(verdict)
+    assert background_task_id(request(messages=said(("user", "\udc80")))) == background_task_id(request(messages=()))
+    assert background_task_id(request(messages=said(("system", "\udc80")))) != background_task_id(request())
+
+
+# --- as the clients write them ----------------------------------------------------------------------------------------
+
+_TURN = [{"role": "user", "content": "fix the tests"}]
+_FORMAT = {"type": "json_schema", "name": "title", "schema": {"type": "object"}, "strict": True}
+_HEADERS = {"x-claude-code-session-id": "s1"}
+_FUNCTION = {"type": "function", "name": "shell", "parameters": {"type": "object"}}
+
+CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], str]] = {
+    "Claude Code's title": (
+        anthropic_messages,
+        _HEADERS,
+        {"messages": _TURN, "stream": True, "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+        "background",
+    ),
+    "Claude Code's classifier": (
+        anthropic_messages,
+        _HEADERS,
+        {
+            "model": "claude-sonnet-5",
+            "system": "x" * 5000,
+            "messages": _TURN,
+            "max_tokens": 64,
+            "stop_sequences": ["</block>"],
+            "thinking": {"type": "disabled"},
+        },
+        "background",
+    ),
+    "Claude Code's web search": (
+        anthropic_messages,
+        _HEADERS,
+        {"messages": _TURN, "stream": True, "tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "background",
+    ),
+    "Claude Code's conversation": (
+        anthropic_messages,
+        _HEADERS,
+        {"messages": _TURN, "stream": True, "tools": [{"name": "Bash", "input_schema": {"type": "object"}}]},
+        "main",
+    ),
+    "Codex's title": (
+        openai_responses,
+        {"session-id": "t1", "thread-id": "t1"},
+        {"input": "fix the tests", "stream": True, "tools": [], "text": {"format": _FORMAT}},
+        "background",
+    ),
+    "Codex's summary": (
+        openai_responses,
+        {"session-id": "s1", "thread-id": "s1"},
+        {
+            "input": [
+                {"type": "message", "role": "user", "content": "fix"},
+                {"type": "function_call", "call_id": "c", "name": "shell", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "ok"},
+                {"type": "message", "role": "user", "content": "You are performing a CONTEXT CHECKPOINT COMPACTION"},
+            ],
+            "stream": True,
+            "tools": [],
+        },
+        "background",
+    ),
+    "Codex's conversation": (
+        openai_responses,
+        {"session-id": "s1", "thread-id": "s1"},
+        {"input": "fix the tests", "stream": True, "tools": [_FUNCTION]},
+        "main",
+    ),
+    "opencode's title": (
+        openai_chat,
+        {"x-session-id": "s1"},
+        {"messages": [{"role": "system", "content": "You are a title generator."}, *_TURN], "stream": True},
+        "background",
+    ),
+    "opencode's conversation": (
+        openai_chat,
+        {"x-session-id": "s1"},
+        {"messages": _TURN, "stream": True, "tools": [{"type": "function", "function": {"name": "bash"}}]},
+        "main",
+    ),
+    "aider's conversation": (
+        openai_chat,
+        {},
+        {"messages": [{"role": "system", "content": "Act as an expert software developer."}, *_TURN], "stream": True},
+        "main",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_agents_send_is_taken_for_what_it_is(name: str) -> None:
+    wire, headers, body, wanted = CASES[name]
+    asked = wire.read_request(msgspec.json.encode({"model": "local", "max_tokens": 100} | body), headers)
+    assert priority(asked) == wanted
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("demo", "main"), ("demo-haiku", "background")])
+async def test_the_queue_and_the_engine_hear_of_it(name: str, wanted: str) -> None:
+    async with Stage() as stage:
+        job = await stage.gateway.prepare(asked(model=name, session="s"), CALLER)
+    assert (job.demand().priority, job.prompt(0).priority) == (wanted, wanted)
+
+
+@settings(max_examples=50, deadline=None)
+@given(requests(server=True), st.sampled_from([None, "s"]))
+def test_who_knows_that_all_is_text_hears_the_same(asked: Request, session: str | None) -> None:
+    asked = msgspec.structs.replace(asked, session=session)
+    assert priority(asked, is_text=holds_only_text(asked)) == priority(asked)

@@ -1,0 +1,69 @@
+"""A client that brings too much along is told so; one whose conversation has grown is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from modelyard.core.errors import ContextOverflow, InvalidRequest, ModelyardError
+from modelyard.core.request import Message, Request, Text, Tool, ToolCall
+from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
+from modelyard.protocols.common.errors import overflow_hint
+
+OVERFLOW = ContextOverflow(10_000, 4096)
+TOOLS = (Tool("read", "Reads a file. " * 100, {"type": "object"}),)
+
+
+def asked(*said: Message, tools: tuple[Tool, ...] = TOOLS) -> Request:
+    system = Message("system", (Text("You are an agent. " * 100),))
+    return Request(model="m", messages=(system, *said), tools=tools)
+
+
+HELLO = Message("user", (Text("hello"),))
+FRESH = asked(HELLO)
+
+
+def test_what_the_client_needs_for_itself_is_said_and_what_helps() -> None:
+    told = overflow_hint(OVERFLOW, FRESH, "take another")
+    assert "about 9985 of them" in told
+    assert "larger n_ctx, or take another." in told
+
+
+@pytest.mark.parametrize(
+    ("error", "request_"),
+    [
+        (OVERFLOW, None),
+        (OVERFLOW, asked(HELLO, tools=())),
+        (OVERFLOW, asked(Message("user", (Text("word " * 5000),)))),
+        (OVERFLOW, asked(HELLO, Message("assistant", (ToolCall("c", "read", "x" * 20_000),)))),
+        (OVERFLOW, asked(Message("user", (Text("word " * 800),)), tools=(Tool("s", "x" * 9999, kind="server"),))),
+        (InvalidRequest("no"), FRESH),
+    ],
+    ids=["unread", "no agent", "a long message", "a long history", "a tool that is not shown", "another error"],
+)
+def test_nothing_is_said_where_the_conversation_is_too_long_or_something_else_is_wrong(
+    error: ModelyardError, request_: Request | None
+) -> None:
+    assert overflow_hint(error, request_, "take another") == ""
+
+
+def test_claude_code_is_told_behind_the_words_that_it_looks_for() -> None:
+    body = anthropic_messages.write_error(OVERFLOW, trace="t", request=FRESH).body.decode()
+    assert "prompt is too long: 10000 tokens > 4096 maximum. The client's own instructions" in body
+    assert "modelyard launch claude -- --bare" in body
+
+
+@pytest.mark.parametrize("wire", [openai_chat, openai_responses])
+def test_other_clients_are_told_behind_openais_words(wire: object) -> None:
+    error = wire.write_error(OVERFLOW, trace="t", request=FRESH)  # type: ignore[attr-defined]
+    assert b"reduce the length of the messages. The client's own instructions" in error.body
+    assert wire.read_error(error.status, {}, error.body) == OVERFLOW  # type: ignore[attr-defined]
+
+
+def test_a_streaming_codex_is_told_behind_the_words_that_it_knows() -> None:
+    error = openai_responses.write_error(OVERFLOW, trace="t", streaming=True, request=FRESH)
+    told = b"adjust your input and try again. It has 10000 tokens, and the window 4096. The client's own instructions"
+    assert (error.status, error.content_type) == (200, "text/event-stream")
+    assert told in error.body
+    grown = asked(Message("user", (Text("word " * 5000),)))
+    plain = openai_responses.write_error(OVERFLOW, trace="t", streaming=True, request=grown)
+    assert b'adjust your input and try again."' in plain.body

@@ -1,0 +1,106 @@
+"""The extension fields: the same names and checks on every wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.request import Constraint, Priority, Request, Sampling
+from modelyard.protocols.common.extensions import (
+    ExtensionFields,
+    check_positive,
+    read_constraint,
+    read_priority,
+    read_sampling,
+    write_extensions,
+)
+from tests import strategies
+
+
+@settings(deadline=None, max_examples=100)
+@given(strategies.samplings())
+def test_every_knob_survives_the_wire(sampling: Sampling) -> None:
+    body = msgspec.json.encode(write_extensions(Request(model="m", sampling=sampling)))
+    assert read_sampling(msgspec.json.decode(body, type=ExtensionFields)) == sampling
+
+
+def test_every_sampling_field_can_be_asked_for() -> None:
+    assert set(Sampling.__struct_fields__) <= set(ExtensionFields.__struct_fields__)
+
+
+def test_null_means_not_asked_for() -> None:
+    body = msgspec.json.decode(
+        b'{"temperature":null,"seed":null,"logit_bias":null,"priority":null}', type=ExtensionFields
+    )
+    assert (read_sampling(body), read_constraint(body), read_priority(body)) == (Sampling(), None, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 101.0}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"mirostat": 3}, "mirostat"),
+        ({"logit_bias": {"word": 1.0}}, "logit_bias"),
+    ],
+)
+def test_values_without_a_meaning_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        read_sampling(ExtensionFields(**fields))
+    assert caught.value.param == param
+    assert param in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"json_schema": {"type": "object"}}, Constraint("json_schema", '{"type":"object"}')),
+        ({"grammar": "root ::= x"}, Constraint("gbnf", "root ::= x")),
+        ({"regex": "a+"}, Constraint("regex", "a+")),
+        ({"lark": 'start: "a"'}, Constraint("lark", 'start: "a"')),
+    ],
+)
+def test_each_constraint_field_has_its_kind(fields: dict[str, Any], constraint: Constraint) -> None:
+    assert read_constraint(ExtensionFields(**fields)) == constraint
+
+
+@pytest.mark.parametrize(
+    ("word", "priority"),
+    [("background", "background"), ("low", "background"), ("batch", "background"), ("main", "main"), ("flex", "main")],
+)
+def test_priorities_are_words_of_two_roads(word: str, priority: Priority) -> None:
+    assert read_priority(ExtensionFields(priority=word)) == priority
+
+
+def test_counts_begin_at_one() -> None:
+    check_positive("n", None)
+    check_positive("n", 1)
+    with pytest.raises(InvalidRequest, match="n must be at least 1, got 0"):
+        check_positive("n", 0)
+
+
+def test_what_was_not_asked_for_is_not_written() -> None:
+    assert write_extensions(Request(model="m")) == {}
+
+
+def test_the_other_fields_are_written_under_their_names() -> None:
+    request = Request(
+        model="m",
+        lora_adapter="a",
+        chat_template_kwargs={"x": 1},
+        documents=({"text": "d"},),
+        priority="background",
+    )
+    assert write_extensions(request) == {
+        "lora_adapter": "a",
+        "chat_template_kwargs": {"x": 1},
+        "documents": ({"text": "d"},),
+        "priority": "background",
+    }

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given, settings
+
+from modelyard.core.events import Reply, collect_reply
+from modelyard.core.request import Message, Request, Text, Thinking, ToolCall, ToolResult
+from modelyard.protocols import openai_responses as wire
+from tests.protocols.openai_responses.cases import CASES
+from tests.strategies import replies, requests
+
+USER = Message("user", (Text("hi"),))
+FIRST = Request(model="m", messages=(Message("system", (Text("old orders"),)), USER), instructions=True)
+REPLY = collect_reply(CASES["reasoning"][1])
+ANSWER = Message("assistant", (Thinking("Thinking."), Text("Done.")))
+NEXT = Message("user", (Text("and now?"),))
+
+
+def continued(first: Request, reply: Reply, request: Request) -> Request:
+    return wire.prepend_stored(wire.decode_stored(wire.encode_stored(first, reply)), request)
+
+
+def test_a_conversation_goes_on_where_it_stopped() -> None:
+    request = Request(model="m", messages=(NEXT,), previous="resp_abc123")
+    assert continued(FIRST, REPLY, request).messages == (USER, ANSWER, NEXT)
+
+
+def test_new_instructions_stand_at_the_head_and_old_ones_are_gone() -> None:
+    orders = Message("system", (Text("new orders"),))
+    request = Request(model="m", messages=(orders, NEXT), instructions=True)
+    assert continued(FIRST, REPLY, request).messages == (orders, USER, ANSWER, NEXT)
+
+
+def test_a_system_message_among_the_input_is_part_of_the_conversation() -> None:
+    lead = Message("system", (Text("always"),))
+    first = Request(model="m", messages=(lead, USER))
+    assert continued(first, REPLY, Request(model="m", messages=(NEXT,))).messages == (lead, USER, ANSWER, NEXT)
+
+
+def test_tool_results_follow_the_remembered_call() -> None:
+    result = Message("tool", (ToolResult("call_1", (Text("a.txt"),)),))
+    request = continued(FIRST, collect_reply(CASES["one_tool"][1]), Request(model="m", messages=(result,)))
+    call = ToolCall("call_1", "shell", '{"command":"ls"}')
+    assert request.messages == (USER, Message("assistant", (call,)), result)
+
+
+def test_a_call_cut_off_is_not_remembered() -> None:
+    request = continued(FIRST, collect_reply(CASES["cut_call"][1]), Request(model="m", messages=(NEXT,)))
+    assert request.messages == (USER, Message("assistant", ()), NEXT)
+
+
+def test_the_stored_response_is_the_one_that_was_given() -> None:
+    assert wire.decode_stored(wire.encode_stored(FIRST, REPLY)).response == wire.write_reply([REPLY], FIRST)
+
+
+@settings(deadline=None, max_examples=50)
+@given(requests(custom=True, namespaces=True, redacted=True, broken=True, errors=True, references=True), replies())
+def test_everything_that_was_said_is_remembered(request: Request, reply: Reply) -> None:
+    stored = wire.decode_stored(wire.encode_stored(request, reply))
+    assert stored.messages[:-1] == request.messages
+    assert stored.messages[-1].parts == tuple(block.part for block in reply.blocks)
+
+
+def test_input_items_are_listed_newest_first() -> None:
+    first = Request(model="m", messages=(USER, NEXT))
+    told = msgspec.json.decode(wire.write_input_items(wire.decode_stored(wire.encode_stored(first, REPLY))))
+    assert [item["content"][0]["text"] for item in told["data"]] == ["and now?", "hi"]
+    assert (told["object"], told["has_more"]) == ("list", False)
+    assert (told["first_id"], told["last_id"]) == (told["data"][0]["id"], told["data"][-1]["id"])
+
+
+def test_small_answers_have_their_shape() -> None:
+    assert wire.write_deleted("resp_1") == b'{"id":"resp_1","object":"response","deleted":true}'
+    assert wire.write_input_tokens(7) == b'{"object":"response.input_tokens","input_tokens":7}'
