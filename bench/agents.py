@@ -30,7 +30,7 @@ from bench.peers import OURS
 from bench.ratios import Comparison
 from bench.servers import Server
 from bench.session import QUICK, Conversation, Plan, replay
-from modelyard.library import default
+from modelyard.library import default_model
 
 BEST, EQUAL = "llama-server, best", "llama-server, equal KV"
 # A main conversation with two sub-agents, and four kinds of background requests: 32,768 cells of KV in all.
@@ -126,7 +126,7 @@ def main() -> None:
         console.width = 130
     plan = QUICK if options.quick else structs.replace(Plan(), turns=options.turns)
     rounds = 1 if options.quick else options.rounds
-    starts = subjects(options.model or default.fetch(), options.threads)
+    starts = subjects(options.model or default_model.fetch(), options.threads)
     if options.skip_equal:
         del starts[EQUAL]
     total = (rounds * 2 + (EQUAL in starts)) * sum(1 for _ in replay(plan))

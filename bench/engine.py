@@ -31,7 +31,7 @@ from bench.peers import NOISE, OURS, THEIRS
 from bench.prompts import Prompts
 from bench.ratios import Comparison
 from bench.servers import Server
-from modelyard.library import default
+from modelyard.library import default_model
 
 _SLOTS = 8
 
@@ -170,7 +170,7 @@ def main() -> None:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("", total=2 + plan.rounds * (2 * len(plan.cells) + 2))
         tick = lambda what: progress.update(task, description=what, advance=1)  # noqa: E731
-        found = measure(plan, options.model or default.fetch(), options.threads, tick)
+        found = measure(plan, options.model or default_model.fetch(), options.threads, tick)
     title = f"The engine beside llama-server, {options.threads} thread(s)"
     notes = [
         f"{plan.rounds} interleaved round(s), medians, 95 % by bootstrap over rounds; window {plan.window} × {_SLOTS}",

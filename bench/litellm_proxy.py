@@ -16,7 +16,7 @@ from typing import Any
 from bench.bare import WORDS
 from bench.cache import pip, venv
 from bench.servers import Server, free_port, running
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 
 VERSION = "1.102.4"
 _CHUNK = 3  # a mocked stream says three characters an event
@@ -31,7 +31,7 @@ _ENVIRONMENT = {
 
 def install() -> Path:
     """The environment's folder; installing shows pip's own progress, and happens once a version."""
-    folder = cache_folder() / "bench-litellm"
+    folder = cache_dir() / "bench-litellm"
     stamp = folder / f"litellm-{VERSION}"
     if not stamp.exists():
         pip(["install", f"litellm[proxy]=={VERSION}"], venv(folder), f"LiteLLM {VERSION}")

@@ -25,7 +25,7 @@ from bench.compared import keep, show
 from bench.peers import llama_server, modelyard
 from bench.ratios import Comparison
 from bench.servers import Server
-from modelyard.library import default
+from modelyard.library import default_model
 from modelyard.library.convert import convert
 
 _WINDOW = 2048
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    gguf = default.fetch()
+    gguf = default_model.fetch()
     found = measure(asked.rounds, gguf, Path(convert("smollm2", "ct2").path))
     show("From «load it» to the first token", found, ("Modelyard", "by hand"), _NOTES, Console())
     if asked.json:

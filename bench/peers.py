@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.servers import Server, free_port, running
-from modelyard.library.llama_server import binary
+from modelyard.library.llama_server import fetch_binary
 
 OURS, THEIRS = "Modelyard", "llama-server"
 NOISE = "noise"  # the fake model that keeps the gateway busy
@@ -50,7 +50,7 @@ def configuration(
 def llama_server(model: Path, threads: int, window: int, slots: int, *more: str) -> Iterator[Server]:
     """Each slot has the whole window, as with us."""
     port = free_port()
-    command = [str(binary()), "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    command = [str(fetch_binary()), "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--threads", str(threads), "--threads-batch", str(threads), "--no-webui"]
     command += ["--ctx-size", str(window * slots), "--parallel", str(slots), *more]
     with running(command, port, "/health") as server:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, ReaderField
 
-from modelyard.library import default
-from modelyard.library.home import cache_folder
+from modelyard.library import default_model
+from modelyard.library.cache_dir import cache_dir
 
 _LAYERS, _WINDOW = 1, 131072
 _OWN = ("GGUF.", "llama.block_count", "llama.context_length", "general.architecture")
@@ -18,11 +18,11 @@ _OWN = ("GGUF.", "llama.block_count", "llama.context_length", "general.architect
 
 def shallow_model(layers: int = _LAYERS) -> Path:
     """Made once."""
-    path = cache_folder() / "bench" / f"smollm2-{layers}-layer.gguf"
+    path = cache_dir() / "bench" / f"smollm2-{layers}-layer.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".part")
-        cut(default.fetch(), draft, layers)
+        cut(default_model.fetch(), draft, layers)
         draft.replace(path)
     return path
 

@@ -8,18 +8,18 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from modelyard.library import default
+from modelyard.library import default_model
+from modelyard.library.cache_dir import cache_dir
 from modelyard.library.gguf import read_metadata
-from modelyard.library.home import cache_folder
 
 _CONTROL = 3  # GGUF's token type of a special token
 
 
 def tokenizer_folder() -> Path:
     """tokenizer.json and tokenizer_config.json, made once."""
-    folder = cache_folder() / "bench" / "smollm2-135m"
+    folder = cache_dir() / "bench" / "smollm2-135m"
     if not (folder / "tokenizer_config.json").exists():
-        with default.fetch().open("rb") as file:
+        with default_model.fetch().open("rb") as file:
             write_folder(folder, read_metadata(file))
     return folder
 

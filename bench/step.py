@@ -36,7 +36,7 @@ from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import binding, context, tiny
 from modelyard.engines.llama_cpp.engine import LlamaEngine
-from modelyard.library.default import fetch
+from modelyard.library.default_model import fetch
 
 TARGET = 0.03
 STREAMS = (1, 2, 4, 8)

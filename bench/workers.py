@@ -26,7 +26,7 @@ from modelyard.core.pool import ModelSpec
 from modelyard.core.request import Sampling
 from modelyard.engines import fake, llama_cpp
 from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.library.default import fetch
+from modelyard.library.default_model import fetch
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
 from modelyard.workers.client import remote

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 DRIVER = "chromedriver"
@@ -44,7 +44,7 @@ def find(which: Callable[[str], str | None] = shutil.which, folder: Path | None 
 
 
 def home() -> Path:
-    return cache_folder() / "browser"
+    return cache_dir() / "browser"
 
 
 def unpacked(root: Path) -> Browser | None:

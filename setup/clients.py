@@ -19,7 +19,7 @@ from pathlib import Path
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.launch import agents, programs
 from modelyard.launch.plan import Agent
-from modelyard.library.home import locked
+from modelyard.library.cache_dir import file_lock
 
 _TAIL = 15  # lines of what an installer said last
 
@@ -40,7 +40,7 @@ def install(agent: Agent, env: Mapping[str, str]) -> Path:
     """Its program. The stamp is written last: a folder without it is the wreck of an installation that was cut off."""
     folder, program = programs.folder(agent, env), programs.pinned(agent, env)
     stamp = folder / ".installed"
-    with locked(folder.parent / f".{folder.name}.lock", lambda: _say(f"another process installs {agent.title}")):
+    with file_lock(folder.parent / f".{folder.name}.lock", lambda: _say(f"another process installs {agent.title}")):
         if not (stamp.is_file() and program.is_file()):
             shutil.rmtree(folder, ignore_errors=True)
             _say(f"installing {agent.title} {agent.version} from {agent.source} into {folder} …")

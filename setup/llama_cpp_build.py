@@ -183,7 +183,7 @@ def build_environment(env: Mapping[str, str], plan: Plan) -> dict[str, str]:
 
 
 def cache_folder(env: Mapping[str, str]) -> Path:
-    """As modelyard/library/home.py has it, which may not be importable yet."""
+    """As modelyard/library/cache_dir.py has it, which may not be importable yet."""
     if own := env.get("MODELYARD_CACHE"):
         return Path(own).expanduser()
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "modelyard"

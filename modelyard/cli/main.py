@@ -124,7 +124,7 @@ def models_add(
     from modelyard.library import progress, shelf
 
     meter = progress.Meter(err, lambda line: err.print(line, markup=False, highlight=False))
-    entry = _guarded(lambda: shelf.add(source, name=name, quant=quant, meter=meter))
+    entry = _guarded(lambda: shelf.add_model(source, name=name, quant=quant, meter=meter))
     out.print(f"{escape(entry.name)} is in the library. To serve it, write into modelyard.toml:", soft_wrap=True)
     out.print(described.snippet(entry), markup=False, highlight=False, soft_wrap=True)
 
@@ -168,11 +168,11 @@ def models_remove(
     """Take a model out of the library. Files go only where the library fetched them."""
     from modelyard.library import shelf
 
-    entry = _guarded(shelf.get, name)
+    entry = _guarded(shelf.get_model, name)
     what = f"Delete {entry.path}" if entry.owned else f"Forget {entry.path} (the file stays)"
     if not yes and not typer.confirm(f"{what}?", err=True):
         raise typer.Exit(1)
-    _guarded(shelf.remove, name)
+    _guarded(shelf.remove_model, name)
     out.print(f"{escape(name)} is no longer in the library.")
 
 

@@ -12,8 +12,8 @@ from modelyard.config.faults import sentence
 from modelyard.config.problems import Level, Loc, suggest
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.library import folders
-from modelyard.library.places import leads_to_gguf
+from modelyard.library import model_files
+from modelyard.library.model_files import leads_to_gguf
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import MODEL_KEYS, ModelSettings
 
@@ -27,7 +27,7 @@ def guess_backend(path: Any) -> str | None:
         return None
     if "gguf" in path.lower() or leads_to_gguf(path):
         return "llama_cpp"
-    folder = folders.find(path)
+    folder = model_files.find_model_folder(path)
     return "ct2" if folder is not None and folder.kind == "ct2" else None
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ConfigDict, Field
 
 from modelyard.http.settings import HttpSettings, KeySettings
-from modelyard.library.default import DEFAULT
+from modelyard.library.default_model import DEFAULT_MODEL
 from modelyard.prompt.settings import ImageSettings
 from modelyard.router.build import build
 from modelyard.router.routes import Router
@@ -56,7 +56,7 @@ EMBEDDED: Final[dict[str, Any]] = {
     "models": {
         "smollm2": {
             "backend": "llama_cpp",
-            "path": DEFAULT.path,
+            "path": DEFAULT_MODEL.path,
             "description": "A small model that runs anywhere",
         }
     },

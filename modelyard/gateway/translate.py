@@ -27,11 +27,9 @@ from modelyard.core.events import (
 )
 from modelyard.core.tokenizer import Detokenizer
 from modelyard.gateway.prepared_request import PreparedRequest
-from modelyard.scanner.plain import plain
 from modelyard.scanner.scanner import Scanner
 
 _BAD = ("error", "cancelled")
-_TEXT_BEGINS, _TEXT_ENDS = BlockStart(0, "text"), BlockEnd(0)  # values: the same in every answer
 
 T_contra = TypeVar("T_contra", contravariant=True)
 
@@ -49,10 +47,7 @@ class Translation(Protocol[T_contra]):
 
 
 class TextOutput:
-    """Token ids → pieces → scanner → events.
-
-    An answer that comes in one go and is plain text needs no scanner: `_outright` tells it, in the same events.
-    """
+    """Token ids → pieces → scanner → events."""
 
     __slots__ = (
         "_detokenizer",
@@ -118,8 +113,6 @@ class TextOutput:
     def feed(self, batch: Sequence[Chunk]) -> list[Event]:
         scanner, detokenizer = self._scanner, self._detokenizer
         if scanner is None or detokenizer is None:
-            if len(batch) == 3 and (whole := self._outright(batch)) is not None:
-                return whole
             self._scanner = scanner = self._new_scanner()
             self._detokenizer = detokenizer = self._parts.vocab.detokenizer()
         events: list[Event] = []
@@ -134,28 +127,6 @@ class TextOutput:
             elif isinstance(chunk, Accepted) and not self._started:
                 events.append(self._start(chunk))
         return events
-
-    def _outright(self, batch: Sequence[Chunk]) -> list[Event] | None:
-        """The whole answer, where it is all here and plain; None, with nothing done, where it is not."""
-        first, said, end = batch
-        if type(first) is not Accepted or type(said) is not Tokens or type(end) is not End or self._prefill:
-            return None
-        if end.reason in _BAD or said.logprobs is not None or self.over or self._started:
-            return None
-        parts = self._parts
-        text = parts.vocab.whole_text(said.ids)
-        if text is None or not plain(parts.format_for(self._job.request), parts.specials, self._stop).takes(text):
-            return None
-        if self.ids is not None:
-            self.ids += said.ids
-        if self._on_text is not None:
-            self._on_text(text)
-        started = self._start(first)
-        self.slot_free = self.over = self.spoke = True
-        prompt, cached, seen = started.usage.prompt, started.usage.cached, end.usage.prompt
-        self.usage = usage = Usage(prompt if prompt > seen else seen, cached, len(said.ids))
-        last = Finished(self._cut(end) or "end", usage, None, end.timings)
-        return [started, _TEXT_BEGINS, BlockDelta(0, text), _TEXT_ENDS, last]
 
     def _start(self, accepted: Accepted) -> Started:
         job = self._job

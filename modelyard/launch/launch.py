@@ -15,7 +15,7 @@ from modelyard.core.errors import Unavailable
 from modelyard.launch import agents, programs, shell
 from modelyard.launch.plan import Facts, Plan
 from modelyard.launch.server import Server, started, wait_for
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 
 Say = Callable[[str], None]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -57,7 +57,7 @@ def printed(order: Order, env: Mapping[str, str]) -> str:
 
 def home(name: str, env: Mapping[str, str]) -> Path:
     """The folder for an agent's settings and sessions under our launches; the user's own is not touched."""
-    return cache_folder(env) / "launch" / name
+    return cache_dir(env) / "launch" / name
 
 
 def _server(order: Order, held: ExitStack) -> Server:
@@ -70,7 +70,7 @@ def _facts(order: Order, env: Mapping[str, str], held: ExitStack, say: Say) -> F
     server = _server(order, held)
     if server.is_there():
         return server.facts(order.model)
-    log = cache_folder(env) / "launch" / "server.log"
+    log = cache_dir(env) / "launch" / "server.log"
     alive = held.enter_context(started(server.url, order.config, log, env))
     say(f"starting a server at {server.url} for as long as this runs; its log is {log}")
     wait_for(server, alive)

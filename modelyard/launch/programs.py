@@ -11,14 +11,14 @@ from pathlib import Path
 
 from modelyard.core.errors import NotFound
 from modelyard.launch.plan import Agent
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 
 _MACHINES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
 
 
 def folder(agent: Agent, env: Mapping[str, str] = os.environ) -> Path:
     """Where setup/clients.py puts the version that our tests run."""
-    return cache_folder(env) / "clients" / f"{agent.program}-{agent.version}"
+    return cache_dir(env) / "clients" / f"{agent.program}-{agent.version}"
 
 
 def pinned(agent: Agent, env: Mapping[str, str] = os.environ) -> Path:

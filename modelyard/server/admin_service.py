@@ -15,7 +15,7 @@ from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unav
 from modelyard.core.pool import Pool
 from modelyard.gateway import Gateway
 from modelyard.http.admin.context import ModelDetails, ReloadResult
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 from modelyard.router.settings import ModelSettings
 from modelyard.server.engine_factory import blueprints
 from modelyard.server.load_overrides import altered, schemas
@@ -105,7 +105,7 @@ class AdminService:
     async def _learned(self, model: str, config: Config) -> None:
         if not isinstance(self._pool, RemotePool):
             return
-        shelf = cache_folder() / "tokenizers"
+        shelf = cache_dir() / "tokenizers"
         told = await self._pool.tokenizer(model, await asyncio.to_thread(known, shelf))
         if told is None:
             return

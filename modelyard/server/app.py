@@ -23,7 +23,7 @@ from modelyard.http import server as front
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import PeerGateways
 from modelyard.http.auth import Key, check_bind, read_keys
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE
 from modelyard.prompt.media import Images
 from modelyard.scheduler.appraisal import Appraiser
@@ -105,7 +105,7 @@ def make_scheduler(
 ) -> Scheduler:
     """`sites` are the machines on which engines may be opened, where this is not the only one."""
     gauge = MemoryGauge()
-    ledger = Ledger(cache_folder(env) / "measured.json")
+    ledger = Ledger(cache_dir(env) / "measured.json")
     settings = config.scheduler
     appraiser = Appraiser(settings.limits(), machine=machine, gauge=gauge.read, ledger=ledger, sites=sites)
     return Scheduler(settings.bounds(), limits=key_limits(config), appraiser=appraiser)
@@ -169,7 +169,7 @@ def _front(
     papers = MemoryCaptureSink(settings.history_bytes, on=settings.history_texts)
     scribe = papers if journal is None else CombinedCaptureSink(journal, papers)
     siblings = PeerGateways(own_place())
-    office = AdminContext(scheduler, gateway, papers, house, cache_folder() / "tune", time.time, siblings)
+    office = AdminContext(scheduler, gateway, papers, house, cache_dir() / "tune", time.time, siblings)
     workbench = Workbench(meeting=meeting_place(), keeper=is_keeper(), own=own_place())
     edge = front.Edge(gateway, config.http, keys, store, scrape, scribe, office, workbench)
     built = front.build(edge, life)

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from modelyard.config import Config
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import Reread
 from modelyard.server.app import make_scheduler
@@ -41,7 +41,7 @@ class Dispatch:
         self._endpoint, self._env = endpoint, env
         workers = config.workers
         self._keys, self._pace = workers.pair(), workers.pace()
-        folder = run_folder(endpoint, cache_folder(env) / "run")
+        folder = run_folder(endpoint, cache_dir(env) / "run")
         self._cluster = workers.ray()
         self.crew = Crew(
             folder,

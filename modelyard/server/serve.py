@@ -17,7 +17,7 @@ from modelyard import plugins
 from modelyard.config import Config, load
 from modelyard.http import server as front
 from modelyard.http.auth import check_bind, read_keys
-from modelyard.library import default
+from modelyard.library import default_model
 from modelyard.library.progress import Meter
 from modelyard.processes.fleet import INDEX_VARIABLE, run_fleet
 from modelyard.processes.port import listen, reserve
@@ -61,8 +61,8 @@ def _prepare(config: Config) -> None:
             "the llama.cpp engine is not built: run make install, which compiles it in a few minutes, "
             "or try --config configs/demo.toml, which needs no engine"
         )
-    if any(default.is_default(model.path) for model in config.models.values()):
-        default.fetch(Meter(say=logging.getLogger("modelyard.library").info))
+    if any(default_model.is_default(model.path) for model in config.models.values()):
+        default_model.fetch(Meter(say=logging.getLogger("modelyard.library").info))
 
 
 async def _serve_one(config: Config, reread: Reread, scheduler: str | None = None) -> int:

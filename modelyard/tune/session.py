@@ -18,7 +18,7 @@ from modelyard.benchmark.durations import seconds
 from modelyard.config import Loaded
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 from modelyard.server.memory_estimate import machine
 from modelyard.tune import goals, report
 from modelyard.tune.apply import apply, overruled, writable
@@ -54,7 +54,7 @@ class Wishes(Struct, frozen=True, kw_only=True):
 
 
 def optimize(loaded: Loaded, wishes: Wishes, out: Console, err: Console, folder: Path | None = None) -> int:
-    folder = folder or cache_folder() / "tune"
+    folder = folder or cache_dir() / "tune"
     plan = planned(wishes)
     _check(loaded, wishes)
     subject = Subject(loaded.config, _model(loaded, wishes.model), plan.goal, here := machine())

@@ -15,7 +15,7 @@ from bench.sittings import SITTINGS, Sitting, furnish
 from modelyard.config import load
 from modelyard.engines.fake.script import ScriptRule
 from modelyard.launch import agents
-from modelyard.library import default
+from modelyard.library import default_model
 
 OURS = (Turn("a", 100, 0, 10), Turn("b", 50, 0, 5), Turn("a", 130, 108), Turn("b", 70, 55))
 
@@ -97,7 +97,7 @@ def test_each_wire_tells_what_was_cached(reply: dict[str, Any]) -> None:
 
 
 def test_a_model_is_cut_to_its_first_layers(tmp_path: Path) -> None:
-    source, target = default.fetch(), tmp_path / "cut.gguf"
+    source, target = default_model.fetch(), tmp_path / "cut.gguf"
     cut(source, target, 2)
     before, after = GGUFReader(str(source)), GGUFReader(str(target))
     layers = {tensor.name.split(".")[1] for tensor in after.tensors if tensor.name.startswith("blk.")}

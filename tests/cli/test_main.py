@@ -21,7 +21,7 @@ from modelyard import __version__
 from modelyard.cli import main
 from modelyard.config import load
 from modelyard.core.errors import Unavailable
-from modelyard.library import default
+from modelyard.library import default_model
 from modelyard.server.serve import needs_scheduler
 from tests.library.convert.tiny import write_model
 from tests.library.files import write_gguf
@@ -353,6 +353,6 @@ def test_serve_fetches_the_default_before_it_listens(monkeypatch: pytest.MonkeyP
     def fetch(meter: Any) -> Path:
         raise Unavailable("no network")
 
-    monkeypatch.setattr(default, "fetch", fetch)
+    monkeypatch.setattr(default_model, "fetch", fetch)
     shown = invoke("serve", "--port", "0")
     assert (shown.exit_code, shown.stderr) == (2, "error no network\n")

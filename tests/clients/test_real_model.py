@@ -9,7 +9,7 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from modelyard.library import default
+from modelyard.library import default_model
 from tests.clients.bench import Bench
 from tests.serving import Served, serving
 
@@ -18,7 +18,7 @@ SHORT = "You are a helpful assistant. Answer in one sentence.\n"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    default.fetch()
+    default_model.fetch()
     config = {
         "models": {"smollm2": {"n_threads": 1}},
         "caches": {"main": {"model": "smollm2", "n_ctx": 8192, "parallel": 1}},

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from modelyard import plugins
 from modelyard.config import ConfigError, load
 from modelyard.config.layers import merge
-from modelyard.library.default import DEFAULT
+from modelyard.library.default_model import DEFAULT_MODEL
 from tests.config.conftest import Loader
 
 TOY = '[models.m]\nbackend = "toy"\n'
@@ -27,7 +27,7 @@ def test_without_files_the_embedded_default_is_loaded(tmp_path: Path) -> None:
     assert {name: cache.n_ctx for name, cache in loaded.config.caches.items()} == {"main": 8192, "fast": 4096}
     assert [route.match for route in loaded.config.routes] == [["*haiku*"], ["*"]]
     model = loaded.config.models["smollm2"]
-    assert (model.backend, model.path) == ("llama_cpp", DEFAULT.path)
+    assert (model.backend, model.path) == ("llama_cpp", DEFAULT_MODEL.path)
 
 
 def test_the_embedded_default_stands_aside_for_a_file_with_models(toml: Loader) -> None:

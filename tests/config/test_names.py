@@ -8,7 +8,7 @@ import pytest
 
 from modelyard.config import ConfigError, Loaded, load
 from modelyard.config.names import adopt
-from modelyard.library import index
+from modelyard.library import model_files
 
 
 def loaded(raw: Any, folder: Path, **env: str) -> Loaded:
@@ -89,7 +89,7 @@ def test_a_folder_that_holds_gguf_means_llama_cpp(tmp_path: Path) -> None:
 def test_a_name_in_the_library_means_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.gguf").touch()
-    index.put(index.Entry("mine", str(tmp_path / "a.gguf")))
+    model_files.put_entry(model_files.LibraryEntry("mine", str(tmp_path / "a.gguf")))
     assert loaded({"models": {"m": {"path": "mine"}}}, tmp_path).config.models["m"].backend == "llama_cpp"
 
 

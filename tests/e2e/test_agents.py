@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.library import default
+from modelyard.library import default_model
 from tests.serving import Served, serving
 
 TOOLS = [{"name": "Bash", "description": "Runs a command. " * 20, "input_schema": {"type": "object", "properties": {}}}]
@@ -22,7 +22,7 @@ ASKED = {"role": "user", "content": "Fix the tests."}
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Served]:
-    default.fetch()
+    default_model.fetch()
     caches = {"main": {"n_ctx": 1024, "parallel": 1}, "fast": {"n_ctx": 256, "parallel": 1}}
     with pytest.MonkeyPatch.context() as patch:
         # Whatever this machine takes to read a token.

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.library import default
+from modelyard.library import default_model
 from tests.e2e.servers import until
 from tests.serving import Served, demo, serving
 from tests.telemetry.reading import values
@@ -226,7 +226,7 @@ def test_the_real_engine_reads_only_what_is_new(tmp_path: Path) -> None:
     """With the model's own template, which knows no tools: they are told in words."""
     script = tmp_path / "replay.jsonl"
     script.write_text("\n".join(map(json.dumps, THOUGHTLESS)))
-    default.fetch()
+    default_model.fetch()
     config = {
         "models": {"smollm2": {"n_threads": 1, "speculation": "off", "replay": str(script)}},
         "caches": {"main": {"model": "smollm2", "n_ctx": 2048, "parallel": 1}},

@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from modelyard.library import default
+from modelyard.library import default_model
 from tests.scanner.patches import GRAMMAR, is_patch
 from tests.serving import Served, serving
 
@@ -43,7 +43,7 @@ class Pet(BaseModel):
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Served]:
-    default.fetch()
+    default_model.fetch()
     small = {"main": {"n_ctx": 1024, "parallel": 2}, "fast": {"n_ctx": 512, "parallel": 1}}
     with serving({"models": {"smollm2": {"n_threads": 1}}, "caches": small}) as running:
         yield running

@@ -11,7 +11,7 @@ import pytest
 
 from modelyard.cli.explain import explain_model
 from modelyard.config import load
-from modelyard.library import default
+from modelyard.library import default_model
 from tests.serving import Served, serving
 
 # The overflow example of llama-bridge's guide, to the letter but for the port.
@@ -37,7 +37,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    default.fetch()
+    default_model.fetch()
     with serving(
         {
             "models": {"smollm2": {"n_threads": 1}},
@@ -128,7 +128,7 @@ def test_the_model_and_its_caches_are_healthy(served: Served):
 def test_the_guides_configuration_finds_its_model_under_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "models/unsloth/MiMo-V2-Flash-GGUF/UD-Q6_K_XL"
     folder.mkdir(parents=True)
-    (folder / "MiMo.gguf").symlink_to(default.fetch())
+    (folder / "MiMo.gguf").symlink_to(default_model.fetch())
     monkeypatch.chdir(tmp_path)
     loaded = load(CONFIGS / "claude-code.toml", env={})
     rows = dict(explain_model(loaded.config, "mimo"))

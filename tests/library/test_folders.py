@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from modelyard.config.backends import guess_backend
-from modelyard.library import describe, folders, index, shelf
-from modelyard.library.index import Entry
+from modelyard.library import describe, model_files, shelf
+from modelyard.library.model_files import LibraryEntry
 
 
 def make(folder: Path, *files: str) -> Path:
@@ -29,18 +29,18 @@ def make(folder: Path, *files: str) -> Path:
     ],
 )
 def test_a_folder_is_known_by_what_lies_in_it(files: tuple[str, ...], kind: str | None, tmp_path: Path):
-    assert folders.kind_of(make(tmp_path / "m", *files)) == kind
+    assert model_files.folder_format(make(tmp_path / "m", *files)) == kind
 
 
 def test_a_file_is_no_folder(tmp_path: Path):
     (tmp_path / "model.bin").write_bytes(b"")
-    assert folders.kind_of(tmp_path / "model.bin") is None
+    assert model_files.folder_format(tmp_path / "model.bin") is None
 
 
 def test_it_is_found_in_the_library_by_its_name_and_shown_with_its_size(cache: Path):
     folder = make(cache / "models" / "tiny-ct2", "model.bin", "vocabulary.json")
     (folder / "modelyard.json").write_text('{"quantization": "int8", "source": "tiny.gguf"}')
-    found = folders.find("tiny-ct2")
+    found = model_files.find_model_folder("tiny-ct2")
     assert found is not None
     assert (found.path, found.kind, found.quant) == (folder, "ct2", "int8")
     row = describe.file_row("tiny-ct2")
@@ -50,7 +50,7 @@ def test_it_is_found_in_the_library_by_its_name_and_shown_with_its_size(cache: P
 
 def test_a_note_that_cannot_be_read_is_no_quantization(tmp_path: Path):
     folder = make(tmp_path / "m", "model.bin", "vocabulary.json", "modelyard.json")
-    found = folders.find(str(folder))
+    found = model_files.find_model_folder(str(folder))
     assert found is not None
     assert found.quant == ""
 
@@ -62,9 +62,11 @@ def test_the_engine_is_guessed_from_a_ctranslate2_folder_alone(tmp_path: Path):
 
 def test_removing_an_owned_folder_takes_it_away_and_anybody_elses_stays(cache: Path, tmp_path: Path):
     ours, theirs = make(cache / "models" / "ours", "model.bin"), make(tmp_path / "theirs", "model.bin")
-    index.put(Entry("ours", str(ours), owned=True))
-    index.put(Entry("theirs", str(theirs), owned=True))  # a lie in the index must not delete what is not ours
-    shelf.remove("ours")
+    model_files.put_entry(LibraryEntry("ours", str(ours), owned=True))
+    model_files.put_entry(
+        LibraryEntry("theirs", str(theirs), owned=True)
+    )  # a lie in the index must not delete what is not ours
+    shelf.remove_model("ours")
     assert not ours.exists()
-    shelf.remove("theirs")
+    shelf.remove_model("theirs")
     assert (theirs / "model.bin").is_file()

@@ -6,19 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-from modelyard.library.home import cache_folder, locked
+from modelyard.library.cache_dir import cache_dir, file_lock
 
 
 def test_the_folder_is_the_users_own_choice_else_the_systems():
-    assert cache_folder({"MODELYARD_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
-    assert cache_folder({"XDG_CACHE_HOME": "/b"}) == Path("/b/modelyard")
-    assert cache_folder({}) == Path.home() / ".cache/modelyard"
+    assert cache_dir({"MODELYARD_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
+    assert cache_dir({"XDG_CACHE_HOME": "/b"}) == Path("/b/modelyard")
+    assert cache_dir({}) == Path.home() / ".cache/modelyard"
 
 
 HOLDER = """
 import sys
 from pathlib import Path
-from modelyard.library.home import locked
+from modelyard.library.cache_dir import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -41,13 +41,13 @@ def test_a_lock_that_another_process_holds_is_waited_for_and_freed_by_its_death(
             told.append("waiting")
             holder.kill()
 
-        with locked(tmp_path / "x.lock", leave):
+        with file_lock(tmp_path / "x.lock", leave):
             assert holder.wait() != 0
     assert told == ["waiting"]
 
 
 def test_a_free_lock_is_taken_without_a_word(tmp_path: Path):
-    with locked(tmp_path / "deep/x.lock", lambda: (_ for _ in ()).throw(AssertionError)):
+    with file_lock(tmp_path / "deep/x.lock", lambda: (_ for _ in ()).throw(AssertionError)):
         pass
-    with locked(tmp_path / "deep/x.lock"):
+    with file_lock(tmp_path / "deep/x.lock"):
         pass

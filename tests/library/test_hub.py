@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable
-from modelyard.library import hub as library_hub
+from modelyard.library import huggingface as library_hub
 from modelyard.library import shelf
-from modelyard.library.places import locate
+from modelyard.library.model_files import locate_model_file
 from modelyard.library.progress import Meter
 from tests.library.files import gguf_bytes
 from tests.library.web import Hub, serving
@@ -47,34 +47,34 @@ def meter(said: list[str]) -> Meter:
 def test_one_variant_is_fetched_checked_and_named_after_its_repository(
     hub: Hub, meter: Meter, said: list[str], cache: Path
 ):
-    entry = shelf.add(REPO, quant="q4_k_m", meter=meter)
+    entry = shelf.add_model(REPO, quant="q4_k_m", meter=meter)
     assert (entry.name, entry.source, entry.owned) == ("Tiny", REPO, True)
     assert Path(entry.path) == cache / "models/maker/Tiny-GGUF/Tiny-Q4_K_M.gguf"
     assert Path(entry.path).read_bytes() == gguf_bytes()
-    assert locate("Tiny") == Path(entry.path)
+    assert locate_model_file("Tiny") == Path(entry.path)
     assert said[0] == "fetching Tiny-Q4_K_M.gguf"
     assert "100 %" in said[-1]
     assert not [path for path in hub.asked if "mmproj" in path or "README" in path]
 
 
 def test_a_split_variant_lies_where_a_configuration_looks_for_it(hub: Hub, meter: Meter, said: list[str], cache: Path):
-    entry = shelf.add(f"{REPO}:UD-Q6_K_XL", name="big", meter=meter)
-    assert locate("maker/Tiny-GGUF/UD-Q6_K_XL/") == Path(entry.path)
+    entry = shelf.add_model(f"{REPO}:UD-Q6_K_XL", name="big", meter=meter)
+    assert locate_model_file("maker/Tiny-GGUF/UD-Q6_K_XL/") == Path(entry.path)
     assert "fetching Tiny-UD-Q6_K_XL-00002-of-00002.gguf (2 of 2)" in said
 
 
 def test_several_variants_are_listed_with_their_sizes(hub: Hub, meter: Meter):
     with pytest.raises(InvalidRequest, match=r"has 2 variants: choose one with --quant: Q4_K_M \(\d+ B\), UD-Q6_K_XL"):
-        shelf.add(REPO, meter=meter)
+        shelf.add_model(REPO, meter=meter)
     with pytest.raises(NotFound, match=r"has no 'Q1'; it has Q4_K_M"):
-        shelf.add(REPO, quant="Q1", meter=meter)
-    assert shelf.entries() == []
+        shelf.add_model(REPO, quant="Q1", meter=meter)
+    assert shelf.list_models() == []
 
 
 def test_what_is_here_already_is_not_fetched_again(hub: Hub, meter: Meter):
-    shelf.add(REPO, quant="Q4_K_M", meter=meter)
+    shelf.add_model(REPO, quant="Q4_K_M", meter=meter)
     before = len([path for path in hub.asked if path.endswith("Q4_K_M.gguf")])
-    shelf.add(REPO, quant="Q4_K_M", meter=meter)
+    shelf.add_model(REPO, quant="Q4_K_M", meter=meter)
     after = len([path for path in hub.asked if path.endswith("Q4_K_M.gguf")])
     assert after - before <= 1, "a look at its checksum at most"
 
@@ -82,10 +82,10 @@ def test_what_is_here_already_is_not_fetched_again(hub: Hub, meter: Meter):
 def test_a_file_that_arrives_broken_is_removed(hub: Hub, meter: Meter, cache: Path):
     hub.damage.add("Tiny-Q4_K_M.gguf")
     with pytest.raises(InvalidRequest, match="arrived broken"):
-        shelf.add(REPO, quant="Q4_K_M", meter=meter)
+        shelf.add_model(REPO, quant="Q4_K_M", meter=meter)
     assert not list(cache.rglob("*.gguf"))
     hub.damage.clear()
-    assert shelf.add(REPO, quant="Q4_K_M", meter=meter).name == "Tiny"
+    assert shelf.add_model(REPO, quant="Q4_K_M", meter=meter).name == "Tiny"
 
 
 def test_a_repository_that_is_not_there_is_gated_or_has_no_gguf_is_a_sentence(hub: Hub, meter: Meter):
@@ -100,9 +100,9 @@ def test_a_repository_that_is_not_there_is_gated_or_has_no_gguf_is_a_sentence(hu
 
 
 def test_a_model_that_the_disk_has_no_room_for_is_not_begun(hub: Hub, meter: Meter, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modelyard.library.hub.shutil.disk_usage", lambda folder: SimpleNamespace(free=3))
+    monkeypatch.setattr("modelyard.library.huggingface.shutil.disk_usage", lambda folder: SimpleNamespace(free=3))
     with pytest.raises(Unavailable, match=r"Q4_K_M needs \d+ B and .* has room for 3 B"):
-        shelf.add(REPO, quant="Q4_K_M", meter=meter)
+        shelf.add_model(REPO, quant="Q4_K_M", meter=meter)
     assert not [path for path in hub.asked if "resolve" in path]
 
 
@@ -113,11 +113,11 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_fetched_model_goes_with_its_files_and_its_neighbours_stay(hub: Hub, meter: Meter, cache: Path):
-    one = shelf.add(REPO, quant="Q4_K_M", name="one", meter=meter)
-    two = shelf.add(REPO, quant="UD-Q6_K_XL", name="two", meter=meter)
-    shelf.remove("two")
+    one = shelf.add_model(REPO, quant="Q4_K_M", name="one", meter=meter)
+    two = shelf.add_model(REPO, quant="UD-Q6_K_XL", name="two", meter=meter)
+    shelf.remove_model("two")
     assert not Path(two.path).parent.exists()
     assert Path(one.path).exists()
-    shelf.remove("one")
+    shelf.remove_model("one")
     assert not (cache / "models/maker").exists()
-    assert shelf.entries() == []
+    assert shelf.list_models() == []

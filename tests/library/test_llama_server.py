@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from modelyard.core.errors import Unavailable
-from modelyard.library import debian, llama_server
+from modelyard.library import llama_server
+from modelyard.library import llama_server as debian
 from modelyard.library.progress import Meter
 from tests.library.mirror import Mirror, mirror
 
@@ -34,44 +35,44 @@ def web(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirror]:
 
 
 def publish(web: Mirror) -> None:
-    web.publish(llama_server.SUITE, debian.architecture())
+    web.publish(llama_server.SUITE, debian.debian_architecture())
 
 
 def test_the_program_runs_through_its_own_loader_with_its_own_libraries(web: Mirror, tmp_path: Path):
     publish(web)
     home = tmp_path / "my home"
-    program = llama_server.binary(told()[0], home)
+    program = llama_server.fetch_binary(told()[0], home)
     said = subprocess.run([program, "--port", "1 2"], capture_output=True, text=True, check=True).stdout.splitlines()
     libraries = f"{home}/root/usr/lib/arch:{home}/root/usr/lib/llama"
-    assert program == llama_server.place(home)
+    assert program == llama_server.binary_path(home)
     assert said[:2] == ["--argv0", str(program)]
     assert said[2:] == ["--library-path", libraries, f"{home}/root/usr/bin/llama-server", "--port", "1 2"]
 
 
 def test_the_cpu_backends_lie_beside_the_loader(web: Mirror, tmp_path: Path):
     publish(web)
-    llama_server.binary(told()[0], tmp_path / "home")
+    llama_server.fetch_binary(told()[0], tmp_path / "home")
     assert (tmp_path / "home/root/usr/lib/arch/libggml-cpu-x.so").is_file()
 
 
 def test_it_is_fetched_once(web: Mirror, tmp_path: Path):
     publish(web)
     (first, said), (second, more) = told(), told()
-    program = llama_server.binary(first, tmp_path / "home")
+    program = llama_server.fetch_binary(first, tmp_path / "home")
     assert said[0] == "fetching llama-server (1.0)"
-    assert llama_server.binary(second, tmp_path / "home") == program
+    assert llama_server.fetch_binary(second, tmp_path / "home") == program
     assert more == []
 
 
 def test_a_fetch_that_fails_leaves_no_program_and_the_next_one_works(web: Mirror, tmp_path: Path):
     with pytest.raises(Unavailable, match="could not be read"):
-        llama_server.binary(told()[0], tmp_path / "home")
+        llama_server.fetch_binary(told()[0], tmp_path / "home")
     (tmp_path / "home" / "root").mkdir()  # as a killed process leaves it
     publish(web)
-    assert llama_server.binary(told()[0], tmp_path / "home").is_file()
+    assert llama_server.fetch_binary(told()[0], tmp_path / "home").is_file()
 
 
 def test_a_folder_that_cannot_be_written_is_named(web: Mirror, tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Unavailable, match="cannot be put into"):
-        llama_server.binary(told()[0], tmp_path / "file" / "home")
+        llama_server.fetch_binary(told()[0], tmp_path / "file" / "home")

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
-from modelyard.library import index
-from modelyard.library.places import find, groups, leads_to_gguf, locate, parts
+from modelyard.library import model_files
+from modelyard.library.model_files import (
+    find_model_file,
+    group_split_files,
+    leads_to_gguf,
+    locate_model_file,
+    split_parts,
+)
 from tests.library.files import write_gguf
 
 SEED = "unsloth/MiMo-V2-Flash-GGUF/UD-Q6_K_XL/"
@@ -19,52 +25,52 @@ def test_a_path_of_a_repository_is_found_here_under_models_and_in_the_library(pl
     names = [f"MiMo-UD-Q6_K_XL-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     for name in names:
         write_gguf(Path(place) / SEED / name)
-    assert locate(SEED).name == names[0]
+    assert locate_model_file(SEED).name == names[0]
     assert leads_to_gguf(SEED)
 
 
 def test_any_part_of_a_split_model_means_the_whole(tmp_path: Path):
     first, second = (write_gguf(tmp_path / f"m-0000{n}-of-00002.gguf") for n in (1, 2))
-    assert locate(str(second)) == first
-    assert parts(first) == [first, second]
+    assert locate_model_file(str(second)) == first
+    assert split_parts(first) == [first, second]
     second.unlink()
     with pytest.raises(NotFound, match=r"split into 2 files, of which m-00002-of-00002\.gguf cannot be found"):
-        locate(str(first))
-    assert find(str(first)) is None
+        locate_model_file(str(first))
+    assert find_model_file(str(first)) is None
 
 
 def test_a_folder_of_two_models_must_be_told_which(tmp_path: Path):
     for name in ("a.gguf", "b.gguf", "mmproj-a.gguf"):
         write_gguf(tmp_path / name)
     with pytest.raises(InvalidRequest, match=r"holds 2 models: name one of a\.gguf, b\.gguf$"):
-        locate(str(tmp_path))
+        locate_model_file(str(tmp_path))
     assert leads_to_gguf(str(tmp_path))
     (tmp_path / "b.gguf").unlink()
-    assert locate(str(tmp_path)).name == "a.gguf"
+    assert locate_model_file(str(tmp_path)).name == "a.gguf"
 
 
 def test_a_folder_without_models_says_which_of_its_folders_have_some(tmp_path: Path):
     write_gguf(tmp_path / "Q4_0/a.gguf")
     with pytest.raises(NotFound, match="it has folders that do: Q4_0/"):
-        locate(str(tmp_path))
+        locate_model_file(str(tmp_path))
     assert not leads_to_gguf(str(tmp_path))
 
 
 def test_a_name_in_the_library_is_a_path_too(tmp_path: Path):
     file = write_gguf(tmp_path / "elsewhere/x.gguf")
-    index.put(index.Entry("mine", str(file)))
-    assert locate("mine") == file
+    model_files.put_entry(model_files.LibraryEntry("mine", str(file)))
+    assert locate_model_file("mine") == file
 
 
 @pytest.mark.parametrize("path", ["nowhere.gguf", "./nowhere.gguf", "/nowhere/at.gguf", "~/nowhere-at-all.gguf"])
 def test_what_is_nowhere_says_where_it_was_looked_for(path: str):
     with pytest.raises(ModelyardError, match=r"no model file .*; looked in "):
-        locate(path)
+        locate_model_file(path)
     assert not leads_to_gguf(path)
 
 
 def test_split_files_are_one_model_and_others_each_their_own():
-    assert groups(["q/b-00002-of-00002.gguf", "a.gguf", "q/b-00001-of-00002.gguf"]) == {
+    assert group_split_files(["q/b-00002-of-00002.gguf", "a.gguf", "q/b-00001-of-00002.gguf"]) == {
         "a": ["a.gguf"],
         "q/b": ["q/b-00001-of-00002.gguf", "q/b-00002-of-00002.gguf"],
     }

@@ -6,7 +6,7 @@ from typing import Any
 
 from modelyard.config import Config, load
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
-from modelyard.library import default
+from modelyard.library import default_model
 from modelyard.server.memory_estimate import Footprint, footprints, sentence
 
 GIB = 2**30
@@ -24,7 +24,7 @@ def test_every_model_is_told_of_in_order() -> None:
 
 
 def test_the_default_model_takes_its_file_and_its_caches() -> None:
-    default.fetch()
+    default_model.fetch()
     (told,) = footprints(load(env={}).config, HERE)
     assert told.memory is not None
     assert 90 * 2**20 < told.memory.weights < 100 * 2**20

@@ -10,7 +10,7 @@ import pytest
 from modelyard.config import load
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Message, Request, Sampling, Text, Tool
-from modelyard.library.default import fetch
+from modelyard.library.default_model import fetch
 from modelyard.server.model_definition import Definition, define
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from modelyard.engines.llama_cpp.release import RELEASE
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -49,7 +49,7 @@ def test_the_tools_are_a_compiler_cmake_and_ninja():
 
 def test_the_cache_folder_is_that_of_the_program(tmp_path: Path):
     for env in ({"MODELYARD_CACHE": "~/own"}, {"XDG_CACHE_HOME": str(tmp_path)}, {}):
-        assert setup.cache_folder(env) == cache_folder(env)
+        assert setup.cache_folder(env) == cache_dir(env)
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def run(**env: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_path_is_printed_and_the_program_runs():
     program = run().stdout.strip()
-    assert program == str(llama_server.binary())
+    assert program == str(llama_server.fetch_binary())
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
     assert "version: " in done.stdout + done.stderr
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from bench.smollm import build_tokenizer
 from modelyard.core.errors import InvalidRequest
-from modelyard.library.default import fetch
+from modelyard.library.default_model import fetch
 from modelyard.library.gguf import read_metadata
 from modelyard.tokenizer import open_tokenizer
 from modelyard.tokenizer.gguf import GgufTokenizer

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from selenium.webdriver.common.keys import Keys
 
-from modelyard.library import default
+from modelyard.library import default_model
 from tests.commands import Serving, serve
 from tests.workbench.screen import Screen, chrome
 from tests.workbench.test_findings import run as found_run
@@ -105,7 +105,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    default.fetch()
+    default_model.fetch()
     made = Server(tmp_path_factory.mktemp("workbench"))
     try:
         yield made

@@ -19,7 +19,7 @@ from modelyard.config import Config
 from modelyard.core.engine import ChatEngine, TextEngine
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.gateway.model import Model
-from modelyard.library import default
+from modelyard.library import default_model
 from modelyard.router.catalog import CacheEntry
 from modelyard.router.routes import Router
 from modelyard.server.engine_factory import blueprint
@@ -132,9 +132,9 @@ def _fits(place: CacheEntry, workload: Workload) -> None:
 
 
 def _fetched(config: Config, model: str, say: Say) -> None:
-    if default.is_default(config.models[model].path) and not default.is_here():
+    if default_model.is_default(config.models[model].path) and not default_model.is_fetched():
         say("fetching the default model")
-        default.fetch()
+        default_model.fetch()
 
 
 def _load(engine: TextEngine | ChatEngine, model: Model, name: str, cache: str, limit_s: float) -> Load:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.library.places import locate_folder
+from modelyard.library.model_files import locate_model_folder
 
 WEIGHTS = "model.bin"
 _TYPES = ("float32", "int8", "int16", "int32", "float16", "bfloat16")
@@ -25,7 +25,7 @@ class Variable(Struct, frozen=True):
 
 
 def find(path: str) -> Path:
-    return locate_folder(path, WEIGHTS)
+    return locate_model_folder(path, WEIGHTS)
 
 
 def words(folder: Path) -> list[str]:

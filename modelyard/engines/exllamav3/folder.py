@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.library.places import locate_folder
+from modelyard.library.model_files import locate_model_folder
 
 CONFIG = "config.json"
 _LONGEST_HEAD = 100 << 20  # what the format itself allows
@@ -33,7 +33,7 @@ class Shape(Struct, frozen=True):
 
 
 def find(path: str) -> Path:
-    return locate_folder(path, CONFIG)
+    return locate_model_folder(path, CONFIG)
 
 
 def shape(folder: Path) -> Shape:

@@ -24,7 +24,7 @@ from modelyard.engines.llama_cpp.attention import mode
 from modelyard.engines.llama_cpp.devices import seen
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.library.gguf import outline
-from modelyard.library.places import locate, parts
+from modelyard.library.model_files import locate_model_file, split_parts
 
 # bytes of one number, by its format
 _BYTES = {
@@ -58,7 +58,7 @@ class Shape(Struct, frozen=True):
 
 def shape(file: Path) -> Shape:
     try:
-        return _shape(outline(file), sum(part.stat().st_size for part in parts(file)))
+        return _shape(outline(file), sum(part.stat().st_size for part in split_parts(file)))
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{file} says odd things of itself: {error}", code="model_unreadable") from error
 
@@ -103,12 +103,12 @@ def _count(told: Any) -> int:
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    model = shape(locate(spec.options.path))
+    model = shape(locate_model_file(spec.options.path))
     return memory_of(model, spec.options, spec.caches, seen(machine), draft_shape(spec.options))
 
 
 def draft_shape(options: Options) -> Shape | None:
-    return shape(locate(options.draft_model_path)) if options.drafts and options.draft_model_path else None
+    return shape(locate_model_file(options.draft_model_path)) if options.drafts and options.draft_model_path else None
 
 
 def memory_of(

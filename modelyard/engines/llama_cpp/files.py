@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from modelyard.library.places import locate as find
+from modelyard.library.model_files import locate_model_file as find
 
 __all__ = ["find"]

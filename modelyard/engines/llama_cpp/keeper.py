@@ -23,8 +23,8 @@ from modelyard.engines.llama_cpp.release import RELEASE
 from modelyard.engines.llama_cpp.saved import Store
 from modelyard.engines.llama_cpp.sequences import Slot
 from modelyard.engines.llama_cpp.state import layout
-from modelyard.library.home import cache_folder
-from modelyard.library.places import parts
+from modelyard.library.cache_dir import cache_dir
+from modelyard.library.model_files import split_parts
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _POSITIONS = (
 def folder_of(options: Options) -> Path | None:
     if isinstance(options.kv_store, str):
         return Path(options.kv_store).expanduser()
-    return cache_folder() / "kv" if options.kv_store else None
+    return cache_dir() / "kv" if options.kv_store else None
 
 
 def keeper_for(spec: EngineSpec, file: Path, wardrobe: Wardrobe) -> Keeper | None:
@@ -59,7 +59,7 @@ class Keeper:
         options: Options = spec.options
         self._store = Store(folder, spec.model, options.kv_store_mb << 20)
         self._wardrobe = wardrobe
-        model = identity(parts(file))
+        model = identity(split_parts(file))
         told = {name: getattr(options, name) for name in _POSITIONS}
         positions = {name: value for name, value in told.items() if value is not None}
         self._origins = {

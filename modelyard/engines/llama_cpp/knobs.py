@@ -18,7 +18,7 @@ from modelyard.engines.llama_cpp.estimate import shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_server.fit import fitted_layers
 from modelyard.engines.llama_server.options import Options as ServerOptions
-from modelyard.library.places import locate
+from modelyard.library.model_files import locate_model_file
 
 _COARSENESS = {"f32": 0, "f16": 1, "bf16": 1, "q8_0": 2, "q5_1": 3, "q5_0": 4, "q4_1": 5, "q4_0": 6}
 _FULL = ("f32", "f16", "bf16")
@@ -45,7 +45,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
 def _layers(spec: EngineSpec) -> tuple[int, ...]:
     """All, and the quarters; none where the file does not tell how many there are."""
     try:
-        layers = shape(locate(spec.options.path)).layers
+        layers = shape(locate_model_file(spec.options.path)).layers
     except InvalidRequest:
         return (-1, 0)
     return (-1, *dict.fromkeys(layers * share // 4 for share in (3, 2, 1, 0)))
@@ -70,7 +70,7 @@ def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
 
 def fitted(spec: EngineSpec) -> dict[str, Value] | None:
     """By llama.cpp's own program, where a native llama-server lies on this machine. It fits layers to GPUs only."""
-    told = fitted_layers(ServerOptions(path=spec.options.path), locate(spec.options.path))
+    told = fitted_layers(ServerOptions(path=spec.options.path), locate_model_file(spec.options.path))
     return None if told is None else {"n_gpu_layers": int(told)}
 
 

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from modelyard.core.errors import Unavailable
 from modelyard.engines.llama_cpp.release import RELEASE
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 from modelyard.plugins import MissingLibrary
 
 CHILD = (sys.executable, "-m", "modelyard.engines.llama_cpp.selftest")
@@ -48,7 +48,7 @@ class Broken(Unavailable):
 
 def require(env: Mapping[str, str] = os.environ, examine: Callable[[], str | None] | None = None) -> None:
     """Raise where the library is missing or broken; the child is started only where no pass is remembered."""
-    mark = cache_folder(env) / "selftest" / fingerprint(library_folder(env))
+    mark = cache_dir(env) / "selftest" / fingerprint(library_folder(env))
     if mark.exists():
         return
     fault = (examine or run)()

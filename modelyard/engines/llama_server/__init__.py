@@ -10,7 +10,7 @@ from modelyard.engines.llama_cpp import verdict
 from modelyard.engines.llama_server.engine import CAPABILITIES, LlamaServer
 from modelyard.engines.llama_server.estimate import estimate
 from modelyard.engines.llama_server.options import LIVE_OVERRIDES, Options
-from modelyard.library.places import locate
+from modelyard.library.model_files import locate_model_file
 
 __all__ = [
     "CAPABILITIES",
@@ -42,7 +42,7 @@ def create(spec: EngineSpec) -> Engine:
 def tokenizer_path(options: Options) -> Path:
     """The model's own file: what is counted is counted by its vocabulary, for which the llama.cpp library must work."""
     verdict.require()
-    return locate(options.path)
+    return locate_model_file(options.path)
 
 
 def chat_template(options: Options) -> str | None:

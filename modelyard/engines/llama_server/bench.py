@@ -18,7 +18,7 @@ from modelyard.core.errors import NotFound, Unavailable
 from modelyard.engines.llama_server.command import shared
 from modelyard.engines.llama_server.options import Options
 from modelyard.engines.llama_server.server import find_binary
-from modelyard.library.places import locate
+from modelyard.library.model_files import locate_model_file
 
 _REPEATS = 2
 
@@ -37,7 +37,7 @@ def bench(spec: EngineSpec, prompt_tokens: int, output_tokens: int) -> tuple[flo
     found = program(spec.options)
     if found is None:
         raise NotFound("there is no llama-bench beside the llama-server", code="program_missing")
-    argv = [str(found), *arguments(spec, locate(spec.options.path), prompt_tokens, output_tokens)]
+    argv = [str(found), *arguments(spec, locate_model_file(spec.options.path), prompt_tokens, output_tokens)]
     env = {**os.environ, **spec.options.llama_server_env}
     done = subprocess.run(argv, env=env, capture_output=True, check=False)  # noqa: S603  the user's own program
     if done.returncode != 0:

@@ -14,7 +14,7 @@ from modelyard.engines import cores
 from modelyard.engines.llama_server.command import shared
 from modelyard.engines.llama_server.fit import fitted_layers
 from modelyard.engines.llama_server.options import Options
-from modelyard.library.places import locate
+from modelyard.library.model_files import locate_model_file
 
 _BATCH, _UBATCH = 2048, 512  # llama-server's own
 _FULL = ("f32", "f16", "bf16")
@@ -63,7 +63,7 @@ def _flash(options: Options, own: bool | None) -> str:
 
 def fitted(spec: EngineSpec) -> dict[str, Value] | None:
     """By llama.cpp's own program; llama-server does the same by itself where nothing is set."""
-    told = fitted_layers(spec.options, locate(spec.options.path))
+    told = fitted_layers(spec.options, locate_model_file(spec.options.path))
     return None if told is None else {"llama_server_n_gpu_layers": "all" if told == "-1" else told}
 
 

@@ -16,7 +16,7 @@ from modelyard.engines.llama_server.reason import reason
 from modelyard.engines.managed.listening import listening, private
 from modelyard.engines.managed.server import Program, Server
 from modelyard.library import llama_server as fetched
-from modelyard.library.places import locate
+from modelyard.library.model_files import locate_model_file
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def program(spec: EngineSpec) -> Program:
     options, caches = cast(Options, spec.options), spec.caches
     if len(caches) > 1:
         log.warning("%s: llama-server has one set of slots for the caches %s", spec.model, ", ".join(caches))
-    binary, file = find_binary(options), locate(options.path)
+    binary, file = find_binary(options), locate_model_file(options.path)
     folder = private("modelyard-llama-") if _is_private(options) else None
     at = listening(folder, options.llama_server_host, options.llama_server_port)
     return Program(
@@ -55,7 +55,7 @@ def find_binary(options: Options) -> str:
         if found := shutil.which(str(named)):
             return found
         raise NotFound(f"llama_server_binary: there is no program {str(named)!r}", code="program_missing")
-    if found := shutil.which("llama-server") or shutil.which(str(fetched.place())):
+    if found := shutil.which("llama-server") or shutil.which(str(fetched.binary_path())):
         return found
     raise NotFound(
         "there is no llama-server on the PATH: name yours in llama_server_binary, or fetch one with "

@@ -10,7 +10,7 @@ import msgspec
 
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines.vllm.settings import VllmSettings
-from modelyard.library import places
+from modelyard.library import model_files
 
 S = TypeVar("S", bound=VllmSettings)
 _CONFIG = "config.json"
@@ -19,7 +19,7 @@ _BESIDE = ("vllm_tokenizer", "vllm_speculative_model")
 
 def find(name: str) -> Path | None:
     """A folder as it is written or of the library, else what the hub's own cache holds under that name."""
-    for place in places.candidates(name):
+    for place in model_files.candidate_paths(name):
         if (place / _CONFIG).is_file():
             return place.absolute()
     return _cached(name)

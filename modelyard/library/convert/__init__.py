@@ -20,10 +20,10 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.library import default, index, places, shelf
+from modelyard.library import default_model, model_files, shelf
+from modelyard.library.cache_dir import file_lock, models_dir
 from modelyard.library.convert import tokenizer
-from modelyard.library.home import locked, models_folder
-from modelyard.library.index import Entry
+from modelyard.library.model_files import LibraryEntry
 from modelyard.library.progress import Meter, OnBytes
 from modelyard.plugins import MissingLibrary
 
@@ -44,7 +44,7 @@ class Note(Struct, frozen=True):
 
 def convert(
     name: str, to: str, *, out: Path | None = None, quantization: str | None = None, meter: Meter | None = None
-) -> Entry:
+) -> LibraryEntry:
     """`name` is the library's or a path. What has been converted already is taken as it is."""
     writer = _writer(to)
     chosen = quantization or DEFAULTS[to]
@@ -52,11 +52,11 @@ def convert(
         raise InvalidRequest(f"{chosen!r} is no quantization of {to}; there are {', '.join(writer.TYPES)}")
     file, meter = _source(name, meter or Meter()), meter or Meter()
     called = f"{_called(name, file)}-{to}" + (f"-{chosen}" if chosen != DEFAULTS[to] else "")
-    target = out.expanduser().absolute() if out is not None else models_folder() / called
-    note = Note(str(file), sum(part.stat().st_size for part in places.parts(file)), to, chosen)
+    target = out.expanduser().absolute() if out is not None else models_dir() / called
+    note = Note(str(file), sum(part.stat().st_size for part in model_files.split_parts(file)), to, chosen)
     _make(target, note, lambda folder: _write(writer, file, folder, chosen, meter), meter, ours=out is None)
-    entry = Entry(target.name, str(target), f"{file.name} as {to} {chosen}", owned=out is None)
-    index.put(entry)
+    entry = LibraryEntry(target.name, str(target), f"{file.name} as {to} {chosen}", owned=out is None)
+    model_files.put_entry(entry)
     return entry
 
 
@@ -75,14 +75,14 @@ def _writer(to: str) -> ModuleType:
 
 
 def _source(name: str, meter: Meter) -> Path:
-    entry = shelf.find(name)
+    entry = shelf.find_model(name)
     if entry is None and name == "smollm2":  # the default model, before anybody has asked for it
-        return default.fetch(meter)
-    return places.locate(entry.path if entry is not None else name)
+        return default_model.fetch(meter)
+    return model_files.locate_model_file(entry.path if entry is not None else name)
 
 
 def _called(name: str, file: Path) -> str:
-    return name if shelf.find(name) is not None else places.base_of(file.name)
+    return name if shelf.find_model(name) is not None else model_files.base_name(file.name)
 
 
 # --- putting a folder in place ----------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def _called(name: str, file: Path) -> str:
 def _make(target: Path, note: Note, write: Callable[[Path], None], meter: Meter, *, ours: bool) -> None:
     wait = f"another process is making {target.name}: waiting for it"
     try:
-        with locked(target.with_name(f".{target.name}.lock"), lambda: meter.say(wait)):
+        with file_lock(target.with_name(f".{target.name}.lock"), lambda: meter.say(wait)):
             if _note(target) != note:
                 _check_free(target, ours=ours)
                 with _fresh(target) as folder:

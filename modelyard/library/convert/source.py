@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from modelyard.core.errors import Unsupported
 from modelyard.library.gguf import TensorPlace, contents
-from modelyard.library.places import parts
+from modelyard.library.model_files import split_parts
 
 Weights = npt.NDArray[np.float32]
 
@@ -72,7 +72,7 @@ class Source:
         self.file = file
         self._places: dict[str, tuple[Path, TensorPlace]] = {}
         self.metadata: Mapping[str, Any] = {}
-        for part in parts(file):
+        for part in split_parts(file):
             metadata, places = contents(part)
             self.metadata = self.metadata or metadata
             self._places |= {place.name: (part, place) for place in places}

@@ -13,7 +13,7 @@ from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp.engine import LlamaEngine
 from modelyard.engines.llama_cpp.job import Job
-from modelyard.library.default import fetch
+from modelyard.library.default_model import fetch
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.reading import ids, read
 

@@ -18,7 +18,7 @@ from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines.llama_cpp import Options, keeper
 from modelyard.engines.llama_cpp.engine import LlamaEngine
 from modelyard.engines.llama_cpp.keeper import folder_of
-from modelyard.library.home import cache_folder
+from modelyard.library.cache_dir import cache_dir
 from tests.engines.llama_cpp import stage
 from tests.engines.llama_cpp.exact import VOCAB, exact_model, hybrid_model, other_model, recurrent_model, sliding_model
 from tests.engines.llama_cpp.lora import write_lora
@@ -374,5 +374,5 @@ async def test_log_tells_what_was_saved_and_restored(folder: Path, caplog: pytes
 
 def test_setting_is_a_folder_or_the_users_cache() -> None:
     assert folder_of(Options(path="x")) is None
-    assert folder_of(Options(path="x", kv_store=True)) == cache_folder() / "kv"
+    assert folder_of(Options(path="x", kv_store=True)) == cache_dir() / "kv"
     assert folder_of(Options(path="x", kv_store="~/kv")) == Path.home() / "kv"

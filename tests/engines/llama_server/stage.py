@@ -12,14 +12,14 @@ from modelyard.core.events import Event
 from modelyard.core.request import Message, Request, Sampling, Text
 from modelyard.engines import llama_server
 from modelyard.engines.llama_server.engine import LlamaServer
-from modelyard.library.default import fetch
-from modelyard.library.llama_server import binary
+from modelyard.library.default_model import fetch
+from modelyard.library.llama_server import fetch_binary
 
 
 @cache
 def program() -> str:
     """Fetched where this machine does not have it yet."""
-    return str(binary())
+    return str(fetch_binary())
 
 
 def options(**chosen: Any) -> llama_server.Options:

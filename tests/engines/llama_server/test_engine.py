@@ -16,7 +16,7 @@ from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, No
 from modelyard.core.events import BlockDelta, Event, Failed, collect_reply
 from modelyard.core.request import Constraint
 from modelyard.engines.llama_server.server import find_binary
-from modelyard.library.default import fetch
+from modelyard.library.default_model import fetch
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_server import stage
 from tests.engines.llama_server.stage import asked, engine, read, running
@@ -152,7 +152,7 @@ async def test_a_program_that_is_not_there_is_named() -> None:
 def test_the_program_is_looked_for_on_the_path_and_then_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modelyard.library.llama_server.place", lambda: tmp_path / "cached")
+    monkeypatch.setattr("modelyard.library.llama_server.binary_path", lambda: tmp_path / "cached")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     unnamed = stage.options(llama_server_binary=None)
     with pytest.raises(NotFound, match="name yours in llama_server_binary"):

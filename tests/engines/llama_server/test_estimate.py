@@ -8,7 +8,7 @@ from typing import Any
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_server import Options, estimate
-from modelyard.library.default import fetch
+from modelyard.library.default_model import fetch
 
 CACHES = {"main": CacheInfo(1024, 2), "fast": CacheInfo(512, 1)}
 HERE = AvailableMemory(1 << 40)

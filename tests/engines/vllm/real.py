@@ -22,8 +22,8 @@ from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, En
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.engines import vllm
 from modelyard.library import vllm_env
+from modelyard.library.cache_dir import cache_dir
 from modelyard.library.convert import convert
-from modelyard.library.home import cache_folder
 from modelyard.processes.tether import tethered
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from modelyard.workers.client import remote
@@ -57,7 +57,7 @@ def vocabulary() -> HuggingFaceTokenizer:
 @cache
 def seeing_folder() -> Path:
     """The tiny model that sees, made once by vLLM's interpreter."""
-    folder = cache_folder() / "models" / "tiny-vision"
+    folder = cache_dir() / "models" / "tiny-vision"
     if not folder.is_dir():
         script = Path(__file__).parent / "tiny_vision.py"
         argv = [python(), str(script), str(model_folder()), str(folder)]

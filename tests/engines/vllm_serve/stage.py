@@ -17,7 +17,7 @@ from modelyard.core.events import Event
 from modelyard.core.request import Message, Request, Sampling, Text
 from modelyard.engines import vllm_serve
 from modelyard.engines.vllm_serve.engine import VllmServe
-from modelyard.library.default import fetch
+from modelyard.library.default_model import fetch
 from tests.engines.llama_server.stage import program as llama_server
 
 _BINS = tempfile.TemporaryDirectory(prefix="modelyard-test-vllm-")

@@ -20,7 +20,7 @@ from tests.library.convert import tiny
 
 @pytest.fixture
 def added(tmp_path: Path) -> str:
-    shelf.add(str(tiny.write_model(tmp_path / "tiny.gguf")), name="tiny")
+    shelf.add_model(str(tiny.write_model(tmp_path / "tiny.gguf")), name="tiny")
     return "tiny"
 
 
@@ -34,9 +34,9 @@ def test_folder_is_in_the_library_and_goes_with_its_entry(added: str, to: str, q
     assert entry.path == str(cache / "models" / f"tiny-{to}")
     row = {entry.name: file for entry, file in describe.library_rows()}[f"tiny-{to}"]
     assert (row.state, row.quant) == ("here", quant)
-    shelf.remove(f"tiny-{to}")
+    shelf.remove_model(f"tiny-{to}")
     assert not Path(entry.path).exists()
-    assert shelf.find("tiny") is not None
+    assert shelf.find_model("tiny") is not None
 
 
 def test_second_time_nothing_is_written(added: str):
@@ -67,7 +67,7 @@ def test_folder_of_somebody_else_is_left_alone(added: str, tmp_path: Path):
 
 def test_folder_outside_the_library_stays_when_its_entry_goes(added: str, tmp_path: Path):
     entry = convert(added, "hf", out=tmp_path / "mine")
-    shelf.remove(entry.name)
+    shelf.remove_model(entry.name)
     assert (tmp_path / "mine" / "model.safetensors").is_file()
 
 

@@ -13,28 +13,28 @@ except ImportError:  # Windows: two fetches at once are both done, and the later
     fcntl = None  # type: ignore[assignment]
 
 
-def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
+def cache_dir(env: Mapping[str, str] = os.environ) -> Path:
     """$MODELYARD_CACHE, else `modelyard` in $XDG_CACHE_HOME, else ~/.cache/modelyard."""
     if own := env.get("MODELYARD_CACHE"):
         return Path(own).expanduser()
     return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "modelyard"
 
 
-def models_folder(env: Mapping[str, str] = os.environ) -> Path:
-    return cache_folder(env) / "models"
+def models_dir(env: Mapping[str, str] = os.environ) -> Path:
+    return cache_dir(env) / "models"
 
 
 @contextmanager
-def locked(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
+def file_lock(path: Path, on_wait: Callable[[], None] | None = None) -> Iterator[None]:
     """One process at a time; the system frees the lock of one that dies. `on_wait` is called where another has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         if fcntl is not None:
-            _take(file.fileno(), on_wait)
+            _acquire(file.fileno(), on_wait)
         yield
 
 
-def _take(handle: int, on_wait: Callable[[], None] | None) -> None:
+def _acquire(handle: int, on_wait: Callable[[], None] | None) -> None:
     with suppress(BlockingIOError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return
