@@ -31,7 +31,7 @@ _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 
 def main() -> int:
     try:
-        build(vllm_env.place())
+        build(vllm_env.env_dir())
         print(f"vLLM for this machine's CPU: {vllm_env.program()}\na model for it: {convert('smollm2', 'hf').path}")
     except (ModelyardError, OSError) as error:
         print(error, file=sys.stderr)

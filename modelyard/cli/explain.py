@@ -6,23 +6,23 @@ import asyncio
 from collections.abc import Iterator
 
 from modelyard import plugins
-from modelyard.config import Config, Problem
+from modelyard.config import Config, ConfigProblem
 from modelyard.core.errors import ModelyardError, NotFound
-from modelyard.library import shelf
-from modelyard.library.describe import explain, explain_entry
+from modelyard.library import models
+from modelyard.library.models import describe_entry, describe_file
 from modelyard.router.catalog import ModelEntry
 from modelyard.server.memory_estimate import footprint, machine, sentence
 from modelyard.server.model_definition import define
 from modelyard.workers import interpreter
 
 
-def broken_engines(config: Config) -> list[Problem]:
+def broken_engines(config: Config) -> list[ConfigProblem]:
     """Every model whose engine's native library is not here or does not work on this machine."""
     entries = config.router().catalog.models.values()
     return [problem for entry in entries for problem in _broken_engine(entry, config.models[entry.name].python)]
 
 
-def _broken_engine(entry: ModelEntry, python: str | None) -> Iterator[Problem]:
+def _broken_engine(entry: ModelEntry, python: str | None) -> Iterator[ConfigProblem]:
     """One that runs by another interpreter need not work here; that one must be fit to run it."""
     if entry.backend not in plugins.names("engines"):
         return  # the configuration's own checks have said so
@@ -34,7 +34,7 @@ def _broken_engine(entry: ModelEntry, python: str | None) -> Iterator[Problem]:
             plugins.verify(plugins.load("engines", entry.backend))
     except ModelyardError as error:
         field = "backend" if python is None else "python"
-        yield Problem("", f"models.{entry.name}.{field}", error.message, "unavailable")
+        yield ConfigProblem("", f"models.{entry.name}.{field}", error.message, "unavailable")
 
 
 def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
@@ -43,10 +43,10 @@ def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
     entry = catalog.models.get(name) or catalog.models.get(catalog.aliases.get(name, ""))
     if entry is not None:
         settings = config.models[entry.name]
-        rows = [("model", entry.name), ("engine", entry.backend), *explain(settings.path)]
+        rows = [("model", entry.name), ("engine", entry.backend), *describe_file(settings.path)]
         here = machine()
         rows.append(("memory", sentence(footprint(config, entry, here), here)))
         return [*rows, *define(entry, settings).notes]
-    if (kept := shelf.find_model(name)) is not None:
-        return explain_entry(kept)
+    if (kept := models.find_model(name)) is not None:
+        return describe_entry(kept)
     raise NotFound(f"no model {name!r}; there are {', '.join(catalog.names())}")

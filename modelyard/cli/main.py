@@ -16,7 +16,7 @@ from rich.table import Table
 from modelyard import __version__
 from modelyard.benchmark.bench import command as bench_command
 from modelyard.cli import cluster as stations
-from modelyard.config import ConfigError, Description, Loaded, Problem, describe, json_schema, load
+from modelyard.config import ConfigError, ConfigProblem, Description, Loaded, describe, json_schema, load
 from modelyard.core.errors import ModelyardError
 from modelyard.tune import command as tune_command
 
@@ -120,19 +120,20 @@ def models_add(
     quant: Annotated[str | None, typer.Option(help="Which variant, such as Q4_K_M, where there are several.")] = None,
 ) -> None:
     """Put a model into the library: remember a file of this machine, or fetch one from a Hugging Face repository."""
-    from modelyard.library import describe as described
-    from modelyard.library import progress, shelf
+    from modelyard.library import models as described
+    from modelyard.library import models as shelf
+    from modelyard.library import progress
 
-    meter = progress.Meter(err, lambda line: err.print(line, markup=False, highlight=False))
+    meter = progress.ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
     entry = _guarded(lambda: shelf.add_model(source, name=name, quant=quant, meter=meter))
     out.print(f"{escape(entry.name)} is in the library. To serve it, write into modelyard.toml:", soft_wrap=True)
-    out.print(described.snippet(entry), markup=False, highlight=False, soft_wrap=True)
+    out.print(described.config_snippet(entry), markup=False, highlight=False, soft_wrap=True)
 
 
 @models_app.command("list")
 def models_list(config: ConfigOption = None) -> None:
     """List the configuration's models and the library's, with size, quantization and whether the file is here."""
-    from modelyard.library import describe as described
+    from modelyard.library import models as described
 
     loaded = _load(config)
     models = _table("model", "engine", "aliases", "loaded", "size", "quant", "file", "")
@@ -141,7 +142,7 @@ def models_list(config: ConfigOption = None) -> None:
         row = (m.name, m.backend, ", ".join(m.aliases), m.starts, file.size, file.quant, file.state, m.description)
         models.add_row(*map(escape, row))
     out.print(models)
-    _print_library(_guarded(described.library_rows))
+    _print_library(_guarded(described.list_rows))
 
 
 @models_app.command("show")
@@ -166,7 +167,7 @@ def models_remove(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Take a model out of the library. Files go only where the library fetched them."""
-    from modelyard.library import shelf
+    from modelyard.library import models as shelf
 
     entry = _guarded(shelf.get_model, name)
     what = f"Delete {entry.path}" if entry.owned else f"Forget {entry.path} (the file stays)"
@@ -186,16 +187,16 @@ def models_convert(
     ] = None,
 ) -> None:
     """Make a Hugging Face or CTranslate2 folder of a GGUF model, and put it into the library."""
-    from modelyard.library import describe as described
+    from modelyard.library import models as described
     from modelyard.library import progress
     from modelyard.library.convert import convert
 
-    meter = progress.Meter(err, lambda line: err.print(line, markup=False, highlight=False))
+    meter = progress.ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
     entry = _guarded(lambda: convert(name, to, out=target, quantization=quantization, meter=meter))
     out.print(f"{escape(entry.name)} is in the library: {escape(entry.path)}", soft_wrap=True)
     if to == "ct2":
         out.print("To serve it, write into modelyard.toml:")
-        out.print(described.snippet(entry), markup=False, highlight=False, soft_wrap=True)
+        out.print(described.config_snippet(entry), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -341,7 +342,7 @@ def _fail(error: ModelyardError) -> NoReturn:
     raise typer.Exit(2)
 
 
-def _print_problem(problem: Problem) -> None:
+def _print_problem(problem: ConfigProblem) -> None:
     colour = {"error": "red", "unavailable": "yellow", "warning": "yellow"}[problem.level]
     err.print(f"[{colour}]{problem.level}[/{colour}] {escape(str(problem))}", soft_wrap=True)
 

@@ -3,9 +3,9 @@
 from modelyard.config.backends import engine_options, engine_spec
 from modelyard.config.describe import CacheRow, Description, ModelRow, RouteRow, describe
 from modelyard.config.load import Loaded, load
-from modelyard.config.problems import ConfigError, Problem
-from modelyard.config.root import Config
+from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.schema import json_schema
+from modelyard.config.settings import Config
 
 __all__ = [
     "CacheRow",
@@ -14,7 +14,7 @@ __all__ = [
     "Description",
     "Loaded",
     "ModelRow",
-    "Problem",
+    "ConfigProblem",
     "RouteRow",
     "describe",
     "engine_options",

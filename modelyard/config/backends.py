@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from modelyard import plugins
-from modelyard.config.faults import sentence
-from modelyard.config.problems import Level, Loc, suggest
+from modelyard.config.problems import ConfigPath, ProblemLevel, suggest, validation_message
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.library import model_files
@@ -17,7 +16,7 @@ from modelyard.library.model_files import leads_to_gguf
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import MODEL_KEYS, ModelSettings
 
-Finding = tuple[Loc, str, Level]
+Finding = tuple[ConfigPath, str, ProblemLevel]
 
 
 def guess_backend(path: Any) -> str | None:
@@ -48,7 +47,7 @@ def check_options(models: dict[str, ModelSettings]) -> Iterator[Finding]:
             yield from _check(("models", name), model, model.backend)
 
 
-def _check(loc: Loc, model: ModelSettings, backend: str) -> Iterator[Finding]:
+def _check(loc: ConfigPath, model: ModelSettings, backend: str) -> Iterator[Finding]:
     build = plugins.names("engines")
     if backend not in build:
         message = f"{backend!r} is not one of the engines of this build: {', '.join(build) or 'none'}."
@@ -67,4 +66,4 @@ def _check(loc: Loc, model: ModelSettings, backend: str) -> Iterator[Finding]:
             if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
                 yield (*loc, *fault["loc"]), unknown + suggest(str(fault["loc"][0]), known), "error"
             else:
-                yield (*loc, *fault["loc"]), sentence(fault), "error"
+                yield (*loc, *fault["loc"]), validation_message(fault), "error"

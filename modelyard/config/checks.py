@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 from modelyard.config.backends import Finding
 from modelyard.config.problems import suggest
-from modelyard.config.root import Config
+from modelyard.config.settings import Config
 from modelyard.core.errors import InvalidRequest
-from modelyard.router.globs import covers
+from modelyard.router.routes import glob_covers
 from modelyard.router.settings import RouteSettings
 from modelyard.workers import interpreter
 from modelyard.workers.link import address_fault
@@ -84,9 +84,9 @@ def _shadowed(routes: list[RouteSettings]) -> Iterator[Finding]:
 
 
 def _takes_all(earlier: RouteSettings, later: RouteSettings) -> bool:
-    if not covers(earlier.endpoint or "*", later.endpoint or "*"):
+    if not glob_covers(earlier.endpoint or "*", later.endpoint or "*"):
         return False
-    return all(any(covers(wide.lower(), narrow.lower()) for wide in earlier.match) for narrow in later.match)
+    return all(any(glob_covers(wide.lower(), narrow.lower()) for wide in earlier.match) for narrow in later.match)
 
 
 def _aliases(config: Config) -> Iterator[Finding]:

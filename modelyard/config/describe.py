@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from modelyard.config.load import Loaded
-from modelyard.config.problems import Problem
+from modelyard.config.problems import ConfigProblem
 from modelyard.router.catalog import CacheEntry, Catalog, ModelEntry
 from modelyard.router.routes import Router
 
@@ -49,7 +49,7 @@ class Description(Struct, frozen=True):
     models: list[ModelRow]
     caches: list[CacheRow]
     routes: list[RouteRow]
-    problems: list[Problem]  # of the file, with advice that only the whole picture gives
+    problems: list[ConfigProblem]  # of the file, with advice that only the whole picture gives
 
 
 def describe(loaded: Loaded) -> Description:
@@ -92,9 +92,9 @@ def _by_name(router: Router) -> Iterator[RouteRow]:
             yield RouteRow(name, "*", target.model, target.cache, target.window, target.allow_remote)
 
 
-def _advice(catalog: Catalog) -> Iterator[Problem]:
+def _advice(catalog: Catalog) -> Iterator[ConfigProblem]:
     for model, count in Counter(cache.model for cache in catalog.caches.values()).items():
         if count > 1:
             names = ", ".join(catalog.models[model].caches)
             message = f"has {count} caches ({names}): their requests are isolated, so they are not batched together."
-            yield Problem("", f"models.{model}", message, "warning")
+            yield ConfigProblem("", f"models.{model}", message, "warning")

@@ -12,8 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from modelyard.config.root import Config
-from modelyard.config.shape import aliases, bare
+from modelyard.config.settings import Config, field_aliases, without_none
 
 _TITLES = {"keys": "[[keys]]", "routes": "[[routes]]", "models": "[models.NAME]", "caches": "[caches.NAME]"}
 
@@ -29,7 +28,7 @@ def _lines() -> Iterator[str]:
     for name, info in Config.model_fields.items():
         if (section := _section(info.annotation)) is not None:
             title = f"`{_TITLES.get(name, f'[{name}]')}`"
-            yield from _table(title, info.description or "", section.model_fields, aliases(section))
+            yield from _table(title, info.description or "", section.model_fields, field_aliases(section))
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
@@ -53,7 +52,7 @@ def rows(fields: Mapping[str, FieldInfo], others: Mapping[str, str] = {}) -> Ite
 
 
 def _type(annotation: Any) -> str:
-    kind = bare(annotation)
+    kind = without_none(annotation)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(kind))
     if get_origin(kind) is list:

@@ -15,15 +15,14 @@ from msgspec import Struct
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from modelyard.config import environment, sources
+from modelyard.config import sources
+from modelyard.config import sources as environment
 from modelyard.config.backends import check_options
 from modelyard.config.checks import check
-from modelyard.config.faults import sentence
-from modelyard.config.layers import Layer, Table, merge_all, problem_at, reaches
-from modelyard.config.names import adopt, settle
-from modelyard.config.problems import ConfigError, Loc, Problem, suggest
-from modelyard.config.root import EMBEDDED, Config
-from modelyard.config.shape import at, keys_of
+from modelyard.config.names import normalize_layer, resolve_defaults
+from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, suggest, validation_message
+from modelyard.config.settings import EMBEDDED_DEFAULTS, Config, accepted_keys, type_at
+from modelyard.config.sources import ConfigLayer, Table, merge_layers, path_exists, problem_at
 
 EMBEDDED_SOURCE = "embedded default"
 COMMAND_LINE = "command line"
@@ -35,7 +34,7 @@ class Loaded(Struct):
 
     config: Config
     source: list[Path | str]
-    problems: list[Problem]
+    problems: list[ConfigProblem]
 
 
 def load(
@@ -49,11 +48,11 @@ def load(
 
     `overrides` are the command line's values in our own names, such as `{"http": {"port": 9000}}`.
     """
-    files = sources.find(path, env, cwd or Path.cwd())
+    files = sources.find_files(path, env, cwd or Path.cwd())
     layers, problems = _layers(files, env, overrides or {})
-    merged = merge_all(layers)
-    problems += settle(merged, layers)
-    if added := environment.keys(env):
+    merged = merge_layers(layers)
+    problems += resolve_defaults(merged, layers)
+    if added := environment.environment_keys(env):
         merged["keys"] = [*_listed(merged.get("keys")), *added]
     config = _validate(merged, layers, problems)
     if config is not None:
@@ -72,23 +71,23 @@ def _listed(keys: Any) -> list[Any]:
 
 def _layers(
     files: list[Path], env: Mapping[str, str], overrides: Mapping[str, Any]
-) -> tuple[list[Layer], list[Problem]]:
+) -> tuple[list[ConfigLayer], list[ConfigProblem]]:
     """Every source under our names, lowest first. The embedded model is there only where nobody defines another."""
-    pairs = [adopt(str(file), sources.read(file)) for file in files]
+    pairs = [normalize_layer(str(file), sources.read_file(file)) for file in files]
     names = {key: [n for layer, _ in pairs for n in _table(layer, key)] for key in ("models", "caches")}
     if not names["models"]:
-        names = {key: list(EMBEDDED[key]) for key in names}
-    variables = environment.read(env, environment.Names(**names))
-    for source, raw in ((environment.SOURCE, variables.raw), (COMMAND_LINE, _given(overrides))):
+        names = {key: list(EMBEDDED_DEFAULTS[key]) for key in names}
+    variables = environment.read_environment(env, environment.DefinedNames(**names))
+    for source, raw in ((environment.ENVIRONMENT, variables.raw), (COMMAND_LINE, _given(overrides))):
         if raw:
-            pairs.append(adopt(source, raw, variables.names if source == environment.SOURCE else {}))
+            pairs.append(normalize_layer(source, raw, variables.names if source == environment.ENVIRONMENT else {}))
     layers, problems = [layer for layer, _ in pairs], [p for _, found in pairs for p in found]
     if _needs_embedded(layers):
-        layers.insert(0, Layer(EMBEDDED_SOURCE, deepcopy(EMBEDDED)))
+        layers.insert(0, ConfigLayer(EMBEDDED_SOURCE, deepcopy(EMBEDDED_DEFAULTS)))
     return layers, problems + variables.problems
 
 
-def _table(layer: Layer, key: str) -> Table:
+def _table(layer: ConfigLayer, key: str) -> Table:
     table = layer.data.get(key)
     return table if isinstance(table, dict) else {}
 
@@ -99,18 +98,18 @@ def _given(overrides: Mapping[str, Any]) -> Table:
     return {k: v for k, v in told.items() if v != {}}
 
 
-def _needs_embedded(layers: list[Layer]) -> bool:
+def _needs_embedded(layers: list[ConfigLayer]) -> bool:
     if any(layer.names_model for layer in layers):
         return False
     tables = [layer.data.get("models") for layer in layers if layer.data.get("models") is not None]
-    over = {environment.SOURCE, COMMAND_LINE}
+    over = {environment.ENVIRONMENT, COMMAND_LINE}
     files = any(layer.data.get("models") is not None for layer in layers if layer.source not in over)
-    return not files and all(isinstance(t, dict) and t.keys() <= EMBEDDED["models"].keys() for t in tables)
+    return not files and all(isinstance(t, dict) and t.keys() <= EMBEDDED_DEFAULTS["models"].keys() for t in tables)
 
 
-def _validate(merged: Table, layers: list[Layer], problems: list[Problem]) -> Config | None:
+def _validate(merged: Table, layers: list[ConfigLayer], problems: list[ConfigProblem]) -> Config | None:
     """The Config; with faults, the Config of what is left without them, so that later checks still find theirs."""
-    left, told = deepcopy(merged), set[Loc]()
+    left, told = deepcopy(merged), set[ConfigPath]()
     for _ in range(_ROUNDS):
         try:
             return Config.model_validate(left)
@@ -123,26 +122,28 @@ def _validate(merged: Table, layers: list[Layer], problems: list[Problem]) -> Co
     return None
 
 
-def _problem(fault: ErrorDetails, layers: list[Layer]) -> Problem:
+def _problem(fault: ErrorDetails, layers: list[ConfigLayer]) -> ConfigProblem:
     loc = fault["loc"]
-    message = sentence(fault, secret=loc[:1] == ("keys",))
+    message = validation_message(fault, secret=loc[:1] == ("keys",))
     if fault["type"] == "extra_forbidden":
-        message += suggest(str(loc[-1]), keys_of(at(loc[:-1])))
+        message += suggest(str(loc[-1]), accepted_keys(type_at(loc[:-1])))
     return problem_at(layers, loc, message)
 
 
-def _drop(data: Any, loc: Loc, *, whole: bool) -> None:
+def _drop(data: Any, loc: ConfigPath, *, whole: bool) -> None:
     """Take out what is at fault, or its table where something is missing. A list goes as a whole: numbers must hold."""
     path = loc[:-1] if whole else loc
     while path and (isinstance(path[-1], int) or path[-1] == "[key]"):  # pydantic's word for «the key itself»
         path = path[:-1]
-    if path and reaches(data, path):
+    if path and path_exists(data, path):
         for key in path[:-1]:
             data = data[key]
         del data[path[-1]]
 
 
-def _check(config: Config, merged: Table, layers: list[Layer], env: Mapping[str, str], problems: list[Problem]) -> None:
+def _check(
+    config: Config, merged: Table, layers: list[ConfigLayer], env: Mapping[str, str], problems: list[ConfigProblem]
+) -> None:
     models, caches = (table if isinstance(table := merged.get(key), dict) else {} for key in ("models", "caches"))
     findings = [*check_options(config.models), *check(config, models, caches, env)]
     problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]

@@ -5,25 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
+from pydantic_core import ErrorDetails
 
 from modelyard.core.errors import InvalidRequest
 
-Level = Literal["error", "unavailable", "warning"]
-Loc = tuple[str | int, ...]
+ProblemLevel = Literal["error", "unavailable", "warning"]
+ConfigPath = tuple[str | int, ...]
 
 _BARE = re.compile(r"[\w/@:+-]+")
 
 
-class Problem(Struct, frozen=True):
+class ConfigProblem(Struct, frozen=True):
     """An `error` stops loading, `unavailable` concerns a model that this build cannot run, a `warning` is advice."""
 
     source: str
     path: str
     message: str
-    level: Level = "error"
+    level: ProblemLevel = "error"
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.source, self.path, self.message) if part)
@@ -34,7 +35,7 @@ class ConfigError(InvalidRequest):
 
     default_code = "invalid_config"
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
         super().__init__("\n".join(str(problem) for problem in problems))
         self.problems = tuple(problems)
 
@@ -45,7 +46,7 @@ def suggest(word: str, candidates: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def spell(loc: Loc) -> str:
+def format_path(loc: ConfigPath) -> str:
     """`("routes", 0, "match")` as `routes[0].match`; keys that TOML would quote are quoted."""
     text = ""
     for key in loc:
@@ -54,3 +55,28 @@ def spell(loc: Loc) -> str:
         else:
             text += ("." if text else "") + (key if _BARE.fullmatch(key) else f'"{key}"')
     return text
+
+
+# Pydantic's findings as sentences.
+
+_LONGEST = 60
+
+
+def validation_message(fault: ErrorDetails, *, secret: bool = False) -> str:
+    """What is wrong with a value. A `secret` value is not quoted."""
+    match fault["type"]:
+        case "missing":
+            return "is missing; it has no default."
+        case "extra_forbidden":
+            return "unknown key."
+        case "value_error" | "assertion_error":
+            return fault["msg"].split(", ", 1)[-1] + "."
+        case _:
+            said = fault["msg"].removeprefix("Input should be ")
+            got = "" if secret else f", got {_quote_value(fault['input'])}"
+            return f"must be {said}{got}." if said != fault["msg"] else f"{said}{got}."
+
+
+def _quote_value(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -7,8 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from modelyard import plugins
-from modelyard.config.root import Config
-from modelyard.config.shape import FOREIGN, aliases, at
+from modelyard.config.settings import FOREIGN_SECTIONS, Config, field_aliases, type_at
 from modelyard.router.settings import CacheSettings, ModelSettings
 
 
@@ -20,12 +19,14 @@ def json_schema() -> dict[str, Any]:
     for kind in (ModelSettings, CacheSettings):
         _add_aliases(schema["$defs"][kind.__name__], kind)
     _add_engine_fields(schema)
-    schema["properties"] |= {name: _foreign(name, schema) for name in FOREIGN} | {"$schema": {"type": "string"}}
+    schema["properties"] |= {name: _foreign(name, schema) for name in FOREIGN_SECTIONS} | {
+        "$schema": {"type": "string"}
+    }
     return schema
 
 
 def _add_aliases(table: dict[str, Any], kind: type[BaseModel]) -> None:
-    for other, name in aliases(kind).items():
+    for other, name in field_aliases(kind).items():
         table["properties"][other] = table["properties"][name] | {"description": f"Another name of {name}."}
 
 
@@ -51,13 +52,13 @@ def _either(one: dict[str, Any] | None, other: dict[str, Any]) -> dict[str, Any]
 
 def _foreign(section: str, schema: dict[str, Any]) -> dict[str, Any]:
     text = {"type": "string"}
-    moved = {key: _property(target, schema) if target else text for key, target in FOREIGN[section].items()}
+    moved = {key: _property(target, schema) if target else text for key, target in FOREIGN_SECTIONS[section].items()}
     return {"type": "object", "additionalProperties": False, "properties": moved}
 
 
 def _property(loc: tuple[str | int, ...], schema: dict[str, Any]) -> dict[str, Any]:
     table = schema
     if len(loc) > 1:
-        table = schema["$defs"][at(loc[:-1]).__name__]
+        table = schema["$defs"][type_at(loc[:-1]).__name__]
     found: dict[str, Any] = table["properties"][str(loc[-1])]
     return found

@@ -8,7 +8,7 @@ One block index counts 0, 1, 2 …; at most one block is open at a time; exactly
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from msgspec import Struct
@@ -182,19 +182,6 @@ def collect_reply(events: Iterable[Event]) -> Reply:
     folding = ReplyBuilder()
     folding.feed(events)
     return folding.reply()
-
-
-def whole(events: Sequence[Event]) -> Reply | None:
-    """What `fold` makes of an answer of one text that came in one go, as most do that are not streamed; None: another
-    one, or not all of it."""
-    if len(events) != 5:
-        return None
-    started, start, delta, end, last = events
-    if type(started) is not Started or type(start) is not BlockStart or type(delta) is not BlockDelta:
-        return None
-    if type(end) is not BlockEnd or type(last) is not Finished or start.kind != "text":
-        return None
-    return Reply(started, (Block(Text(delta.text), delta.logprobs),), last)
 
 
 def reply_events(reply: Reply) -> Iterator[Event]:

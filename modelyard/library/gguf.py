@@ -55,7 +55,7 @@ _QUANTS = {
 }
 
 
-class Facts(Struct, frozen=True):
+class GgufSummary(Struct, frozen=True):
     """What a model file says of itself. Zero or empty: it does not say."""
 
     architecture: str = ""
@@ -67,7 +67,7 @@ class Facts(Struct, frozen=True):
     size: int = 0
 
 
-class TensorPlace(Struct, frozen=True):
+class TensorInfo(Struct, frozen=True):
     """Where a tensor lies in its file. `shape` has rows first, as in numpy; `kind` is ggml's number of its type."""
 
     name: str
@@ -76,7 +76,7 @@ class TensorPlace(Struct, frozen=True):
     offset: int
 
 
-def facts(file: Path) -> Facts:
+def read_summary(file: Path) -> GgufSummary:
     """Of the whole model, all its parts together."""
     try:
         heads = [_head(part) for part in split_parts(file)]
@@ -84,7 +84,7 @@ def facts(file: Path) -> Facts:
     except (OSError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"{file} is not a readable GGUF file: {error}", code="model_unreadable") from error
     about, family = heads[0][0], str(heads[0][0].get("general.architecture", ""))
-    return Facts(
+    return GgufSummary(
         family,
         str(about.get("general.name", "")),
         sum(count for _, count in heads),
@@ -93,17 +93,6 @@ def facts(file: Path) -> Facts:
         about.get(f"{family}.block_count", 0),
         size,
     )
-
-
-def outline(path: Path) -> dict[str, Any]:
-    """All but the long: numbers, texts, and lists of numbers as long as a model has layers. Of a longer list, such as
-    the vocabulary, only how many it holds, under its name."""
-    try:
-        with path.open("rb") as file:
-            _tensors, count = _counts(file)
-            return dict(_entries(file, count, lists="short"))
-    except (OSError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{path} is not a readable GGUF file: {error}", code="model_unreadable") from error
 
 
 def _head(path: Path) -> tuple[dict[str, Any], int]:
@@ -144,22 +133,23 @@ def _spliced(file: IO[bytes], spans: list[tuple[int, int]]) -> bytes:
     return b"".join(told)
 
 
-def contents(path: Path) -> tuple[dict[str, Any], list[TensorPlace]]:
-    """All of the metadata, and where each tensor lies."""
+def read_contents(path: Path, *, lists: Literal["short", "all"] = "all") -> tuple[dict[str, Any], list[TensorInfo]]:
+    """The metadata, and where each tensor lies. With `lists="short"` a list that is longer than a model has layers,
+    such as the vocabulary, is replaced by its length."""
     try:
         with path.open("rb") as file:
             tensors, count = _counts(file)
-            metadata = dict(_entries(file, count, lists="all"))
+            metadata = dict(_entries(file, count, lists=lists))
             places = [_place(file) for _ in range(tensors)]
             return metadata, _from_start(places, file.tell(), int(metadata.get("general.alignment", 32)))
     except (OSError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"{path} is not a readable GGUF file: {error}", code="model_unreadable") from error
 
 
-def _from_start(places: list[TensorPlace], head: int, alignment: int) -> list[TensorPlace]:
+def _from_start(places: list[TensorInfo], head: int, alignment: int) -> list[TensorInfo]:
     """The file counts from where the data begin, which is the next aligned byte after its head."""
     begin = -(-head // alignment) * alignment
-    return [TensorPlace(place.name, place.shape, place.kind, begin + place.offset) for place in places]
+    return [TensorInfo(place.name, place.shape, place.kind, begin + place.offset) for place in places]
 
 
 def _counts(file: IO[bytes]) -> tuple[int, int]:
@@ -217,14 +207,14 @@ def _elements(file: IO[bytes]) -> int:
     return math.prod(_place(file).shape)
 
 
-def _place(file: IO[bytes]) -> TensorPlace:
+def _place(file: IO[bytes]) -> TensorInfo:
     name = _text(file)
     (dimensions,) = _unpack(file, "I")
     if dimensions > 8:
         raise ValueError(f"a tensor of {dimensions} dimensions")
     shape = _unpack(file, f"{dimensions}Q")
     kind, offset = _unpack(file, "IQ")
-    return TensorPlace(name, tuple(reversed(shape)), kind, offset)
+    return TensorInfo(name, tuple(reversed(shape)), kind, offset)
 
 
 def _text(file: IO[bytes]) -> str:

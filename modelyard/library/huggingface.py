@@ -16,11 +16,11 @@ from msgspec import Struct
 from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, Unavailable
 from modelyard.library.cache_dir import file_lock, models_dir
 from modelyard.library.model_files import group_split_files
-from modelyard.library.progress import Meter, OnBytes, size
+from modelyard.library.progress import OnBytes, ProgressReporter, format_size
 from modelyard.plugins import MissingLibrary
 
 
-def fetch(repo: str, quant: str | None, meter: Meter) -> Path:
+def fetch(repo: str, quant: str | None, meter: ProgressReporter) -> Path:
     """The model's first file in the library; a download that was broken off goes on where it ended."""
     with _translated(repo):
         sizes, digests = _listing(repo)
@@ -55,11 +55,12 @@ def _check_room(variant: ModelVariant, sizes: dict[str, int], folder: Path) -> N
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise Unavailable(
-            f"{variant.label} needs {size(needed)} and {folder} has room for {size(free)}", code="disk_full"
+            f"{variant.label} needs {format_size(needed)} and {folder} has room for {format_size(free)}",
+            code="disk_full",
         )
 
 
-def _download(repo: str, variant: ModelVariant, folder: Path, meter: Meter) -> None:
+def _download(repo: str, variant: ModelVariant, folder: Path, meter: ProgressReporter) -> None:
     from huggingface_hub import hf_hub_download
 
     for number, name in enumerate(variant.files, 1):
@@ -136,7 +137,7 @@ class ModelVariant(Struct, frozen=True):
 
     label: str
     files: tuple[str, ...]
-    size: int
+    format_size: int
 
 
 def find_variants(files: Mapping[str, int]) -> list[ModelVariant]:
@@ -184,4 +185,6 @@ def _is_called(variant: ModelVariant, quant: str) -> bool:
 
 
 def _listed(found: Sequence[ModelVariant]) -> str:
-    return ", ".join(f"{variant.label} ({size(variant.size)})" for variant in sorted(found, key=lambda v: v.size))
+    return ", ".join(
+        f"{variant.label} ({format_size(variant.size)})" for variant in sorted(found, key=lambda v: v.size)
+    )

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from modelyard.core.errors import Unavailable
 from modelyard.library.cache_dir import cache_dir, file_lock
-from modelyard.library.progress import Meter, OnBytes
+from modelyard.library.progress import OnBytes, ProgressReporter
 
 SUITE = "forky"
 PROGRAM = "llama-server"
@@ -38,12 +38,12 @@ def binary_path(folder: Path | None = None) -> Path:
     return (folder or cache_dir() / "llama-server") / "bin" / PROGRAM
 
 
-def fetch_binary(meter: Meter | None = None, folder: Path | None = None) -> Path:
+def fetch_binary(meter: ProgressReporter | None = None, folder: Path | None = None) -> Path:
     """The program, fetched where it is not here yet. A second process that wants it too waits for the first."""
     program = binary_path(folder)
     if program.is_file():
         return program
-    meter = meter or Meter()
+    meter = meter or ProgressReporter()
     home = program.parent.parent
     wait = f"another process is fetching {PROGRAM}: waiting for it"
     try:
@@ -55,7 +55,7 @@ def fetch_binary(meter: Meter | None = None, folder: Path | None = None) -> Path
     return program
 
 
-def _fetch(home: Path, meter: Meter) -> None:
+def _fetch(home: Path, meter: ProgressReporter) -> None:
     for left in (home / "root", *home.glob(".fetch-*")):  # of a process that was killed: we hold the lock
         shutil.rmtree(left, ignore_errors=True)
     kind, address = debian_architecture(), debian_mirror()

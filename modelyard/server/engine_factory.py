@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from modelyard import plugins
 from modelyard.config import Config, engine_spec
-from modelyard.config.faults import sentence
+from modelyard.config.problems import validation_message
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.pool import ModelSpec, Overrides
@@ -86,7 +86,7 @@ def _altered(
     try:
         engine_spec(entry, changed.models[name])
     except ValidationError as error:  # each value may be, but not together with the others
-        raise InvalidRequest(sentence(error.errors()[0]), code="bad_override") from None
+        raise InvalidRequest(validation_message(error.errors()[0]), code="bad_override") from None
     return replace(blueprint(changed, entry, fault, place), altered=None)
 
 

@@ -18,7 +18,7 @@ from modelyard.config import Config, load
 from modelyard.http import server as front
 from modelyard.http.auth import check_bind, read_keys
 from modelyard.library import default_model
-from modelyard.library.progress import Meter
+from modelyard.library.progress import ProgressReporter
 from modelyard.processes.fleet import INDEX_VARIABLE, run_fleet
 from modelyard.processes.port import listen, reserve
 from modelyard.server.admin_service import Reread
@@ -62,7 +62,7 @@ def _prepare(config: Config) -> None:
             "or try --config configs/demo.toml, which needs no engine"
         )
     if any(default_model.is_default(model.path) for model in config.models.values()):
-        default_model.fetch(Meter(say=logging.getLogger("modelyard.library").info))
+        default_model.fetch(ProgressReporter(say=logging.getLogger("modelyard.library").info))
 
 
 async def _serve_one(config: Config, reread: Reread, scheduler: str | None = None) -> int:

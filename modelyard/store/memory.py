@@ -6,7 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from modelyard.store.settings import StoreSettings
+from modelyard.store import StoreSettings
 
 _Name = tuple[str, str]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from modelyard.core.errors import Unavailable
-from modelyard.store.settings import StoreSettings
+from modelyard.store import StoreSettings
 
 P = ParamSpec("P")
 T = TypeVar("T")

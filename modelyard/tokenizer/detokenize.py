@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from modelyard.core.engine import IdLogprob, Piece
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _UNKNOWN = "\ufffd"
-_MAX_TOKENS = 1 << 20  # several times the largest vocabulary: an id that is none must not make a table of its size
 
 
 class TokenTable:
@@ -30,7 +28,6 @@ class TokenTable:
     def __init__(self, token_bytes: Callable[[int], bytes], specials: Mapping[int, str]) -> None:
         self.whole: dict[int, Piece] = {}  # tokens that are whole characters
         self.broken: dict[int, bytes] = {}  # tokens that are not
-        self._texts: list[Any] = [None]  # by token: of whole ones that are no control tokens; the last, for -1, is None
         self.specials = specials
         self._bytes = token_bytes
 
@@ -47,18 +44,7 @@ class TokenTable:
         except UnicodeDecodeError:
             self.broken[token] = data
             return None
-        if 0 <= token < _MAX_TOKENS:
-            self._texts += [None] * (token + 2 - len(self._texts))
-            self._texts[token] = text
         return self.whole.setdefault(token, Piece(text, False, token))
-
-    def whole_text(self, ids: Sequence[int]) -> str | None:
-        """None where one of them was not met yet, is no whole character, or is a control token."""
-        texts = self._texts
-        try:
-            return "".join([texts[id] for id in ids])
-        except (IndexError, TypeError):
-            return None
 
 
 class TableDetokenizer:

@@ -108,6 +108,3 @@ class GgufTokenizer:
 
     def detokenizer(self) -> Detokenizer:
         return TableDetokenizer(self._table)
-
-    def whole_text(self, ids: Sequence[int]) -> str | None:
-        return self._table.whole_text(ids)

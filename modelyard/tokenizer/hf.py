@@ -151,9 +151,6 @@ class HuggingFaceTokenizer:
             return PrefixDetokenizer(self.decode, self._control_texts)
         return TableDetokenizer(self._table)
 
-    def whole_text(self, ids: Sequence[int]) -> str | None:
-        return self._table.whole_text(ids)
-
 
 def _is_control(token: Added) -> bool:
     return token.special or _MARKER.fullmatch(token.content) is not None

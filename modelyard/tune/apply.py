@@ -11,10 +11,10 @@ from typing import Any
 from msgspec import Struct
 
 from modelyard.config import Loaded, load, sources
-from modelyard.config.layers import Layer, reaches
-from modelyard.config.names import adopt
-from modelyard.config.problems import Loc, spell
-from modelyard.config.root import EMBEDDED
+from modelyard.config.names import normalize_layer
+from modelyard.config.problems import ConfigPath, format_path
+from modelyard.config.settings import EMBEDDED_DEFAULTS
+from modelyard.config.sources import ConfigLayer, path_exists
 from modelyard.core.errors import Conflict, Unavailable
 from modelyard.core.knobs import Value
 from modelyard.tune import edit
@@ -29,10 +29,10 @@ class Applied(Struct, frozen=True):
     files: dict[Path, Path]
 
 
-def apply(loaded: Loaded, changes: Mapping[Loc, Value], backends: Mapping[str, str | None]) -> Applied:
+def apply(loaded: Loaded, changes: Mapping[ConfigPath, Value], backends: Mapping[str, str | None]) -> Applied:
     """All or nothing: the new texts are read back before the first file is touched."""
     files = writable(loaded)
-    layers = [adopt(str(file), sources.read(file))[0] for file in files]
+    layers = [normalize_layer(str(file), sources.read_file(file))[0] for file in files]
     wanted: dict[Path, dict[edit.Path, Any]] = {}
     for loc, value in changes.items():
         file, path = _home(files, layers, loc, backends)
@@ -54,7 +54,7 @@ def writable(loaded: Loaded) -> list[Path]:
 
 
 def _home(
-    files: Sequence[Path], layers: Sequence[Layer], loc: Loc, backends: Mapping[str, str | None]
+    files: Sequence[Path], layers: Sequence[ConfigLayer], loc: ConfigPath, backends: Mapping[str, str | None]
 ) -> tuple[Path, edit.Path]:
     """The file that says it, else the one that has its section, else the last; and the path in its author's words."""
     for file, layer in reversed(list(zip(files, layers, strict=True))):
@@ -67,7 +67,7 @@ def _home(
     return files[-1], tuple(map(str, loc))
 
 
-def _spellings(loc: Loc, backends: Mapping[str, str | None]) -> list[Loc]:
+def _spellings(loc: ConfigPath, backends: Mapping[str, str | None]) -> list[ConfigPath]:
     """An engine's own field may stand under another of its names, or under `options`."""
     section, name, key = loc
     if section != "models":
@@ -80,9 +80,9 @@ def _embedded() -> dict[edit.Path, Any]:
     """The built-in model, written out whole: a file that names a model takes the place of all of it."""
     flat: dict[edit.Path, Any] = {}
     for section in ("models", "caches"):
-        for name, table in EMBEDDED[section].items():
+        for name, table in EMBEDDED_DEFAULTS[section].items():
             flat |= {(section, name, key): value for key, value in table.items()}
-    return flat | {("routes",): EMBEDDED["routes"]}
+    return flat | {("routes",): EMBEDDED_DEFAULTS["routes"]}
 
 
 def _written(file: Path, edits: Mapping[edit.Path, Any]) -> Path:
@@ -103,13 +103,13 @@ def _written(file: Path, edits: Mapping[edit.Path, Any]) -> Path:
 
 
 def _read_back(draft: Path, edits: Mapping[edit.Path, Any]) -> None:
-    table = sources.read(draft)
+    table = sources.read_file(draft)
     for path, value in edits.items():
-        if not reaches(table, path) or _at(table, path) != value:
-            raise Conflict(f"{spell(path)} could not be written; the file is as it was")
+        if not path_exists(table, path) or _at(table, path) != value:
+            raise Conflict(f"{format_path(path)} could not be written; the file is as it was")
 
 
-def _at(table: Any, path: Loc) -> Any:
+def _at(table: Any, path: ConfigPath) -> Any:
     for key in path:
         table = table[key]
     return table
@@ -125,12 +125,12 @@ def _backup(file: Path) -> Path:
     raise Conflict(f"{file} has a thousand backups: remove some")
 
 
-def overruled(path: Path | None, changes: Mapping[Loc, Value], backends: Mapping[str, str | None]) -> list[str]:
+def overruled(path: Path | None, changes: Mapping[ConfigPath, Value], backends: Mapping[str, str | None]) -> list[str]:
     """What still does not hold after it was written, since the environment has the last word."""
     said = load(path).config.model_dump(exclude_unset=True)
-    return [spell(loc) for loc, value in changes.items() if not _holds(said, loc, value, backends)]
+    return [format_path(loc) for loc, value in changes.items() if not _holds(said, loc, value, backends)]
 
 
-def _holds(said: Any, loc: Loc, value: Value, backends: Mapping[str, str | None]) -> bool:
-    paths = (where for where in _spellings(loc, backends) if reaches(said, where))
+def _holds(said: Any, loc: ConfigPath, value: Value, backends: Mapping[str, str | None]) -> bool:
+    paths = (where for where in _spellings(loc, backends) if path_exists(said, where))
     return next((bool(_at(said, where) == value) for where in paths), False)

@@ -9,14 +9,14 @@ from pydantic import AliasChoices
 
 from modelyard import plugins
 from modelyard.config import Config
-from modelyard.config.problems import Loc
+from modelyard.config.problems import ConfigPath
 from modelyard.core.knobs import Knob, Value
 from modelyard.router.settings import CacheSettings, ModelSettings
 
 PLACES = "parallel"  # how many conversations fit is what a cache is for: nobody's default takes its place
 
 
-def places(config: Config, model: str, knob: Knob) -> list[Loc]:
+def places(config: Config, model: str, knob: Knob) -> list[ConfigPath]:
     """None: this configuration has nowhere to put it."""
     caches = {name: cache for name, cache in config.caches.items() if cache.model == model}
     if knob.place == "cache":
@@ -24,7 +24,7 @@ def places(config: Config, model: str, knob: Knob) -> list[Loc]:
             return [("caches", next(iter(caches)), knob.name)]
         return [("models", model, knob.name)] if knob.name in ModelSettings.model_fields else []
     own = [name for name, cache in caches.items() if _speaks(cache, knob.name)]
-    locs: list[Loc] = [("caches", name, knob.name) for name in own]
+    locs: list[ConfigPath] = [("caches", name, knob.name) for name in own]
     return locs if caches and len(own) == len(caches) else [("models", model, knob.name), *locs]
 
 
@@ -32,18 +32,20 @@ def _speaks(cache: CacheSettings, name: str) -> bool:
     return name in CacheSettings.model_fields and getattr(cache, name) is not None
 
 
-def written(loc: Loc, value: Value) -> Value:
+def written(loc: ConfigPath, value: Value) -> Value:
     """A cache's flash attention is yes or no, a model's a word."""
     is_switch = loc[0] == "caches" and loc[-1] == "flash_attn"
     return value == "on" if is_switch else value
 
 
-def changes(config: Config, model: str, knobs: Mapping[str, Knob], setting: Mapping[str, Value]) -> dict[Loc, Value]:
+def changes(
+    config: Config, model: str, knobs: Mapping[str, Knob], setting: Mapping[str, Value]
+) -> dict[ConfigPath, Value]:
     """Each place with what is to stand there."""
     return {loc: written(loc, value) for name, value in setting.items() for loc in places(config, model, knobs[name])}
 
 
-def turned(config: Config, changed: Mapping[Loc, Value]) -> Config:
+def turned(config: Config, changed: Mapping[ConfigPath, Value]) -> Config:
     """The configuration as if these stood in its file."""
     models: dict[str, Any] = dict(config.models)
     caches: dict[str, Any] = dict(config.caches)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from modelyard import plugins
 from modelyard.config import Config, engine_spec
-from modelyard.config.problems import Loc
+from modelyard.config.problems import ConfigPath
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Knob, Setting, Value
@@ -93,7 +93,7 @@ class Subject:
 
     # --- settings as configurations -----------------------------------------------------------------------------------
 
-    def changes(self, setting: Setting) -> dict[Loc, Value]:
+    def changes(self, setting: Setting) -> dict[ConfigPath, Value]:
         """What would have to be written for it, and nothing that holds already. What is not set may follow from
         another value, so what the rest comes to is looked at: it is said where it would be wrong, and only there."""
         wanted = setting.changes(self.current)

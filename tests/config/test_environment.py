@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from modelyard.config.environment import Names, keys, read
+from modelyard.config.sources import DefinedNames, environment_keys, read_environment
 
-NAMES = Names(models=["Qwen2.5-7B", "m"], caches=["main"])
+NAMES = DefinedNames(models=["Qwen2.5-7B", "m"], caches=["main"])
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ NAMES = Names(models=["Qwen2.5-7B", "m"], caches=["main"])
     ],
 )
 def test_a_name_finds_its_place(name: str, value: str, raw: Any) -> None:
-    found = read({f"MODELYARD_{name}": value}, NAMES)
+    found = read_environment({f"MODELYARD_{name}": value}, NAMES)
     assert (found.raw, found.problems) == (raw, [])
 
 
@@ -51,7 +51,7 @@ def test_a_name_finds_its_place(name: str, value: str, raw: Any) -> None:
     ],
 )
 def test_an_unknown_name_is_a_problem(name: str, hint: str) -> None:
-    found = read({name: "1"}, NAMES)
+    found = read_environment({name: "1"}, NAMES)
     (problem,) = found.problems
     assert (problem.source, problem.path, problem.level, found.raw) == ("environment", name, "error", {})
     assert hint in problem.message
@@ -60,16 +60,16 @@ def test_an_unknown_name_is_a_problem(name: str, hint: str) -> None:
 def test_names_that_are_no_settings_and_empty_values_are_left_alone() -> None:
     others = ["GOLDEN", "CACHE", "WORKER_INDEX", "WORKER_SOCKET", "API_KEY", "ADMIN_KEY"]
     env = {f"MODELYARD_{name}": "x" for name in others} | {"MODELYARD_HTTP_PORT": "", "PATH": "/bin"}
-    found = read(env, NAMES)
+    found = read_environment(env, NAMES)
     assert (found.raw, found.problems) == ({}, [])
 
 
 def test_json_for_a_table_joins_values_of_its_fields() -> None:
     env = {"MODELYARD_MODELS__M": '{"n_ctx": 1}', "MODELYARD_MODELS__M__PARALLEL": "2"}
-    assert read(env, NAMES).raw == {"models": {"m": {"n_ctx": 1, "parallel": "2"}}}
+    assert read_environment(env, NAMES).raw == {"models": {"m": {"n_ctx": 1, "parallel": "2"}}}
 
 
 def test_keys_stay_in_their_variables() -> None:
-    assert keys({"MODELYARD_API_KEY": "s3cret", "MODELYARD_ADMIN_KEY": ""}) == [
+    assert environment_keys({"MODELYARD_API_KEY": "s3cret", "MODELYARD_ADMIN_KEY": ""}) == [
         {"name": "env", "env": "MODELYARD_API_KEY", "admin": False}
     ]

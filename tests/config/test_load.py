@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from modelyard import plugins
 from modelyard.config import ConfigError, load
-from modelyard.config.layers import merge
+from modelyard.config.sources import merge_tables
 from modelyard.library.default_model import DEFAULT_MODEL
 from tests.config.conftest import Loader
 
@@ -168,8 +168,8 @@ TREES: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
 @given(TREES, TREES, TREES)
 @settings(deadline=None, max_examples=60)
 def test_the_later_layer_wins_and_merging_again_changes_nothing(a: Any, b: Any, c: Any) -> None:
-    assert merge(merge(a, b), {}) == merge(a, b)
-    assert merge(b, b) == b
+    assert merge_tables(merge_tables(a, b), {}) == merge_tables(a, b)
+    assert merge_tables(b, b) == b
     for key, value in c.items():
         if not isinstance(value, dict):
-            assert merge(merge(a, b), c)[key] == value
+            assert merge_tables(merge_tables(a, b), c)[key] == value

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelyard.config import ConfigError, Loaded, load
-from modelyard.config.names import adopt
+from modelyard.config.names import normalize_layer
 from modelyard.library import model_files
 
 
@@ -17,11 +17,11 @@ def loaded(raw: Any, folder: Path, **env: str) -> Loaded:
 
 
 def test_two_spellings_of_one_thing_in_one_file_are_an_error() -> None:
-    _, (problem,) = adopt("f", {"http": {"port": 1}, "service": {"port": 2}})
+    _, (problem,) = normalize_layer("f", {"http": {"port": 1}, "service": {"port": 2}})
     assert str(problem) == "f: service.port: is given twice: http.port means the same. Keep one of them."
-    _, (problem,) = adopt("f", {"models": {"m": {"path": "a", "model_path": "b"}}})
+    _, (problem,) = normalize_layer("f", {"models": {"m": {"path": "a", "model_path": "b"}}})
     assert problem.path == "models.m.model_path"
-    _, (problem,) = adopt("f", {"models": {"m": {}}, "engine": {"models": {"m": {}}}})
+    _, (problem,) = normalize_layer("f", {"models": {"m": {}}, "engine": {"models": {"m": {}}}})
     assert problem.path == "engine.models.m"
 
 
@@ -37,12 +37,12 @@ def test_two_spellings_of_one_thing_in_one_file_are_an_error() -> None:
     ],
 )
 def test_an_unknown_key_says_where_it_may_belong(raw: Any, message: str) -> None:
-    _, (problem,) = adopt("f", raw)
+    _, (problem,) = normalize_layer("f", raw)
     assert f"{problem.path}: {problem.message}" == message
 
 
 def test_a_reference_to_the_schema_is_no_key() -> None:
-    layer, problems = adopt("f", {"$schema": "https://x", "http": {}})
+    layer, problems = normalize_layer("f", {"$schema": "https://x", "http": {}})
     assert (layer.data, problems) == ({"http": {}}, [])
 
 

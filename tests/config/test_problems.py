@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.config import Problem
-from modelyard.config.problems import Loc, spell, suggest
+from modelyard.config import ConfigProblem
+from modelyard.config.problems import ConfigPath, format_path, suggest
 
 
 @pytest.mark.parametrize(
@@ -15,13 +15,13 @@ from modelyard.config.problems import Loc, spell, suggest
         ((), ""),
     ],
 )
-def test_a_place_is_spelled_as_in_toml(loc: Loc, text: str) -> None:
-    assert spell(loc) == text
+def test_a_place_is_spelled_as_in_toml(loc: ConfigPath, text: str) -> None:
+    assert format_path(loc) == text
 
 
 def test_a_problem_leaves_out_what_it_does_not_have() -> None:
-    assert str(Problem("f", "a.b", "is wrong.")) == "f: a.b: is wrong."
-    assert str(Problem("f", "", "is wrong.")) == "f: is wrong."
+    assert str(ConfigProblem("f", "a.b", "is wrong.")) == "f: a.b: is wrong."
+    assert str(ConfigProblem("f", "", "is wrong.")) == "f: is wrong."
 
 
 def test_nothing_near_gives_no_suggestion() -> None:

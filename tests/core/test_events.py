@@ -22,25 +22,11 @@ from modelyard.core.events import (
     Usage,
     collect_reply,
     reply_events,
-    whole,
 )
 from modelyard.core.request import Text, Thinking, ToolCall
 
 STARTED = Started("1", "m", 7)
 FINISHED = Finished("end", Usage(3, 1, 2))
-WHOLE: list[Event] = [
-    STARTED,
-    BlockStart(0, "text"),
-    BlockDelta(0, "a", (TokenLogprob("a", -1.0),)),
-    BlockEnd(0),
-    FINISHED,
-]
-OTHERS: list[Event] = [
-    *WHOLE,
-    BlockStart(0, "thinking"),
-    BlockStart(0, "tool_call", "1", "f"),
-    Failed(Unavailable("gone")),
-]
 
 texts = st.text(max_size=8)
 parts = st.one_of(
@@ -73,23 +59,6 @@ def test_where_the_stream_is_cut_makes_no_difference(reply: Reply, size: int):
         folding.feed(events[at : at + size])
     assert folding.finished
     assert folding.reply() == reply
-
-
-@given(replies)
-def test_a_whole_answer_is_what_it_folds_to(reply: Reply):
-    assert whole(list(reply_events(reply))) in (reply, None)
-    assert whole(WHOLE) == collect_reply(WHOLE)
-
-
-@given(st.dictionaries(st.integers(0, 4), st.sampled_from(OTHERS), min_size=1, max_size=2))
-def test_what_only_looks_like_a_whole_answer_is_left_to_be_folded(others: dict[int, Event]):
-    events = [others.get(at, event) for at, event in enumerate(WHOLE)]
-    assert whole(events) == (collect_reply(WHOLE) if events == WHOLE else None)
-
-
-@pytest.mark.parametrize("events", [[], WHOLE[:4], [*WHOLE[:3], *WHOLE[2:]]])
-def test_fewer_or_more_events_are_left_to_be_folded(events: list[Event]):
-    assert whole(events) is None
 
 
 @given(replies)

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.library import default_model, shelf
+from modelyard.library import default_model, models
 from modelyard.library.default_model import DEFAULT_MODEL, PackagedModel
-from modelyard.library.progress import Meter
+from modelyard.library.progress import ProgressReporter
 from tests.library.files import gguf_bytes
 from tests.library.web import Hub, serving
 
@@ -67,7 +67,7 @@ def said() -> list[str]:
 
 
 def fetch(said: list[str], **changed: Any) -> Path:
-    return default_model.fetch(Meter(say=said.append), msgspec.structs.replace(TINY, **changed))
+    return default_model.fetch(ProgressReporter(say=said.append), msgspec.structs.replace(TINY, **changed))
 
 
 def left(cache: Path) -> list[str]:
@@ -152,12 +152,12 @@ def test_without_pip_and_uv_it_says_what_is_missing(monkeypatch: pytest.MonkeyPa
 def test_the_default_is_pinned_and_stands_in_the_library_once_it_is_here(cache: Path):
     assert default_model.is_default(DEFAULT_MODEL.path)
     assert "==" in DEFAULT_MODEL.requirement
-    assert shelf.find_model("smollm2") is None
+    assert models.find_model("smollm2") is None
     file = cache / "models" / DEFAULT_MODEL.path
     file.parent.mkdir(parents=True)
     file.touch()
-    entry = shelf.find_model("smollm2")
+    entry = models.find_model("smollm2")
     assert entry is not None
     assert entry.owned
-    shelf.remove_model("smollm2")
+    models.remove_model("smollm2")
     assert not file.parent.exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.config.backends import guess_backend
-from modelyard.library import describe, model_files, shelf
+from modelyard.library import model_files, models
 from modelyard.library.model_files import LibraryEntry
 
 
@@ -43,9 +43,9 @@ def test_it_is_found_in_the_library_by_its_name_and_shown_with_its_size(cache: P
     found = model_files.find_model_folder("tiny-ct2")
     assert found is not None
     assert (found.path, found.kind, found.quant) == (folder, "ct2", "int8")
-    row = describe.file_row("tiny-ct2")
+    row = models.file_row("tiny-ct2")
     assert (row.size, row.quant, row.state) == ("67 B", "int8", "here")
-    assert dict(describe.explain("tiny-ct2"))["kind"] == "CTranslate2"
+    assert dict(models.describe_file("tiny-ct2"))["kind"] == "CTranslate2"
 
 
 def test_a_note_that_cannot_be_read_is_no_quantization(tmp_path: Path):
@@ -66,7 +66,7 @@ def test_removing_an_owned_folder_takes_it_away_and_anybody_elses_stays(cache: P
     model_files.put_entry(
         LibraryEntry("theirs", str(theirs), owned=True)
     )  # a lie in the index must not delete what is not ours
-    shelf.remove_model("ours")
+    models.remove_model("ours")
     assert not ours.exists()
-    shelf.remove_model("theirs")
+    models.remove_model("theirs")
     assert (theirs / "model.bin").is_file()

@@ -12,30 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.library.gguf import Facts, facts, read_metadata, without_tensors
+from modelyard.library.gguf import GgufSummary, read_metadata, read_summary, without_tensors
 from tests.library.files import gguf_bytes, number, text, write_gguf
 
 
 def test_a_file_tells_architecture_parameters_quantization_and_context(tmp_path: Path):
     file = write_gguf(tmp_path / "a.gguf")
-    assert facts(file) == Facts("toy", "", 600, "Q4_K_M", 512, 2, file.stat().st_size)
+    assert read_summary(file) == GgufSummary("toy", "", 600, "Q4_K_M", 512, 2, file.stat().st_size)
 
 
 def test_the_parts_of_a_split_model_are_counted_together(tmp_path: Path):
     first, second = (write_gguf(tmp_path / f"m-0000{n}-of-00002.gguf") for n in (1, 2))
-    about = facts(first)
+    about = read_summary(first)
     assert (about.parameters, about.size) == (1200, first.stat().st_size + second.stat().st_size)
 
 
 def test_an_unknown_quantization_is_left_open(tmp_path: Path):
-    assert facts(write_gguf(tmp_path / "a.gguf", quant=999)).quant == ""
+    assert read_summary(write_gguf(tmp_path / "a.gguf", quant=999)).quant == ""
 
 
 @pytest.mark.parametrize("data", [b"", b"GGUF", b"GGML" + b"\0" * 40, gguf_bytes()[:100], b"PK\x03\x04" * 20])
 def test_what_is_no_whole_file_is_a_sentence(data: bytes, tmp_path: Path):
     (tmp_path / "a.gguf").write_bytes(data)
     with pytest.raises(InvalidRequest, match=r"a\.gguf is not a readable GGUF file: "):
-        facts(tmp_path / "a.gguf")
+        read_summary(tmp_path / "a.gguf")
 
 
 @settings(max_examples=200, deadline=None)
@@ -47,7 +47,7 @@ def test_a_damaged_head_is_read_or_refused_but_never_breaks_the_reader(
     file = tmp_path_factory.getbasetemp() / "damaged.gguf"
     file.write_bytes(data[:at] + noise + data[at + len(noise) :])
     with suppress(InvalidRequest):
-        assert isinstance(facts(file), Facts)
+        assert isinstance(read_summary(file), GgufSummary)
 
 
 def test_without_its_tensors_a_file_still_says_all_else_and_is_no_part_of_another(tmp_path: Path):

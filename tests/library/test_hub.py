@@ -10,9 +10,9 @@ import pytest
 
 from modelyard.core.errors import Forbidden, InvalidRequest, NotFound, Unavailable
 from modelyard.library import huggingface as library_hub
-from modelyard.library import shelf
+from modelyard.library import models
 from modelyard.library.model_files import locate_model_file
-from modelyard.library.progress import Meter
+from modelyard.library.progress import ProgressReporter
 from tests.library.files import gguf_bytes
 from tests.library.web import Hub, serving
 
@@ -40,14 +40,14 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def meter(said: list[str]) -> Meter:
-    return Meter(say=said.append)
+def meter(said: list[str]) -> ProgressReporter:
+    return ProgressReporter(say=said.append)
 
 
 def test_one_variant_is_fetched_checked_and_named_after_its_repository(
-    hub: Hub, meter: Meter, said: list[str], cache: Path
+    hub: Hub, meter: ProgressReporter, said: list[str], cache: Path
 ):
-    entry = shelf.add_model(REPO, quant="q4_k_m", meter=meter)
+    entry = models.add_model(REPO, quant="q4_k_m", meter=meter)
     assert (entry.name, entry.source, entry.owned) == ("Tiny", REPO, True)
     assert Path(entry.path) == cache / "models/maker/Tiny-GGUF/Tiny-Q4_K_M.gguf"
     assert Path(entry.path).read_bytes() == gguf_bytes()
@@ -57,38 +57,40 @@ def test_one_variant_is_fetched_checked_and_named_after_its_repository(
     assert not [path for path in hub.asked if "mmproj" in path or "README" in path]
 
 
-def test_a_split_variant_lies_where_a_configuration_looks_for_it(hub: Hub, meter: Meter, said: list[str], cache: Path):
-    entry = shelf.add_model(f"{REPO}:UD-Q6_K_XL", name="big", meter=meter)
+def test_a_split_variant_lies_where_a_configuration_looks_for_it(
+    hub: Hub, meter: ProgressReporter, said: list[str], cache: Path
+):
+    entry = models.add_model(f"{REPO}:UD-Q6_K_XL", name="big", meter=meter)
     assert locate_model_file("maker/Tiny-GGUF/UD-Q6_K_XL/") == Path(entry.path)
     assert "fetching Tiny-UD-Q6_K_XL-00002-of-00002.gguf (2 of 2)" in said
 
 
-def test_several_variants_are_listed_with_their_sizes(hub: Hub, meter: Meter):
+def test_several_variants_are_listed_with_their_sizes(hub: Hub, meter: ProgressReporter):
     with pytest.raises(InvalidRequest, match=r"has 2 variants: choose one with --quant: Q4_K_M \(\d+ B\), UD-Q6_K_XL"):
-        shelf.add_model(REPO, meter=meter)
+        models.add_model(REPO, meter=meter)
     with pytest.raises(NotFound, match=r"has no 'Q1'; it has Q4_K_M"):
-        shelf.add_model(REPO, quant="Q1", meter=meter)
-    assert shelf.list_models() == []
+        models.add_model(REPO, quant="Q1", meter=meter)
+    assert models.list_models() == []
 
 
-def test_what_is_here_already_is_not_fetched_again(hub: Hub, meter: Meter):
-    shelf.add_model(REPO, quant="Q4_K_M", meter=meter)
+def test_what_is_here_already_is_not_fetched_again(hub: Hub, meter: ProgressReporter):
+    models.add_model(REPO, quant="Q4_K_M", meter=meter)
     before = len([path for path in hub.asked if path.endswith("Q4_K_M.gguf")])
-    shelf.add_model(REPO, quant="Q4_K_M", meter=meter)
+    models.add_model(REPO, quant="Q4_K_M", meter=meter)
     after = len([path for path in hub.asked if path.endswith("Q4_K_M.gguf")])
     assert after - before <= 1, "a look at its checksum at most"
 
 
-def test_a_file_that_arrives_broken_is_removed(hub: Hub, meter: Meter, cache: Path):
+def test_a_file_that_arrives_broken_is_removed(hub: Hub, meter: ProgressReporter, cache: Path):
     hub.damage.add("Tiny-Q4_K_M.gguf")
     with pytest.raises(InvalidRequest, match="arrived broken"):
-        shelf.add_model(REPO, quant="Q4_K_M", meter=meter)
+        models.add_model(REPO, quant="Q4_K_M", meter=meter)
     assert not list(cache.rglob("*.gguf"))
     hub.damage.clear()
-    assert shelf.add_model(REPO, quant="Q4_K_M", meter=meter).name == "Tiny"
+    assert models.add_model(REPO, quant="Q4_K_M", meter=meter).name == "Tiny"
 
 
-def test_a_repository_that_is_not_there_is_gated_or_has_no_gguf_is_a_sentence(hub: Hub, meter: Meter):
+def test_a_repository_that_is_not_there_is_gated_or_has_no_gguf_is_a_sentence(hub: Hub, meter: ProgressReporter):
     hub.gated.add("maker/Secret")
     hub.repos["maker/Other"] = {"model.safetensors": b""}
     with pytest.raises(NotFound, match="no repository 'maker/Nothing'"):
@@ -99,25 +101,27 @@ def test_a_repository_that_is_not_there_is_gated_or_has_no_gguf_is_a_sentence(hu
         library_hub.fetch("maker/Other", None, meter)
 
 
-def test_a_model_that_the_disk_has_no_room_for_is_not_begun(hub: Hub, meter: Meter, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_the_disk_has_no_room_for_is_not_begun(
+    hub: Hub, meter: ProgressReporter, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("modelyard.library.huggingface.shutil.disk_usage", lambda folder: SimpleNamespace(free=3))
     with pytest.raises(Unavailable, match=r"Q4_K_M needs \d+ B and .* has room for 3 B"):
-        shelf.add_model(REPO, quant="Q4_K_M", meter=meter)
+        models.add_model(REPO, quant="Q4_K_M", meter=meter)
     assert not [path for path in hub.asked if "resolve" in path]
 
 
-def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPatch, meter: Meter):
+def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPatch, meter: ProgressReporter):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match="maker/Tiny-GGUF could not be fetched: "):
         library_hub.fetch(REPO, None, meter)
 
 
-def test_a_fetched_model_goes_with_its_files_and_its_neighbours_stay(hub: Hub, meter: Meter, cache: Path):
-    one = shelf.add_model(REPO, quant="Q4_K_M", name="one", meter=meter)
-    two = shelf.add_model(REPO, quant="UD-Q6_K_XL", name="two", meter=meter)
-    shelf.remove_model("two")
+def test_a_fetched_model_goes_with_its_files_and_its_neighbours_stay(hub: Hub, meter: ProgressReporter, cache: Path):
+    one = models.add_model(REPO, quant="Q4_K_M", name="one", meter=meter)
+    two = models.add_model(REPO, quant="UD-Q6_K_XL", name="two", meter=meter)
+    models.remove_model("two")
     assert not Path(two.path).parent.exists()
     assert Path(one.path).exists()
-    shelf.remove_model("one")
+    models.remove_model("one")
     assert not (cache / "models/maker").exists()
-    assert shelf.list_models() == []
+    assert models.list_models() == []

@@ -13,15 +13,15 @@ from rich.console import Console
 from modelyard.core.errors import Unavailable
 from modelyard.library import llama_server
 from modelyard.library import llama_server as debian
-from modelyard.library.progress import Meter
+from modelyard.library.progress import ProgressReporter
 from tests.library.mirror import Mirror, mirror
 
 LOADER = '#!/bin/sh\nfor word; do echo "$word"; done\n'  # says what it was started with
 
 
-def told() -> tuple[Meter, list[str]]:
+def told() -> tuple[ProgressReporter, list[str]]:
     said: list[str] = []
-    return Meter(Console(file=io.StringIO()), said.append), said
+    return ProgressReporter(Console(file=io.StringIO()), said.append), said
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import io
 import pytest
 from rich.console import Console
 
-from modelyard.library.progress import Meter, size
+from modelyard.library.progress import ProgressReporter, format_size
 
 
 def test_lines_come_once_a_tenth():
     said: list[str] = []
-    with Meter(Console(file=io.StringIO()), said.append).watch("x.gguf") as told:
+    with ProgressReporter(Console(file=io.StringIO()), said.append).watch("x.gguf") as told:
         for done in range(0, 2001, 7):
             told(done, 2000)
         told(2000, 2000)
@@ -22,14 +22,14 @@ def test_lines_come_once_a_tenth():
 
 def test_a_size_that_is_not_known_is_no_line():
     said: list[str] = []
-    with Meter(Console(file=io.StringIO()), said.append).watch("x") as told:
+    with ProgressReporter(Console(file=io.StringIO()), said.append).watch("x") as told:
         told(5, 0)
     assert said == ["fetching x"]
 
 
 def test_a_terminal_gets_a_bar_and_no_lines():
     screen, said = io.StringIO(), list[str]()
-    with Meter(Console(file=screen, force_terminal=True, width=100), said.append).watch("x[y].gguf") as told:
+    with ProgressReporter(Console(file=screen, force_terminal=True, width=100), said.append).watch("x[y].gguf") as told:
         told(500_000, 1_000_000)
     assert "x[y].gguf" in screen.getvalue()
     assert "1.0 MB" in screen.getvalue()
@@ -40,4 +40,4 @@ def test_a_terminal_gets_a_bar_and_no_lines():
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (98_362_432, "98.4 MB"), (4.7e9, "4.7 GB"), (2e12, "2 TB")]
 )
 def test_sizes_read_well(count: float, text: str):
-    assert size(count) == text
+    assert format_size(count) == text

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from modelyard.store.settings import StoreSettings
+from modelyard.store import StoreSettings
 
 
 def test_memory_is_the_default() -> None:

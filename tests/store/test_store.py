@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelyard.plugins import names
-from modelyard.store import open_store
+from modelyard.store import StoreSettings, open_store
 from modelyard.store.memory import MemoryStore
-from modelyard.store.settings import StoreSettings
 from modelyard.store.sqlite import SqliteStore
 from tests.store.conftest import Clock, Open
 

@@ -39,43 +39,6 @@ def test_decoders_without_a_table_stream_exactly_too(ids: list[int]) -> None:
     assert stream(WORDS.detokenizer(), ids) == WORDS.decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, BYTES.size - 1), max_size=8))
-def test_the_whole_text_of_ids_is_what_their_pieces_say_or_left_to_them(ids: list[int]) -> None:
-    for vocab in (BYTES, PIECES):
-        known = [id for id in ids if id < vocab.size]
-        detokenizer = vocab.detokenizer()
-        pieces = detokenizer.feed(known) + detokenizer.finish()
-        text = vocab.whole_text(known)  # all of them have been met by now
-        assert text is None or (text == "".join(piece.text for piece in pieces) and not any(p.special for p in pieces))
-
-
-def test_text_that_was_met_is_told_whole_and_nothing_else_is() -> None:
-    vocab = HuggingFaceTokenizer.from_text(made.byte_level())
-    hello, half, end = vocab.encode("hello"), vocab.encode("€")[:1], vocab.specials["<|im_end|>"]
-    assert vocab.whole_text(hello) is None
-    vocab.detokenizer().feed([*hello, *half, end])
-    assert vocab.whole_text(hello) == "hello"
-    assert vocab.whole_text([*hello, *half]) is None
-    assert vocab.whole_text([*hello, end]) is None
-    assert vocab.whole_text([]) == ""
-
-
-def test_ids_that_name_no_token_are_left_to_the_detokenizer() -> None:
-    vocab = HuggingFaceTokenizer.from_text(made.byte_level())
-    hello = vocab.encode("hello")
-    vocab.detokenizer().feed([*hello, vocab.size + 5, 1 << 31, -1])
-    assert vocab.whole_text([*hello, vocab.size + 5]) == "hello"
-    for strange in (vocab.size + 4, vocab.size + 6, 1 << 31, -1):
-        assert vocab.whole_text([*hello, strange]) is None
-
-
-def test_a_decoder_without_a_table_tells_no_whole_text() -> None:
-    ids = WORDS.encode("hello")
-    WORDS.detokenizer().feed(ids)
-    assert WORDS.whole_text(ids) is None
-
-
 def test_half_a_character_waits_for_its_other_half() -> None:
     ids = BYTES.encode("€")
     assert len(ids) > 1

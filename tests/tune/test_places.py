@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelyard.config import engine_spec, load
-from modelyard.config.root import Config
+from modelyard.config.settings import Config
 from modelyard.core.knobs import Knob
 from modelyard.tune.places import alone, changes, places, turned, unset
 

@@ -20,11 +20,11 @@ import msgspec
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.library import default_model, model_files, shelf
+from modelyard.library import default_model, model_files, models
 from modelyard.library.cache_dir import file_lock, models_dir
 from modelyard.library.convert import tokenizer
 from modelyard.library.model_files import LibraryEntry
-from modelyard.library.progress import Meter, OnBytes
+from modelyard.library.progress import OnBytes, ProgressReporter
 from modelyard.plugins import MissingLibrary
 
 DEFAULTS = {"hf": "bfloat16", "ct2": "int8"}
@@ -32,7 +32,7 @@ _NOTE = "modelyard.json"
 _RECIPE = 1  # what was made by another one is made anew
 
 
-class Note(Struct, frozen=True):
+class ConversionNote(Struct, frozen=True):
     """What a folder was made from."""
 
     source: str
@@ -43,17 +43,22 @@ class Note(Struct, frozen=True):
 
 
 def convert(
-    name: str, to: str, *, out: Path | None = None, quantization: str | None = None, meter: Meter | None = None
+    name: str,
+    to: str,
+    *,
+    out: Path | None = None,
+    quantization: str | None = None,
+    meter: ProgressReporter | None = None,
 ) -> LibraryEntry:
     """`name` is the library's or a path. What has been converted already is taken as it is."""
     writer = _writer(to)
     chosen = quantization or DEFAULTS[to]
     if chosen not in writer.TYPES:
         raise InvalidRequest(f"{chosen!r} is no quantization of {to}; there are {', '.join(writer.TYPES)}")
-    file, meter = _source(name, meter or Meter()), meter or Meter()
+    file, meter = _source(name, meter or ProgressReporter()), meter or ProgressReporter()
     called = f"{_called(name, file)}-{to}" + (f"-{chosen}" if chosen != DEFAULTS[to] else "")
     target = out.expanduser().absolute() if out is not None else models_dir() / called
-    note = Note(str(file), sum(part.stat().st_size for part in model_files.split_parts(file)), to, chosen)
+    note = ConversionNote(str(file), sum(part.stat().st_size for part in model_files.split_parts(file)), to, chosen)
     _make(target, note, lambda folder: _write(writer, file, folder, chosen, meter), meter, ours=out is None)
     entry = LibraryEntry(target.name, str(target), f"{file.name} as {to} {chosen}", owned=out is None)
     model_files.put_entry(entry)
@@ -74,21 +79,23 @@ def _writer(to: str) -> ModuleType:
         ) from error
 
 
-def _source(name: str, meter: Meter) -> Path:
-    entry = shelf.find_model(name)
+def _source(name: str, meter: ProgressReporter) -> Path:
+    entry = models.find_model(name)
     if entry is None and name == "smollm2":  # the default model, before anybody has asked for it
         return default_model.fetch(meter)
     return model_files.locate_model_file(entry.path if entry is not None else name)
 
 
 def _called(name: str, file: Path) -> str:
-    return name if shelf.find_model(name) is not None else model_files.base_name(file.name)
+    return name if models.find_model(name) is not None else model_files.base_name(file.name)
 
 
 # --- putting a folder in place ----------------------------------------------------------------------------------------
 
 
-def _make(target: Path, note: Note, write: Callable[[Path], None], meter: Meter, *, ours: bool) -> None:
+def _make(
+    target: Path, note: ConversionNote, write: Callable[[Path], None], meter: ProgressReporter, *, ours: bool
+) -> None:
     wait = f"another process is making {target.name}: waiting for it"
     try:
         with file_lock(target.with_name(f".{target.name}.lock"), lambda: meter.say(wait)):
@@ -101,9 +108,9 @@ def _make(target: Path, note: Note, write: Callable[[Path], None], meter: Meter,
         raise Unavailable(f"{target} cannot be written: {error}", code="convert_failed") from error
 
 
-def _note(target: Path) -> Note | None:
+def _note(target: Path) -> ConversionNote | None:
     try:
-        return msgspec.json.decode((target / _NOTE).read_bytes(), type=Note)
+        return msgspec.json.decode((target / _NOTE).read_bytes(), type=ConversionNote)
     except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
         return None
 
@@ -129,10 +136,10 @@ def _fresh(target: Path) -> Any:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(writer: Any, file: Path, folder: Path, quantization: str, meter: Meter) -> None:
-    from modelyard.library.convert.source import Source
+def _write(writer: Any, file: Path, folder: Path, quantization: str, meter: ProgressReporter) -> None:
+    from modelyard.library.convert.gguf_model import GgufModel
 
-    source = Source(file)
+    source = GgufModel(file)
     for name, content in tokenizer.files(source.metadata, source.shape.context):
         (folder / name).write_bytes(content)
     with meter.watch(f"{file.name} to {quantization}", "converting") as on_bytes:

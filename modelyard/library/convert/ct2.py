@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 from ctranslate2.specs import common_spec, transformer_spec
 
+from modelyard.library.convert.gguf_model import GgufModel
 from modelyard.library.convert.hf import OnTensor
-from modelyard.library.convert.source import Source
 from modelyard.library.convert.tokenizer import named
 
 TYPES = ("int8", "int8_float32", "int8_float16", "int16", "float16", "float32")  # bfloat16 would need torch
 
 
 class _Filling:
-    def __init__(self, source: Source, on_tensor: OnTensor) -> None:
+    def __init__(self, source: GgufModel, on_tensor: OnTensor) -> None:
         self._source, self._on_tensor = source, on_tensor
         self._known = source.sizes.keys()
 
@@ -31,7 +31,7 @@ class _Filling:
         return np.concatenate([self(name) for name in names]) if names[0] in self._known else None
 
 
-def write(source: Source, folder: Path, quantization: str, on_tensor: OnTensor) -> None:
+def write(source: GgufModel, folder: Path, quantization: str, on_tensor: OnTensor) -> None:
     spec = _empty(source)
     _fill(spec.decoder, source, _Filling(source, on_tensor))
     spec.register_vocabulary(_words(source))
@@ -45,7 +45,7 @@ def write(source: Source, folder: Path, quantization: str, on_tensor: OnTensor) 
     spec.save(str(folder))
 
 
-def _empty(source: Source) -> Any:
+def _empty(source: GgufModel) -> Any:
     shape = source.shape
     return transformer_spec.TransformerDecoderModelSpec.from_config(
         shape.layers,
@@ -62,7 +62,7 @@ def _empty(source: Source) -> Any:
     )
 
 
-def _fill(decoder: Any, source: Source, take: _Filling) -> None:
+def _fill(decoder: Any, source: GgufModel, take: _Filling) -> None:
     decoder.scale_embeddings = False
     decoder.embeddings.weight = take("model.embed_tokens.weight")
     decoder.layer_norm.gamma = take("model.norm.weight")
@@ -84,7 +84,7 @@ def _fill_layer(layer: Any, name: str, take: _Filling) -> None:
     ffn.linear_1.weight = take(f"{name}.mlp.down_proj.weight")
 
 
-def _words(source: Source) -> list[str]:
+def _words(source: GgufModel) -> list[str]:
     """One for each row: models have more rows than their vocabularies have words."""
     words = source.tokens
     return words + [f"<extra_id_{n}>" for n in range(source.shape.vocab - len(words))]

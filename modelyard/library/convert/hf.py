@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from modelyard.library.convert.source import Source, Weights
+from modelyard.library.convert.gguf_model import GgufModel, Weights
 
 OnTensor = Callable[[int], None]  # how many numbers are done
 
@@ -19,7 +19,7 @@ TYPES = ("bfloat16", "float16", "float32")
 _NAMES = {"bfloat16": ("BF16", 2), "float16": ("F16", 2), "float32": ("F32", 4)}
 
 
-def write(source: Source, folder: Path, dtype: str, on_tensor: OnTensor) -> None:
+def write(source: GgufModel, folder: Path, dtype: str, on_tensor: OnTensor) -> None:
     (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(_config(source, dtype)), indent=2))
     with (folder / "model.safetensors").open("wb") as out:
         out.write(_head(source, dtype))
@@ -28,7 +28,7 @@ def write(source: Source, folder: Path, dtype: str, on_tensor: OnTensor) -> None
             on_tensor(weights.size)
 
 
-def _config(source: Source, dtype: str) -> dict[str, Any]:
+def _config(source: GgufModel, dtype: str) -> dict[str, Any]:
     shape, about = source.shape, source.metadata
     return {
         "architectures": [source.family.architecture],
@@ -53,7 +53,7 @@ def _config(source: Source, dtype: str) -> dict[str, Any]:
     }
 
 
-def _head(source: Source, dtype: str) -> bytes:
+def _head(source: GgufModel, dtype: str) -> bytes:
     """Names, types and places as JSON, with its length in front; spaces bring the data to an even place."""
     kind, size = _NAMES[dtype]
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,12 +1,12 @@
-"""What an upstream's HTTP status means where its body says no more."""
+"""Error handling that every protocol shares: upstream status → error class, retry headers, the overflow hint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from modelyard.core import errors
-from modelyard.core.errors import ContextOverflow, ModelyardError
-from modelyard.core.request import Message, Request, Text, Tool
+from modelyard.core.errors import ContextOverflow, ModelyardError, Overloaded
+from modelyard.core.request import Message, Request, Text
 from modelyard.protocols.common.json import encode
 
 ERROR_BY_STATUS: Mapping[int, type[ModelyardError]] = {
@@ -24,33 +24,75 @@ ERROR_BY_STATUS: Mapping[int, type[ModelyardError]] = {
 }
 
 
-# What a client is told whose own prompt, before anybody has said a word, is larger than the window. Pure.
+def error_from_status(
+    status: int,
+    message: str,
+    *,
+    code: str | None = None,
+    param: str | None = None,
+    retry_after: float | None = None,
+    position: int | None = None,
+) -> ModelyardError:
+    """The error that an upstream's HTTP status and error code mean."""
+    retry_after = retry_after or 1.0
+    if cls := ERROR_BY_STATUS.get(status):
+        return cls(message, code=code, param=param)
+    if status == 429:
+        return errors.RateLimited(message, retry_after=retry_after, code=code)
+    if status == 529 or code == Overloaded.default_code:
+        return Overloaded(message, retry_after=retry_after, position=position)
+    if status in (502, 503):
+        return errors.Unavailable(message, retry_after=retry_after, code=code)
+    return errors.Internal(message, id=code or "upstream")
 
 
-def overflow_hint(error: ModelyardError, request: Request | None, less: str) -> str:
-    """A sentence to put behind the refusal, or nothing. `less` says how such a client is started with a smaller one."""
+def write_retry_headers(error: ModelyardError) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after)))
+    if isinstance(error, Overloaded) and error.position is not None:
+        headers["x-queue-position"] = str(error.position)
+    return headers
+
+
+def read_retry_after(headers: Mapping[str, str]) -> float | None:
+    """Seconds. A date in Retry-After reads as None: no server in use sends one, and this module has no clock."""
+    try:
+        seconds = float(headers.get("retry-after", ""))
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds < float("inf") else None
+
+
+def overflow_hint(error: ModelyardError, request: Request | None, smaller_client: str) -> str:
+    """A sentence to append to the overflow message when the client's system prompt and tools alone exceed the window.
+
+    `smaller_client` says how to start such a client with a smaller prompt. Empty when the conversation itself is too
+    long: the client can shorten that.
+    """
     if not isinstance(error, ContextOverflow) or request is None or not request.tools:
         return ""
-    needed = round(error.prompt_tokens * _own_share(request))
+    needed = round(error.prompt_tokens * _client_share(request))
     if needed < error.window:
-        return ""  # it is the conversation that is too long: making room helps
+        return ""
     return (
         f" The client's own instructions and tools take about {needed} of them, so it cannot work with this window: "
-        f"serve the model with a larger n_ctx, or {less}."
+        f"serve the model with a larger n_ctx, or {smaller_client}."
     )
 
 
-def _own_share(request: Request) -> float:
-    """How much of a prompt the client brings along, by its characters: system text and tools."""
-    own = sum(_size(m) for m in request.messages if m.role in ("system", "developer"))
-    own += sum(len(encode([tool.description, tool.parameters])) for tool in request.tools if _is_shown(tool))
-    said = sum(_size(m) for m in request.messages if m.role not in ("system", "developer"))
-    return own / max(1, own + said)
+def _client_share(request: Request) -> float:
+    """The share of the prompt, in characters, that is system text and tool definitions."""
+    visible = [tool for tool in request.tools if not tool.deferred and tool.kind != "server"]
+    own = sum(len(encode([tool.description, tool.parameters])) for tool in visible)
+    conversation = 0
+    for message in request.messages:
+        if message.role in ("system", "developer"):
+            own += _size(message)
+        else:
+            conversation += _size(message)
+    return own / max(1, own + conversation)
 
 
 def _size(message: Message) -> int:
     return sum(len(part.text) if isinstance(part, Text) else len(encode(part)) for part in message.parts)
-
-
-def _is_shown(tool: Tool) -> bool:
-    return not tool.deferred and tool.kind != "server"

@@ -1,4 +1,4 @@
-"""JSON at the border: msgspec's verdict on odd input, told in a sentence that names the field."""
+"""JSON decoding of request bodies with errors that name the field, and JSON encoding."""
 
 from __future__ import annotations
 
@@ -11,25 +11,39 @@ from modelyard.core.errors import InvalidRequest
 
 T = TypeVar("T")
 
-_AT = re.compile(r" - at `(?P<path>[^`]+)`$")
+_PATH = re.compile(r" - at `(?P<path>[^`]+)`$")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _encoder = msgspec.json.Encoder()
 
+encode = _encoder.encode
+
+
+def dumps(value: Any) -> str:
+    return _encoder.encode(value).decode()
+
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The decoded body, or InvalidRequest with the path of the field at fault."""
+    """Decode a body. Invalid JSON or a wrong type raises InvalidRequest with the path of the field."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid_type(str(error)) from None
     except RecursionError:
         raise InvalidRequest("the JSON body is nested too deeply", code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {_why(body, error)}", code="invalid_json") from None
+        raise InvalidRequest(f"the body is not valid JSON: {_reason(body, error)}", code="invalid_json") from None
 
 
-def _why(body: bytes, error: Exception) -> str:
-    """The library calls both of these truncated."""
+def _invalid_type(message: str) -> InvalidRequest:
+    found = _PATH.search(message)
+    if not found:
+        return InvalidRequest(f"body: {message}", code="invalid_type")
+    param = found["path"].removeprefix("$").lstrip(".")
+    return InvalidRequest(f"{param or 'body'}: {_PATH.sub('', message)}", param=param or None, code="invalid_type")
+
+
+def _reason(body: bytes, error: Exception) -> str:
+    """msgspec calls an empty body and a lone surrogate «truncated»; name them instead."""
     if not body.strip():
         return "it is empty"
     if found := _LONE_SURROGATE.search(body):
@@ -37,17 +51,12 @@ def _why(body: bytes, error: Exception) -> str:
     return str(error)
 
 
-def _invalid(message: str) -> InvalidRequest:
-    found = _AT.search(message)
-    if not found:
-        return InvalidRequest(f"body: {message}", code="invalid_type")
-    param = found["path"].removeprefix("$").lstrip(".")
-    return InvalidRequest(f"{param or 'body'}: {_AT.sub('', message)}", param=param or None, code="invalid_type")
-
-
-def encode(value: Any) -> bytes:
-    return _encoder.encode(value)
-
-
-def dumps(value: Any) -> str:
-    return _encoder.encode(value).decode()
+def is_json_object(text: str) -> bool:
+    """Whether the text is one complete JSON object."""
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+        return False
+    return True

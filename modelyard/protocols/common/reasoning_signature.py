@@ -1,7 +1,7 @@
-"""Reasoning that travels with the client: sealed into an opaque string going out, found again when it comes back.
+"""Reasoning text packed into an opaque signature that the client returns on the next turn.
 
-Clients return `signature` (Messages) and `encrypted_content` (Responses) untouched even where they drop or omit the
-text itself, so most reasoning needs no memory on our side. It is not a secret from the client: it was shown to them.
+Clients return `signature` (Messages) and `encrypted_content` (Responses) unchanged even when they drop the text, so most
+reasoning needs no server-side storage. The signature hides nothing: the client has seen the text.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import base64
 import binascii
 import zlib
 
-_MARK = "my1."
-_LIMIT = 8 << 20  # what an unsealed text may grow to: a hostile client must not inflate a small body without end
+_PREFIX = "my1."
+_MAX_UNPACKED = 8 << 20  # bytes; a small hostile body must not decompress without limit
 
 
 def pack_reasoning(text: str) -> str:
-    return _MARK + base64.urlsafe_b64encode(zlib.compress(text.encode("utf-8", "surrogatepass"), 1)).decode()
+    return _PREFIX + base64.urlsafe_b64encode(zlib.compress(text.encode("utf-8", "surrogatepass"), 1)).decode()
 
 
-def unpack_reasoning(sealed: str) -> str | None:
-    """The text that was sealed, or None for a foreign, broken or missing seal."""
-    if not sealed.startswith(_MARK):
+def unpack_reasoning(signature: str) -> str | None:
+    """The packed text, or None for a foreign, broken or missing signature."""
+    if not signature.startswith(_PREFIX):
         return None
     try:
-        packed = base64.urlsafe_b64decode(sealed[len(_MARK) :])
-        inflater = zlib.decompressobj()
-        text = inflater.decompress(packed, _LIMIT)
-        return text.decode("utf-8", "surrogatepass") if inflater.eof else None
+        packed = base64.urlsafe_b64decode(signature[len(_PREFIX) :])
+        decompressor = zlib.decompressobj()
+        text = decompressor.decompress(packed, _MAX_UNPACKED)
+        return text.decode("utf-8", "surrogatepass") if decompressor.eof else None
     except (binascii.Error, zlib.error, ValueError):
         return None

@@ -1,13 +1,13 @@
-"""The `metrics` object of a reply to POST /v1/responses: every field is always there, null where nobody could know.
+"""The `metrics` object of a reply to POST /v1/responses. Every field is always present, null where not measured.
 
-    pool_total_wall_ms                     all since the request came in
+    pool_total_wall_ms                     since the request arrived
     └── engine_total_wall_ms               rendering, queue and backend
-        ├── engine_tokenize_ms             rendering the prompt and turning it into tokens
-        ├── engine_queue_wait_ms           waiting for a place
-        └── backend_inference_wall_ms      at the engine's seam
-            └── gpu_generate_total_ms      up to the first token, and from there on
+        ├── engine_tokenize_ms             rendering the prompt and tokenizing it
+        ├── engine_queue_wait_ms           waiting for a slot
+        └── backend_inference_wall_ms      inside the engine
+            └── gpu_generate_total_ms      time to the first token plus decoding
 
-Milliseconds are rounded first and then reckoned with, so that the fields of one object agree with each other.
+Sums and differences use the rounded milliseconds, so that the fields of one object agree with each other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def write_metrics(finished: Finished) -> ResponseMetrics:
     times, usage = finished.timings, finished.usage
     backend, engine = _ms(times.backend), _ms(times.engine)
     first, decode = _ms(times.first_token), _ms(times.decode)
-    generated = _sum(first, decode)
+    generated = None if first is None or decode is None else round(first + decode, 3)
+    decode_ms = backend if generated is None else generated
     return ResponseMetrics(
         backend_inference_wall_ms=backend,
         engine_total_wall_ms=engine,
@@ -52,14 +53,14 @@ def write_metrics(finished: Finished) -> ResponseMetrics:
         gpu_decode_after_first_token_ms=decode,
         engine_prompt_tokens=usage.prompt,
         engine_output_tokens=usage.output,
-        engine_tokens_per_second=_speed(usage.output, backend if generated is None else generated),
+        engine_tokens_per_second=round(usage.output / decode_ms * 1e3, 3) if decode_ms else None,
     )
 
 
-def read_metrics(told: object) -> Timings:
-    """What an upstream tells of time; one that tells nothing, or means something else by the word, measured nothing."""
+def read_metrics(value: object) -> Timings:
+    """An upstream's `metrics` field. A missing one, or one with another shape, gives empty timings."""
     try:
-        metrics = msgspec.convert(told or {}, ResponseMetrics)
+        metrics = msgspec.convert(value or {}, ResponseMetrics)
     except msgspec.ValidationError:
         return Timings()
     return Timings(
@@ -79,11 +80,3 @@ def _ms(seconds: float | None) -> float | None:
 
 def _seconds(ms: float | None) -> float | None:
     return None if ms is None else ms / 1e3
-
-
-def _sum(first: float | None, decode: float | None) -> float | None:
-    return None if first is None or decode is None else round(first + decode, 3)
-
-
-def _speed(tokens: int, ms: float | None) -> float | None:
-    return round(tokens / ms * 1e3, 3) if ms else None

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes: written whole, read back however the network cut them."""
+"""Server-sent events: writing frames and parsing a byte stream that may be split anywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def comment(text: str = "keep-alive") -> bytes:
 
 
 class SseParser:
-    """Bytes cut anywhere to whole events. Comments and unknown fields are dropped; CR, LF and CRLF all end a line."""
+    """Chunks of bytes to whole events. Drops comments and unknown fields; CR, LF and CRLF all end a line."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -30,7 +30,7 @@ class SseParser:
 
     def feed(self, data: bytes) -> list[SseEvent]:
         buffer = self._rest + data
-        held = b"\r" if buffer.endswith(b"\r") else b""  # it may be half of CRLF
+        held = b"\r" if buffer.endswith(b"\r") else b""  # may be the first half of CRLF
         lines = buffer[: len(buffer) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
         self._rest = lines.pop() + held
         return [event for line in lines if (event := self._line(line)) is not None]
@@ -41,7 +41,9 @@ class SseParser:
 
     def _line(self, line: bytes) -> SseEvent | None:
         if not line:
-            return self._dispatch()
+            event, data = self._event, self._data
+            self._event, self._data = "", []
+            return SseEvent(event, b"\n".join(data)) if data else None
         name, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if name == b"data":
@@ -49,8 +51,3 @@ class SseParser:
         elif name == b"event":
             self._event = value.decode("utf-8", "replace")
         return None
-
-    def _dispatch(self) -> SseEvent | None:
-        event, data = self._event, self._data
-        self._event, self._data = "", []
-        return SseEvent(event, b"\n".join(data)) if data else None

@@ -10,17 +10,17 @@ import pytest
 from rich.console import Console
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
-from modelyard.library import describe, shelf
+from modelyard.library import models
 from modelyard.library.convert import convert
 from modelyard.library.convert import hf as writer
-from modelyard.library.progress import Meter
+from modelyard.library.progress import ProgressReporter
 from modelyard.plugins import MissingLibrary
 from tests.library.convert import tiny
 
 
 @pytest.fixture
 def added(tmp_path: Path) -> str:
-    shelf.add_model(str(tiny.write_model(tmp_path / "tiny.gguf")), name="tiny")
+    models.add_model(str(tiny.write_model(tmp_path / "tiny.gguf")), name="tiny")
     return "tiny"
 
 
@@ -32,11 +32,11 @@ def age(folder: str) -> int:
 def test_folder_is_in_the_library_and_goes_with_its_entry(added: str, to: str, quant: str, cache: Path):
     entry = convert(added, to)
     assert entry.path == str(cache / "models" / f"tiny-{to}")
-    row = {entry.name: file for entry, file in describe.library_rows()}[f"tiny-{to}"]
+    row = {entry.name: file for entry, file in models.list_rows()}[f"tiny-{to}"]
     assert (row.state, row.quant) == ("here", quant)
-    shelf.remove_model(f"tiny-{to}")
+    models.remove_model(f"tiny-{to}")
     assert not Path(entry.path).exists()
-    assert shelf.find_model("tiny") is not None
+    assert models.find_model("tiny") is not None
 
 
 def test_second_time_nothing_is_written(added: str):
@@ -67,7 +67,7 @@ def test_folder_of_somebody_else_is_left_alone(added: str, tmp_path: Path):
 
 def test_folder_outside_the_library_stays_when_its_entry_goes(added: str, tmp_path: Path):
     entry = convert(added, "hf", out=tmp_path / "mine")
-    shelf.remove_model(entry.name)
+    models.remove_model(entry.name)
     assert (tmp_path / "mine" / "model.safetensors").is_file()
 
 
@@ -89,7 +89,7 @@ def test_leavings_of_a_killed_conversion_are_swept(added: str, cache: Path):
 
 def test_progress_reaches_the_end(added: str):
     told: list[str] = []
-    convert(added, "hf", meter=Meter(Console(file=io.StringIO()), told.append))
+    convert(added, "hf", meter=ProgressReporter(Console(file=io.StringIO()), told.append))
     assert told[0] == "converting tiny.gguf to bfloat16"
     assert "100 %" in told[-1]
 

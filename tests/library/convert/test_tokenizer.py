@@ -11,7 +11,7 @@ import pytest
 
 from modelyard.core.errors import Unsupported
 from modelyard.library.convert import tokenizer
-from modelyard.library.gguf import contents
+from modelyard.library.gguf import read_contents
 from modelyard.tokenizer.gguf import GgufTokenizer
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.engines.llama_cpp.stage import model_file
@@ -36,7 +36,7 @@ def texts() -> list[str]:
 
 
 def vocabularies(file: Path, folder: Path) -> tuple[GgufTokenizer, HuggingFaceTokenizer]:
-    for name, content in tokenizer.files(contents(file)[0], 8192):
+    for name, content in tokenizer.files(read_contents(file)[0], 8192):
         (folder / name).write_bytes(content)
     return GgufTokenizer(file), HuggingFaceTokenizer.load(folder)
 
@@ -53,7 +53,7 @@ def test_default_model_is_tokenized_as_llama_cpp_does(smollm2: Path, tmp_path: P
 
 @pytest.mark.parametrize("cut", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
 def test_each_way_to_cut_words_is_llama_cpps(cut: str, smollm2: Path, tmp_path: Path):
-    about = contents(smollm2)[0]
+    about = read_contents(smollm2)[0]
     merges = about["tokenizer.ggml.merges"][:4000]
     words = tiny.tokens()[: len(tiny.SPECIALS) + 256] + [merge.replace(" ", "") for merge in merges]
     words = list(dict.fromkeys(words))
@@ -64,7 +64,7 @@ def test_each_way_to_cut_words_is_llama_cpps(cut: str, smollm2: Path, tmp_path: 
 
 
 def test_folder_says_how_texts_begin_and_end(tmp_path: Path):
-    about = contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]
+    about = read_contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]
     made = {name: content.decode() for name, content in tokenizer.files(about, 256)}
     config = json.loads(made["tokenizer_config.json"])
     assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")
@@ -74,7 +74,7 @@ def test_folder_says_how_texts_begin_and_end(tmp_path: Path):
 
 
 def test_begin_of_text_that_the_file_adds_is_added(tmp_path: Path):
-    about = dict(contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]) | {"tokenizer.ggml.add_bos_token": True}
+    about = dict(read_contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]) | {"tokenizer.ggml.add_bos_token": True}
     for name, content in tokenizer.files(about, 256):
         (tmp_path / name).write_bytes(content)
     assert HuggingFaceTokenizer.load(tmp_path).bos == 1

@@ -6,18 +6,20 @@ import re
 import shutil
 from pathlib import Path
 
-from modelyard.core.errors import InvalidRequest, NotFound
+from msgspec import Struct
+
+from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.library import default_model, gguf, huggingface, model_files
 from modelyard.library.cache_dir import models_dir
-from modelyard.library.model_files import LibraryEntry
-from modelyard.library.progress import Meter
+from modelyard.library.model_files import LibraryEntry, ModelFolder
+from modelyard.library.progress import ProgressReporter, format_size
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
 _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 
 
 def add_model(
-    source: str, *, name: str | None = None, quant: str | None = None, meter: Meter | None = None
+    source: str, *, name: str | None = None, quant: str | None = None, meter: ProgressReporter | None = None
 ) -> LibraryEntry:
     """A file or folder of this machine, else a repository of the hub (`org/repo` or `org/repo:quant`)."""
     if name is not None:
@@ -27,12 +29,12 @@ def add_model(
     if local is not None:
         entry = LibraryEntry(name or model_files.base_name(local.name), str(local))
     elif _REPO.fullmatch(repo):
-        file = huggingface.fetch(repo, quant or tagged or None, meter or Meter())
+        file = huggingface.fetch(repo, quant or tagged or None, meter or ProgressReporter())
         entry = LibraryEntry(name or _short(repo), str(file), repo, owned=True)
     else:
         raise NotFound(f"{source!r} is neither a file or folder here nor a repository such as org/name", param="source")
     _check_name(entry.name)
-    gguf.facts(Path(entry.path))  # what cannot be read is not worth a name
+    gguf.read_summary(Path(entry.path))  # what cannot be read is not worth a name
     model_files.put_entry(entry)
     return entry
 
@@ -114,3 +116,97 @@ def _delete(first: Path) -> None:
 
 def _has_models(folder: Path) -> bool:
     return any(file.suffix.lower() == ".gguf" for file in folder.rglob("*"))
+
+
+# Model files as rows for people: what they are, how large, and whether they are here.
+
+Rows = list[tuple[str, str]]
+
+
+class FileRow(Struct, frozen=True):
+    """What a list shows of a model's file. `state` is "here", "missing", "not fetched yet" or what is wrong with it."""
+
+    format_size: str = ""
+    quant: str = ""
+    state: str = ""
+
+
+def file_row(path: str | None) -> FileRow:
+    """Of a model whose weights are not a file, nothing."""
+    if path is None:
+        return FileRow()
+    if default_model.is_default(path) and not default_model.is_fetched():
+        return FileRow(format_size(default_model.DEFAULT_MODEL.size), "", "not fetched yet")
+    if (folder := model_files.find_model_folder(path)) is not None:
+        return FileRow(format_size(folder.size), folder.quant, "here")
+    file = model_files.find_model_file(path)
+    if file is None:
+        return FileRow(state="missing")
+    if file.suffix.lower() != ".gguf":
+        return FileRow(state="here")
+    try:
+        about = gguf.read_summary(file)
+    except ModelyardError:
+        return FileRow(format_size(file.stat().st_size), "", "unreadable")
+    return FileRow(format_size(about.size), about.quant, "here")
+
+
+def describe_file(path: str | None) -> Rows:
+    """What `models show` says of a file or folder; nothing where there is none that we can read."""
+    if default_model.is_default(path) and not default_model.is_fetched():
+        return [
+            (
+                "file",
+                f"not fetched yet ({format_size(default_model.DEFAULT_MODEL.size)}): modelyard serve does that when it starts",
+            )
+        ]
+    if path is not None and (folder := model_files.find_model_folder(path)) is not None:
+        return _explain_folder(folder)
+    file = model_files.find_model_file(path) if path is not None else None
+    if file is None or file.suffix.lower() != ".gguf":
+        return []
+    about = gguf.read_summary(file)
+    parts = len(model_files.split_parts(file))
+    rows = [
+        ("file", f"{file}, {format_size(about.size)}{f' in {parts} files' if parts > 1 else ''}"),
+        ("architecture", f"{about.architecture}, {about.layers} layers"),
+        ("parameters", _count(about.parameters)),
+        ("quantization", about.quant),
+        ("trained context", f"{about.trained_context} tokens" if about.trained_context else ""),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _explain_folder(folder: ModelFolder) -> Rows:
+    names = {"ct2": "CTranslate2", "hf": "Hugging Face"}
+    rows = [("folder", f"{folder.path}, {format_size(folder.size)}"), ("kind", names[folder.kind])]
+    return [*rows, ("quantization", folder.quant)] if folder.quant else rows
+
+
+def describe_entry(entry: LibraryEntry) -> Rows:
+    return [
+        ("model", entry.name),
+        ("source", entry.source),
+        *describe_file(entry.path),
+        ("configuration", config_snippet(entry)),
+    ]
+
+
+def config_snippet(entry: LibraryEntry) -> str:
+    """The lines that serve it."""
+    return f'[models.{_key(entry.name)}]\npath = "{Path(entry.path).as_posix()}"'
+
+
+def _key(name: str) -> str:
+    return name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else f'"{name}"'
+
+
+def _count(number: int) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number) if number else ""
+
+
+def list_rows() -> list[tuple[LibraryEntry, FileRow]]:
+    return [(entry, file_row(entry.path)) for entry in list_models()]

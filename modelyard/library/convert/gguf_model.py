@@ -11,7 +11,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from modelyard.core.errors import Unsupported
-from modelyard.library.gguf import TensorPlace, contents
+from modelyard.library.gguf import TensorInfo, read_contents
 from modelyard.library.model_files import split_parts
 
 Weights = npt.NDArray[np.float32]
@@ -35,7 +35,7 @@ _LAYER = {
 _BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
 
 
-class Family(Struct, frozen=True):
+class ModelFamily(Struct, frozen=True):
     """`interleaved`: llama.cpp stores the rows of queries and keys in pairs for its rotation, and they are to be put
     back into two halves."""
 
@@ -46,12 +46,12 @@ class Family(Struct, frozen=True):
 
 
 _FAMILIES = {
-    "llama": Family("LlamaForCausalLM", "llama", interleaved=True),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2", biased=True),
+    "llama": ModelFamily("LlamaForCausalLM", "llama", interleaved=True),
+    "qwen2": ModelFamily("Qwen2ForCausalLM", "qwen2", biased=True),
 }
 
 
-class Shape(Struct, frozen=True):
+class ModelShape(Struct, frozen=True):
     layers: int
     width: int
     heads: int
@@ -65,15 +65,15 @@ class Shape(Struct, frozen=True):
     tied: bool  # words in and words out are one table
 
 
-class Source:
+class GgufModel:
     """One GGUF model, whole. Nothing of its weights is in memory until it is asked for."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._places: dict[str, tuple[Path, TensorPlace]] = {}
+        self._places: dict[str, tuple[Path, TensorInfo]] = {}
         self.metadata: Mapping[str, Any] = {}
         for part in split_parts(file):
-            metadata, places = contents(part)
+            metadata, places = read_contents(part)
             self.metadata = self.metadata or metadata
             self._places |= {place.name: (part, place) for place in places}
         self.family = _family(file, self.metadata, self._places)
@@ -102,7 +102,7 @@ class Source:
         return weights
 
 
-def _family(file: Path, about: Mapping[str, Any], places: Mapping[str, Any]) -> Family:
+def _family(file: Path, about: Mapping[str, Any], places: Mapping[str, Any]) -> ModelFamily:
     name = about.get("general.architecture", "")
     if name not in _FAMILIES:
         raise _cannot(file, f"its architecture is {name!r} and only {', '.join(_FAMILIES)} can be converted here")
@@ -119,12 +119,12 @@ def _cannot(file: Path, why: str) -> Unsupported:
     )
 
 
-def _shape(about: Mapping[str, Any], places: Mapping[str, tuple[Path, TensorPlace]]) -> Shape:
+def _shape(about: Mapping[str, Any], places: Mapping[str, tuple[Path, TensorInfo]]) -> ModelShape:
     family = about["general.architecture"]
     number = {key.removeprefix(f"{family}."): value for key, value in about.items() if key.startswith(f"{family}.")}
     vocab, width = places["token_embd.weight"][1].shape
     heads = number["attention.head_count"]
-    return Shape(
+    return ModelShape(
         layers=number["block_count"],
         width=width,
         heads=heads,
@@ -139,7 +139,7 @@ def _shape(about: Mapping[str, Any], places: Mapping[str, tuple[Path, TensorPlac
     )
 
 
-def _names(file: Path, family: Family, places: Mapping[str, Any]) -> dict[str, str]:
+def _names(file: Path, family: ModelFamily, places: Mapping[str, Any]) -> dict[str, str]:
     """New name → name in the file. A tensor that nobody would read is a model that nobody understood."""
     known = _LAYER | (_BIASES if family.biased else {})
     found = {}
@@ -152,7 +152,7 @@ def _names(file: Path, family: Family, places: Mapping[str, Any]) -> dict[str, s
     return found
 
 
-def _dequantized(file: Path, place: TensorPlace) -> Weights:
+def _dequantized(file: Path, place: TensorInfo) -> Weights:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -1,0 +1,460 @@
+"""The life cycle that the in-process engines share.
+
+    open ─→ load ─→ generate: check ─→ submit ─→ tokens … End ─→ close
+                                                └→ the library fails ─→ all jobs end, `lost` resolves
+
+`InProcessJob` is one generation. `InProcessEngine` is the event loop's side of an engine: opening, checking prompts,
+closing, death. `ThreadedEngine` adds one thread that owns the model from loading to unloading. The thread takes jobs
+from an inbox, steps the model, and hands the tokens of a step to the event loop in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, ClassVar, Generic, TypeVar
+
+from msgspec import Struct
+
+from modelyard.core.engine import (
+    CacheInfo,
+    Chunk,
+    Control,
+    End,
+    EngineInfo,
+    EngineSpec,
+    Generation,
+    Media,
+    OnProgress,
+    Prompt,
+)
+from modelyard.core.errors import (
+    ContextOverflow,
+    Internal,
+    InvalidRequest,
+    ModelyardError,
+    NotFound,
+    Timeout,
+    Unavailable,
+    Unsupported,
+)
+from modelyard.core.events import Timings, Usage
+from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.engines.token_dispatch import TokenDispatch
+
+log = logging.getLogger(__name__)
+
+# A native call that returns waits at most this long for a busy gateway to release the GIL; Python's default is 5 ms.
+_SWITCH_INTERVAL_S = 0.0005
+_LOADING = "loading weights"
+
+T = TypeVar("T")
+
+
+class InProcessJob:
+    """One generation.
+
+    It is created on the event loop that reads `queue`. Once submitted, it belongs to the engine's thread, except for
+    `cancelled`: any thread may set it, and the engine reads it between two steps.
+    """
+
+    def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop) -> None:
+        self.prompt, self.cache = prompt, prompt.cache
+        self.queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=self.cancel, loop=loop)
+        self.prompt_tokens = prompt.n_tokens
+        self.cached_tokens = self.output_tokens = self.max_output = 0
+        self.limit_reason: str = "length"
+        self.cancelled: bool = False
+        self.ended: bool = False
+        self.created_at = time.perf_counter()
+        self.first_token_at: float | None = None
+
+    def __repr__(self) -> str:
+        progress = f"{self.output_tokens}/{self.max_output} output tokens"
+        return f"<{type(self).__name__} {self.prompt_tokens} prompt tokens, {progress}>"
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def deadline_passed(self, now: float) -> bool:
+        """`now` is Unix time, like deadlines."""
+        return self.prompt.deadline is not None and now >= self.prompt.deadline
+
+    def limit_output(self, window: int) -> None:
+        """Limits the output to the room that the prompt leaves in the window."""
+        room = window - self.prompt_tokens
+        self.max_output = min(self.prompt.max_tokens, room)
+        self.limit_reason = "window" if room < self.prompt.max_tokens else "length"
+
+    def count_output(self, tokens: int = 1) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        self.output_tokens += tokens
+
+    def end(self, reason: Any, error: ModelyardError | None = None) -> End:
+        self.ended = True
+        return End(reason, self.usage(), self.timings(), error)
+
+    def fail(self, error: ModelyardError) -> None:
+        """Ends the job with an error, unless it has ended. Event loop only."""
+        if not self.queue.closed:
+            self.queue.put_many([self.end("error", error)], last=True)
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.cached_tokens, self.output_tokens)
+
+    def timings(self) -> Timings:
+        now, first = time.perf_counter(), self.first_token_at
+        if first is None:
+            return Timings(total=now - self.created_at)
+        wait = first - self.created_at
+        return Timings(prefill=wait, first_token=wait, decode=now - first, total=now - self.created_at)
+
+
+J = TypeVar("J", bound=InProcessJob)
+
+
+class InProcessEngine(ABC, Generic[J]):
+    """The event loop's side of an engine. Create it on the loop that reads its generations."""
+
+    library: ClassVar[str]  # the native library's name in messages
+
+    def __init__(self, spec: EngineSpec, info: EngineInfo) -> None:
+        self.spec, self.info = spec, info
+        self.n_vocab = 0  # known once the model is loaded
+        self.is_open = False
+        self._loop = asyncio.get_running_loop()
+        self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
+        self._opening: asyncio.Task[None] | None = None
+        self._stop_error: ModelyardError | None = None  # why the engine takes no more jobs; set on the loop only
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def _load(self, progress: OnProgress) -> None:
+        """Loads the model."""
+
+    @abstractmethod
+    async def _shut_down(self) -> None:
+        """Ends all jobs and frees the model. Called once loading is over, also if it failed, and once per `close`."""
+
+    @abstractmethod
+    def _create_job(self, prompt: Prompt) -> J: ...
+
+    @abstractmethod
+    def _submit(self, job: J) -> None:
+        """Runs a job that has been checked."""
+
+    def _check_support(self, prompt: Prompt) -> None:
+        """Raises if the engine lacks a feature that the prompt needs."""
+        if any(isinstance(part, Media) for part in prompt.parts):
+            raise Unsupported("this engine reads text only", code="modality_unsupported")
+
+    # --- opening and closing ------------------------------------------------------------------------------------------
+
+    async def open(self, progress: OnProgress) -> None:
+        """Loads in a task of its own: if the caller stops waiting, `close` waits for the load instead."""
+        self._opening = asyncio.create_task(self._open(progress))
+        await asyncio.shield(self._opening)
+        progress(1.0, _LOADING)
+
+    async def _open(self, progress: OnProgress) -> None:
+        await self._load(progress)
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL_S))
+        self.is_open = True
+
+    async def close(self) -> None:
+        """Idempotent."""
+        self._stop(Unavailable("the engine was closed"))
+        if self._opening is not None:
+            # `wait`, not `gather`: a caller that stops waiting must not cancel the load.
+            await asyncio.wait({self._opening})
+            if not self._opening.cancelled():
+                self._opening.exception()  # marks it as retrieved: the caller of `open` may be gone
+        self.is_open = False
+        await self._shut_down()
+
+    def _stop(self, error: ModelyardError) -> None:
+        """Takes no more jobs, for the first reason given."""
+        self._stop_error = self._stop_error or error
+
+    def _report_lost(self, error: ModelyardError) -> None:
+        """The engine died."""
+        self._stop(error)
+        if not self.lost.done():
+            self.lost.set_result(error)
+
+    def _require_open(self) -> None:
+        if self._stop_error is not None:
+            raise self._stop_error
+        if not self.is_open:
+            raise Unavailable("the engine is not open")
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt) -> Generation[Chunk]:
+        job = self._create_job(prompt)
+        try:
+            self._require_open()
+            self._check(job)
+        except ModelyardError as error:
+            job.fail(error)
+        else:
+            self._submit(job)
+        return job.queue
+
+    def _check(self, job: J) -> None:
+        """Raises if the engine cannot run the job."""
+        job.cache = self._cache_name(job.prompt.cache)
+        window = self._cache_info(job.cache).window
+        if job.prompt_tokens >= window:
+            raise ContextOverflow(job.prompt_tokens, window)
+        self._check_support(job.prompt)
+        ids = job.prompt.ids
+        if not ids:
+            raise InvalidRequest("the prompt is empty")
+        if min(ids) < 0 or max(ids) >= self.n_vocab:
+            raise InvalidRequest(f"the prompt holds token ids outside 0…{self.n_vocab - 1}")
+        job.limit_output(window)
+
+    def _cache_name(self, name: str) -> str:
+        """A prompt that names no cache uses the first one."""
+        caches = self.spec.caches
+        name = name or next(iter(caches), "")
+        if name not in caches:
+            raise NotFound(f"the engine has no cache {name!r}; it has {', '.join(caches)}")
+        return name
+
+    def _cache_info(self, name: str) -> CacheInfo:
+        return self.spec.caches[name]
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _unsupported_control(self, op: Control) -> InvalidRequest:
+        return InvalidRequest(f"{self.library} does not support {op.op!r}", code="unsupported_control")
+
+    def _as_error(self, error: BaseException) -> ModelyardError:
+        """The error of one job or one call; what the library raised stays in the log."""
+        if isinstance(error, ModelyardError):
+            return error
+        internal = Internal(f"the {self.library} engine failed to run this job")
+        log.error("a job of %s failed (id %s)", self.library, internal.id, exc_info=error)
+        return internal
+
+    def _warn_about_trained_length(self, trained: int | None, advice: str = "") -> None:
+        for name, info in self.spec.caches.items():
+            if trained and info.window > trained:
+                text = (
+                    "the cache %r has a window of %d tokens, but the model %r was trained on %d: answers beyond that "
+                )
+                log.warning(text + "length may be nonsense%s", name, info.window, self.spec.model, trained, advice)
+
+
+class ThreadCall(Struct, frozen=True):
+    """A function to run on the engine's thread between two steps; `done` resolves on the event loop."""
+
+    function: Callable[[], Any]
+    done: asyncio.Future[Any]
+
+
+class ThreadedEngine(InProcessEngine[J]):
+    """An engine whose model belongs to one thread. Nothing else touches the model."""
+
+    def __init__(self, spec: EngineSpec, info: EngineInfo) -> None:
+        super().__init__(spec, info)
+        self._inbox: SimpleQueue[J | ThreadCall | None] = SimpleQueue()  # None ends the thread
+        self._dispatch = TokenDispatch(self._loop)
+        self._thread: threading.Thread | None = None
+
+    # --- hooks on the engine's thread ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _load_model(self, report: Callable[[float], bool]) -> None:
+        """`report` takes the fraction that is loaded; it returns False once nobody waits for the load any more."""
+
+    @abstractmethod
+    def _unload_model(self) -> None:
+        """Called last on the thread, also after a failed load."""
+
+    @abstractmethod
+    def _has_work(self) -> bool: ...
+
+    @abstractmethod
+    def _admit(self, job: J) -> None:
+        """Adds a job to the running ones; an error ends that job only."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Computes one step and dispatches its tokens; an error is the engine's death."""
+
+    @abstractmethod
+    def _fail_all(self, error: ModelyardError) -> None:
+        """Ends all running jobs without asking the model for anything."""
+
+    def _finish_step(self) -> None:
+        """Called before the set of jobs changes: completes what `_step` left in flight."""
+
+    def _after_shutdown(self) -> None:
+        """Called after a clean end, before the model is unloaded; saves state."""
+
+    # --- hooks on the event loop --------------------------------------------------------------------------------------
+
+    def _prepare(self, job: J) -> Future[Any] | None:
+        """Work on another thread that must be done before the engine's thread gets the job: compiling a grammar."""
+        del job
+        return None
+
+    def _release(self) -> None:
+        """Frees what belongs to neither thread, such as grammar compilers. Called in a worker thread."""
+
+    # --- the event loop's side ----------------------------------------------------------------------------------------
+
+    async def _load(self, progress: OnProgress) -> None:
+        progress(0.0, _LOADING)
+        loaded: asyncio.Future[None] = self._loop.create_future()
+
+        def report(fraction: float) -> bool:
+            self._loop.call_soon_threadsafe(progress, min(fraction, 0.99), _LOADING)
+            return self._stop_error is None
+
+        name = f"{self.info.backend}:{self.spec.model}"
+        self._thread = threading.Thread(target=self._run, args=(report, loaded), name=name, daemon=True)
+        self._thread.start()
+        await loaded
+
+    async def _shut_down(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._inbox.put(None)
+            await asyncio.to_thread(thread.join)
+        self._reject_queued()
+        await asyncio.to_thread(self._release)
+
+    def _report_lost(self, error: ModelyardError) -> None:
+        super()._report_lost(error)
+        self._reject_queued()
+
+    def _reject_queued(self) -> None:
+        """Fails what waits in the inbox of a thread that has ended."""
+        error = self._stop_error or Unavailable("the engine was closed")
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, ThreadCall):
+                _resolve(item.done, None, error)
+            elif item is not None:
+                item.fail(error)
+
+    def _submit(self, job: J) -> None:
+        preparing = self._prepare(job)
+        if preparing is None:
+            self._inbox.put(job)
+        else:
+            asyncio.wrap_future(preparing, loop=self._loop).add_done_callback(partial(self._prepared, job))
+
+    def _prepared(self, job: J, preparing: asyncio.Future[Any]) -> None:
+        error = self._stop_error or (Unavailable("the engine was closed") if preparing.cancelled() else None)
+        failure = error or preparing.exception()
+        if failure is None:
+            self._inbox.put(job)
+        else:
+            job.fail(self._as_error(failure))
+
+    async def run_on_thread(self, function: Callable[[], T]) -> T:
+        """The function's result; its error is the caller's, not the engine's death."""
+        self._require_open()
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._inbox.put(ThreadCall(function, done))
+        return await done
+
+    # --- the thread's side --------------------------------------------------------------------------------------------
+
+    def _run(self, report: Callable[[float], bool], loaded: asyncio.Future[None]) -> None:
+        try:
+            self._load_model(report)
+        except BaseException as error:
+            self._unload()
+            self._loop.call_soon_threadsafe(_resolve, loaded, None, self._load_error(error))
+            return
+        self._loop.call_soon_threadsafe(_resolve, loaded, None, None)
+        try:
+            while self._receive():
+                self._step()
+            self._finish_step()
+        except Exception as error:
+            log.exception("the %s thread died", self.library)
+            death = Unavailable(f"the engine died: {error}")
+            self._end_all(death)
+            self._loop.call_soon_threadsafe(self._report_lost, death)
+        else:
+            self._end_all(Unavailable("the engine was closed"))
+            self._after_shutdown()
+        self._unload()
+
+    def _end_all(self, error: ModelyardError) -> None:
+        self._fail_all(error)
+        self._dispatch.flush()
+
+    def _load_error(self, error: BaseException) -> ModelyardError:
+        if isinstance(error, ModelyardError):
+            return error
+        log.error("the model %r failed to load", self.spec.model, exc_info=error)
+        reason = str(error).strip() or type(error).__name__
+        return InvalidRequest(f"the model {self.spec.model!r} cannot be loaded: {reason}", code="model_unreadable")
+
+    def _unload(self) -> None:
+        """The thread ends, whatever goes wrong."""
+        try:
+            self._unload_model()
+        except Exception:
+            log.exception("the model %r was not unloaded cleanly", self.spec.model)
+
+    def _receive(self) -> bool:
+        """Takes what has arrived; blocks only while there is no work. False: the engine closes."""
+        busy = self._has_work()
+        while not (busy and self._inbox.empty()):
+            item = self._inbox.get()
+            if item is None:
+                return False
+            self._finish_step()
+            if isinstance(item, ThreadCall):
+                self._run_call(item)
+                return True  # one call per step: many of them must not delay the streams
+            self._admit_or_fail(item)
+            busy = True
+        return True
+
+    def _run_call(self, call: ThreadCall) -> None:
+        try:
+            result, error = call.function(), None
+        except Exception as raised:
+            result, error = None, self._as_error(raised)
+        self._loop.call_soon_threadsafe(_resolve, call.done, result, error)
+
+    def _admit_or_fail(self, job: J) -> None:
+        if job.cancelled:
+            self._dispatch.put(job, [job.end("cancelled")], True)
+            return
+        try:
+            if job.deadline_passed(time.time()):
+                raise Timeout("the job's deadline passed")
+            self._admit(job)
+        except Exception as error:
+            self._dispatch.put(job, [job.end("error", self._as_error(error))], True)
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """On the event loop. A future whose reader is gone is cancelled."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
