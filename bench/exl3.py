@@ -34,8 +34,8 @@ from bench.stats import percentile
 from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3.engine import Exl3Engine
-from modelyard.engines.exllamav3.job import Job
+from modelyard.engines.exllamav3.engine import ExllamaEngine
+from modelyard.engines.exllamav3.model import ExllamaJob
 from modelyard.workers import launch
 from modelyard.workers.launch import ApartText, apart
 from modelyard.workers.run import quiet_loop
@@ -67,9 +67,9 @@ def rate(heard: Heard) -> float:
 # --- the ways -------------------------------------------------------------------------------------------------------
 
 
-def directly(engine: Exl3Engine) -> Way:
+def directly(engine: ExllamaEngine) -> Way:
     async def run(streams: int, tokens: int) -> Heard:
-        jobs = [Job(prompt(tokens), asyncio.get_running_loop()) for _ in range(streams)]
+        jobs = [ExllamaJob(prompt(tokens), asyncio.get_running_loop()) for _ in range(streams)]
         for job in jobs:
             job.fit(CacheInfo(WINDOW, streams))
         heard: Heard = [[] for _ in jobs]
@@ -79,7 +79,7 @@ def directly(engine: Exl3Engine) -> Way:
     return run
 
 
-def _drive(engine: Exl3Engine, jobs: list[Job], heard: Heard) -> None:
+def _drive(engine: ExllamaEngine, jobs: list[ExllamaJob], heard: Heard) -> None:
     model, generator = engine._model, engine._lanes["main"]._generator
     assert model is not None
     made_of = partial(model._job, sampled=lambda: None)
@@ -94,7 +94,7 @@ def _drive(engine: Exl3Engine, jobs: list[Job], heard: Heard) -> None:
             left -= bool(result["eos"])
 
 
-def through(engine: Exl3Engine | ApartText) -> Way:
+def through(engine: ExllamaEngine | ApartText) -> Way:
     async def one(tokens: int) -> list[tuple[float, int]]:
         times = []
         async for batch in engine.generate(prompt(tokens)):
@@ -193,7 +193,7 @@ def report(streams: int, tokens: int, rates: dict[str, list[float]], costs: dict
 class Stopwatch:
     """Where the engine's thread is, as medians over its steps: in the generator, in its wait for the GPU, in ours."""
 
-    def __init__(self, engine: Exl3Engine) -> None:
+    def __init__(self, engine: ExllamaEngine) -> None:
         self._engine, self._lane = engine, engine._lanes["main"]
         self._cuda = engine._model._library.torch.cuda  # type: ignore[union-attr]
         self.steps: list[tuple[float, float, float, float]] = []  # whole, in the generator, of it the wait, and CPU
@@ -228,7 +228,7 @@ class Stopwatch:
         return f"{told}; ours {whole - inside:.0f}; CPU of the thread {cpu:.0f}"
 
 
-async def profiled(engine: Exl3Engine, ways: dict[str, Way]) -> None:
+async def profiled(engine: ExllamaEngine, ways: dict[str, Way]) -> None:
     for streams in STREAMS:
         for name in ("direct", "inline"):
             with Stopwatch(engine) as watch:
@@ -247,7 +247,7 @@ async def run(
     spec = EngineSpec("bench", options, {"main": CacheInfo(WINDOW, max(STREAMS))})
     async with AsyncExitStack() as stack:
         inline = exllamav3.create(spec)
-        assert isinstance(inline, Exl3Engine)
+        assert isinstance(inline, ExllamaEngine)
         stack.push_async_callback(inline.close)
         await inline.open(lambda *_: None)
         ways: dict[str, Way] = {"direct": directly(inline), "inline": through(inline)}

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from bench.subjects import configuration
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.prompt.render import Renderer
 from modelyard.protocols import openai_chat
 from modelyard.server.model_definition import define
@@ -46,7 +46,7 @@ def measure(tokenizer: Path) -> Growth:
 
 
 def _renderer(tokenizer: Path) -> Renderer:
-    config = load(env={}, overrides=configuration(tokenizer, 0)).config
+    config = load_config(env={}, overrides=configuration(tokenizer, 0)).config
     return define(config.router().catalog.models["bench"], config.models["bench"]).model.parts.renderer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.http import server as front
 from modelyard.server.app import ServerApp, compose
 
@@ -42,7 +42,7 @@ def demo(script: list[dict[str, Any]] | None = None, **model: Any) -> dict[str, 
 @contextmanager
 def serving(config: dict[str, Any], env: dict[str, str] | None = None, *, ready: bool = True) -> Iterator[Served]:
     """Serve `config` (in our own names) on a free port until the block ends."""
-    loaded = load(env=env or {}, overrides={**config, "http": {**config.get("http", {}), "port": 0}})
+    loaded = load_config(env=env or {}, overrides={**config, "http": {**config.get("http", {}), "port": 0}})
     began, ended = threading.Event(), threading.Event()
     held: list[Any] = []
     thread = threading.Thread(

@@ -15,7 +15,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from modelyard.config import ConfigError, load
+from modelyard.config.load import load_config
+from modelyard.config.problems import ConfigError
 from modelyard.http.settings import HttpSettings
 
 PATH = "/v1/models"
@@ -72,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="how long it may take to answer")
     seconds = parser.parse_args(arguments).wait
     try:
-        print(wait(load().config.http, os.environ, seconds))
+        print(wait(load_config().config.http, os.environ, seconds))
     except (Silent, ConfigError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 from selenium.webdriver.common.keys import Keys
 
-from modelyard.library import default
+from modelyard.library import default_model
 from tests.commands import serve
 from tests.workbench.screen import Screen, chrome
 
@@ -91,7 +91,7 @@ def traffic(url: str, over: threading.Event) -> None:
 
 
 def main() -> None:
-    default.fetch()
+    default_model.fetch()
     over = threading.Event()
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder), config=_CONFIG) as running, chrome() as driver:
         running.until("the model smollm2 is ready")

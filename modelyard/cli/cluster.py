@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from modelyard.config import Loaded
-from modelyard.config import load as read
+from modelyard.config.load import LoadedConfig
+from modelyard.config.load import load_config as read
 
-Load = Callable[[Path | None], Loaded]  # or it has said what is wrong, and the command is over
+Load = Callable[[Path | None], LoadedConfig]  # or it has said what is wrong, and the command is over
 Guarded = Callable[..., Any]  # likewise
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", "-c", help="TOML or JSON file, the same everywhere.")]

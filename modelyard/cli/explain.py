@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator
 
 from modelyard import plugins
-from modelyard.config import Config, ConfigProblem
+from modelyard.config.problems import ConfigProblem
+from modelyard.config.settings import Config
 from modelyard.core.errors import ModelyardError, NotFound
 from modelyard.library import models
 from modelyard.library.models import describe_entry, describe_file

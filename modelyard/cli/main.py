@@ -16,7 +16,10 @@ from rich.table import Table
 from modelyard import __version__
 from modelyard.benchmark.bench import command as bench_command
 from modelyard.cli import cluster as stations
-from modelyard.config import ConfigError, ConfigProblem, Description, Loaded, describe, json_schema, load
+from modelyard.config.describe import ConfigDescription, describe_config
+from modelyard.config.load import LoadedConfig, load_config
+from modelyard.config.problems import ConfigError, ConfigProblem
+from modelyard.config.schema import json_schema
 from modelyard.core.errors import ModelyardError
 from modelyard.tune import command as tune_command
 
@@ -90,7 +93,7 @@ def check(config: ConfigOption = None) -> None:
     from modelyard.cli.explain import broken_engines
 
     loaded = _load(config)
-    seen = describe(loaded)
+    seen = describe_config(loaded)
     out.print(f"[dim]from {', '.join(seen.sources)}[/dim]")
     _print_tables(seen)
     _print_memory(loaded)
@@ -137,7 +140,7 @@ def models_list(config: ConfigOption = None) -> None:
 
     loaded = _load(config)
     models = _table("model", "engine", "aliases", "loaded", "size", "quant", "file", "")
-    for m in describe(loaded).models:
+    for m in describe_config(loaded).models:
         file = described.file_row(loaded.config.models[m.name].path)
         row = (m.name, m.backend, ", ".join(m.aliases), m.starts, file.size, file.quant, file.state, m.description)
         models.add_row(*map(escape, row))
@@ -319,9 +322,9 @@ def main() -> None:
 # --- printing ---------------------------------------------------------------------------------------------------------
 
 
-def _load(path: Path | None, overrides: dict[str, Any] | None = None) -> Loaded:
+def _load(path: Path | None, overrides: dict[str, Any] | None = None) -> LoadedConfig:
     try:
-        return load(path, overrides=overrides)
+        return load_config(path, overrides=overrides)
     except ConfigError as error:
         for problem in error.problems:
             _print_problem(problem)
@@ -347,7 +350,7 @@ def _print_problem(problem: ConfigProblem) -> None:
     err.print(f"[{colour}]{problem.level}[/{colour}] {escape(str(problem))}", soft_wrap=True)
 
 
-def _print_tables(seen: Description) -> None:
+def _print_tables(seen: ConfigDescription) -> None:
     _print_models(seen)
     caches = _table("cache", "model", "window", "parallel", "tokens in all", "overflow", "for")
     for c in seen.caches:
@@ -359,14 +362,14 @@ def _print_tables(seen: Description) -> None:
     out.print(routes)
 
 
-def _print_models(seen: Description) -> None:
+def _print_models(seen: ConfigDescription) -> None:
     models = _table("model", "engine", "aliases", "loaded", "")
     for m in seen.models:
         models.add_row(m.name, m.backend, ", ".join(m.aliases), m.starts, m.description)
     out.print(models)
 
 
-def _print_memory(loaded: Loaded) -> None:
+def _print_memory(loaded: LoadedConfig) -> None:
     """What the models would take; one that cannot tell is told of among the problems."""
     from modelyard.server.memory_estimate import footprints, machine, size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from modelyard.config.backends import Finding
+from modelyard.config.engine_options import ConfigFinding
 from modelyard.config.problems import suggest
 from modelyard.config.settings import Config
 from modelyard.core.errors import InvalidRequest
@@ -14,9 +14,9 @@ from modelyard.workers import interpreter
 from modelyard.workers.link import address_fault
 
 
-def check(
+def check_config(
     config: Config, models: Collection[str], caches: Collection[str], env: Mapping[str, str]
-) -> Iterator[Finding]:
+) -> Iterator[ConfigFinding]:
     """`models` and `caches` are all names that were written, also of entries too broken to be in `config`."""
     public = [*models, *(alias for model in config.models.values() for alias in model.aliases)]
     yield from _caches(config, models)
@@ -32,7 +32,7 @@ def check(
         yield ("scheduler", "endpoint"), told, "error"
 
 
-def _interpreters(config: Config) -> Iterator[Finding]:
+def _interpreters(config: Config) -> Iterator[ConfigFinding]:
     for name, model in config.models.items():
         try:
             interpreter.found(model.python)
@@ -44,7 +44,7 @@ def _no(what: str, name: str, known: Collection[str]) -> str:
     return f"there is no {what} {name!r}; known: {', '.join(known) or 'none'}.{suggest(name, known)}"
 
 
-def _caches(config: Config, models: Collection[str]) -> Iterator[Finding]:
+def _caches(config: Config, models: Collection[str]) -> Iterator[ConfigFinding]:
     for name, cache in config.caches.items():
         if cache.model not in models:
             yield ("caches", name, "model"), _no("model", cache.model, models), "error"
@@ -56,7 +56,7 @@ def _caches(config: Config, models: Collection[str]) -> Iterator[Finding]:
             yield ("models", name, "n_ctx"), "is not used: the model's caches have windows of their own.", "warning"
 
 
-def _routes(config: Config, public: Collection[str], caches: Collection[str]) -> Iterator[Finding]:
+def _routes(config: Config, public: Collection[str], caches: Collection[str]) -> Iterator[ConfigFinding]:
     with_caches = {cache.model for cache in config.caches.values()}
     known = [*caches, *(name for name in config.models if name not in with_caches)]
     for number, route in enumerate(config.routes):
@@ -67,7 +67,7 @@ def _routes(config: Config, public: Collection[str], caches: Collection[str]) ->
         yield from _disagreement(config, number, route)
 
 
-def _disagreement(config: Config, number: int, route: RouteSettings) -> Iterator[Finding]:
+def _disagreement(config: Config, number: int, route: RouteSettings) -> Iterator[ConfigFinding]:
     cache = config.caches.get(route.cache or "")
     model = config.models.get(cache.model) if cache else None
     if cache and model and route.model is not None and route.model not in {cache.model, *model.aliases}:
@@ -75,7 +75,7 @@ def _disagreement(config: Config, number: int, route: RouteSettings) -> Iterator
         yield ("routes", number, "model"), message, "error"
 
 
-def _shadowed(routes: list[RouteSettings]) -> Iterator[Finding]:
+def _shadowed(routes: list[RouteSettings]) -> Iterator[ConfigFinding]:
     for number, route in enumerate(routes):
         for earlier in range(number):
             if _takes_all(routes[earlier], route):
@@ -89,7 +89,7 @@ def _takes_all(earlier: RouteSettings, later: RouteSettings) -> bool:
     return all(any(glob_covers(wide.lower(), narrow.lower()) for wide in earlier.match) for narrow in later.match)
 
 
-def _aliases(config: Config) -> Iterator[Finding]:
+def _aliases(config: Config) -> Iterator[ConfigFinding]:
     taken = dict.fromkeys(config.models, "the id of a model")
     for name, model in config.models.items():
         for number, alias in enumerate(model.aliases):
@@ -98,7 +98,7 @@ def _aliases(config: Config) -> Iterator[Finding]:
             taken.setdefault(alias, f"an alias of {name!r}")
 
 
-def _keys(config: Config, env: Mapping[str, str]) -> Iterator[Finding]:
+def _keys(config: Config, env: Mapping[str, str]) -> Iterator[ConfigFinding]:
     seen: set[str] = set()
     for number, key in enumerate(config.keys):
         if key.name in seen:
@@ -111,7 +111,7 @@ def _keys(config: Config, env: Mapping[str, str]) -> Iterator[Finding]:
             yield ("keys", number, "key"), message, "warning"
 
 
-def _files(config: Config) -> Iterator[Finding]:
+def _files(config: Config) -> Iterator[ConfigFinding]:
     for field in ("ssl_certfile", "ssl_keyfile"):
         path = getattr(config.http, field)
         if path is not None and not path.is_file():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from modelyard.config.load import Loaded
+from modelyard.config.load import LoadedConfig
 from modelyard.config.problems import ConfigProblem
 from modelyard.router.catalog import CacheEntry, Catalog, ModelEntry
 from modelyard.router.routes import Router
@@ -44,7 +44,7 @@ class ModelRow(Struct, frozen=True):
     description: str = ""
 
 
-class Description(Struct, frozen=True):
+class ConfigDescription(Struct, frozen=True):
     sources: list[str]
     models: list[ModelRow]
     caches: list[CacheRow]
@@ -52,10 +52,10 @@ class Description(Struct, frozen=True):
     problems: list[ConfigProblem]  # of the file, with advice that only the whole picture gives
 
 
-def describe(loaded: Loaded) -> Description:
+def describe_config(loaded: LoadedConfig) -> ConfigDescription:
     router = loaded.config.router()
     catalog = router.catalog
-    return Description(
+    return ConfigDescription(
         sources=[str(source) for source in loaded.source],
         models=[_model(entry) for entry in catalog.models.values()],
         caches=[_cache(cache) for cache in catalog.caches.values()],
@@ -76,7 +76,7 @@ def _cache(cache: CacheEntry) -> CacheRow:
     return CacheRow(cache.name, cache.model, info.window, info.parallel, tokens, overflow, info.description)
 
 
-def _configured(loaded: Loaded, catalog: Catalog) -> Iterator[RouteRow]:
+def _configured(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:
     for route in loaded.config.routes:
         cache = catalog.caches[route.cache] if route.cache else catalog.find(route.model or "")
         if cache is not None:

@@ -17,9 +17,9 @@ from pydantic_core import ErrorDetails
 
 from modelyard.config import sources
 from modelyard.config import sources as environment
-from modelyard.config.backends import check_options
-from modelyard.config.checks import check
-from modelyard.config.names import normalize_layer, resolve_defaults
+from modelyard.config.checks import check_config
+from modelyard.config.engine_options import check_engine_options
+from modelyard.config.normalize import normalize_layer, resolve_defaults
 from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, suggest, validation_message
 from modelyard.config.settings import EMBEDDED_DEFAULTS, Config, accepted_keys, type_at
 from modelyard.config.sources import ConfigLayer, Table, merge_layers, path_exists, problem_at
@@ -29,7 +29,7 @@ COMMAND_LINE = "command line"
 _ROUNDS = 3  # taking out a bad value may leave its table without a value that it needs
 
 
-class Loaded(Struct):
+class LoadedConfig(Struct):
     """A usable configuration, the sources it came from (lowest first), and what its owner should know."""
 
     config: Config
@@ -37,13 +37,13 @@ class Loaded(Struct):
     problems: list[ConfigProblem]
 
 
-def load(
+def load_config(
     path: Path | None = None,
     *,
     env: Mapping[str, str] = os.environ,
     cwd: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
-) -> Loaded:
+) -> LoadedConfig:
     """The configuration in force. Raises ConfigError with every error; lesser problems come with the result.
 
     `overrides` are the command line's values in our own names, such as `{"http": {"port": 9000}}`.
@@ -62,7 +62,7 @@ def load(
     if config is None or errors:
         raise ConfigError(errors)
     by_name: dict[str, Path | str] = {str(file): file for file in files}
-    return Loaded(config, [by_name.get(layer.source, layer.source) for layer in layers], problems)
+    return LoadedConfig(config, [by_name.get(layer.source, layer.source) for layer in layers], problems)
 
 
 def _listed(keys: Any) -> list[Any]:
@@ -145,5 +145,5 @@ def _check(
     config: Config, merged: Table, layers: list[ConfigLayer], env: Mapping[str, str], problems: list[ConfigProblem]
 ) -> None:
     models, caches = (table if isinstance(table := merged.get(key), dict) else {} for key in ("models", "caches"))
-    findings = [*check_options(config.models), *check(config, models, caches, env)]
+    findings = [*check_engine_options(config.models), *check_config(config, models, caches, env)]
     problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]

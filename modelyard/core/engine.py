@@ -67,7 +67,7 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
     logprobs: int | None = None
     deadline: float | None = None  # unix time: it crosses processes
     trace: str = ""
-    joint: str | None = None  # jobs that are the same in this, too, and in all that is asked, may share one run
+    dedup_key: str | None = None  # jobs that are the same in this, too, and in all that is asked, may share one run
 
     @property
     def n_tokens(self) -> int:
@@ -211,12 +211,14 @@ class EngineStats(Struct, frozen=True):
 
 
 class MemoryEstimate(Struct, frozen=True):
-    """Bytes. `device` is what a GPU would hold, `host` what RAM would."""
+    """Bytes on `device`. `page_cache` comes on top of the total: clean pages of the model's file that are resident
+    until the kernel needs their memory."""
 
     weights: int = 0
     kv: int = 0
     compute: int = 0
     device: str = "cpu"
+    page_cache: int = 0
 
     @property
     def total(self) -> int:

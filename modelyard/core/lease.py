@@ -30,7 +30,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, gc=False):
     deadline: float | None = None  # unix time until which it may wait
     trace: str = ""
     prompt: Sequence[int] = ()
-    again: bool = False  # a second try of a request that was counted already
+    is_retry: bool = False  # the request was counted against its key before
 
 
 class Lease(Protocol):

@@ -1,4 +1,4 @@
-"""A model's definition as the gateway uses it: it works while no engine is loaded."""
+"""A model as the gateway uses it. It works while no engine is loaded."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from modelyard.prompt.render import Renderer
 
 
 class TextPipeline(Struct, frozen=True):
-    """What only a token engine needs of us: template and tokenizer, and how its raw output reads.
+    """Everything between messages and token ids, in both directions: renderer, tokenizer and output format.
 
-    `taught` is how it reads where the prompt has told the model in words how to call tools.
+    `tools_prompt_format` reads the output when the prompt explained the tools in words.
     """
 
     renderer: Renderer
-    vocab: Tokenizer
+    tokenizer: Tokenizer
     format: OutputFormat
     stop_ids: tuple[int, ...]
-    taught: OutputFormat | None = None
-    stop_strings: tuple[str, ...] = ()  # what ends a turn and is no token of the vocabulary
-    specials: frozenset[str] = frozenset()  # the vocabulary's control tokens, hashed once for all answers
+    tools_prompt_format: OutputFormat | None = None
+    stop_strings: tuple[str, ...] = ()  # end-of-turn texts that are not tokens of the vocabulary
+    specials: frozenset[str] = frozenset()  # the tokenizer's control tokens, hashed once
 
     def __post_init__(self) -> None:
-        force_setattr(self, "specials", frozenset(self.vocab.specials))
+        force_setattr(self, "specials", frozenset(self.tokenizer.specials))
 
     def format_for(self, request: Request) -> OutputFormat:
-        return self.taught if self.taught is not None and request.tools else self.format
+        return self.tools_prompt_format if self.tools_prompt_format is not None and request.tools else self.format
 
 
 class Model(Struct, frozen=True, kw_only=True):
@@ -47,15 +47,16 @@ class Model(Struct, frozen=True, kw_only=True):
     tool_stream: bool = True
     constrain_calls: bool = False
     modalities: tuple[str, ...] = ("text",)
-    translates: bool = False  # it takes one text and two language codes, and nothing else
-    fault: ModelyardError | None = None  # why it could not be defined: whoever asks for it is told
+    translates: bool = False  # takes one text and two language codes, nothing else
+    fault: ModelyardError | None = None  # why it could not be defined; requests for it fail with this
 
     @property
-    def parts(self) -> TextPipeline:
+    def pipeline(self) -> TextPipeline:
+        """`text`, or the error that explains why there is none."""
         if self.fault is not None:
             raise Unavailable(f"the model {self.name!r} could not be loaded: {self.fault.message}", code="model_failed")
         if self.text is None:
             raise Unimplemented(
-                f"the model {self.name!r} runs elsewhere: its tokenizer and template are not known here"
+                f"the model {self.name!r} runs on another server; its tokenizer and template are not available here"
             )
         return self.text

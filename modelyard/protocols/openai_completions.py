@@ -30,8 +30,8 @@ from modelyard.protocols.common.openai_fields import (
     DONE,
     FINGERPRINT,
     FINISH_REASONS,
-    LOWEST_LOGPROB,
-    MAX_ANSWERS,
+    MAX_N,
+    MIN_LOGPROB,
     PromptField,
     Prompts,
     check_range,
@@ -102,7 +102,7 @@ def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
 
 
 def _read_n(asked: CompletionBody, prompts: int, warnings: list[str]) -> int:
-    check_range("n", asked.n, 1, MAX_ANSWERS)
+    check_range("n", asked.n, 1, MAX_N)
     n = 1 if asked.n is None else asked.n
     if prompts * n > _MAX_CHOICES:
         raise InvalidRequest(
@@ -173,12 +173,12 @@ def _write_logprobs(tokens: Iterable[TokenLogprob], offset: int, top: int) -> di
     out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if top else None, "text_offset": []}
     for token in tokens:
         out["tokens"].append(token.token)
-        out["token_logprobs"].append(max(token.logprob, LOWEST_LOGPROB))
+        out["token_logprobs"].append(max(token.logprob, MIN_LOGPROB))
         out["text_offset"].append(offset)
         offset += len(token.token)
         if top:
             alternatives = token.top or (token,)
-            out["top_logprobs"].append({t.token: max(t.logprob, LOWEST_LOGPROB) for t in alternatives})
+            out["top_logprobs"].append({t.token: max(t.logprob, MIN_LOGPROB) for t in alternatives})
     return out
 
 

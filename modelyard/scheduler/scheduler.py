@@ -89,7 +89,7 @@ class Scheduler:
         if lane is None:  # resolved before a reload that took it away
             raise Unavailable(f"the model {demand.model!r} has no cache {demand.cache!r} any more", code="cache_gone")
         allowance = self._allowances.get(demand.key)
-        if allowance is not None and not demand.again:
+        if allowance is not None and not demand.is_retry:
             allowance.check(demand.tokens, now, lane.service_s)  # 7
         weight = 1 if demand.weight == 1 else model.weight(demand.cache, demand.weight)
         replica = None if lane.waiting else model.seat(demand, weight)
@@ -139,7 +139,7 @@ class Scheduler:
     def _enter(self, place: Place, allowance: Allowance, now: float) -> None:
         place.allowance = allowance
         allowance.active += 1
-        if not place.demand.again:
+        if not place.demand.is_retry:
             allowance.enter(place.demand.tokens, now)
 
     # --- what places tell ------------------------------------------------------------------------------------------

@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelyard.config import Config, ConfigError, Loaded
+from modelyard.config.load import LoadedConfig
+from modelyard.config.problems import ConfigError
+from modelyard.config.settings import Config
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.pool import Pool
@@ -32,7 +34,7 @@ _ABSENT = ("model_file_missing", "tokenizer_missing")  # what a model's fault is
 # Made once, at the start; a change of them waits for the next one.
 _AT_START = ("http", "keys", "log", "store", "images", "scheduler")
 
-Reread = Callable[[], Loaded]
+Reread = Callable[[], LoadedConfig]
 
 
 class AdminService:
@@ -143,14 +145,14 @@ class AdminService:
             self._busy = False
 
     @staticmethod
-    def _read(reread: Reread) -> Loaded:
+    def _read(reread: Reread) -> LoadedConfig:
         try:
             return reread()
         except ConfigError as error:
             told = "; ".join(str(problem) for problem in error.problems)
             raise InvalidRequest(f"the configuration has errors, the old one stays: {told}", code="config") from None
 
-    def _replace(self, loaded: Loaded, definitions: Mapping[str, Definition]) -> ReloadResult:
+    def _replace(self, loaded: LoadedConfig, definitions: Mapping[str, Definition]) -> ReloadResult:
         """No await in here: a request meets either the old configuration or the new one."""
         before, config = self._config, loaded.config
         router = config.router()

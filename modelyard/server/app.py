@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import Struct
 from starlette.types import ASGIApp
 
-from modelyard.config import Config
+from modelyard.config.settings import Config
 from modelyard.core.engine import Node
 from modelyard.core.errors import Unavailable
 from modelyard.core.store import Store

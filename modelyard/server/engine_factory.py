@@ -9,8 +9,9 @@ from msgspec.structs import replace
 from pydantic import ValidationError
 
 from modelyard import plugins
-from modelyard.config import Config, engine_spec
+from modelyard.config.engine_options import engine_spec
 from modelyard.config.problems import validation_message
+from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.pool import ModelSpec, Overrides

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import AliasChoices, TypeAdapter, ValidationError
 
 from modelyard import plugins
-from modelyard.config import Config
+from modelyard.config.settings import Config
 from modelyard.core.errors import InvalidRequest
 from modelyard.router.settings import ModelSettings
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from modelyard import plugins
-from modelyard.config import Config, engine_spec
+from modelyard.config.engine_options import engine_spec
+from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.engines.llama_cpp.estimate import size

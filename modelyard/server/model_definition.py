@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from modelyard import plugins
-from modelyard.config import engine_options
+from modelyard.config.engine_options import engine_options
 from modelyard.core.errors import ModelyardError
 from modelyard.gateway.model import Model, TextPipeline
 from modelyard.prompt.render import Renderer

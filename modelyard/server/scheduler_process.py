@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from uuid import uuid4
 
-from modelyard.config import Config
+from modelyard.config.settings import Config
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.library.cache_dir import cache_dir
 from modelyard.scheduler.scheduler import Scheduler

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from modelyard import plugins
-from modelyard.config import Config, load
+from modelyard.config.load import load_config
+from modelyard.config.settings import Config
 from modelyard.http import server as front
 from modelyard.http.auth import check_bind, read_keys
 from modelyard.library import default_model
@@ -45,7 +46,7 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     if split and INDEX_VARIABLE not in os.environ:
         return _serve_fleet(config, path, http, debug, scheduler)
     with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
-        return runner.run(_serve_one(config, lambda: load(path, overrides=_overrides(http, debug)), scheduler))
+        return runner.run(_serve_one(config, lambda: load_config(path, overrides=_overrides(http, debug)), scheduler))
 
 
 def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from modelyard.config import Loaded, load, sources
-from modelyard.config.names import normalize_layer
+from modelyard.config import sources
+from modelyard.config.load import LoadedConfig, load_config
+from modelyard.config.normalize import normalize_layer
 from modelyard.config.problems import ConfigPath, format_path
 from modelyard.config.settings import EMBEDDED_DEFAULTS
 from modelyard.config.sources import ConfigLayer, path_exists
@@ -29,7 +30,7 @@ class Applied(Struct, frozen=True):
     files: dict[Path, Path]
 
 
-def apply(loaded: Loaded, changes: Mapping[ConfigPath, Value], backends: Mapping[str, str | None]) -> Applied:
+def apply(loaded: LoadedConfig, changes: Mapping[ConfigPath, Value], backends: Mapping[str, str | None]) -> Applied:
     """All or nothing: the new texts are read back before the first file is touched."""
     files = writable(loaded)
     layers = [normalize_layer(str(file), sources.read_file(file))[0] for file in files]
@@ -42,7 +43,7 @@ def apply(loaded: Loaded, changes: Mapping[ConfigPath, Value], backends: Mapping
     return Applied({file: _written(file, edits) for file, edits in wanted.items()})
 
 
-def writable(loaded: Loaded) -> list[Path]:
+def writable(loaded: LoadedConfig) -> list[Path]:
     """The configuration's files; there must be one."""
     files = [source for source in loaded.source if isinstance(source, Path)]
     if not files:
@@ -127,7 +128,7 @@ def _backup(file: Path) -> Path:
 
 def overruled(path: Path | None, changes: Mapping[ConfigPath, Value], backends: Mapping[str, str | None]) -> list[str]:
     """What still does not hold after it was written, since the environment has the last word."""
-    said = load(path).config.model_dump(exclude_unset=True)
+    said = load_config(path).config.model_dump(exclude_unset=True)
     return [format_path(loc) for loc, value in changes.items() if not _holds(said, loc, value, backends)]
 
 

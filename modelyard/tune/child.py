@@ -23,7 +23,8 @@ from modelyard.benchmark.lanes import Extent, Load, play
 from modelyard.benchmark.sample import Round
 from modelyard.benchmark.summary import tokens_per_s
 from modelyard.benchmark.workload import Workload
-from modelyard.config import Config, engine_spec
+from modelyard.config.engine_options import engine_spec
+from modelyard.config.settings import Config
 from modelyard.core.engine import Engine, TextEngine
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.knobs import Loss

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from modelyard.config import Loaded
+from modelyard.config.load import LoadedConfig
 
-Load = Callable[[Path | None], Loaded]  # or it has said what is wrong, and the command is over
+Load = Callable[[Path | None], LoadedConfig]  # or it has said what is wrong, and the command is over
 Guarded = Callable[..., Any]  # likewise
 _INTERRUPTED = 130
 

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import AliasChoices
 
 from modelyard import plugins
-from modelyard.config import Config
 from modelyard.config.problems import ConfigPath
+from modelyard.config.settings import Config
 from modelyard.core.knobs import Knob, Value
 from modelyard.router.settings import CacheSettings, ModelSettings
 

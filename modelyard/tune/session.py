@@ -15,7 +15,7 @@ from rich.markup import escape
 from modelyard.benchmark.drawing import check as can_draw
 from modelyard.benchmark.drawing import save as draw
 from modelyard.benchmark.durations import seconds
-from modelyard.config import Loaded
+from modelyard.config.load import LoadedConfig
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.library.cache_dir import cache_dir
@@ -53,7 +53,7 @@ class Wishes(Struct, frozen=True, kw_only=True):
     plot: Path | None = None
 
 
-def optimize(loaded: Loaded, wishes: Wishes, out: Console, err: Console, folder: Path | None = None) -> int:
+def optimize(loaded: LoadedConfig, wishes: Wishes, out: Console, err: Console, folder: Path | None = None) -> int:
     folder = folder or cache_dir() / "tune"
     plan = planned(wishes)
     _check(loaded, wishes)
@@ -80,7 +80,7 @@ def optimize(loaded: Loaded, wishes: Wishes, out: Console, err: Console, folder:
     return 0 if finished else _INTERRUPTED
 
 
-def _check(loaded: Loaded, wishes: Wishes) -> None:
+def _check(loaded: LoadedConfig, wishes: Wishes) -> None:
     """What would go wrong at the end is said at the beginning."""
     if wishes.apply:
         writable(loaded)
@@ -113,7 +113,7 @@ def share(text: str) -> float:
     return value
 
 
-def _model(loaded: Loaded, name: str | None) -> str:
+def _model(loaded: LoadedConfig, name: str | None) -> str:
     models = loaded.config.models
     if not models:
         raise NotFound("the configuration has no models")
@@ -148,7 +148,7 @@ def _run(run: Run, screen: Terminal) -> tuple[Found, bool]:
 
 
 def _applied(
-    loaded: Loaded, wishes: Wishes, subject: Subject, found: Found, told: Report, err: Console
+    loaded: LoadedConfig, wishes: Wishes, subject: Subject, found: Found, told: Report, err: Console
 ) -> tuple[str, ...]:
     """The files that were written."""
     if not found.better:

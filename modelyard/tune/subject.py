@@ -12,8 +12,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from modelyard import plugins
-from modelyard.config import Config, engine_spec
+from modelyard.config.engine_options import engine_spec
 from modelyard.config.problems import ConfigPath
+from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Knob, Setting, Value

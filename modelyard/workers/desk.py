@@ -168,7 +168,7 @@ class Desk:
     def _seat(self, name: str, number: int, asked: Asked) -> bool:
         """A place that another scheduler gave: it counts here from now on, once its engine is up here, too."""
         try:
-            ticket = self._pool.request(demand_of(asked, again=True))
+            ticket = self._pool.request(demand_of(asked, is_retry=True))
         except ModelyardError:
             return False
         if ticket.granted:

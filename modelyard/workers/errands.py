@@ -28,7 +28,7 @@ def demand_of(asked: Asked, *, again: bool = False) -> LeaseRequest:
         deadline=asked.deadline,
         trace=asked.trace,
         prompt=unpack_ids(asked.prompt),
-        again=asked.again or again,
+        is_retry=asked.is_retry or again,
     )
 
 

@@ -101,7 +101,7 @@ class InferRequest(Message, frozen=True):
     deadline: float | None = None
     trace: str = ""
     media: list[tuple[int, Media]] = []
-    joint: str | None = None
+    dedup_key: str | None = None
 
 
 class AddRequest(Message, frozen=True, tag="add"):

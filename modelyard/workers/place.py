@@ -99,7 +99,7 @@ def asked_of(demand: LeaseRequest, several: bool) -> Asked:
         deadline=demand.deadline,
         trace=demand.trace,
         prompt=pack_ids(demand.prompt[:_BEGINNING]) if several else b"",
-        again=demand.again,
+        is_retry=demand.is_retry,
     )
 
 

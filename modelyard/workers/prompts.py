@@ -24,7 +24,7 @@ def request_of(id: int, prompt: Prompt) -> InferRequest:
         deadline=prompt.deadline,
         trace=prompt.trace,
         media=media,
-        joint=prompt.joint,
+        joint=prompt.dedup_key,
     )
 
 

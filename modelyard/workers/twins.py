@@ -31,10 +31,10 @@ class Twins:
         return len(self._open)
 
     def generate(self, engine: TextEngine, prompt: Prompt) -> Generation[Chunk]:
-        if prompt.joint is None:
+        if prompt.dedup_key is None:
             return engine.generate(prompt)
         ids = prompt.ids
-        key = (id(engine), prompt.joint, len(ids), tuple(ids[-_TAIL:]))
+        key = (id(engine), prompt.dedup_key, len(ids), tuple(ids[-_TAIL:]))
         shared = self._open.get(key)
         if shared is not None and shared.asked == _asked(prompt):
             return shared.join()

@@ -10,8 +10,8 @@ import pytest
 from bench import exl3, paced
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3.engine import Exl3Engine
-from modelyard.engines.exllamav3.library import Library
+from modelyard.engines.exllamav3.engine import ExllamaEngine
+from modelyard.engines.exllamav3.model import ExllamaLibrary
 from tests.engines.exllamav3.stage import write_model
 
 
@@ -46,7 +46,7 @@ async def test_the_stand_in_drives_our_engine_and_is_driven_directly(
     monkeypatch.setattr(paced, "LAUNCHES", 1)
     options = exllamav3.Options(path=str(write_model(tmp_path / "model")))
     spec = EngineSpec("bench", options, {"main": CacheInfo(exl3.WINDOW, 2)})
-    engine = Exl3Engine(spec, lambda: Library(paced, paced.Torch))
+    engine = ExllamaEngine(spec, lambda: ExllamaLibrary(paced, paced.Torch))
     try:
         await engine.open(lambda *_: None)
         for way in (exl3.directly(engine), exl3.through(engine)):

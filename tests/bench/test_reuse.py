@@ -12,7 +12,7 @@ from bench.recorded import counted, shortened
 from bench.reuse import Found, Tally, Turn, configuration, ratio, table, tally
 from bench.shallow import cut
 from bench.sittings import SITTINGS, Sitting, furnish
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.engines.fake.script import ScriptRule
 from modelyard.launch import agents
 from modelyard.library import default_model
@@ -61,7 +61,7 @@ def test_every_session_has_rules_an_agent_and_a_configuration(sitting: Sitting, 
 
 def test_the_configuration_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.reuse.shallow_model", lambda: tmp_path / "model.gguf")
-    loaded = load(env={}, overrides=configuration(tmp_path / "replay.jsonl", "generic"))
+    loaded = load_config(env={}, overrides=configuration(tmp_path / "replay.jsonl", "generic"))
     assert loaded.config.caches["main"].n_ctx == 65536
 
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import modelyard.engines.fake
 from modelyard import __version__
 from modelyard.cli import main
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.errors import Unavailable
 from modelyard.library import default_model
 from modelyard.server.serve import needs_scheduler
@@ -310,9 +310,11 @@ def test_a_port_that_cannot_be_is_a_problem_of_the_command_line():
 
 
 def test_several_gateways_share_a_scheduler_where_weights_or_limits_are_to_be_shared(monkeypatch: pytest.MonkeyPatch):
-    demo = load(Path(DEMO[1]), env={}).config
+    demo = load_config(Path(DEMO[1]), env={}).config
     assert not needs_scheduler(demo)
-    limited = load(Path(DEMO[1]), env={}, overrides={"keys": [{"name": "k", "key": "x" * 20, "max_concurrent": 1}]})
+    limited = load_config(
+        Path(DEMO[1]), env={}, overrides={"keys": [{"name": "k", "key": "x" * 20, "max_concurrent": 1}]}
+    )
     assert needs_scheduler(limited.config)
     monkeypatch.setattr(modelyard.engines.fake, "HOLDS_WEIGHTS", True)
     assert needs_scheduler(demo)

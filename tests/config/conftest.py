@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelyard import plugins
-from modelyard.config import Loaded, load
+from modelyard.config.load import LoadedConfig, load_config
 from modelyard.core.errors import InvalidRequest
 
 
@@ -42,15 +42,15 @@ def toy_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "load", _load)
 
 
-Loader = Callable[..., Loaded]
+Loader = Callable[..., LoadedConfig]
 
 
 @pytest.fixture
 def toml(tmp_path: Path) -> Loader:
     """Load TOML text as a file named c.toml."""
 
-    def loader(text: str, **env: str) -> Loaded:
+    def loader(text: str, **env: str) -> LoadedConfig:
         (tmp_path / "c.toml").write_text(text)
-        return load(Path("c.toml"), env=env, cwd=tmp_path)
+        return load_config(Path("c.toml"), env=env, cwd=tmp_path)
 
     return loader

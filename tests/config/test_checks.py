@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from modelyard.config import ConfigError
+from modelyard.config.problems import ConfigError
 from tests.config.conftest import Loader
 
 BASE = """

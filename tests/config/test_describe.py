@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from modelyard.config import CacheRow, ModelRow, RouteRow, describe
+from modelyard.config.describe import CacheRow, ModelRow, RouteRow, describe_config
 from tests.config.conftest import Loader
 
 TEXT = """
@@ -32,7 +32,7 @@ allow_remote = true
 
 
 def test_rows_show_what_the_configuration_comes_to(toml: Loader) -> None:
-    rows = describe(toml(TEXT))
+    rows = describe_config(toml(TEXT))
     assert rows.models == [ModelRow("m", "toy", ("big",), "at start"), ModelRow("n", "toy", (), "on demand")]
     assert rows.caches == [
         CacheRow("main", "m", 100, 3, 300, "clamp"),
@@ -49,7 +49,7 @@ def test_rows_show_what_the_configuration_comes_to(toml: Loader) -> None:
 
 
 def test_two_caches_of_a_model_come_with_their_cost(toml: Loader) -> None:
-    (advice,) = describe(toml(TEXT)).problems
+    (advice,) = describe_config(toml(TEXT)).problems
     assert advice.level == "warning"
     assert str(advice) == (
         "models.m: has 2 caches (main, fast): their requests are isolated, so they are not batched together."

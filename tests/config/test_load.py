@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard import plugins
-from modelyard.config import ConfigError, load
+from modelyard.config.load import load_config
+from modelyard.config.problems import ConfigError
 from modelyard.config.sources import merge_tables
 from modelyard.library.default_model import DEFAULT_MODEL
 from tests.config.conftest import Loader
@@ -22,7 +23,7 @@ def told(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
 
 
 def test_without_files_the_embedded_default_is_loaded(tmp_path: Path) -> None:
-    loaded = load(env={}, cwd=tmp_path)
+    loaded = load_config(env={}, cwd=tmp_path)
     assert loaded.source == ["embedded default"]
     assert {name: cache.n_ctx for name, cache in loaded.config.caches.items()} == {"main": 8192, "fast": 4096}
     assert [route.match for route in loaded.config.routes] == [["*haiku*"], ["*"]]
@@ -44,12 +45,12 @@ def test_a_file_without_models_keeps_the_embedded_default(toml: Loader) -> None:
 def test_environment_goes_over_files_and_the_command_line_over_both(tmp_path: Path) -> None:
     (tmp_path / "modelyard.toml").write_text('[http]\nport = 1\nhost = "a"\n[log]\nlevel = "error"\n')
     env = {"MODELYARD_HTTP_PORT": "2", "MODELYARD_HTTP_HOST": "b"}
-    config = load(env=env, cwd=tmp_path, overrides={"http": {"port": 3, "workers": None}}).config
+    config = load_config(env=env, cwd=tmp_path, overrides={"http": {"port": 3, "workers": None}}).config
     assert (config.http.port, config.http.host, config.log.level, config.http.workers) == (3, "b", "error", 1)
 
 
 def test_options_left_out_on_the_command_line_are_no_layer(tmp_path: Path) -> None:
-    assert load(env={}, cwd=tmp_path, overrides={"http": {"port": None}}).source == ["embedded default"]
+    assert load_config(env={}, cwd=tmp_path, overrides={"http": {"port": None}}).source == ["embedded default"]
 
 
 def test_every_error_is_told_at_once_with_file_path_and_suggestion(toml: Loader, tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_an_error_speaks_the_style_of_the_file_that_caused_it(tmp_path: Path) ->
         json.dumps({"service": {"port": "x"}, "engine": {"models": {"m": {"backend": "toy", "model_path": 5}}}})
     )
     with pytest.raises(ConfigError) as error:
-        load(Path("a.json"), env={"MODELYARD_LOG_LEVEL": "loud"}, cwd=tmp_path)
+        load_config(Path("a.json"), env={"MODELYARD_LOG_LEVEL": "loud"}, cwd=tmp_path)
     by_path = {problem.path: problem.source for problem in error.value.problems}
     file = str(tmp_path / "a.json")
     assert by_path == {
@@ -102,7 +103,7 @@ def test_an_error_names_the_one_of_two_files_that_holds_the_value(tmp_path: Path
     (tmp_path / "config/settings.json").write_text('{"service": {"port": 1}}')
     (tmp_path / "config/local.json").write_text('{"service": {"port": -1}}')
     with pytest.raises(ConfigError) as error:
-        load(env={}, cwd=tmp_path)
+        load_config(env={}, cwd=tmp_path)
     assert [problem.source for problem in error.value.problems] == [str(tmp_path / "config/local.json")]
 
 
@@ -117,7 +118,7 @@ def test_local_settings_win_key_by_key(tmp_path: Path) -> None:
     base = {"engine": {"backend": "toy", "models": {"m": {"model_path": "/x", "replicas": 2}, "n": {}}}}
     (tmp_path / "config/settings.json").write_text(json.dumps(base))
     (tmp_path / "config/local.json").write_text('{"engine": {"models": {"m": {"enabled": true}}}}')
-    models = load(env={}, cwd=tmp_path).config.models
+    models = load_config(env={}, cwd=tmp_path).config.models
     assert (models["m"].path, models["m"].replicas, models["m"].enabled) == ("/x", 2, True)
     assert models["n"].enabled is False
 
@@ -142,7 +143,7 @@ def test_each_example_loads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # with the engines that really exist
     folder = Path(__file__).parents[2] / "configs"
     assert {file.name for file in folder.iterdir()} >= {name}
-    loaded = load(folder / name, env={})
+    loaded = load_config(folder / name, env={})
     lacking = [n for n, model in loaded.config.models.items() if model.backend not in plugins.names("engines")]
     assert [p.path for p in loaded.problems] == [f"models.{name}.backend" for name in lacking]
     assert loaded.config.router().resolve("demo-small" if "pool" in name else "claude-haiku", "/v1/messages")
@@ -154,7 +155,7 @@ def test_every_file_in_configs_is_tested() -> None:
 
 
 def test_the_example_for_claude_code_sends_haiku_to_the_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    router = load(Path(__file__).parents[2] / "configs/claude-code.toml", env={}).config.router()
+    router = load_config(Path(__file__).parents[2] / "configs/claude-code.toml", env={}).config.router()
     haiku, sonnet = (router.resolve(name, "/v1/messages") for name in ("claude-3-5-haiku", "claude-sonnet-4"))
     assert (haiku.cache, haiku.window, sonnet.cache, sonnet.window) == ("fast", 8192, "main", 32768)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelyard import plugins
-from modelyard.config import Loaded, load
+from modelyard.config.load import LoadedConfig, load_config
 from modelyard.router.settings import MODEL_KEYS, ModelSettings
 
 GEMMA = "gemma-4-26b-a4b-it-ud-q5ks-llama-server"
@@ -169,12 +169,12 @@ def toy_build() -> None:
     """These definitions are of the real engines: the toy build of this folder is not wanted here."""
 
 
-def read(folder: Path, models: dict[str, Any], local: dict[str, Any] | None = None) -> Loaded:
+def read(folder: Path, models: dict[str, Any], local: dict[str, Any] | None = None) -> LoadedConfig:
     (folder / "config").mkdir()
     (folder / "config" / "settings.json").write_text(json.dumps({"engine": {"models": models}}))
     if local is not None:
         (folder / "config" / "local.json").write_text(json.dumps({"engine": {"models": local}}))
-    return load(env={"EXAMPLE_API_KEY": "secret"}, cwd=folder)
+    return load_config(env={"EXAMPLE_API_KEY": "secret"}, cwd=folder)
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)

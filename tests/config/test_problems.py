@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.config import ConfigProblem
-from modelyard.config.problems import ConfigPath, format_path, suggest
+from modelyard.config.problems import ConfigPath, ConfigProblem, format_path, suggest
 
 
 @pytest.mark.parametrize(

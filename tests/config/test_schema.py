@@ -1,6 +1,10 @@
+"""docs/config.md says what is true: every row is loaded, every field table is the generated one."""
+
 from __future__ import annotations
 
 import json
+import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,7 +12,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from modelyard.config import json_schema
+from modelyard.config.load import load_config
+from modelyard.config.schema import field_tables, json_schema
+from modelyard.config.settings import Config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -46,3 +52,74 @@ def test_the_schema_knows_other_names_and_engine_fields() -> None:
 )
 def test_the_schema_refuses_what_loading_refuses(raw: Any) -> None:
     assert faults(raw) != []
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "config.md"
+MARK = "## All fields\n"
+ROW = re.compile(r"^\| `(?P<written>[^`]+)` \| `(?P<value>[^`]+)` \| `(?P<means>[^`]+)` \|$", re.MULTILINE)
+
+
+def rows(*, variables: bool) -> list[tuple[str, str, str]]:
+    found = [match.group("written", "value", "means") for match in ROW.finditer(PAGE.read_text().partition(MARK)[0])]
+    return [row for row in found if row[0].startswith("MODELYARD_") is variables]
+
+
+def at(config: Config, path: str) -> Any:
+    value: Any = config.model_dump(mode="json", exclude_unset=True)
+    for key in path.split("."):
+        value = value[key]
+    return value
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    both = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if isinstance(base[key], dict)}
+    return base | over | both
+
+
+@pytest.mark.parametrize(("written", "value", "means"), rows(variables=False))
+def test_every_name_of_another_style_means_what_the_page_says(
+    written: str, value: str, means: str, tmp_path: Path
+) -> None:
+    under = "engine.models.demo" if written.startswith("engine") else "models.demo"
+    base = nested(under, {} if written == "engine.backend" else {"backend": "fake"})
+    base["caches"] = {"main": {"model": "demo", "n_ctx": 512}}
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps(merged(base, nested(written, json.loads(value)))))
+    assert at(load_config(file, env={}).config, means) == json.loads(value)
+
+
+@pytest.mark.parametrize(("variable", "value", "means"), rows(variables=True))
+def test_every_variable_sets_what_the_page_says(variable: str, value: str, means: str, tmp_path: Path) -> None:
+    env = {variable: value}
+    if variable == "MODELYARD_MODEL_TOKENIZER_PATH":
+        env["MODELYARD_MODEL_MODEL_NAME"] = "demo"
+        env["MODELYARD_ENGINE_BACKEND"] = "fake"
+    if variable == "MODELYARD_MODEL_MODEL_NAME":
+        env["MODELYARD_ENGINE_BACKEND"] = "fake"
+    got = at(load_config(env=env, cwd=tmp_path).config, means)
+    assert (",".join(got) if isinstance(got, list) else str(got).lower()) == value.lower()
+
+
+def test_the_page_has_rows_to_test() -> None:
+    assert len(rows(variables=False)) >= 20
+    assert len(rows(variables=True)) >= 10
+
+
+def test_the_field_tables_are_those_of_the_settings_classes() -> None:
+    text = PAGE.read_text()
+    fresh = f"{text.partition(MARK)[0]}{MARK}\n{field_tables()}"
+    if os.environ.get("MODELYARD_GOLDEN") == "write":
+        PAGE.write_text(fresh)
+    assert text == fresh, "run the tests with MODELYARD_GOLDEN=write to renew the tables"
+
+
+def test_every_field_has_a_description() -> None:
+    lines = [line for line in field_tables().splitlines() if line.startswith("| `")]
+    assert len(lines) > 80
+    assert not [line for line in lines if line.endswith(("|  |", "| None |"))]

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 
 ROOT = Path(__file__).parent.parent.parent
 LINES = re.sub(r"\\\n\s*", "", (ROOT / "deploy" / "Containerfile").read_text()).splitlines()
@@ -35,7 +35,7 @@ def test_its_environment_is_one_that_the_server_knows_and_it_holds_no_secret() -
     words = [word.partition("=") for line in said("ENV") for word in line.split() if word.startswith("MODELYARD_")]
     env = {name: value for name, _, value in words}
     assert not any("KEY" in name for name in env)
-    assert load(env=env, cwd=Path("/")).config.http.host == "0.0.0.0"
+    assert load_config(env=env, cwd=Path("/")).config.http.host == "0.0.0.0"
 
 
 def test_its_health_check_is_the_one_of_the_service() -> None:

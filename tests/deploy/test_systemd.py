@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from modelyard.config import load as load_config
+from modelyard.config.load import load_config as load_config
 from tests.commands import DEADLINE, environment
 from tests.serving import demo, serving
 

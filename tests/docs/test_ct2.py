@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.engines import ct2
 from modelyard.engines.ct2.call import IGNORED
 from modelyard.library.convert import ct2 as to_ct2
@@ -29,7 +29,7 @@ def test_the_fields_of_one_load_are_named() -> None:
 def test_the_example_loads(tmp_path: Path) -> None:
     (example,) = blocks("ct2.md", "toml")
     (tmp_path / "config.toml").write_text(example)
-    loaded = load(tmp_path / "config.toml", env={})
+    loaded = load_config(tmp_path / "config.toml", env={})
     assert loaded.config.models["smollm2-ct2"].backend == "ct2"
     assert [problem for problem in loaded.problems if problem.level == "error"] == []
 

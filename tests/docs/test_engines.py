@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from modelyard import plugins
-from modelyard.config import load
-from modelyard.config.document import rows
+from modelyard.config.load import load_config
+from modelyard.config.schema import field_rows
 from modelyard.core.engine import Capabilities
 from modelyard.core.request import Sampling
 from modelyard.engines import exllamav3, litellm, llama_server, openai_remote, vllm, vllm_serve
@@ -79,10 +79,10 @@ def tables() -> dict[str, list[str]]:
     return {
         "capabilities": list(capabilities()),
         "fields exllamav3": list(
-            rows({n: info for n, info in exllamav3.Options.model_fields.items() if n not in COMMON})
+            field_rows({n: info for n, info in exllamav3.Options.model_fields.items() if n not in COMMON})
         ),
-        "fields vllm": list(rows({name: info for name, info in shared.items() if name not in COMMON})),
-        "fields vllm_serve": list(rows(own)),
+        "fields vllm": list(field_rows({name: info for name, info in shared.items() if name not in COMMON})),
+        "fields vllm_serve": list(field_rows(own)),
     }
 
 
@@ -121,7 +121,7 @@ def test_the_fields_of_one_load_are_named(module: Any) -> None:
 @pytest.mark.parametrize("example", blocks("engines.md", "toml"))
 def test_every_example_loads(example: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(example)
-    loaded = load(tmp_path / "config.toml", env={})
+    loaded = load_config(tmp_path / "config.toml", env={})
     settings: dict[str, Any] = tomllib.loads(example)["models"]
     assert set(loaded.config.models) == set(settings)
     assert [problem for problem in loaded.problems if problem.level == "error"] == []

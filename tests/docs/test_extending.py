@@ -14,7 +14,7 @@ ROOT = DOCS.parent
 PAGE = (DOCS / "extending.md").read_text()
 # In a copy of the program: a request with the new parameter, read by a protocol and sent to a worker and back.
 TRY = """
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.request import Sampling
 from modelyard.http.errors import wire
 from modelyard.workers.messages import AddRequest, InferRequest, encode, read_for_worker
@@ -23,7 +23,7 @@ request = wire("openai_chat").read_request(body, {})
 assert request.sampling.top_a == 0.25, request.sampling
 asked = AddRequest("e", InferRequest(1, b"", request.sampling))
 assert read_for_worker(encode(asked)).request.sampling_params.top_a == 0.25
-config = load(env={}, overrides={"models": {"m": {"backend": "fake", "decoding": {"top_a": 0.5}}}}).config
+config = load_config(env={}, overrides={"models": {"m": {"backend": "fake", "decoding": {"top_a": 0.5}}}}).config
 assert config.models["m"].decoding.sampling() == Sampling(top_a=0.5)
 try:
     wire("openai_chat").read_request(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "top_a": 7}', {})

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from modelyard.cli.explain import explain_model
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.library import default_model
 from tests.serving import Served, serving
 
@@ -130,7 +130,7 @@ def test_the_guides_configuration_finds_its_model_under_models(tmp_path: Path, m
     folder.mkdir(parents=True)
     (folder / "MiMo.gguf").symlink_to(default_model.fetch())
     monkeypatch.chdir(tmp_path)
-    loaded = load(CONFIGS / "claude-code.toml", env={})
+    loaded = load_config(CONFIGS / "claude-code.toml", env={})
     rows = dict(explain_model(loaded.config, "mimo"))
     assert not loaded.problems
     assert (rows["engine"], rows["architecture"], rows["quantization"]) == ("llama_cpp", "llama, 30 layers", "Q4_1")

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3.engine import Exl3Engine
+from modelyard.engines.exllamav3.engine import ExllamaEngine
 from tests.engines.exllamav3.stage import write_model
 from tests.engines.exllamav3.standin import StandIn
 from tests.serving import Served, serving
@@ -28,7 +28,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exllamav3, "verify", lambda: None)
-        patch.setattr(exllamav3, "create", lambda spec: Exl3Engine(spec, StandIn().load))
+        patch.setattr(exllamav3, "create", lambda spec: ExllamaEngine(spec, StandIn().load))
         with serving({"models": {"tiny": model}}) as made:
             yield made
 

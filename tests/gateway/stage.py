@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from modelyard.config import Config, load
+from modelyard.config.load import load_config
+from modelyard.config.settings import Config
 from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineInfo, Prompt, Tokens
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event
@@ -27,7 +28,7 @@ CALLER = Caller(trace="t1", endpoint="/v1/chat/completions")
 
 @cache
 def config() -> Config:
-    return load(env={}, overrides=demo()).config
+    return load_config(env={}, overrides=demo()).config
 
 
 @cache

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.engine import Media
 from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.request import Caller, Image, Message, Request, Sampling, Text
@@ -147,7 +147,7 @@ PICTURE = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
 
 @pytest.mark.parametrize(("template", "shown"), [(SEEING, 1), ("{{ messages[0].content }}", 0)])
 def test_pictures_go_along_where_the_template_has_a_place_for_them(template: str, shown: int) -> None:
-    loaded = load(env={}, overrides=demo(modalities=["text", "image"], chat_template=template)).config
+    loaded = load_config(env={}, overrides=demo(modalities=["text", "image"], chat_template=template)).config
     seeing = define(loaded.router().catalog.models["demo"], loaded.models["demo"]).model
     request = asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))
     made = replace(job(request), model=seeing).prompt(0)

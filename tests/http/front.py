@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.server.app import ServerApp, compose
 from tests.serving import demo
 
@@ -17,7 +17,7 @@ URL = "http://localhost"
 
 
 def yard(config: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> ServerApp:
-    return compose(load(env=env or {}, overrides=config or demo()).config, env or {})
+    return compose(load_config(env=env or {}, overrides=config or demo()).config, env or {})
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Request, Sampling, Text
@@ -53,11 +53,11 @@ def settings(limit: int | None, n_ctx: int = 256) -> dict[str, Any]:
 async def yard(folder: Path, *, n_ctx: int = 256) -> AsyncIterator[ServerApp]:
     """Room for one of them, however it is measured, and not for two."""
     env = {"MODELYARD_CACHE": str(folder)}
-    free = compose(load(env={}, overrides=settings(None, n_ctx)).config, env)
+    free = compose(load_config(env={}, overrides=settings(None, n_ctx)).config, env)
     estimate = free.scheduler._models["a"].blueprint.estimate
     assert estimate is not None
     limit = estimate(AvailableMemory(2**40)).total * 7 // 4
-    made = compose(load(env={}, overrides=settings(limit, n_ctx)).config, env)
+    made = compose(load_config(env={}, overrides=settings(limit, n_ctx)).config, env)
     try:
         yield made
     finally:

@@ -474,7 +474,7 @@ async def test_output_tokens_count_and_a_second_try_does_not():
         stage.model("a", parallel=9)
         await stage.up("a")
         stage.ask("a", key="ann", tokens=100).spend(800)
-        stage.ask("a", key="ann", tokens=100, again=True)
+        stage.ask("a", key="ann", tokens=100, is_retry=True)
         with pytest.raises(RateLimited, match="600 tokens a minute") as refused:
             stage.ask("a", key="ann", tokens=100)
         assert refused.value.retry_after == pytest.approx(40)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict
 from modelyard.server.admin_service import public
 from modelyard.server.app import compose
@@ -32,7 +32,7 @@ class Kept:
         self.file.write_text(json.dumps(config))
 
     def read(self) -> Any:
-        return load(self.file, env={})
+        return load_config(self.file, env={})
 
 
 @asynccontextmanager
@@ -100,7 +100,7 @@ async def test_what_only_a_restart_changes_is_told(tmp_path: Path) -> None:
 
 
 async def test_a_server_without_a_file_has_nothing_to_read() -> None:
-    yard = compose(load(env={}, overrides=demo()).config, {})
+    yard = compose(load_config(env={}, overrides=demo()).config, {})
     with pytest.raises(Conflict):
         await yard.house.reload()
     await yard.stop()
@@ -108,7 +108,7 @@ async def test_a_server_without_a_file_has_nothing_to_read() -> None:
 
 
 def test_secrets_are_not_shown() -> None:
-    settings = load(
+    settings = load_config(
         env={},
         overrides={
             "models": {

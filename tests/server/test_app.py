@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from modelyard.cli import explain as explained
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.http.auth import Key
 from modelyard.server.app import ServerApp, compose
@@ -43,14 +43,14 @@ GOODBYE = {
 
 
 def test_a_bind_that_others_can_reach_needs_a_key():
-    config = load(env={}, overrides={"http": {"host": "0.0.0.0"}}).config
+    config = load_config(env={}, overrides={"http": {"host": "0.0.0.0"}}).config
     with pytest.raises(InvalidRequest, match="without an API key"):
         compose(config, {})
 
 
 def test_keys_come_from_the_given_environment():
     env = {"MODELYARD_API_KEY": "secret"}
-    yard = compose(load(env=env, overrides={"http": {"host": "0.0.0.0"}}).config, env)
+    yard = compose(load_config(env=env, overrides={"http": {"host": "0.0.0.0"}}).config, env)
     assert [type(key) for key in yard.keys] == [Key]
     assert [key.name for key in yard.keys] == ["env"]
 
@@ -73,11 +73,11 @@ def test_a_model_that_cannot_be_made_fails_alone_and_says_why(tmp_path: Path):
 
 def test_explaining_a_model_that_is_not_there_names_those_that_are():
     with pytest.raises(NotFound, match="there are demo"):
-        explained.explain_model(load(env={}, overrides=demo()).config, "domo")
+        explained.explain_model(load_config(env={}, overrides=demo()).config, "domo")
 
 
 async def test_stopping_refuses_what_comes_later_and_may_be_done_twice():
-    yard = compose(load(env={}, overrides=demo()).config, {})
+    yard = compose(load_config(env={}, overrides=demo()).config, {})
     yard.scheduler.load("demo")
     await yard.stop()
     await yard.stop()
@@ -96,7 +96,7 @@ def _at_work(yard: ServerApp) -> int:
 
 async def test_stopping_ends_those_who_run_and_those_who_wait():
     yard = compose(
-        load(
+        load_config(
             env={},
             overrides={
                 **demo([{"steps": [{"hang": True}]}]),

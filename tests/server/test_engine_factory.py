@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.pool import ModelSpec
@@ -19,7 +19,7 @@ from tests.serving import demo
 
 def made(config: dict[str, Any] | None = None, **model: Any) -> ModelSpec:
     overrides = (config or {}) | {"models": {"m": {"backend": "fake", **model}}}
-    return blueprints(load(env={}, overrides=overrides).config, {})["m"]
+    return blueprints(load_config(env={}, overrides=overrides).config, {})["m"]
 
 
 def test_a_blueprint_says_how_the_model_is_run():
@@ -69,7 +69,7 @@ async def test_engine_with_an_interpreter_of_its_own_has_a_process_of_its_own():
 
 
 async def test_a_model_with_a_fault_fails_when_it_is_made():
-    config = load(env={}, overrides=demo()).config
+    config = load_config(env={}, overrides=demo()).config
     blueprint = blueprints(config, {"demo": InvalidRequest("no tokenizer")})["demo"]
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         blueprint.make()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import Config, load
+from modelyard.config.load import load_config
+from modelyard.config.settings import Config
 from modelyard.core.errors import InvalidRequest
 from modelyard.server.load_overrides import allowed, altered, schemas
 
@@ -19,7 +20,7 @@ MODEL = {
 
 
 def config(**more: Any) -> Config:
-    return load(env={}, overrides={"models": {"m": MODEL, "plain": {"backend": "fake"}}, **more}).config
+    return load_config(env={}, overrides={"models": {"m": MODEL, "plain": {"backend": "fake"}}, **more}).config
 
 
 def test_a_managed_llama_server_has_five() -> None:
@@ -70,7 +71,7 @@ def test_paths_and_places_are_refused_with_the_names_that_are_allowed(field: str
 
 def test_an_engine_without_any_says_so() -> None:
     far = {"backend": "openai_remote", "remote_base_url": "https://api.example.com/v1", "remote_model": "large"}
-    remote = load(env={}, overrides={"models": {"far": far}}).config
+    remote = load_config(env={}, overrides={"models": {"far": far}}).config
     with pytest.raises(InvalidRequest, match="none that one may"):
         altered(remote, "far", {"remote_base_url": "https://elsewhere.example"})
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from modelyard.config import Config, load
+from modelyard.config.load import load_config
+from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.library import default_model
 from modelyard.server.memory_estimate import Footprint, footprints, sentence
@@ -14,7 +15,7 @@ HERE = AvailableMemory(ram_free=8 * GIB)
 
 
 def config(**models: dict[str, Any]) -> Config:
-    return load(env={}, overrides={"models": models}).config
+    return load_config(env={}, overrides={"models": models}).config
 
 
 def test_every_model_is_told_of_in_order() -> None:
@@ -25,7 +26,7 @@ def test_every_model_is_told_of_in_order() -> None:
 
 def test_the_default_model_takes_its_file_and_its_caches() -> None:
     default_model.fetch()
-    (told,) = footprints(load(env={}).config, HERE)
+    (told,) = footprints(load_config(env={}).config, HERE)
     assert told.memory is not None
     assert 90 * 2**20 < told.memory.weights < 100 * 2**20
     # 30 layers × 2 × 192 numbers of two bytes a token, 24,576 tokens in all

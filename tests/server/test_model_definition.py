@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Message, Request, Sampling, Text, Tool
 from modelyard.library.default_model import fetch
@@ -19,7 +19,7 @@ def defined(**settings: Any) -> Definition:
         "models": {"demo": {"backend": "fake", **settings}},
         "caches": {"main": {"model": "demo", "n_ctx": 4096, "parallel": 2, "description": "talk"}},
     }
-    config = load(env={}, overrides=overrides).config
+    config = load_config(env={}, overrides=overrides).config
     return define(config.router().catalog.models["demo"], config.models["demo"])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from modelyard.plugins import names
 from modelyard.store import StoreSettings, open_store
@@ -127,3 +128,34 @@ async def test_the_settings_choose_the_store(tmp_path: Path, backend: str, kind:
     store = open_store(StoreSettings.model_validate({"backend": backend, "path": tmp_path / "s.db"}))
     assert isinstance(store, kind)
     await store.close()
+
+
+def test_memory_is_the_default() -> None:
+    assert StoreSettings().backend == "memory"
+
+
+def test_sqlite_needs_a_file() -> None:
+    with pytest.raises(ValidationError, match='backend "sqlite" needs path'):
+        StoreSettings.model_validate({"backend": "sqlite"})
+    assert str(StoreSettings.model_validate({"backend": "sqlite", "path": "x.db"}).path) == "x.db"
+
+
+# What is particular to the store in memory.
+
+
+async def test_the_account_of_bytes_returns_to_zero() -> None:
+    store = MemoryStore(10, 20, 60)
+    for key in ("a", "b", "c"):
+        await store.put("s", key, bytes(8))
+        await store.put("s", key, bytes(6))
+    for key in ("a", "b", "c"):
+        await store.delete("s", key)
+    await store.put("s", "k", bytes(18))
+    assert await store.get("s", "k") == bytes(18)
+
+
+async def test_a_closed_store_holds_nothing() -> None:
+    store = MemoryStore(10, 100, 60)
+    await store.put("s", "k", b"v")
+    await store.close()
+    assert await store.get("s", "k") is None

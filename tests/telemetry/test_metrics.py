@@ -1,13 +1,164 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelyard import __version__
 from modelyard.core.events import Usage
 from modelyard.telemetry.cache_diagnostics import CacheReuse
-from modelyard.telemetry.metrics import Metrics, render_snapshots
+from modelyard.telemetry.metrics import (
+    METRICS,
+    HistogramData,
+    Labels,
+    Metrics,
+    MetricsSnapshot,
+    decode_snapshot,
+    encode_snapshot,
+    render_snapshot,
+    render_snapshots,
+    sum_snapshots,
+    without_gauges,
+)
 from modelyard.telemetry.system import GpuLoad, SystemLoad, SystemMonitor
 from tests.telemetry.reading import values
+
+
+def test_the_names_that_dashboards_know_exist_with_their_labels() -> None:
+    assert METRICS["http_requests_total"].labels == ("endpoint", "method", "status")
+    assert METRICS["http_request_duration_seconds"].labels == ("endpoint",)
+    assert {"active_requests_current", "cpu_usage_percent", "memory_usage_bytes"} <= METRICS.keys()
+
+
+def test_counters_end_in_total_and_only_histograms_have_buckets() -> None:
+    for family in METRICS.values():
+        assert (family.kind == "counter") == family.name.endswith("_total")
+        assert (family.kind == "histogram") == bool(family.buckets)
+        assert list(family.buckets) == sorted(set(family.buckets))
+
+
+def test_only_gauges_fold_otherwise_than_by_adding() -> None:
+    assert all(family.fold == "sum" for family in METRICS.values() if family.kind != "gauge")
+
+
+_series = st.dictionaries(st.tuples(st.sampled_from("ab")), st.integers(0, 1000).map(float), max_size=2)
+_rows = st.dictionaries(
+    st.tuples(st.sampled_from("ab")),
+    st.builds(HistogramData, st.lists(st.integers(0, 9), min_size=3, max_size=3), st.integers(0, 99).map(float)),
+    max_size=2,
+)
+snapshots = st.builds(
+    MetricsSnapshot,
+    counters=st.dictionaries(st.sampled_from(["errors_total", "prompt_tokens_total"]), _series),
+    gauges=st.dictionaries(st.sampled_from(["queue_waiting", "gpu_usage_percent", "modelyard_build_info"]), _series),
+    histograms=st.dictionaries(st.just("queue_wait_seconds"), _rows),
+)
+
+
+@given(snapshots)
+@settings(deadline=None, max_examples=50)
+def test_a_snapshot_survives_the_wire(snapshot: MetricsSnapshot) -> None:
+    assert decode_snapshot(encode_snapshot(snapshot)) == snapshot
+
+
+@given(snapshots, snapshots, snapshots)
+@settings(deadline=None, max_examples=50)
+def test_adding_is_the_same_in_any_order_and_grouping(
+    a: MetricsSnapshot, b: MetricsSnapshot, c: MetricsSnapshot
+) -> None:
+    assert sum_snapshots([a, b, c]) == sum_snapshots([c, sum_snapshots([b, a])])
+
+
+@given(snapshots)
+@settings(deadline=None, max_examples=50)
+def test_one_snapshot_added_to_nothing_is_itself_and_a_copy(snapshot: MetricsSnapshot) -> None:
+    before = encode_snapshot(snapshot)
+    total = sum_snapshots([MetricsSnapshot(), snapshot])
+    assert total == snapshot
+    sum_snapshots([total, total])
+    for rows in total.histograms.values():
+        for row in rows.values():
+            row.counts[0] += 1
+    assert encode_snapshot(snapshot) == before
+
+
+def test_gauges_fold_as_their_family_says() -> None:
+    one = MetricsSnapshot(gauges={"queue_waiting": {("m",): 2}, "gpu_usage_percent": {("g",): 70}})
+    two = MetricsSnapshot(gauges={"queue_waiting": {("m",): 3}, "gpu_usage_percent": {("g",): 80}})
+    start = [MetricsSnapshot(gauges={"process_start_time_seconds": {(): t}}) for t in (9.0, 5.0, 7.0)]
+    assert sum_snapshots([one, two]).gauges == {"queue_waiting": {("m",): 5}, "gpu_usage_percent": {("g",): 80}}
+    assert sum_snapshots(start).gauges == {"process_start_time_seconds": {(): 5.0}}
+
+
+def test_the_dead_leave_counters_and_histograms_but_no_gauge() -> None:
+    row: dict[Labels, HistogramData] = {("m",): HistogramData([1, 0], 0.5)}
+    left = without_gauges(
+        MetricsSnapshot({"errors_total": {("x",): 1}}, {"queue_waiting": {("m",): 4}}, {"queue_wait_seconds": row})
+    )
+    assert left == MetricsSnapshot({"errors_total": {("x",): 1}}, {}, {"queue_wait_seconds": row})
+
+
+def test_a_value_on_a_buckets_edge_belongs_to_it() -> None:
+    row = HistogramData([0, 0, 0])
+    for value in (1.0, 1.5, 2.0, 2.5):
+        row.observe((1.0, 2.0), value)
+    assert row.counts == [1, 2, 1]
+    assert row.sum == 7.0
+
+
+_values = st.integers(0, 9) | st.floats(0, 9) | st.sampled_from([0.5, 1.0, 2.5, 5.0])
+
+
+@given(st.lists(_values, max_size=50))
+@settings(deadline=None, max_examples=100)
+def test_many_values_at_once_are_observed_as_one_by_one(values: list[float]) -> None:
+    buckets = (0.5, 1.0, 2.5, 5.0)
+    each, many = HistogramData([0] * 5), HistogramData([0] * 5)
+    for value in values:
+        each.observe(buckets, value)
+    many.observe_all(buckets, values)
+    assert many.counts == each.counts
+    assert many.sum == pytest.approx(each.sum)
+
+
+def _tokens(prompt: float, cached: float) -> bytes:
+    return encode_snapshot(
+        MetricsSnapshot({"prompt_tokens_total": {("m",): prompt}, "cached_tokens_total": {("m",): cached}})
+    )
+
+
+def test_counters_of_several_processes_add_up() -> None:
+    text = render_snapshots([_tokens(100, 10), _tokens(300, 290)])
+    assert values(text, "prompt_tokens_total") == {("m",): 400}
+
+
+def test_the_hit_ratio_is_worked_out_from_the_sums_not_averaged() -> None:
+    assert values(render_snapshots([_tokens(100, 0), _tokens(300, 300)]), "cache_hit_ratio") == {("m",): 0.75}
+
+
+def test_a_model_without_prompts_has_no_hit_ratio() -> None:
+    assert values(render_snapshots([_tokens(0, 0)]), "cache_hit_ratio") == {}
+
+
+def test_histogram_buckets_are_cumulative_and_end_with_infinity() -> None:
+    row = HistogramData([0] * 17, 3.5)
+    row.counts[0], row.counts[-1] = 2, 1
+    text = render_snapshot(MetricsSnapshot(histograms={"queue_wait_seconds": {("m",): row}}))
+    buckets = values(text, "queue_wait_seconds_bucket")
+    assert buckets["0.001", "m"] == 2
+    assert buckets["300.0", "m"] == 2
+    assert buckets["+Inf", "m"] == 3
+    assert values(text, "queue_wait_seconds_count") == {("m",): 3}
+    assert values(text, "queue_wait_seconds_sum") == {("m",): 3.5}
+
+
+def test_odd_label_values_are_escaped() -> None:
+    odd = 'a"b\\c\nd'
+    assert values(render_snapshot(MetricsSnapshot({"errors_total": {(odd,): 1}})), "errors_total") == {(odd,): 1}
+
+
+def test_nothing_at_all_is_still_valid_text() -> None:
+    assert b"# TYPE http_requests_total counter" in render_snapshots([])
 
 
 class StillMachine(SystemMonitor):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict, Unavailable
 from modelyard.tune import apply as apply_module
 from modelyard.tune.apply import apply, overruled
@@ -29,7 +29,7 @@ cache_type_k = "f16"
 def written(folder: Path, text: str, changes, name: str = "modelyard.toml", model: str = "m") -> tuple[Path, Path]:
     file = folder / name
     file.write_text(text)
-    done = apply(load(file, env={}), changes, {model: "llama_cpp"})
+    done = apply(load_config(file, env={}), changes, {model: "llama_cpp"})
     assert list(done.files) == [file]
     return file, done.files[file]
 
@@ -41,7 +41,7 @@ def test_comments_and_order_stay_and_a_backup_lies_beside_it(tmp_path: Path):
         '"off"    # by its old name\n', '"off"    # by its old name\nn_threads = 2\n'
     )
     assert backup.name == "modelyard.bak.toml"
-    assert load(backup, env={}).config.models.keys() == {"m"}
+    assert load_config(backup, env={}).config.models.keys() == {"m"}
 
 
 def test_a_key_is_changed_under_the_name_that_it_has_in_the_file(tmp_path: Path):
@@ -66,16 +66,16 @@ def test_a_pool_configuration_in_json_is_changed_in_its_own_words(tmp_path: Path
 
 def test_a_second_run_does_not_overwrite_the_first_backup(tmp_path: Path):
     file, first = written(tmp_path, TOML, {("models", "m", "n_threads"): 2})
-    done = apply(load(file, env={}), {("models", "m", "n_threads"): 3}, {"m": "llama_cpp"})
+    done = apply(load_config(file, env={}), {("models", "m", "n_threads"): 3}, {"m": "llama_cpp"})
     assert first.read_text() == TOML
     assert "n_threads = 2" in done.files[file].read_text()
 
 
 def test_the_built_in_model_is_written_out_whole(tmp_path: Path):
     """A file that names a model takes the place of the built-in configuration, so half of it would be no model."""
-    before = load(env={}, cwd=tmp_path).config
+    before = load_config(env={}, cwd=tmp_path).config
     file, _ = written(tmp_path, "[http]\nport = 8001\n", {("models", "smollm2", "n_threads"): 2}, model="smollm2")
-    after = load(file, env={}).config
+    after = load_config(file, env={}).config
     assert after.models["smollm2"].options == {"n_threads": 2}
     assert after.models["smollm2"].path == before.models["smollm2"].path
     assert after.caches == before.caches
@@ -85,7 +85,7 @@ def test_the_built_in_model_is_written_out_whole(tmp_path: Path):
 
 def test_without_a_file_there_is_nothing_to_write_to(tmp_path: Path):
     with pytest.raises(Conflict, match="no configuration file"):
-        apply(load(env={}, cwd=tmp_path), {("models", "smollm2", "n_threads"): 2}, {"smollm2": "llama_cpp"})
+        apply(load_config(env={}, cwd=tmp_path), {("models", "smollm2", "n_threads"): 2}, {"smollm2": "llama_cpp"})
 
 
 def test_the_file_that_says_it_is_the_one_that_is_changed(tmp_path: Path):
@@ -93,7 +93,7 @@ def test_the_file_that_says_it_is_the_one_that_is_changed(tmp_path: Path):
     base.parent.mkdir()
     base.write_text('{"models": {"m": {"backend": "llama_cpp", "path": "/x.gguf"}}}')
     local.write_text('{"models": {"m": {"n_threads": 1}}}')
-    loaded = load(env={}, cwd=tmp_path)
+    loaded = load_config(env={}, cwd=tmp_path)
     done = apply(loaded, {("models", "m", "n_threads"): 2, ("models", "m", "n_ubatch"): 64}, {"m": "llama_cpp"})
     assert list(done.files) == [local]
     assert json.loads(local.read_text()) == {"models": {"m": {"n_threads": 2, "n_ubatch": 64}}}
@@ -107,7 +107,7 @@ def test_what_does_not_read_back_as_it_was_meant_leaves_the_file_and_no_litter(
     file.write_text(TOML)
     monkeypatch.setitem(apply_module._EDITORS, ".toml", lambda text, _: text)
     with pytest.raises(Conflict, match="could not be written"):
-        apply(load(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
+        apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
     assert file.read_text() == TOML
     assert [path.name for path in tmp_path.iterdir()] == ["modelyard.toml"]
 
@@ -120,7 +120,7 @@ def test_a_disk_that_refuses_leaves_the_file_and_says_so(tmp_path: Path, monkeyp
     file.write_text(TOML)
     monkeypatch.setattr(apply_module.shutil, "copy2", full)
     with pytest.raises(Unavailable, match="No space left"):
-        apply(load(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
+        apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
     assert [path.name for path in tmp_path.iterdir()] == ["modelyard.toml"]
 
 
@@ -136,5 +136,5 @@ def test_the_file_keeps_its_permissions(tmp_path: Path):
     file = tmp_path / "modelyard.toml"
     file.write_text(TOML)
     file.chmod(0o600)
-    apply(load(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
+    apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
     assert file.stat().st_mode & 0o777 == 0o600

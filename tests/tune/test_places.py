@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import engine_spec, load
+from modelyard.config.engine_options import engine_spec
+from modelyard.config.load import load_config
 from modelyard.config.settings import Config
 from modelyard.core.knobs import Knob
 from modelyard.tune.places import alone, changes, places, turned, unset
@@ -21,7 +22,7 @@ KNOBS = {knob.name: knob for knob in (THREADS, FLASH, PARALLEL)}
 def config(model: dict[str, Any] | None = None, **caches: dict[str, Any]) -> Config:
     chosen = {"backend": "llama_cpp", "path": "/nowhere/x.gguf", **(model or {})}
     tables = {name: {"model": "m", "n_ctx": 512, **own} for name, own in caches.items()}
-    return load(env={}, overrides={"models": {"m": chosen}, "caches": tables}).config
+    return load_config(env={}, overrides={"models": {"m": chosen}, "caches": tables}).config
 
 
 def test_a_knob_stands_in_the_models_section():
@@ -72,7 +73,7 @@ def test_an_untouched_configuration_has_none_of_the_knobs_turned(model):
 
 
 def test_what_another_process_is_told_holds_one_model_and_no_keys():
-    whole = load(
+    whole = load_config(
         env={},
         overrides={
             "models": {"m": {"backend": "llama_cpp", "path": "/x.gguf"}, "other": {"backend": "fake"}},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.knobs import Loss, Setting
 from modelyard.tune.journal import Journal
@@ -67,7 +67,7 @@ class Lab:
 
 def subject(goal: str = "chat", **model: object) -> Subject:
     chosen = {"backend": "llama_cpp", "path": str(model_file()), "flash_attn": "off", **model}
-    config = load(env={}, overrides={"models": {"m": chosen}}).config
+    config = load_config(env={}, overrides={"models": {"m": chosen}}).config
     return Subject(config, "m", goal, AvailableMemory(8 << 30))  # type: ignore[arg-type]
 
 
@@ -173,7 +173,7 @@ async def test_a_budget_of_a_few_trials_only_is_said_once(seconds: float, warnin
 
 
 async def test_where_there_is_little_to_turn_a_shorter_budget_is_suggested(tmp_path: Path):
-    config = load(env={}, overrides={"models": {"m": {"backend": "vllm", "path": "/nowhere"}}}).config
+    config = load_config(env={}, overrides={"models": {"m": {"backend": "vllm", "path": "/nowhere"}}}).config
     little = Subject(config, "m", "chat", AvailableMemory(8 << 30))  # four settings
     lab, screen = Lab(30.0), Silent()
     await Run(

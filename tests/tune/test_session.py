@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from modelyard.benchmark.intervals import Interval
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound
 from modelyard.http.admin.routes import tuning_runs
 from modelyard.tune import session
@@ -46,7 +46,7 @@ class Desk:
 
     def optimize(self, **wishes: object) -> int:
         consoles = (Console(file=file, width=160) for file in (self.out, self.err))
-        loaded = load(self.file, env={})
+        loaded = load_config(self.file, env={})
         return optimize(loaded, Wishes(config=self.file, **wishes), *consoles, folder=self.tune)  # type: ignore[arg-type]
 
 
@@ -161,7 +161,7 @@ def test_what_would_go_wrong_at_the_end_is_said_at_the_beginning(tmp_path: Path,
     with pytest.raises(InvalidRequest, match="is not there"):
         Desk(tmp_path).optimize(plot=tmp_path / "nowhere" / "found.svg")
     with pytest.raises(Conflict, match="no configuration file"):
-        optimize(load(env={}, cwd=tmp_path / "tune"), Wishes(apply=True), Console(), Console(), folder=tmp_path)
+        optimize(load_config(env={}, cwd=tmp_path / "tune"), Wishes(apply=True), Console(), Console(), folder=tmp_path)
     assert formula.trials == 0
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import Config, engine_spec, load
+from modelyard.config.engine_options import engine_spec
+from modelyard.config.load import load_config
+from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import cores
@@ -19,7 +21,7 @@ HERE = AvailableMemory(8 << 30)
 
 def llama(goal: str = "chat", caches: dict[str, Any] | None = None, **model: Any) -> Subject:
     chosen = {"backend": "llama_cpp", "path": str(model_file()), **model}
-    config = load(env={}, overrides={"models": {"m": chosen}, "caches": caches or {}}).config
+    config = load_config(env={}, overrides={"models": {"m": chosen}, "caches": caches or {}}).config
     return Subject(config, "m", goal, HERE)  # type: ignore[arg-type]
 
 
@@ -94,21 +96,23 @@ def test_rounded_values_need_flash_attention():
 
 def test_gpus_bring_their_layers_as_a_knob(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "uses_gpus", lambda _: True)
-    config = load(env={}, overrides={"models": {"m": {"backend": "llama_cpp", "path": str(model_file())}}}).config
+    config = load_config(
+        env={}, overrides={"models": {"m": {"backend": "llama_cpp", "path": str(model_file())}}}
+    ).config
     subject = Subject(config, "m", "chat", AvailableMemory(8 << 30, {"GPU-1": 8 << 30}))
     assert subject.knobs["n_gpu_layers"].values == (-1, 22, 15, 7, 0)
 
 
 def test_an_engine_without_knobs_says_so():
     remote = {"backend": "openai_remote", "remote_base_url": "https://example.com/v1", "remote_model": "x"}
-    config = load(env={}, overrides={"models": {"m": remote}}).config
+    config = load_config(env={}, overrides={"models": {"m": remote}}).config
     with pytest.raises(InvalidRequest, match="no settings that could be optimized"):
         Subject(config, "m", "chat", HERE)
 
 
 def test_a_knob_with_no_place_in_the_file_is_left_out_and_named():
     chosen = {"backend": "llama_server", "path": str(model_file())}
-    config = load(env={}, overrides={"models": {"m": chosen}}).config
+    config = load_config(env={}, overrides={"models": {"m": chosen}}).config
     subject = Subject(config, "m", "chat", HERE)
     assert "n_batch" not in subject.knobs
     assert any(told.startswith("n_batch") for told in subject.left_out)
@@ -117,7 +121,7 @@ def test_a_knob_with_no_place_in_the_file_is_left_out_and_named():
 @pytest.mark.parametrize("backend", ["vllm", "vllm_serve"])
 def test_vllms_number_format_of_the_cache_is_offered_and_held_against_the_models_own(backend):
     model = {"backend": backend, "path": "/nowhere", "n_ctx": 512, "vllm_kv_cache_dtype": "fp8"}
-    subject = Subject(load(env={}, overrides={"models": {"m": model}}).config, "m", "chat", HERE)
+    subject = Subject(load_config(env={}, overrides={"models": {"m": model}}).config, "m", "chat", HERE)
     assert subject.knobs["vllm_kv_cache_dtype"].values == ("auto", "fp8")
     assert not subject.left_out
     assert subject.exact()["models"]["m"]["options"]["vllm_kv_cache_dtype"] == "auto"

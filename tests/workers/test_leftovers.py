@@ -139,6 +139,6 @@ async def test_a_link_that_broke_alone_is_made_anew_with_the_next_place(tmp_path
         (await leased(pool)).release()
         (session,) = pool._sessions.values()
         session.end(Unavailable("the link broke"))
-        lease = await leased(pool, again=True)
+        lease = await leased(pool, is_retry=True)
         assert end(await asyncio.wait_for(read(lease.engine.generate(prompt("Hello."))), DEADLINE_S)).reason == "stop"
         lease.release()

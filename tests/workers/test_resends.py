@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.server.app import compose
 from modelyard.workers.hosted import Hosted
 from modelyard.workers.pool import RemotePool
@@ -25,7 +25,7 @@ ENDLESS = [{"steps": [{"text": "so far"}, {"hang": True}]}]
 @asynccontextmanager
 async def gateways(folder: Path) -> AsyncIterator[tuple[Yard, list[httpx.AsyncClient]]]:
     """Two whole gateways at one scheduler and one worker."""
-    loaded = load(env={}, overrides=demo(ENDLESS))
+    loaded = load_config(env={}, overrides=demo(ENDLESS))
     async with yard(folder, parallel=4, script=ENDLESS) as there, AsyncExitStack() as stack:
         clients = []
         for name in ("a", "b"):

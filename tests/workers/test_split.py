@@ -266,7 +266,7 @@ async def test_a_lost_engine_is_not_granted_again_before_the_scheduler_knows(tmp
         there.workers[0].engines[0].engine.die(Unavailable("out of memory"))
         assert isinstance(end(await read(job)).error, Unavailable)
         lease.release()
-        again = await leased(pool, again=True)
+        again = await leased(pool, is_retry=True)
         assert again.engine is not lease.engine
         assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"
         again.release()
@@ -280,7 +280,7 @@ async def test_a_gateway_that_lost_only_its_link_is_granted_the_same_engine_when
         (session,) = pool._sessions.values()
         session.end(Unavailable("a cable was pulled"))
         lease.release()
-        again = await leased(pool, again=True)
+        again = await leased(pool, is_retry=True)
         assert again.engine is not lease.engine
         assert again.engine_id == lease.engine_id
         assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"

@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 
 from modelyard.benchmark.bench import options
-from modelyard.config import Loaded
+from modelyard.config.load import LoadedConfig
 
 if TYPE_CHECKING:
     from modelyard.benchmark.bench.book import Book
     from modelyard.benchmark.bench.order import Order
     from modelyard.benchmark.bench.subjects import Candidate
 
-Load = Callable[[Path | None], Loaded]  # or it has said what is wrong, and the command is over
+Load = Callable[[Path | None], LoadedConfig]  # or it has said what is wrong, and the command is over
 Guarded = Callable[..., Any]  # likewise
 _INTERRUPTED = 130
 

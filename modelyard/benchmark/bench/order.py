@@ -16,10 +16,10 @@ from modelyard.benchmark.bench.plan import Plan
 from modelyard.benchmark.bench.subjects import Access, Candidate
 from modelyard.benchmark.durations import seconds
 from modelyard.benchmark.workload import Workload, named
-from modelyard.config import Loaded
+from modelyard.config.load import LoadedConfig
 from modelyard.core.errors import InvalidRequest
 
-Load = Callable[[Path | None], Loaded]
+Load = Callable[[Path | None], LoadedConfig]
 _LABELS = "ABCDEFGH"
 _ROUNDS, _ROUNDS_COMPARED = 3, 6
 

@@ -15,7 +15,7 @@ from modelyard.benchmark.engine_load import EngineLoad
 from modelyard.benchmark.lanes import Load
 from modelyard.benchmark.url_load import UrlLoad
 from modelyard.benchmark.workload import Workload
-from modelyard.config import Config
+from modelyard.config.settings import Config
 from modelyard.core.engine import ChatEngine, TextEngine
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.gateway.model import Model

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.exllamav3 import folder
-from modelyard.engines.exllamav3.call import CAPABILITIES
+from modelyard.engines.exllamav3 import model_folder
+from modelyard.engines.exllamav3.arguments import CAPABILITIES
 from modelyard.engines.exllamav3.estimate import estimate
-from modelyard.engines.exllamav3.options import LIVE_OVERRIDES, Options
+from modelyard.engines.exllamav3.options import LIVE_OVERRIDES
+from modelyard.engines.exllamav3.options import ExllamaOptions as Options
 from modelyard.plugins import MissingLibrary
 
 __all__ = [
@@ -59,14 +60,14 @@ def verify() -> None:
 def create(spec: EngineSpec) -> Engine:
     """To be called on the loop that its answers are read on."""
     verify()
-    from modelyard.engines.exllamav3.engine import Exl3Engine
+    from modelyard.engines.exllamav3.engine import ExllamaEngine
 
-    return Exl3Engine(spec)
+    return ExllamaEngine(spec)
 
 
 def tokenizer_path(options: Options) -> Path:
     """The folder itself: a quantized model keeps its tokenizer beside the weights."""
-    return folder.find(options.path)
+    return model_folder.find_folder(options.path)
 
 
 def chat_template(options: Options) -> str | None:

@@ -37,15 +37,13 @@ from modelyard.core.errors import (
     Unavailable,
     Unsupported,
 )
-from modelyard.engines.exllamav3 import folder, library
-from modelyard.engines.exllamav3.call import CAPABILITIES
-from modelyard.engines.exllamav3.filters import Filter, Filters
-from modelyard.engines.exllamav3.folder import Shape
-from modelyard.engines.exllamav3.job import Job
-from modelyard.engines.exllamav3.lane import Lane
-from modelyard.engines.exllamav3.library import Library
-from modelyard.engines.exllamav3.model import Loaded
-from modelyard.engines.exllamav3.options import PAGE, Options
+from modelyard.engines.exllamav3 import model as library
+from modelyard.engines.exllamav3 import model_folder
+from modelyard.engines.exllamav3.arguments import CAPABILITIES
+from modelyard.engines.exllamav3.grammar_filter import GrammarFilter, GrammarFilters
+from modelyard.engines.exllamav3.model import ExllamaCache, ExllamaJob, ExllamaLibrary, ExllamaModel
+from modelyard.engines.exllamav3.model_folder import ExllamaModelInfo
+from modelyard.engines.exllamav3.options import PAGE, ExllamaOptions
 from modelyard.engines.token_dispatch import TokenDispatch
 
 log = logging.getLogger(__name__)
@@ -55,21 +53,21 @@ _SWITCH_S = 0.0005  # a step that comes back waits this long at most for a busy 
 Deed = Callable[[], None]
 
 
-class Exl3Engine:
-    def __init__(self, spec: EngineSpec, load: Callable[[], Library] = library.load) -> None:
-        self.options: Options = spec.options
+class ExllamaEngine:
+    def __init__(self, spec: EngineSpec, load: Callable[[], ExllamaLibrary] = library.load_library) -> None:
+        self.options: ExllamaOptions = spec.options
         self._spec, self._load_library = spec, load
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
         self.info = EngineInfo("exllamav3", dict(spec.caches), CAPABILITIES, device="cuda", page=PAGE)
-        self._inbox: SimpleQueue[Job | Deed | None] = SimpleQueue()
+        self._inbox: SimpleQueue[ExllamaJob | Deed | None] = SimpleQueue()
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._thread: threading.Thread | None = None
         self._over: ModelyardError | None = None  # why nothing can run here any more; set on the loop only
-        self._shape: Shape | None = None
-        self._filters: Filters | None = None
-        self._model: Loaded | None = None
-        self._lanes: dict[str, Lane] = {}
+        self._shape: ExllamaModelInfo | None = None
+        self._filters: GrammarFilters | None = None
+        self._model: ExllamaModel | None = None
+        self._lanes: dict[str, ExllamaCache] = {}
         self._dispatch = TokenDispatch(self._loop)
 
     def __repr__(self) -> str:
@@ -78,8 +76,8 @@ class Exl3Engine:
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def open(self, progress: OnProgress) -> None:
-        where = folder.find(self.options.path)
-        self._shape = await asyncio.to_thread(folder.shape, where)
+        where = model_folder.find_folder(self.options.path)
+        self._shape = await asyncio.to_thread(model_folder.read_model_info, where)
         if self._over is not None:
             raise self._over
         self._warn_of_length(self._shape.trained)
@@ -127,7 +125,7 @@ class Exl3Engine:
         fault = self._over or Unavailable("the engine was closed")
         while not self._inbox.empty():
             item = self._inbox.get()
-            if isinstance(item, Job) and not item.queue.closed:
+            if isinstance(item, ExllamaJob) and not item.queue.closed:
                 item.queue.put_many([item.end("error", fault)], last=True)
             elif isinstance(item, _Order) and not item.done.done():
                 item.done.set_exception(fault)
@@ -135,7 +133,7 @@ class Exl3Engine:
     # --- the loop's side --------------------------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        job = Job(prompt, self._loop)
+        job = ExllamaJob(prompt, self._loop)
         try:
             self._check(job)
         except ModelyardError as error:
@@ -144,7 +142,7 @@ class Exl3Engine:
             self._send(job)
         return job.queue
 
-    def _send(self, job: Job) -> None:
+    def _send(self, job: ExllamaJob) -> None:
         if job.prompt.constraint is None or self._filters is None:
             self._inbox.put(job)
             return
@@ -152,7 +150,7 @@ class Exl3Engine:
         making = asyncio.wrap_future(self._filters.order(job.prompt.constraint), loop=self._loop)
         making.add_done_callback(partial(self._constrained, job))
 
-    def _constrained(self, job: Job, made: asyncio.Future[Filter | None]) -> None:
+    def _constrained(self, job: ExllamaJob, made: asyncio.Future[GrammarFilter | None]) -> None:
         fault = self._over or (Unavailable("the engine was closed") if made.cancelled() else made.exception())
         if fault is None:
             job.filter = made.result()
@@ -160,7 +158,7 @@ class Exl3Engine:
         elif not job.queue.closed:
             job.queue.put_many([job.end("error", _fault_of(fault))], last=True)
 
-    def _check(self, job: Job) -> None:
+    def _check(self, job: ExllamaJob) -> None:
         if self._over is not None:
             raise self._over
         if self._shape is None or not self._lanes:
@@ -179,7 +177,7 @@ class Exl3Engine:
             raise InvalidRequest(f"the prompt holds token ids outside 0…{self._shape.vocab - 1}")
         job.fit(cache)
 
-    def _cache(self, name: str) -> Lane:
+    def _cache(self, name: str) -> ExllamaCache:
         """A prompt that names none goes to the first."""
         name = name or next(iter(self._lanes), "")
         if name not in self._lanes:
@@ -213,7 +211,7 @@ class Exl3Engine:
 
     # --- the thread's side ------------------------------------------------------------------------------------------
 
-    def _run(self, where: Path, shape: Shape, tell: Callable[[float], None]) -> None:
+    def _run(self, where: Path, shape: ExllamaModelInfo, tell: Callable[[float], None]) -> None:
         try:
             self._load(where, shape, tell)
         except BaseException as error:
@@ -230,11 +228,11 @@ class Exl3Engine:
             self._end_all(Unavailable("the engine was closed"))
         self._unload()
 
-    def _load(self, where: Path, shape: Shape, tell: Callable[[float], None]) -> None:
+    def _load(self, where: Path, shape: ExllamaModelInfo, tell: Callable[[float], None]) -> None:
         loaded = self._load_library()
         tell(0.0)
-        self._model = Loaded(loaded, where, shape, self._spec, self._dispatch, tell)
-        self._filters = Filters(where, shape, loaded.torch.from_numpy)
+        self._model = ExllamaModel(loaded, where, shape, self._spec, self._dispatch, tell)
+        self._filters = GrammarFilters(where, shape, loaded.torch.from_numpy)
         self._lanes = self._model.lanes
 
     def _is_open(self) -> None:
@@ -273,13 +271,13 @@ class Exl3Engine:
             self._dispatch.flush()  # what comes may keep the next step from beginning
             if item is None:
                 return False
-            if isinstance(item, Job):
+            if isinstance(item, ExllamaJob):
                 self._admit(item)
             else:
                 item()
             busy = True
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: ExllamaJob) -> None:
         """Whatever is wrong with a job ends that job, not the engine."""
         if job.cancelled:
             self._dispatch.put(job, [job.end("cancelled")], True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
-from modelyard.engines.exllamav3.options import Options
+from modelyard.engines.exllamav3.options import ExllamaOptions
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
@@ -18,7 +18,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
-    options: Options = spec.options
+    options: ExllamaOptions = spec.options
     return {
         "parallel": spec.caches[cache].parallel,
         "exllama_max_chunk_size": options.exllama_max_chunk_size,

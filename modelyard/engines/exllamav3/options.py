@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 PAGE = 256  # tokens of a page: ExLlamaV3 knows no other size
 
 _Bits = Annotated[int, Field(ge=2, le=8)]
-Quant = tuple[_Bits, _Bits]
+CacheBits = tuple[_Bits, _Bits]
 _Pages = Annotated[int, Field(ge=PAGE, le=1 << 24)]
 _Chunk = Annotated[int, Field(ge=PAGE, le=1 << 16, multiple_of=PAGE)]
 
@@ -31,7 +31,7 @@ def _sizes(value: Any) -> Any:
 
 
 CacheQuant = Annotated[
-    Quant | None,
+    CacheBits | None,
     BeforeValidator(_bits),
     WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 2, "maximum": 8}, {"type": "string"}, {"type": "null"}]}),
 ]
@@ -52,7 +52,7 @@ LIVE_OVERRIDES: dict[str, Any] = {
 }
 
 
-class Options(BaseModel):
+class ExllamaOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     path: str = Field(description="The folder of the quantized model, or its name in the library.")

@@ -97,7 +97,7 @@ def _maker(model: Any, spec: EngineSpec, shape: Shape | None, attach: Callable[[
 
     def make(cells: int) -> Any:
         if shape is not None:  # the weights are here already
-            loading.fit(replace(shape, weights=0), spec.model, spec.options, {"embeddings": CacheInfo(cells)})
+            loading.fit(replace(shape, weights=0, files=()), spec.model, spec.options, {"embeddings": CacheInfo(cells)})
         raw = loading.embedding_context(model, spec.options, cells, PLACES)
         attach(raw)
         return raw

@@ -1,6 +1,6 @@
 """What a model will take of memory, worked out from its file's head before anything is loaded.
 
-    weights   the files, all parts of a split model
+    weights   the files, all parts of a split model, with repacked tensors in their new size (`repack.py`)
     KV        layers × window × parallel × (key + value of one token), by the cache's number formats
     states    of recurrent layers, one a sequence
     compute   what the largest step needs: either the logits of one micro-batch or its attention over the window
@@ -12,7 +12,7 @@ on its first use, is held against free memory then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,12 @@ from msgspec import Struct
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
+from modelyard.engines.llama_cpp import repack
 from modelyard.engines.llama_cpp.attention import mode
 from modelyard.engines.llama_cpp.devices import seen
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.library.gguf import outline
+from modelyard.engines.llama_cpp.repack import ExtraBuffer, Weights
+from modelyard.library.gguf import TensorInfo, read_contents
 from modelyard.library.model_files import locate_model_file, split_parts
 
 # bytes of one number, by its format
@@ -54,16 +56,20 @@ class Shape(Struct, frozen=True):
     value: int
     state: int = 0
     head: int = 0
+    files: tuple[tuple[int, list[TensorInfo]], ...] = ()  # size and tensors of each
 
 
 def shape(file: Path) -> Shape:
     try:
-        return _shape(outline(file), sum(part.stat().st_size for part in split_parts(file)))
+        parts = split_parts(file)
+        heads = [read_contents(part, lists="short") for part in parts]
+        sizes = [part.stat().st_size for part in parts]
+        return _shape(heads[0][0], tuple((size, tensors) for size, (_, tensors) in zip(sizes, heads, strict=True)))
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{file} says odd things of itself: {error}", code="model_unreadable") from error
 
 
-def _shape(about: Mapping[str, Any], weights: int) -> Shape:
+def _shape(about: Mapping[str, Any], files: tuple[tuple[int, list[TensorInfo]], ...]) -> Shape:
     family = about.get("general.architecture", "")
 
     def number(name: str, default: int = 0) -> int:
@@ -77,7 +83,7 @@ def _shape(about: Mapping[str, Any], weights: int) -> Shape:
     state = inner * inside + max(0, number("ssm.conv_kernel") - 1) * (inner + 2 * number("ssm.group_count") * inside)
     recurrent = layers if not heads else sum(not count for count in kv_heads)
     return Shape(
-        weights=weights,
+        weights=sum(size for size, _ in files),
         trained=number("context_length"),
         layers=layers,
         width=width,
@@ -87,6 +93,7 @@ def _shape(about: Mapping[str, Any], weights: int) -> Shape:
         value=sum(kv_heads) * number("attention.value_length", of_head),
         state=state * recurrent,
         head=number("attention.value_length", of_head),
+        files=files,
     )
 
 
@@ -117,15 +124,29 @@ def memory_of(
     caches: Mapping[str, CacheInfo],
     machine: AvailableMemory,
     draft: Shape | None = None,
+    extra_buffers: Sequence[ExtraBuffer] | None = None,
 ) -> MemoryEstimate:
-    """A draft model has a context for each cache, too."""
+    """A draft model has a context for each cache, too. `extra_buffers`: of the library; None means the installed one.
+    Where there is a GPU llama.cpp repacks nothing: the GPU's host buffers come first."""
     models = [model] if draft is None else [model, draft]
+    if machine.gpus:
+        extra_buffers = ()
+    elif extra_buffers is None:
+        extra_buffers = repack.available()
+    weights = [weights_of(each, extra_buffers, options) for each in models]
     return MemoryEstimate(
-        sum(each.weights for each in models),
+        sum(each.needed for each in weights),
         sum(kv(each, info) for each in models for info in caches.values()),
         sum(compute(each, info, options.of(info)) for each in models for info in caches.values()),
         "gpu" if offloaded(model, options, machine) else "cpu",
+        sum(each.page_cache for each in weights),
     )
+
+
+def weights_of(model: Shape, extra_buffers: Sequence[ExtraBuffer], options: Options) -> Weights:
+    if not model.files:
+        return Weights(model.weights)
+    return repack.weights(model.files, extra_buffers, options.use_mmap)
 
 
 def kv(model: Shape, info: CacheInfo) -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from modelyard.engines.llama_cpp.verdict import library_folder
-from modelyard.library.gguf import TensorPlace
+from modelyard.library.gguf import TensorInfo
 from modelyard.plugins import MissingLibrary
 
 _F16, _Q4_0, _Q4_1, _Q8_0, _Q2_K, _Q4_K, _Q5_K, _Q6_K, _IQ4_NL, _IQ4_XS = 1, 2, 3, 8, 10, 12, 13, 14, 20, 23
@@ -58,14 +58,14 @@ class ExtraBuffer(Struct, frozen=True):
     growth: Mapping[int, int] = {}
     dimensions: Mapping[str, range] = {}  # that a tensor of an operation may have
 
-    def takes(self, tensor: TensorPlace) -> bool:
+    def takes(self, tensor: TensorInfo) -> bool:
         operation = "MUL_MAT_ID" if "exps" in tensor.name else "MUL_MAT"
         if len(tensor.shape) not in self.dimensions.get(operation, ()) or tensor.kind not in self.rows:
             return False
         columns = 16 if tensor.kind == _F16 else _BLOCKS[tensor.kind][0]
         return tensor.shape[-2] % self.rows[tensor.kind] == 0 and tensor.shape[-1] % columns == 0
 
-    def size(self, tensor: TensorPlace) -> int:
+    def size(self, tensor: TensorInfo) -> int:
         block, size = _BLOCKS[tensor.kind]
         return math.prod(tensor.shape) // block * (size + self.growth.get(tensor.kind, 0))
 
@@ -98,7 +98,7 @@ def extra_buffers(features: frozenset[str], *, amx_kernels: bool) -> tuple[Extra
     return tuple(found)
 
 
-def weights(files: Iterable[tuple[int, Sequence[TensorPlace]]], buffers: Sequence[ExtraBuffer], mmap: bool) -> Weights:
+def weights(files: Iterable[tuple[int, Sequence[TensorInfo]]], buffers: Sequence[ExtraBuffer], mmap: bool) -> Weights:
     """Of a model in these files, each with its size and its tensors."""
     files = list(files)
     has_output = any(tensor.name == "output.weight" for _, tensors in files for tensor in tensors)

@@ -35,14 +35,14 @@ def error_from_status(
 ) -> ModelyardError:
     """The error that an upstream's HTTP status and error code mean."""
     retry_after = retry_after or 1.0
-    if cls := ERROR_BY_STATUS.get(status):
-        return cls(message, code=code, param=param)
     if status == 429:
         return errors.RateLimited(message, retry_after=retry_after, code=code)
     if status == 529 or code == Overloaded.default_code:
         return Overloaded(message, retry_after=retry_after, position=position)
     if status in (502, 503):
         return errors.Unavailable(message, retry_after=retry_after, code=code)
+    if cls := ERROR_BY_STATUS.get(status):
+        return cls(message, code=code, param=param)
     return errors.Internal(message, id=code or "upstream")
 
 

@@ -1,4 +1,4 @@
-"""The extension fields that every protocol takes under the same names, and their checks."""
+"""The extension fields that every protocol accepts under the same names, and their checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Number = float | None
 
 
 class ExtensionFields(Struct, kw_only=True, gc=False):
-    """Base of each protocol's body: `null` and absence mean the same, «not asked for». The sampling stands last."""
+    """Base class of the request bodies. `null` and a missing field mean the same: not set."""
 
     lora_adapter: str | None = None
     grammar: str | None = None
@@ -49,7 +49,7 @@ class ExtensionFields(Struct, kw_only=True, gc=False):
     logit_bias: dict[str, float] | None = None
 
 
-# name → (lowest, highest): outside it no sampler has a meaning, so the client hears about it.
+# name → (lowest, highest). Outside the range the value has no meaning for any sampler.
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
@@ -61,35 +61,31 @@ _RANGES: dict[str, tuple[float, float]] = {
     "xtc_threshold": (0.0, 1.0),
     "mirostat": (0, 2),
 }
-_KNOBS = tuple(f.name for f in fields(Sampling) if f.name != "logit_bias")
-_knobs = attrgetter(*_KNOBS)  # all in one call: this runs for every request
-_UNSET = (None,) * len(_KNOBS)
+_SAMPLING_FIELDS = tuple(f.name for f in fields(Sampling) if f.name != "logit_bias")
+_sampling_values = attrgetter(*_SAMPLING_FIELDS)  # one call for all fields: this runs for every request
+_UNSET = (None,) * len(_SAMPLING_FIELDS)
 
 
 def read_sampling(body: ExtensionFields) -> Sampling:
-    values = _knobs(body)
+    values = _sampling_values(body)
     if values == _UNSET and not body.logit_bias:
         return DEFAULT_SAMPLING
-    asked = {name: value for name, value in zip(_KNOBS, values, strict=True) if value is not None}
-    for name in asked.keys() & _RANGES.keys():
+    given = {name: value for name, value in zip(_SAMPLING_FIELDS, values, strict=True) if value is not None}
+    for name in given.keys() & _RANGES.keys():
         low, high = _RANGES[name]
-        if not low <= asked[name] <= high:
-            got = str(asked[name])[:40]
-            raise InvalidRequest(f"{name} must lie between {low:g} and {high:g}, got {got}", param=name)
+        if not low <= given[name] <= high:
+            got = str(given[name])[:40]
+            raise InvalidRequest(f"{name} must be between {low:g} and {high:g}, got {got}", param=name)
     if body.logit_bias:
-        asked["logit_bias"] = _read_bias(body.logit_bias)
-    return Sampling(**asked) if asked else DEFAULT_SAMPLING
-
-
-def _read_bias(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise InvalidRequest("logit_bias maps token ids to numbers", param="logit_bias") from None
+        try:
+            given["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
+        except ValueError:
+            raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias") from None
+    return Sampling(**given)
 
 
 def read_constraint(body: ExtensionFields) -> Constraint | None:
-    """The extension constraints; a protocol's own `response_format` or the like goes before them."""
+    """The extension constraints. A protocol's own field (`response_format` and the like) takes precedence."""
     if body.json_schema is not None:
         return Constraint("json_schema", dumps(body.json_schema))
     if body.grammar is not None:
@@ -102,7 +98,7 @@ def read_constraint(body: ExtensionFields) -> Constraint | None:
 
 
 def read_priority(body: ExtensionFields) -> Priority | None:
-    """Seen in the wild as words and as tiers; everything but «background» is the main road."""
+    """Clients send words and service tiers; everything that does not mean «background» is «main»."""
     if body.priority is None:
         return None
     return "background" if body.priority in ("background", "low", "batch") else "main"
@@ -113,20 +109,26 @@ def check_positive(name: str, value: int | None) -> None:
         raise InvalidRequest(f"{name} must be at least 1, got {value}", param=name)
 
 
+_GRAMMAR_FIELDS = {"gbnf": "grammar", "regex": "regex", "lark": "lark"}
+
+
 def write_extensions(request: Request) -> dict[str, Any]:
-    """The extension fields of an outgoing request body; what was not asked for is not written."""
-    sampling = request.sampling
-    out: dict[str, Any] = {name: value for name in _KNOBS if (value := getattr(sampling, name)) is not None}
+    """The extension fields of an outgoing request body: those that are set, and grammar constraints."""
+    sampling, constraint = request.sampling, request.constraint
+    out: dict[str, Any] = {name: value for name in _SAMPLING_FIELDS if (value := getattr(sampling, name)) is not None}
     if sampling.logit_bias:
         out["logit_bias"] = {str(token): value for token, value in sampling.logit_bias.items()}
-    out |= {
-        name: value
-        for name, value in (
-            ("lora_adapter", request.lora_adapter),
-            ("chat_template_kwargs", request.chat_template_kwargs or None),
-            ("documents", request.documents or None),
-            ("priority", request.priority),
-        )
-        if value is not None
-    }
+    if constraint is not None and constraint.kind in _GRAMMAR_FIELDS:
+        out[_GRAMMAR_FIELDS[constraint.kind]] = constraint.text
+    out |= present(
+        lora_adapter=request.lora_adapter,
+        chat_template_kwargs=request.chat_template_kwargs or None,
+        documents=request.documents or None,
+        priority=request.priority,
+    )
     return out
+
+
+def present(**values: Any) -> dict[str, Any]:
+    """Only the fields that are not None."""
+    return {name: value for name, value in values.items() if value is not None}

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from modelyard.protocols.common.openai_fields import UpstreamUsage
+from modelyard.protocols.common.openai_fields import OpenAIUsage
 from modelyard.protocols.openai_chat.logprobs import LogprobsBody
 from modelyard.protocols.openai_chat.messages import read_arguments
 
@@ -50,5 +50,5 @@ class ChunkBody(Struct):
     created: float | None = None
     model: str | None = None
     choices: list[ChunkChoice] | None = None
-    usage: UpstreamUsage | None = None
+    usage: OpenAIUsage | None = None
     error: Any = None

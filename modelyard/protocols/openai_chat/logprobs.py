@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from modelyard.core.events import TokenLogprob
-from modelyard.protocols.common.openai_fields import LOWEST_LOGPROB
+from modelyard.protocols.common.openai_fields import MIN_LOGPROB
 
 
 class TokenBody(Struct):
@@ -28,7 +28,7 @@ def write_logprobs(tokens: Iterable[TokenLogprob]) -> dict[str, Any]:
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:
-    logprob = max(token.logprob, LOWEST_LOGPROB)
+    logprob = max(token.logprob, MIN_LOGPROB)
     return {"token": token.token, "logprob": logprob, "bytes": list(token.bytes) if token.bytes else None}
 
 
@@ -41,7 +41,7 @@ def read_logprobs(body: LogprobsBody | None) -> tuple[TokenLogprob, ...]:
 def _read_token(token: TokenBody) -> TokenLogprob:
     return TokenLogprob(
         token.token,
-        LOWEST_LOGPROB if token.logprob is None else token.logprob,
+        MIN_LOGPROB if token.logprob is None else token.logprob,
         bytes(byte & 255 for byte in token.bytes or ()),
         tuple(_read_token(alternative) for alternative in token.top_logprobs or ()),
     )

@@ -16,7 +16,6 @@ from modelyard.protocols.common.openai_fields import (
     FINGERPRINT,
     FINISH_REASONS,
     OpenAIUsage,
-    UpstreamUsage,
     read_usage,
     write_usage,
 )
@@ -113,7 +112,7 @@ class ReplyBody(Struct):
     created: float | None = None
     model: str | None = None
     choices: list[ReplyChoice] | None = None
-    usage: UpstreamUsage | None = None
+    usage: OpenAIUsage | None = None
     error: Any = None
 
 

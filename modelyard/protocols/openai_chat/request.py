@@ -19,7 +19,7 @@ from modelyard.protocols.common.extensions import (
     write_extensions,
 )
 from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_fields import MAX_ANSWERS, check_range, read_session, read_stop, require_model
+from modelyard.protocols.common.openai_fields import MAX_N, check_range, read_session, read_stop, require_model
 from modelyard.protocols.openai_chat.body import ChatCompletionBody, FormatBody, SchemaBody
 from modelyard.protocols.openai_chat.messages import read_messages, write_messages
 from modelyard.protocols.openai_chat.reasoning import read_reasoning, read_template_kwargs, write_reasoning
@@ -62,7 +62,7 @@ def _read_plain(model: str, asked: ChatCompletionBody, headers: Mapping[str, str
 
 
 def _read(model: str, asked: ChatCompletionBody, headers: Mapping[str, str]) -> Request:
-    check_range("n", asked.n, 1, MAX_ANSWERS)
+    check_range("n", asked.n, 1, MAX_N)
     warnings: list[str] = []
     return Request(
         model=model,

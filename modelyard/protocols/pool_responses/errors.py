@@ -7,8 +7,9 @@ from typing import Any
 from modelyard.core.errors import ModelyardError
 from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
+from modelyard.protocols.common.errors import write_retry_headers
 from modelyard.protocols.common.json import encode
-from modelyard.protocols.common.openai_errors import STATUS, error_body, retry_headers
+from modelyard.protocols.common.openai_errors import STATUS, error_body
 
 _UNNAMED = "invalid_request"
 
@@ -25,5 +26,5 @@ def write_error(
     streaming: bool = False,  # noqa: ARG001 - before the first byte both are told alike
     request: Request | None = None,  # noqa: ARG001
 ) -> WireError:
-    headers = {"x-request-id": trace} | retry_headers(error)
+    headers = {"x-request-id": trace} | write_retry_headers(error)
     return WireError(STATUS[error.kind][0], encode({"error": coded_body(error)}), headers)

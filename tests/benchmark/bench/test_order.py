@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelyard.benchmark.bench.order import Order, Place, places, prepare
-from modelyard.config import Loaded, load
+from modelyard.config.load import LoadedConfig, load_config
 from modelyard.core.errors import ModelyardError
 from tests.serving import demo
 
@@ -16,8 +16,8 @@ A, B = "http://a", "http://b"
 X, Y = Path("x.toml"), Path("y.toml")
 
 
-def loaded(path: Path | None) -> Loaded:
-    return load(env={}, overrides=demo())
+def loaded(path: Path | None) -> LoadedConfig:
+    return load_config(env={}, overrides=demo())
 
 
 @pytest.mark.parametrize(

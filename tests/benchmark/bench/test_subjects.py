@@ -13,7 +13,8 @@ from modelyard.benchmark.bench.subjects import Access, Candidate
 from modelyard.benchmark.lanes import play
 from modelyard.benchmark.sample import Round
 from modelyard.benchmark.workload import named
-from modelyard.config import Config, load
+from modelyard.config.load import load_config
+from modelyard.config.settings import Config
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
 from tests.serving import demo, serving
 
@@ -22,7 +23,7 @@ SCRIPT: list[dict[str, Any]] = [{"steps": [{"tokens": 50}]}]
 
 
 def config(**model: Any) -> Config:
-    return load(env={}, overrides=demo(SCRIPT, **model) | {"workers": {"patience": 1000}}).config
+    return load_config(env={}, overrides=demo(SCRIPT, **model) | {"workers": {"patience": 1000}}).config
 
 
 async def measured(candidate: Candidate) -> tuple[Round, list[str]]:
@@ -50,7 +51,7 @@ async def test_a_model_that_cannot_be_defined_says_why() -> None:
 async def test_a_server_of_its_own_is_started_for_the_time_of_the_measurement(tmp_path: Path) -> None:
     file = tmp_path / "modelyard.json"
     file.write_text(json.dumps(demo(SCRIPT)))
-    made = load(file, env={}).config
+    made = load_config(file, env={}).config
     candidate = subjects.over_http(made, file, "mine", subjects.find(made, None, "fast"), Access())
     found, said = await measured(candidate)
     assert [sample.output_tokens for sample in found.good] == [6, 6]
@@ -80,12 +81,12 @@ async def test_a_url_where_nobody_answers_is_no_subject() -> None:
 def test_over_http_a_cache_is_asked_for_by_a_name_that_leads_to_it(
     routes: list[dict[str, Any]], cache: str, name: str
 ) -> None:
-    made = load(env={}, overrides={**demo(), "routes": routes}).config
+    made = load_config(env={}, overrides={**demo(), "routes": routes}).config
     assert subjects.address(made, subjects.find(made, "demo", cache)) == name
 
 
 def test_a_cache_that_no_name_leads_to_is_measured_in_process_or_not_at_all() -> None:
-    made = load(env={}, overrides={**demo(), "routes": [{"match": "*", "cache": "main"}]}).config
+    made = load_config(env={}, overrides={**demo(), "routes": [{"match": "*", "cache": "main"}]}).config
     with pytest.raises(InvalidRequest, match="the routes lead no name to the cache fast of demo"):
         subjects.over_http(made, None, "mine", subjects.find(made, "demo", "fast"), Access())
 

@@ -19,8 +19,8 @@ from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import exllamav3, fake
-from modelyard.engines.exllamav3 import library
-from modelyard.engines.exllamav3.engine import Exl3Engine
+from modelyard.engines.exllamav3 import model
+from modelyard.engines.exllamav3.engine import ExllamaEngine
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.engines.exllamav3.standin import StandIn, in_step_with
 from tests.engines.reading import ids
@@ -90,14 +90,14 @@ def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> Engin
     return EngineSpec("tiny", exllamav3.Options(**chosen), caches or {"main": CacheInfo(512, 4)})
 
 
-def make(told: EngineSpec, stand_in: StandIn | None = None, *, slow: bool = False) -> Exl3Engine:
+def make(told: EngineSpec, stand_in: StandIn | None = None, *, slow: bool = False) -> ExllamaEngine:
     """On the real library where there is one; `slow` steps wait until the readers of the last one are done."""
     if REAL is not None and stand_in is None:
-        return Exl3Engine(told, library.load)
+        return ExllamaEngine(told, model.load_library)
     stand_in = stand_in or StandIn()
     if slow:
         stand_in.before_step = in_step_with(asyncio.get_running_loop())
-    return Exl3Engine(told, stand_in.load)
+    return ExllamaEngine(told, stand_in.load)
 
 
 @asynccontextmanager
@@ -107,7 +107,7 @@ async def running(
     *,
     slow: bool = False,
     **options: Any,
-) -> AsyncIterator[Exl3Engine]:
+) -> AsyncIterator[ExllamaEngine]:
     engine = make(spec(caches, **options), stand_in or StandIn(), slow=slow)
     try:
         await engine.open(lambda *_: None)

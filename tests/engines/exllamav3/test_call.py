@@ -9,7 +9,7 @@ import pytest
 from modelyard.core.engine import CacheInfo, Prompt, TokenRun
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Sampling
-from modelyard.engines.exllamav3.call import (
+from modelyard.engines.exllamav3.arguments import (
     IGNORED,
     cache_tokens,
     generator_arguments,
@@ -18,7 +18,7 @@ from modelyard.engines.exllamav3.call import (
     quant_of,
     sampler_steps,
 )
-from modelyard.engines.exllamav3.options import Options
+from modelyard.engines.exllamav3.options import ExllamaOptions
 
 # The definition of the llm-pool guide, and one with every field that it names.
 GUIDE: dict[str, Any] = {
@@ -42,7 +42,7 @@ MAIN = {"main": CacheInfo(4096)}
 
 
 def test_definition_of_the_guide_becomes_these_calls() -> None:
-    options = Options(**GUIDE)
+    options = ExllamaOptions(**GUIDE)
     assert load_arguments(options, 1, [8192]) == {"use_per_device": None, "max_chunk_size": 2048, "max_batch_size": 1}
     assert cache_tokens(options, MAIN) == {"main": 8192}
     assert quant_of("main", MAIN["main"], options) is None
@@ -54,7 +54,7 @@ def test_definition_of_the_guide_becomes_these_calls() -> None:
 
 
 def test_every_field_reaches_its_call() -> None:
-    options = Options(**EVERY)
+    options = ExllamaOptions(**EVERY)
     assert load_arguments(options, 16, [32768]) == {
         "use_per_device": [20.0, 23.5],
         "max_chunk_size": 1024,
@@ -73,7 +73,7 @@ def test_every_field_reaches_its_call() -> None:
 
 
 def test_no_more_is_read_at_a_time_than_the_smallest_cache_holds() -> None:
-    options = Options(path="x")
+    options = ExllamaOptions(path="x")
     assert load_arguments(options, 1, [8192, 512])["max_chunk_size"] == 512
     assert generator_arguments(options, CacheInfo(4096), 4352)["max_chunk_size"] == 2048
     assert generator_arguments(options, CacheInfo(200), 256)["max_chunk_size"] == 256
@@ -84,18 +84,18 @@ def test_no_more_is_read_at_a_time_than_the_smallest_cache_holds() -> None:
 
 def test_cache_holds_the_windows_of_its_conversations_in_whole_pages() -> None:
     caches = {"main": CacheInfo(4096, 2), "fast": CacheInfo(200, 3)}
-    assert cache_tokens(Options(path="x"), caches) == {"main": 2 * 4352, "fast": 3 * 256}
+    assert cache_tokens(ExllamaOptions(path="x"), caches) == {"main": 2 * 4352, "fast": 3 * 256}
 
 
 def test_caches_share_a_budget_by_what_they_would_take() -> None:
     caches = {"main": CacheInfo(3839, 2), "fast": CacheInfo(1279, 2)}
-    shares = cache_tokens(Options(path="x", exllama_cache_size=8192), caches)
+    shares = cache_tokens(ExllamaOptions(path="x", exllama_cache_size=8192), caches)
     assert shares == {"main": 6144, "fast": 2048}
 
 
 def test_budget_too_small_for_one_conversation_is_refused_with_the_numbers() -> None:
     with pytest.raises(InvalidRequest, match=r"leaves the cache 'main' 2048 tokens.*needs 4352") as caught:
-        cache_tokens(Options(path="x", exllama_cache_size=2048), MAIN)
+        cache_tokens(ExllamaOptions(path="x", exllama_cache_size=2048), MAIN)
     assert caught.value.code == "cache_unusable"
 
 
@@ -106,14 +106,14 @@ def test_budget_too_small_for_one_conversation_is_refused_with_the_numbers() -> 
 def test_number_formats_of_a_cache_go_before_those_of_the_model(
     type_k: str, type_v: str, expected: tuple[int, int]
 ) -> None:
-    options = Options(path="x", exllama_cache_quant=4)
+    options = ExllamaOptions(path="x", exllama_cache_quant=4)
     assert quant_of("main", CacheInfo(512, 1, type_k, type_v), options) == expected
 
 
 @pytest.mark.parametrize(("type_k", "words"), [("q4_0", "both or neither"), ("f32", "no number format")])
 def test_number_format_that_does_not_exist_is_refused(type_k: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
-        quant_of("main", CacheInfo(512, 1, type_k), Options(path="x"))
+        quant_of("main", CacheInfo(512, 1, type_k), ExllamaOptions(path="x"))
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------------
@@ -124,13 +124,13 @@ def asked(**fields: Any) -> Prompt:
 
 
 def test_job_is_told_its_limits_and_its_ends_once_each() -> None:
-    called = job_arguments(asked(stop_ids=(7, 2), sampling=Sampling(seed=5)), 30, Options(path="x"), (2, 9))
+    called = job_arguments(asked(stop_ids=(7, 2), sampling=Sampling(seed=5)), 30, ExllamaOptions(path="x"), (2, 9))
     assert called == {"max_new_tokens": 30, "stop_conditions": [7, 2, 9], "seed": 5, "max_rq_tokens": None}
 
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_job_gives_probabilities_where_they_are_asked_for(count: int) -> None:
-    called = job_arguments(asked(logprobs=count), 1, Options(path="x"))
+    called = job_arguments(asked(logprobs=count), 1, ExllamaOptions(path="x"))
     assert (called["return_probs"], called["return_top_tokens"]) == (True, count)
 
 

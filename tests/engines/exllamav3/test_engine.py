@@ -17,7 +17,7 @@ from modelyard.core.engine import CacheInfo, Control, Media, Progress, TokenRun,
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
 from modelyard.engines import token_dispatch
-from modelyard.engines.exllamav3 import lane as lane_module
+from modelyard.engines.exllamav3 import model as lane_module
 from modelyard.engines.token_dispatch import TokenDispatch
 from tests.engines.exllamav3.stage import make, prompt, running, said, spec, vocabulary
 from tests.engines.exllamav3.standin import StandIn

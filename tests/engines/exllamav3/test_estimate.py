@@ -9,7 +9,7 @@ import pytest
 from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3 import folder
+from modelyard.engines.exllamav3 import model_folder as folder
 from tests.engines.exllamav3.stage import model_folder, spec
 
 HERE = AvailableMemory(1 << 34, {"GPU-1": 1 << 34})
@@ -21,7 +21,7 @@ def memory(window: int = 1023, parallel: int = 2, **options: Any) -> MemoryEstim
 
 def test_weights_are_all_tensors_but_the_embedding_and_lie_on_a_gpu() -> None:
     found = memory()
-    assert found.weights == folder.shape(model_folder()).weights
+    assert found.weights == folder.read_model_info(model_folder()).weights
     assert found.device == "gpu"
 
 

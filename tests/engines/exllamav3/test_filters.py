@@ -9,16 +9,16 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
-from modelyard.engines.exllamav3 import folder
-from modelyard.engines.exllamav3.filters import Filter, Filters
+from modelyard.engines.exllamav3 import model_folder as folder
+from modelyard.engines.exllamav3.grammar_filter import GrammarFilter, GrammarFilters
 from tests.engines.exllamav3.stage import model_folder, vocabulary
 from tests.engines.exllamav3.standin import tensors
 
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
 
 
-def made(constraint: Constraint) -> Filter:
-    filters = Filters(model_folder(), folder.shape(model_folder()), tensors.from_numpy)
+def made(constraint: Constraint) -> GrammarFilter:
+    filters = GrammarFilters(model_folder(), folder.read_model_info(model_folder()), tensors.from_numpy)
     found = filters.make(constraint)
     assert found is not None
     return found
@@ -29,7 +29,7 @@ def token(text: str) -> int:
     return id
 
 
-def allowed(one: Filter) -> set[int]:
+def allowed(one: GrammarFilter) -> set[int]:
     bits = np.unpackbits(one.get_next_logit_mask().array.reshape(-1).view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 
@@ -101,7 +101,7 @@ def test_filter_begins_anew_when_it_is_reset() -> None:
 
 
 def test_bad_grammar_is_refused_and_a_triggered_one_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    filters = Filters(model_folder(), folder.shape(model_folder()), tensors.from_numpy)
+    filters = GrammarFilters(model_folder(), folder.read_model_info(model_folder()), tensors.from_numpy)
     with pytest.raises(InvalidRequest, match="unclosed group"):
         filters.make(Constraint("regex", "(a"))
     with caplog.at_level(logging.WARNING):

@@ -9,7 +9,7 @@ import pytest
 
 from modelyard import plugins
 from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3 import library
+from modelyard.engines.exllamav3 import model
 from modelyard.plugins import MissingLibrary
 from tests.engines.exllamav3.stage import model_folder, spec
 
@@ -27,7 +27,7 @@ def test_library_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "exllamav3", raising=False)
     with pytest.raises(MissingLibrary, match=r"does not work here: no CUDA device is visible\. It needs an NVIDIA GPU"):
-        library.load()
+        model.load_library()
 
 
 def test_engine_is_a_plug_in_of_its_own_process_with_its_tokenizer_beside_the_weights() -> None:

@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from modelyard.engines import exllamav3
-from modelyard.engines.exllamav3.options import Options
+from modelyard.engines.exllamav3.options import ExllamaOptions
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ from modelyard.engines.exllamav3.options import Options
     [(None, None), (4, (4, 4)), ("4", (4, 4)), ("8,4", (8, 4)), ([6, 5], (6, 5)), ((2, 8), (2, 8))],
 )
 def test_cache_quant_is_one_number_or_two(written: Any, meant: Any) -> None:
-    assert Options(path="x", exllama_cache_quant=written).exllama_cache_quant == meant
+    assert ExllamaOptions(path="x", exllama_cache_quant=written).exllama_cache_quant == meant
 
 
 @pytest.mark.parametrize("written", [1, 9, "f16", "4,4,4", True, 4.5])
 def test_cache_quant_that_does_not_exist_is_refused(written: Any) -> None:
     with pytest.raises(ValidationError):
-        Options(path="x", exllama_cache_quant=written)
+        ExllamaOptions(path="x", exllama_cache_quant=written)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_cache_quant_that_does_not_exist_is_refused(written: Any) -> None:
     [(None, None), ("auto", None), ("20,23.5", [20, 23.5]), ([20, 0, 24], [20, 0, 24]), (22, [22])],
 )
 def test_gpu_split_is_a_size_for_each_gpu(written: Any, meant: Any) -> None:
-    assert Options(path="x", exllama_gpu_split=written).exllama_gpu_split == meant
+    assert ExllamaOptions(path="x", exllama_gpu_split=written).exllama_gpu_split == meant
 
 
 @pytest.mark.parametrize(
@@ -48,15 +48,15 @@ def test_gpu_split_is_a_size_for_each_gpu(written: Any, meant: Any) -> None:
 )
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        Options(path="x", **wrong)
+        ExllamaOptions(path="x", **wrong)
 
 
 def test_fields_survive_their_way_to_another_process() -> None:
-    options = Options(path="x", exllama_cache_quant="8,4", exllama_gpu_split="20,24")
-    assert Options.model_validate_json(options.model_dump_json()) == options
+    options = ExllamaOptions(path="x", exllama_cache_quant="8,4", exllama_gpu_split="20,24")
+    assert ExllamaOptions.model_validate_json(options.model_dump_json()) == options
 
 
 def test_every_field_of_one_load_is_a_field_and_has_a_schema() -> None:
     for name, kind in exllamav3.LIVE_OVERRIDES.items():
-        assert name == "n_ctx" or name in Options.model_fields
+        assert name == "n_ctx" or name in ExllamaOptions.model_fields
         assert TypeAdapter(kind).json_schema()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import load
+from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory, CacheInfo, ChatEngine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import (
     Cancelled,
@@ -165,7 +165,7 @@ def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(MissingLibrary, match=r"pip install 'modelyard\[litellm\]'"):
         litellm.verify()
     model = {"backend": "litellm", "litellm_model": "openai/gpt"}
-    config = load(env={}, overrides={"models": {"any": model}}).config
+    config = load_config(env={}, overrides={"models": {"any": model}}).config
     made = define(config.router().catalog.models["any"], config.models["any"])
     assert made.model.fault is not None
     assert "modelyard[litellm]" in made.model.fault.message

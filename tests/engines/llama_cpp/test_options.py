@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import engine_spec, load
+from modelyard.config.engine_options import engine_spec
+from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import Options, loading
@@ -16,7 +17,7 @@ from modelyard.engines.llama_cpp import Options, loading
 
 def spec_of(raw: dict[str, Any], folder: Path) -> EngineSpec:
     (folder / "c.json").write_text(json.dumps(raw))
-    config = load(folder / "c.json", env={}).config
+    config = load_config(folder / "c.json", env={}).config
     return engine_spec(config.router().catalog.models["m"], config.models["m"])
 
 

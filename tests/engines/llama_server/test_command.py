@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import engine_options, engine_spec, load
+from modelyard.config.engine_options import engine_options, engine_spec
+from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.command import command, environment, shared
@@ -54,7 +55,7 @@ def line(caches: dict[str, CacheInfo] | None = None, at: Listening = SOCKET, **o
 
 def test_the_whole_definition_of_a_pool_becomes_this_command_line(tmp_path: Path) -> None:
     (tmp_path / "pool.json").write_text(json.dumps(POOL))
-    config = load(tmp_path / "pool.json", env={}).config
+    config = load_config(tmp_path / "pool.json", env={}).config
     (name,) = config.models
     spec = engine_spec(config.router().catalog.models[name], config.models[name])
     options = engine_options(config.models[name])

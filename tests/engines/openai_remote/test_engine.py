@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import engine_options, load
+from modelyard.config.engine_options import engine_options
+from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory, CacheInfo, ChatEngine, EngineSpec, MemoryEstimate
 from modelyard.core.errors import Cancelled, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
@@ -72,7 +73,7 @@ POOL = {
 
 def test_the_whole_definition_of_a_pool_becomes_these_options_and_this_request(tmp_path: Path) -> None:
     (tmp_path / "pool.json").write_text(json.dumps(POOL))
-    settings = load(tmp_path / "pool.json", env={}).config.models["frontier-large"]
+    settings = load_config(tmp_path / "pool.json", env={}).config.models["frontier-large"]
     options = engine_options(settings)
     assert options == openai_remote.Options(
         remote_base_url="https://api.example.com/v1",

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from modelyard.config import engine_spec, load
+from modelyard.config.engine_options import engine_spec
+from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.engines.vllm.arguments import engine_arguments
 from modelyard.engines.vllm.settings import VllmSettings
@@ -18,7 +19,7 @@ ONE = {"m": CacheInfo(4096)}
 def defined(folder: Path, name: str) -> EngineSpec:
     """The spec that a definition of the llm-pool guide comes to."""
     (folder / "pool.json").write_text(json.dumps({"engine": {"models": {name: DEFINITIONS[name]}}}))
-    config = load(folder / "pool.json", env={}).config
+    config = load_config(folder / "pool.json", env={}).config
     return engine_spec(config.router().catalog.models[name], config.models[name])
 
 

@@ -6,9 +6,9 @@ import pytest
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Usage
 from modelyard.protocols.common.openai_fields import (
+    OpenAIUsage,
     PromptField,
     Prompts,
-    UpstreamUsage,
     read_prompts,
     read_usage,
     write_usage,
@@ -67,4 +67,4 @@ def test_one_answer_alone_is_its_own_sum() -> None:
 
 def test_usage_with_holes_reads_as_zeros() -> None:
     assert read_usage(None) == Usage()
-    assert read_usage(UpstreamUsage(prompt_tokens=5)) == Usage(5)
+    assert read_usage(OpenAIUsage(prompt_tokens=5)) == Usage(5)

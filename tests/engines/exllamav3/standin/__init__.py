@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from modelyard.engines.exllamav3.library import Library
+from modelyard.engines.exllamav3.model import ExllamaLibrary
 from tests.engines.exllamav3.standin import samplers, tensors
 from tests.engines.exllamav3.standin.generator import Generator, Job
 from tests.engines.exllamav3.standin.model import Cache, Config, Model, Tokenizer
@@ -29,14 +29,14 @@ class StandIn:
         self.fault: Exception | None = None
         self.steps = 0
 
-    def load(self) -> Library:
+    def load(self) -> ExllamaLibrary:
         made = {name: self._noted(name, kind) for name, kind in (("Cache", Cache), ("Generator", Generator))}
         jobs = {"Job": self._noted("Job", Job), "CustomSampler": samplers.CustomSampler}
         layers = {"CacheLayer_fp16": "fp16", "CacheLayer_quant": "quant"}
         config = SimpleNamespace(from_directory=lambda where: Config(where, self))
         plain = {"Config": config, "Model": Model, "Tokenizer": Tokenizer}
         breakers = {"dry_sequence_breaker_tokens": lambda tokenizer, words: frozenset(map(len, words))}
-        return Library(SimpleNamespace(**made, **jobs, **layers, **plain, **breakers, **samplers.STEPS), tensors)
+        return ExllamaLibrary(SimpleNamespace(**made, **jobs, **layers, **plain, **breakers, **samplers.STEPS), tensors)
 
     def _noted(self, name: str, kind: Any) -> Any:
         def make(*positional: Any, **called: Any) -> Any:

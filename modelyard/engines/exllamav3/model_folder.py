@@ -18,7 +18,7 @@ _LONGEST_HEAD = 100 << 20  # what the format itself allows
 _BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
-class Shape(Struct, frozen=True):
+class ExllamaModelInfo(Struct, frozen=True):
     """What of a model decides its memory. `weights` and `embedding` are bytes; the latter stays in RAM."""
 
     weights: int
@@ -32,11 +32,11 @@ class Shape(Struct, frozen=True):
     ends: tuple[int, ...]
 
 
-def find(path: str) -> Path:
+def find_folder(path: str) -> Path:
     return locate_model_folder(path, CONFIG)
 
 
-def shape(folder: Path) -> Shape:
+def read_model_info(folder: Path) -> ExllamaModelInfo:
     """Raises where a file is broken: loading would say so later, and less clearly."""
     about = _read(folder / CONFIG)
     text = about | about.get("text_config", {})
@@ -48,11 +48,11 @@ def shape(folder: Path) -> Shape:
         raise _unreadable(folder / CONFIG, f"it tells no {error}") from error
 
 
-def _shape(text: dict[str, Any], weights: int, embedding: int, ends: tuple[int, ...]) -> Shape:
+def _shape(text: dict[str, Any], weights: int, embedding: int, ends: tuple[int, ...]) -> ExllamaModelInfo:
     heads = int(text["num_attention_heads"])
     width = int(text["hidden_size"])
     of_head = int(text.get("head_dim") or width // heads)
-    return Shape(
+    return ExllamaModelInfo(
         weights=weights,
         embedding=embedding,
         layers=int(text["num_hidden_layers"]),

@@ -9,19 +9,19 @@ from typing import Any
 from modelyard.core.engine import CacheInfo, Capabilities, Prompt
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Sampling
-from modelyard.engines.exllamav3.options import PAGE, Options, Quant
+from modelyard.engines.exllamav3.options import PAGE, CacheBits, ExllamaOptions
 
 IGNORED = ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "beam_size")
 CAPABILITIES = Capabilities(structured=True, logprobs=True, ignored=IGNORED)
 
 Call = dict[str, Any]
-Step = tuple[str, Call]  # a sampling step's class in ExLlamaV3, and what it is made with
+SamplerStep = tuple[str, Call]  # a sampling step's class in ExLlamaV3, and what it is made with
 
 
 # --- the model ------------------------------------------------------------------------------------------------------
 
 
-def load_arguments(options: Options, most: int, tokens: Iterable[int]) -> Call:
+def load_arguments(options: ExllamaOptions, most: int, tokens: Iterable[int]) -> Call:
     """`most`: jobs in one step; `tokens`: what each cache holds."""
     called: Call = {
         "use_per_device": options.exllama_gpu_split,
@@ -33,12 +33,12 @@ def load_arguments(options: Options, most: int, tokens: Iterable[int]) -> Call:
     return called
 
 
-def chunk(options: Options, tokens: Iterable[int]) -> int:
+def chunk(options: ExllamaOptions, tokens: Iterable[int]) -> int:
     """Tokens of a prompt read at a time: loading and warming up read so many into a cache, so each must have room."""
     return min([options.exllama_max_chunk_size, *tokens])
 
 
-def cache_tokens(options: Options, caches: Mapping[str, CacheInfo]) -> dict[str, int]:
+def cache_tokens(options: ExllamaOptions, caches: Mapping[str, CacheInfo]) -> dict[str, int]:
     """What each cache holds, in whole pages: by its windows, or its share of `exllama_cache_size`."""
     wanted = {name: _paged(info.window + 1) * info.parallel for name, info in caches.items()}
     if options.exllama_cache_size is None:
@@ -59,7 +59,7 @@ def _paged(tokens: int) -> int:
     return -(-tokens // PAGE) * PAGE
 
 
-def quant_of(name: str, info: CacheInfo, options: Options) -> Quant | None:
+def quant_of(name: str, info: CacheInfo, options: ExllamaOptions) -> CacheBits | None:
     """A cache's own number formats, where it has others than 16 bits, go before the model's."""
     own = _bits_of(name, info.type_k), _bits_of(name, info.type_v)
     if own == (16, 16):
@@ -82,11 +82,11 @@ def _bits_of(name: str, format_: str) -> int:
     return int(found[1] or found[2])
 
 
-def batch(options: Options, info: CacheInfo) -> int:
+def batch(options: ExllamaOptions, info: CacheInfo) -> int:
     return options.exllama_max_batch_size or info.parallel
 
 
-def generator_arguments(options: Options, info: CacheInfo, tokens: int) -> Call:
+def generator_arguments(options: ExllamaOptions, info: CacheInfo, tokens: int) -> Call:
     return {
         "max_batch_size": batch(options, info),
         "max_chunk_size": chunk(options, [tokens]),
@@ -97,7 +97,7 @@ def generator_arguments(options: Options, info: CacheInfo, tokens: int) -> Call:
 # --- a job ----------------------------------------------------------------------------------------------------------
 
 
-def job_arguments(prompt: Prompt, most: int, options: Options, ends: tuple[int, ...] = ()) -> Call:
+def job_arguments(prompt: Prompt, most: int, options: ExllamaOptions, ends: tuple[int, ...] = ()) -> Call:
     """`most`: how many tokens the job may say; `ends`: what ends it besides its own stop ids."""
     called: Call = {
         "max_new_tokens": most,
@@ -110,7 +110,7 @@ def job_arguments(prompt: Prompt, most: int, options: Options, ends: tuple[int, 
     return called
 
 
-def sampler_steps(s: Sampling) -> list[Step]:
+def sampler_steps(s: Sampling) -> list[SamplerStep]:
     """In this order ExLlamaV3 does the truncations, the temperature and the choice in one kernel (XTC is apart)."""
     steps = [*_penalties(s), *_dry(s)]
     if is_greedy(s):
@@ -125,8 +125,8 @@ def is_greedy(s: Sampling) -> bool:
     return s.top_k == 1 or (s.temperature is not None and s.temperature <= 0) or s.top_p == 0
 
 
-def _penalties(s: Sampling) -> list[Step]:
-    steps: list[Step] = []
+def _penalties(s: Sampling) -> list[SamplerStep]:
+    steps: list[SamplerStep] = []
     if s.logit_bias:
         steps.append(("SS_LogitBias", {"logit_bias": s.logit_bias}))
     if s.repetition_penalty not in (None, 1):
@@ -136,7 +136,7 @@ def _penalties(s: Sampling) -> list[Step]:
     return steps
 
 
-def _dry(s: Sampling) -> list[Step]:
+def _dry(s: Sampling) -> list[SamplerStep]:
     if not s.dry_multiplier or s.dry_penalty_last_n == 0:
         return []
     called: Call = {
@@ -150,8 +150,8 @@ def _dry(s: Sampling) -> list[Step]:
     return [("SS_DRY", called)]
 
 
-def _truncations(s: Sampling) -> list[Step]:
-    steps: list[Step] = []
+def _truncations(s: Sampling) -> list[SamplerStep]:
+    steps: list[SamplerStep] = []
     if s.min_p:
         steps.append(("SS_MinP", {"min_p": min(1.0, s.min_p)}))
     if s.top_k is not None and s.top_k > 0:

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from modelyard.config import ConfigError, Loaded, load
-from modelyard.config.names import normalize_layer
+from modelyard.config.load import LoadedConfig, load_config
+from modelyard.config.normalize import normalize_layer
+from modelyard.config.problems import ConfigError
 from modelyard.library import model_files
 
 
-def loaded(raw: Any, folder: Path, **env: str) -> Loaded:
+def loaded(raw: Any, folder: Path, **env: str) -> LoadedConfig:
     (folder / "c.json").write_text(json.dumps(raw))
-    return load(Path("c.json"), env=env, cwd=folder)
+    return load_config(Path("c.json"), env=env, cwd=folder)
 
 
 def test_two_spellings_of_one_thing_in_one_file_are_an_error() -> None:

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
-from modelyard.engines.exllamav3.folder import Shape, tokenizer_text
+from modelyard.engines.exllamav3.model_folder import ExllamaModelInfo, tokenizer_text
 from modelyard.engines.grammars import Grammars
 
 log = logging.getLogger(__name__)
@@ -26,19 +26,19 @@ log = logging.getLogger(__name__)
 _NO_TOKEN = -1
 
 
-class Filters:
+class GrammarFilters:
     """Those of one model; `as_tensor` makes ExLlamaV3's tensor of a row of bits, without a copy."""
 
-    def __init__(self, folder: Path, shape: Shape, as_tensor: Callable[[Any], Any]) -> None:
+    def __init__(self, folder: Path, shape: ExllamaModelInfo, as_tensor: Callable[[Any], Any]) -> None:
         self._folder, self._shape, self._as_tensor = folder, shape, as_tensor
         self._tokenizer: LLTokenizer | None = None
         self._grammars = Grammars(self._vocabulary)
 
-    def order(self, constraint: Constraint) -> Future[Filter | None]:
+    def order(self, constraint: Constraint) -> Future[GrammarFilter | None]:
         """`make`, on the thread for it."""
         return self._grammars.submit(partial(self.make, constraint))
 
-    def make(self, constraint: Constraint) -> Filter | None:
+    def make(self, constraint: Constraint) -> GrammarFilter | None:
         """None where the constraint is dropped: a grammar that nobody asked for must not fail a request."""
         try:
             matcher = self._grammars.matcher(constraint)
@@ -47,7 +47,7 @@ class Filters:
                 raise
             log.warning("the calls of %s stay free: %s", ", ".join(constraint.tools) or "tools", error.message)
             return None
-        return Filter(matcher, self._vocabulary(), self._as_tensor, constraint.trigger)
+        return GrammarFilter(matcher, self._vocabulary(), self._as_tensor, constraint.trigger)
 
     def close(self) -> None:
         self._grammars.close()
@@ -59,7 +59,7 @@ class Filters:
         return self._tokenizer
 
 
-class Filter:
+class GrammarFilter:
     """Holds one job's output to a grammar; with a trigger from there on, until it is complete, and then again.
 
     `is_active` and `trigger_token` are ExLlamaV3's: it makes the filter active at the job's start unless the latter is

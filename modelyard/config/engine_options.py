@@ -16,10 +16,10 @@ from modelyard.library.model_files import leads_to_gguf
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import MODEL_KEYS, ModelSettings
 
-Finding = tuple[ConfigPath, str, ProblemLevel]
+ConfigFinding = tuple[ConfigPath, str, ProblemLevel]
 
 
-def guess_backend(path: Any) -> str | None:
+def infer_backend(path: Any) -> str | None:
     """llama_cpp for a GGUF file, for a folder or library name that leads to one, and for a path that says GGUF though
     it is not here; ct2 for a folder of CTranslate2's."""
     if not isinstance(path, str):
@@ -41,13 +41,13 @@ def engine_spec(entry: ModelEntry, model: ModelSettings) -> EngineSpec:
     return EngineSpec(entry.name, engine_options(model), entry.cache_infos, entry.modalities, model.python)
 
 
-def check_options(models: dict[str, ModelSettings]) -> Iterator[Finding]:
+def check_engine_options(models: dict[str, ModelSettings]) -> Iterator[ConfigFinding]:
     for name, model in models.items():
         if model.backend is not None:
-            yield from _check(("models", name), model, model.backend)
+            yield from _check_model_options(("models", name), model, model.backend)
 
 
-def _check(loc: ConfigPath, model: ModelSettings, backend: str) -> Iterator[Finding]:
+def _check_model_options(loc: ConfigPath, model: ModelSettings, backend: str) -> Iterator[ConfigFinding]:
     build = plugins.names("engines")
     if backend not in build:
         message = f"{backend!r} is not one of the engines of this build: {', '.join(build) or 'none'}."

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.config import ConfigError, engine_options, engine_spec
+from modelyard.config.engine_options import engine_options, engine_spec
+from modelyard.config.problems import ConfigError
 from modelyard.core.engine import CacheInfo
 from tests.config.conftest import Loader, ToyOptions
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any
 
-from modelyard.config.backends import guess_backend
+from modelyard.config.engine_options import infer_backend
 from modelyard.config.problems import ConfigPath, ConfigProblem, format_path, suggest
 from modelyard.config.settings import FOREIGN_SECTIONS, field_aliases, keys_by_section
 from modelyard.config.sources import ConfigLayer, Table, problem_at
@@ -142,7 +142,7 @@ def _settle_enabled(models: dict[str, Table], layers: Sequence[ConfigLayer]) -> 
 def _settle_backends(models: dict[str, Table], general: Any, layers: Sequence[ConfigLayer]) -> Iterator[ConfigProblem]:
     for name, table in models.items():
         if table.get("backend") is None:
-            table["backend"] = general if general is not None else guess_backend(table.get("path"))
+            table["backend"] = general if general is not None else infer_backend(table.get("path"))
         if table["backend"] is None:
             message = "no engine is named and path does not tell one. Set backend, here or for all in engine.backend."
             yield problem_at(layers, ("models", name, "backend"), message)

@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.request import Message, Text, Thinking, Tool, ToolCall, ToolResult
-from modelyard.telemetry.cache_diagnostics import PromptRecord, common_prefix_length, conversation_opening, diagnose
+from modelyard.core.request import Image, Message, Text, Thinking, Tool, ToolCall, ToolResult
+from modelyard.telemetry.cache_diagnostics import (
+    PromptHistory,
+    PromptRecord,
+    SystemPromptChange,
+    SystemPromptTracker,
+    common_prefix_length,
+    conversation_opening,
+    diagnose,
+    fingerprint,
+    leading_system,
+    message_at,
+)
 
 RULES, BILL = "You are an agent who works with files. ", "x-anthropic-billing-header: cc_version=1; cch={};"
 READ, WRITE = Tool("read"), Tool("write")
@@ -191,3 +202,115 @@ def test_the_header_and_the_sentence() -> None:
 )
 def test_shared_characters(one: str, other: str, expected: int) -> None:
     assert common_prefix_length(one, other) == common_prefix_length(other, one) == expected
+
+
+# The memory of prompts knows each session's own, takes an answer in, and stays within its bounds.
+
+
+def asked_sessions(trace: str, text: str) -> PromptRecord:
+    return PromptRecord(trace, text, len(text), (Message("user", (Text(text[:40]),)),), (), text[:40])
+
+
+def look(seen: PromptHistory, session: str, one: PromptRecord, reused: int = 0) -> str:
+    return seen.look(("main", session), one, reused, lambda tokens: tokens).cause
+
+
+def test_each_session_has_prompts_of_its_own() -> None:
+    seen, text = PromptHistory(), "x" * 100
+    assert look(seen, "a", asked_sessions("1", text)) == "new_session"
+    assert look(seen, "b", asked_sessions("2", text)) == "new_session"
+    assert look(seen, "a", asked_sessions("3", text + "y" * 50), 100) == "none"
+
+
+def test_what_was_answered_is_expected_to_be_there_next_time() -> None:
+    seen, text = PromptHistory(), "x" * 100
+    first = asked_sessions("1", text)
+    look(seen, "a", first)
+    first.output = 50
+    assert look(seen, "a", asked_sessions("2", text + "y" * 100), 100) == "template"
+
+
+def test_a_second_try_is_not_compared_with_the_first() -> None:
+    seen, text = PromptHistory(), "x" * 100
+    look(seen, "a", asked_sessions("1", text))
+    assert look(seen, "a", asked_sessions("1", text)) == "new_session"
+
+
+@pytest.mark.parametrize("bounds", [{"sessions": 3}, {"characters": 300}])
+def test_the_oldest_sessions_are_forgotten(bounds: dict[str, int]) -> None:
+    seen = PromptHistory(**bounds)
+    for name in "abcdef":
+        look(seen, name, asked_sessions(name, "x" * 100))
+    assert len(seen) == 3
+    assert look(seen, "a", asked_sessions("again", "x" * 120), 100) == "new_session"
+
+
+def test_one_session_may_be_larger_than_the_bound_and_keeps_a_few_prompts() -> None:
+    seen = PromptHistory(characters=10)
+    for number in range(20):
+        look(seen, "a", asked_sessions(str(number), "x" * (100 + number)), 99 + number)
+    assert len(seen) == 1
+
+
+# A changed system prompt is noticed once, and the message that a character lies in is found.
+
+
+def system(*texts: str) -> Message:
+    return Message("system", tuple(Text(text) for text in texts))
+
+
+def user(text: str) -> Message:
+    return Message("user", (Text(text),))
+
+
+def test_the_first_prompt_and_one_that_stays_are_no_change():
+    seen = SystemPromptTracker()
+    assert [seen.look("main", system("Be kind.")) for _ in range(3)] == [None] * 3
+
+
+def test_a_change_tells_both_fingerprints_and_is_told_once():
+    seen = SystemPromptTracker()
+    seen.look("main", system("Be kind."))
+    assert seen.look("main", system("Be brief.")) == SystemPromptChange(
+        fingerprint(system("Be kind.")), fingerprint(system("Be brief."))
+    )
+    assert seen.look("main", system("Be brief.")) is None
+
+
+def test_each_cache_has_a_prompt_of_its_own():
+    seen = SystemPromptTracker()
+    seen.look("main", system("Be kind."))
+    assert seen.look("fast", system("Find a title.")) is None
+    assert seen.look("main", system("Be kind.")) is None
+
+
+def test_fingerprints_are_short_stable_and_tell_parts_apart():
+    assert fingerprint(system("Be kind.")) == "5499befb38db"
+    assert fingerprint(system("a", "b")) != fingerprint(system("ab"))
+    assert len(fingerprint(system("\ud800"))) == 12
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ((), None),
+        ((user("hi"),), None),
+        ((system("x"), user("hi")), system("x")),
+        ((Message("developer", (Text("x"),)),), Message("developer", (Text("x"),))),
+    ],
+)
+def test_only_the_leading_message_is_a_system_prompt(messages: tuple[Message, ...], expected: Message | None):
+    assert leading_system(messages) == expected
+
+
+@pytest.mark.parametrize(("position", "message"), [(0, 0), (5, 0), (12, 0), (18, 1), (22, 1), (30, 2), (99, 2)])
+def test_a_character_lies_in_the_last_message_that_began_before_it(position: int, message: int):
+    prompt = "<s>Be kind.</s><u>Hello</u><a>Hello</a>"
+    talk = (system("Be kind."), user("Hello"), Message("assistant", (Text("Hello"),)))
+    assert message_at(prompt, position, talk) == message
+
+
+def test_messages_that_the_template_left_out_are_passed_over():
+    talk = (system("gone"), Message("user", (Image("data:,"),)), user("Hello"))
+    assert message_at("<u>Hello", 4, talk) == 2
+    assert message_at("nothing of it", 4, talk) == 0
