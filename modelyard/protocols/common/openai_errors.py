@@ -30,7 +30,7 @@ STATUS: Mapping[str, tuple[int, str]] = {
     "cancelled": (499, "cancelled"),
     "internal": (500, "server_error"),
 }
-SMALLER_CLIENT = "choose a client with a smaller prompt, for example aider: modelyard launch aider"
+SMALLER_CLIENT = "choose a client that brings less along, for example aider: modelyard launch aider"
 
 
 def error_body(error: ModelyardError, overflow_param: str = "messages") -> dict[str, Any]:

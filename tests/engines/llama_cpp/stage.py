@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
+from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.engine import LlamaEngine
 from modelyard.engines.llama_cpp.job import Job
 from modelyard.library.default_model import fetch
+from modelyard.tokenizer import llama_log
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.reading import ids, read
 
@@ -49,6 +54,22 @@ async def running(caches: Mapping[str, CacheInfo] | None = None, **options: Any)
         yield engine
     finally:
         await engine.close()
+
+
+@contextmanager
+def model_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
+    """Bytes of the buffers that llama.cpp reports in its log meanwhile, by kind: model, KV, compute."""
+    lines: list[str] = []
+    found: dict[str, float] = {}
+    listener: Any = lib.llama_log_callback(lambda _level, text, _: lines.append(text.decode("utf-8", "replace")))
+    with monkeypatch.context() as patch:
+        patch.setattr(llama_log, "_listener", listener)
+        llama_log.forget()
+        yield found
+    llama_log.forget()
+    told = "".join(lines).replace(" RS buffer", " KV buffer")  # the states of recurrent layers
+    for kind, size in re.findall(r"(model|KV|compute) buffer size = +([\d.]+) MiB", told):
+        found[kind] = found.get(kind, 0.0) + float(size) * 2**20
 
 
 def chatml(*turns: tuple[str, str], opening: str = "") -> str:

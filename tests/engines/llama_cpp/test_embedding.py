@@ -151,7 +151,7 @@ async def test_an_input_that_is_no_text_is_refused_and_the_engine_lives(bad: lis
 async def test_a_context_that_cannot_fit_is_a_sentence_and_the_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(system, "machine", lambda **_: AvailableMemory(0))
+            patch.setattr(system, "free_memory", lambda **_: AvailableMemory(0))
             with pytest.raises(InvalidRequest, match="0 MiB are free"):
                 await engine.embed(tokens(CAT))
         assert end(await answer(engine)).reason == "length"

@@ -18,29 +18,21 @@ from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import Shape, check, compute, kv, memory_of, offloaded, shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.telemetry import system
-from modelyard.tokenizer import llama_log
 from tests.engines.llama_cpp.exact import recurrent_model, sliding_model, write
-from tests.engines.llama_cpp.stage import model_file, running, spec
+from tests.engines.llama_cpp.stage import model_buffers, model_file, running, spec
 
 GIB = 2**30
 NO_GPU = AvailableMemory(64 * GIB)
 
 
 def taken(file: Path, options: Options, info: CacheInfo, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Bytes of each kind of buffer, in llama.cpp's own words."""
-    lines: list[str] = []
-    listener: Any = lib.llama_log_callback(lambda _level, text, _: lines.append(text.decode("utf-8", "replace")))
-    monkeypatch.setattr(llama_log, "_listener", listener)
-    model = loading.load(file, options, lambda _: True)
-    raw = loading.context(model, "main", info, options)
-    lib.llama_free(raw)
-    lib.llama_model_free(model)
-    monkeypatch.undo()
-    llama_log.forget()
-    told = "".join(lines).replace(" RS buffer", " KV buffer")  # the states of recurrent layers
-    found = re.findall(r"(model|KV|compute) buffer size = +([\d.]+) MiB", told)
-    assert {kind for kind, _ in found} == {"model", "KV", "compute"}
-    return {kind: sum(float(n) * 2**20 for k, n in found if k == kind) for kind, _ in found}
+    with model_buffers(monkeypatch) as found:
+        model = loading.load(file, options, lambda _: True)
+        raw = loading.context(model, "main", info, options)
+        lib.llama_free(raw)
+        lib.llama_model_free(model)
+    assert set(found) == {"model", "KV", "compute"}
+    return found
 
 
 @pytest.mark.parametrize(
@@ -60,10 +52,10 @@ def test_the_estimate_is_within_15_percent_of_what_llama_cpp_takes(
     real = taken(model_file(), asked.options, info, monkeypatch)
     guess = llama_cpp.estimate(asked, NO_GPU)
     assert guess.device == "cpu"
-    assert guess.weights == pytest.approx(real["model"], rel=0.15)
+    assert guess.weights + guess.page_cache == pytest.approx(real["model"], rel=0.15)
     assert guess.kv == pytest.approx(real["KV"], rel=0.01)
     assert guess.compute == pytest.approx(real["compute"], rel=0.15)
-    assert guess.total == pytest.approx(sum(real.values()), rel=0.15)
+    assert guess.total + guess.page_cache == pytest.approx(sum(real.values()), rel=0.15)
 
 
 @pytest.mark.parametrize("made", [sliding_model, recurrent_model])
@@ -92,7 +84,7 @@ async def test_a_window_of_ten_million_tokens_is_refused_before_anything_is_load
 
 
 def test_overcommit_loads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system, "machine", lambda **_: AvailableMemory(0))
+    monkeypatch.setattr(system, "free_memory", lambda **_: AvailableMemory(0))
     asked = spec(overcommit=True)
     loading.survey(model_file(), asked)
     with pytest.raises(InvalidRequest, match="0 MiB are free"):
