@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml modelyard/__init__.py
 	@touch $@
 
 # A machine that cannot build the engine is told why here, and neither serves nor tests without it.
-$(ENGINE): $(STAMP) setup/llama_cpp_build.py modelyard/engines/llama_cpp/release.py
+$(ENGINE): $(STAMP) setup/llama_cpp_build.py modelyard/engines/llama_cpp/library.py
 	@$(BUILD)
 	@touch $@
 

@@ -18,13 +18,11 @@ from bench import workers
 from modelyard.core.engine import CacheInfo, End, EngineInfo, EngineStats, Prompt, Tokens
 from modelyard.core.lease import LeaseRequest
 from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.workers.client import remote
-from modelyard.workers.hosted import Hosted, order_of
-from modelyard.workers.link import Keys, new_keys
-from modelyard.workers.messages import Opened
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.session import Session
-from modelyard.workers.worker import Worker
+from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.messages import EngineOpened
+from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.transport import ClusterKeys, generate_keys
+from modelyard.workers.worker import HostedEngine, Worker, open_engine_message
 
 _EVERY_S = 0.002
 _TURN = 1 << 31  # ids are 32 bits; the clock comes round after 36 minutes
@@ -61,10 +59,10 @@ class Clock:
         pass
 
 
-def _telling(endpoint: str, keys: Keys | None) -> None:
+def _telling(endpoint: str, keys: ClusterKeys | None) -> None:
     async def work() -> None:
         worker = Worker(endpoint, keys=keys)
-        hosted = Hosted(order_of("e", "fake", workers.fake_spec(1)), lambda *_: None)
+        hosted = HostedEngine(open_engine_message("e", "fake", workers.fake_spec(1)), lambda *_: None)
         hosted.engine = Clock()  # type: ignore[assignment]
         worker._engines["e"] = hosted
         await asyncio.Event().wait()
@@ -73,11 +71,11 @@ def _telling(endpoint: str, keys: Keys | None) -> None:
 
 
 @asynccontextmanager
-async def far(endpoint: str, keys: Keys | None = None) -> AsyncIterator[Any]:
+async def far(endpoint: str, keys: ClusterKeys | None = None) -> AsyncIterator[Any]:
     async with workers.child(_telling, endpoint, keys):
-        session = Session(endpoint, "bench", keys=keys)
+        session = WorkerSession(endpoint, "bench", keys=keys)
         await session.meet()
-        yield remote(session, Opened("e", "text", EngineInfo("clock")))
+        yield remote_engine(session, EngineOpened("e", "text", EngineInfo("clock")))
         await session.close()
 
 
@@ -118,7 +116,10 @@ async def rows(rounds: int, tokens: int) -> list[workers.Row]:
     """A token's way with a scheduler is a child's: the worker sends it to the gateway, and nobody stands between."""
     request, token = await both(Clock(), rounds, tokens)
     told: list[workers.Row] = []
-    for name, endpoint, keys in (("b, a child", workers.address("w"), None), ("d, tcp and CURVE", _free(), new_keys())):
+    for name, endpoint, keys in (
+        ("b, a child", workers.address("w"), None),
+        ("d, tcp and CURVE", _free(), generate_keys()),
+    ):
         async with far(endpoint, keys) as engine:
             more = await both(engine, rounds, tokens)
         told.append((f"added to a request: {name}", f"+{more[0] - request:.2f} ms", ""))

@@ -36,9 +36,9 @@ from modelyard.core.request import Sampling
 from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.engine import ExllamaEngine
 from modelyard.engines.exllamav3.model import ExllamaJob
-from modelyard.workers import launch
-from modelyard.workers.launch import ApartText, apart
-from modelyard.workers.run import quiet_loop
+from modelyard.workers import process_engine
+from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
+from modelyard.workers.worker_process import worker_loop_factory
 
 STREAMS = (1, 8)
 WINDOW, PROMPT = 4096, 64
@@ -71,18 +71,18 @@ def directly(engine: ExllamaEngine) -> Way:
     async def run(streams: int, tokens: int) -> Heard:
         jobs = [ExllamaJob(prompt(tokens), asyncio.get_running_loop()) for _ in range(streams)]
         for job in jobs:
-            job.fit(CacheInfo(WINDOW, streams))
+            job.limit_output(WINDOW)
         heard: Heard = [[] for _ in jobs]
-        await engine._order(lambda: _drive(engine, jobs, heard))
+        await engine.run_on_thread(lambda: _drive(engine, jobs, heard))
         return heard
 
     return run
 
 
 def _drive(engine: ExllamaEngine, jobs: list[ExllamaJob], heard: Heard) -> None:
-    model, generator = engine._model, engine._lanes["main"]._generator
+    model, generator = engine._model, engine._caches["main"].generator
     assert model is not None
-    made_of = partial(model._job, sampled=lambda: None)
+    made_of = partial(model.create_native_job, on_sampled=lambda: None)
     raw = {id(made := made_of(job)): (made, times) for job, times in zip(jobs, heard, strict=True)}
     for made, _ in raw.values():
         generator.enqueue(made)
@@ -94,7 +94,7 @@ def _drive(engine: ExllamaEngine, jobs: list[ExllamaJob], heard: Heard) -> None:
             left -= bool(result["eos"])
 
 
-def through(engine: ExllamaEngine | ApartText) -> Way:
+def through(engine: ExllamaEngine | ProcessTextEngine) -> Way:
     async def one(tokens: int) -> list[tuple[float, int]]:
         times = []
         async for batch in engine.generate(prompt(tokens)):
@@ -194,18 +194,18 @@ class Stopwatch:
     """Where the engine's thread is, as medians over its steps: in the generator, in its wait for the GPU, in ours."""
 
     def __init__(self, engine: ExllamaEngine) -> None:
-        self._engine, self._lane = engine, engine._lanes["main"]
-        self._cuda = engine._model._library.torch.cuda  # type: ignore[union-attr]
+        self._engine, self._cache = engine, engine._caches["main"]
+        self._cuda = engine._model.library.torch.cuda  # type: ignore[union-attr]
         self.steps: list[tuple[float, float, float, float]] = []  # whole, in the generator, of it the wait, and CPU
         self._waited, self._last = 0.0, (0.0, 0.0)
 
     def __enter__(self) -> Stopwatch:
-        self._iterate, self._synchronize = self._lane._generator.iterate, self._cuda.synchronize
-        self._lane._generator.iterate, self._cuda.synchronize = self._step, self._wait
+        self._iterate, self._synchronize = self._cache.generator.iterate, self._cuda.synchronize
+        self._cache.generator.iterate, self._cuda.synchronize = self._step, self._wait
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._lane._generator.iterate
+        del self._cache.generator.iterate
         self._cuda.synchronize = self._synchronize
 
     def _wait(self, *told: Any) -> None:
@@ -253,10 +253,10 @@ async def run(
         ways: dict[str, Way] = {"direct": directly(inline), "inline": through(inline)}
         pids = {"direct": os.getpid(), "inline": os.getpid()}
         for name, first in {"process": "", **(others or {})}.items():
-            process = apart("exllamav3", spec, "text")
-            assert isinstance(process, ApartText)
+            process = create_process_engine("exllamav3", spec, "text")
+            assert isinstance(process, ProcessTextEngine)
             stack.push_async_callback(process.close)
-            with patch.object(launch, "command", lambda endpoint, _, first=first: _command(endpoint, first)):
+            with patch.object(process_engine, "command", lambda endpoint, _, first=first: _command(endpoint, first)):
                 await process.open(lambda *_: None)
             ways[name], pids[name] = through(process), process.pid or 0
         rates = await measured(ways, pids, rounds, seconds)
@@ -272,7 +272,7 @@ def _command(endpoint: str, first: str) -> list[str]:
 def paced(folder: Path) -> str:
     """A model's folder for the stand-in, which this process and its children load from now on."""
     from bench.paced import shims
-    from tests.engines.exllamav3.stage import write_model
+    from tests.engines.exllamav3.support import write_model
 
     found = str(shims(folder))
     sys.path.insert(0, found)
@@ -291,7 +291,7 @@ def main() -> None:
     told = asked.parse_args()
     with tempfile.TemporaryDirectory(prefix="exl3-") as scratch:
         folder = paced(Path(scratch)) if told.paced else told.folder
-        with asyncio.Runner(loop_factory=quiet_loop()) as runner:
+        with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
             rates = runner.run(run(folder, told.rounds, told.seconds, told.profile))
     if told.json is not None:
         told.json.write_text(json.dumps(rates, indent=1))

@@ -26,7 +26,7 @@ from rich.table import Table
 from bench import step
 from modelyard.core.engine import End, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
-from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 
 STREAMS = (1, 8)
 _PROMPT = 64  # tokens
@@ -55,7 +55,7 @@ class Line(Struct, frozen=True):
         return statistics.median(self.ours) / statistics.median(self.peer)
 
 
-async def rate(engine: LlamaEngine, streams: int, tokens: int, sampling: Sampling, seed: int) -> float:
+async def rate(engine: LlamaCppEngine, streams: int, tokens: int, sampling: Sampling, seed: int) -> float:
     """Of the time in which all streams run."""
     heard: list[list[tuple[float, int]]] = [[] for _ in range(streams)]
 

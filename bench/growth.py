@@ -47,7 +47,7 @@ def measure(tokenizer: Path) -> Growth:
 
 def _renderer(tokenizer: Path) -> Renderer:
     config = load_config(env={}, overrides=configuration(tokenizer, 0)).config
-    return define(config.router().catalog.models["bench"], config.models["bench"]).model.parts.renderer
+    return define(config.router().catalog.models["bench"], config.models["bench"]).model.pipeline.renderer
 
 
 class Author:

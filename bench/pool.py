@@ -25,7 +25,7 @@ from rich.table import Table
 from modelyard.core.engine import CacheInfo, EngineInfo
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSpec
-from modelyard.scheduler.model import Bounds
+from modelyard.scheduler.pooled_model import SchedulerOptions
 from modelyard.scheduler.scheduler import Scheduler
 
 TARGET_US = 50.0
@@ -66,7 +66,7 @@ def cases() -> Iterator[Case]:
 
 
 async def opened(case: Case) -> Scheduler:
-    scheduler = Scheduler(Bounds(max_waiting=10_000, max_wait_s=600.0))
+    scheduler = Scheduler(SchedulerOptions(max_waiting=10_000, max_wait_s=600.0))
     names = [f"model-{number}" for number in range(case.models)]
     make: Callable[[], Any] = Idle
     scheduler.reconfigure(

@@ -34,8 +34,8 @@ from rich.table import Table
 from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
-from modelyard.engines.llama_cpp import binding, context, tiny
-from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.engines.llama_cpp import binding, context, selftest
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.library.default_model import fetch
 
 TARGET = 0.03
@@ -113,8 +113,8 @@ class Clock:
 
         return synchronize
 
-    def step(self, call: Callable[[context.Cache], None]) -> Callable[[context.Cache], None]:
-        def step(cache: context.Cache) -> None:
+    def step(self, call: Callable[[context.LlamaContext], None]) -> Callable[[context.LlamaContext], None]:
+        def step(cache: context.LlamaContext) -> None:
             streams = sum(job.generating for job in cache.jobs.values())
             call(cache)
             self._cut(streams)
@@ -139,7 +139,7 @@ class Clock:
         wrapped = {"llama_decode": self.decoding, "llama_synchronize": self.ending}
         for name, wrap in wrapped.items():
             stack.enter_context(patch.object(binding.lib, name, wrap(getattr(binding.lib, name))))
-        stack.enter_context(patch.object(context.Cache, "step", self.step(context.Cache.step)))
+        stack.enter_context(patch.object(context.LlamaContext, "step", self.step(context.LlamaContext.step)))
         return stack
 
 
@@ -152,7 +152,7 @@ def ahead() -> AbstractContextManager[Any]:
 def tiny_model() -> Iterator[Path]:
     with TemporaryDirectory(prefix="modelyard-step-") as folder:
         file = Path(folder) / "tiny.gguf"
-        tiny.write(file)
+        selftest.write_tiny_model(file)
         yield file
 
 
@@ -163,15 +163,15 @@ def row(streams: int, steps: list[Step]) -> Row:
     return Row(streams, len(full), wall, python, cpu, waits)
 
 
-async def opened(file: Path, threads: int, streams: int) -> LlamaEngine:
+async def opened(file: Path, threads: int, streams: int) -> LlamaCppEngine:
     options = llama_cpp.Options(path=str(file), n_threads=threads, speculation="off")
     engine = llama_cpp.create(EngineSpec("bench", options, {"main": CacheInfo(1024, streams)}))
-    assert isinstance(engine, LlamaEngine)
+    assert isinstance(engine, LlamaCppEngine)
     await engine.open(lambda *_: None)
     return engine
 
 
-async def speak(engine: LlamaEngine, streams: int, tokens: int, sampling: Sampling) -> None:
+async def speak(engine: LlamaCppEngine, streams: int, tokens: int, sampling: Sampling) -> None:
     async def one(number: int) -> None:
         ids = [(number * 7919 + at * 104729) % engine._n_vocab for at in range(_PROMPT)]
         prompt = Prompt(parts=(TokenRun(ids),), sampling=sampling, max_tokens=tokens, session=str(number))
@@ -196,9 +196,9 @@ async def measure(file: Path, threads: int, streams: int, tokens: int, sampling:
 async def profile(file: Path, threads: int, streams: int, tokens: int, sampling: Sampling) -> None:
     """Of the engine's own thread: `cProfile` sees one thread only, so its loop is run under it."""
     engine, profiler = await opened(file, threads, streams), cProfile.Profile()
-    plain = context.Cache.step
+    plain = context.LlamaContext.step
     try:
-        with patch.object(context.Cache, "step", lambda cache: profiler.runcall(plain, cache)):
+        with patch.object(context.LlamaContext, "step", lambda cache: profiler.runcall(plain, cache)):
             await speak(engine, streams, tokens, sampling)
     finally:
         await engine.close()

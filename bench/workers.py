@@ -29,17 +29,14 @@ from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.library.default_model import fetch
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
-from modelyard.workers.client import remote
-from modelyard.workers.crew import Crew
-from modelyard.workers.desk import Desk
-from modelyard.workers.hosted import Hosted, order_of
-from modelyard.workers.launch import apart
-from modelyard.workers.messages import AddRequest, Frame, InferRequest, Opened, Step, encode
+from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.messages import AddRequest, EngineOpened, InferRequest, TokenStep, UpdateBatch, encode
 from modelyard.workers.packing import pack_ids
-from modelyard.workers.placed import placed
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.session import Session
-from modelyard.workers.worker import Worker
+from modelyard.workers.process_engine import create_process_engine
+from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.scheduler_server import SchedulerServer
+from modelyard.workers.worker import HostedEngine, Worker, open_engine_message
+from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 
 Row = tuple[str, str, str]
 PROMPT = list(range(100, 164))
@@ -101,7 +98,7 @@ def cpu_s(family: list[psutil.Process]) -> float:
 @asynccontextmanager
 async def both(backend: str, spec: EngineSpec) -> AsyncIterator[tuple[Any, Any]]:
     module: Any = {"llama_cpp": llama_cpp, "fake": fake}[backend]
-    inline, other = module.create(spec), apart(backend, spec, "text")
+    inline, other = module.create(spec), create_process_engine(backend, spec, "text")
     for engine in (inline, other):
         await engine.open(lambda *_: None)
     try:
@@ -198,7 +195,7 @@ class Stepper:
 def _stepping(endpoint: str) -> None:
     async def work() -> None:
         worker = Worker(endpoint)
-        hosted = Hosted(order_of("e", "fake", fake_spec(1)), lambda *_: None)
+        hosted = HostedEngine(open_engine_message("e", "fake", fake_spec(1)), lambda *_: None)
         hosted.engine = Stepper()  # type: ignore[assignment]
         worker._engines["e"] = hosted
         await asyncio.Event().wait()
@@ -226,9 +223,9 @@ async def child(target: Callable[..., None], *args: Any) -> AsyncIterator[multip
 async def throughput(streams: int, tokens: int, rounds: int) -> list[Row]:
     endpoint = address("w")
     async with child(_stepping, endpoint):
-        session = Session(endpoint, "bench")
+        session = WorkerSession(endpoint, "bench")
         await session.meet()
-        engine: Any = remote(session, Opened("e", "text", EngineInfo("stepper")))
+        engine: Any = remote_engine(session, EngineOpened("e", "text", EngineInfo("stepper")))
         rates = [await rate(engine, streams, tokens) for _ in range(rounds)]
         await session.close()
     made = statistics.median(rates)
@@ -238,8 +235,8 @@ async def throughput(streams: int, tokens: int, rounds: int) -> list[Row]:
 def sizes() -> list[Row]:
     ids = [30_000 + i for i in range(1024)]
     asked = len(encode(AddRequest("0123456789abcdef", InferRequest(1, pack_ids(ids), Sampling(temperature=0.7)))))
-    frame = len(encode(Frame([Step(i, pack_ids([30_000])) for i in range(64)])))
-    one = len(encode(Frame([Step(7, pack_ids([30_000]))])))
+    frame = len(encode(UpdateBatch([TokenStep(i, pack_ids([30_000])) for i in range(64)])))
+    one = len(encode(UpdateBatch([TokenStep(7, pack_ids([30_000]))])))
     return [
         ("a prompt of 1,024 tokens", f"{asked:,} bytes (as JSON ids {len(json.dumps(ids)):,})", "~4 KB"),
         ("a token, 64 streams a frame", f"{frame / 64:.1f} bytes", "4 bytes and who it is for"),
@@ -252,13 +249,13 @@ def sizes() -> list[Row]:
 
 def _dispatching(endpoint: str, workers: str, parallel: int, tokens: int, delay: float, replicas: int) -> None:
     async def work() -> None:
-        crew = Crew(Path(workers))
+        crew = WorkerPool(Path(workers))
         scheduler = Scheduler()
         spec = fake_spec(tokens, parallel, delay)
-        make = lambda: placed(crew, "fake", spec, "x")  # noqa: E731
+        make = lambda: create_worker_engine(crew, "fake", spec, "x")  # noqa: E731
         print_ = ModelSpec(name="demo", caches=spec.caches, make=make, identity="x", replicas=replicas, replica_max=8)
         scheduler.reconfigure({"demo": print_})
-        desk = Desk(endpoint, scheduler, crew, MemoryStore(1, 1, 1), _nothing)
+        desk = SchedulerServer(endpoint, scheduler, crew, MemoryStore(1, 1, 1), _nothing)
         await scheduler.load("demo")
         await scheduler.scale("demo", replicas)
         desk._publish()

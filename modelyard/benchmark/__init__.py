@@ -1,1 +1,1 @@
-"""Measuring engines and URLs: workloads, the load, and what its samples come to; for `bench` and the optimizer."""
+"""`modelyard bench`: workloads, the load generator, statistics and reports; also used by the optimizer and bench/."""

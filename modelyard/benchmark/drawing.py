@@ -1,4 +1,4 @@
-"""A drawing of lines, dots and words, written as SVG, or as PNG where Pillow is installed."""
+"""A drawing of lines, circles and labels, written as SVG, or as PNG if Pillow is installed."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.plugins import MissingLibrary
 
 Point = tuple[float, float]
-_PLAIN = str.maketrans({"×": "x", "–": "-", "·": "-", "…": "..."})  # signs that Pillow's own font draws as boxes
-_FINER = 3  # lines are drawn larger and made smaller: Pillow does not smooth them
+_PLAIN = str.maketrans({"×": "x", "–": "-", "·": "-", "…": "..."})  # characters that Pillow's default font lacks
+_SCALE = 3  # drawn larger and scaled down: Pillow does not smooth lines
 
 
-class Stroke(Struct, frozen=True):
+class Polyline(Struct, frozen=True):
     points: tuple[Point, ...]
     colour: str
     width: float = 1.0
 
 
-class Dot(Struct, frozen=True):
+class Circle(Struct, frozen=True):
     at: Point
     colour: str
     radius: float = 3.5
 
 
-class Words(Struct, frozen=True):
+class Label(Struct, frozen=True):
     at: Point
     text: str
     anchor: Literal["start", "middle", "end"] = "start"
@@ -39,28 +39,28 @@ class Words(Struct, frozen=True):
     colour: str = "#222222"
 
 
-Shape = Stroke | Dot | Words
+DrawingShape = Polyline | Circle | Label
 
 
 class Drawing(Struct, frozen=True):
     width: int
     height: int
-    shapes: tuple[Shape, ...]
+    shapes: tuple[DrawingShape, ...]
 
 
-def check(file: Path) -> None:
-    """Whether a drawing could be written there: asked before a long run, not after it."""
+def check_file(file: Path) -> None:
+    """Raise if a drawing could not be written there; called before a long run."""
     if file.suffix.lower() not in (".svg", ".png"):
         raise InvalidRequest(f"{file} must end in .svg or .png")
     if file.suffix.lower() == ".png":
         _pillow()
     if not file.absolute().parent.is_dir():
-        raise InvalidRequest(f"the folder of {file} is not there")
+        raise InvalidRequest(f"the folder of {file} does not exist")
 
 
 def save(drawing: Drawing, file: Path) -> None:
-    """By the file's ending."""
-    check(file)
+    """The file's suffix chooses the format."""
+    check_file(file)
     data = png(drawing) if file.suffix.lower() == ".png" else svg(drawing).encode()
     try:
         file.write_bytes(data)
@@ -76,12 +76,12 @@ def svg(drawing: Drawing) -> str:
     return "\n".join((head, '<rect width="100%" height="100%" fill="white"/>', *map(_svg, drawing.shapes), "</svg>\n"))
 
 
-def _svg(shape: Shape) -> str:
-    if isinstance(shape, Stroke):
+def _svg(shape: DrawingShape) -> str:
+    if isinstance(shape, Polyline):
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
         return f'<polyline points="{points}" fill="none" stroke="{shape.colour}" stroke-width="{shape.width:g}"/>'
     x, y = shape.at
-    if isinstance(shape, Dot):
+    if isinstance(shape, Circle):
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{shape.radius:g}" fill="{shape.colour}"/>'
     style = f'font-size="{shape.size:g}" fill="{shape.colour}" text-anchor="{shape.anchor}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(shape.text)}</text>'
@@ -99,7 +99,7 @@ def _pillow() -> tuple[Any, Any, Any]:
 
 def png(drawing: Drawing) -> bytes:
     images, draw, fonts = _pillow()
-    image = images.new("RGB", (drawing.width * _FINER, drawing.height * _FINER), "white")
+    image = images.new("RGB", (drawing.width * _SCALE, drawing.height * _SCALE), "white")
     pen = draw.Draw(image)
     for shape in drawing.shapes:
         paint(pen, fonts, shape)
@@ -108,18 +108,18 @@ def png(drawing: Drawing) -> bytes:
     return out.getvalue()
 
 
-def paint(pen: Any, fonts: Any, shape: Shape) -> None:
-    if isinstance(shape, Stroke):
-        pen.line(_scaled(shape.points), shape.colour, max(1, round(shape.width * _FINER)))
+def paint(pen: Any, fonts: Any, shape: DrawingShape) -> None:
+    if isinstance(shape, Polyline):
+        pen.line(_scaled(shape.points), shape.colour, max(1, round(shape.width * _SCALE)))
         return
     ((x, y),) = _scaled([shape.at])
-    if isinstance(shape, Dot):
-        reach = shape.radius * _FINER
-        pen.ellipse((x - reach, y - reach, x + reach, y + reach), shape.colour)
+    if isinstance(shape, Circle):
+        radius = shape.radius * _SCALE
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), shape.colour)
     else:
         anchor = {"start": "ls", "middle": "ms", "end": "rs"}[shape.anchor]
-        pen.text((x, y), shape.text.translate(_PLAIN), shape.colour, fonts.load_default(shape.size * _FINER), anchor)
+        pen.text((x, y), shape.text.translate(_PLAIN), shape.colour, fonts.load_default(shape.size * _SCALE), anchor)
 
 
 def _scaled(points: Sequence[Point]) -> list[Point]:
-    return [(x * _FINER, y * _FINER) for x, y in points]
+    return [(x * _SCALE, y * _SCALE) for x, y in points]

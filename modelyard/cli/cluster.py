@@ -51,7 +51,7 @@ def add_to(app: typer.Typer, load: Load, guarded: Guarded, say: Callable[[str], 
     @app.command()
     def keys(file: Annotated[Path, typer.Argument(help="The file to make; its reader can join the cluster.")]) -> None:
         """Make the keys with which the members of a cluster know each other and encrypt what they say."""
-        from modelyard.workers.link import new_keys, write_keys
+        from modelyard.workers.transport import generate_keys, write_keys
 
-        guarded(write_keys, file, new_keys())
+        guarded(write_keys, file, generate_keys())
         say(f"{file}: give it to every member, and set workers.keys to its path there.")

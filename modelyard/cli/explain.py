@@ -29,8 +29,8 @@ def _broken_engine(entry: ModelEntry, python: str | None) -> Iterator[ConfigProb
         return  # the configuration's own checks have said so
     try:
         if python is not None:
-            if interpreter.is_here(python):  # else the configuration's own checks have said so
-                asyncio.run(interpreter.check(python))
+            if interpreter.interpreter_exists(python):  # else the configuration's own checks have said so
+                asyncio.run(interpreter.check_interpreter(python))
         else:
             plugins.verify(plugins.load("engines", entry.backend))
     except ModelyardError as error:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from modelyard import __version__
-from modelyard.benchmark.bench import command as bench_command
+from modelyard.benchmark import command as bench_command
 from modelyard.cli import cluster as stations
 from modelyard.config.describe import ConfigDescription, describe_config
 from modelyard.config.load import LoadedConfig, load_config
@@ -371,17 +371,17 @@ def _print_models(seen: ConfigDescription) -> None:
 
 def _print_memory(loaded: LoadedConfig) -> None:
     """What the models would take; one that cannot tell is told of among the problems."""
-    from modelyard.server.memory_estimate import footprints, machine, size
+    from modelyard.server.memory_estimate import footprints, format_size, machine
 
     here = machine()
     table = _table("memory", "weights", "KV caches", "compute", "in all")
     for taken in footprints(loaded.config, here):
         if (m := taken.memory) is not None and m.total:
-            table.add_row(escape(taken.model), *map(size, (m.weights, m.kv, m.compute, m.total)))
+            table.add_row(escape(taken.model), *map(format_size, (m.weights, m.kv, m.compute, m.total)))
     if table.row_count:
         out.print(table)
-        gpus = "".join(f", {size(free)} on GPU {name}" for name, free in here.gpus.items())
-        out.print(f"[dim]free now: {size(here.ram_free)} of RAM{gpus}[/dim]")
+        gpus = "".join(f", {format_size(free)} on GPU {name}" for name, free in here.gpus.items())
+        out.print(f"[dim]free now: {format_size(here.ram_free)} of RAM{gpus}[/dim]")
 
 
 def _print_library(rows: Any) -> None:

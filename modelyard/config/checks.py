@@ -11,7 +11,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.router.routes import glob_covers
 from modelyard.router.settings import RouteSettings
 from modelyard.workers import interpreter
-from modelyard.workers.link import address_fault
+from modelyard.workers.transport import endpoint_error
 
 
 def check_config(
@@ -28,14 +28,14 @@ def check_config(
     yield from _interpreters(config)
     if config.default_model is not None and config.default_model not in public:
         yield ("default_model",), _no("model", config.default_model, public), "error"
-    if config.scheduler.endpoint and (told := address_fault(config.scheduler.endpoint)) is not None:
+    if config.scheduler.endpoint and (told := endpoint_error(config.scheduler.endpoint)) is not None:
         yield ("scheduler", "endpoint"), told, "error"
 
 
 def _interpreters(config: Config) -> Iterator[ConfigFinding]:
     for name, model in config.models.items():
         try:
-            interpreter.found(model.python)
+            interpreter.interpreter_path(model.python)
         except InvalidRequest as error:
             yield ("models", name, "python"), error.message, "unavailable"
 

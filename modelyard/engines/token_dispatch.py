@@ -1,8 +1,8 @@
-"""What an engine's thread has to say, handed to the event loop in one call a step, at the moment that costs least.
+"""Hands chunks from an engine's thread to the event loop, in one call per step and when it costs the least.
 
-A token is known when a step ends, and the next step begins at once: a loop that wakes then takes the GIL while the
-thread still launches work for the GPU, and both lose. So tokens may lie here until the thread is about to wait for the
-GPU without the GIL: then the loop runs while nobody else needs it. Whatever somebody waits for is handed over at once.
+A step's tokens are known when it ends, and the next step starts at once. If the event loop woke then, it would take the
+GIL while the thread launches GPU work, and both would lose. So tokens may wait here until the thread is about to wait
+for the GPU without the GIL. First tokens, ends, and whatever else a client waits for are delivered at once.
 """
 
 from __future__ import annotations
@@ -15,63 +15,60 @@ from modelyard.core.engine import Chunk, Tokens
 from modelyard.engines.generation_queue import GenerationQueue
 
 
-class Addressee(Protocol):
+class HasQueue(Protocol):
     @property
     def queue(self) -> GenerationQueue[Chunk]: ...
 
 
-Parcel = tuple[Addressee, Sequence[Chunk], bool]
-Round = tuple[Sequence[Addressee], Sequence[int]]  # a token for each of them
+JobChunks = tuple[HasQueue, Sequence[Chunk], bool]  # the last item: these are the job's last chunks
+BatchTokens = tuple[Sequence[HasQueue], Sequence[int]]  # one token for each job
 
 
 class TokenDispatch:
-    """Belongs to the thread; made on the loop that its mailboxes are read on."""
+    """Belongs to one thread. `loop` is the event loop that reads the jobs' queues."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._parcels: list[Parcel | Round] = []
-        self._urgent = self._waits = False
+        self._pending: list[JobChunks | BatchTokens] = []
+        self._urgent = self._waited = False
 
-    def put(self, to: Addressee, chunks: Sequence[Chunk], last: bool = False, *, urgent: bool = True) -> None:
-        """Not `urgent`: it may lie here until the thread's next wait, if there is one soon."""
-        self._parcels.append((to, chunks, last))
+    def put(self, job: HasQueue, chunks: Sequence[Chunk], last: bool = False, *, urgent: bool = True) -> None:
+        """Chunks that are not `urgent` may wait until the thread's next GPU wait, if one follows soon."""
+        self._pending.append((job, chunks, last))
         self._urgent = self._urgent or urgent or last
 
-    def put_batch(self, to: Sequence[Addressee], tokens: Sequence[int]) -> None:
-        """One token for each: what they are wrapped in is the loop's to make. The thread's time is dearer."""
-        self._parcels.append((to, tokens))
+    def put_batch(self, jobs: Sequence[HasQueue], tokens: Sequence[int]) -> None:
+        """One token for each job. The event loop creates the chunks: the thread's time is more valuable."""
+        self._pending.append((jobs, tokens))
         self._urgent = True
 
     def flush(self) -> None:
         self._urgent = False
-        if self._parcels:
-            parcels, self._parcels = self._parcels, []
-            self._loop.call_soon_threadsafe(hand_out, parcels)
+        if self._pending:
+            pending, self._pending = self._pending, []
+            self._loop.call_soon_threadsafe(deliver, pending)
 
     def before_gpu_wait(self) -> None:
         """The thread is about to wait without the GIL."""
-        self._waits = True
+        self._waited = True
         self.flush()
 
-    def end_step(self, soon: bool) -> None:
-        """`soon`: another step like this one follows at once. A step that did not wait tells that the next may not."""
-        waited, self._waits = self._waits, False
-        if self._urgent or not (soon and waited):
+    def end_step(self, next_is_similar: bool) -> None:
+        """`next_is_similar`: a step of the same kind follows at once. If this step did not wait for the GPU, the next
+        may not either, so nothing is held back for it."""
+        waited, self._waited = self._waited, False
+        if self._urgent or not (next_is_similar and waited):
             self.flush()
 
 
-def hand_out(parcels: list[Parcel | Round]) -> None:
-    """On the loop."""
-    for parcel in parcels:
-        if len(parcel) == 2:
-            _hand_round(*parcel)
-            continue
-        to, chunks, last = parcel
-        if not to.queue.closed:
-            to.queue.put_many(chunks, last=last)
-
-
-def _hand_round(to: Sequence[Addressee], tokens: Sequence[int]) -> None:
-    for each, token in zip(to, tokens, strict=True):
-        if not each.queue.closed:
-            each.queue.put(Tokens([token]))
+def deliver(pending: list[JobChunks | BatchTokens]) -> None:
+    """On the event loop. Jobs that have ended meanwhile are skipped."""
+    for item in pending:
+        if len(item) == 3:
+            job, chunks, last = item
+            if not job.queue.closed:
+                job.queue.put_many(chunks, last=last)
+        else:
+            for job, token in zip(*item, strict=True):
+                if not job.queue.closed:
+                    job.queue.put(Tokens([token]))

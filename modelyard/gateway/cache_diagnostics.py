@@ -1,17 +1,15 @@
-"""Watches what each cache was asked: how much of a prompt it had, why not more, and which system prompt it was."""
+"""Cache diagnostics of a request: how much of its prompt the cache had, why not more, and system prompt changes."""
 
 from __future__ import annotations
 
 from modelyard.core.engine import Accepted
-from modelyard.core.request import Image, Message, Request
+from modelyard.core.request import Image, Message
 from modelyard.gateway.capabilities import has_images
-from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt
+from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.telemetry.cache_diagnostics import (
     CacheReuse,
     PromptHistory,
     PromptRecord,
-    SessionKey,
-    SystemPromptChange,
     SystemPromptTracker,
     conversation_opening,
     leading_system,
@@ -22,57 +20,58 @@ from modelyard.tokenizer.shield import unshield
 
 class CacheDiagnostics:
     def __init__(self) -> None:
-        self._seen = SystemPromptTracker()
+        self._system_prompts = SystemPromptTracker()
         self._sessions = PromptHistory()
 
-    def reuse(self, job: PreparedRequest, where: Accepted, page: int = 1) -> tuple[CacheReuse, PromptRecord] | None:
-        """What the cache did for this prompt, which is now remembered: its answer is to be noted there. None where it
-        was not rendered here. `page` is as in `EngineInfo`."""
-        if not job.runs:
-            return None
-        run, request = job.runs[0], job.request
-        tools = tuple(tool for tool in request.tools if not tool.deferred) if request.tools else ()
-        messages = _light(request) if "image" in job.model.modalities else request.messages
-        asked = PromptRecord(
-            job.caller.trace, unshield(run.text), len(run.ids), messages, tools, conversation_opening(messages)
-        )
-        found = self._sessions.look(_key(job), asked, where.cached_tokens, job.characters, page, where.elsewhere)
-        return found, asked
+    def reuse(
+        self, prepared: PreparedRequest, accepted: Accepted, page: int = 1
+    ) -> tuple[CacheReuse, PromptRecord] | None:
+        """What the cache had of this prompt, and the record in which the reply is noted later.
 
-    def look(self, job: PreparedRequest, where: Accepted) -> str | None:
-        """None where the prompt stayed, or where another sequence of the cache had the changed one already."""
-        system = leading_system(job.request.messages)
+        None if the prompt was not rendered here. `page` is as in `EngineInfo`.
+        """
+        if not prepared.prompts:
+            return None
+        prompt, request, model = prepared.prompts[0], prepared.request, prepared.model
+        tools = tuple(tool for tool in request.tools if not tool.deferred) if request.tools else ()
+        messages = request.messages
+        if "image" in model.modalities and has_images(request):
+            messages = tuple(map(_with_image_hashes, messages))
+        record = PromptRecord(
+            prepared.caller.trace,
+            unshield(prompt.text),
+            len(prompt.ids),
+            messages,
+            tools,
+            conversation_opening(messages),
+        )
+        # Sessions are scoped by API key; prompts without a session are compared among themselves.
+        key = (prepared.target.cache, prepared.caller.key, request.session or "")
+        found = self._sessions.look(key, record, accepted.cached_tokens, prepared.text_length, page, accepted.elsewhere)
+        return found, record
+
+    def system_prompt_change(self, prepared: PreparedRequest, accepted: Accepted) -> str | None:
+        """A message about a changed system prompt. None if it did not change, or if another sequence had it."""
+        messages = prepared.request.messages
+        system = leading_system(messages)
         if system is None:
             return None
-        change = self._seen.look(job.target.cache, system)
-        if change is None or where.divergence is None or (run := job.run(0)) is None:
+        change = self._system_prompts.look(prepared.target.cache, system)
+        token = accepted.divergence
+        if change is None or token is None or not prepared.prompts:
             return None
-        return _told(change, job, run, where.divergence)
+        prompt, position = prepared.prompts[0], prepared.text_length(token)
+        at = message_at(unshield(prompt.text), position, messages)
+        if at > 0:
+            return None
+        return (
+            f"the system prompt in cache {prepared.target.cache!r} changed from {change.before} to {change.after}: "
+            f"token {token} of {len(prompt.ids)} at character {position} of the rendered prompt, in message {at} "
+            f"({messages[at].role}), is the first that was not cached"
+        )
 
 
-def _key(job: PreparedRequest) -> SessionKey:
-    """Sessions are each API key's own; prompts without one are compared among themselves."""
-    return job.target.cache, job.caller.key, job.request.session or ""
-
-
-def _light(request: Request) -> tuple[Message, ...]:
-    """Without the pictures themselves: they are large, and only whether they changed matters."""
-    return tuple(map(_unpictured, request.messages)) if has_images(request) else request.messages
-
-
-def _unpictured(message: Message) -> Message:
+def _with_image_hashes(message: Message) -> Message:
+    """Images are large, and only whether they changed matters."""
     parts = tuple(Image(str(hash(part.url))) if isinstance(part, Image) else part for part in message.parts)
     return Message(message.role, parts, message.name)
-
-
-def _told(change: SystemPromptChange, job: PreparedRequest, run: RenderedPrompt, token: int) -> str | None:
-    messages = job.request.messages
-    position = job.characters(token)
-    at = message_at(unshield(run.text), position, messages)
-    if at > 0:
-        return None
-    return (
-        f"the system prompt in cache {job.target.cache!r} changed from {change.before} to {change.after}: "
-        f"token {token} of {len(run.ids)}, in message {at} ({messages[at].role}), is the first that was not cached; "
-        f"it stands at character {position} of the rendered prompt"
-    )

@@ -1,6 +1,6 @@
-"""Several answers at once (`n` > 1, or several legacy prompts) on one lease, read as one stream.
+"""Several replies at once (`n` > 1, or several legacy prompts) on one lease, read as one stream.
 
-The lease may be narrower than the number of choices: then they take turns.
+The lease may have fewer sequences than there are choices; then they take turns.
 """
 
 from __future__ import annotations
@@ -8,43 +8,52 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event
 from modelyard.core.lease import Lease, Ticket
-from modelyard.gateway.answer import ChoiceStream, Surroundings
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.telemetry.cache_diagnostics import CacheReuse
-from modelyard.telemetry.request_capture import RequestCapture
+
+if TYPE_CHECKING:
+    from modelyard.gateway.gateway import ChoiceStream
 
 
 class MultiChoiceStream:
-    """The same reading surface as `Answer`: iterate, cancel, close."""
+    """The same interface as `ChoiceStream`: iterate, cancel, close."""
 
     def __init__(
-        self, job: PreparedRequest, ticket: Ticket, around: Surroundings, entry: RequestCapture | None = None
+        self,
+        prepared: PreparedRequest,
+        ticket: Ticket,
+        open_choice: Callable[[int, Ticket], ChoiceStream],
+        on_close: Callable[[MultiChoiceStream], None],
     ) -> None:
-        self.job = job
-        share = _Share(ticket, job.choices)
-        self._share = share
-        self._around = around
-        self._answers = [ChoiceStream(job, i, _Part(share), around, entry, retry=False) for i in range(job.choices)]
+        self.prepared = prepared
+        self._shared = _SharedLease(ticket, prepared.choices)
+        self._on_close = on_close
+        self._streams = [open_choice(i, _LeaseShare(self._shared)) for i in range(prepared.choices)]
         self._tasks: list[asyncio.Task[None]] = []
         self._ready: deque[tuple[int, list[Event]]] = deque()
         self._wake = asyncio.Event()
-        self._running = job.choices
+        self._running = prepared.choices
 
     @property
     def reuse(self) -> CacheReuse | None:
-        return self._answers[0].reuse
+        return self._streams[0].reuse
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return self._streams[0].ignored
 
     def __aiter__(self) -> MultiChoiceStream:
         return self
 
     async def __anext__(self) -> tuple[int, list[Event]]:
         if not self._tasks:
-            self._tasks = [self._begin(answer) for answer in self._answers]
+            self._tasks = [self._start(stream) for stream in self._streams]
         while not self._ready:
             if not self._running:
                 raise StopAsyncIteration
@@ -52,64 +61,63 @@ class MultiChoiceStream:
             await self._wake.wait()
         return self._ready.popleft()
 
-    def _begin(self, answer: ChoiceStream) -> asyncio.Task[None]:
-        """Its end is a callback: a task that is cancelled before it began would run no `finally`."""
-        task = asyncio.create_task(self._pump(answer))
-        task.add_done_callback(lambda _: self._ended(answer))
+    def _start(self, stream: ChoiceStream) -> asyncio.Task[None]:
+        """The end is a callback: a task that is cancelled before it starts runs no `finally`."""
+        task = asyncio.create_task(self._pump(stream))
+        task.add_done_callback(lambda _: self._ended(stream))
         return task
 
-    async def _pump(self, answer: ChoiceStream) -> None:
-        async for batch in answer:
+    async def _pump(self, stream: ChoiceStream) -> None:
+        async for batch in stream:
             self._ready.append(batch)
             self._wake.set()
 
-    def _ended(self, answer: ChoiceStream) -> None:
-        answer.close()
+    def _ended(self, stream: ChoiceStream) -> None:
+        stream.close()
         self._running -= 1
         self._wake.set()
 
-    def cancel(self, why: ModelyardError | None = None) -> None:
-        for answer in self._answers:
-            answer.cancel(why)
+    def cancel(self, reason: ModelyardError | None = None) -> None:
+        for stream in self._streams:
+            stream.cancel(reason)
 
     def close(self) -> None:
-        self._around.left(self)
+        self._on_close(self)
         for task in self._tasks:
             task.cancel()
         if not self._tasks:
-            self._share.ticket.cancel()
+            self._shared.ticket.cancel()
 
 
-class _Share:
-    """A lease that goes back when its last part has."""
+class _SharedLease:
+    """One lease for all choices; released with the last of them."""
 
-    def __init__(self, ticket: Ticket, parts: int) -> None:
-        self.ticket, self._left = ticket, parts
-        self._turns: asyncio.Semaphore | None = None
+    def __init__(self, ticket: Ticket, choices: int) -> None:
+        self.ticket, self._remaining = ticket, choices
+        self._sequences: asyncio.Semaphore | None = None
 
-    async def take(self) -> Lease:
+    async def acquire(self) -> Lease:
         lease = await self.ticket.lease()
-        if self._turns is None:
-            self._turns = asyncio.Semaphore(lease.weight)
-        await self._turns.acquire()
+        if self._sequences is None:
+            self._sequences = asyncio.Semaphore(lease.weight)
+        await self._sequences.acquire()
         return lease
 
-    def pass_on(self) -> None:
-        """The turn goes to the next in line."""
-        if self._turns is not None:
-            self._turns.release()
+    def free_sequence(self) -> None:
+        if self._sequences is not None:
+            self._sequences.release()
 
     def leave(self) -> None:
-        self._left -= 1
-        if self._left == 0:
+        self._remaining -= 1
+        if self._remaining == 0:
             self.ticket.cancel()
 
 
-class _Part:
-    """One choice's ticket and lease in the shared one."""
+class _LeaseShare:
+    """One choice's view of the shared lease: both its Ticket and its Lease."""
 
-    def __init__(self, share: _Share) -> None:
-        self._share = share
+    def __init__(self, shared: _SharedLease) -> None:
+        self._shared = shared
         self._lease: Lease | None = None
         self._over = False
         self.waited = 0.0
@@ -117,16 +125,16 @@ class _Part:
 
     @property
     def granted(self) -> bool:
-        return self._share.ticket.granted
+        return self._shared.ticket.granted
 
     @property
     def position(self) -> int:
-        return self._share.ticket.position
+        return self._shared.ticket.position
 
     @property
     def engine(self) -> Engine:
         if self._lease is None:
-            raise Cancelled("the lease was not taken")
+            raise Cancelled("the lease was not acquired")
         return self._lease.engine
 
     @property
@@ -142,10 +150,10 @@ class _Part:
             self._lease.spend(tokens)
 
     async def lease(self) -> Lease:
-        lease = await self._share.take()
-        if self._over:  # given up while it stood in line
-            self._share.pass_on()
-            raise Cancelled("the request was given up while it waited")
+        lease = await self._shared.acquire()
+        if self._over:  # cancelled while it waited
+            self._shared.free_sequence()
+            raise Cancelled("the request was cancelled while it waited")
         self._lease, self.waited = lease, lease.waited
         return self
 
@@ -153,7 +161,7 @@ class _Part:
         if not self._over:
             self._over = True
             if self._lease is not None:
-                self._share.pass_on()
-            self._share.leave()
+                self._shared.free_sequence()
+            self._shared.leave()
 
     release = cancel

@@ -1,206 +1,205 @@
-"""An identical resend joins the job that runs already: one answer, several readers, each of whom may leave at any time.
+"""Request deduplication: an identical request joins the stream that runs already.
 
-Only where both were to get the same answer anyway: greedy, seeded, or sent under one idempotency key; and only where
-all that was asked is the same, under the same API key. Whoever joins reads from the start. The work is cancelled when
-the last reader leaves.
+Only where both would get the same reply anyway (greedy, seeded, or the same idempotency key), where everything in the
+request is equal, and under the same API key. A new reader gets the stream from its start. The generation is cancelled
+when the last reader leaves.
 
-No task is made for it: whichever reader first wants more fetches it, and the others hear of it. A reader that leaves
-while it fetches stays until something came: nothing of the answer is lost, and another one fetches what follows.
+No extra task runs: the first reader that needs more fetches it and wakes the others. A reader that leaves while it
+fetches stays until the fetch returns, so nothing of the stream is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event, Failed
-from modelyard.core.request import Request
-from modelyard.gateway.answer import ChoiceStream
 from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 
-_LONGEST = 4096  # batches that are kept for somebody who may join: an answer that has more is not joined any more
+if TYPE_CHECKING:
+    from modelyard.gateway.gateway import ChoiceStream
 
-Key = tuple[object, ...]
-Batch = tuple[int, list[Event]]
+_MAX_BATCHES = 4096  # kept for new readers; a longer stream is not shared any more
+
+DedupKey = tuple[object, ...]
+EventBatch = tuple[int, list[Event]]
 
 
-def joins(job: PreparedRequest, running: PreparedRequest) -> bool:
-    """Everything is compared, also what a key would be trusted for: nobody gets an answer to another question."""
-    sure = job.is_repeatable() or job.caller.idempotency == running.caller.idempotency is not None
+def is_same_request(new: PreparedRequest, running: PreparedRequest) -> bool:
+    """Compare everything, also what an idempotency key would vouch for."""
+    same_reply = new.is_deterministic() or new.caller.idempotency == running.caller.idempotency is not None
     return (
-        sure
-        and job.caller.key == running.caller.key
-        and (job.target, job.sampling, job.constraint) == (running.target, running.sampling, running.constraint)
-        and job.runs == running.runs
-        and job.model is running.model
-        and _asked(job.request) == _asked(running.request)
+        same_reply
+        and new.caller.key == running.caller.key
+        and (new.target, new.sampling, new.constraint) == (running.target, running.sampling, running.constraint)
+        and new.prompts == running.prompts
+        and new.model is running.model
+        # How the reply is sent does not matter: a client whose stream broke may ask for the whole reply.
+        and replace(new.request, stream=False, include_usage=False)
+        == replace(running.request, stream=False, include_usage=False)
     )
 
 
-def _asked(request: Request) -> Request:
-    """All but how the answer is sent: a client whose stream broke may ask for the whole."""
-    return replace(request, stream=False, include_usage=False)
-
-
-def _key(job: PreparedRequest) -> Key:
-    """Finds the candidate; `joins` decides. The texts' hashes are kept by the texts."""
-    return job.caller.key, job.target.cache, job.request.session, *(hash(run.text) for run in job.runs)
+def _key(prepared: PreparedRequest) -> DedupKey:
+    """Find the candidate; `is_same_request` decides. Strings cache their hashes."""
+    texts = (hash(prompt.text) for prompt in prepared.prompts)
+    return prepared.caller.key, prepared.target.cache, prepared.request.session, *texts
 
 
 class RequestDeduplicator:
-    """The answers that may be joined, by what was asked."""
-
     def __init__(self) -> None:
-        self._open: dict[Key, SharedStream] = {}
+        self._open: dict[DedupKey, SharedStream] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def find(self, job: PreparedRequest) -> SharedReader | None:
-        """A seat at the answer to the very same question, where one runs."""
-        if not self._open or not job.may_be_joined():
+    def find(self, prepared: PreparedRequest) -> SharedReader | None:
+        """A reader of the stream that an identical request runs, if there is one."""
+        if not self._open or not prepared.is_shareable():
             return None
-        shared = self._open.get(_key(job))
-        return SharedReader(job, shared) if shared is not None and joins(job, shared.source.job) else None
+        shared = self._open.get(_key(prepared))
+        if shared is None or not is_same_request(prepared, shared.source.prepared):
+            return None
+        return SharedReader(prepared, shared)
 
-    def opened(self, answer: ChoiceStream | MultiChoiceStream) -> ChoiceStream | MultiChoiceStream | SharedReader:
-        """The answer as its own client reads it: at a shared table, where others may come."""
-        if not answer.job.may_be_joined():
-            return answer
-        key = _key(answer.job)
-        self._open[key] = shared = SharedStream(answer, self, key)
-        return SharedReader(answer.job, shared)
+    def share(self, stream: ChoiceStream | MultiChoiceStream) -> ChoiceStream | MultiChoiceStream | SharedReader:
+        """The stream as its own client reads it."""
+        if not stream.prepared.is_shareable():
+            return stream
+        key = _key(stream.prepared)
+        self._open[key] = shared = SharedStream(stream, self, key)
+        return SharedReader(stream.prepared, shared)
 
-    def shut(self, key: Key, shared: SharedStream) -> None:
+    def remove(self, key: DedupKey, shared: SharedStream) -> None:
         if self._open.get(key) is shared:
             del self._open[key]
 
 
 class SharedStream:
-    """One answer and its readers. `said` is what came, from batch `base` on."""
+    """One stream and its readers. `batches` holds what arrived, from batch number `base` on."""
 
-    def __init__(self, source: ChoiceStream | MultiChoiceStream, home: RequestDeduplicator, key: Key) -> None:
-        self.source, self._home, self._key = source, home, key
-        self.said: deque[Batch] = deque()
+    def __init__(self, source: ChoiceStream | MultiChoiceStream, registry: RequestDeduplicator, key: DedupKey) -> None:
+        self.source, self._registry, self._key = source, registry, key
+        self.batches: deque[EventBatch] = deque()
         self.base = 0
-        self.over = self._is_shut = self._fetching = False
-        self._news = asyncio.Event()
-        self._seats: set[SharedReader] = set()
-        self._wanting: set[SharedReader] = set()
+        self.over = self._closed_to_new = self._fetching = False
+        self._progress = asyncio.Event()
+        self._readers: set[SharedReader] = set()  # not yet closed
+        self._active: set[SharedReader] = set()  # of those, not cancelled
 
     @property
     def end(self) -> int:
-        return self.base + len(self.said)
+        return self.base + len(self.batches)
 
-    def join(self, listener: SharedReader) -> None:
-        self._seats.add(listener)
-        self._wanting.add(listener)
+    def add(self, reader: SharedReader) -> None:
+        self._readers.add(reader)
+        self._active.add(reader)
 
-    async def more(self) -> None:
-        """Returns when there may be something new: more was said, it is over, or somebody left."""
+    async def wait(self) -> None:
+        """Return when something may have changed: a new batch, the end, or a reader that left."""
         if self._fetching:
-            await self._news.wait()
+            await self._progress.wait()
             return
         self._fetching = True
         try:
-            self.said.append(await self.source.__anext__())
+            self.batches.append(await self.source.__anext__())
         except StopAsyncIteration:
             self.over = True
-            self._shut()
+            self._close_to_new()
         finally:
             self._fetching = False
-            self._tell()
-        if len(self.said) > _LONGEST:
-            self._shut()
+            self._wake()
+        if len(self.batches) > _MAX_BATCHES:
+            self._close_to_new()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news.clear()
+    def _wake(self) -> None:
+        self._progress.set()
+        self._progress.clear()
 
-    def was_read(self) -> None:
-        """What everybody has read is kept only while somebody may still join."""
-        if self._is_shut and self._seats:
-            lowest = min(listener.at for listener in self._seats)
+    def drop_read(self) -> None:
+        """Drop what every reader has read, once no new reader can join."""
+        if self._closed_to_new and self._readers:
+            lowest = min(reader.position for reader in self._readers)
             while self.base < lowest:
-                self.said.popleft()
+                self.batches.popleft()
                 self.base += 1
 
-    def _shut(self) -> None:
-        self._is_shut = True
-        self._home.shut(self._key, self)
+    def _close_to_new(self) -> None:
+        self._closed_to_new = True
+        self._registry.remove(self._key, self)
 
-    # --- readers leave ----------------------------------------------------------------------------------------------
-
-    def cancelled(self, listener: SharedReader, why: ModelyardError | None) -> bool:
-        """True where it was the last: then the work itself is cancelled, and says so."""
-        if self._wanting == {listener}:
-            self._shut()
-            self.source.cancel(why)
+    def on_cancel(self, reader: SharedReader, reason: ModelyardError | None) -> bool:
+        """True for the last active reader: then the generation itself is cancelled and reports it."""
+        if self._active == {reader}:
+            self._close_to_new()
+            self.source.cancel(reason)
             return True
-        self._wanting.discard(listener)
-        self._tell()
+        self._active.discard(reader)
+        self._wake()
         return False
 
-    def closed(self, listener: SharedReader) -> None:
-        self._seats.discard(listener)
-        self._wanting.discard(listener)
-        if not self._wanting:
-            self._shut()
-            if self._seats:  # one that left is still fetching: it must come to its end
+    def on_close(self, reader: SharedReader) -> None:
+        self._readers.discard(reader)
+        self._active.discard(reader)
+        if not self._active:
+            self._close_to_new()
+            if self._readers:  # a cancelled reader still fetches; it must reach its end
                 self.source.cancel()
-        if not self._seats:
+        if not self._readers:
             self.source.close()
 
 
 class SharedReader:
-    """One reader of a shared answer: the same reading surface as the answer itself."""
+    """One reader of a shared stream. The same interface as `ChoiceStream`."""
 
-    def __init__(self, job: PreparedRequest, shared: SharedStream) -> None:
-        self.job, self.at = job, 0
+    def __init__(self, prepared: PreparedRequest, shared: SharedStream) -> None:
+        self.prepared, self.position = prepared, 0
         self._shared = shared
-        self._why: ModelyardError | None = None
-        self._goodbyes = 0  # choices that were told of it
+        self._cancel_reason: ModelyardError | None = None
+        self._failed_choices = 0
         self._closed = False
-        shared.join(self)
+        shared.add(self)
 
     @property
     def reuse(self) -> CacheReuse | None:
         return self._shared.source.reuse
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return self._shared.source.ignored
+
     def __aiter__(self) -> SharedReader:
         return self
 
-    async def __anext__(self) -> Batch:
+    async def __anext__(self) -> EventBatch:
         shared = self._shared
-        while self._why is None and self.at == shared.end:
+        while self._cancel_reason is None and self.position == shared.end:
             if shared.over:
                 raise StopAsyncIteration
-            await shared.more()
-        if self._why is not None:
-            return self._goodbye(self._why)
-        batch = shared.said[self.at - shared.base]
-        self.at += 1
-        shared.was_read()
+            await shared.wait()
+        if self._cancel_reason is not None:
+            if self._failed_choices == self.prepared.choices:
+                raise StopAsyncIteration
+            self._failed_choices += 1
+            return self._failed_choices - 1, [Failed(self._cancel_reason)]
+        batch = shared.batches[self.position - shared.base]
+        self.position += 1
+        shared.drop_read()
         return batch
 
-    def _goodbye(self, why: ModelyardError) -> Batch:
-        if self._goodbyes == self.job.choices:
-            raise StopAsyncIteration
-        self._goodbyes += 1
-        return self._goodbyes - 1, [Failed(why)]
-
-    def cancel(self, why: ModelyardError | None = None) -> None:
-        """Idempotent. This reader leaves; the answer goes on while others read it."""
-        if self._why is None and not self._closed and not self._shared.cancelled(self, why):
-            self._why = why or Cancelled("the client went away")
+    def cancel(self, reason: ModelyardError | None = None) -> None:
+        """Idempotent. This reader leaves; the stream goes on while others read it."""
+        if self._cancel_reason is None and not self._closed and not self._shared.on_cancel(self, reason):
+            self._cancel_reason = reason or Cancelled("the client disconnected")
 
     def close(self) -> None:
         """Idempotent."""
         if not self._closed:
             self._closed = True
-            self._shared.closed(self)
+            self._shared.on_close(self)

@@ -1,41 +1,86 @@
-"""READ FIRST. The life of a request, in one place:
+"""READ FIRST. The life of a request, from top to bottom:
 
-    read by a protocol → resolve the route → inline the images → render · tokenize → check the window → lease
-    → engine → detokenize → scan → events → written by the same protocol
+    Gateway.read          bytes → Request; `previous_response_id` is resolved
+    Gateway.prepare       resolve the route → check capabilities → restore replayed turns → fetch images
+                          → render → tokenize → check the window → build the constraint
+    Gateway.start         join an identical running request, or take a place in the queue
+    ChoiceStream          wait for the lease → start the engine → pass its output on, batch by batch
+    TextOutput            token ids → detokenize → scan → events        (an engine that generates tokens)
+    ChatOutput            events → events                               (an engine that speaks a chat protocol)
 
-`prepare` does everything that needs no engine and raises what is wrong before a byte is sent. `start` takes a place in
-the queue, or refuses at once, and returns the answer to iterate over. Counting and rendering use the same path.
+`http` reads the body, calls the first three and iterates over the stream; the protocol writes its events.
+`read` and `prepare` need no engine and raise before a byte is sent. Every stream ends in exactly one Finished or Failed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from modelyard.core.engine import Accepted, Capabilities, EmbeddingEngine, Embeddings, Engine, TextEngine
-from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Unimplemented, Unsupported
-from modelyard.core.events import Failed, Finished, Usage
-from modelyard.core.lease import LeaseProvider, LeaseRequest
-from modelyard.core.request import Caller, Constraint, EmbeddingRequest, Request
-from modelyard.gateway.answer import ChoiceStream
+from modelyard.core.engine import (
+    Accepted,
+    Chunk,
+    EmbeddingEngine,
+    Embeddings,
+    End,
+    Engine,
+    Generation,
+    TextEngine,
+    Tokens,
+)
+from modelyard.core.errors import (
+    Cancelled,
+    Forbidden,
+    Incomplete,
+    Internal,
+    InvalidRequest,
+    ModelyardError,
+    Unavailable,
+    Unimplemented,
+    Unsupported,
+)
+from modelyard.core.events import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Started,
+    StopReason,
+    Usage,
+)
+from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
+from modelyard.core.protocol import WireProtocol
+from modelyard.core.request import Caller, EmbeddingRequest, Request
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics
-from modelyard.gateway.capabilities import CapabilityCache, check, has_images, holds_only_text, without_results_pictures
+from modelyard.gateway.capabilities import (
+    CapabilityCache,
+    check_capabilities,
+    has_images,
+    ignored_parameters,
+    without_tool_images,
+)
 from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.constraints import constrain
 from modelyard.gateway.dedup import RequestDeduplicator, SharedReader
 from modelyard.gateway.model import Model
 from modelyard.gateway.prepared_request import PreparedRequest, RenderedPrompt, output_budget
 from modelyard.gateway.priority import priority
-from modelyard.gateway.record import record
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
+from modelyard.gateway.request_record import gateway_timings, request_record
+from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.prompt.media import Images
 from modelyard.prompt.translation import translated
 from modelyard.router.routes import Router, Target
+from modelyard.scanner.scanner import Scanner
+from modelyard.telemetry.cache_diagnostics import CacheReuse, PromptRecord
 from modelyard.telemetry.history import History
 from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.request_capture import RequestCapture
@@ -43,9 +88,11 @@ from modelyard.tokenizer.shield import unshield
 
 log = logging.getLogger("modelyard.gateway")
 
-_REMEMBERED = 1000  # requests, where nobody says how many
-_INLINE_CHARS = 20_000  # fresh text up to here is tokenized on the loop (about 5 ms); more goes to a thread
-_INLINE_MESSAGES = 300  # messages and tools up to here are rendered on the loop (about 5 ms); more in a thread
+_HISTORY_REQUESTS = 1000
+# Larger inputs are handled in a thread, so that they do not block every stream. Each limit is 1 to 5 ms of work.
+INLINE_BYTES = 1 << 18  # of JSON to parse
+_INLINE_CHARS = 20_000  # of uncached text to tokenize
+_INLINE_MESSAGES = 300  # messages and tools to render
 
 
 class Gateway:
@@ -58,122 +105,89 @@ class Gateway:
         images: Images,
         metrics: Metrics,
         history: History | None = None,
-        recall: ReplayMemory | None = None,
+        replay: ReplayMemory | None = None,
+        stored: StoredResponses | None = None,
     ) -> None:
         self.router, self.models, self.leases, self.images, self.metrics = router, models, leases, images, metrics
-        self.history = history or History(_REMEMBERED)
-        self.abilities = CapabilityCache()
-        self._watch = CacheDiagnostics()
-        self._recall = recall or ReplayMemory()
+        self.history = history or History(_HISTORY_REQUESTS)
+        self.capabilities = CapabilityCache()
+        self.stored = stored
+        self._diagnostics = CacheDiagnostics()
+        self._replay = replay or ReplayMemory()
+        self._dedup = RequestDeduplicator()
+        self._streams: set[ChoiceStream | MultiChoiceStream] = set()
         self._background: set[asyncio.Task[None]] = set()
-        self._answers: set[ChoiceStream | MultiChoiceStream] = set()
-        self._joints = RequestDeduplicator()
 
-    # --- the main road --------------------------------------------------------------------------------------------
+    # --- read, prepare, start -------------------------------------------------------------------------------------
+
+    async def read(self, protocol: WireProtocol, body: bytes, headers: Mapping[str, str], key: str) -> Request:
+        if len(body) > INLINE_BYTES:
+            request = await asyncio.to_thread(protocol.read_request, body, headers)
+        else:
+            request = protocol.read_request(body, headers)
+        if request.previous is not None and self.stored is not None:
+            request = await self.stored.resume(request, key)
+        return request
 
     async def prepare(self, request: Request, caller: Caller) -> PreparedRequest:
+        began, urgency = time.perf_counter(), priority(request)
         target, model, engine = self._resolve(request.model, caller, request.allow_remote)
-        began, is_text = time.perf_counter(), holds_only_text(request)
-        urgency = priority(request, is_text=is_text)
-        able = None if engine is None else engine.info.capabilities
-        if not self._recall.is_blank:
-            request = await self._recall.restored(request, caller.key)
-        request, has_pictures = self._fitting(request, model, able, is_text=is_text)
-        if has_pictures:
-            request = await self.images.inline(request)
-        wanted = request.max_tokens if request.max_tokens is not None else model.max_tokens
-        runs: list[RenderedPrompt] = []
-        for ids, text in await self._rendered(request, model) if _renders(request, model) else ():
-            runs.append(RenderedPrompt(ids, text, output_budget(len(ids), wanted, target.window, target.strict)))
-        has_form = request.constraint is not None or request.tools
-        constraint, dropped = _constrained(request, model, runs, able) if has_form else (None, ())
-        if request.warnings or dropped or request.tools:
-            self._tell((*request.warnings, *dropped, *_left_out(request, model)))
+        request, capabilities = await self._adapt(request, caller, model, engine)
+        requested = request.max_tokens if request.max_tokens is not None else model.max_tokens
+        prompts = tuple(
+            RenderedPrompt(ids, text, output_budget(len(ids), requested, target.window, target.strict))
+            for ids, text in await self._render(request, model)
+        )
+        constraint, warnings = request.constraint, request.warnings
+        if constraint is not None or request.tools:
+            structured = capabilities is None or capabilities.structured
+            constraint, dropped = constrain(request, model, prompts[0].text if prompts else "", structured=structured)
+            warnings = (*warnings, *dropped, *_omitted_tools(request, model))
+        for warning in warnings:
+            self.metrics.warned(warning.partition(":")[0])  # the rest is the client's text
+            log.info("request: %s", warning)
         return PreparedRequest(
             request=request,
             caller=caller,
             target=target,
             model=model,
-            runs=tuple(runs),
+            prompts=prompts,
             sampling=request.sampling.over(model.sampling),
             constraint=constraint,
             created=int(time.time()),
             tokenize_s=time.perf_counter() - began,
-            able=able,
+            capabilities=capabilities,
             priority=urgency,
         )
 
     def start(
-        self, job: PreparedRequest, entry: RequestCapture | None = None
+        self, prepared: PreparedRequest, capture: RequestCapture | None = None
     ) -> ChoiceStream | MultiChoiceStream | SharedReader:
-        """A place in the queue and the answer that will come of it, or a seat at the same one that runs already. Raises
-        at once where waiting would be in vain."""
-        if entry is not None:
-            entry.prompt("\n\n".join(unshield(run.text) for run in job.runs))
-        if (joined := self._joints.find(job)) is not None:
-            self.metrics.joined(job.model.name)
-            return joined
-        demand = job.demand()
-        ticket = self.leases.request(demand)
+        """Raise at once where waiting would be in vain: a full queue, a rate limit, a model that is not loaded."""
+        if capture is not None:
+            capture.prompt("\n\n".join(unshield(prompt.text) for prompt in prepared.prompts))
+        if (shared := self._dedup.find(prepared)) is not None:
+            self.metrics.request_joined(prepared.model.name)
+            return shared
+        ticket = self.leases.request(prepared.lease_request())
         if not ticket.granted:
             self.history.saw_queue(time.time(), ticket.position)
-        is_one = demand.weight == 1
-        answer = ChoiceStream(job, 0, ticket, self, entry) if is_one else MultiChoiceStream(job, ticket, self, entry)
-        self._answers.add(answer)
-        return self._joints.opened(answer)
+        stream: ChoiceStream | MultiChoiceStream
+        if prepared.choices == 1:
+            stream = ChoiceStream(prepared, 0, ticket, self, capture)
+        else:
 
-    def left(self, answer: ChoiceStream | MultiChoiceStream) -> None:
-        """Nobody reads it any more."""
-        self._answers.discard(answer)
+            def open_choice(choice: int, part: Ticket) -> ChoiceStream:
+                return ChoiceStream(prepared, choice, part, self, capture, retry=False)
 
-    def granted(self, job: PreparedRequest, engine: Engine) -> None:
-        """A job has its engine, which may not be the one that was up when it was prepared."""
-        if (told := engine.info.capabilities) is not job.able and told != job.able:
-            request, can = job.request, self.abilities.of(job.model, told)
-            check(request, can, job.model.name, images=has_images(request))
+            stream = MultiChoiceStream(prepared, ticket, open_choice, self.forget)
+        self._streams.add(stream)
+        return self._dedup.share(stream)
 
-    def accepted(self, answer: ChoiceStream, where: Accepted, engine: Engine) -> None:
-        """A job has its place: what had the cache of its prompt? Costs a look-up where nothing changed."""
-        answer.where, job = where, answer.job
-        if answer.choice != 0:
-            return
-        if (found := self._watch.look(job, where)) is not None:
-            self.metrics.prompt_changed(job.target.cache)
-            log.warning("%s", found)
-        if (told := self._watch.reuse(job, where, engine.info.page)) is not None:
-            answer.reuse, answer.asked = told
-            self.metrics.looked_up(job.target.cache, told[0])
-
-    def ended(self, answer: ChoiceStream, last: Finished | Failed) -> None:
-        """An answer is over: it is counted and remembered."""
-        if isinstance(last, Finished):
-            job, choice = answer.job, answer.choice
-            self.metrics.finished(job.model.name, job.counted(choice, last.usage), last.reason)
-            if choice == 0:
-                if answer.asked is not None:
-                    answer.asked.output = last.usage.output
-                if job.request.tools:
-                    self._heard(answer, last.usage)
-        self.history.add(record(answer, last, time.time()))
-
-    def _heard(self, answer: ChoiceStream, usage: Usage) -> None:
-        """What the next prompt of this session will begin with."""
-        job, ids = answer.job, answer.ids
-        reply = generated_reply(answer, usage)
-        if ids and (run := job.run(0)) is not None:
-            job.model.parts.renderer.learn(run.ids, ids)
-        if reply is None:
-            return
-        if answer.asked is not None:
-            answer.asked.reply = as_message(reply)
-        text = text_before_calls(job, reply, ids)
-        if shared := self._recall.keep(reply, job.caller.key, text):
-            self.background(self._recall.share(shared, job.caller.key))
-
-    # --- its steps ------------------------------------------------------------------------------------------------
+    # --- the steps of prepare -------------------------------------------------------------------------------------
 
     def _resolve(self, name: str, caller: Caller, consent: bool = False) -> tuple[Target, Model, Engine | None]:
-        """Where it goes, to which model, and that model's engine, if it is up."""
+        """The route's target, its model, and the model's engine if it is loaded."""
         target = self.router.resolve(name, caller.endpoint)
         model = self.models[target.model]
         if model.remote and not (consent or caller.allow_remote or target.allow_remote):
@@ -183,48 +197,108 @@ class Gateway:
                 code="remote_not_allowed",
             )
         engine = self.leases.engine(target.model)
-        return _as_loaded(target, engine), model, engine
+        return _with_loaded_window(target, engine), model, engine
 
-    def _tell(self, warnings: Sequence[str]) -> None:
-        for warning in warnings:
-            self.metrics.warned(warning.partition(":")[0])  # what follows is the client's own text
-            log.info("request: %s", warning)
-
-    def _fitting(
-        self, request: Request, model: Model, able: Capabilities | None, *, is_text: bool = False
-    ) -> tuple[Request, bool]:
-        """The request as the model can take it, or why it cannot; and whether pictures are to be brought in."""
-        can, images = self.abilities.of(model, able), not is_text and has_images(request)
+    async def _adapt(
+        self, request: Request, caller: Caller, model: Model, engine: Engine | None
+    ) -> tuple[Request, Any]:
+        """The request as this model takes it, or the error that says why it cannot; and the engine's capabilities."""
+        capabilities = None if engine is None else engine.info.capabilities
+        if not self._replay.is_empty:
+            request = await self._replay.restore(request, caller.key)
         if request.tools or request.tool_choice.mode != "auto":
-            request = _offered(request)
-        if images and "image" not in can.modalities:
-            request = without_results_pictures(request)
+            request = _with_tool_choice(request)
+        effective = self.capabilities.effective(model, capabilities)
+        images = has_images(request)
+        if images and "image" not in effective.modalities:
+            request = without_tool_images(request)
             images = has_images(request)
-        check(request, can, model.name, images=images)
-        return translated(request) if model.translates else request, images
+        check_capabilities(request, effective, model.name, images=images)
+        if model.translates:
+            request = translated(request)
+        if images:
+            request = await self.images.inline(request)
+        return request, capabilities
 
-    async def _rendered(self, request: Request, model: Model) -> list[tuple[list[int], str]]:
-        renderer = model.parts.renderer
+    async def _render(self, request: Request, model: Model) -> Sequence[tuple[list[int], str]]:
+        """Each prompt's token ids and text. Empty for an engine that renders by itself, unless its tokenizer is known
+        and the prompt is text only."""
+        if model.kind != "text" and (model.text is None or request.prompts or has_images(request)):
+            return ()
+        renderer = model.pipeline.renderer
         if request.prompts:
-            long = sum(map(len, request.prompts)) > _INLINE_CHARS
-            return await asyncio.to_thread(_raw, request, model) if long else _raw(request, model)
-        many = len(request.messages) + len(request.tools) > _INLINE_MESSAGES
-        text = await asyncio.to_thread(renderer.text, request) if many else renderer.text(request)
+            is_long = sum(map(len, request.prompts)) > _INLINE_CHARS
+            return await asyncio.to_thread(_encode_raw, request, model) if is_long else _encode_raw(request, model)
+        if len(request.messages) + len(request.tools) > _INLINE_MESSAGES:
+            text = await asyncio.to_thread(renderer.text, request)
+        else:
+            text = renderer.text(request)
         if len(text) > _INLINE_CHARS and renderer.fresh(text) > _INLINE_CHARS:
             return [(await asyncio.to_thread(renderer.tokens, text), text)]
         return [(renderer.tokens(text), text)]
 
-    # --- side roads -----------------------------------------------------------------------------------------------
+    # --- called by the streams ------------------------------------------------------------------------------------
+
+    def on_accepted(self, stream: ChoiceStream, accepted: Accepted, engine: Engine) -> None:
+        """The engine has placed the prompt: record how much of it its cache had, and why not more."""
+        stream.accepted, prepared = accepted, stream.prepared
+        if stream.choice != 0:
+            return
+        if (change := self._diagnostics.system_prompt_change(prepared, accepted)) is not None:
+            self.metrics.system_prompt_changed(prepared.target.cache)
+            log.warning("%s", change)
+        if (found := self._diagnostics.reuse(prepared, accepted, engine.info.page)) is not None:
+            stream.reuse, stream.prompt_record = found
+            self.metrics.cache_lookup(prepared.target.cache, found[0])
+
+    def on_end(self, stream: ChoiceStream, last: Finished | Failed) -> None:
+        """Count the stream, remember what was generated for the next turn, and add it to the history."""
+        if isinstance(last, Finished):
+            prepared, choice = stream.prepared, stream.choice
+            self.metrics.generation_finished(prepared.model.name, prepared.billed_usage(choice, last.usage), last.reason)
+            if choice == 0:
+                if stream.prompt_record is not None:
+                    stream.prompt_record.output = last.usage.output
+                if prepared.request.tools:
+                    self._remember(stream, last.usage)
+        self.history.add(request_record(stream.prepared, stream.accepted, stream.reuse, last, time.time()))
+
+    def _remember(self, stream: ChoiceStream, usage: Usage) -> None:
+        """Keep the generated tokens and calls: the next prompt of this session begins with them."""
+        prepared, ids = stream.prepared, stream.output.ids
+        if ids and prepared.prompts:
+            prepared.model.pipeline.renderer.learn(prepared.prompts[0].ids, ids)
+        reply = generated_reply(prepared, stream.events, ids, usage)
+        if reply is None:
+            return
+        if stream.prompt_record is not None:
+            stream.prompt_record.reply = as_message(reply)
+        kept = self._replay.keep(reply, prepared.caller.key, text_before_calls(prepared, reply, ids))
+        if kept:
+            self.run_in_background(self._replay.share(kept, prepared.caller.key))
+
+    def forget(self, stream: ChoiceStream | MultiChoiceStream) -> None:
+        self._streams.discard(stream)
+
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work that outlives its request. The reference keeps the task from being garbage-collected."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background_done)
+
+    def _background_done(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background work failed", exc_info=error)
+
+    # --- requests that generate nothing ---------------------------------------------------------------------------
 
     async def count(self, request: Request, caller: Caller) -> int:
-        """Prompt tokens of a request, by the same render path. It never queues and needs no loaded model."""
+        """Prompt tokens, by the same steps as `prepare`. It does not queue and needs no loaded model."""
         _, model, engine = self._resolve(request.model, caller, request.allow_remote)
-        able = None if engine is None else engine.info.capabilities
-        request, has_pictures = self._fitting(await self._recall.restored(request, caller.key), model, able)
-        if has_pictures:
-            request = await self.images.inline(request)
-        if _renders(request, model):
-            return sum(len(ids) for ids, _ in await self._rendered(request, model))
+        request, _ = await self._adapt(request, caller, model, engine)
+        if rendered := await self._render(request, model):
+            return sum(len(ids) for ids, _ in rendered)
         counted = None if engine is None or isinstance(engine, TextEngine) else await engine.count(request)
         if counted is None:
             raise Unimplemented(f"the engine of {model.name!r} cannot count tokens")
@@ -232,8 +306,8 @@ class Gateway:
 
     async def embed(self, request: EmbeddingRequest, caller: Caller) -> Embeddings:
         target, model, _ = self._resolve(request.model, caller)
-        long = sum(map(len, request.inputs)) > _INLINE_CHARS
-        batch = await asyncio.to_thread(_batch, request, model) if long else _batch(request, model)
+        is_long = sum(map(len, request.inputs)) > _INLINE_CHARS
+        batch = await asyncio.to_thread(_encode_inputs, request, model) if is_long else _encode_inputs(request, model)
         for ids in batch:
             output_budget(len(ids), 1, target.window + 1, strict=False)
         ticket = self.leases.request(
@@ -248,28 +322,19 @@ class Gateway:
             ticket.cancel()
 
     def target(self, name: str, endpoint: str) -> Target:
-        """Where requests by this name go, with the window that the cache was loaded with."""
+        """Where requests for this name go, with the window that the cache was loaded with."""
         target = self.router.resolve(name, endpoint)
-        return _as_loaded(target, self.leases.engine(target.model))
+        return _with_loaded_window(target, self.leases.engine(target.model))
 
     def model_for(self, name: str, caller: Caller) -> tuple[Target, Model]:
         return self._resolve(name, caller)[:2]
 
-    def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Work that outlives its request; held here so that it is neither lost nor forgotten."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background_done)
+    # --- the end --------------------------------------------------------------------------------------------------
 
-    def _background_done(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("background work failed", exc_info=error)
-
-    def stop(self, why: ModelyardError) -> None:
-        """End every answer that waits or runs; its client is told why."""
-        for answer in list(self._answers):
-            answer.cancel(why)
+    def stop(self, reason: ModelyardError) -> None:
+        """End every stream that waits or runs; its client receives the reason."""
+        for stream in list(self._streams):
+            stream.cancel(reason)
 
     async def close(self) -> None:
         for task in self._background:
@@ -278,38 +343,23 @@ class Gateway:
         await self.images.close()
 
 
-def _as_loaded(target: Target, engine: Engine | None) -> Target:
-    """One load of a model may have set another window than the configuration."""
+def _with_loaded_window(target: Target, engine: Engine | None) -> Target:
+    """A load may have set another window than the configuration."""
     cache = engine.info.caches.get(target.cache) if engine is not None else None
     if cache is None or cache.window == target.window:
         return target
     return msgspec.structs.replace(target, window=cache.window)
 
 
-def _renders(request: Request, model: Model) -> bool:
-    """Whether the prompt's tokens are known here: always for a token engine; for an engine that renders by itself where
-    its tokenizer is known, too, and the prompt is text alone."""
-    if model.kind == "text":
-        return True
-    return model.text is not None and not request.prompts and not has_images(request)
-
-
-def _constrained(
-    request: Request, model: Model, runs: Sequence[RenderedPrompt], able: Capabilities | None
-) -> tuple[Constraint | None, Sequence[str]]:
-    structured = able is None or able.structured
-    return constrain(request, model, runs[0].text if runs else "", structured=structured)
-
-
-def _left_out(request: Request, model: Model) -> Sequence[str]:
-    """Tools that run on their maker's servers: accepted, because agents send them unasked, and not offered here."""
+def _omitted_tools(request: Request, model: Model) -> Sequence[str]:
+    """Tools that run on a provider's servers: agents send them unasked, so they are accepted and not offered."""
     if model.kind != "text":
         return ()  # another server may have them
     return [f"tool_left_out: {t.type or t.name} is not run here" for t in request.tools if t.kind == "server"]
 
 
-def _offered(request: Request) -> Request:
-    """`tool_choice: none` is kept by not offering any: a model cannot call what it never saw."""
+def _with_tool_choice(request: Request) -> Request:
+    """`tool_choice: none` offers no tools: a model cannot call what it never saw."""
     choice = request.tool_choice
     if request.tools and choice.mode == "none":
         return msgspec.structs.replace(request, tools=())
@@ -318,21 +368,436 @@ def _offered(request: Request) -> Request:
     return request
 
 
-def _raw(request: Request, model: Model) -> list[tuple[list[int], str]]:
-    """Prompts as they are, in texts or in ids, with what they say."""
-    renderer, vocab = model.parts.renderer, model.parts.vocab
+def _encode_raw(request: Request, model: Model) -> list[tuple[list[int], str]]:
+    """Prompts without a template, given as text or token ids."""
+    renderer, tokenizer = model.pipeline.renderer, model.pipeline.tokenizer
     return [
-        (renderer.raw(p), p) if isinstance(p, str) else (_ids(p, model, "prompt"), vocab.decode(p))
+        (renderer.raw(p), p) if isinstance(p, str) else (_checked_ids(p, model, "prompt"), tokenizer.decode(p))
         for p in request.prompts
     ]
 
 
-def _batch(request: EmbeddingRequest, model: Model) -> list[list[int]]:
-    return [model.parts.vocab.encode(i) if isinstance(i, str) else _ids(i, model, "input") for i in request.inputs]
+def _encode_inputs(request: EmbeddingRequest, model: Model) -> list[list[int]]:
+    encode = model.pipeline.tokenizer.encode
+    return [encode(i) if isinstance(i, str) else _checked_ids(i, model, "input") for i in request.inputs]
 
 
-def _ids(ids: Sequence[int], model: Model, param: str) -> list[int]:
-    """A client's own ids: one that the model does not have would be read from beyond its tables."""
-    if (highest := max(ids)) >= (size := model.parts.vocab.size):
+def _checked_ids(ids: Sequence[int], model: Model, param: str) -> list[int]:
+    """A client's own token ids. The engine would read an unknown one from beyond its tables."""
+    if (highest := max(ids)) >= (size := model.pipeline.tokenizer.size):
         raise InvalidRequest(f"{param}: {highest} is not a token of this model (0 to {size - 1})", param=param)
     return list(ids)
+
+
+def new_call_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+class ChoiceStream:
+    """One reply while it runs: waits for its lease, starts the engine, passes events on, releases the lease.
+
+    Iterating gives `(choice, events)` and ends after Finished or Failed. `cancel` may be called at any time on the
+    event loop: in the queue, in prefill, in the stream; the reader then gets Failed. The reader calls `close` when it
+    stops reading. The lease is released when the engine reports a free slot, which may be later: `_drain` waits for it.
+    """
+
+    __slots__ = (
+        "_cancel_reason",
+        "_cancelled",
+        "_capture",
+        "_closed",
+        "_engine",
+        "_engine_started",
+        "_first_output",
+        "_gateway",
+        "_generation",
+        "_last_output",
+        "_lease",
+        "_may_retry",
+        "_started",
+        "_ticket",
+        "accepted",
+        "choice",
+        "events",
+        "ignored",
+        "output",
+        "prepared",
+        "prompt_record",
+        "reuse",
+    )
+
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        choice: int,
+        ticket: Ticket,
+        gateway: Gateway,
+        capture: RequestCapture | None = None,
+        *,
+        retry: bool = True,
+    ) -> None:
+        self.prepared, self.choice = prepared, choice
+        self._ticket, self._gateway, self._capture = ticket, gateway, capture
+        self._lease: Lease | None = None
+        self._engine: Any = None
+        self._generation: Generation[Any] | None = None
+        self._may_retry = retry and not prepared.model.remote  # a remote engine retries by itself
+        self._cancelled = self._closed = False
+        self._cancel_reason: ModelyardError | None = None
+        self.output: TextOutput | ChatOutput
+        if prepared.model.kind == "chat":
+            self.output = ChatOutput(prepared, choice)
+        else:
+            self.output = TextOutput(prepared, choice, new_call_id, capture.output if capture is not None else None)
+        self.accepted: Accepted | None = None
+        self.reuse: CacheReuse | None = None  # how much of the prompt the cache had
+        self.prompt_record: PromptRecord | None = None  # where the diagnostics keep this prompt
+        self.ignored: tuple[str, ...] = ()  # requested sampling parameters that the engine does not support
+        keep_events = prepared.request.tools and choice == 0 and prepared.model.kind == "text"
+        self.events: list[Event] | None = [] if keep_events else None
+        self._started = time.perf_counter()
+        self._engine_started: float | None = None
+        self._first_output: float | None = None
+        self._last_output = 0.0
+
+    def __aiter__(self) -> ChoiceStream:
+        return self
+
+    async def __anext__(self) -> tuple[int, list[Event]]:
+        output = self.output
+        if output.over:
+            raise StopAsyncIteration
+        events: list[Event] = []
+        while not events:
+            try:
+                if self._generation is None:
+                    self._generation = self._start_engine(await self._ticket.lease())
+                batch = await self._generation.__anext__()
+                if self._should_retry(batch):
+                    self._retry()
+                    continue
+                if type(batch[0]) is Accepted:
+                    self._gateway.on_accepted(self, batch[0], self._engine)
+                before = output.usage.output
+                events = output.feed(batch)
+                self._observe(batch, output.usage.output - before)
+                if self.events is not None:
+                    self.events += events
+            except StopAsyncIteration:
+                events = output.fail(Incomplete("the engine's stream ended without a final event"))
+            except ModelyardError as error:
+                events = output.fail(error)
+            except Exception as error:
+                log.exception("a stream failed")
+                events = output.fail(Internal(f"{type(error).__name__} while generating"))
+        last = events[-1]
+        if isinstance(last, Finished):
+            events[-1] = last = self._with_timings(last)
+            self._end(last)
+        elif isinstance(last, Failed):
+            # An engine that is closed at the same time may report its own reason.
+            events[-1] = last = last if self._cancel_reason is None else Failed(self._cancel_reason)
+            self._end(last)
+        return self.choice, events
+
+    def _start_engine(self, lease: Lease) -> Generation[Any]:
+        self._lease = lease
+        lease.on_revoke(self.cancel)
+        self._engine_started = time.perf_counter()
+        prepared, gateway = self.prepared, self._gateway
+        model, request = prepared.model, prepared.request
+        gateway.metrics.queue_wait(model.name, lease.waited)
+        if self._cancelled:
+            raise Cancelled("the client disconnected")
+        engine: Any = lease.engine
+        self._engine = engine
+        capabilities = engine.info.capabilities
+        if capabilities is not prepared.capabilities and capabilities != prepared.capabilities:
+            # The engine was loaded or replaced after `prepare`.
+            effective = gateway.capabilities.effective(model, capabilities)
+            check_capabilities(request, effective, model.name, images=has_images(request))
+        if capabilities.ignored and (ignored := ignored_parameters(request.sampling, capabilities)):
+            self.ignored = ignored
+            gateway.metrics.warned("parameter_ignored")
+            log.info("request: the engine of %s ignores %s", model.name, ", ".join(ignored))
+        # By the definition's kind: `isinstance` with a runtime-checkable Protocol is slow.
+        started: Generation[Any]
+        if model.kind == "text":
+            started = engine.generate(prepared.engine_prompt(self.choice))
+        else:
+            started = engine.chat(prepared.engine_request(self.choice))
+        return started
+
+    def _observe(self, batch: Sequence[Any], tokens: int) -> None:
+        tokens = tokens or sum(isinstance(item, BlockDelta) for item in batch)
+        if not tokens:
+            return
+        now, model, metrics = time.perf_counter(), self.prepared.model.name, self._gateway.metrics
+        if self._first_output is None:
+            self._first_output = now
+            metrics.first_token(model, now - self._started)
+        else:
+            metrics.inter_token(model, (now - self._last_output) / tokens, tokens)
+        self._last_output = now
+
+    def _with_timings(self, last: Finished) -> Finished:
+        prepared = self.prepared
+        timings = gateway_timings(
+            last.timings,
+            now=time.perf_counter(),
+            arrived=prepared.caller.arrived,
+            started=self._started,
+            engine_started=self._engine_started,
+            first_output=self._first_output,
+            queue_s=self._lease.waited if self._lease is not None else 0.0,
+            tokenize_s=prepared.tokenize_s,
+            remote=prepared.model.remote,
+        )
+        return Finished(last.reason, last.usage, last.stop_string, timings)
+
+    def _end(self, last: Finished | Failed) -> None:
+        self._gateway.on_end(self, last)
+        if self._lease is not None:
+            self._lease.spend(self.output.usage.output)
+
+    # --- a second attempt -----------------------------------------------------------------------------------------
+
+    def _should_retry(self, batch: Sequence[Any]) -> bool:
+        """Once, if the engine was lost before any output and the client is still connected."""
+        last = batch[-1]
+        error = last.error if isinstance(last, (End, Failed)) else None
+        if not isinstance(error, Unavailable) or not self._may_retry or self._cancelled or self.output.has_output:
+            return False
+        return not any(isinstance(item, (Tokens, BlockDelta)) for item in batch)
+
+    def _retry(self) -> None:
+        self._may_retry = False
+        self._generation = None
+        self._release()
+        self._ticket = self._gateway.leases.request(self.prepared.lease_request(is_retry=True))
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def cancel(self, reason: ModelyardError | None = None) -> None:
+        """Idempotent. The reader gets Failed(reason or Cancelled) next, unless the stream is over."""
+        if self._cancelled:
+            return
+        self._cancelled, self._cancel_reason = True, reason
+        if self._generation is not None:
+            self._generation.cancel()
+        else:
+            self._ticket.cancel()
+
+    def close(self) -> None:
+        """The reader has stopped reading, at the end or before. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._gateway.forget(self)
+        if self._generation is None:
+            self._ticket.cancel()
+        elif self.output.slot_free:
+            self._release()
+        else:
+            self._generation.cancel()
+            self._gateway.run_in_background(self._drain(self._generation))
+
+    async def _drain(self, generation: Generation[Any]) -> None:
+        """Drop the tokens that the engine generated ahead; release the slot when the engine reports it free."""
+        try:
+            async for _ in generation:
+                pass
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+
+class TextOutput:
+    """Token ids → detokenize → scan → events. Pure.
+
+    `over`: Finished or Failed was emitted. `slot_free`: the engine has released its slot, which may be later: after a
+    stop string the client has its Finished while the engine may be a step behind. `has_output`: content was emitted.
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_emitted_start",
+        "_on_text",
+        "_prepared",
+        "_rendered",
+        "_scanner",
+        "has_output",
+        "ids",
+        "over",
+        "slot_free",
+        "usage",
+    )
+
+    def __init__(
+        self,
+        prepared: PreparedRequest,
+        choice: int,
+        new_id: Callable[[], str],
+        on_text: Callable[[str], None] | None,
+    ) -> None:
+        rendered, pipeline, request, model = (
+            prepared.rendered(choice),
+            prepared.model.text,
+            prepared.request,
+            prepared.model,
+        )
+        if rendered is None or pipeline is None:
+            raise ValueError("a text engine needs a rendered prompt")
+        self._prepared, self._rendered, self._on_text = prepared, rendered, on_text
+        visible = request.reasoning.visible
+        self._detokenizer = pipeline.tokenizer.detokenizer()
+        self._scanner = Scanner(
+            pipeline.format_for(request),
+            tools=request.tools,
+            stop=model.stop + pipeline.stop_strings + request.stop,
+            prefill="" if request.prompts else pipeline.renderer.tail(rendered.text),
+            new_id=new_id,
+            show_thinking=model.show_thinking if visible is None else visible,
+            tool_stream=model.tool_stream,
+            parallel=request.parallel_tool_calls is not False,
+            specials=pipeline.specials,
+            spell=self._spell if request.logprobs is not None else None,
+        )
+        self.usage = Usage(len(rendered.ids))
+        self.ids: list[int] | None = [] if request.tools else None  # an agent's next prompt repeats them
+        self.over = self.slot_free = self.has_output = self._emitted_start = False
+
+    @property
+    def warnings(self) -> Sequence[str]:
+        return self._scanner.warnings
+
+    def _spell(self, token: int) -> tuple[str, bytes]:
+        raw = self._prepared.model.pipeline.tokenizer.token_bytes(token)
+        return raw.decode("utf-8", "replace"), raw
+
+    def feed(self, batch: Sequence[Chunk]) -> list[Event]:
+        events: list[Event] = []
+        for chunk in batch:
+            if isinstance(chunk, Tokens):
+                if not self.over:
+                    self._feed_tokens(chunk, events)
+            elif isinstance(chunk, End):
+                self.slot_free = True
+                if not self.over:
+                    self._finish(chunk, events)
+            elif isinstance(chunk, Accepted) and not self._emitted_start:
+                self._emitted_start = True
+                prepared, usage = self._prepared, self.usage
+                self.usage = Usage(usage.prompt, chunk.cached_tokens, usage.output, usage.reasoning)
+                events.append(Started(prepared.caller.trace, prepared.request.model, prepared.created, self.usage))
+        return events
+
+    def _feed_tokens(self, chunk: Tokens, events: list[Event]) -> None:
+        scanner, usage = self._scanner, self.usage
+        if self.ids is not None:
+            self.ids += chunk.ids
+        pieces = self._detokenizer.feed(chunk.ids, chunk.logprobs)
+        if self._on_text is not None:
+            self._on_text("".join(piece.text for piece in pieces))
+        scanned = scanner.feed(pieces)
+        self.usage = Usage(usage.prompt, usage.cached, usage.output + len(chunk.ids), scanner.reasoning_tokens)
+        if scanned:
+            self.has_output = True
+            events += scanned
+        if scanner.done:  # a stop string or a complete call: drop what the engine generated ahead
+            events += scanner.finish()
+            reason: StopReason = "stop_string" if scanner.stopped is not None else "tool_calls"
+            self.over = True
+            events.append(Finished(reason, self.usage, scanner.stopped))
+
+    def _finish(self, end: End, events: list[Event]) -> None:
+        if end.reason in ("error", "cancelled"):
+            events += self.fail(end.error or Cancelled("the request was cancelled"))
+            return
+        scanner, usage = self._scanner, self.usage
+        events += scanner.feed(self._detokenizer.finish())
+        events += scanner.finish(cut=end.reason != "stop")
+        prompt = max(usage.prompt, end.usage.prompt)  # only the engine knows how many tokens images take
+        self.usage = Usage(prompt, usage.cached, usage.output, scanner.reasoning_tokens)
+        reason: StopReason
+        if scanner.stopped is not None:
+            reason = "stop_string"
+        elif end.reason == "window":
+            reason = "window"
+        elif end.reason == "length":
+            reason = self._rendered.budget.limit
+        else:
+            reason = "tool_calls" if scanner.called else "end"
+        self.over = True
+        events.append(Finished(reason, self.usage, scanner.stopped, end.timings))
+
+    def fail(self, error: ModelyardError) -> list[Event]:
+        self.over = True
+        return [Failed(error)]
+
+
+class ChatOutput:
+    """Events of a ChatEngine under our request id and the client's model name. The event contract is enforced.
+
+    Where the prompt's tokens are known, usage starts with them, and an output cut by the window is told apart from one
+    cut by the client's `max_tokens`. Hidden reasoning is dropped. Attributes as in `TextOutput`.
+    """
+
+    warnings: Sequence[str] = ()
+    ids: list[int] | None = None  # only the engine knows them
+
+    def __init__(self, prepared: PreparedRequest, choice: int = 0) -> None:
+        self._prepared, self._rendered = prepared, prepared.rendered(choice)
+        visible = prepared.request.reasoning.visible
+        self._hide_thinking = not (prepared.model.show_thinking if visible is None else visible)
+        self._hidden: set[int] = set()
+        self.usage = Usage()
+        self.over = self.slot_free = self.has_output = self._emitted_start = False
+
+    def feed(self, batch: Sequence[Event]) -> list[Event]:
+        events: list[Event] = []
+        for event in batch:
+            if self.over:
+                break
+            if isinstance(event, (BlockStart, BlockDelta, BlockEnd)):
+                self.has_output = self.has_output or isinstance(event, BlockDelta)
+                events += self._without_thinking(event) if self._hide_thinking else (event,)
+            elif isinstance(event, Started):
+                if not self._emitted_start:
+                    events.append(self._start(event))
+            else:
+                self.over = self.slot_free = True
+                events.append(self._last(event))
+        return events
+
+    def _start(self, event: Started) -> Started:
+        prepared = self._prepared
+        self._emitted_start = True
+        self.usage = event.usage if event.usage.prompt or self._rendered is None else Usage(len(self._rendered.ids))
+        return Started(prepared.caller.trace, prepared.request.model, prepared.created, self.usage)
+
+    def _last(self, event: Finished | Failed) -> Finished | Failed:
+        if isinstance(event, Failed):
+            return event
+        self.usage = event.usage
+        rendered = self._rendered
+        if event.reason == "max_tokens" and rendered is not None and rendered.budget.limit == "window":
+            return msgspec.structs.replace(event, reason="window")
+        return event
+
+    def _without_thinking(self, event: BlockStart | BlockDelta | BlockEnd) -> Sequence[Event]:
+        """Nothing of a thinking block; the blocks after it are renumbered."""
+        if isinstance(event, BlockStart) and event.kind == "thinking":
+            self._hidden.add(event.index)
+        if event.index in self._hidden:
+            return ()
+        before = sum(index < event.index for index in self._hidden)
+        return (msgspec.structs.replace(event, index=event.index - before),)
+
+    def fail(self, error: ModelyardError) -> list[Event]:
+        self.over = True
+        return [Failed(error)]

@@ -1,7 +1,7 @@
-"""Who wants to know that a client has left: its work is cancelled the moment the connection is lost.
+"""Client disconnects: work is cancelled the moment its connection is lost.
 
-Our own connections tell it directly (`Farewells` in the request's scope); under another server the question is asked
-by a task that waits for `http.disconnect`. A task costs more than all the rest of watching, so it is the second choice.
+Our connection class (`connection.py`) puts its disconnect callbacks into the request's scope. Under another ASGI server
+a task waits for `http.disconnect` instead.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import Protocol
 
 from starlette.types import Receive, Scope
 
-_KEY = "modelyard.farewells"
+_SCOPE_KEY = "modelyard.on_disconnect"
 
-Farewells = set[Callable[[], None]]
+DisconnectCallbacks = set[Callable[[], None]]
 
 
 class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
-def enlist(scope: Scope, farewells: Farewells) -> None:
-    scope[_KEY] = farewells
+def offer_callbacks(scope: Scope, callbacks: DisconnectCallbacks) -> None:
+    scope[_SCOPE_KEY] = callbacks
 
 
-def withdraw(scope: Scope) -> None:
-    """The client has left before anybody watched: whoever does later has to ask, and is told."""
-    scope.pop(_KEY, None)
+def withdraw_callbacks(scope: Scope) -> None:
+    """The connection is lost: a later `cancel_on_disconnect` must ask `receive`, which reports it."""
+    scope.pop(_SCOPE_KEY, None)
 
 
-def watch(scope: Scope, receive: Receive, work: Cancellable) -> Callable[[], object]:
-    """Cancel the work when the client leaves; call what is returned when there is nothing left to cancel."""
-    farewells: Farewells | None = scope.get(_KEY)
-    if farewells is None:
+def cancel_on_disconnect(scope: Scope, receive: Receive, work: Cancellable) -> Callable[[], object]:
+    """Cancel the work when the client disconnects. Call the returned function when the work is done."""
+    callbacks: DisconnectCallbacks | None = scope.get(_SCOPE_KEY)
+    if callbacks is None:
         return asyncio.get_running_loop().create_task(_wait(receive, work)).cancel
     cancel = work.cancel
-    farewells.add(cancel)
-    return lambda: farewells.discard(cancel)
+    callbacks.add(cancel)
+    return lambda: callbacks.discard(cancel)
 
 
 async def _wait(receive: Receive, work: Cancellable) -> None:

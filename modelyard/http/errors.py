@@ -1,4 +1,4 @@
-"""Which protocol an error is told in: the one whose path was called, OpenAI's where nobody else's was."""
+"""Errors over HTTP: which protocol they are written in, and how foreign exceptions become ours."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from modelyard import plugins
 from modelyard.core.errors import Internal, ModelyardError
 from modelyard.core.protocol import WireError, WireProtocol
 from modelyard.http.request_context import RequestContext
-from modelyard.telemetry.log import event
+from modelyard.telemetry.log import log_event
 
 log = logging.getLogger("modelyard.http")
 
 
-def wire(name: str) -> WireProtocol:
+def load_protocol(name: str) -> WireProtocol:
     return cast(WireProtocol, plugins.load("protocols", name))
 
 
-def dialect(visit: RequestContext) -> WireProtocol:
-    if visit.path.startswith("/v1/messages") or "anthropic-version" in visit.headers:
-        return wire("anthropic_messages")
-    if visit.path.startswith("/v1/responses"):
-        return wire("openai_responses")
-    return wire("openai_chat")
+def protocol_of(context: RequestContext) -> WireProtocol:
+    """The protocol of the path; OpenAI Chat for paths that belong to none."""
+    if context.path.startswith("/v1/messages") or "anthropic-version" in context.headers:
+        return load_protocol("anthropic_messages")
+    if context.path.startswith("/v1/responses"):
+        return load_protocol("openai_responses")
+    return load_protocol("openai_chat")
 
 
-def written(error: ModelyardError, visit: RequestContext) -> WireError:
-    return dialect(visit).write_error(error, trace=visit.trace)
+def write_error(error: ModelyardError, context: RequestContext) -> WireError:
+    return protocol_of(context).write_error(error, trace=context.trace)
 
 
-def ours(error: Exception) -> ModelyardError:
-    """Our own errors as they are; anything else is a fault of ours: logged with its id, told without its details."""
+def as_modelyard_error(error: Exception) -> ModelyardError:
+    """Any other exception is a bug: it is logged with an id, and the client gets the id without the details."""
     if isinstance(error, ModelyardError):
         return error
-    fault = Internal("the server made a mistake; its log has the details")
-    event(log, logging.ERROR, "unexpected error", error=error, error_id=fault.id)
-    return fault
+    internal = Internal("the server made a mistake; its log has the details")
+    log_event(log, logging.ERROR, "unexpected error", error=error, error_id=internal.id)
+    return internal

@@ -1,142 +1,245 @@
-"""The hot endpoints: one handler for every protocol, because a protocol is a value here."""
+"""The inference endpoints: one handler for every protocol. It reads the body, starts the request in the gateway and
+writes its events, as a stream or as a whole reply."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import Cancelled, ModelyardError
-from modelyard.core.events import Reply, ReplyBuilder
-from modelyard.core.protocol import WireError, WireProtocol
+from modelyard.core.events import Event, Failed, ReplyBuilder
+from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
-from modelyard.gateway import ChoiceStream, Gateway, SharedReader
-from modelyard.gateway.choices import MultiChoiceStream
-from modelyard.http.disconnect import watch
-from modelyard.http.errors import ours
-from modelyard.http.request_context import RequestContext, aside, body_at_hand, read_body, respond, respond_error
+from modelyard.gateway import EventSource, Gateway
+from modelyard.http.disconnect import cancel_on_disconnect
+from modelyard.http.errors import as_modelyard_error
+from modelyard.http.request_context import RequestContext, read_body, send_error, send_json
 from modelyard.http.settings import HttpSettings
-from modelyard.http.sse import EventStream
-from modelyard.http.stored_responses import StoredResponses
-from modelyard.http.together import next_turn
 from modelyard.telemetry.request_capture import CaptureSink, RequestCapture
 
+_CLIENT_CLOSED_REQUEST = 499  # for metrics and the log; nothing is sent
+_STREAM_HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would buffer the events
+)
 
-class Inference:
-    """An ASGI app for one wire. `stored` is given only to the wire that has stored responses."""
+
+class InferenceEndpoint:
+    """An ASGI app for one protocol. `stores`: the protocol has stored responses."""
 
     def __init__(
         self,
-        wire: WireProtocol,
+        protocol: WireProtocol,
         gateway: Gateway,
         settings: HttpSettings,
-        scribe: CaptureSink | None = None,
-        stored: StoredResponses | None = None,
+        captures: CaptureSink | None = None,
+        *,
+        stores: bool = False,
     ) -> None:
-        self.wire, self.gateway, self.settings = wire, gateway, settings
-        self.scribe, self.stored = scribe, stored
+        self._protocol, self._gateway, self._settings = protocol, gateway, settings
+        self._captures, self._stores = captures, stores
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        visit = RequestContext.of(scope)
-        entry = self.scribe.entry(visit.trace) if self.scribe is not None else None
-        return Exchange(self, scope, receive, send, visit, entry).run()
-
-
-class Exchange(Struct):
-    """One request and its reply: read, prepared, started, then streamed or sent whole, or refused."""
-
-    _home: Inference
-    _scope: Scope
-    _receive: Receive
-    _send: Send
-    _visit: RequestContext
-    _entry: RequestCapture | None
-    _request: Request | None = None
-
-    async def run(self) -> None:
-        gateway, visit = self._home.gateway, self._visit
-        gateway.metrics.began()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway, context, request = self._gateway, RequestContext.of(scope), None
+        capture = self._captures.entry(context.trace) if self._captures is not None else None
+        gateway.metrics.request_started()
         try:
-            self._request = request = self._at_hand() or await self._read()
-            await next_turn(self._scope)
-            job = await gateway.prepare(request, visit.caller)
-            await next_turn(self._scope)
-            answer = gateway.start(job, self._entry)
-            await (self._stream(answer, request) if request.stream else self._whole(answer, request))
+            body = await read_body(receive, context, self._settings)
+            if capture is not None:
+                capture.request(body)
+            request = await gateway.read(self._protocol, body, context.headers, context.key)
+            prepared = await gateway.prepare(request, context.caller())
+            source = gateway.start(prepared, capture)
+            if request.stream:
+                await self._stream(source, request, context, capture, scope, receive, send)
+            else:
+                await self._reply(source, request, context, capture, scope, receive, send)
         except Exception as error:
-            if visit.status:
+            if context.status:
                 raise
-            await self._refuse(ours(error))
+            await self._send_error(as_modelyard_error(error), request, context, capture, send)
         finally:
-            gateway.metrics.ended()
-            if self._entry is not None:
-                self._entry.close()
+            gateway.metrics.request_ended()
+            if capture is not None:
+                capture.close()
 
-    def _at_hand(self) -> Request | None:
-        """The request, where all of it is there, and soon read; None, with nothing done: it has to be waited for."""
-        if self._home.stored is not None:
-            return None
-        body = body_at_hand(self._receive, self._visit, self._home.settings)
-        return None if body is None else self._home.wire.read_request(self._noted(body), self._visit.headers)
-
-    async def _read(self) -> Request:
-        stored, visit, read = self._home.stored, self._visit, self._home.wire.read_request
-        body = self._noted(await read_body(self._receive, visit, self._home.settings))
-        request = await aside(len(body), read, body, visit.headers)
-        return request if stored is None else await stored.recall(request, visit.key)
-
-    def _noted(self, body: bytes) -> bytes:
-        if self._entry is not None:
-            self._entry.request(body)
-        return body
-
-    async def _stream(self, answer: ChoiceStream | MultiChoiceStream | SharedReader, request: Request) -> None:
-        home, visit = self._home, self._visit
-        writer = home.wire.writer(request, visit.trace)
-        remember = home.stored.recorder(request, visit.key) if home.stored is not None else None
-        stream = EventStream(answer, writer, self._refusal, visit, home.settings, self._entry, remember)
-        await stream.run(self._scope, self._receive, self._send)
-
-    async def _whole(self, answer: ChoiceStream | MultiChoiceStream | SharedReader, request: Request) -> None:
-        unwatch = watch(self._scope, self._receive, answer)
+    async def _reply(
+        self,
+        source: EventSource,
+        request: Request,
+        context: RequestContext,
+        capture: RequestCapture | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        stop_watching = cancel_on_disconnect(scope, receive, source)
+        replies = [ReplyBuilder() for _ in range(source.prepared.choices)]
         try:
-            await next_turn(self._scope)
-            replies = await self._replies(answer)
+            async for choice, events in source:
+                replies[choice].feed(events)
         finally:
-            unwatch()
-            answer.close()
-        self._visit.reuse = answer.reuse
-        await next_turn(self._scope)
-        if self._home.stored is not None:
-            await self._home.stored.remember(request, replies, self._visit.key)
-        body = self._home.wire.write_reply(replies, request)
-        if self._entry is not None:
-            self._entry.response(body)
-        await respond(self._send, self._visit, 200, body)
+            stop_watching()
+            source.close()
+        context.read_result(source)
+        built = [reply.reply() for reply in replies]
+        if self._stores and self._gateway.stored is not None:
+            await self._gateway.stored.save(request, built, context.key)
+        body = self._protocol.write_reply(built, request)
+        if capture is not None:
+            capture.response(body)
+        await send_json(send, context, 200, body)
 
-    async def _replies(self, answer: ChoiceStream | MultiChoiceStream | SharedReader) -> list[Reply]:
-        """One a choice."""
-        choices = answer.job.choices
-        folds: list[ReplyBuilder] = []
-        async for choice, events in answer:
-            folds = folds or [ReplyBuilder() for _ in range(choices)]
-            folds[choice].feed(events)
-            if choices == 1 and folds[choice].finished:
-                break  # to be told that there is no more costs as much as to look
-        return [fold.reply() for fold in folds or [ReplyBuilder()]]
+    async def _stream(
+        self,
+        source: EventSource,
+        request: Request,
+        context: RequestContext,
+        capture: RequestCapture | None,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        recorder = None
+        if self._stores and self._gateway.stored is not None:
+            recorder = self._gateway.stored.recorder(request, context.key)
 
-    def _refusal(self, error: ModelyardError) -> WireError:
-        request = self._request
+        def write_error(error: ModelyardError) -> WireError:
+            return self._protocol.write_error(error, trace=context.trace, streaming=True, request=request)
+
+        writer = self._protocol.writer(request, context.trace)
+        await EventStream(source, writer, write_error, context, self._settings, capture, recorder).run(
+            scope, receive, send
+        )
+
+    async def _send_error(
+        self,
+        error: ModelyardError,
+        request: Request | None,
+        context: RequestContext,
+        capture: RequestCapture | None,
+        send: Send,
+    ) -> None:
+        context.failed(error)
+        if isinstance(error, Cancelled):
+            context.status = _CLIENT_CLOSED_REQUEST
+            return
         streaming = request is not None and request.stream
-        return self._home.wire.write_error(error, trace=self._visit.trace, streaming=streaming, request=request)
+        written = self._protocol.write_error(error, trace=context.trace, streaming=streaming, request=request)
+        if capture is not None:
+            capture.response(written.body)
+        await send_error(send, context, written)
+
+
+class EventStream:
+    """A streamed reply: pings a client that waits and gives up on a client that stops reading.
+
+    Headers are sent with the first event, so that an early error has its real status, but not later than one
+    keep-alive interval. The request's own task reads and writes; one timer watches silence and stalls.
+    """
+
+    def __init__(
+        self,
+        source: EventSource,
+        writer: EventWriter,
+        write_error: Callable[[ModelyardError], WireError],
+        context: RequestContext,
+        settings: HttpSettings,
+        capture: RequestCapture | None,
+        recorder: Callable[[int, list[Event]], Awaitable[None]] | None = None,
+    ) -> None:
+        self._source, self._writer, self._write_error, self._context = source, writer, write_error, context
+        self._keepalive_s, self._stall_s = settings.keepalive_s, settings.stall_s
+        self._capture, self._recorder = capture, recorder
+        self._started = self._over = False
+        self._sending_since = 0.0  # a send that waits for the client to read; 0: none
+        self._last_sent = time.monotonic()
+        self._ping: asyncio.Task[None] | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    async def run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        self._loop = loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        stop_watching = cancel_on_disconnect(scope, receive, self._source)
+        self._timer = loop.call_later(self._keepalive_s, self._tick)
+        try:
+            await self._relay()
+        finally:
+            self._over = True
+            self._timer.cancel()
+            stop_watching()
+            self._context.read_result(self._source)  # for the log: headers sent by a ping came too early for it
+            self._source.close()
+
+    async def _relay(self) -> None:
+        write = self._writer.write
+        async for choice, events in self._source:
+            if isinstance(last := events[-1], Failed):
+                self._context.failed(last.error)
+                if self._ping is not None:
+                    await self._finish_ping(self._ping)
+                if not self._started:
+                    await self._refuse(last.error)
+                    return
+            if self._recorder is not None:
+                await self._recorder(choice, events)
+            data = b"".join([write(event, choice) for event in events])
+            if self._ping is not None:
+                await self._finish_ping(self._ping)
+            if data or not self._started:
+                await self._write(data)
+        if self._ping is not None:
+            await self._finish_ping(self._ping)
+        await self._write(self._writer.end(), last=True)
 
     async def _refuse(self, error: ModelyardError) -> None:
-        self._visit.failed(error)
         if isinstance(error, Cancelled):
-            self._visit.status = 499  # the client is gone: counted, not answered
+            self._context.status = _CLIENT_CLOSED_REQUEST
             return
-        answer = self._refusal(error)
-        if self._entry is not None:
-            self._entry.response(answer.body)
-        await respond_error(self._send, self._visit, answer)
+        self._started = True
+        written = self._write_error(error)
+        if self._capture is not None:
+            self._capture.response(written.body)
+        await send_error(self._send, self._context, written)
+
+    async def _finish_ping(self, ping: asyncio.Task[None]) -> None:
+        """A ping in progress goes first: it may send the headers, and nothing may come between them and its body."""
+        await asyncio.gather(ping, return_exceptions=True)
+        self._ping = None
+
+    async def _write(self, data: bytes, last: bool = False) -> None:
+        self._last_sent = self._sending_since = time.monotonic()
+        if not self._started:
+            self._started = True
+            self._context.status = 200
+            self._context.read_result(self._source)
+            headers = [*self._context.response_headers(b"text/event-stream; charset=utf-8"), *_STREAM_HEADERS]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        if self._capture is not None:
+            self._capture.response(data)
+        if data or last:
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        self._sending_since = 0.0
+
+    def _tick(self) -> None:
+        """Cancel a stalled stream, or ping after a silence; then set the next timer."""
+        now = time.monotonic()
+        if self._over:
+            return
+        if self._sending_since:
+            if now - self._sending_since > self._stall_s:
+                self._source.cancel()
+                if self._task is not None:
+                    self._task.cancel()
+                return
+            due = min(self._keepalive_s, self._stall_s)
+        else:
+            if now - self._last_sent >= self._keepalive_s * 0.9:
+                self._ping = self._loop.create_task(self._write(self._writer.keepalive()))
+            due = self._keepalive_s - (now - self._last_sent)
+        self._timer = self._loop.call_later(due if due > 0.05 else self._keepalive_s, self._tick)

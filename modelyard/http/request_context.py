@@ -1,4 +1,4 @@
-"""One HTTP request as the edge knows it, from the guard at the door to the handler; and the plain ways to answer it."""
+"""The context of one HTTP request, reading its body, and sending a whole reply."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from starlette.types import Receive, Scope, Send
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.protocol import WireError
 from modelyard.core.request import Caller
-from modelyard.http.cycle import behind
+from modelyard.gateway import EventSource
+from modelyard.gateway.gateway import INLINE_BYTES
 from modelyard.http.json_limits import json_fault
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 
-TIMEOUT = "x-modelyard-timeout"
-_LONGEST_S = 7 * 86400
-_KEY = "modelyard.visit"
-INLINE_BYTES = 1 << 18  # looking through so many takes about a millisecond
+TIMEOUT_HEADER = "x-modelyard-timeout"
+_MAX_TIMEOUT_S = 7 * 86400
+_SCOPE_KEY = "modelyard.context"
 
+Headers = list[tuple[bytes, bytes]]
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def aside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Does the work in a thread where `size` bytes make it long: on the loop it would hold up every stream."""
+async def run_sized(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run work on `size` bytes in a thread if it would block the event loop for long."""
     if size > INLINE_BYTES:
         return await asyncio.to_thread(work, *args, **kwargs)
     return work(*args, **kwargs)
 
 
 class RequestContext(Struct):
-    """`key` names who asks; `status` is what was answered (0 until then); `path` is without a trailing slash.
+    """`path` has no trailing slash. `key` names the API key. `status` is the reply's status, 0 until it is sent.
 
-    `error` is the code of what went wrong, if anything did: noted by whoever tells the client, counted by the guard.
-    `reuse` is what a cache had of the prompt, where that is known.
+    `error` is the code of the error that the client was sent; the middleware counts it. `reuse` and `ignored` become
+    response headers.
     """
 
     trace: str
@@ -51,131 +52,104 @@ class RequestContext(Struct):
     status: int = 0
     error: str = ""
     reuse: CacheReuse | None = None
+    ignored: tuple[str, ...] = ()
 
-    @property
+    @staticmethod
+    def of(scope: Scope) -> RequestContext:
+        context: RequestContext = scope[_SCOPE_KEY]
+        return context
+
+    def attach(self, scope: Scope) -> None:
+        scope[_SCOPE_KEY] = self
+
     def caller(self) -> Caller:
+        headers = self.headers
+        timeout = headers.get(TIMEOUT_HEADER)
         return Caller(
             trace=self.trace,
             endpoint=self.path,
             key=self.key,
             allow_remote=self.allow_remote,
             arrived=self.arrived,
-            deadline=_deadline(self.headers.get(TIMEOUT)),
-            idempotency=self.headers.get("idempotency-key"),
+            deadline=None if timeout is None else _deadline(timeout),
+            idempotency=headers.get("idempotency-key"),
         )
 
     def failed(self, error: ModelyardError) -> None:
         self.error = self.error or error.code or error.kind
 
-    def enter(self, scope: Scope) -> None:
-        scope[_KEY] = self
+    def read_result(self, source: EventSource) -> None:
+        """Take over what the response headers and the log line report about a stream."""
+        self.reuse, self.ignored = source.reuse, source.ignored
 
-    @staticmethod
-    def of(scope: Scope) -> RequestContext:
-        visit: RequestContext = scope[_KEY]
-        return visit
+    def response_headers(self, content_type: bytes) -> Headers:
+        """The headers of every reply. The OpenAI and Anthropic SDKs read the request id from different ones."""
+        trace = b"req_" + self.trace.encode()
+        headers: Headers = [(b"content-type", content_type), (b"x-request-id", trace), (b"request-id", trace)]
+        if self.reuse is not None:
+            headers.append((b"x-modelyard-cache", self.reuse.header.encode()))
+        if self.ignored:
+            headers.append((b"x-modelyard-ignored", ", ".join(self.ignored).encode()))
+        return headers
 
 
-def _deadline(told: str | None) -> float | None:
-    """The unix time until which the client wants its answer; most never say."""
-    if told is None:
-        return None
+def _deadline(value: str) -> float:
+    """The unix time until which the client waits for its reply."""
     try:
-        seconds = float(told)
+        seconds = float(value)
     except ValueError:
         seconds = -1.0
-    if not 0 < seconds <= _LONGEST_S:
-        raise InvalidRequest(f"{TIMEOUT} takes seconds, more than 0 and up to {_LONGEST_S}, got {told[:40]!r}")
+    if not 0 < seconds <= _MAX_TIMEOUT_S:
+        raise InvalidRequest(f"{TIMEOUT_HEADER} takes seconds, more than 0 and up to {_MAX_TIMEOUT_S}, got {value[:40]!r}")
     return time.time() + seconds
 
 
-async def read_body(receive: Receive, visit: RequestContext, settings: HttpSettings) -> bytes:
-    """The whole body, or an error as soon as it is known to be too large, packed, or too deep."""
-    if (body := body_at_hand(receive, visit, settings)) is not None:
-        return body
-    limit, depth = settings.max_body_bytes, settings.max_json_depth
-    body = await _received(receive, visit.headers.get("content-length", ""), limit)
-    _check(len(body), limit, await aside(len(body), json_fault, body, depth))
-    return body
-
-
-def body_at_hand(receive: Receive, visit: RequestContext, settings: HttpSettings) -> bytes | None:
-    """The same where all of it is there, and not long; None, with nothing taken: it has to be waited for."""
-    if visit.headers.get("content-encoding", "identity") not in ("", "identity"):
+async def read_body(receive: Receive, context: RequestContext, settings: HttpSettings) -> bytes:
+    """The whole body. Raise as soon as it is known to be too large, compressed, or too deeply nested."""
+    if context.headers.get("content-encoding", "identity") not in ("", "identity"):
         raise InvalidRequest("compressed request bodies are not accepted; send the JSON as it is", code="encoding")
-    cycle = behind(receive)
-    body = None if cycle is None else cycle.whole_body(INLINE_BYTES)
-    if body is not None:
-        _check(len(body), settings.max_body_bytes, json_fault(body, settings.max_json_depth))
-    return body
-
-
-def _check(size: int, limit: int, fault: str | None) -> None:
-    if size > limit:
-        raise _too_large(limit)
-    if fault is not None:
-        raise InvalidRequest(fault, code="invalid_json")
-
-
-async def _received(receive: Receive, declared: str, limit: int) -> bytes:
+    limit, declared = settings.max_body_bytes, context.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise _too_large(limit)
     message = await receive()
     body: bytes = message.get("body", b"")
-    return await _rest(receive, body, limit) if message.get("more_body") else body
-
-
-async def _rest(receive: Receive, first: bytes, limit: int) -> bytes:
-    chunks, size = [first], len(first)
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise InvalidRequest("the client went away before the body was complete", code="disconnected")
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > limit:
-            raise _too_large(limit)
-        if not message.get("more_body"):
-            return b"".join(chunks)
+    if message.get("more_body"):
+        chunks, size = [body], len(body)
+        while message.get("more_body"):
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise InvalidRequest("the client disconnected before the body was complete", code="disconnected")
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > limit:
+                raise _too_large(limit)
+        body = b"".join(chunks)
+    if len(body) > limit:
+        raise _too_large(limit)
+    fault = await run_sized(len(body), json_fault, body, settings.max_json_depth)
+    if fault is not None:
+        raise InvalidRequest(fault, code="invalid_json")
+    return body
 
 
 def _too_large(limit: int) -> TooLarge:
     return TooLarge(f"the request body is larger than the limit of {limit} bytes (http.max_body_bytes)")
 
 
-def _head(visit: RequestContext, content_type: bytes) -> bytes:
-    """The lines that every reply has. Both SDKs look for the request's id, each under a name of its own."""
-    trace = visit.trace.encode()
-    lines = b"content-type: %b\r\nx-request-id: req_%b\r\nrequest-id: req_%b" % (content_type, trace, trace)
-    return lines if visit.reuse is None else b"%b\r\nx-modelyard-cache: %b" % (lines, visit.reuse.header.encode())
-
-
-def _pairs(head: bytes) -> list[tuple[bytes, bytes]]:
-    """The same lines as ASGI wants them."""
-    parts = [line.partition(b": ") for line in head.split(b"\r\n")]
-    return [(name, value) for name, _, value in parts]
-
-
-def headers(visit: RequestContext, content_type: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    return [*_pairs(_head(visit, content_type)), *more]
-
-
-async def respond(send: Send, visit: RequestContext, status: int, body: bytes) -> None:
-    """JSON, as a whole."""
-    visit.status = status
-    head = b"%b\r\ncontent-length: %d" % (_head(visit, b"application/json"), len(body))
-    if (cycle := behind(send)) is not None and cycle.reply(status, head, body):
-        return
-    await send({"type": "http.response.start", "status": status, "headers": _pairs(head)})
+async def send_json(send: Send, context: RequestContext, status: int, body: bytes) -> None:
+    context.status = status
+    headers = context.response_headers(b"application/json")
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def respond_error(send: Send, visit: RequestContext, error: WireError) -> None:
-    visit.status = error.status
-    more = [(k.encode(), v.encode()) for k, v in error.headers.items() if k not in ("x-request-id", "request-id")]
-    more.append((b"content-length", str(len(error.body)).encode()))
+async def send_error(send: Send, context: RequestContext, error: WireError) -> None:
+    context.status = error.status
+    headers = context.response_headers(error.content_type.encode())
+    headers += [(k.encode(), v.encode()) for k, v in error.headers.items() if k not in ("x-request-id", "request-id")]
+    headers.append((b"content-length", str(len(error.body)).encode()))
     if error.status == 413:
-        more.append((b"connection", b"close"))  # the rest of the body is not worth reading
-    start = headers(visit, error.content_type.encode(), *more)
-    await send({"type": "http.response.start", "status": error.status, "headers": start})
+        headers.append((b"connection", b"close"))  # do not read the rest of the body
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": error.body})

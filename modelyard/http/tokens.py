@@ -124,23 +124,23 @@ class Tokenize(Look):
         asked, ids = question.asked, self._ids(question)
         reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": question.window}
         if asked.with_pieces or asked.return_token_strs:
-            pieces = [question.model.parts.vocab.token_bytes(i).decode("utf-8", "replace") for i in ids]
+            pieces = [question.model.pipeline.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
             reply["token_strs"] = pieces
         if asked.with_pieces:
             reply["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]
         return reply
 
     def _ids(self, question: Question) -> list[int]:
-        asked, parts = question.asked, question.model.parts
+        asked, parts = question.asked, question.model.pipeline
         if asked.messages is not None:
             return parts.renderer.tokens(parts.renderer.text(question.chat()))
         text, special = _text_of(asked), asked.add_special or asked.add_special_tokens
-        return parts.renderer.raw(text) if special else parts.vocab.encode(text)
+        return parts.renderer.raw(text) if special else parts.tokenizer.encode(text)
 
 
 class Detokenize(Look):
     def look(self, question: Question) -> dict[str, Any]:
-        tokens, vocab = question.asked.tokens, question.model.parts.vocab
+        tokens, vocab = question.asked.tokens, question.model.pipeline.tokenizer
         if tokens is None:
             raise InvalidRequest("tokens: a list of token ids is required", param="tokens")
         if bad := [t for t in tokens if not 0 <= t < vocab.size]:
@@ -153,7 +153,7 @@ class Detokenize(Look):
 
 class ApplyTemplate(Look):
     def look(self, question: Question) -> dict[str, Any]:
-        return {"prompt": unshield(question.model.parts.renderer.text(question.chat()))}
+        return {"prompt": unshield(question.model.pipeline.renderer.text(question.chat()))}
 
 
 def _text_of(asked: TokenBody) -> str:

@@ -1,4 +1,4 @@
-"""What goes out on connections: all writes of one turn of the loop as one, for all of them at its end."""
+"""Write coalescing: everything written to a connection in one iteration of the event loop is one system call."""
 
 from __future__ import annotations
 
@@ -7,49 +7,51 @@ from typing import Any
 
 
 class WriteCoalescer:
-    """The lines of one server that have something to send at the end of this turn of the loop."""
+    """The connections of one server that have data to send at the end of this iteration of the event loop."""
 
     def __init__(self) -> None:
-        self._lines: list[CoalescingTransport] = []
+        self._pending: list[CoalescingTransport] = []
 
-    def expect(self, line: CoalescingTransport, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._lines:
-            loop.call_soon(self._send, loop)
-        self._lines.append(line)
+    def schedule(self, transport: CoalescingTransport, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._pending:
+            loop.call_soon(self._flush, loop)
+        self._pending.append(transport)
 
-    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
-        lines, self._lines = self._lines, []
-        for line in lines:
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        pending, self._pending = self._pending, []
+        for transport in pending:
             try:
-                line.flush()
-            except Exception as error:  # one broken line must not silence the others
+                transport.flush()
+            except Exception as error:  # one broken connection must not block the others
                 loop.call_exception_handler({"message": "a reply could not be sent", "exception": error})
 
 
 class CoalescingTransport:
-    """A transport that sends once a turn of the loop what was written in it: headers and body are one system call.
+    """A transport that buffers writes until the end of the event loop's iteration.
 
-    Whole replies wait for the end of the turn, too: a client that gets its answer at once asks at once, and the loop,
-    which would have read all clients' next requests in one go, turns for each of them. That costs a fifth of all.
+    Whole replies wait too: a client that gets its reply earlier sends its next request earlier, and the loop then runs
+    one iteration per client instead of one for all. That costs a fifth of the throughput.
     """
 
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, post: WriteCoalescer) -> None:
-        self._transport, self._loop, self._post = transport, loop, post
-        self._held: list[bytes] = []
-        self.is_closing = transport.is_closing  # asked at every reply: `__getattr__` would cost more than the answer
+    def __init__(
+        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, coalescer: WriteCoalescer
+    ) -> None:
+        self._transport, self._loop, self._coalescer = transport, loop, coalescer
+        self._buffer: list[bytes] = []
+        self.is_closing = transport.is_closing  # called for every reply; `__getattr__` is slow
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        if not self._held:
-            self._post.expect(self, self._loop)
-        self._held.append(data)
+        if not self._buffer:
+            self._coalescer.schedule(self, self._loop)
+        self._buffer.append(data)
 
     def flush(self) -> None:
-        held, self._held = self._held, []
-        if held and not self.is_closing():
-            self._transport.write(held[0] if len(held) == 1 else b"".join(held))
+        buffer, self._buffer = self._buffer, []
+        if buffer and not self.is_closing():
+            self._transport.write(buffer[0] if len(buffer) == 1 else b"".join(buffer))
 
     def close(self) -> None:
         self.flush()

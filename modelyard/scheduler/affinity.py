@@ -15,7 +15,7 @@ _LEAN = 2  # a known prefix is worth so many more answers at a time than the lea
 _REMEMBERED = 8192
 
 
-class Candidate(Protocol):
+class AffinityCandidate(Protocol):
     """A replica with room for the request."""
 
     id: int
@@ -24,11 +24,11 @@ class Candidate(Protocol):
     def running(self) -> int: ...
 
 
-C = TypeVar("C", bound=Candidate)
+C = TypeVar("C", bound=AffinityCandidate)
 K = TypeVar("K")
 
 
-def marks(prompt: Sequence[int]) -> tuple[int, ...]:
+def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
     """Beginnings of the prompt, longest first. A collision costs a prefix hit, never a wrong answer."""
     return tuple(hash(tuple(prompt[:length])) for length in _LENGTHS if len(prompt) >= length)
 
@@ -50,7 +50,7 @@ class _Memory(Generic[K]):
             self._known.popitem(last=False)
 
 
-class Affinity:
+class ReplicaAffinity:
     def __init__(self, size: int = _REMEMBERED) -> None:
         self._sessions: _Memory[str] = _Memory(size)
         self._prefixes: _Memory[int] = _Memory(size)

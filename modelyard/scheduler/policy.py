@@ -29,25 +29,136 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from modelyard.core.errors import InvalidRequest
-from modelyard.scheduler.placement import Bytes, Tenant, fits, free, victims
-from modelyard.scheduler.view import (
-    Action,
-    Claim,
-    Keep,
-    ModelView,
-    Plan,
-    PoolView,
-    Reject,
-    ReplicaView,
-    Sleep,
-    Start,
-    Stop,
-    Survey,
+from msgspec import Struct, field
+
+from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.pool import ReplicaState
+from modelyard.scheduler.memory_planner import (
+    DeviceBytes,
+    EvictionCandidate,
+    bytes_on_node,
+    choose_evictions,
+    fits,
+    free_bytes,
 )
 
+# The pool as the policy sees it: plain values, made anew for each look.
 
-def plan(view: PoolView, now: float) -> Plan:
+
+class ReplicaView(Struct, frozen=True, kw_only=True):
+    id: int
+    state: ReplicaState
+    bytes: DeviceBytes = field(default_factory=dict)
+    running: int = 0
+    ready_since: float = 0.0
+    idle_since: float = 0.0  # of a ready one: when its last answer ended, or since it is ready
+    evicting: bool = False  # drains to make room for another model
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.state in ("draining", "closing")
+
+
+class ModelView(Struct, frozen=True, kw_only=True):
+    """`wanted` is how many replicas it should have now; `asked_since` since when somebody waits for it: a request or
+    an administrator. `need` is what one more replica takes; None: nobody has looked yet. `abroad` is what it takes on
+    other machines, by their names, where that is not the same."""
+
+    name: str
+    wanted: int = 0
+    asked_since: float | None = None
+    need: DeviceBytes | None = field(default_factory=dict)
+    replicas: tuple[ReplicaView, ...] = ()
+    waiting: int = 0
+    load_s: float = 1.0
+    idle_ttl_s: float | None = None
+    abroad: Mapping[str, DeviceBytes] = field(default_factory=dict)
+
+    def need_at(self, site: str) -> DeviceBytes:
+        return bytes_on_node(site, self.need, self.abroad)
+
+    @property
+    def staying(self) -> tuple[ReplicaView, ...]:
+        return tuple(one for one in self.replicas if not one.is_leaving)
+
+
+class PoolView(Struct, frozen=True, kw_only=True):
+    """`hard` are bytes that were set as limits; `soft` what the machine seems to have where none was set: there an
+    engine has the last word on what fits. `sites` are the machines on which a replica may go, the first choice first;
+    the devices of all but this one are told apart by their machine's name."""
+
+    models: tuple[ModelView, ...]
+    hard: DeviceBytes = field(default_factory=dict)
+    soft: DeviceBytes = field(default_factory=dict)
+    patience_s: float = 10.0
+    linger_s: float = 1.0
+    sites: tuple[str, ...] = ("",)
+
+
+# --- what is to be done -------------------------------------------------------------------------------------------
+
+
+class EstimateMemory(Struct, frozen=True):
+    """Find out what a replica of it takes."""
+
+    model: str
+
+
+class ReserveMemory(Struct, frozen=True):
+    """Room is being made for a replica of it: nobody else may have it."""
+
+    model: str
+    why: str = ""
+
+
+class StartReplica(Struct, frozen=True):
+    """Load a replica: the claimed one, or a new one; on which machine."""
+
+    model: str
+    replica: int | None = None
+    site: str = ""
+
+
+class StopReplica(Struct, frozen=True):
+    """Give it no more requests, and close it when its last answer has ended. `evict`: to make room for another."""
+
+    model: str
+    replica: int
+    evict: bool = False
+
+
+class KeepReplica(Struct, frozen=True):
+    """Nobody needs its room any more: it goes on."""
+
+    model: str
+    replica: int
+
+
+class SleepModel(Struct, frozen=True):
+    """No replicas until somebody asks for it."""
+
+    model: str
+    why: str
+
+
+class RejectModel(Struct, frozen=True):
+    """It can never be loaded like this: those who wait are told."""
+
+    model: str
+    error: ModelyardError
+
+
+PoolAction = EstimateMemory | ReserveMemory | StartReplica | StopReplica | KeepReplica | SleepModel | RejectModel
+
+
+class PoolPlan(Struct, frozen=True):
+    """What to do now, and when to look again even if nothing happens."""
+
+    actions: tuple[PoolAction, ...] = ()
+    wake: float | None = None
+
+
+def plan(view: PoolView, now: float) -> PoolPlan:
     return _Planner(view, now).plan()
 
 
@@ -57,25 +168,25 @@ class _Planner:
 
     def __init__(self, view: PoolView, now: float) -> None:
         self._view, self._now = view, now
-        self._actions: list[Action] = []
+        self._actions: list[PoolAction] = []
         self._wakes: list[float] = []
         self._stopped: set[int] = set()
         self._fed: set[str] = set()  # models that got room in this very plan
         held = [one.bytes for model in view.models for one in model.replicas if one.state != "placing"]
         leaving = [one for model in view.models for one in model.replicas if one.is_leaving]
-        self._left = free({**view.soft, **view.hard}, held)
+        self._left = free_bytes({**view.soft, **view.hard}, held)
         self._coming = dict(self._left)
-        self._allowed = free(view.hard, held)
+        self._allowed = free_bytes(view.hard, held)
         for one in leaving:
             self._give(one.bytes)
 
-    def plan(self) -> Plan:
+    def plan(self) -> PoolPlan:
         for model in self._view.models:
             self._surplus(model)  # 1
             self._idle(model)  # 2
         for model in sorted(self._view.models, key=_urgency):
             self._feed(model)  # 3
-        return Plan(tuple(self._actions), min(self._wakes, default=None))
+        return PoolPlan(tuple(self._actions), min(self._wakes, default=None))
 
     # --- 1 and 2 ---------------------------------------------------------------------------------------------------
 
@@ -94,7 +205,7 @@ class _Planner:
         if due > self._now:
             self._wakes.append(due)
             return
-        self._actions.append(Sleep(model.name, f"nobody asked for it in {ttl:g} s"))
+        self._actions.append(SleepModel(model.name, f"nobody asked for it in {ttl:g} s"))
         for one in model.staying:
             self._stopped.add(one.id)
             self._give(one.bytes)
@@ -115,21 +226,21 @@ class _Planner:
         drained = [one for one in model.replicas if one.state == "draining" and one.evicting and not placing]
         kept = drained[: max(0, model.wanted - len(model.staying))]
         for one in kept:
-            self._actions.append(Keep(model.name, one.id))  # 3.1
+            self._actions.append(KeepReplica(model.name, one.id))  # 3.1
             self._take(one.bytes, self._coming)
         return len(kept)
 
     def _feed_one(self, model: ModelView, claim: int | None) -> bool:
         """Whether to look at the model's next missing replica as well."""
         if model.need is None:
-            self._actions.append(Survey(model.name))  # 3.2
+            self._actions.append(EstimateMemory(model.name))  # 3.2
             return False
         needs = {site: model.need_at(site) for site in self._view.sites}
         possible = {site: need for site, need in needs.items() if fits(need, self._view.hard)}
         if not possible:
             if not any(one.state != "placing" for one in model.staying):
                 need = needs[self._view.sites[0]]
-                self._actions.append(Reject(model.name, _too_large(model.name, need, self._view.hard)))  # 3.3
+                self._actions.append(RejectModel(model.name, _too_large(model.name, need, self._view.hard)))  # 3.3
             return False
         for site, need in possible.items():
             if fits(need, self._left):
@@ -137,11 +248,11 @@ class _Planner:
                 return True
         if model.asked_since is None and (self._fed or any(self._held())):
             if model.name not in self._fed and not any(one.state != "placing" for one in model.staying):
-                self._actions.append(Sleep(model.name, "there is no room for it beside what is loaded"))  # 3.5
+                self._actions.append(SleepModel(model.name, "there is no room for it beside what is loaded"))  # 3.5
             return False
         return self._make_room(model, possible, claim)
 
-    def _make_room(self, model: ModelView, needs: Mapping[str, Bytes], claim: int | None) -> bool:
+    def _make_room(self, model: ModelView, needs: Mapping[str, DeviceBytes], claim: int | None) -> bool:
         for need in needs.values():
             if fits(need, self._coming):
                 self._claim(model, need, claim)  # 3.6
@@ -161,8 +272,8 @@ class _Planner:
         self._wait(others, model)  # 3.10
         return False
 
-    def _victims(self, need: Bytes, candidates: list[tuple[ModelView, ReplicaView]]) -> tuple[int, ...] | None:
-        return victims(need, self._coming, [_tenant(m, r, self._now) for m, r in candidates])
+    def _victims(self, need: DeviceBytes, candidates: list[tuple[ModelView, ReplicaView]]) -> tuple[int, ...] | None:
+        return choose_evictions(need, self._coming, [_tenant(m, r, self._now) for m, r in candidates])
 
     def _evict(self, candidates: list[tuple[ModelView, ReplicaView]], chosen: tuple[int, ...]) -> None:
         for model, one in candidates:
@@ -177,7 +288,7 @@ class _Planner:
         states = (one.state for model in self._view.models for one in model.replicas)
         return bool(self._stopped or self._fed) or any(state not in ("ready", "placing") for state in states)
 
-    def _held(self) -> Iterator[Bytes]:
+    def _held(self) -> Iterator[DeviceBytes]:
         return (one.bytes for model in self._view.models for one in model.replicas if one.state != "placing")
 
     def _idlers(self, others: list[tuple[ModelView, ReplicaView]]) -> list[tuple[ModelView, ReplicaView]]:
@@ -199,31 +310,31 @@ class _Planner:
 
     # --- what the next decision has to know ------------------------------------------------------------------------
 
-    def _start(self, model: ModelView, need: Bytes, claim: int | None, site: str) -> None:
-        self._actions.append(Start(model.name, claim, site))
+    def _start(self, model: ModelView, need: DeviceBytes, claim: int | None, site: str) -> None:
+        self._actions.append(StartReplica(model.name, claim, site))
         self._grant(model, need)
 
-    def _claim(self, model: ModelView, need: Bytes, claim: int | None) -> None:
+    def _claim(self, model: ModelView, need: DeviceBytes, claim: int | None) -> None:
         if claim is None:
-            self._actions.append(Claim(model.name, "waiting for memory"))
+            self._actions.append(ReserveMemory(model.name, "waiting for memory"))
         self._grant(model, need)
 
-    def _grant(self, model: ModelView, need: Bytes) -> None:
+    def _grant(self, model: ModelView, need: DeviceBytes) -> None:
         self._fed.add(model.name)
         self._take(need, self._left, self._coming, self._allowed)
 
     def _stop(self, model: ModelView, one: ReplicaView, *, evict: bool = False) -> None:
-        self._actions.append(Stop(model.name, one.id, evict))
+        self._actions.append(StopReplica(model.name, one.id, evict))
         self._stopped.add(one.id)
         if one.state != "placing":
             self._give(one.bytes)
 
-    def _give(self, held: Bytes) -> None:
+    def _give(self, held: DeviceBytes) -> None:
         for device, amount in held.items():
             if device in self._coming:
                 self._coming[device] += amount
 
-    def _take(self, need: Bytes, *rooms: dict[str, int]) -> None:
+    def _take(self, need: DeviceBytes, *rooms: dict[str, int]) -> None:
         for room in rooms:
             for device, amount in need.items():
                 if device in room:
@@ -245,13 +356,13 @@ def _is_idle(model: ModelView, one: ReplicaView) -> bool:
     return not one.running and not model.waiting
 
 
-def _tenant(model: ModelView, one: ReplicaView, now: float) -> Tenant:
+def _tenant(model: ModelView, one: ReplicaView, now: float) -> EvictionCandidate:
     idle_s = now - one.idle_since if _is_idle(model, one) else 0.0
     spare = len(model.staying) > 1
-    return Tenant(id=one.id, bytes=one.bytes, load_s=model.load_s, idle_s=idle_s, spare=spare)
+    return EvictionCandidate(id=one.id, bytes=one.bytes, load_s=model.load_s, idle_s=idle_s, spare=spare)
 
 
-def _too_large(name: str, need: Bytes, hard: Bytes) -> InvalidRequest:
+def _too_large(name: str, need: DeviceBytes, hard: DeviceBytes) -> InvalidRequest:
     device = next(d for d, amount in need.items() if d in hard and amount > hard[d])
     where = "memory_limit" if device.partition("@")[0] == "cpu" else "gpu_memory_limit"
     wanted, most = (f"{amount / 2**20:.0f} MiB" for amount in (need[device], hard[device]))

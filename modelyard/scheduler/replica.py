@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from modelyard.core.engine import Engine
 from modelyard.core.errors import Internal, ModelyardError, Timeout
 from modelyard.core.pool import ModelSpec, ReplicaState
-from modelyard.scheduler.placement import Bytes
-from modelyard.scheduler.view import ReplicaView
+from modelyard.scheduler.memory_planner import DeviceBytes, MemoryMeter
+from modelyard.scheduler.policy import ReplicaView
 
 log = logging.getLogger(__name__)
 
-Gauge = Callable[[], Bytes]  # bytes in use by device, by this program and its children; it is read in a thread
 
-
-class Reports(Protocol):
+class ReplicaObserver(Protocol):
     """Where slow work comes back to, always on the loop's thread."""
 
     def ready(self, replica: Replica) -> None: ...
@@ -37,10 +34,10 @@ class Replica:
         id: int,
         model: str,
         blueprint: ModelSpec,
-        reports: Reports,
+        reports: ReplicaObserver,
         *,
         load_timeout_s: float,
-        gauge: Gauge | None = None,
+        gauge: MemoryMeter | None = None,
     ) -> None:
         self.id, self.model, self.blueprint = id, model, blueprint
         self.state: ReplicaState = "placing"
@@ -49,8 +46,8 @@ class Replica:
         self.restarts = self.running = self.granted = self.moves = 0
         self.evicting = False
         self.site = ""  # the machine that was chosen for it; none: this one
-        self.bytes: Bytes = {}
-        self.took: Bytes | None = None
+        self.bytes: DeviceBytes = {}
+        self.took: DeviceBytes | None = None
         self.engine: Engine | None = None
         self._reports, self._load_timeout_s, self._gauge = reports, load_timeout_s, gauge
         self._task: asyncio.Task[None] | None = None
@@ -162,7 +159,7 @@ class Replica:
         log.error("a model could not be loaded", exc_info=error)
         return Internal(f"{type(error).__name__}: {error}", id="load")
 
-    async def _read(self) -> Bytes | None:
+    async def _read(self) -> DeviceBytes | None:
         return None if self._gauge is None else await asyncio.to_thread(self._gauge)
 
     def _progress(self, done: float, what: str) -> None:
@@ -197,7 +194,7 @@ async def _end(engine: Engine) -> None:
         log.exception("an engine could not be closed")
 
 
-def _grown(before: Bytes | None, after: Bytes | None) -> Bytes | None:
+def _grown(before: DeviceBytes | None, after: DeviceBytes | None) -> DeviceBytes | None:
     if before is None or after is None:
         return None
     return {device: max(0, amount - before.get(device, 0)) for device, amount in after.items()}

@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, WithJsonSchema
 
-from modelyard.scheduler.model import Bounds
-from modelyard.scheduler.placement import Limits
+from modelyard.scheduler.memory_planner import MemoryLimits
+from modelyard.scheduler.pooled_model import SchedulerOptions
 
 _SIZE = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
 Size = Annotated[ByteSize, WithJsonSchema(_SIZE)]
@@ -60,8 +60,8 @@ class SchedulerSettings(BaseModel):
         description="How long a model that has just become idle is kept while another waits for its memory.",
     )
 
-    def bounds(self) -> Bounds:
-        return Bounds(
+    def bounds(self) -> SchedulerOptions:
+        return SchedulerOptions(
             max_waiting=self.max_waiting,
             max_waiting_tokens=self.max_waiting_tokens,
             timeout=self.timeout_ms / 1000,
@@ -71,8 +71,8 @@ class SchedulerSettings(BaseModel):
             linger_s=self.linger_s,
         )
 
-    def limits(self) -> Limits:
+    def limits(self) -> MemoryLimits:
         gpu = self.gpu_memory_limit
         if isinstance(gpu, dict):
-            return Limits(self.memory_limit, None, {uuid: int(size) for uuid, size in gpu.items()})
-        return Limits(self.memory_limit, gpu)
+            return MemoryLimits(self.memory_limit, None, {uuid: int(size) for uuid, size in gpu.items()})
+        return MemoryLimits(self.memory_limit, gpu)

@@ -24,8 +24,8 @@ from modelyard.server.load_overrides import altered, schemas
 from modelyard.server.memory_estimate import footprint, machine
 from modelyard.server.model_definition import Definition, define
 from modelyard.telemetry.system import MachineMemory, read_memory
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.tokenizer import known, lay_down
+from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.tokenizer_files import cached_tokenizers, store_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -108,10 +108,10 @@ class AdminService:
         if not isinstance(self._pool, RemotePool):
             return
         shelf = cache_dir() / "tokenizers"
-        told = await self._pool.tokenizer(model, await asyncio.to_thread(known, shelf))
+        told = await self._pool.tokenizer(model, await asyncio.to_thread(cached_tokenizers, shelf))
         if told is None:
             return
-        place = await asyncio.to_thread(lay_down, shelf, told.tokenizer, told.files)
+        place = await asyncio.to_thread(store_tokenizer, shelf, told.tokenizer, told.files)
         settings = config.models[model].model_copy(update={"tokenizer_path": str(place)})
         entry = config.router().catalog.models[model]
         found = (await asyncio.to_thread(define, entry, settings)).model

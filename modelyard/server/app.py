@@ -24,11 +24,10 @@ from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import PeerGateways
 from modelyard.http.auth import Key, check_bind, read_keys
 from modelyard.library.cache_dir import cache_dir
-from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE
+from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
 from modelyard.prompt.media import Images
-from modelyard.scheduler.appraisal import Appraiser
-from modelyard.scheduler.limits import KeyLimits
-from modelyard.scheduler.measured import Ledger
+from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
+from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.admin_service import AdminService, Reread, defined
 from modelyard.server.engine_factory import blueprints
@@ -41,8 +40,7 @@ from modelyard.telemetry.request_capture import CombinedCaptureSink, DiskCapture
 from modelyard.telemetry.system import MemoryGauge
 from modelyard.workbench.mount import Workbench
 from modelyard.workbench.relay import is_keeper, meeting_place, own_place
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.store import SharedStore
+from modelyard.workers.remote_pool import RemotePool, RemoteStore
 
 
 class ServerApp(Struct):
@@ -90,9 +88,9 @@ def compose(
         history=History(config.log.history_requests),
         recall=ReplayMemory(store if shared else None),
     )
-    metrics.watch_queue(lambda: {name: status.waiting for name, status in scheduler.status().items()})
+    metrics.set_queue_source(lambda: {name: status.waiting for name, status in scheduler.status().items()})
     if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one tells its figures
-        metrics.watch_pool(scheduler.figures)
+        metrics.set_pool_source(scheduler.figures)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
     house = AdminService(config, scheduler, gateway, reread)
     return ServerApp(
@@ -105,9 +103,9 @@ def make_scheduler(
 ) -> Scheduler:
     """`sites` are the machines on which engines may be opened, where this is not the only one."""
     gauge = MemoryGauge()
-    ledger = Ledger(cache_dir(env) / "measured.json")
+    ledger = MeasurementStore(cache_dir(env) / "measured.json")
     settings = config.scheduler
-    appraiser = Appraiser(settings.limits(), machine=machine, gauge=gauge.read, ledger=ledger, sites=sites)
+    appraiser = MemoryPlanner(settings.limits(), machine=machine, gauge=gauge.read, ledger=ledger, sites=sites)
     return Scheduler(settings.bounds(), limits=key_limits(config), appraiser=appraiser)
 
 
@@ -122,7 +120,7 @@ def _store(config: Config, scheduler: Scheduler | RemotePool) -> tuple[Store, bo
     """What is remembered between requests, and whether other gateways see it, too."""
     in_memory = config.store.backend == "memory"
     if in_memory and isinstance(scheduler, RemotePool):
-        return SharedStore(scheduler), True
+        return RemoteStore(scheduler), True
     return open_store(config.store), not in_memory
 
 

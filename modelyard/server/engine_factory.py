@@ -18,7 +18,7 @@ from modelyard.core.pool import ModelSpec, Overrides
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
 from modelyard.server.load_overrides import altered
-from modelyard.workers.launch import apart
+from modelyard.workers.process_engine import create_process_engine
 
 # (backend, spec, identity, machine) → the engine, wherever it may run
 Placing = Callable[[str, EngineSpec, str, str], Engine]
@@ -39,7 +39,7 @@ def blueprint(
         if place is not None:
             return place(entry.backend, spec, identity, site)
         if is_apart(settings):
-            return apart(entry.backend, spec, module.kind(spec.options))
+            return create_process_engine(entry.backend, spec, module.kind(spec.options))
         engine: Engine = module.create(spec)
         return engine
 

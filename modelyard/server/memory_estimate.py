@@ -11,11 +11,11 @@ from modelyard.config.engine_options import engine_spec
 from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.core.errors import ModelyardError
-from modelyard.engines.llama_cpp.estimate import size
+from modelyard.engines.llama_cpp.estimate import format_size
 from modelyard.router.catalog import ModelEntry
 from modelyard.telemetry import system
 
-__all__ = ["Footprint", "footprint", "footprints", "machine", "sentence", "size"]
+__all__ = ["Footprint", "footprint", "footprints", "machine", "sentence", "format_size"]
 
 
 class Footprint(Struct, frozen=True):
@@ -47,12 +47,12 @@ def sentence(taken: Footprint, here: AvailableMemory) -> str:
     """As people read it: the sum, its parts, and what is free."""
     if taken.memory is None:
         return f"not known: {taken.note}"
-    parts = ((size(b), what) for b, what in _parts(taken.memory) if b)
-    told = f"about {size(taken.memory.total)} ({', '.join(f'{what} {count}' for count, what in parts)})"
+    parts = ((format_size(b), what) for b, what in _parts(taken.memory) if b)
+    told = f"about {format_size(taken.memory.total)} ({', '.join(f'{what} {count}' for count, what in parts)})"
     if not taken.memory.total:
         return "none of its own"
-    gpus = f", {size(sum(here.gpus.values()))} of GPU memory" if here.gpus else ""
-    return f"{told}; free now: {size(here.ram_free)} of RAM{gpus}"
+    gpus = f", {format_size(sum(here.gpus.values()))} of GPU memory" if here.gpus else ""
+    return f"{told}; free now: {format_size(here.ram_free)} of RAM{gpus}"
 
 
 def _parts(memory: MemoryEstimate) -> tuple[tuple[int, str], ...]:

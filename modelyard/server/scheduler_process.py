@@ -20,12 +20,11 @@ from modelyard.server.engine_factory import blueprints
 from modelyard.store import open_store
 from modelyard.telemetry import log
 from modelyard.workers.__main__ import KEYS_VARIABLE
-from modelyard.workers.crew import Crew, run_folder
-from modelyard.workers.desk import Desk
-from modelyard.workers.link import check_endpoint, is_loopback
-from modelyard.workers.placed import placed
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.run import quiet_loop, run_worker
+from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.scheduler_server import SchedulerServer
+from modelyard.workers.transport import check_endpoint, is_loopback
+from modelyard.workers.worker_pool import WorkerPool, create_worker_engine, workers_folder
+from modelyard.workers.worker_process import run_worker, worker_loop_factory
 
 ENDPOINT = "tcp://127.0.0.1:5555"
 _ADOPT_S = 5.0  # to take over what the last scheduler's workers hold; it may be of models that are not wanted any more
@@ -41,9 +40,9 @@ class Dispatch:
         self._endpoint, self._env = endpoint, env
         workers = config.workers
         self._keys, self._pace = workers.pair(), workers.pace()
-        folder = run_folder(endpoint, cache_dir(env) / "run")
+        folder = workers_folder(endpoint, cache_dir(env) / "run")
         self._cluster = workers.ray()
-        self.crew = Crew(
+        self.crew = WorkerPool(
             folder,
             keys=self._keys,
             pace=self._pace,
@@ -53,7 +52,7 @@ class Dispatch:
         )
         self.scheduler: Scheduler = make_scheduler(config, env, self.crew.sites)
         self._store = open_store(config.store)
-        self.desk: Desk | None = None
+        self.desk: SchedulerServer | None = None
 
     async def open(self) -> None:
         """Gateways are let in last: those who come back with places that they use must find the engines up."""
@@ -66,7 +65,7 @@ class Dispatch:
             if model.enabled:
                 self.scheduler.preload(name)
         await self._adopted(found)
-        self.desk = Desk(
+        self.desk = SchedulerServer(
             self._endpoint, self.scheduler, self.crew, self._store, self.reload, keys=self._keys, pace=self._pace
         )
         _log.info("the scheduler listens on %s; %d engines were found open", self.desk.endpoint, found)
@@ -81,7 +80,7 @@ class Dispatch:
 
     def _install(self, config: Config) -> None:
         def place(backend: str, spec: EngineSpec, identity: str, site: str) -> Engine:
-            return placed(self.crew, backend, spec, identity, site)
+            return create_worker_engine(self.crew, backend, spec, identity, site)
 
         self.scheduler.reconfigure(blueprints(config, {}, place))
 
@@ -105,7 +104,7 @@ def run_scheduler(config: Config, endpoint: str | None, reread: Reread) -> int:
     address = endpoint or config.scheduler.endpoint or ENDPOINT
     if config.workers.keys is not None:
         os.environ[KEYS_VARIABLE] = str(config.workers.keys.expanduser())
-    with asyncio.Runner(loop_factory=quiet_loop()) as runner:
+    with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
         return runner.run(_run(config, address, reread))
 
 
@@ -133,7 +132,7 @@ def gateway_pool(config: Config, endpoint: str) -> RemotePool:
 def run_worker_for(config: Config, scheduler: str, listen: str | None) -> int:
     workers = config.workers
     address = listen or _beside(scheduler)
-    with asyncio.Runner(loop_factory=quiet_loop()) as runner:
+    with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
         runner.run(run_worker(address, keys=workers.pair(), pace=workers.pace(), scheduler=scheduler))
     return 0
 

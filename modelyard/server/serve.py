@@ -20,15 +20,15 @@ from modelyard.http import server as front
 from modelyard.http.auth import check_bind, read_keys
 from modelyard.library import default_model
 from modelyard.library.progress import ProgressReporter
-from modelyard.processes.fleet import INDEX_VARIABLE, run_fleet
-from modelyard.processes.port import listen, reserve
+from modelyard.processes.ports import listen, reserve_port
+from modelyard.processes.supervisor import INDEX_VARIABLE, run_supervised
 from modelyard.server.admin_service import Reread
 from modelyard.server.app import compose, key_limits
 from modelyard.server.config_watcher import on_hangup, watch
 from modelyard.server.scheduler_process import gateway_pool
 from modelyard.telemetry import log
 from modelyard.telemetry.metrics_hub import MetricsHub
-from modelyard.workers.run import PARENT_VARIABLE
+from modelyard.workers.worker_process import PARENT_VARIABLE
 
 _FIRST_WORD_S = 10.0  # for the scheduler to answer; without it the gateway starts, too, and says that it is not well
 
@@ -99,7 +99,7 @@ async def _files(reread: Reread) -> tuple[Path, ...]:
 
 
 def _serve_fleet(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None) -> int:
-    held = reserve(config.http.host, config.http.port)
+    held = reserve_port(config.http.host, config.http.port)
     port = held.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         argv = [sys.executable, "-m", "modelyard", "serve", *_arguments(path, http, port, debug)]
@@ -115,7 +115,7 @@ def _serve_fleet(config: Config, path: Path | None, http: Mapping[str, Any], deb
                 "MODELYARD_STORE__BACKEND": "sqlite",
                 "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
             }
-        return asyncio.run(run_fleet(argv, config.http.workers, MetricsHub(), beside=beside))
+        return asyncio.run(run_supervised(argv, config.http.workers, MetricsHub(), beside=beside))
 
 
 def _file(path: Path | None) -> list[str]:

@@ -1,21 +1,17 @@
-"""This process's metrics: counted in plain dicts on the hot path, turned into Prometheus text when somebody asks.
+"""Prometheus metrics of this process: specifications, counting, snapshots, and the text format.
 
-Why not prometheus-client's own counters: a request touches about ten series, and its labelled objects cost 0.3 µs
-(child kept) to 1.2 µs (child looked up) each under a lock; a dict entry costs 0.1 µs, and the same dicts travel to
-the other gateways as they are. The price: every method belongs to the event loop's thread.
-
-What every request touches is only noted, in lists, and worked up many at a time: when somebody looks, or when many
-notes wait. A note costs a tenth of a histogram's row, and C counts a list faster than Python does its items.
+Values live in plain dicts keyed by label values. A request touches about ten series; prometheus-client's own labelled
+metrics take 0.3 to 1.2 µs each under a lock, a dict entry takes 0.1 µs. The same dicts are sent to the other gateway
+processes as a `MetricsSnapshot`. All methods of `Metrics` must be called in the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -28,22 +24,26 @@ from modelyard.core.events import Usage
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 from modelyard.telemetry.system import SystemLoad, SystemMonitor
 
-__all__ = ["Metrics", "render_snapshots"]
+# The text contains classic names only; every scraper since 2014 reads this version.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# Every metric that exists, as one table: its name, its labels, and how the values of several processes become one.
+# Clients and upstream servers choose some label values (error codes, for example): bound the number of series.
+_MAX_SERIES = 1000
+
+# --- specifications ---------------------------------------------------------------------------------------------------
 
 Aggregation = Literal["sum", "max", "min"]
 
 
 class MetricSpec(Struct, frozen=True):
-    """A histogram has `buckets`; only a gauge may fold otherwise than by adding."""
+    """`aggregation` combines the values of several processes; only a gauge may use another one than `sum`."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    fold: Aggregation = "sum"
+    aggregation: Aggregation = "sum"
 
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -59,63 +59,61 @@ def _histogram(name: str, help: str, label: str, buckets: tuple[float, ...]) -> 
     return MetricSpec(name, "histogram", help, (label,), buckets)
 
 
-def _gauge(name: str, help: str, *labels: str, fold: Aggregation = "sum") -> MetricSpec:
-    return MetricSpec(name, "gauge", help, labels, fold=fold)
+def _gauge(name: str, help: str, *labels: str, aggregation: Aggregation = "sum") -> MetricSpec:
+    return MetricSpec(name, "gauge", help, labels, aggregation=aggregation)
 
 
 _ALL = (
     _counter("http_requests_total", "HTTP requests answered", "endpoint", "method", "status"),
-    _histogram("http_request_duration_seconds", "HTTP request to the last byte of its answer", "endpoint", _SECONDS),
+    _histogram("http_request_duration_seconds", "HTTP request to the last byte of its response", "endpoint", _SECONDS),
     _gauge("active_requests_current", "Inference requests in progress"),
     _histogram("time_to_first_token_seconds", "Request accepted to first token", "model", _SECONDS),
-    _histogram("inter_token_seconds", "Time between two tokens of one answer", "model", _TOKEN_SECONDS),
-    _histogram("queue_wait_seconds", "Time in the queue before a place in an engine was free", "model", _SECONDS),
+    _histogram("inter_token_seconds", "Time between two tokens of one response", "model", _TOKEN_SECONDS),
+    _histogram("queue_wait_seconds", "Time in the queue before an engine slot was free", "model", _SECONDS),
     _gauge("queue_waiting", "Requests in the queue", "model"),
     _gauge("queue_waiting_tokens", "Prompt tokens of the requests in the queue", "model"),
-    _gauge("model_running", "Answers that run", "model"),
-    _gauge("model_replicas", "Replicas that take requests", "model"),
-    _counter("model_loads_total", "Replicas that were loaded", "model"),
-    _counter("model_failures_total", "Loads that failed and engines that were lost", "model"),
-    _counter("model_evictions_total", "Replicas that made room for another model", "model"),
-    _counter("prompt_tokens_total", "Prompt tokens, the cached ones included", "model"),
-    _counter("cached_tokens_total", "Prompt tokens that were found in a KV cache", "model"),
-    _counter("output_tokens_total", "Output tokens, the reasoning ones included", "model"),
+    _gauge("model_running", "Running generations", "model"),
+    _gauge("model_replicas", "Replicas that accept requests", "model"),
+    _counter("model_loads_total", "Replicas loaded", "model"),
+    _counter("model_failures_total", "Failed loads and lost engines", "model"),
+    _counter("model_evictions_total", "Replicas unloaded to make room for another model", "model"),
+    _counter("prompt_tokens_total", "Prompt tokens, including cached ones", "model"),
+    _counter("cached_tokens_total", "Prompt tokens found in a KV cache", "model"),
+    _counter("output_tokens_total", "Output tokens, including reasoning", "model"),
     _counter("reasoning_tokens_total", "Output tokens spent on reasoning", "model"),
     _histogram("request_prompt_tokens", "Prompt tokens of a request", "model", _TOKENS),
     _histogram("request_cached_tokens", "Cached prompt tokens of a request", "model", _TOKENS),
-    _histogram("request_output_tokens", "Output tokens of one answer", "model", _TOKENS),
-    _counter("finish_reasons_total", "Answers by what ended them", "reason"),
+    _histogram("request_output_tokens", "Output tokens of one response", "model", _TOKENS),
+    _counter("finish_reasons_total", "Responses by finish reason", "reason"),
     _counter("errors_total", "Failed requests by error code", "code"),
-    _counter("cache_requests_total", "Prompts by why their cache had no more of them", "cache", "cause"),
-    _counter("evaluated_tokens_total", "Prompt tokens that had to be read, by why", "cache", "cause"),
-    _counter("system_prompt_changes_total", "Requests whose changed system prompt was not in their cache", "cache"),
-    _counter("joined_requests_total", "Requests answered by a job that ran already for the same request", "model"),
-    _counter("request_warnings_total", "Requests served with something in them left out", "kind"),
+    _counter("cache_requests_total", "Prompts by the reason why their cache held no more of them", "cache", "cause"),
+    _counter("evaluated_tokens_total", "Prompt tokens evaluated, by the reason of the cache miss", "cache", "cause"),
+    _counter("system_prompt_changes_total", "Requests whose changed system prompt missed the cache", "cache"),
+    _counter("joined_requests_total", "Requests that shared the generation of an identical running request", "model"),
+    _counter("request_warnings_total", "Warnings about ignored parts of requests, by kind", "kind"),
     _gauge("cpu_usage_percent", "CPU use of this program and its children; 100 is one core"),
     _gauge("memory_usage_bytes", "Resident memory of this program and its children"),
-    # Every gateway process sees the same GPUs: adding would count them once a process.
-    _gauge("gpu_usage_percent", "Use of the GPU by anybody", "gpu", fold="max"),
-    _gauge("gpu_memory_used_bytes", "Memory of the GPU used by anybody", "gpu", fold="max"),
-    _gauge("process_start_time_seconds", "Start of the oldest process, since 1970", fold="min"),
-    _gauge("modelyard_build_info", "The running version, as a label", "version", fold="max"),
+    # Every gateway process reports the same GPUs: a sum would count them once per process.
+    _gauge("gpu_usage_percent", "GPU utilization by all programs", "gpu", aggregation="max"),
+    _gauge("gpu_memory_used_bytes", "GPU memory used by all programs", "gpu", aggregation="max"),
+    _gauge("process_start_time_seconds", "Start of the oldest process, since 1970", aggregation="min"),
+    _gauge("modelyard_build_info", "The running version, as a label", "version", aggregation="max"),
 )
 
-METRICS: Mapping[str, MetricSpec] = {family.name: family for family in _ALL}
+METRICS: Mapping[str, MetricSpec] = {spec.name: spec for spec in _ALL}
 
-# Not in the table: a ratio cannot be folded, so it is worked out from the folded counters.
+# Not in the table: a ratio cannot be aggregated, so it is computed from the aggregated counters.
 CACHE_HIT_RATIO = _gauge("cache_hit_ratio", "Cached share of all prompt tokens so far", "model")
 
 
-# The values of all metrics at one moment, as plain data: sent between processes, added up, exposed as text.
-#
-# Counters and histograms only ever grow, so that the totals of a dead process stay true: `lasting` keeps just those.
+# --- snapshots --------------------------------------------------------------------------------------------------------
 
 Labels = tuple[str, ...]
 Series = dict[Labels, float]
 
 
 class HistogramData(Struct):
-    """A histogram's values: `counts[i]` lie at or under `buckets[i]` and over the one before; the last is +Inf's."""
+    """`counts[i]` is the number of values in (`buckets[i - 1]`, `buckets[i]`]; the last one is for +Inf."""
 
     counts: list[int]
     sum: float = 0.0
@@ -124,90 +122,77 @@ class HistogramData(Struct):
         self.counts[bisect_left(buckets, value)] += times
         self.sum += value * times
 
-    def observe_all(self, buckets: Sequence[float], values: Sequence[float]) -> None:
-        """Many at once: sorted, they are cut at each bound, which costs a seventh of a search for every value."""
-        ranked, below = sorted(values), 0
-        for at, bound in enumerate(buckets):
-            up_to = bisect_right(ranked, bound)
-            self.counts[at] += up_to - below
-            below = up_to
-        self.counts[-1] += len(ranked) - below
-        self.sum += sum(values)
-
 
 class MetricsSnapshot(Struct):
+    """The values of all metrics at one moment."""
+
     counters: dict[str, Series] = field(default_factory=dict)
     gauges: dict[str, Series] = field(default_factory=dict)
     histograms: dict[str, dict[Labels, HistogramData]] = field(default_factory=dict)
 
 
-_snapshot_encoder = msgspec.msgpack.Encoder()
-_snapshot_decoder = msgspec.msgpack.Decoder(MetricsSnapshot)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(MetricsSnapshot)
 
 
 def encode_snapshot(snapshot: MetricsSnapshot) -> bytes:
-    return _snapshot_encoder.encode(snapshot)
+    return _encoder.encode(snapshot)
 
 
 def decode_snapshot(data: bytes) -> MetricsSnapshot:
-    return _snapshot_decoder.decode(data)
+    return _decoder.decode(data)
 
 
 def without_gauges(snapshot: MetricsSnapshot) -> MetricsSnapshot:
-    """What a process leaves behind when it dies: a gauge says how things are, and it no longer is."""
+    """What remains valid after the process has exited: counters and histograms only grow, gauges are gone."""
     return MetricsSnapshot(counters=snapshot.counters, histograms=snapshot.histograms)
 
 
 def sum_snapshots(snapshots: Iterable[MetricsSnapshot]) -> MetricsSnapshot:
+    """Combine the snapshots of several processes, each metric by its aggregation."""
     total = MetricsSnapshot()
-    for one in snapshots:
-        for name, series in one.counters.items():
-            _fold(total.counters.setdefault(name, {}), series, "sum")
-        for name, series in one.gauges.items():
-            family = METRICS.get(name)
-            _fold(total.gauges.setdefault(name, {}), series, family.fold if family else "sum")
-        for name, rows in one.histograms.items():
-            _add_rows(total.histograms.setdefault(name, {}), rows)
+    for snapshot in snapshots:
+        for name, series in snapshot.counters.items():
+            _aggregate(total.counters.setdefault(name, {}), series, "sum")
+        for name, series in snapshot.gauges.items():
+            spec = METRICS.get(name)
+            _aggregate(total.gauges.setdefault(name, {}), series, spec.aggregation if spec else "sum")
+        for name, rows in snapshot.histograms.items():
+            into = total.histograms.setdefault(name, {})
+            for labels, row in rows.items():
+                old = into.get(labels) or HistogramData([0] * len(row.counts))
+                counts = [a + b for a, b in zip(old.counts, row.counts, strict=True)]
+                into[labels] = HistogramData(counts, old.sum + row.sum)
     return total
 
 
-def _fold(total: Series, series: Series, how: Aggregation) -> None:
+def _aggregate(total: Series, series: Series, aggregation: Aggregation) -> None:
     for labels, value in series.items():
-        before = total.get(labels)
-        if before is None:
+        old = total.get(labels)
+        if old is None:
             total[labels] = value
-        elif how == "sum":
-            total[labels] = before + value
+        elif aggregation == "sum":
+            total[labels] = old + value
         else:
-            total[labels] = max(before, value) if how == "max" else min(before, value)
+            total[labels] = max(old, value) if aggregation == "max" else min(old, value)
 
 
-def _add_rows(total: dict[Labels, HistogramData], rows: dict[Labels, HistogramData]) -> None:
-    for labels, row in rows.items():
-        before = total.get(labels)
-        counts = [a + b for a, b in zip(before.counts, row.counts, strict=True)] if before else list(row.counts)
-        total[labels] = HistogramData(counts, row.sum + (before.sum if before else 0.0))
-
-
-# Snapshots as Prometheus text: one process's own, or those of a whole fleet added up.
-
-# The text holds classic names only; every scraper since 2014 reads this version.
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# --- text format ------------------------------------------------------------------------------------------------------
 
 
 def render_snapshots(snapshots: Sequence[bytes]) -> bytes:
-    """The text of several processes' snapshots as if they were one process."""
+    """Several processes' encoded snapshots as the text of one process."""
     return render_snapshot(sum_snapshots(decode_snapshot(data) for data in snapshots))
 
 
 def render_snapshot(snapshot: MetricsSnapshot) -> bytes:
     registry = CollectorRegistry()
-    registry.register(_Reading(snapshot))
+    registry.register(_SnapshotCollector(snapshot))
     return generate_latest(registry)
 
 
-class _Reading(Collector):
-    """Turns the plain numbers into prometheus-client's own families, at scrape time only."""
+class _SnapshotCollector(Collector):
+    """Converts a snapshot to prometheus-client's metric families."""
 
     def __init__(self, snapshot: MetricsSnapshot) -> None:
         self._snapshot = snapshot
@@ -217,86 +202,64 @@ class _Reading(Collector):
 
     def collect(self) -> Iterator[Metric]:
         snapshot = self._snapshot
-        for name, family in METRICS.items():
-            if family.kind == "counter":
-                yield _counter_family(family, snapshot.counters.get(name, {}))
-            elif family.kind == "gauge":
-                yield _gauge_family(family, snapshot.gauges.get(name, {}))
+        values = snapshot.counters | snapshot.gauges
+        for name, spec in METRICS.items():
+            if spec.kind == "histogram":
+                yield _histogram_family(spec, snapshot.histograms.get(name, {}))
             else:
-                yield _histogram_family(family, snapshot.histograms.get(name, {}))
-        yield _gauge_family(CACHE_HIT_RATIO, _hit_ratios(snapshot))
+                yield _value_family(spec, values.get(name, {}))
+        prompts = snapshot.counters.get("prompt_tokens_total", {})
+        cached = snapshot.counters.get("cached_tokens_total", {})
+        ratios = {labels: cached.get(labels, 0.0) / total for labels, total in prompts.items() if total}
+        yield _value_family(CACHE_HIT_RATIO, ratios)
 
 
-def _counter_family(family: MetricSpec, series: Series) -> Metric:
-    metric = CounterMetricFamily(family.name, family.help, labels=family.labels)
+def _value_family(spec: MetricSpec, series: Series) -> Metric:
+    kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+    family: CounterMetricFamily | GaugeMetricFamily = kind(spec.name, spec.help, labels=spec.labels)
     for labels, value in series.items():
-        metric.add_metric(labels, value)
-    return metric
+        family.add_metric(labels, value)
+    return family
 
 
-def _gauge_family(family: MetricSpec, series: Series) -> Metric:
-    metric = GaugeMetricFamily(family.name, family.help, labels=family.labels)
-    for labels, value in series.items():
-        metric.add_metric(labels, value)
-    return metric
-
-
-def _histogram_family(family: MetricSpec, rows: dict[Labels, HistogramData]) -> Metric:
-    metric = HistogramMetricFamily(family.name, family.help, labels=family.labels)
-    edges = [*(str(edge) for edge in family.buckets), "+Inf"]
+def _histogram_family(spec: MetricSpec, rows: dict[Labels, HistogramData]) -> Metric:
+    family = HistogramMetricFamily(spec.name, spec.help, labels=spec.labels)
+    bounds = [*(str(bound) for bound in spec.buckets), "+Inf"]
     for labels, row in rows.items():
-        metric.add_metric(labels, list(zip(edges, accumulate(row.counts), strict=True)), row.sum)
-    return metric
+        family.add_metric(labels, list(zip(bounds, accumulate(row.counts), strict=True)), row.sum)
+    return family
 
 
-def _hit_ratios(snapshot: MetricsSnapshot) -> Series:
-    prompts = snapshot.counters.get("prompt_tokens_total", {})
-    cached = snapshot.counters.get("cached_tokens_total", {})
-    return {labels: cached.get(labels, 0.0) / total for labels, total in prompts.items() if total}
+# --- counting ---------------------------------------------------------------------------------------------------------
 
 
-K = TypeVar("K")
-V = TypeVar("V")
+class _Counter:
+    __slots__ = ("_series",)
 
-# A label that a client or an upstream chose (an error code, say) must not grow the memory without end.
-_MAX_SERIES = 1000
-_MANY = 1024  # notes: to work them up takes about a millisecond
+    def __init__(self, name: str, snapshot: MetricsSnapshot) -> None:
+        self._series: Series = snapshot.counters.setdefault(name, {})
+
+    def add(self, labels: Labels, amount: float = 1) -> None:
+        try:
+            self._series[labels] += amount
+        except KeyError:
+            labels = _bounded(self._series, labels)
+            self._series[labels] = self._series.get(labels, 0) + amount
 
 
 class _Histogram:
-    """One histogram's rows by their single label."""
-
     __slots__ = ("_buckets", "_rows")
 
-    def __init__(self, name: str, home: MetricsSnapshot) -> None:
+    def __init__(self, name: str, snapshot: MetricsSnapshot) -> None:
         self._buckets = METRICS[name].buckets
-        self._rows: dict[Labels, HistogramData] = home.histograms.setdefault(name, {})
+        self._rows: dict[Labels, HistogramData] = snapshot.histograms.setdefault(name, {})
 
-    def observe(self, label: Labels, value: float, times: int = 1) -> None:
-        self._row(label).observe(self._buckets, value, times)
-
-    def observe_all(self, label: Labels, values: Sequence[float]) -> None:
-        self._row(label).observe_all(self._buckets, values)
-
-    def _row(self, label: Labels) -> HistogramData:
-        row = self._rows.get(label)
+    def observe(self, label: str, value: float, times: int = 1) -> None:
+        row = self._rows.get((label,))
         if row is None:
-            row = self._rows.setdefault(_bounded(self._rows, label), HistogramData([0] * (len(self._buckets) + 1)))
-        return row
-
-
-def _count(series: Series, labels: Labels, amount: float = 1) -> None:
-    try:
-        series[labels] += amount
-    except KeyError:
-        labels = _bounded(series, labels)
-        series[labels] = series.get(labels, 0) + amount
-
-
-def _taken(notes: defaultdict[K, list[V]]) -> list[tuple[K, list[V]]]:
-    taken = list(notes.items())
-    notes.clear()
-    return taken
+            labels = _bounded(self._rows, (label,))
+            row = self._rows.setdefault(labels, HistogramData([0] * (len(self._buckets) + 1)))
+        row.observe(self._buckets, value, times)
 
 
 def _bounded(series: Mapping[Labels, object], labels: Labels) -> Labels:
@@ -304,148 +267,101 @@ def _bounded(series: Mapping[Labels, object], labels: Labels) -> Labels:
 
 
 class Metrics:
-    def __init__(self, machine: SystemMonitor | None = None) -> None:
-        self._machine = machine or SystemMonitor()
+    def __init__(self, monitor: SystemMonitor | None = None) -> None:
+        self._monitor = monitor or SystemMonitor()
         self._load = SystemLoad()
-        self._depths: Callable[[], Mapping[str, int]] = dict
-        self._pool: Callable[[], Mapping[str, Mapping[str, int]]] = dict
-        self._now = now = MetricsSnapshot()
-        counters, gauges = now.counters, now.gauges
-        self._http: Series = counters.setdefault("http_requests_total", {})
-        self._prompt: Series = counters.setdefault("prompt_tokens_total", {})
-        self._cached: Series = counters.setdefault("cached_tokens_total", {})
-        self._output: Series = counters.setdefault("output_tokens_total", {})
-        self._reasoning: Series = counters.setdefault("reasoning_tokens_total", {})
-        self._reasons: Series = counters.setdefault("finish_reasons_total", {})
-        self._errors: Series = counters.setdefault("errors_total", {})
-        self._warnings: Series = counters.setdefault("request_warnings_total", {})
-        self._joined: Series = counters.setdefault("joined_requests_total", {})
-        self._causes: Series = counters.setdefault("cache_requests_total", {})
-        self._evaluated: Series = counters.setdefault("evaluated_tokens_total", {})
-        self._prompt_changes: Series = counters.setdefault("system_prompt_changes_total", {})
+        self._queue_depths: Callable[[], Mapping[str, int]] = dict
+        self._pool_values: Callable[[], Mapping[str, Mapping[str, int]]] = dict
+        self._snapshot = snapshot = MetricsSnapshot()
+        snapshot.gauges["process_start_time_seconds"] = {(): self._monitor.started}
+        snapshot.gauges["modelyard_build_info"] = {(__version__,): 1}
         self.active = 0
-        gauges["active_requests_current"] = {(): 0}
-        gauges["process_start_time_seconds"] = {(): self._machine.started}
-        gauges["modelyard_build_info"] = {(__version__,): 1}
-        self._duration = _Histogram("http_request_duration_seconds", now)
-        self._first = _Histogram("time_to_first_token_seconds", now)
-        self._inter = _Histogram("inter_token_seconds", now)
-        self._queue = _Histogram("queue_wait_seconds", now)
-        self._prompts = _Histogram("request_prompt_tokens", now)
-        self._cacheds = _Histogram("request_cached_tokens", now)
-        self._outputs = _Histogram("request_output_tokens", now)
-        # Notes: visits by endpoint, method and status, answers by model and reason, looks into a cache by it and cause.
-        self._noted = 0
-        self._visits: defaultdict[tuple[str, str, int], list[float]] = defaultdict(list)
-        self._answers: defaultdict[tuple[str, str], list[Usage]] = defaultdict(list)
-        self._looks: defaultdict[Labels, list[int]] = defaultdict(list)
-        self._firsts: defaultdict[str, list[float]] = defaultdict(list)
-        self._waits: defaultdict[str, list[float]] = defaultdict(list)
-        self._gaps: defaultdict[str, list[float]] = defaultdict(list)
+        self._http_requests = _Counter("http_requests_total", snapshot)
+        self._http_duration = _Histogram("http_request_duration_seconds", snapshot)
+        self._first_token = _Histogram("time_to_first_token_seconds", snapshot)
+        self._inter_token = _Histogram("inter_token_seconds", snapshot)
+        self._queue_wait = _Histogram("queue_wait_seconds", snapshot)
+        self._prompt_total = _Counter("prompt_tokens_total", snapshot)
+        self._cached_total = _Counter("cached_tokens_total", snapshot)
+        self._output_total = _Counter("output_tokens_total", snapshot)
+        self._reasoning_total = _Counter("reasoning_tokens_total", snapshot)
+        self._prompt_tokens = _Histogram("request_prompt_tokens", snapshot)
+        self._cached_tokens = _Histogram("request_cached_tokens", snapshot)
+        self._output_tokens = _Histogram("request_output_tokens", snapshot)
+        self._finish_reasons = _Counter("finish_reasons_total", snapshot)
+        self._errors = _Counter("errors_total", snapshot)
+        self._warnings = _Counter("request_warnings_total", snapshot)
+        self._joined = _Counter("joined_requests_total", snapshot)
+        self._cache_requests = _Counter("cache_requests_total", snapshot)
+        self._evaluated_tokens = _Counter("evaluated_tokens_total", snapshot)
+        self._system_prompt_changes = _Counter("system_prompt_changes_total", snapshot)
 
-    # --- the hot path -------------------------------------------------------------------------------------------
+    def http_request(self, endpoint: str, method: str, status: int, seconds: float) -> None:
+        """`endpoint` is the route's pattern, not the client's path: a series per path would be unbounded."""
+        self._http_requests.add((endpoint, method, str(status)))
+        self._http_duration.observe(endpoint, seconds)
 
-    def http(self, endpoint: str, method: str, status: int, seconds: float) -> None:
-        """`endpoint` is the route's pattern, never the client's own path: that would be a series a path."""
-        self._visits[endpoint, method, status].append(seconds)
-        self._noted += 1
-        if self._noted >= _MANY:
-            self._settle()
-
-    def began(self) -> None:
+    def request_started(self) -> None:
         self.active += 1
 
-    def ended(self) -> None:
+    def request_ended(self) -> None:
         self.active -= 1
 
     def first_token(self, model: str, seconds: float) -> None:
-        self._firsts[model].append(seconds)
+        self._first_token.observe(model, seconds)
 
     def inter_token(self, model: str, seconds: float, count: int = 1) -> None:
-        """`count` tokens that came `seconds` apart each."""
-        if count > 1:
-            self._inter.observe((model,), seconds, count)
-            return
-        gaps = self._gaps[model]
-        gaps.append(seconds)
-        if len(gaps) >= _MANY:
-            self._settle()
+        """`count` tokens with `seconds` between each of them."""
+        self._inter_token.observe(model, seconds, count)
 
-    def queued(self, model: str, seconds: float) -> None:
-        self._waits[model].append(seconds)
+    def queue_wait(self, model: str, seconds: float) -> None:
+        self._queue_wait.observe(model, seconds)
 
-    def finished(self, model: str, usage: Usage, reason: str) -> None:
-        self._answers[model, reason].append(usage)
-        self._noted += 1
-        if self._noted >= _MANY:
-            self._settle()
+    def generation_finished(self, model: str, usage: Usage, reason: str) -> None:
+        label = (model,)
+        self._finish_reasons.add((reason,))
+        self._prompt_total.add(label, usage.prompt)
+        self._cached_total.add(label, usage.cached)
+        self._output_total.add(label, usage.output)
+        self._reasoning_total.add(label, usage.reasoning)
+        if usage.prompt:  # 0: counted with another choice of the request, or not reported by a remote server
+            self._prompt_tokens.observe(model, usage.prompt)
+            self._cached_tokens.observe(model, usage.cached)
+        self._output_tokens.observe(model, usage.output)
 
-    def failed(self, code: str) -> None:
-        _count(self._errors, (code,))
+    def request_failed(self, code: str) -> None:
+        self._errors.add((code,))
 
-    def joined(self, model: str) -> None:
-        _count(self._joined, (model,))
+    def request_joined(self, model: str) -> None:
+        """The request shares the generation of an identical one."""
+        self._joined.add((model,))
 
     def warned(self, kind: str) -> None:
-        _count(self._warnings, (kind,))
+        """Part of a request is ignored. `kind` must come from us, not from the client."""
+        self._warnings.add((kind,))
 
-    def looked_up(self, cache: str, reuse: CacheReuse) -> None:
-        self._looks[cache, reuse.cause].append(reuse.evaluated)
+    def cache_lookup(self, cache: str, reuse: CacheReuse) -> None:
+        labels = (cache, reuse.cause)
+        self._cache_requests.add(labels)
+        self._evaluated_tokens.add(labels, reuse.evaluated)
 
-    def prompt_changed(self, cache: str) -> None:
-        _count(self._prompt_changes, (cache,))
+    def system_prompt_changed(self, cache: str) -> None:
+        self._system_prompt_changes.add((cache,))
 
-    # --- working up the notes -------------------------------------------------------------------------------------
+    def set_queue_source(self, depths: Callable[[], Mapping[str, int]]) -> None:
+        """`depths` returns the queue length of each model; it is called for each snapshot."""
+        self._queue_depths = depths
 
-    def _settle(self) -> None:
-        self._noted = 0
-        for (endpoint, method, status), seconds in _taken(self._visits):
-            _count(self._http, (endpoint, method, str(status)), len(seconds))
-            self._duration.observe_all((endpoint,), seconds)
-        for (model, reason), usages in _taken(self._answers):
-            _count(self._reasons, (reason,), len(usages))
-            self._settle_tokens((model,), usages)
-        for label, evaluated in _taken(self._looks):
-            _count(self._causes, label, len(evaluated))
-            _count(self._evaluated, label, sum(evaluated))
-        for model, seconds in _taken(self._firsts):
-            self._first.observe_all((model,), seconds)
-        for model, seconds in _taken(self._waits):
-            self._queue.observe_all((model,), seconds)
-        for model, seconds in _taken(self._gaps):
-            self._inter.observe_all((model,), seconds)
+    def set_pool_source(self, values: Callable[[], Mapping[str, Mapping[str, int]]]) -> None:
+        """`values` returns the pool's metrics by metric name and model; it is called for each snapshot."""
+        self._pool_values = values
 
-    def _settle_tokens(self, label: Labels, usages: Sequence[Usage]) -> None:
-        prompts, outputs = [usage.prompt for usage in usages], [usage.output for usage in usages]
-        cached = [usage.cached for usage in usages]
-        _count(self._prompt, label, sum(prompts))
-        _count(self._cached, label, sum(cached))
-        _count(self._output, label, sum(outputs))
-        _count(self._reasoning, label, sum([usage.reasoning for usage in usages]))
-        if 0 in prompts:  # counted by another answer to it, or not told by a server elsewhere
-            cached = [usage.cached for usage in usages if usage.prompt]
-            prompts = [prompt for prompt in prompts if prompt]
-        if prompts:
-            self._prompts.observe_all(label, prompts)
-            self._cacheds.observe_all(label, cached)
-        self._outputs.observe_all(label, outputs)
-
-    # --- a look at it -------------------------------------------------------------------------------------------
-
-    def watch_queue(self, depths: Callable[[], Mapping[str, int]]) -> None:
-        """Where to look up each model's queue length: asked at a snapshot, so that queueing itself costs nothing."""
-        self._depths = depths
-
-    def watch_pool(self, figures: Callable[[], Mapping[str, Mapping[str, int]]]) -> None:
-        """Where to look up what the models do, by the metric's name and by model: asked at a snapshot, too."""
-        self._pool = figures
-
-    async def measure(self) -> None:
-        """Read the machine anew, off the event loop. Snapshots in between repeat the last reading."""
-        self._load = await asyncio.to_thread(self._machine.read)
+    async def measure_system(self) -> None:
+        """Measure CPU, memory and GPUs in a thread. Snapshots repeat the last measurement."""
+        self._load = await asyncio.to_thread(self._monitor.read)
 
     async def scrape(self) -> bytes:
-        await self.measure()
+        await self.measure_system()
         return self.render()
 
     def render(self) -> bytes:
@@ -455,15 +371,15 @@ class Metrics:
         return encode_snapshot(self._current())
 
     def _current(self) -> MetricsSnapshot:
-        self._settle()
-        gauges, load = self._now.gauges, self._load
+        """The counters, with the gauges brought up to date."""
+        gauges, load = self._snapshot.gauges, self._load
         gauges["active_requests_current"] = {(): self.active}
-        gauges["queue_waiting"] = {(model,): depth for model, depth in self._depths().items()}
-        for name, rows in self._pool().items():
-            home = self._now.counters if METRICS[name].kind == "counter" else gauges
-            home[name] = {(model,): value for model, value in rows.items()}
+        gauges["queue_waiting"] = {(model,): depth for model, depth in self._queue_depths().items()}
+        for name, values in self._pool_values().items():
+            target = self._snapshot.counters if METRICS[name].kind == "counter" else gauges
+            target[name] = {(model,): value for model, value in values.items()}
         gauges["cpu_usage_percent"] = {(): load.cpu_percent}
         gauges["memory_usage_bytes"] = {(): load.memory}
         gauges["gpu_usage_percent"] = {(gpu.uuid,): gpu.percent for gpu in load.gpus}
         gauges["gpu_memory_used_bytes"] = {(gpu.uuid,): gpu.memory for gpu in load.gpus}
-        return self._now
+        return self._snapshot

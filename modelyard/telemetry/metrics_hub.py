@@ -259,7 +259,7 @@ class MetricsPeer:
             del self._asked[id]
 
     async def _own(self) -> list[bytes]:
-        await self._metrics.measure()
+        await self._metrics.measure_system()
         return [self._metrics.snapshot()]
 
     async def _listen(self, frames: MessageStream[SnapshotRequest | CollectReply]) -> None:
@@ -274,7 +274,7 @@ class MetricsPeer:
                 answer.set_exception(ConnectionError("the hub is gone"))
 
     async def _answer(self, frames: MessageStream[SnapshotRequest | CollectReply], want: SnapshotRequest) -> None:
-        await self._metrics.measure()
+        await self._metrics.measure_system()
         frames.send(SnapshotPush(self._metrics.snapshot(), want.id))
 
     async def _keep_pushing(self, frames: MessageStream[SnapshotRequest | CollectReply]) -> None:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from modelyard.telemetry.log import event
+from modelyard.telemetry.log import log_event
 
 _log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class DiskCaptureSink:
     def _drop(self, why: str, error: OSError | None = None) -> None:
         self.dropped += 1
         if self.dropped == 1 or self.dropped % 1000 == 0:
-            event(_log, logging.WARNING, why, error=error, folder=str(self._folder), dropped=self.dropped)
+            log_event(_log, logging.WARNING, why, error=error, folder=str(self._folder), dropped=self.dropped)
 
     def _write_all(self) -> None:
         while (part := self._queue.get()) is not None:

@@ -17,11 +17,7 @@ from statistics import fmean, median
 import msgspec
 
 from modelyard import plugins
-from modelyard.benchmark.chat_load import ChatLoad
-from modelyard.benchmark.engine_load import EngineLoad
-from modelyard.benchmark.lanes import Extent, Load, play
-from modelyard.benchmark.sample import Round
-from modelyard.benchmark.summary import tokens_per_s
+from modelyard.benchmark.load import ChatTarget, EngineTarget, LoadGenerator, LoadTarget, Round, RoundLength
 from modelyard.benchmark.workload import Workload
 from modelyard.config.engine_options import engine_spec
 from modelyard.config.settings import Config
@@ -90,27 +86,29 @@ def _made(order: Order) -> tuple[ModelEntry, Engine, Model]:
     return entry, blueprint(config, entry).make(), model
 
 
-def _load(order: Order, entry: ModelEntry, engine: Engine, model: Model) -> Load:
+def _load(order: Order, entry: ModelEntry, engine: Engine, model: Model) -> LoadTarget:
     if isinstance(engine, TextEngine):
-        vocab = model.parts.vocab
-        return EngineLoad(engine, vocab, cache=entry.default_cache, limit_s=order.answer_s)
-    return ChatLoad(engine, entry.name, limit_s=order.answer_s)
+        vocab = model.pipeline.tokenizer
+        return EngineTarget(engine, vocab, cache=entry.default_cache, limit_s=order.answer_s)
+    return ChatTarget(engine, entry.name, limit_s=order.answer_s)
 
 
-async def _loaded(order: Order, entry: ModelEntry, load: Load) -> Round:
+async def _loaded(order: Order, entry: ModelEntry, load: LoadTarget) -> Round:
     """The same answers for every setting: where fewer fit at a time, more come one after the other."""
     info = entry.caches[entry.default_cache].info
     workload = fitted(order.workload, info.window)
     streams = min(workload.streams, info.parallel)
     warm = msgspec.structs.replace(workload, prompt_tokens=_WARM, output_tokens=_WARM, turns=1)
-    await play(load, warm, streams=streams, seed=order.seed, key=f"warm {order.key}")
+    await LoadGenerator(load, warm, streams=streams, seed=order.seed, key=f"warm {order.key}").run()
     rounds = max(1, order.conversations * workload.streams // streams)
-    return await play(load, workload, Extent(conversations=rounds), streams=streams, seed=order.seed, key=order.key)
+    return await LoadGenerator(
+        load, workload, RoundLength(conversations=rounds), streams=streams, seed=order.seed, key=order.key
+    ).run()
 
 
 def fitted(workload: Workload, window: int) -> Workload:
     """With a shorter prompt where the window is small; one that cannot hold even that says so."""
-    over = workload.longest - (window - 1)
+    over = workload.context_tokens - (window - 1)
     if over <= 0:
         return workload
     if workload.prompt_tokens - over < _WARM:
@@ -120,15 +118,15 @@ def fitted(workload: Workload, window: int) -> Workload:
 
 def figures(one: Round, memory: int, load_s: float) -> Figures | Failure:
     """The medians of single answers: one that another program got in the way of does not count."""
-    good = [sample for sample in one.good if sample.ttft_s is not None]
+    good = [sample for sample in one.succeeded if sample.ttft_s is not None]
     if errors := [sample.error for sample in one.samples if sample.error is not None]:
         return Failure("errors", f"{len(errors)} of {len(one.samples)} answers failed, the first with: {errors[0]}")
     if not good:
         return Failure("errors", "no answer had a single token")
     rates = [rate for sample in good if (rate := sample.rate) is not None]
-    alone = median(rates) if rates else tokens_per_s(one)
+    alone = median(rates) if rates else one.tokens_per_s
     return Figures(
-        speed=tokens_per_s(one) if one.streams > 1 else alone,
+        speed=one.tokens_per_s if one.streams > 1 else alone,
         ttft_s=fmean(sample.ttft_s or 0.0 for sample in good),
         answer_s=median(sample.total_s for sample in good),
         memory=memory,
@@ -158,7 +156,7 @@ def _loss(order: Order, reference: dict[str, object]) -> Loss:
     model = define(entry, settings).model
     if model.fault is not None:
         raise model.fault
-    vocab = model.parts.vocab
+    vocab = model.pipeline.tokenizer
     ids = [*([] if vocab.bos is None else [vocab.bos]), *vocab.encode_plain(TEXT)]
     plugins.verify(plugins.load("engines", entry.backend))
     judge = importlib.import_module(f"modelyard.engines.{entry.backend}.loss")

@@ -9,7 +9,7 @@ from typing import get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.benchmark.workload import Workload, named
+from modelyard.benchmark.workload import Workload, get_workload
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Setting
 from modelyard.tune.order import Figures
@@ -35,10 +35,10 @@ class Load(Struct, frozen=True):
 def load(goal: Goal, streams: int | None = None) -> Load:
     """Small enough to be repeated often: what a long trial knows better, many short ones know sooner."""
     if goal == "agent":
-        return Load(named("agent", prompt_tokens=1024, output_tokens=8, turns=3), 1)
+        return Load(get_workload("agent", prompt_tokens=1024, output_tokens=8, turns=3), 1)
     if goal == "batch":
-        return Load(named("batch", output_tokens=48, streams=streams), 1)
-    return Load(named("chat", prompt_tokens=192, output_tokens=64), 3)
+        return Load(get_workload("batch", output_tokens=48, streams=streams), 1)
+    return Load(get_workload("chat", prompt_tokens=192, output_tokens=64), 3)
 
 
 def scaled(load: Load, seen: Figures, want_s: float) -> Load:

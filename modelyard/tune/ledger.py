@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import fmean
 
-from modelyard.benchmark.intervals import t_quantile
+from modelyard.benchmark.statistics import t_quantile
 from modelyard.core.knobs import Setting
 
 _NOISE, _WEIGHT = 0.03, 3  # believed before anything is measured: 3 %, and as many measurements as that counts for

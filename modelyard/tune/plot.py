@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-from modelyard.benchmark.drawing import Dot, Drawing, Point, Shape, Stroke, Words
+from modelyard.benchmark.drawing import Circle, Drawing, DrawingShape, Label, Point, Polyline
 from modelyard.core.knobs import COUNTS, Goal
 from modelyard.tune.report import Report, Row
 
@@ -46,9 +46,9 @@ class Scale(Struct, frozen=True):
 
 
 def plot(told: Report) -> Drawing:
-    shapes: list[Shape] = [
-        Words((16, 28), f"{told.model} for {told.goal}: {told.verdict}", size=15),
-        Words((16, 48), f"{told.trials} trials of {told.grid} in a full grid{_noise(told.noise)}", size=11),
+    shapes: list[DrawingShape] = [
+        Label((16, 28), f"{told.model} for {told.goal}: {told.verdict}", size=15),
+        Label((16, 48), f"{told.trials} trials of {told.grid} in a full grid{_noise(told.noise)}", size=11),
     ]
     if told.rows:
         shapes += _field(told.rows, told.goal)
@@ -61,16 +61,16 @@ def _noise(noise: float | None) -> str:
     return "" if noise is None else f", noise {noise:.1%}"
 
 
-def _field(rows: Sequence[Row], goal: Goal) -> Iterator[Shape]:
+def _field(rows: Sequence[Row], goal: Goal) -> Iterator[DrawingShape]:
     base = next((row for row in rows if row.name == "current" or not row.changes), None)
     per = gain(base or rows[0], goal)
     across = Scale.of([row.memory / _MIB for row in rows], _LEFT, _LEFT + _WIDE)
     up = Scale.of([1.0, *(gain(row, goal) / per for row in rows)], _TOP + _HIGH, _TOP)
-    yield Words((16, _TOP - 14), f"{COUNTS[goal]}, {'current' if base is not None else 'the best'} = 1", size=11)
+    yield Label((16, _TOP - 14), f"{COUNTS[goal]}, {'current' if base is not None else 'the best'} = 1", size=11)
     yield from _grid(across, up)
     points = {place: (across.at(row.memory / _MIB), up.at(gain(row, goal) / per)) for place, row in enumerate(rows)}
     if len(edge := front(list(points.values()))) > 1:
-        yield Stroke(tuple(edge), _FRONT)
+        yield Polyline(tuple(edge), _FRONT)
     for place, row in sorted(enumerate(rows), key=lambda pair: bool(pair[1].name)):
         yield from _dot(row, points[place])
 
@@ -89,42 +89,42 @@ def front(points: Sequence[Point]) -> list[Point]:
     return edge
 
 
-def _grid(across: Scale, up: Scale) -> Iterator[Shape]:
+def _grid(across: Scale, up: Scale) -> Iterator[DrawingShape]:
     bottom, right = _TOP + _HIGH, _LEFT + _WIDE
     for tick in up.ticks:
-        yield Stroke(((_LEFT, up.at(tick)), (right, up.at(tick))), _FAINT)
-        yield Words((_LEFT - 8, up.at(tick) + 4), f"{tick:g}×", "end", 10)
+        yield Polyline(((_LEFT, up.at(tick)), (right, up.at(tick))), _FAINT)
+        yield Label((_LEFT - 8, up.at(tick) + 4), f"{tick:g}×", "end", 10)
     for tick in across.ticks:
-        yield Stroke(((across.at(tick), bottom), (across.at(tick), bottom + 4)), "#222222")
-        yield Words((across.at(tick), bottom + 18), f"{tick:g}", "middle", 10)
-    yield Stroke(((_LEFT, _TOP), (_LEFT, bottom), (right, bottom)), "#222222")
-    yield Words((right, bottom + 36), "memory, MiB", "end", 11)
+        yield Polyline(((across.at(tick), bottom), (across.at(tick), bottom + 4)), "#222222")
+        yield Label((across.at(tick), bottom + 18), f"{tick:g}", "middle", 10)
+    yield Polyline(((_LEFT, _TOP), (_LEFT, bottom), (right, bottom)), "#222222")
+    yield Label((right, bottom + 36), "memory, MiB", "end", 11)
 
 
-def _dot(row: Row, at: Point) -> Iterator[Shape]:
-    yield Dot(at, _colour(row), 5 if row.name else 3)
+def _dot(row: Row, at: Point) -> Iterator[DrawingShape]:
+    yield Circle(at, _colour(row), 5 if row.name else 3)
     if row.name:
         is_far, down = at[0] > _LEFT + 0.75 * _WIDE, _DOWN.get(row.name, 28)
         x = at[0] - 8 if is_far else at[0] + 8
-        yield Words((x, at[1] + down), row.name, "end" if is_far else "start", 11, _colour(row))
+        yield Label((x, at[1] + down), row.name, "end" if is_far else "start", 11, _colour(row))
 
 
 def _colour(row: Row) -> str:
     return {"best": _BEST, "current": _CURRENT}.get(row.name, _FRONT if row.front else _PLAIN)
 
 
-def _key() -> Iterator[Shape]:
+def _key() -> Iterator[DrawingShape]:
     x, y = _LEFT + _WIDE + 40, _TOP + _HIGH - 20
-    yield Dot((x + 3, y - 4), _FRONT, 3)
-    yield Words((x + 12, y), "not beaten in speed, first", size=11)
-    yield Words((x + 12, y + 14), "token and memory at once", size=11)
+    yield Circle((x + 3, y - 4), _FRONT, 3)
+    yield Label((x + 12, y), "not beaten in speed, first", size=11)
+    yield Label((x + 12, y + 14), "token and memory at once", size=11)
 
 
-def _ratios(told: Report) -> Iterator[Shape]:
+def _ratios(told: Report) -> Iterator[DrawingShape]:
     x = _LEFT + _WIDE + 40
     if told.ratios:
-        yield Words((x, _TOP + 10), "the best against", size=12)
+        yield Label((x, _TOP + 10), "the best against", size=12)
     for place, (name, ratio) in enumerate(told.ratios.items()):
         y = _TOP + 34 + 40 * place
-        yield Words((x, y), name, size=12)
-        yield Words((x, y + 16), f"{ratio.middle:.2f}× [{ratio.low:.2f}, {ratio.high:.2f}]", size=12, colour=_BEST)
+        yield Label((x, y), name, size=12)
+        yield Label((x, y + 16), f"{ratio.middle:.2f}× [{ratio.low:.2f}, {ratio.high:.2f}]", size=12, colour=_BEST)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from modelyard.benchmark.intervals import Interval, ratio_interval
+from modelyard.benchmark.statistics import Interval, ratio_interval
 from modelyard.core.errors import Unavailable
 from modelyard.core.knobs import Goal, Setting, Value
 from modelyard.tune import edit, goals

@@ -14,7 +14,7 @@ from itertools import product
 
 from msgspec import Struct
 
-from modelyard.benchmark.intervals import Interval, ratio_interval, together
+from modelyard.benchmark.statistics import Interval, joint_confidence, ratio_interval
 from modelyard.core.knobs import Setting, Value
 from modelyard.tune.ledger import Ledger
 from modelyard.tune.race import Ask, Rules, Steps, note, order, race
@@ -235,7 +235,7 @@ def _decide(ours: list[float], theirs: list[float], rules: Rules, looks: int) ->
         return False, None
     if not theirs:  # the current setting does not run
         return len(ours) >= rules.least, None
-    ratio = ratio_interval(ours, theirs, together(_CONFIDENCE, looks))
+    ratio = ratio_interval(ours, theirs, joint_confidence(_CONFIDENCE, looks))
     return len(ours) >= rules.least and ratio.low > 1 + rules.margin, ratio
 
 

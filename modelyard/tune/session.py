@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
-from modelyard.benchmark.drawing import check as can_draw
+from modelyard.benchmark.drawing import check_file as can_draw
 from modelyard.benchmark.drawing import save as draw
-from modelyard.benchmark.durations import seconds
+from modelyard.benchmark.plan import parse_duration as seconds
 from modelyard.config.load import LoadedConfig
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest, NotFound

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from modelyard.processes.child import Child, fate
+from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.tune.order import Failure, Order, Outcome
 
 _LOOK_S = 0.05  # between two looks at what it takes: about the time in which 100 MB can be filled
@@ -39,7 +39,7 @@ async def run(
     with tempfile.TemporaryDirectory(prefix="modelyard-trial-") as folder:
         told, answer = Path(folder) / "order.json", Path(folder) / "answer.json"
         told.write_bytes(msgspec.json.encode(order))
-        child = await Child.start(command(told, answer), dict(os.environ))
+        child = await ChildProcess.start(command(told, answer), dict(os.environ))
         try:
             failure = await _watch(child, limits, clock)
         finally:
@@ -50,7 +50,7 @@ async def run(
         return _read(answer) or _death(child, code)
 
 
-async def _watch(child: Child, limits: Limits, clock: Callable[[], float]) -> Failure | None:
+async def _watch(child: ChildProcess, limits: Limits, clock: Callable[[], float]) -> Failure | None:
     """Until it ends by itself, or for too long, or with too much memory."""
     deadline = clock() + limits.seconds
     while not child.ended.done():
@@ -72,7 +72,7 @@ def resident(pid: int) -> int:
         return 0  # it ended while we looked
 
 
-def _kill(child: Child) -> None:
+def _kill(child: ChildProcess) -> None:
     """With all that it started: it has a session of its own."""
     if not child.ended.done():
         try:
@@ -85,8 +85,8 @@ def _read(answer: Path) -> Outcome | None:
     return msgspec.json.decode(answer.read_bytes(), type=Outcome) if answer.is_file() else None
 
 
-def _death(child: Child, code: int) -> Failure:
+def _death(child: ChildProcess, code: int) -> Failure:
     words = child.log.tail(_WORDS)
     if code == -signal.SIGKILL:
         return Failure("memory", "the system killed it, as it does when memory runs out")
-    return Failure("crash", f"it {fate(code)}" + (f": {words}" if words else ""))
+    return Failure("crash", f"it {describe_exit(code)}" + (f": {words}" if words else ""))

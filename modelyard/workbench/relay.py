@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from modelyard.core.errors import Unavailable
-from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE
+from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
 
 _NAME = "workbench"
 _PATIENCE_S = 60.0  # a page's question waits for news a third as long

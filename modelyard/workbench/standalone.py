@@ -19,7 +19,7 @@ from modelyard.http import server as front
 from modelyard.http.auth import Authenticator
 from modelyard.http.middleware import RequestMiddleware
 from modelyard.http.settings import HttpSettings
-from modelyard.processes.port import listen
+from modelyard.processes.ports import listen
 from modelyard.telemetry.metrics import Metrics
 from modelyard.workbench.mount import PREFIX, Address, Workbench
 

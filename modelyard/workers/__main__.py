@@ -7,8 +7,8 @@ import os
 import sys
 from pathlib import Path
 
-from modelyard.workers.link import read_keys
-from modelyard.workers.run import quiet_loop, run_worker
+from modelyard.workers.transport import read_keys
+from modelyard.workers.worker_process import run_worker, worker_loop_factory
 
 KEYS_VARIABLE = "MODELYARD_WORKER_KEYS"
 
@@ -17,7 +17,7 @@ def main() -> None:
     endpoint, *more = sys.argv[1:]
     file = os.environ.get(KEYS_VARIABLE)
     keys = read_keys(Path(file)) if file else None
-    with asyncio.Runner(loop_factory=quiet_loop()) as runner:
+    with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
         runner.run(run_worker(endpoint, keys=keys, hired="--hired" in more))
 
 

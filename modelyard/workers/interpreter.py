@@ -18,7 +18,7 @@ import msgspec
 
 import modelyard
 from modelyard.core.errors import InvalidRequest
-from modelyard.processes.child import fate
+from modelyard.processes.child_process import describe_exit
 
 NEEDS = {"msgspec": "msgspec", "pydantic": "pydantic", "zmq": "pyzmq"}  # module → the package that holds it
 _OLDEST = (3, 11)
@@ -29,16 +29,16 @@ _QUESTION = (
 )
 
 
-def found(python: str | None) -> str:
+def interpreter_path(python: str | None) -> str:
     """The program to run; this very one where none is named."""
     if not python:
         return sys.executable
-    if not is_here(python):
+    if not interpreter_exists(python):
         raise _unfit(python, "there is no such program")
     return os.path.abspath(_which(python) or "")  # its links stay: by them an environment is known
 
 
-def is_here(python: str) -> bool:
+def interpreter_exists(python: str) -> bool:
     return _which(python) is not None
 
 
@@ -46,9 +46,9 @@ def _which(python: str) -> str | None:
     return shutil.which(os.path.expanduser(python))
 
 
-async def check(python: str) -> None:
+async def check_interpreter(python: str) -> None:
     """Raises where a worker cannot run in that environment."""
-    program = found(python)
+    program = interpreter_path(python)
     version, missing = await _asked(python, program)
     if version < _OLDEST:
         told = ".".join(map(str, version))
@@ -78,10 +78,10 @@ async def _asked(python: str, program: str) -> tuple[tuple[int, int], list[str]]
         return msgspec.json.decode(said, type=tuple[tuple[int, int], list[str]])
     except msgspec.MsgspecError:
         last = complained.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        raise _unfit(python, f"it {fate(asked.returncode or 0)}: {last or 'and said nothing'}") from None
+        raise _unfit(python, f"it {describe_exit(asked.returncode or 0)}: {last or 'and said nothing'}") from None
 
 
-def environment(python: str | None, folder: Path, env: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(python: str | None, folder: Path, env: Mapping[str, str]) -> dict[str, str]:
     """The variables of a worker. Another environment gets a link to this package, and to nothing beside it: what else
     is installed here must not get in the way of what it has itself."""
     if not python:

@@ -24,33 +24,35 @@ import msgspec
 from msgspec import Struct, field
 
 from modelyard.core import engine as core
-from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineStats, IdLogprob, Media
+from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineStats, IdLogprob, Media, Prompt
 from modelyard.core.errors import Internal, ModelyardError
 from modelyard.core.events import Event, Timings, Usage
+from modelyard.core.lease import ModelStatus
+from modelyard.core.pool import ModelStateChange
 from modelyard.core.request import Constraint, Priority, Request, Sampling
-from modelyard.workers.packing import Malformed, pack_error, unpack_error
+from modelyard.workers.packing import MalformedMessage, flatten_prompt, pack_error, unflatten_prompt, unpack_error
 
 VERSION = 1
-STUDY = "tokenizer"  # in `Welcome.able`: `Study` is understood
+TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.able`: `Study` is understood
 
 T = TypeVar("T")
 
 
-class Message(Struct, frozen=True, array_like=True, kw_only=False):
+class LinkMessage(Struct, frozen=True, array_like=True, kw_only=False):
     """The base of all: a list on the wire."""
 
 
 # --- both ways ------------------------------------------------------------------------------------------------------
 
 
-class Beat(Message, frozen=True, tag="beat"):
+class Heartbeat(LinkMessage, frozen=True, tag="beat"):
     """I live. A worker answers with the same number and with what its engines say of themselves."""
 
     number: int
     stats: dict[str, EngineStats] = field(default_factory=dict)
 
 
-class Goodbye(Message, frozen=True, tag="bye"):
+class Goodbye(LinkMessage, frozen=True, tag="bye"):
     """The sender leaves in peace. From a worker: it takes nothing new and ends when its answers have."""
 
     reason: str = ""
@@ -59,7 +61,7 @@ class Goodbye(Message, frozen=True, tag="bye"):
 # --- for a worker ---------------------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True, tag="hello"):
+class Hello(LinkMessage, frozen=True, tag="hello"):
     """`name` is who asks, the same on all his links; `able` are optional parts of the protocol that he speaks."""
 
     version: int
@@ -67,7 +69,7 @@ class Hello(Message, frozen=True, tag="hello"):
     able: tuple[str, ...] = ()
 
 
-class OpenEngine(Message, frozen=True, tag="open"):
+class OpenEngine(LinkMessage, frozen=True, tag="open"):
     """`options` is the engine's own Options as JSON. An engine of this id that is open already is taken over."""
 
     engine: str
@@ -79,11 +81,11 @@ class OpenEngine(Message, frozen=True, tag="open"):
     identity: str = ""
 
 
-class CloseEngine(Message, frozen=True, tag="close"):
+class CloseEngine(LinkMessage, frozen=True, tag="close"):
     engine: str
 
 
-class InferRequest(Message, frozen=True):
+class InferRequest(LinkMessage, frozen=True):
     """`request_id` is the client's own number; `tokens` are little-endian u32; `media` stand after so many of them;
     `lora_adapter` are names with their strengths."""
 
@@ -104,57 +106,57 @@ class InferRequest(Message, frozen=True):
     dedup_key: str | None = None
 
 
-class AddRequest(Message, frozen=True, tag="add"):
+class AddRequest(LinkMessage, frozen=True, tag="add"):
     engine: str
     request: InferRequest
 
 
-class AddChat(Message, frozen=True, tag="chat"):
+class AddChat(LinkMessage, frozen=True, tag="chat"):
     engine: str
     request_id: int
     request: Request
 
 
-class AbortRequest(Message, frozen=True, tag="abort"):
+class AbortRequest(LinkMessage, frozen=True, tag="abort"):
     request_id: int
 
 
-class Hold(Message, frozen=True, tag="hold"):
+class PauseRequest(LinkMessage, frozen=True, tag="hold"):
     """Its reader lags: nothing more of this request until `GoOn`."""
 
     request_id: int
 
 
-class GoOn(Message, frozen=True, tag="go"):
+class ResumeRequest(LinkMessage, frozen=True, tag="go"):
     request_id: int
 
 
-class Order(Message, frozen=True, tag="order"):
+class ControlEngine(LinkMessage, frozen=True, tag="order"):
     request_id: int
     engine: str
     control: Control
 
 
-class Embed(Message, frozen=True, tag="embed"):
+class EmbedTokens(LinkMessage, frozen=True, tag="embed"):
     request_id: int
     engine: str
     batch: list[bytes]
 
 
-class Count(Message, frozen=True, tag="count"):
+class CountTokens(LinkMessage, frozen=True, tag="count"):
     request_id: int
     engine: str
     request: Request
 
 
-class Forget(Message, frozen=True, tag="forget"):
+class DropClient(LinkMessage, frozen=True, tag="forget"):
     """The client of this name is gone: end what it left behind, then answer `Done`."""
 
     request_id: int
     name: str
 
 
-class Study(Message, frozen=True, tag="study"):
+class FetchTokenizer(LinkMessage, frozen=True, tag="study"):
     """The tokenizer of this engine, for a gateway without its files; those of the hashes in `have` it has already."""
 
     request_id: int
@@ -162,26 +164,26 @@ class Study(Message, frozen=True, tag="study"):
     have: tuple[str, ...] = ()
 
 
-class Dismiss(Message, frozen=True, tag="dismiss"):
+class ShutdownWorker(LinkMessage, frozen=True, tag="dismiss"):
     """From the scheduler to a worker that it started: nothing is left to do, end."""
 
 
-ForWorker = (
+ToWorker = (
     Hello
-    | Beat
+    | Heartbeat
     | OpenEngine
     | CloseEngine
     | AddRequest
     | AddChat
     | AbortRequest
-    | Hold
-    | GoOn
-    | Order
-    | Embed
-    | Count
-    | Forget
-    | Study
-    | Dismiss
+    | PauseRequest
+    | ResumeRequest
+    | ControlEngine
+    | EmbedTokens
+    | CountTokens
+    | DropClient
+    | FetchTokenizer
+    | ShutdownWorker
     | Goodbye
 )
 
@@ -189,7 +191,7 @@ ForWorker = (
 # --- for a client of a worker ---------------------------------------------------------------------------------------
 
 
-class Held(Message, frozen=True):
+class HostedEngineInfo(LinkMessage, frozen=True):
     """An engine that the worker holds open."""
 
     engine: str
@@ -199,48 +201,48 @@ class Held(Message, frozen=True):
     info: EngineInfo
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class Welcome(LinkMessage, frozen=True, tag="welcome"):
     version: int
     worker: str
     pid: int
-    engines: list[Held] = []
+    engines: list[HostedEngineInfo] = []
     able: tuple[str, ...] = ()
 
 
-class Refused(Message, frozen=True, tag="refused"):
+class ConnectionRefused(LinkMessage, frozen=True, tag="refused"):
     reason: str
 
 
-class Loading(Message, frozen=True, tag="loading"):
+class LoadProgress(LinkMessage, frozen=True, tag="loading"):
     engine: str
     done: float
     doing: str
 
 
-class Opened(Message, frozen=True, tag="opened"):
+class EngineOpened(LinkMessage, frozen=True, tag="opened"):
     engine: str
     kind: Literal["text", "chat"]
     info: EngineInfo
     embeds: bool = False
 
 
-class OpenFailed(Message, frozen=True, tag="failed"):
+class EngineOpenFailed(LinkMessage, frozen=True, tag="failed"):
     engine: str
     error: ModelyardError
 
 
-class Closed(Message, frozen=True, tag="closed"):
+class EngineClosed(LinkMessage, frozen=True, tag="closed"):
     engine: str
 
 
-class Lost(Message, frozen=True, tag="lost"):
+class EngineLost(LinkMessage, frozen=True, tag="lost"):
     """The engine died; its worker lives."""
 
     engine: str
     error: ModelyardError
 
 
-class Accepted(Message, frozen=True, tag="a"):
+class RequestAccepted(LinkMessage, frozen=True, tag="a"):
     request_id: int
     cached_tokens: int = 0
     divergence: int | None = None
@@ -248,13 +250,13 @@ class Accepted(Message, frozen=True, tag="a"):
     elsewhere: int = 0
 
 
-class Progress(Message, frozen=True, tag="p"):
+class PrefillProgress(LinkMessage, frozen=True, tag="p"):
     request_id: int
     done: int
     total: int
 
 
-class Step(Message, frozen=True, tag="s"):
+class TokenStep(LinkMessage, frozen=True, tag="s"):
     """One or more tokens, little-endian u32."""
 
     request_id: int
@@ -262,14 +264,14 @@ class Step(Message, frozen=True, tag="s"):
     logprobs: list[IdLogprob] | None = None
 
 
-class Finish(Message, frozen=True, tag="f"):
+class RequestFinished(LinkMessage, frozen=True, tag="f"):
     request_id: int
     reason: Literal["stop", "length", "window", "cancelled"]
     usage: Usage = Usage()
     timings: Timings = Timings()
 
 
-class Error(Message, frozen=True, tag="e"):
+class RequestFailed(LinkMessage, frozen=True, tag="e"):
     """The error carries its message and code."""
 
     request_id: int
@@ -278,24 +280,24 @@ class Error(Message, frozen=True, tag="e"):
     timings: Timings = Timings()
 
 
-class Said(Message, frozen=True, tag="c"):
+class ChatEvents(LinkMessage, frozen=True, tag="c"):
     """What a chat engine said; the last one ends the request."""
 
     request_id: int
     events: list[Event]
 
 
-Item = Accepted | Progress | Step | Finish | Error | Said
+RequestUpdate = RequestAccepted | PrefillProgress | TokenStep | RequestFinished | RequestFailed | ChatEvents
 
 
-class Frame(Message, frozen=True, tag="frame"):
+class UpdateBatch(LinkMessage, frozen=True, tag="frame"):
     """All that one step made for one client. `stats` come along where an engine has just become idle."""
 
-    items: list[Item]
+    items: list[RequestUpdate]
     stats: dict[str, EngineStats] = field(default_factory=dict)
 
 
-class Done(Message, frozen=True, tag="done"):
+class WorkerReply(LinkMessage, frozen=True, tag="done"):
     """The answer to `Order`, `Embed`, `Count`, `Forget` and `Study`; `stats` are what an order has changed;
     `tokenizer` is its hash, and `files` are none where the asker has them."""
 
@@ -308,7 +310,19 @@ class Done(Message, frozen=True, tag="done"):
     files: dict[str, bytes] = field(default_factory=dict)
 
 
-ForClient = Beat | Welcome | Refused | Loading | Opened | OpenFailed | Closed | Lost | Frame | Done | Goodbye
+ToClient = (
+    Heartbeat
+    | Welcome
+    | ConnectionRefused
+    | LoadProgress
+    | EngineOpened
+    | EngineOpenFailed
+    | EngineClosed
+    | EngineLost
+    | UpdateBatch
+    | WorkerReply
+    | Goodbye
+)
 
 
 # --- how they are written -------------------------------------------------------------------------------------------
@@ -327,10 +341,10 @@ def _read(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_written)
-encode: Callable[[Message], bytes] = _encoder.encode
+encode: Callable[[LinkMessage], bytes] = _encoder.encode
 
 
-def reader(kind: Any) -> Callable[[bytes], Any]:
+def decoder(kind: Any) -> Callable[[bytes], Any]:
     """From bytes to one of these messages; whatever else comes is `Malformed`."""
     decoder = msgspec.msgpack.Decoder(kind, dec_hook=_read)
 
@@ -338,16 +352,16 @@ def reader(kind: Any) -> Callable[[bytes], Any]:
         try:
             return decoder.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
-            raise Malformed(str(error)) from None
+            raise MalformedMessage(str(error)) from None
 
     return read
 
 
-read_for_worker: Callable[[bytes], ForWorker] = reader(ForWorker)
-read_for_client: Callable[[bytes], ForClient] = reader(ForClient)
+read_for_worker: Callable[[bytes], ToWorker] = decoder(ToWorker)
+read_for_client: Callable[[bytes], ToClient] = decoder(ToClient)
 
 
-def version_fault(theirs: int) -> str | None:
+def version_mismatch(theirs: int) -> str | None:
     """Why we cannot talk, or None."""
     if theirs == VERSION:
         return None
@@ -355,34 +369,265 @@ def version_fault(theirs: int) -> str | None:
     return f"protocol version {theirs} is not {VERSION}: {older}; run the same Modelyard on both sides"
 
 
-def chunk_of(item: Item, ids: Callable[[bytes], list[int]]) -> core.Chunk:
+def to_chunk(item: RequestUpdate, ids: Callable[[bytes], list[int]]) -> core.Chunk:
     """The engine's word for it."""
-    if type(item) is Step:
+    if type(item) is TokenStep:
         return core.Tokens(ids(item.tokens), item.logprobs)
-    if isinstance(item, Accepted):
+    if isinstance(item, RequestAccepted):
         return core.Accepted(item.cached_tokens, item.divergence, item.evicted, item.elsewhere)
-    if isinstance(item, Progress):
+    if isinstance(item, PrefillProgress):
         return core.Progress(item.done, item.total)
-    if isinstance(item, Finish):
+    if isinstance(item, RequestFinished):
         return core.End(item.reason, item.usage, item.timings)
-    if isinstance(item, Error):
+    if isinstance(item, RequestFailed):
         return core.End("error", item.usage, item.timings, item.error)
-    raise Malformed("a token engine said events")
+    raise MalformedMessage("a token engine said events")
 
 
-def item_of(request_id: int, chunk: core.Chunk, packed: Callable[[list[int]], bytes]) -> Item:
+def to_update(request_id: int, chunk: core.Chunk, packed: Callable[[list[int]], bytes]) -> RequestUpdate:
     if type(chunk) is core.Tokens:
-        return Step(request_id, packed(chunk.ids), chunk.logprobs)
+        return TokenStep(request_id, packed(chunk.ids), chunk.logprobs)
     if isinstance(chunk, core.Accepted):
-        return Accepted(request_id, chunk.cached_tokens, chunk.divergence, chunk.evicted, chunk.elsewhere)
+        return RequestAccepted(request_id, chunk.cached_tokens, chunk.divergence, chunk.evicted, chunk.elsewhere)
     if isinstance(chunk, core.Progress):
-        return Progress(request_id, chunk.done, chunk.total)
+        return PrefillProgress(request_id, chunk.done, chunk.total)
     assert isinstance(chunk, core.End)  # noqa: S101  there is no fifth
     if chunk.reason != "error":
-        return Finish(request_id, chunk.reason, chunk.usage, chunk.timings)
+        return RequestFinished(request_id, chunk.reason, chunk.usage, chunk.timings)
     error = chunk.error or Internal("the engine failed and did not say why")
-    return Error(request_id, error, chunk.usage, chunk.timings)
+    return RequestFailed(request_id, error, chunk.usage, chunk.timings)
 
 
 def stats_of(engines: Mapping[str, core.Engine]) -> dict[str, EngineStats]:
     return {name: engine.stats() for name, engine in engines.items()}
+
+
+# Every message between gateways and workers on one side and the scheduler on the other, grouped by who receives it.
+#
+#     gateway                         scheduler
+#     Join(version, name, held)  ──→                                a new conversation; `held` are places it still uses
+#                                ←──  Joined · State*               models and engines, whenever they change
+#     Ask(ticket, …)             ──→
+#                                ←──  (Queued)? · (Granted | Denied)
+#     Leave(ticket)              ──→                                given back, or given up
+#                                ←──  Revoked(ticket)
+#     Command · Look · Keep …    ──→
+#                                ←──  Answer(id)
+#
+# Tokens do not pass here: a grant names the worker and the engine, and the gateway speaks to it directly.
+
+
+class WireLeaseRequest(LinkMessage, frozen=True):
+    """A demand on its way; `prompt` are the first tokens, where it matters which replica knows them."""
+
+    model: str
+    cache: str
+    tokens: int = 0
+    weight: int = 1
+    key: str = ""
+    session: str | None = None
+    priority: Priority = "main"
+    deadline: float | None = None
+    trace: str = ""
+    prompt: bytes = b""
+    is_retry: bool = False
+
+
+# --- for the scheduler ------------------------------------------------------------------------------------------------
+
+
+class JoinGateway(LinkMessage, frozen=True, tag="join"):
+    """A gateway comes, or comes back under the same name. `held` are the places in which its answers still run."""
+
+    version: int
+    name: str
+    held: tuple[tuple[int, WireLeaseRequest], ...] = ()
+
+
+class RegisterWorker(LinkMessage, frozen=True, tag="enlist"):
+    """A worker offers itself, again and again; `engines` are open there already. `machine` is the name of the one that
+    it runs on, with what is free there: bytes of RAM, and of each GPU by its UUID."""
+
+    version: int
+    name: str
+    endpoint: str
+    engines: tuple[HostedEngineInfo, ...] = ()
+    machine: str = ""
+    ram_free: int = 0
+    gpus: dict[str, int] = field(default_factory=dict)
+
+
+class RequestLease(LinkMessage, frozen=True, tag="ask"):
+    """`avoid` are engines that the gateway has just lost: the scheduler may not know of that yet."""
+
+    ticket: int
+    demand: WireLeaseRequest
+    avoid: tuple[str, ...] = ()
+
+
+class ReleaseLease(LinkMessage, frozen=True, tag="leave"):
+    """`spent` output tokens were made there."""
+
+    ticket: int
+    spent: int = 0
+
+
+class PoolCommand(LinkMessage, frozen=True, tag="command"):
+    """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace."""
+
+    id: int
+    verb: Literal["load", "unload", "drain", "scale", "cancel", "reload"]
+    model: str = ""
+    argument: bytes = b"null"
+
+
+class GetSnapshot(LinkMessage, frozen=True, tag="look"):
+    id: int
+    what: Literal["snapshot", "requests"]
+
+
+class StoreOperation(LinkMessage, frozen=True, tag="keep"):
+    """The store that all gateways share. A value is put, none is looked up, `delete` says what it says."""
+
+    id: int
+    scope: bytes
+    key: bytes
+    value: bytes | None = None
+    delete: bool = False
+
+
+ToScheduler = (
+    JoinGateway
+    | RegisterWorker
+    | RequestLease
+    | ReleaseLease
+    | PoolCommand
+    | GetSnapshot
+    | StoreOperation
+    | Heartbeat
+    | Goodbye
+)
+
+
+# --- for a gateway --------------------------------------------------------------------------------------------------
+
+
+class EngineLocation(LinkMessage, frozen=True):
+    """Where an engine is open."""
+
+    model: str
+    endpoint: str
+    engine: str
+    kind: Literal["text", "chat"]
+    info: EngineInfo
+    embeds: bool = False
+
+
+class JoinAccepted(LinkMessage, frozen=True, tag="joined"):
+    version: int
+
+
+class PoolState(LinkMessage, frozen=True, tag="state"):
+    """`edition` counts how often the configuration was read anew."""
+
+    models: dict[str, ModelStatus]
+    engines: tuple[EngineLocation, ...] = ()
+    replicas: dict[str, int] = field(default_factory=dict)
+    figures: dict[str, dict[str, int]] = field(default_factory=dict)
+    edition: int = 0
+
+
+class LeaseQueued(LinkMessage, frozen=True, tag="queued"):
+    ticket: int
+    position: int
+
+
+class LeaseGranted(LinkMessage, frozen=True, tag="granted"):
+    ticket: int
+    endpoint: str
+    engine: str
+    weight: int = 1
+    waited: float = 0.0
+
+
+class LeaseDenied(LinkMessage, frozen=True, tag="denied"):
+    ticket: int
+    error: ModelyardError
+
+
+class LeaseRevoked(LinkMessage, frozen=True, tag="revoked"):
+    ticket: int
+    error: ModelyardError
+
+
+class ModelChanged(LinkMessage, frozen=True, tag="changed"):
+    change: ModelStateChange
+
+
+class SchedulerReply(LinkMessage, frozen=True, tag="answer"):
+    """`value` is MessagePack of what was asked for, or the stored bytes themselves."""
+
+    id: int
+    error: ModelyardError | None = None
+    value: bytes | None = None
+
+
+ToGateway = (
+    JoinAccepted
+    | ConnectionRefused
+    | PoolState
+    | LeaseQueued
+    | LeaseGranted
+    | LeaseDenied
+    | LeaseRevoked
+    | ModelChanged
+    | SchedulerReply
+    | Heartbeat
+    | Goodbye
+)
+
+read_for_scheduler: Callable[[bytes], ToScheduler] = decoder(ToScheduler)
+read_for_gateway: Callable[[bytes], ToGateway] = decoder(ToGateway)
+
+
+# A job's prompt as it travels to a worker, and back into what an engine takes. Pure; a new field stands in both.
+
+
+def to_infer_request(id: int, prompt: Prompt) -> InferRequest:
+    tokens, media = flatten_prompt(prompt)
+    return InferRequest(
+        request_id=id,
+        tokens=tokens,
+        sampling_params=prompt.sampling,
+        lora_adapter=prompt.adapters,
+        max_tokens=prompt.max_tokens,
+        stop_ids=prompt.stop_ids,
+        constraint=prompt.constraint,
+        cache=prompt.cache,
+        session=prompt.session,
+        priority=prompt.priority,
+        logprobs=prompt.logprobs,
+        deadline=prompt.deadline,
+        trace=prompt.trace,
+        media=media,
+        dedup_key=prompt.dedup_key,
+    )
+
+
+def to_prompt(asked: InferRequest) -> Prompt:
+    """Raises Malformed where its tokens are none."""
+    return Prompt(
+        parts=unflatten_prompt(asked.tokens, asked.media),
+        sampling=asked.sampling_params,
+        max_tokens=asked.max_tokens,
+        stop_ids=asked.stop_ids,
+        constraint=asked.constraint,
+        cache=asked.cache,
+        session=asked.session,
+        priority=asked.priority,
+        adapters=asked.lora_adapter,
+        logprobs=asked.logprobs,
+        deadline=asked.deadline,
+        trace=asked.trace,
+        dedup_key=asked.dedup_key,
+    )

@@ -38,7 +38,7 @@ _FIELDS: dict[type[ModelyardError], tuple[tuple[str, Any], ...]] = {
 }
 
 
-class Malformed(ValueError):
+class MalformedMessage(ValueError):
     """Bytes that are no message of ours."""
 
 
@@ -73,7 +73,7 @@ def _bytes(numbers: array[Any]) -> bytes:
 def _numbers(code: str, data: bytes) -> array[Any]:
     numbers = array(code)
     if len(data) % numbers.itemsize:
-        raise Malformed(f"{len(data)} bytes are no list of numbers of {numbers.itemsize} bytes each")
+        raise MalformedMessage(f"{len(data)} bytes are no list of numbers of {numbers.itemsize} bytes each")
     numbers.frombytes(data)
     if _SWAPPED:
         numbers.byteswap()
@@ -83,7 +83,7 @@ def _numbers(code: str, data: bytes) -> array[Any]:
 # --- prompts --------------------------------------------------------------------------------------------------------
 
 
-def flat(prompt: Prompt) -> tuple[bytes, list[tuple[int, Media]]]:
+def flatten_prompt(prompt: Prompt) -> tuple[bytes, list[tuple[int, Media]]]:
     """All tokens of a prompt as one run, and its media with the number of tokens that stand before each."""
     media: list[tuple[int, Media]] = []
     before = 0
@@ -95,12 +95,12 @@ def flat(prompt: Prompt) -> tuple[bytes, list[tuple[int, Media]]]:
     return pack_ids(prompt.ids), media
 
 
-def parts(tokens: bytes, media: Sequence[tuple[int, Media]]) -> tuple[TokenRun | Media, ...]:
+def unflatten_prompt(tokens: bytes, media: Sequence[tuple[int, Media]]) -> tuple[TokenRun | Media, ...]:
     ids, at = unpack_ids(tokens), 0
     built: list[TokenRun | Media] = []
     for place, one in media:
         if not at <= place <= len(ids):
-            raise Malformed("a picture stands outside its prompt")
+            raise MalformedMessage("a picture stands outside its prompt")
         if place > at:
             built.append(TokenRun(ids[at:place]))
         built.append(one)
@@ -124,7 +124,7 @@ def unpack_error(packed: Any) -> ModelyardError:
     match packed:
         case [str(kind), dict(carried), *_] if isinstance(carried.get("message"), str):
             return _revived(_ERRORS.get(kind, Internal), carried)
-    raise Malformed("an error without words")
+    raise MalformedMessage("an error without words")
 
 
 def _revived(kind: type[ModelyardError], carried: dict[str, Any]) -> ModelyardError:

@@ -6,22 +6,32 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelyard.core.engine import EngineStats, Generation
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Failed
 from modelyard.engines.generation_queue import GenerationQueue, Whole
-from modelyard.workers.hosted import Hosted
-from modelyard.workers.link import Listener, PeerGone
-from modelyard.workers.messages import Beat, Error, Frame, Item, Message, Said, encode, item_of
+from modelyard.workers.messages import (
+    ChatEvents,
+    Heartbeat,
+    LinkMessage,
+    RequestFailed,
+    RequestUpdate,
+    UpdateBatch,
+    encode,
+    to_update,
+)
 from modelyard.workers.packing import pack_ids
-from modelyard.workers.pulse import Pulse
+from modelyard.workers.transport import HeartbeatMonitor, PeerDisconnected, RouterSocket
+
+if TYPE_CHECKING:
+    from modelyard.workers.worker import HostedEngine
 
 log = logging.getLogger(__name__)
 
 
-class Running:
+class RunningRequest:
     """One request in an engine. `ended` is called once, when its slot is free."""
 
     __slots__ = ("_generation", "_post", "ended", "hosted", "id", "over", "peer")
@@ -30,9 +40,9 @@ class Running:
         self,
         id: int,
         peer: Peer,
-        hosted: Hosted,
-        post: Callable[[Peer, Sequence[Item]], None],
-        ended: Callable[[Running], None],
+        hosted: HostedEngine,
+        post: Callable[[Peer, Sequence[RequestUpdate]], None],
+        ended: Callable[[RunningRequest], None],
     ) -> None:
         self.id, self.peer, self.hosted, self.ended = id, peer, hosted, ended
         self._post, self.over = post, False
@@ -49,15 +59,15 @@ class Running:
             self.over = True
             self.ended(self)
         if self.hosted.kind == "chat":
-            self._post(self.peer, [Said(self.id, items)])
+            self._post(self.peer, [ChatEvents(self.id, items)])
         else:
-            self._post(self.peer, [item_of(self.id, chunk, pack_ids) for chunk in items])
+            self._post(self.peer, [to_update(self.id, chunk, pack_ids) for chunk in items])
 
     def fail(self, error: ModelyardError) -> None:
         if not self.over:
             self.over = True
             self.ended(self)
-            self._post(self.peer, [last_word(self.id, self.hosted.kind, error)])
+            self._post(self.peer, [failure_update(self.id, self.hosted.kind, error)])
 
     def hold(self) -> None:
         """What comes waits in the engine's own mailbox, which tells the engine when it is full."""
@@ -75,19 +85,19 @@ class Running:
             self.go_on()
 
 
-def last_word(id: int, kind: str, error: ModelyardError) -> Item:
-    return Said(id, [Failed(error)]) if kind == "chat" else Error(id, error)
+def failure_update(id: int, kind: str, error: ModelyardError) -> RequestUpdate:
+    return ChatEvents(id, [Failed(error)]) if kind == "chat" else RequestFailed(id, error)
 
 
 class Peer:
     """`backlog` is what its socket did not take: while there is any, all that runs for it is held back."""
 
     def __init__(self, identity: bytes, name: str, allowed: int) -> None:
-        self.identity, self.name, self.pulse = identity, name, Pulse(allowed)
-        self.requests: dict[int, Running] = {}
+        self.identity, self.name, self.pulse = identity, name, HeartbeatMonitor(allowed)
+        self.requests: dict[int, RunningRequest] = {}
         self.held: set[int] = set()
         self.backlog: deque[bytes] = deque()
-        self.items: list[Item] = []
+        self.items: list[RequestUpdate] = []
         self.stats: dict[str, EngineStats] = {}
         self.gone = False
 
@@ -95,13 +105,13 @@ class Peer:
         return f"<Peer {self.name}: {len(self.requests)} running>"
 
 
-class Post:
+class PeerSender:
     """Everything that leaves a worker. What is made in one turn of the loop leaves as one frame a peer, and what
     `before` sends leaves before it."""
 
     def __init__(
         self,
-        listener: Callable[[], Listener],
+        listener: Callable[[], RouterSocket],
         before: Callable[[], None],
         soon: Callable[[Callable[[], None]], object],
         later: Callable[[float, Callable[[], None]], object],
@@ -110,7 +120,7 @@ class Post:
         self._listener, self._before, self._soon, self._later, self._gone = listener, before, soon, later, gone
         self._due: list[Peer] = []
 
-    def add(self, peer: Peer, items: Sequence[Item]) -> None:
+    def add(self, peer: Peer, items: Sequence[RequestUpdate]) -> None:
         if peer.gone:
             return
         if not peer.items:
@@ -126,11 +136,11 @@ class Post:
             items, peer.items = peer.items, []
             stats, peer.stats = peer.stats, {}
             if items:
-                self.send(peer, Frame(items, stats))
+                self.send(peer, UpdateBatch(items, stats))
 
-    def send(self, peer: Peer, message: Message) -> None:
+    def send(self, peer: Peer, message: LinkMessage) -> None:
         """In order, always: where something waits, this waits behind it. A beat does not: what waits tells as much."""
-        if peer.gone or (peer.backlog and isinstance(message, Beat)):
+        if peer.gone or (peer.backlog and isinstance(message, Heartbeat)):
             return
         data = encode(message)
         if peer.backlog or not self._sent(peer, data):
@@ -139,7 +149,7 @@ class Post:
     def _sent(self, peer: Peer, data: bytes) -> bool:
         try:
             return self._listener().send(peer.identity, data)
-        except PeerGone:
+        except PeerDisconnected:
             self._gone(peer)
             return True
 

@@ -18,8 +18,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.workers.link import Keys
-from modelyard.workers.pulse import Pace
+from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 from modelyard.workers.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ _SHUNNED_S = 30.0  # the node of a lost worker; if it is gone, Ray knows that lo
 _NODE = "ray.io/node-id"  # the label under which Ray tells nodes apart
 
 
-class Resources(Struct, frozen=True):
+class ActorResources(Struct, frozen=True):
     """What an actor is promised on its node."""
 
     num_cpus: float = 1.0
@@ -43,12 +42,12 @@ class Resources(Struct, frozen=True):
         return told if self.memory is None else told | {"memory": self.memory}
 
 
-class Actor:
+class WorkerActor:
     """Runs on some node. The worker is made in the first call, on the loop that Ray gives to async methods."""
 
     def __init__(self, keys: tuple[str, str] | None, beat_s: float, patience: int) -> None:
-        self._keys = None if keys is None else Keys(*keys)
-        self._pace = Pace(beat_s, patience)
+        self._keys = None if keys is None else ClusterKeys(*keys)
+        self._pace = HeartbeatConfig(beat_s, patience)
         self._worker: Worker | None = None
 
     async def address(self) -> tuple[str, str]:
@@ -59,7 +58,7 @@ class Actor:
         return self._worker.endpoint, str(_ray().get_runtime_context().get_node_id())
 
 
-class Posting:
+class ActorHandle:
     """An actor that we have asked for, and the node that it was on when it last answered."""
 
     __slots__ = ("actor", "node")
@@ -71,7 +70,7 @@ class Posting:
         _ray().kill(self.actor, no_restart=for_good)
 
 
-def elsewhere(shunned: Iterable[str], alive: Iterable[str]) -> dict[str, str]:
+def avoid_nodes_selector(shunned: Iterable[str], alive: Iterable[str]) -> dict[str, str]:
     """Labels of the nodes that a new actor may go to: not those that were just lost, while there are others. Pure."""
     avoided = set(shunned)
     return {_NODE: f"!in({','.join(sorted(avoided))})"} if avoided and set(alive) - avoided else {}
@@ -80,9 +79,11 @@ def elsewhere(shunned: Iterable[str], alive: Iterable[str]) -> dict[str, str]:
 class RayCluster:
     """The actors that this scheduler has asked for, by model."""
 
-    def __init__(self, address: str, resources: Mapping[str, Resources], keys: Keys | None, pace: Pace) -> None:
+    def __init__(
+        self, address: str, resources: Mapping[str, ActorResources], keys: ClusterKeys | None, pace: HeartbeatConfig
+    ) -> None:
         self._address, self._resources, self._keys, self._pace = address, resources, keys, pace
-        self._idle: dict[str, list[Posting]] = {}
+        self._idle: dict[str, list[ActorHandle]] = {}
         self._shunned: dict[str, float] = {}  # node → until when
 
     async def open(self) -> None:
@@ -94,7 +95,7 @@ class RayCluster:
             except ConnectionError as error:
                 raise Unavailable(f"no Ray cluster answers at {self._address}: {error}", code="no_cluster") from error
 
-    async def start(self, model: str) -> tuple[Posting, str]:
+    async def start(self, model: str) -> tuple[ActorHandle, str]:
         """An actor for one engine of this model, and its address: one that Ray has started again, or a new one.
 
         Whichever is there first: where the node is lost, Ray knows that only after a while, and nobody waits for that.
@@ -114,11 +115,11 @@ class RayCluster:
                     posting.kill(for_good=True)
             await asyncio.gather(*asking, return_exceptions=True)
 
-    async def _new(self, model: str) -> Posting:
+    async def _new(self, model: str) -> ActorHandle:
         keys = None if self._keys is None else (self._keys.public, self._keys.secret)
-        options = self._resources.get(model, Resources()).options() | await self._labels()
-        made = _ray().remote(Actor).options(max_restarts=_RESTARTS, max_concurrency=1000, **options)
-        return Posting(made.remote(keys, self._pace.beat_s, self._pace.patience))
+        options = self._resources.get(model, ActorResources()).options() | await self._labels()
+        made = _ray().remote(WorkerActor).options(max_restarts=_RESTARTS, max_concurrency=1000, **options)
+        return ActorHandle(made.remote(keys, self._pace.beat_s, self._pace.patience))
 
     async def _labels(self) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
@@ -126,10 +127,10 @@ class RayCluster:
         if not self._shunned:
             return {}
         alive = [str(node["NodeID"]) for node in await asyncio.to_thread(_ray().nodes) if node["Alive"]]
-        labels = elsewhere(self._shunned, alive)
+        labels = avoid_nodes_selector(self._shunned, alive)
         return {"label_selector": labels} if labels else {}
 
-    async def _where(self, posting: Posting) -> str:
+    async def _where(self, posting: ActorHandle) -> str:
         """Asked anew each time: an actor that was started again listens elsewhere."""
         errors = import_module("ray.exceptions")
         deadline = asyncio.get_running_loop().time() + _ANSWER_S
@@ -144,13 +145,13 @@ class RayCluster:
             except (errors.RayError, TimeoutError) as error:
                 raise Unavailable(f"Ray has no place for the worker: {type(error).__name__}: {error}") from error
 
-    def give_back(self, model: str, posting: Posting, *, kill: bool) -> None:
+    def give_back(self, model: str, posting: ActorHandle, *, kill: bool) -> None:
         """A worker without an engine: the next engine of its model may have it, unless it is not wanted any more."""
         posting.kill(for_good=not kill)
         if kill:  # it hangs: Ray starts it anew
             self._idle.setdefault(model, []).append(posting)
 
-    def lost(self, model: str, posting: Posting) -> None:
+    def lost(self, model: str, posting: ActorHandle) -> None:
         """It died: Ray starts it again, and the next engine of its model goes there, or to another node."""
         self._idle.setdefault(model, []).append(posting)
         self._shunned[posting.node] = asyncio.get_running_loop().time() + _SHUNNED_S
@@ -161,7 +162,7 @@ class RayCluster:
                 posting.kill(for_good=True)
 
 
-async def _first(asking: Mapping[asyncio.Task[str], Posting]) -> tuple[Posting, str]:
+async def _first(asking: Mapping[asyncio.Task[str], ActorHandle]) -> tuple[ActorHandle, str]:
     """Who answers first, and with what; raises where nobody can."""
     left = set(asking)
     while True:

@@ -7,9 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from modelyard.workers.link import Keys, read_keys
-from modelyard.workers.pulse import Pace
-from modelyard.workers.ray import RayCluster, Resources
+from modelyard.workers.ray import ActorResources, RayCluster
+from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, read_keys
 
 
 class RayResources(BaseModel):
@@ -20,8 +19,8 @@ class RayResources(BaseModel):
     memory: int | None = Field(default=None, gt=0, description="Bytes of RAM.")
     custom: dict[str, float] = Field(default_factory=dict, description="Resources of your own names.")
 
-    def resources(self) -> Resources:
-        return Resources(self.num_cpus, self.num_gpus, self.memory, self.custom)
+    def resources(self) -> ActorResources:
+        return ActorResources(self.num_cpus, self.num_gpus, self.memory, self.custom)
 
 
 class WorkerSettings(BaseModel):
@@ -64,8 +63,8 @@ class WorkerSettings(BaseModel):
         promised = {model: each.resources() for model, each in self.ray_resources.items()}
         return RayCluster(self.ray_address, promised, self.pair(), self.pace())
 
-    def pace(self) -> Pace:
-        return Pace(self.beat_s, self.patience)
+    def pace(self) -> HeartbeatConfig:
+        return HeartbeatConfig(self.beat_s, self.patience)
 
-    def pair(self) -> Keys | None:
+    def pair(self) -> ClusterKeys | None:
         return None if self.keys is None else read_keys(self.keys.expanduser())

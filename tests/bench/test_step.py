@@ -26,11 +26,11 @@ def test_row_is_the_median_of_the_steps_in_which_all_streams_ran() -> None:
 async def test_run_counts_each_step_and_leaves_the_library_as_it_was() -> None:
     from modelyard.engines.llama_cpp import binding, context
 
-    before = binding.lib.llama_decode, dict(vars(binding.short)), context.Cache.step
+    before = binding.lib.llama_decode, dict(vars(binding.short)), context.LlamaContext.step
     found = await measure(exact_model(), threads=1, streams=1, tokens=6, sampling=Sampling(temperature=0))
     assert found.steps == 5  # the first token comes with the prompt
     assert 0 < found.python < found.wall
-    assert (binding.lib.llama_decode, dict(vars(binding.short)), context.Cache.step) == before
+    assert (binding.lib.llama_decode, dict(vars(binding.short)), context.LlamaContext.step) == before
 
 
 async def test_a_step_that_is_given_ahead_tells_how_long_a_gpu_would_wait() -> None:

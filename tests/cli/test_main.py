@@ -158,7 +158,7 @@ def test_check_tells_of_an_engine_whose_library_does_not_work_here(monkeypatch: 
     def broken() -> None:
         raise Unavailable("the library died by SIGILL; `make rebuild-engine` builds it anew")
 
-    monkeypatch.setattr("modelyard.engines.llama_cpp.verdict.require", broken)
+    monkeypatch.setattr("modelyard.engines.llama_cpp.selftest.require_working_library", broken)
     shown = invoke("check")
     assert shown.exit_code == 1
     assert "unavailable models.smollm2.backend: the library died by SIGILL" in shown.stderr

@@ -15,7 +15,7 @@ import msgspec
 
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Caller, Image, Part, Request, Text, Thinking, ToolCall, ToolResult
-from modelyard.engines.fake import base
+from modelyard.engines.fake import engine as fake_engine
 from modelyard.engines.fake.script import Script, ScriptRule
 from modelyard.gateway import Gateway
 from modelyard.gateway.prepared_request import PreparedRequest
@@ -139,7 +139,7 @@ class Bench:
     def lose_the_engine(self, afterwards: list[dict[str, Any]]) -> None:
         """The engine is gone in mid-answer; the one that comes in its place follows another script."""
         rules = [ScriptRule.model_validate(each) for each in afterwards]
-        self._held.enter_context(mock.patch.object(base, "Script", return_value=Script(rules)))
+        self._held.enter_context(mock.patch.object(fake_engine, "Script", return_value=Script(rules)))
         engine: Any = self.served.yard.scheduler.engine("demo")
         self.served.loop.call_soon_threadsafe(engine.die, Unavailable("segmentation fault"))
 

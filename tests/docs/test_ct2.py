@@ -6,7 +6,7 @@ from pathlib import Path
 
 from modelyard.config.load import load_config
 from modelyard.engines import ct2
-from modelyard.engines.ct2.call import IGNORED
+from modelyard.engines.ct2.options import IGNORED
 from modelyard.library.convert import ct2 as to_ct2
 from modelyard.library.convert import hf as to_hf
 from tests.docs.pages import DOCS, blocks

@@ -26,7 +26,9 @@ def real() -> Iterator[Served]:
     caches = {"main": {"n_ctx": 1024, "parallel": 1}, "fast": {"n_ctx": 256, "parallel": 1}}
     with pytest.MonkeyPatch.context() as patch:
         # Whatever this machine takes to read a token.
-        patch.setattr("modelyard.engines.llama_cpp.sequences.pays", lambda saved, moved, costs: saved >= 8)
+        patch.setattr(
+            "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved >= 8
+        )
         with serving({"models": {"smollm2": {"n_threads": 1}}, "caches": caches}) as running:
             yield running
 

@@ -14,7 +14,7 @@ import pytest
 from modelyard.library import default_model
 from tests.e2e.servers import until
 from tests.serving import Served, demo, serving
-from tests.telemetry.reading import values
+from tests.telemetry.prometheus_text import sample_values
 
 RULES = "You are an agent who works with files. " * 20
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object", "properties": {}}}
@@ -148,8 +148,8 @@ def test_a_change_is_in_the_header_the_log_the_metrics_and_the_record(
     assert (str(reuse["reused"]), str(reuse["evaluated"])) == (told["reused"], told["evaluated"])
     assert (reuse["cause"], reuse["message"], reuse["role"]) == ("system_changed", 0, "system")
     assert reuse["token"] == reuse["reused"]
-    assert values(metrics, "cache_requests_total") == {("main", "new_session"): 1, ("main", "system_changed"): 1}
-    assert values(metrics, "evaluated_tokens_total")["main", "system_changed"] == reuse["evaluated"]
+    assert sample_values(metrics, "cache_requests_total") == {("main", "new_session"): 1, ("main", "system_changed"): 1}
+    assert sample_values(metrics, "evaluated_tokens_total")["main", "system_changed"] == reuse["evaluated"]
     (line,) = [one for one in lines if one.get("cause") == "system_changed"]
     assert (line["reused"], line["evaluated"]) == (reuse["reused"], reuse["evaluated"])
     assert (line["token"], line["message"], line["role"]) == (reuse["token"], 0, "system")

@@ -11,8 +11,8 @@ import pytest
 
 from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.engine import ExllamaEngine
-from tests.engines.exllamav3.stage import write_model
-from tests.engines.exllamav3.standin import StandIn
+from tests.engines.exllamav3.fake_library import FakeLibrary
+from tests.engines.exllamav3.support import write_model
 from tests.serving import Served, serving
 
 
@@ -28,7 +28,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exllamav3, "verify", lambda: None)
-        patch.setattr(exllamav3, "create", lambda spec: ExllamaEngine(spec, StandIn().load))
+        patch.setattr(exllamav3, "create", lambda spec: ExllamaEngine(spec, FakeLibrary().load))
         with serving({"models": {"tiny": model}}) as made:
             yield made
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests import commands
 from tests.e2e.servers import until
-from tests.telemetry.reading import values
+from tests.telemetry.prometheus_text import sample_values
 
 CONFIG = """
 [models.demo]
@@ -52,7 +52,7 @@ class Fleet:
         return httpx.get(self.url + "/metrics", timeout=commands.DEADLINE).content
 
     def answered(self) -> float:
-        return values(self.metrics(), "http_requests_total").get(ENDPOINT, 0.0)
+        return sample_values(self.metrics(), "http_requests_total").get(ENDPOINT, 0.0)
 
     def are_up(self, count: int) -> None:
         until(lambda: len(self.holding(psutil.CONN_LISTEN)) == count, f"{count} processes listen", commands.DEADLINE)

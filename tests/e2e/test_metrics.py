@@ -14,7 +14,7 @@ from tests.e2e.servers import calling, is_running, is_waiting, narrow, until
 from tests.e2e.servers import config as scripted
 from tests.e2e.wires import WIRES, Usage, Wire
 from tests.serving import Served, demo, serving
-from tests.telemetry.reading import values
+from tests.telemetry.prometheus_text import sample_values
 
 PROMISED = {
     "http_requests": "counter",
@@ -47,7 +47,7 @@ class Scrape:
         self.text = reply.content
 
     def __call__(self, sample: str, *labels: str) -> float:
-        return values(self.text, sample).get(labels, 0.0)
+        return sample_values(self.text, sample).get(labels, 0.0)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_every_failed_request_is_counted_once_under_its_code(fresh: Served):
     httpx.get(fresh.url + "/no/such/path")
     httpx.get(fresh.url + "/v1/responses/resp_none")
     httpx.get(fresh.url + "/health", headers={"host": "evil.example"})
-    errors = values(Scrape(fresh).text, "errors_total")
+    errors = sample_values(Scrape(fresh).text, "errors_total")
     assert errors.pop(("internal_error",)) == 13
     assert errors.pop(("context_length_exceeded",)) == 3
     assert errors.pop(("path_not_found",)) == 1
@@ -192,4 +192,4 @@ def test_the_machine_is_looked_at(fresh: Served):
     assert scrape("memory_usage_bytes") > 10_000_000
     assert scrape("cpu_usage_percent") >= 0
     assert scrape("process_start_time_seconds") > 1_700_000_000
-    assert len(values(scrape.text, "modelyard_build_info")) == 1
+    assert len(sample_values(scrape.text, "modelyard_build_info")) == 1

@@ -1,4 +1,4 @@
-"""What an engine's thread has to say, and when the event loop hears of it."""
+"""When chunks from an engine's thread reach the event loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_what_somebody_waits_for_is_handed_over_at_the_end_of_its_step() -
     out, job = dispatch(), Job()
     out.before_gpu_wait()
     out.put(job, word(1))
-    out.end_step(soon=True)
+    out.end_step(next_is_similar=True)
     await settled()
     assert job.heard == word(1)
 
@@ -45,7 +45,7 @@ async def test_a_token_among_many_lies_until_the_next_step_waits() -> None:
     out, job = dispatch(), Job()
     out.before_gpu_wait()
     out.put(job, word(1), urgent=False)
-    out.end_step(soon=True)
+    out.end_step(next_is_similar=True)
     await settled()
     assert job.heard == []
     out.before_gpu_wait()
@@ -57,7 +57,7 @@ async def test_nothing_lies_where_no_step_follows() -> None:
     out, job = dispatch(), Job()
     out.before_gpu_wait()
     out.put(job, word(1), urgent=False)
-    out.end_step(soon=False)
+    out.end_step(next_is_similar=False)
     await settled()
     assert job.heard == word(1)
 
@@ -66,9 +66,9 @@ async def test_nothing_lies_where_steps_do_not_wait() -> None:
     out, job = dispatch(), Job()
     out.before_gpu_wait()
     out.put(job, word(1), urgent=False)
-    out.end_step(soon=True)
+    out.end_step(next_is_similar=True)
     out.put(job, word(2), urgent=False)
-    out.end_step(soon=True)
+    out.end_step(next_is_similar=True)
     await settled()
     assert job.heard == [*word(1), *word(2)]
 
@@ -78,7 +78,7 @@ async def test_an_urgent_word_takes_along_what_lies_before_it() -> None:
     out.before_gpu_wait()
     out.put(job, word(1), urgent=False)
     out.put(other, [End("stop", Usage())], True, urgent=False)
-    out.end_step(soon=True)
+    out.end_step(next_is_similar=True)
     await settled()
     assert job.heard == word(1)
     assert other.queue.closed
@@ -112,6 +112,6 @@ async def test_a_round_is_not_left_lying() -> None:
     out, job = dispatch(), Job()
     out.before_gpu_wait()
     out.put_batch((job,), [1])
-    out.end_step(soon=True)
+    out.end_step(next_is_similar=True)
     await settled()
     assert job.heard == word(1)

@@ -41,7 +41,7 @@ def asked(text: str = "hi", **more: Any) -> Request:
 
 
 def ids(text: str) -> list[int]:
-    return model().parts.vocab.encode(text)
+    return model().pipeline.tokenizer.encode(text)
 
 
 class Play(GenerationQueue[Chunk]):

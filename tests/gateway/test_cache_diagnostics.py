@@ -12,7 +12,7 @@ from modelyard.core.engine import Accepted
 from modelyard.core.request import Caller, Message, Text
 from modelyard.telemetry.cache_diagnostics import fingerprint
 from tests.gateway.stage import CALLER, Stage, asked, ids, read
-from tests.telemetry.reading import values
+from tests.telemetry.prometheus_text import sample_values
 
 LONG = "You are a careful helper who answers in short sentences. "
 
@@ -60,7 +60,7 @@ async def test_what_another_sequence_had_and_was_not_copied_is_counted_as_that()
         ids = await run(stage, talk(LONG * 4, "hi"), 0)
         await run(stage, talk(LONG * 4, "hi"), 0, elsewhere=len(ids) - 1)
         await run(stage, talk(LONG * 4, "hi"), 0)
-        counted = values(stage.gateway.metrics.render(), "cache_requests_total")
+        counted = sample_values(stage.gateway.metrics.render(), "cache_requests_total")
     assert {cause: count for (_, cause), count in counted.items()} == {"new_session": 1, "not_copied": 1, "evicted": 1}
 
 

@@ -23,7 +23,7 @@ TAIL = "<|im_start|>assistant\n"
 
 
 def made(prompt: str = TAIL, format: str = "hermes", calls: bool = False, **request: Any) -> Constraint | None:
-    parts = msgspec.structs.replace(model().parts, format=load(format))
+    parts = msgspec.structs.replace(model().pipeline, format=load(format))
     changed = msgspec.structs.replace(model(), text=parts, constrain_calls=calls)
     return constrain(asked(**{"tools": (LOOK, NOW)} | request), changed, prompt)[0]
 
@@ -32,7 +32,7 @@ def test_a_call_that_must_come_is_a_grammar_from_the_first_token() -> None:
     found = made(tool_choice=MUST)
     assert found
     assert (found.kind, found.trigger, found.tools) == ("lark", None, ("look_at", "now"))
-    assert f"<[{model().parts.vocab.specials['<tool_call>']}]>" in found.text
+    assert f"<[{model().pipeline.tokenizer.specials['<tool_call>']}]>" in found.text
 
 
 def test_a_named_tool_is_the_only_one() -> None:
@@ -105,7 +105,7 @@ def test_an_answers_schema_holds_from_where_open_reasoning_is_closed(own: Constr
     assert opened
     assert (opened.kind, opened.name, opened.trigger) == ("lark", own.name, None)
     assert '%json {"type": "object"' in opened.text
-    assert "</think>" in opened.text or f"<[{model().parts.vocab.specials['</think>']}]>" in opened.text
+    assert "</think>" in opened.text or f"<[{model().pipeline.tokenizer.specials['</think>']}]>" in opened.text
     assert closed == own
 
 

@@ -167,7 +167,7 @@ async def test_long_and_many_are_rendered_aside_to_the_same_tokens(monkeypatch: 
     assert await stage.gateway.count(asked(messages=(), prompts=("one two", "three")), CALLER) == raw
 
 
-@pytest.mark.parametrize("id", [model().parts.vocab.size, 10**9])
+@pytest.mark.parametrize("id", [model().pipeline.tokenizer.size, 10**9])
 async def test_a_token_that_the_model_does_not_have_is_refused(id: int) -> None:
     stage = Stage()
     error = await refused(stage, InvalidRequest, messages=(), prompts=((1, id),))

@@ -125,7 +125,7 @@ def test_the_answers_to_a_seeded_prompt_differ_and_repeat() -> None:
 def test_what_the_engine_must_know_reaches_its_prompt(request_fields: Any, prompt_field: str, value: object) -> None:
     prompt = job(asked(**request_fields)).prompt(0)
     assert getattr(prompt, prompt_field) == value
-    assert (prompt.max_tokens, prompt.cache, prompt.stop_ids) == (5, "main", model().parts.stop_ids)
+    assert (prompt.max_tokens, prompt.cache, prompt.stop_ids) == (5, "main", model().pipeline.stop_ids)
 
 
 def test_a_chat_engine_gets_one_answers_request_with_the_models_defaults_in_it() -> None:

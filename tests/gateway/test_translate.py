@@ -33,7 +33,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 
 
 def job(request: Request, limit: Any = "max_tokens") -> PreparedRequest:
-    rendered = model().parts.renderer
+    rendered = model().pipeline.renderer
     text = rendered.text(request)
     return PreparedRequest(
         request=request,

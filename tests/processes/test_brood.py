@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from modelyard.processes.brood import Brood
+from modelyard.processes.descendant_reaper import DescendantReaper
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"]
 # Starts a child that bears the mark, tells its pid, and waits to be killed.
 PARENT = f"""
 import subprocess, sys, time
-from modelyard.processes.brood import Brood
+from modelyard.processes.descendant_reaper import Brood
 brood = Brood()
 with brood.hatching():
     child = subprocess.Popen({SLEEP!r})
@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 
 def test_what_is_started_meanwhile_is_told_by_its_mark_and_ended() -> None:
-    brood = Brood()
+    brood = DescendantReaper()
     with brood.hatching():
         child = subprocess.Popen(SLEEP)
     other = subprocess.Popen(SLEEP)
@@ -54,12 +54,12 @@ def test_nothing_outlives_a_parent_that_is_killed() -> None:
 
 
 def test_brood_that_never_hatched_ends() -> None:
-    Brood().end()
+    DescendantReaper().end()
 
 
 def test_two_broods_that_hatch_at_once_keep_apart() -> None:
-    def hatch() -> tuple[Brood, subprocess.Popen[bytes]]:
-        brood = Brood()
+    def hatch() -> tuple[DescendantReaper, subprocess.Popen[bytes]]:
+        brood = DescendantReaper()
         with brood.hatching():
             return brood, subprocess.Popen(SLEEP)
 

@@ -11,7 +11,7 @@ import sys
 import psutil
 import pytest
 
-from modelyard.processes.child import Child, fate
+from modelyard.processes.child_process import ChildProcess, describe_exit
 
 PATIENT = "import signal, sys; print('up', flush=True); signal.pause()"
 STUBBORN = (
@@ -19,11 +19,11 @@ STUBBORN = (
 )
 
 
-async def started(code: str) -> Child:
-    return await Child.start([sys.executable, "-c", code])
+async def started(code: str) -> ChildProcess:
+    return await ChildProcess.start([sys.executable, "-c", code])
 
 
-async def until_up(child: Child) -> None:
+async def until_up(child: ChildProcess) -> None:
     async with asyncio.timeout(60):
         while "up" not in child.log.lines():  # noqa: ASYNC110  a ring has no bell
             await asyncio.sleep(0.001)
@@ -36,7 +36,7 @@ async def test_its_output_and_its_exit_code_are_known_when_it_has_ended() -> Non
 
 
 async def test_it_is_given_its_environment_and_no_more() -> None:
-    child = await Child.start(
+    child = await ChildProcess.start(
         [sys.executable, "-c", "import os; print(os.environ.get('A'), os.environ.get('HOME'))"], {"A": "b"}
     )
     await child.ended
@@ -94,7 +94,7 @@ async def test_its_end_is_known_although_an_heir_in_another_group_holds_its_outp
 
 
 async def test_a_program_that_is_not_there_says_so_in_its_output() -> None:
-    child = await Child.start(["/no/such/program"])
+    child = await ChildProcess.start(["/no/such/program"])
     assert await child.ended == 1
     assert child.log.lines() == ["cannot start /no/such/program: No such file or directory"]
 
@@ -117,12 +117,12 @@ async def test_giving_up_the_wait_for_its_end_does_not_end_the_watch() -> None:
     ],
 )
 def test_an_exit_code_has_words(code: int, words: str) -> None:
-    assert fate(code) == words
+    assert describe_exit(code) == words
 
 
 PARENT = f"""
 import asyncio, sys
-from modelyard.processes.child import Child
+from modelyard.processes.child_process import Child
 
 async def main():
     child = await Child.start([sys.executable, "-c", {PATIENT!r}])

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.processes.fleet import Child, Pace, is_hopeless, run_fleet
+from modelyard.processes.supervisor import RestartPolicy, SupervisedChild, run_supervised, should_give_up
 from tests.processes.roll_call import RollCall, roll_call
 
-_QUICK = Pace(first_wait=0.001, last_wait=0.002, young=600.0, grace=60.0, tries=3)
+_QUICK = RestartPolicy(first_wait=0.001, last_wait=0.002, young=600.0, grace=60.0, tries=3)
 
 
 class Lobby:
@@ -31,8 +31,10 @@ class Lobby:
 
 
 @asynccontextmanager
-async def _fleet(call: RollCall, workers: int, manner: str = "steady", pace: Pace = _QUICK) -> AsyncIterator[_Running]:
-    running = _Running(asyncio.create_task(run_fleet(call.argv(manner), workers, Lobby(), pace)))
+async def _fleet(
+    call: RollCall, workers: int, manner: str = "steady", pace: RestartPolicy = _QUICK
+) -> AsyncIterator[_Running]:
+    running = _Running(asyncio.create_task(run_supervised(call.argv(manner), workers, Lobby(), pace)))
     try:
         yield running
     finally:
@@ -83,7 +85,7 @@ async def test_a_signal_ends_every_child_in_peace(tmp_path: Path, number: int) -
 
 
 async def test_a_child_that_does_not_end_is_killed_after_the_grace(tmp_path: Path) -> None:
-    hasty = Pace(first_wait=0.001, young=600.0, grace=0.01)
+    hasty = RestartPolicy(first_wait=0.001, young=600.0, grace=0.01)
     async with roll_call(tmp_path) as call, _fleet(call, 1, "deaf", hasty) as fleet:
         child = await call.next()
         _signal_self(signal.SIGTERM)
@@ -92,7 +94,7 @@ async def test_a_child_that_does_not_end_is_killed_after_the_grace(tmp_path: Pat
 
 
 async def test_a_second_signal_skips_the_grace(tmp_path: Path) -> None:
-    patient = Pace(first_wait=0.001, young=600.0, grace=3600.0)
+    patient = RestartPolicy(first_wait=0.001, young=600.0, grace=3600.0)
     async with roll_call(tmp_path) as call, _fleet(call, 1, "deaf", patient) as fleet:
         child = await call.next()
         _signal_self(signal.SIGTERM)
@@ -111,13 +113,13 @@ async def test_a_fleet_whose_children_all_die_at_the_start_gives_up_after_three_
 async def test_a_command_that_does_not_exist_ends_the_fleet_with_code_one(tmp_path: Path) -> None:
     lobby = Lobby()
     async with asyncio.timeout(60):
-        assert await run_fleet([str(tmp_path / "nothing")], 1, lobby, _QUICK) == 1
+        assert await run_supervised([str(tmp_path / "nothing")], 1, lobby, _QUICK) == 1
     assert lobby.closed
 
 
 _PARENT = """
 import asyncio, sys
-from modelyard.processes.fleet import run_fleet
+from modelyard.processes.supervisor import run_fleet
 class Lobby:
     path = "/the/hub"
     async def open(self): ...
@@ -137,7 +139,7 @@ async def test_no_child_survives_a_parent_that_was_killed(tmp_path: Path) -> Non
 
 
 def test_the_wait_doubles_while_a_child_dies_young_and_starts_over_when_it_lived() -> None:
-    child, pace = Child(0), Pace()
+    child, pace = SupervisedChild(0), RestartPolicy()
     waits = []
     for lived in (0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 600.0, 0.1):
         child.died(lived, pace)
@@ -146,10 +148,10 @@ def test_the_wait_doubles_while_a_child_dies_young_and_starts_over_when_it_lived
 
 
 def test_one_child_that_lives_keeps_the_hope_up() -> None:
-    children, pace = [Child(0), Child(1)], Pace()
+    children, pace = [SupervisedChild(0), SupervisedChild(1)], RestartPolicy()
     for _ in range(5):
         children[0].died(0.1, pace)
-    assert not is_hopeless(children, pace)
+    assert not should_give_up(children, pace)
     for _ in range(3):
         children[1].died(0.1, pace)
-    assert is_hopeless(children, pace)
+    assert should_give_up(children, pace)

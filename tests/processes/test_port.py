@@ -5,11 +5,11 @@ from contextlib import closing
 
 import pytest
 
-from modelyard.processes.port import PortUnusable, listen, reserve
+from modelyard.processes.ports import PortUnusable, listen, reserve_port
 
 
 def test_several_listeners_share_a_reserved_port_and_the_reservation_takes_no_connection() -> None:
-    with closing(reserve("127.0.0.1", 0)) as held:
+    with closing(reserve_port("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         with closing(listen("127.0.0.1", port)), closing(listen("127.0.0.1", port)):
             for _ in range(20):
@@ -17,7 +17,7 @@ def test_several_listeners_share_a_reserved_port_and_the_reservation_takes_no_co
 
 
 def test_a_reservation_alone_takes_no_connection() -> None:
-    with closing(reserve("127.0.0.1", 0)) as held, pytest.raises(ConnectionRefusedError):
+    with closing(reserve_port("127.0.0.1", 0)) as held, pytest.raises(ConnectionRefusedError):
         socket.create_connection(held.getsockname(), timeout=60)
 
 
@@ -25,7 +25,7 @@ def test_a_port_that_another_fleet_listens_on_is_refused_although_it_could_be_sh
     with closing(listen("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(PortUnusable, match=f"port {port} on 127.0.0.1 is in use .* --port"):
-            reserve("127.0.0.1", port)
+            reserve_port("127.0.0.1", port)
 
 
 def test_a_port_in_use_by_another_program_is_named() -> None:
@@ -35,9 +35,9 @@ def test_a_port_in_use_by_another_program_is_named() -> None:
 
 def test_an_address_of_another_machine_is_named() -> None:
     with pytest.raises(PortUnusable, match=r"cannot listen on 192\.0\.2\.1 port 0"):
-        reserve("192.0.2.1", 0)
+        reserve_port("192.0.2.1", 0)
 
 
 def test_a_host_that_is_no_address_is_named() -> None:
     with pytest.raises(PortUnusable, match="the host 'no such host' is not an address"):
-        reserve("no such host", 8000)
+        reserve_port("no such host", 8000)

@@ -12,10 +12,9 @@ from modelyard.core.engine import CacheInfo, EngineInfo, MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSnapshot, ModelSpec
-from modelyard.scheduler.appraisal import Appraiser
-from modelyard.scheduler.limits import KeyLimits
-from modelyard.scheduler.placement import Limits
-from modelyard.scheduler.scheduler import Bounds, Scheduler
+from modelyard.scheduler.memory_planner import MemoryLimits, MemoryPlanner
+from modelyard.scheduler.rate_limit import KeyLimits
+from modelyard.scheduler.scheduler import Scheduler, SchedulerOptions
 
 EPOCH = 1_700_000_000.0
 
@@ -122,7 +121,7 @@ class Stage:
         self.acts: dict[str, Act] = {}
         self.blueprints: dict[str, ModelSpec] = {}
         self.scheduler = Scheduler(
-            Bounds(**bounds), limits=keys, appraiser=Appraiser(Limits(ram=limit)), timers=self.clock
+            SchedulerOptions(**bounds), limits=keys, appraiser=MemoryPlanner(MemoryLimits(ram=limit)), timers=self.clock
         )
 
     async def __aenter__(self) -> Stage:

@@ -127,7 +127,7 @@ async def test_what_a_load_took_is_remembered(tmp_path: Path):
 @pytest.mark.parametrize("force", [False, True])
 async def test_unloading_in_the_middle_of_an_answer(tmp_path: Path, force: bool):
     async with yard(tmp_path, n_ctx=2048 if force else 256) as made:
-        stops = made.gateway.models["a"].parts.stop_ids
+        stops = made.gateway.models["a"].pipeline.stop_ids
         endless = {"sampling": Sampling(temperature=0.0, logit_bias=dict.fromkeys(stops, -100.0))} if force else {}
         request = Request(
             **{"model": "a", "messages": (Message("user", (Text("Tell a story."),)),), "sampling": SAMPLING}

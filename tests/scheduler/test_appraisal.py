@@ -10,51 +10,49 @@ import pytest
 from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate, Node
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.pool import ModelSpec
-from modelyard.scheduler.appraisal import Appraiser
-from modelyard.scheduler.measured import Ledger, Measured
-from modelyard.scheduler.model import Bounds, Pooled
-from modelyard.scheduler.placement import Limits
+from modelyard.scheduler.memory_planner import LoadMeasurement, MeasurementStore, MemoryLimits, MemoryPlanner
+from modelyard.scheduler.pooled_model import PooledModel, SchedulerOptions
 from modelyard.scheduler.replica import Replica
 
 GIB = 2**30
 
 
-def pooled(estimate: Callable[[AvailableMemory], MemoryEstimate] | None) -> Pooled:
+def pooled(estimate: Callable[[AvailableMemory], MemoryEstimate] | None) -> PooledModel:
     make: Any = None
     blueprint = ModelSpec(name="m", caches={"main": CacheInfo(10)}, make=make, estimate=estimate, identity="m:1")
-    return Pooled("m", blueprint, Bounds())
+    return PooledModel("m", blueprint, SchedulerOptions())
 
 
-def replica(model: Pooled, took: dict[str, int] | None) -> Replica:
+def replica(model: PooledModel, took: dict[str, int] | None) -> Replica:
     reports: Any = None
     one = Replica(1, "m", model.current, reports, load_timeout_s=1.0)
     one.took = took
     return one
 
 
-async def surveyed(appraiser: Appraiser, memory: MemoryEstimate, *held: dict[str, int]) -> Pooled:
+async def surveyed(appraiser: MemoryPlanner, memory: MemoryEstimate, *held: dict[str, int]) -> PooledModel:
     model = pooled(lambda _: memory)
     await appraiser.survey(model, lambda: held)
     return model
 
 
 async def test_what_is_estimated_holds_where_nothing_was_measured():
-    model = await surveyed(Appraiser(), MemoryEstimate(weights=5, kv=2))
+    model = await surveyed(MemoryPlanner(), MemoryEstimate(weights=5, kv=2))
     assert (model.need, model.measured, model.estimate) == ({"cpu": 7}, None, MemoryEstimate(weights=5, kv=2))
 
 
 async def test_what_was_measured_at_the_last_load_corrects_the_estimate():
-    ledger = Ledger()
-    ledger.put("m:1", Measured(9, 3.0))
-    model = await surveyed(Appraiser(ledger=ledger), MemoryEstimate(weights=5, kv=2))
+    ledger = MeasurementStore()
+    ledger.put("m:1", LoadMeasurement(9, 3.0))
+    model = await surveyed(MemoryPlanner(ledger=ledger), MemoryEstimate(weights=5, kv=2))
     assert (model.need, model.measured, model.load_s) == ({"cpu": 9}, 9, 3.0)
 
 
 @pytest.mark.parametrize(("limit", "need"), [(20, 15), (12, 12), (10, 10), (8, 10)])
 async def test_what_was_measured_makes_no_model_too_large_that_is_not(limit: int, need: int):
-    ledger = Ledger()
-    ledger.put("m:1", Measured(99, 3.0))
-    model = await surveyed(Appraiser(Limits(ram=limit), ledger=ledger), MemoryEstimate(weights=10))
+    ledger = MeasurementStore()
+    ledger.put("m:1", LoadMeasurement(99, 3.0))
+    model = await surveyed(MemoryPlanner(MemoryLimits(ram=limit), ledger=ledger), MemoryEstimate(weights=10))
     assert model.need == {"cpu": need}
 
 
@@ -63,12 +61,12 @@ async def test_an_estimate_that_cannot_be_made_is_left_to_the_load():
         raise InvalidRequest("no such file")
 
     model = pooled(estimate)
-    await Appraiser().survey(model, tuple)
+    await MemoryPlanner().survey(model, tuple)
     assert (model.need, model.estimate) == ({}, None)
 
 
 async def test_limits_are_those_that_were_set_for_the_devices_that_are_there():
-    appraiser = Appraiser(Limits(ram=5, each_gpu=7), machine=lambda: AvailableMemory(100, {"X": 50}))
+    appraiser = MemoryPlanner(MemoryLimits(ram=5, each_gpu=7), machine=lambda: AvailableMemory(100, {"X": 50}))
     assert appraiser.hard == {"cpu": 5}
     await surveyed(appraiser, MemoryEstimate(weights=1), {"cpu": 3, "gpu": 2})
     assert appraiser.hard == {"cpu": 5, "gpu": 7, "gpu:X": 7}
@@ -77,9 +75,9 @@ async def test_limits_are_those_that_were_set_for_the_devices_that_are_there():
 
 async def loaded(
     took: dict[str, int] | None, memory: MemoryEstimate, *, others: int = 0, quiet: bool = True
-) -> tuple[bool, Pooled, Ledger]:
-    ledger = Ledger()
-    appraiser = Appraiser(gauge=dict, ledger=ledger)
+) -> tuple[bool, PooledModel, MeasurementStore]:
+    ledger = MeasurementStore()
+    appraiser = MemoryPlanner(gauge=dict, ledger=ledger)
     model = await surveyed(appraiser, memory)
     one = replica(model, took)
     one.moves = appraiser.moved()
@@ -90,7 +88,7 @@ async def loaded(
 
 async def test_a_load_is_measured_on_the_device_that_it_went_to():
     new, model, ledger = await loaded({"cpu": GIB, "gpu": 9 * GIB}, MemoryEstimate(weights=2 * GIB))
-    assert (new, model.measured, ledger.get("m:1")) == (True, GIB, Measured(GIB, 2.5))
+    assert (new, model.measured, ledger.get("m:1")) == (True, GIB, LoadMeasurement(GIB, 2.5))
     _, model, _ = await loaded({"cpu": GIB, "gpu": 9 * GIB}, MemoryEstimate(weights=2 * GIB, device="gpu"))
     assert model.measured == 9 * GIB
 
@@ -98,7 +96,7 @@ async def test_a_load_is_measured_on_the_device_that_it_went_to():
 @pytest.mark.parametrize("noise", [{"others": 1}, {"quiet": False}])
 async def test_what_grew_while_others_loaded_or_answered_is_nobodys(noise: dict[str, Any]):
     new, model, ledger = await loaded({"cpu": GIB}, MemoryEstimate(weights=2 * GIB), **noise)
-    assert (new, model.measured, ledger.get("m:1")) == (True, None, Measured(None, 2.5))
+    assert (new, model.measured, ledger.get("m:1")) == (True, None, LoadMeasurement(None, 2.5))
 
 
 async def test_small_changes_are_noise():
@@ -112,7 +110,7 @@ async def test_where_nothing_was_read_nothing_is_written_down():
 
 
 async def test_models_too_small_to_be_seen_are_not_measured():
-    appraiser = Appraiser(gauge=dict)
+    appraiser = MemoryPlanner(gauge=dict)
     assert appraiser.gauge(await surveyed(appraiser, MemoryEstimate(weights=1000))) is None
     assert appraiser.gauge(await surveyed(appraiser, MemoryEstimate(weights=GIB))) is dict
 
@@ -122,7 +120,7 @@ async def test_models_too_small_to_be_seen_are_not_measured():
 
 async def test_other_machines_are_judged_by_what_they_have_told():
     far = Node("far", AvailableMemory(100, {"u": 40}))
-    appraiser = Appraiser(Limits(ram=50), machine=lambda: AvailableMemory(7), sites=lambda: (far, Node()))
+    appraiser = MemoryPlanner(MemoryLimits(ram=50), machine=lambda: AvailableMemory(7), sites=lambda: (far, Node()))
     model = pooled(lambda there: MemoryEstimate(weights=5, device="gpu:u" if there.gpus else ""))
     await appraiser.survey(model, lambda: ())
     room = appraiser.room(lambda: ({"cpu@far": 3}, {"cpu": 2}))
@@ -134,7 +132,7 @@ async def test_other_machines_are_judged_by_what_they_have_told():
 
 async def test_a_machine_counts_as_it_was_when_it_was_first_looked_at_until_the_next_survey():
     free = [100]
-    appraiser = Appraiser(sites=lambda: (Node("far", AvailableMemory(free[0])),))
+    appraiser = MemoryPlanner(sites=lambda: (Node("far", AvailableMemory(free[0])),))
     assert appraiser.room(lambda: ()).soft == {"cpu@far": 100}
     free[0] = 90  # a model of ours has been loaded there: it is counted as held
     assert appraiser.room(lambda: ({"cpu@far": 10},)).soft == {"cpu@far": 100}
@@ -143,8 +141,8 @@ async def test_a_machine_counts_as_it_was_when_it_was_first_looked_at_until_the_
 
 
 async def test_what_grew_here_is_not_what_a_replica_took_on_another_machine():
-    ledger = Ledger()
-    appraiser = Appraiser(gauge=dict, ledger=ledger)
+    ledger = MeasurementStore()
+    appraiser = MemoryPlanner(gauge=dict, ledger=ledger)
     model = await surveyed(appraiser, MemoryEstimate(weights=GIB))
     one = replica(model, {"cpu": GIB})
     one.site, one.bytes = "far", {"cpu@far": GIB}

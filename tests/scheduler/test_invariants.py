@@ -10,7 +10,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
-from modelyard.scheduler.limits import KeyLimits
+from modelyard.scheduler.rate_limit import KeyLimits
 from tests.scheduler.stage import Stage
 
 LIMIT = 10

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import Overloaded
-from modelyard.scheduler.lane import Lane
+from modelyard.scheduler.queue import RequestQueue
 
 
 @dataclass(eq=False)
@@ -24,14 +24,14 @@ class Someone:
         return self.name
 
 
-def lane_of(*waiters: Someone, max_waiting: int = 1000, max_tokens: int | None = None) -> Lane[Someone]:
-    lane: Lane[Someone] = Lane(max_waiting, max_tokens)
+def lane_of(*waiters: Someone, max_waiting: int = 1000, max_tokens: int | None = None) -> RequestQueue[Someone]:
+    lane: RequestQueue[Someone] = RequestQueue(max_waiting, max_tokens)
     for waiter in waiters:
         lane.join(waiter)
     return lane
 
 
-def order(lane: Lane[Someone]) -> list[str]:
+def order(lane: RequestQueue[Someone]) -> list[str]:
     return [lane.pop().name for _ in range(lane.waiting)]
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import RateLimited
-from modelyard.scheduler.limits import Allowance, KeyLimits
+from modelyard.scheduler.rate_limit import KeyLimits, KeyRateLimiter
 
 
-def allowed(**limits: Any) -> Allowance:
-    return Allowance("ann", KeyLimits(**limits), 0.0)
+def allowed(**limits: Any) -> KeyRateLimiter:
+    return KeyRateLimiter("ann", KeyLimits(**limits), 0.0)
 
 
-def ask(allowance: Allowance, now: float, tokens: int = 0) -> float | None:
+def ask(allowance: KeyRateLimiter, now: float, tokens: int = 0) -> float | None:
     """None: it may; else when to come back."""
     try:
         allowance.check(tokens, now, None)

@@ -21,8 +21,8 @@ from modelyard.core.errors import (
     Unavailable,
 )
 from modelyard.core.lease import LeaseRequest
-from modelyard.scheduler.limits import KeyLimits
-from modelyard.scheduler.scheduler import Bounds, Scheduler
+from modelyard.scheduler.rate_limit import KeyLimits
+from modelyard.scheduler.scheduler import Scheduler, SchedulerOptions
 from tests.scheduler.stage import EPOCH
 from tests.scheduler.stage import Stage as Play
 
@@ -54,7 +54,7 @@ class Puppet:
 class Stage:
     """A scheduler with one model `m`; every engine it ever made is in `engines`."""
 
-    def __init__(self, *, fault: ModelyardError | None = None, bounds: Bounds = Bounds()) -> None:
+    def __init__(self, *, fault: ModelyardError | None = None, bounds: SchedulerOptions = SchedulerOptions()) -> None:
         self.gate, self.fault = asyncio.Event(), fault
         self.engines: list[Puppet] = []
         self.scheduler = Scheduler(bounds)
@@ -213,7 +213,7 @@ async def test_a_lost_engine_is_granted_to_nobody_even_before_its_replica_has_no
 
 
 async def test_a_lost_engine_that_does_not_come_back_in_time_is_unavailable():
-    stage = await Stage(bounds=Bounds(timeout=0.0)).up()
+    stage = await Stage(bounds=SchedulerOptions(timeout=0.0)).up()
     stage.gate.clear()
     await stage.ask().lease()
     waiting = stage.ask()
@@ -245,7 +245,7 @@ async def test_a_closed_scheduler_takes_nobody_and_may_be_closed_again():
 
 
 async def test_a_full_queue_is_overloaded():
-    stage = await Stage(bounds=Bounds(max_waiting=1)).up()
+    stage = await Stage(bounds=SchedulerOptions(max_waiting=1)).up()
     stage.ask()
     stage.ask()
     with pytest.raises(Overloaded):

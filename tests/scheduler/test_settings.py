@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from modelyard.scheduler.model import Bounds
-from modelyard.scheduler.placement import Limits
+from modelyard.scheduler.memory_planner import MemoryLimits
+from modelyard.scheduler.pooled_model import SchedulerOptions
 from modelyard.scheduler.settings import SchedulerSettings
 
 
@@ -12,8 +12,8 @@ def test_the_queue_is_bounded_by_default() -> None:
     settings = SchedulerSettings()
     assert (settings.endpoint, settings.timeout_ms, settings.max_waiting) == ("", 30_000, 1024)
     assert settings.max_waiting_tokens is None
-    assert settings.bounds() == Bounds(max_wait_s=600.0)
-    assert settings.limits() == Limits()
+    assert settings.bounds() == SchedulerOptions(max_wait_s=600.0)
+    assert settings.limits() == MemoryLimits()
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_negative_bounds_are_refused(field: str) -> None:
 @pytest.mark.parametrize(
     ("written", "limits"),
     [
-        ({"memory_limit": "2GiB"}, Limits(ram=2 * 2**30)),
-        ({"memory_limit": 1000}, Limits(ram=1000)),
-        ({"gpu_memory_limit": "1GiB"}, Limits(each_gpu=2**30)),
-        ({"gpu_memory_limit": {"GPU-1": "1GiB", "GPU-2": 5}}, Limits(gpus={"GPU-1": 2**30, "GPU-2": 5})),
+        ({"memory_limit": "2GiB"}, MemoryLimits(ram=2 * 2**30)),
+        ({"memory_limit": 1000}, MemoryLimits(ram=1000)),
+        ({"gpu_memory_limit": "1GiB"}, MemoryLimits(each_gpu=2**30)),
+        ({"gpu_memory_limit": {"GPU-1": "1GiB", "GPU-2": 5}}, MemoryLimits(gpus={"GPU-1": 2**30, "GPU-2": 5})),
     ],
 )
-def test_sizes_are_written_as_people_write_them(written: dict[str, object], limits: Limits) -> None:
+def test_sizes_are_written_as_people_write_them(written: dict[str, object], limits: MemoryLimits) -> None:
     assert SchedulerSettings.model_validate(written).limits() == limits

@@ -11,9 +11,9 @@ from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.pool import ModelSpec
-from modelyard.engines.fake.text import FakeTextEngine
+from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.server.engine_factory import blueprints
-from modelyard.workers.launch import ApartText
+from modelyard.workers.process_engine import ProcessTextEngine
 from tests.serving import demo
 
 
@@ -56,7 +56,7 @@ def test_the_identity_changes_with_what_makes_another_engine(change: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("placement", "kind"), [("auto", FakeTextEngine), ("inline", FakeTextEngine), ("process", ApartText)]
+    ("placement", "kind"), [("auto", FakeTextEngine), ("inline", FakeTextEngine), ("process", ProcessTextEngine)]
 )
 async def test_placement_says_in_which_process_the_engine_runs(placement: str, kind: type):
     assert isinstance(made(placement=placement).make(), kind)
@@ -64,7 +64,7 @@ async def test_placement_says_in_which_process_the_engine_runs(placement: str, k
 
 async def test_engine_with_an_interpreter_of_its_own_has_a_process_of_its_own():
     engine = made(python=sys.executable).make()
-    assert isinstance(engine, ApartText)
+    assert isinstance(engine, ProcessTextEngine)
     assert engine._spec.python == sys.executable
 
 

@@ -32,9 +32,9 @@ def test_the_notes_say_where_everything_comes_from():
 
 
 def test_a_definition_works_while_nothing_is_loaded():
-    parts = defined().model.parts
-    assert parts.vocab.decode(parts.vocab.encode("hello")) == "hello"
-    assert set(parts.stop_ids) >= parts.vocab.eos
+    parts = defined().model.pipeline
+    assert parts.tokenizer.decode(parts.tokenizer.encode("hello")) == "hello"
+    assert set(parts.stop_ids) >= parts.tokenizer.eos
 
 
 def test_a_template_of_ones_own_is_compiled_and_named(tmp_path: Path):
@@ -44,7 +44,7 @@ def test_a_template_of_ones_own_is_compiled_and_named(tmp_path: Path):
 
 def test_the_output_format_of_the_settings_wins():
     model = defined(format="harmony").model
-    assert model.parts.format.name == "harmony"
+    assert model.pipeline.format.name == "harmony"
 
 
 def test_a_chat_engine_has_no_tokenizer_of_ours():
@@ -62,14 +62,14 @@ def test_what_cannot_be_made_keeps_its_fault_and_tells_it_to_whoever_asks(settin
     assert why in made.model.fault.message
     assert why in dict(made.notes)["fault"]
     with pytest.raises(Unavailable, match="could not be loaded"):
-        _ = made.model.parts
+        _ = made.model.pipeline
 
 
 def test_a_native_library_is_verified_before_the_vocabulary_is_opened_by_it(monkeypatch: pytest.MonkeyPatch):
     def broken() -> None:
         raise Unavailable("the library died by SIGILL")
 
-    monkeypatch.setattr("modelyard.engines.llama_cpp.verdict.require", broken)
+    monkeypatch.setattr("modelyard.engines.llama_cpp.selftest.require_working_library", broken)
     made = defined(backend="llama_cpp", path="/nowhere/model.gguf")
     assert made.model.fault is not None
     assert "SIGILL" in made.model.fault.message
@@ -88,9 +88,9 @@ NAIVE = (
 
 def test_a_model_whose_template_knows_no_tools_is_told_them_and_understood():
     made = defined(chat_template=NAIVE)
-    parts = made.model.parts
+    parts = made.model.pipeline
     assert parts.format.name == "plain"
-    assert parts.format_for(Request(model="demo", tools=(Tool("now"),))) is parts.taught
+    assert parts.format_for(Request(model="demo", tools=(Tool("now"),))) is parts.tools_prompt_format
     assert parts.format_for(Request(model="demo")) is parts.format
     assert "in words" in dict(made.notes)["tools"]
 
@@ -98,7 +98,7 @@ def test_a_model_whose_template_knows_no_tools_is_told_them_and_understood():
 @pytest.mark.parametrize("settings", [{}, {"chat_template": NAIVE, "tools_prompt": "never"}])
 def test_a_model_that_is_told_nothing_is_read_as_it_is(settings: dict[str, Any]):
     made = defined(**settings)
-    assert made.model.parts.taught is None
+    assert made.model.pipeline.tools_prompt_format is None
     assert dict(made.notes)["tools"] == "by the template"
 
 
@@ -109,7 +109,10 @@ def test_how_calls_are_sent_and_held_is_a_setting():
 
 
 def test_what_ends_a_turn_of_a_named_format_is_a_token_or_a_stop_string():
-    own, foreign = defined(prompt_format="generic").model.parts, defined(prompt_format="gemma4_template").model.parts
+    own, foreign = (
+        defined(prompt_format="generic").model.pipeline,
+        defined(prompt_format="gemma4_template").model.pipeline,
+    )
     assert own.vocab.specials["<|im_end|>"] in own.stop_ids
     assert own.stop_strings == ()
     assert foreign.stop_strings == ("<turn|>",)
@@ -135,7 +138,7 @@ def native(**settings: Any) -> Definition:
 def test_the_tokens_of_a_llama_server_are_counted_here() -> None:
     made = native(path=str(fetch()), prompt_format="gemma4_template")
     assert (made.model.kind, made.model.remote, made.model.fault) == ("chat", False, None)
-    assert "<|im_start|>" in made.model.parts.renderer.text(
+    assert "<|im_start|>" in made.model.pipeline.renderer.text(
         Request(model="demo", messages=(Message("user", (Text("Hi"),)),))
     )
     assert dict(made.notes)["template"] == "from the model file's metadata", "it is what the program itself uses"

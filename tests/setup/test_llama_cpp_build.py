@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from modelyard.engines.llama_cpp.release import RELEASE
+from modelyard.engines.llama_cpp.library import RELEASE
 from modelyard.library.cache_dir import cache_dir
 
 ROOT = Path(__file__).parent.parent.parent

@@ -23,8 +23,8 @@ from modelyard.telemetry.metrics_hub import (
     for_child,
     for_hub,
 )
-from tests.telemetry.reading import values
-from tests.telemetry.test_metrics import StillMachine
+from tests.telemetry.prometheus_text import sample_values
+from tests.telemetry.test_metrics import FixedMonitor
 
 
 @asynccontextmanager
@@ -128,15 +128,15 @@ async def test_a_gather_asks_every_child_afresh() -> None:
         gathering = asyncio.create_task(hub.gather())
         await _answer(children[0], _errors(5, waiting=2))
         text = render_snapshots(await gathering)
-        assert values(text, "errors_total") == {("x",): 5}
-        assert values(text, "queue_waiting") == {("m",): 2}
+        assert sample_values(text, "errors_total") == {("x",): 5}
+        assert sample_values(text, "queue_waiting") == {("m",): 2}
         await children[0].close()
 
 
 async def test_a_late_child_counts_with_the_last_that_was_heard() -> None:
     async with _hub(deadline_s=0.01) as hub:
         late = await _introduce(hub, _errors(3))
-        assert values(render_snapshots(await hub.gather()), "errors_total") == {("x",): 3}
+        assert sample_values(render_snapshots(await hub.gather()), "errors_total") == {("x",): 3}
         await late.close()
 
 
@@ -146,8 +146,8 @@ async def test_the_dead_leave_their_counters_once_and_none_of_their_gauges() -> 
         await dead.close()
         for _ in range(2):
             text = render_snapshots(await hub.gather())
-            assert values(text, "errors_total") == {("x",): 3}
-        assert values(text, "queue_waiting") == {}
+            assert sample_values(text, "errors_total") == {("x",): 3}
+        assert sample_values(text, "queue_waiting") == {}
 
 
 async def test_a_child_that_dies_while_asked_holds_nobody_up() -> None:
@@ -157,7 +157,7 @@ async def test_a_child_that_dies_while_asked_holds_nobody_up() -> None:
         assert isinstance(await child.receive(), SnapshotRequest)
         await child.close()
         async with asyncio.timeout(60):
-            assert values(render_snapshots(await gathering), "errors_total") == {("x",): 3}
+            assert sample_values(render_snapshots(await gathering), "errors_total") == {("x",): 3}
 
 
 async def test_a_temporary_folder_too_long_for_a_socket_is_not_used(
@@ -183,9 +183,9 @@ async def _hub_peers() -> AsyncIterator[MetricsHub]:
 
 @asynccontextmanager
 async def _peer(path: str, requests: int) -> AsyncIterator[MetricsPeer]:
-    metrics = Metrics(StillMachine())
+    metrics = Metrics(FixedMonitor())
     for _ in range(requests):
-        metrics.http("/v1/messages", "POST", 200, 0.1)
+        metrics.http_request("/v1/messages", "POST", 200, 0.1)
     peer = MetricsPeer(path, metrics, push_every_s=3600, deadline_s=60)
     await peer.open()
     try:
@@ -195,7 +195,7 @@ async def _peer(path: str, requests: int) -> AsyncIterator[MetricsPeer]:
 
 
 async def _requests(peer: MetricsPeer) -> float:
-    return sum(values(await peer.scrape(), "http_requests_total").values())
+    return sum(sample_values(await peer.scrape(), "http_requests_total").values())
 
 
 async def test_any_child_that_is_scraped_answers_for_all() -> None:
@@ -216,7 +216,7 @@ async def test_a_child_that_ends_in_peace_loses_no_count() -> None:
     async with _hub_peers() as hub, _peer(hub.path, 3) as a:
         async with _peer(hub.path, 4) as b:
             await _requests(b)
-            b._metrics.http("/v1/messages", "POST", 200, 0.1)
+            b._metrics.http_request("/v1/messages", "POST", 200, 0.1)
         assert await _requests(a) == 8
 
 
@@ -246,8 +246,8 @@ async def main():
     peer = MetricsPeer(sys.argv[1], metrics)
     await peer.open()
     for _ in range(5):
-        metrics.http("/v1/messages", "POST", 200, 0.1)
-    metrics.began()
+        metrics.http_request("/v1/messages", "POST", 200, 0.1)
+    metrics.request_started()
     await peer.collect()
     print("told", flush=True)
     await peer.lost.wait()
@@ -267,9 +267,9 @@ async def test_totals_never_go_backwards_when_a_child_is_killed() -> None:
         child.kill()
         await child.wait()
         text = await peer.scrape()
-        assert sum(values(text, "http_requests_total").values()) == 8
-        assert sum(values(text, "http_request_duration_seconds_count").values()) == 8
-        assert values(text, "active_requests_current") == {(): 0}
+        assert sum(sample_values(text, "http_requests_total").values()) == 8
+        assert sum(sample_values(text, "http_request_duration_seconds_count").values()) == 8
+        assert sample_values(text, "active_requests_current") == {(): 0}
 
 
 async def test_a_child_whose_parent_goes_can_tell() -> None:

@@ -12,7 +12,7 @@ from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import cores
-from modelyard.engines.llama_cpp import devices
+from modelyard.engines.llama_cpp import library
 from modelyard.tune.subject import Subject
 from tests.engines.llama_cpp.stage import model_file
 
@@ -95,7 +95,7 @@ def test_rounded_values_need_flash_attention():
 
 
 def test_gpus_bring_their_layers_as_a_knob(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(devices, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(library, "uses_gpus", lambda _: True)
     config = load_config(
         env={}, overrides={"models": {"m": {"backend": "llama_cpp", "path": str(model_file())}}}
     ).config

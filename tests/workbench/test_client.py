@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound, Unauthenticated
-from modelyard.processes.port import listen
+from modelyard.processes.ports import listen
 from modelyard.workbench.client import Client, Lost
 from modelyard.workbench.talk import WIRES, Talk, wire
 from tests.serving import Served, demo, serving

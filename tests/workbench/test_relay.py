@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from modelyard.core.errors import Unavailable
-from modelyard.processes.fleet import INDEX_VARIABLE, SOCKET_VARIABLE
+from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
 from modelyard.workbench.relay import Relay, is_keeper, meeting_place
 from tests.commands import DEMO, serve
 

@@ -11,7 +11,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from modelyard.processes.tether import tethered
+from modelyard.processes.parent_death import die_with_parent
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 _DEADLINE_S = 60
@@ -41,7 +41,7 @@ class Machine:
     def worker(self, scheduler: str, config: Path) -> subprocess.Popen[bytes]:
         """`modelyard worker`, as one would start it there."""
         command = [sys.executable, "-m", "modelyard", "worker", "--scheduler", scheduler, "--config", str(config)]
-        return subprocess.Popen(tethered(self._inside(*command, "--listen", f"tcp://{THERE}:*")))
+        return subprocess.Popen(die_with_parent(self._inside(*command, "--listen", f"tcp://{THERE}:*")))
 
     def pull_the_cable(self) -> None:
         _run("ip", "link", "set", "cable0", "down")

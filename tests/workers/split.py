@@ -15,14 +15,12 @@ from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
-from modelyard.workers.crew import Crew
-from modelyard.workers.desk import Desk
-from modelyard.workers.link import Keys, new_keys, write_keys
-from modelyard.workers.placed import placed
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.pulse import Pace
 from modelyard.workers.ray import RayCluster
+from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.scheduler_server import SchedulerServer
+from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, generate_keys, write_keys
 from modelyard.workers.worker import Worker
+from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 from tests.workers.machines import HERE, machine
 from tests.workers.nodes import HEAD
 from tests.workers.stage import DEADLINE_S, folder
@@ -31,9 +29,9 @@ from tests.workers.stage import DEADLINE_S, folder
 class SplitEngine:
     """A worker, a scheduler with its desk, and a gateway's pool, made when it is opened."""
 
-    keys: Keys | None = None
+    keys: ClusterKeys | None = None
 
-    def __init__(self, backend: str, spec: EngineSpec, pace: Pace) -> None:
+    def __init__(self, backend: str, spec: EngineSpec, pace: HeartbeatConfig) -> None:
         self._backend, self._spec, self._pace = backend, spec, pace
         self.info = EngineInfo(backend, dict(spec.caches))
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
@@ -46,10 +44,10 @@ class SplitEngine:
         scheduler = Scheduler()
         self._parts.append(scheduler)
         name, spec = self._spec.model, self._spec
-        make = lambda: placed(crew, self._backend, spec, "x")  # noqa: E731
+        make = lambda: create_worker_engine(crew, self._backend, spec, "x")  # noqa: E731
         scheduler.reconfigure({name: ModelSpec(name=name, caches=spec.caches, make=make, identity="x")})
         store = MemoryStore(1, 1, 1)
-        desk = Desk(self._address(home), scheduler, crew, store, _nothing, keys=self.keys, pace=self._pace)
+        desk = SchedulerServer(self._address(home), scheduler, crew, store, _nothing, keys=self.keys, pace=self._pace)
         self._parts.append(desk)
         self._staff(crew, desk.endpoint, home)
         pool = self.pool = RemotePool(desk.endpoint, "gateway", keys=self.keys, pace=self._pace)
@@ -65,10 +63,10 @@ class SplitEngine:
     def _address(self, home: Path) -> str:
         return f"ipc://{home / 's'}"
 
-    async def _crew(self, home: Path) -> Crew:
-        return Crew(home / "workers", pace=self._pace, launch=False)
+    async def _crew(self, home: Path) -> WorkerPool:
+        return WorkerPool(home / "workers", pace=self._pace, launch=False)
 
-    def _staff(self, crew: Crew, scheduler: str, home: Path) -> None:
+    def _staff(self, crew: WorkerPool, scheduler: str, home: Path) -> None:
         worker = Worker(f"ipc://{home / 'w'}", pace=self._pace)
         self._parts.insert(0, worker)
         crew.enlist("w", worker.endpoint, [])
@@ -94,16 +92,16 @@ class SplitEngine:
 class FarEngine(SplitEngine):
     """The worker is a process on the other machine, which has found the scheduler by its address and keys."""
 
-    keys = new_keys()
+    keys = generate_keys()
 
     def _address(self, home: Path) -> str:
         return f"tcp://{HERE}:*"
 
-    async def _crew(self, home: Path) -> Crew:
+    async def _crew(self, home: Path) -> WorkerPool:
         machine()  # our own end of the cable is an address that the scheduler needs
-        return Crew(home / "workers", keys=self.keys, pace=self._pace, launch=False)
+        return WorkerPool(home / "workers", keys=self.keys, pace=self._pace, launch=False)
 
-    def _staff(self, crew: Crew, scheduler: str, home: Path) -> None:
+    def _staff(self, crew: WorkerPool, scheduler: str, home: Path) -> None:
         assert self.keys is not None
         write_keys(home / "keys", self.keys)
         config = home / "c.toml"
@@ -124,15 +122,15 @@ class Guest:
 class RayEngine(SplitEngine):
     """The worker is an actor, on whichever node Ray has put it."""
 
-    keys = new_keys()
+    keys = generate_keys()
 
-    async def _crew(self, home: Path) -> Crew:
+    async def _crew(self, home: Path) -> WorkerPool:
         cluster = RayCluster(HEAD, {}, self.keys, self._pace)
         self._parts.append(cluster)
         await cluster.open()
-        return Crew(home / "workers", keys=self.keys, pace=self._pace, cluster=cluster)
+        return WorkerPool(home / "workers", keys=self.keys, pace=self._pace, cluster=cluster)
 
-    def _staff(self, crew: Crew, scheduler: str, home: Path) -> None:
+    def _staff(self, crew: WorkerPool, scheduler: str, home: Path) -> None:
         """That is Ray's."""
 
 

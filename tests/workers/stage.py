@@ -13,17 +13,14 @@ from typing import Any
 
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
 from modelyard.engines import fake
-from modelyard.workers.client import remote
-from modelyard.workers.hosted import order_of
-from modelyard.workers.link import Dialer, Keys
-from modelyard.workers.messages import Message, encode, read_for_client
-from modelyard.workers.pulse import Pace
-from modelyard.workers.session import Session
-from modelyard.workers.worker import Worker
-from tests.engines.fake import stage as fake_stage
+from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.messages import LinkMessage, encode, read_for_client
+from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig
+from modelyard.workers.worker import Worker, open_engine_message
+from tests.engines.fake import helpers as fake_helpers
 
-PATIENT = Pace(patience=1000, indulgence=1000)  # the machine may be busy
-HASTY = Pace(beat_s=0.01, patience=5, indulgence=5)  # for those who are known to be silent
+PATIENT = HeartbeatConfig(patience=1000, indulgence=1000)  # the machine may be busy
+HASTY = HeartbeatConfig(beat_s=0.01, patience=5, indulgence=5)  # for those who are known to be silent
 DEADLINE_S = 180.0
 
 
@@ -45,7 +42,7 @@ def address() -> str:
 
 @asynccontextmanager
 async def working(
-    endpoint: str | None = None, *, keys: Keys | None = None, pace: Pace = PATIENT
+    endpoint: str | None = None, *, keys: ClusterKeys | None = None, pace: HeartbeatConfig = PATIENT
 ) -> AsyncIterator[Worker]:
     worker = Worker(endpoint or address(), keys=keys, name="w", pace=pace)
     try:
@@ -56,9 +53,9 @@ async def working(
 
 @asynccontextmanager
 async def talking(
-    worker: Worker, name: str = "client", *, keys: Keys | None = None, pace: Pace = PATIENT
-) -> AsyncIterator[Session]:
-    session = Session(worker.endpoint, name, keys=keys, pace=pace)
+    worker: Worker, name: str = "client", *, keys: ClusterKeys | None = None, pace: HeartbeatConfig = PATIENT
+) -> AsyncIterator[WorkerSession]:
+    session = WorkerSession(worker.endpoint, name, keys=keys, pace=pace)
     try:
         await asyncio.wait_for(session.meet(), DEADLINE_S)
         yield session
@@ -66,7 +63,7 @@ async def talking(
         await session.close()
 
 
-def hurry(session: Session) -> None:
+def hurry(session: WorkerSession) -> None:
     """From now on it waits for no sign of life that is late: its worker is known to be silent."""
     assert session._timer is not None
     session._timer.cancel()
@@ -80,15 +77,15 @@ def spec(caches: dict[str, CacheInfo] | None = None, **options: Any) -> EngineSp
 
 
 async def opened(
-    session: Session, engine: str = "e", *, caches: dict[str, CacheInfo] | None = None, **options: Any
+    session: WorkerSession, engine: str = "e", *, caches: dict[str, CacheInfo] | None = None, **options: Any
 ) -> Any:
     """An engine of the fake in the worker."""
-    told = await session.open(order_of(engine, "fake", spec(caches, **options)), lambda *_: None)
-    return remote(session, told)
+    told = await session.open(open_engine_message(engine, "fake", spec(caches, **options)), lambda *_: None)
+    return remote_engine(session, told)
 
 
 def prompt(text: str = "Hello.", **fields: Any) -> Prompt:
-    ids = fake_stage.vocabulary().encode(fake_stage.chatml(("user", text)))
+    ids = fake_helpers.tokenizer().encode(fake_helpers.chatml(("user", text)))
     return Prompt(parts=(TokenRun(ids),), **({"max_tokens": 3000, "cache": "main"} | fields))
 
 
@@ -102,12 +99,14 @@ async def until(condition: Callable[[], bool]) -> None:
 class Stranger:
     """A peer that says what it likes. `heard` are the messages that came back."""
 
-    def __init__(self, endpoint: str, keys: Keys | None = None) -> None:
+    def __init__(self, endpoint: str, keys: ClusterKeys | None = None) -> None:
         self.heard: list[Any] = []
         self.drops: list[str] = []
-        self._dialer = Dialer(endpoint, lambda data: self.heard.append(read_for_client(data)), self.drops.append, keys)
+        self._dialer = DealerSocket(
+            endpoint, lambda data: self.heard.append(read_for_client(data)), self.drops.append, keys
+        )
 
-    def say(self, what: Message | bytes) -> None:
+    def say(self, what: LinkMessage | bytes) -> None:
         assert self._dialer.send(what if isinstance(what, bytes) else encode(what))
 
     async def close(self) -> None:

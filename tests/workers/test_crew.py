@@ -9,21 +9,20 @@ from typing import Any
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate, Node
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
-from modelyard.scheduler.appraisal import Appraiser
+from modelyard.scheduler.memory_planner import MemoryPlanner
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
-from modelyard.workers.crew import NOWHERE, Crew, machine_name
-from modelyard.workers.desk import Desk
-from modelyard.workers.placed import placed
 from modelyard.workers.ray import RayCluster
-from modelyard.workers.run import _offer
+from modelyard.workers.scheduler_server import SchedulerServer
+from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerPool, create_worker_engine, machine_name
+from modelyard.workers.worker_process import _offer
 from tests.workers.stage import DEADLINE_S, PATIENT, address, until, working
 
 FAR, FARTHER = Node("far", AvailableMemory(100)), Node("farther", AvailableMemory(50))
 
 
 async def test_the_next_engine_may_go_where_volunteers_have_least_to_do_and_then_here(tmp_path: Path) -> None:
-    crew = Crew(tmp_path)
+    crew = WorkerPool(tmp_path)
     assert crew.sites() == (Node(),)
     crew.enlist("a", "ipc:///a", [], FAR)
     crew.enlist("b", "ipc:///b", [], FARTHER)
@@ -34,30 +33,30 @@ async def test_the_next_engine_may_go_where_volunteers_have_least_to_do_and_then
 
 
 async def test_what_a_worker_says_of_its_machine_is_always_its_last_word(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, launch=False)
+    crew = WorkerPool(tmp_path, launch=False)
     assert crew.enlist("a", "ipc:///a", [], FAR)
     assert not crew.enlist("a", "ipc:///a", [], Node("far", AvailableMemory(7)))
     assert crew.sites() == (Node("far", AvailableMemory(7)),)
 
 
 async def test_a_volunteer_on_this_machine_is_judged_as_this_machine(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, launch=False)
+    crew = WorkerPool(tmp_path, launch=False)
     crew.enlist("a", "ipc:///a", [], Node(machine_name(), AvailableMemory(1)))
     assert crew.sites() == (Node(),)
 
 
 async def test_nobody_judges_where_nobody_is_or_where_the_cluster_decides(tmp_path: Path) -> None:
-    assert Crew(tmp_path, launch=False).sites() == (Node(NOWHERE),)
+    assert WorkerPool(tmp_path, launch=False).sites() == (Node(UNKNOWN_NODE),)
     cluster = RayCluster("auto", {}, None, PATIENT)
-    assert Crew(tmp_path, cluster=cluster).sites() == (Node(NOWHERE),)
+    assert WorkerPool(tmp_path, cluster=cluster).sites() == (Node(UNKNOWN_NODE),)
 
 
-def blueprint(crew: Crew, name: str) -> ModelSpec:
+def blueprint(crew: WorkerPool, name: str) -> ModelSpec:
     caches = {"main": CacheInfo(4096, 2)}
     spec = EngineSpec(name, fake.Options(token_delay=0), caches)
 
-    def make(site: str = NOWHERE) -> Any:
-        return placed(crew, "fake", spec, name, site)
+    def make(site: str = UNKNOWN_NODE) -> Any:
+        return create_worker_engine(crew, "fake", spec, name, site)
 
     size = lambda _: MemoryEstimate(weights=60)  # noqa: E731
     return ModelSpec(name=name, caches=caches, make=make, make_at=make, identity=name, estimate=size)
@@ -65,8 +64,8 @@ def blueprint(crew: Crew, name: str) -> ModelSpec:
 
 async def test_engines_go_to_the_machines_that_have_room_for_them(tmp_path: Path) -> None:
     """Two workers that say they are on machines of 100 bytes: the second model does not fit beside the first."""
-    crew = Crew(tmp_path, pace=PATIENT, launch=False)
-    scheduler = Scheduler(appraiser=Appraiser(machine=lambda: AvailableMemory(0), sites=crew.sites))
+    crew = WorkerPool(tmp_path, pace=PATIENT, launch=False)
+    scheduler = Scheduler(appraiser=MemoryPlanner(machine=lambda: AvailableMemory(0), sites=crew.sites))
     scheduler.reconfigure({name: blueprint(crew, name) for name in ("a", "b")})
     async with working() as one, working() as two:
         crew.enlist("one", one.endpoint, [], Node("near", AvailableMemory(100)))
@@ -82,9 +81,9 @@ async def test_engines_go_to_the_machines_that_have_room_for_them(tmp_path: Path
 
 
 async def test_a_worker_that_offers_itself_tells_what_its_machine_has(tmp_path: Path) -> None:
-    crew, scheduler = Crew(tmp_path, launch=False), Scheduler()
+    crew, scheduler = WorkerPool(tmp_path, launch=False), Scheduler()
     crew._machine = "another"
-    desk = Desk(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, pace=PATIENT)
+    desk = SchedulerServer(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, pace=PATIENT)
     try:
         async with working() as worker:
             offering = asyncio.create_task(_offer(worker, desk.endpoint, None, PATIENT))

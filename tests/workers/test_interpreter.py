@@ -16,10 +16,10 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines import fake
 from modelyard.workers import interpreter
-from modelyard.workers.crew import Crew
-from modelyard.workers.launch import ApartText, apart
-from modelyard.workers.pulse import Pace
-from tests.engines.fake.stage import prompt
+from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
+from modelyard.workers.transport import HeartbeatConfig
+from modelyard.workers.worker_pool import WorkerPool
+from tests.engines.fake.helpers import prompt
 from tests.engines.reading import end, ids, read
 
 Program = Callable[[str], str]
@@ -67,17 +67,17 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_no_word_means_this_very_interpreter() -> None:
-    assert interpreter.found(None) == sys.executable
+    assert interpreter.interpreter_path(None) == sys.executable
 
 
 def test_link_of_an_environment_stays_a_link(elsewhere: str) -> None:
     """Its target would be the interpreter that the environment was made from, without what is installed in it."""
-    assert interpreter.found(elsewhere) == elsewhere
+    assert interpreter.interpreter_path(elsewhere) == elsewhere
 
 
 async def test_program_that_is_not_there_is_named() -> None:
     with pytest.raises(InvalidRequest, match="there is no such program") as caught:
-        await interpreter.check("/nowhere/bin/python")
+        await interpreter.check_interpreter("/nowhere/bin/python")
     assert caught.value.param == "python"
 
 
@@ -92,21 +92,21 @@ async def test_program_that_is_not_there_is_named() -> None:
 )
 async def test_unfit_interpreter_is_told_in_one_sentence(program: Program, script: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        await interpreter.check(program(script))
+        await interpreter.check_interpreter(program(script))
     assert "\n" not in caught.value.message
 
 
 async def test_own_interpreter_is_fit() -> None:
-    await interpreter.check(sys.executable)
+    await interpreter.check_interpreter(sys.executable)
 
 
 def test_own_environment_is_left_as_it_is(tmp_path: Path) -> None:
-    assert interpreter.environment(None, tmp_path, {"PYTHONPATH": "x"}) == {"PYTHONPATH": "x"}
+    assert interpreter.worker_environment(None, tmp_path, {"PYTHONPATH": "x"}) == {"PYTHONPATH": "x"}
 
 
 def test_other_environment_is_lent_this_package_and_nothing_beside_it(tmp_path: Path) -> None:
     for _ in range(2):
-        env = interpreter.environment("/other/python", tmp_path, {"PYTHONPATH": "/mine", "HOME": "/me"})
+        env = interpreter.worker_environment("/other/python", tmp_path, {"PYTHONPATH": "/mine", "HOME": "/me"})
     first, mine = env["PYTHONPATH"].split(os.pathsep)
     assert (mine, env["HOME"]) == ("/mine", "/me")
     assert [each.name for each in Path(first).iterdir()] == ["modelyard"]
@@ -114,8 +114,8 @@ def test_other_environment_is_lent_this_package_and_nothing_beside_it(tmp_path: 
 
 async def test_engine_runs_in_an_environment_that_has_no_modelyard(elsewhere: str) -> None:
     spec = EngineSpec("demo", fake.Options(token_delay=0), {"main": CacheInfo(512)}, python=elsewhere)
-    engine = apart("fake", spec, "text", Pace(patience=1000))
-    assert isinstance(engine, ApartText)
+    engine = create_process_engine("fake", spec, "text", HeartbeatConfig(patience=1000))
+    assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
         chunks = await read(engine.generate(prompt()))
@@ -127,14 +127,16 @@ async def test_engine_runs_in_an_environment_that_has_no_modelyard(elsewhere: st
 
 async def test_engine_with_an_unfit_interpreter_does_not_open(program: Program) -> None:
     unfit = program("""echo '[[3, 11], ["zmq"]]'""")
-    engine = apart("fake", EngineSpec("demo", fake.Options(), {"main": CacheInfo(512)}, python=unfit), "text")
+    engine = create_process_engine(
+        "fake", EngineSpec("demo", fake.Options(), {"main": CacheInfo(512)}, python=unfit), "text"
+    )
     with pytest.raises(InvalidRequest, match="pyzmq"):
         await engine.open(lambda *_: None)
     await engine.close()
 
 
 async def test_scheduler_hires_a_worker_with_that_interpreter(elsewhere: str, tmp_path: Path) -> None:
-    crew = Crew(tmp_path, pace=Pace(patience=1000))
+    crew = WorkerPool(tmp_path, pace=HeartbeatConfig(patience=1000))
     hire = await crew.hire("any", "demo", elsewhere)
     try:
         assert hire.session.welcome is not None

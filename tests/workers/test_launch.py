@@ -17,8 +17,8 @@ import pytest
 from modelyard.core.engine import CacheInfo, EmbeddingEngine, EngineSpec, Tokens
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.engines import fake, llama_cpp
-from modelyard.workers.launch import ApartText, apart
-from modelyard.workers.pulse import Pace
+from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
+from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read, until
 from tests.serving import demo, serving
 from tests.workers.stage import DEADLINE_S, PATIENT, hurry, prompt, spec
@@ -28,9 +28,9 @@ ENDLESS: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": Tr
 
 
 @asynccontextmanager
-async def running(pace: Pace = PATIENT, **options: Any) -> AsyncIterator[ApartText]:
-    engine = apart("fake", spec(**options), "text", pace)
-    assert isinstance(engine, ApartText)
+async def running(pace: HeartbeatConfig = PATIENT, **options: Any) -> AsyncIterator[ProcessTextEngine]:
+    engine = create_process_engine("fake", spec(**options), "text", pace)
+    assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
         yield engine
@@ -82,7 +82,7 @@ async def test_an_engine_that_cannot_be_opened_says_why_and_leaves_no_process() 
         ("fake", spec(tokenizer_path="/nowhere")),
         ("llama_cpp", EngineSpec("m", llama_cpp.Options(path="/nowhere.gguf"), {"main": CacheInfo(64)})),
     ):
-        engine = apart(backend, spec_, "text", PATIENT)
+        engine = create_process_engine(backend, spec_, "text", PATIENT)
         with pytest.raises(ModelyardError, match="nowhere"):
             await engine.open(lambda *_: None)
         pid = engine.pid
@@ -91,17 +91,17 @@ async def test_an_engine_that_cannot_be_opened_says_why_and_leaves_no_process() 
 
 
 async def test_a_process_that_ends_before_it_answers_is_explained_by_its_last_words(monkeypatch) -> None:
-    from modelyard.workers import launch
+    from modelyard.workers import process_engine
 
-    monkeypatch.setattr(launch, "command", lambda *_: ["sh", "-c", "echo no such luck; exit 3"])
-    engine = apart("fake", spec(), "text", PATIENT)
+    monkeypatch.setattr(process_engine, "command", lambda *_: ["sh", "-c", "echo no such luck; exit 3"])
+    engine = create_process_engine("fake", spec(), "text", PATIENT)
     with pytest.raises(Unavailable, match="exit code 3: no such luck"):
         await engine.open(lambda *_: None)
     await engine.close()
 
 
 async def test_opening_that_is_given_up_leaves_no_process() -> None:
-    engine = apart("fake", spec(), "text", PATIENT)
+    engine = create_process_engine("fake", spec(), "text", PATIENT)
     opening = asyncio.create_task(engine.open(lambda *_: None))
     await looking(lambda: engine.pid is not None)
     opening.cancel()
@@ -128,10 +128,10 @@ async def test_what_was_opened_and_closed_leaves_no_files_open() -> None:
     "options", [fake.Options(kind="chat"), fake.Options(script=[{"when": "a|b", "steps": [{"text": "x"}]}])]
 )
 def test_options_come_through_the_wire_as_they_were(options: fake.Options) -> None:
-    from modelyard.workers.hosted import order_of, spec_of
+    from modelyard.workers.worker import engine_spec, open_engine_message
 
     made = EngineSpec("m", options, {"main": CacheInfo(9, 2, "q8_0")}, ("text", "image"))
-    assert spec_of(order_of("e", "fake", made)) == made
+    assert engine_spec(open_engine_message("e", "fake", made)) == made
 
 
 def test_a_request_survives_the_death_of_its_engines_process() -> None:

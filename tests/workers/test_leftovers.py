@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import Unavailable
-from modelyard.engines.fake.text import FakeTextEngine
-from modelyard.workers.crew import Crew
-from modelyard.workers.hosted import order_of
-from modelyard.workers.link import Dialer, Listener
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.worker import Worker
+from modelyard.engines.fake.engine import FakeTextEngine
+from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.transport import DealerSocket, RouterSocket
+from modelyard.workers.worker import Worker, open_engine_message
+from modelyard.workers.worker_pool import WorkerPool
 from tests.engines.reading import end, read
 from tests.workers.conftest import Closing
 from tests.workers.stage import DEADLINE_S, PATIENT, address, prompt, spec, talking, until, working
@@ -67,10 +66,10 @@ async def test_a_worker_that_ends_while_an_engine_opens_closes_it_and_opens_no_o
     worker = closing(Worker(address(), pace=PATIENT))
     try:
         async with talking(worker) as session:
-            first = asyncio.create_task(session.open(order_of("a", "fake", spec()), lambda *_: None))
+            first = asyncio.create_task(session.open(open_engine_message("a", "fake", spec()), lambda *_: None))
             await asyncio.wait_for(slow.begun.wait(), DEADLINE_S)
             closing = asyncio.create_task(worker.close())
-            second = asyncio.create_task(session.open(order_of("b", "fake", spec()), lambda *_: None))
+            second = asyncio.create_task(session.open(open_engine_message("b", "fake", spec()), lambda *_: None))
             await asyncio.wait_for(closing, DEADLINE_S)
             session.end(Unavailable("it has gone"))
             for opening in (first, second):
@@ -112,10 +111,10 @@ async def test_a_desk_that_ends_is_deaf_before_it_is_done(tmp_path: Path) -> Non
 async def test_a_worker_that_was_too_busy_to_answer_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing
 ) -> None:
-    monkeypatch.setattr("modelyard.workers.crew._FIND_S", 0.05)
-    monkeypatch.setattr("modelyard.workers.crew._AGAIN_S", 0.05)
-    crew, endpoint, tries = Crew(tmp_path, pace=PATIENT, launch=False), address(), []
-    deaf = closing(Listener(endpoint, lambda peer, _: tries.append(peer)))
+    monkeypatch.setattr("modelyard.workers.worker_pool._FIND_S", 0.05)
+    monkeypatch.setattr("modelyard.workers.worker_pool._AGAIN_S", 0.05)
+    crew, endpoint, tries = WorkerPool(tmp_path, pace=PATIENT, launch=False), address(), []
+    deaf = closing(RouterSocket(endpoint, lambda peer, _: tries.append(peer)))
     crew.enlist("w", endpoint, [])
     hiring = asyncio.create_task(crew.hire("x"))
     try:
@@ -130,7 +129,7 @@ async def test_a_worker_that_was_too_busy_to_answer_is_asked_again(
 
 async def test_an_address_that_cannot_be_dialled_is_told_of_and_nothing_stays_open() -> None:
     with pytest.raises(Unavailable, match="cannot connect to tcp://127"):
-        Dialer("tcp://127.0.0.1:*", lambda _: None, lambda _: None)
+        DealerSocket("tcp://127.0.0.1:*", lambda _: None, lambda _: None)
 
 
 async def test_a_link_that_broke_alone_is_made_anew_with_the_next_place(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ import pytest
 import zmq
 
 from modelyard.core.errors import InvalidRequest, Unavailable
-from modelyard.workers import link
-from modelyard.workers.link import (
+from modelyard.workers import transport
+from modelyard.workers.transport import (
     HIGH_WATER,
-    Dialer,
-    Keys,
-    Listener,
-    PeerGone,
+    ClusterKeys,
+    DealerSocket,
+    PeerDisconnected,
+    RouterSocket,
     check_endpoint,
-    new_keys,
+    generate_keys,
     read_keys,
     write_keys,
 )
@@ -33,9 +33,9 @@ LOCAL = "tcp://127.0.0.1:*"
 
 @asynccontextmanager
 async def listening(
-    endpoint: str, heard: Callable[[bytes, bytes], None], keys: Keys | None = None
-) -> AsyncIterator[Listener]:
-    listener = Listener(endpoint, heard, keys)
+    endpoint: str, heard: Callable[[bytes, bytes], None], keys: ClusterKeys | None = None
+) -> AsyncIterator[RouterSocket]:
+    listener = RouterSocket(endpoint, heard, keys)
     try:
         yield listener
     finally:
@@ -43,21 +43,23 @@ async def listening(
 
 
 @asynccontextmanager
-async def dialing(endpoint: str, keys: Keys | None = None) -> AsyncIterator[tuple[Dialer, list[bytes], list[str]]]:
+async def dialing(
+    endpoint: str, keys: ClusterKeys | None = None
+) -> AsyncIterator[tuple[DealerSocket, list[bytes], list[str]]]:
     heard: list[bytes] = []
     drops: list[str] = []
-    dialer = Dialer(endpoint, heard.append, drops.append, keys)
+    dialer = DealerSocket(endpoint, heard.append, drops.append, keys)
     try:
         yield dialer, heard, drops
     finally:
         await dialer.close()
 
 
-def echo() -> tuple[list[Listener], Callable[[bytes, bytes], None]]:
-    made: list[Listener] = []
+def echo() -> tuple[list[RouterSocket], Callable[[bytes, bytes], None]]:
+    made: list[RouterSocket] = []
 
     def answer(peer: bytes, data: bytes) -> None:
-        with suppress(PeerGone):
+        with suppress(PeerDisconnected):
             made[0].send(peer, data)
 
     return made, answer
@@ -66,7 +68,7 @@ def echo() -> tuple[list[Listener], Callable[[bytes, bytes], None]]:
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("locked", [False, True])
 async def test_messages_go_both_ways_in_order(tcp: bool, locked: bool) -> None:
-    keys = new_keys() if locked else None
+    keys = generate_keys() if locked else None
     made, answer = echo()
     async with listening(LOCAL if tcp else address(), answer, keys) as listener:
         made.append(listener)
@@ -78,8 +80,8 @@ async def test_messages_go_both_ways_in_order(tcp: bool, locked: bool) -> None:
 
 
 async def test_messages_go_out_where_zeromqs_own_send_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert link._send_held is not None
-    monkeypatch.setattr(link, "_send_held", None)
+    assert transport._send_held is not None
+    monkeypatch.setattr(transport, "_send_held", None)
     made, answer = echo()
     async with listening(address(), answer) as listener:
         made.append(listener)
@@ -112,8 +114,8 @@ async def test_a_dialer_may_come_before_the_listener() -> None:
 @pytest.mark.parametrize("theirs", ["none", "others"])
 async def test_who_has_not_the_clusters_keys_is_not_heard(theirs: str) -> None:
     heard: list[bytes] = []
-    async with listening(LOCAL, lambda _, data: heard.append(data), new_keys()) as listener:
-        keys = None if theirs == "none" else new_keys()
+    async with listening(LOCAL, lambda _, data: heard.append(data), generate_keys()) as listener:
+        keys = None if theirs == "none" else generate_keys()
         async with dialing(listener.endpoint, keys) as (dialer, _, drops):
             dialer.send(b"let me in")
             await until(lambda: bool(drops))
@@ -122,7 +124,7 @@ async def test_who_has_not_the_clusters_keys_is_not_heard(theirs: str) -> None:
 
 async def test_who_knows_the_public_key_alone_is_not_heard() -> None:
     """A client that was told the cluster's public key, and comes with a good pair of its own."""
-    keys, own, heard = new_keys(), new_keys(), []
+    keys, own, heard = generate_keys(), generate_keys(), []
     async with listening(LOCAL, lambda _, data: heard.append(data), keys) as listener:
         with bare(keys, own) as wire:
             refusals = wire.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -135,7 +137,7 @@ async def test_who_knows_the_public_key_alone_is_not_heard() -> None:
 
 
 @contextmanager
-def bare(server: Keys | None = None, own: Keys | None = None) -> Iterator[zmq.Socket[bytes]]:
+def bare(server: ClusterKeys | None = None, own: ClusterKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
     """A socket without any of our manners, not yet connected."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     wire = context.socket(zmq.DEALER)
@@ -153,7 +155,7 @@ def bare(server: Keys | None = None, own: Keys | None = None) -> Iterator[zmq.So
 
 async def test_a_listener_that_goes_is_told_of_after_its_last_words(closing: Closing) -> None:
     peers: list[bytes] = []
-    listener = closing(Listener(address(), lambda peer, _: peers.append(peer)))
+    listener = closing(RouterSocket(address(), lambda peer, _: peers.append(peer)))
     async with dialing(listener.endpoint) as (dialer, heard, drops):
         dialer.send(b"hello")
         await until(lambda: bool(peers))
@@ -166,7 +168,7 @@ async def test_a_listener_that_goes_is_told_of_after_its_last_words(closing: Clo
 
 async def test_a_dialer_comes_back_by_itself_as_another_peer(closing: Closing) -> None:
     endpoint, peers = address(), []
-    first = closing(Listener(endpoint, lambda peer, _: peers.append(peer)))
+    first = closing(RouterSocket(endpoint, lambda peer, _: peers.append(peer)))
     async with dialing(endpoint) as (dialer, _, drops):
         dialer.send(b"one")
         await until(lambda: len(peers) == 1)
@@ -187,7 +189,7 @@ async def test_sending_to_a_peer_that_has_gone_says_so() -> None:
         def gone() -> bool:
             try:
                 listener.send(peers[0], b"anybody there?")
-            except PeerGone:
+            except PeerDisconnected:
                 return True
             return False
 
@@ -197,7 +199,7 @@ async def test_sending_to_a_peer_that_has_gone_says_so() -> None:
 async def test_a_listener_that_has_gone_itself_takes_no_peer_for_gone() -> None:
     heard: list[bytes] = []
     async with listening(address(), lambda peer, _: heard.append(peer)) as listener:
-        dialer = Dialer(listener.endpoint, lambda _: None, lambda _: None)
+        dialer = DealerSocket(listener.endpoint, lambda _: None, lambda _: None)
         try:
             dialer.send(b"hello")
             await until(lambda: bool(heard))
@@ -286,7 +288,7 @@ def test_tcp_that_others_can_reach_needs_keys(endpoint: str) -> None:
     with pytest.raises(InvalidRequest, match="modelyard keys") as caught:
         check_endpoint(endpoint, None)
     assert caught.value.code == "keys_needed"
-    check_endpoint(endpoint, new_keys())
+    check_endpoint(endpoint, generate_keys())
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://localhost:*", "tcp://[::1]:5555", "ipc:///tmp/x"])
@@ -300,31 +302,31 @@ def test_one_machine_needs_none(endpoint: str) -> None:
 )
 def test_what_is_no_address_is_told(endpoint: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        check_endpoint(endpoint, new_keys())
+        check_endpoint(endpoint, generate_keys())
     assert caught.value.code == "bad_endpoint"
 
 
 async def test_an_address_that_is_taken_is_told() -> None:
     async with listening(LOCAL, lambda *_: None) as listener:
         with pytest.raises(Unavailable, match="cannot listen on"):
-            Listener(listener.endpoint, lambda *_: None, new_keys())
+            RouterSocket(listener.endpoint, lambda *_: None, generate_keys())
 
 
 def test_keys_come_back_from_their_file_which_nobody_else_may_read(tmp_path: Path) -> None:
-    keys, file = new_keys(), tmp_path / "cluster.keys"
+    keys, file = generate_keys(), tmp_path / "cluster.keys"
     write_keys(file, keys)
     assert read_keys(file) == keys
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert keys.secret not in repr(keys)
     with pytest.raises(InvalidRequest, match="exists already"):
-        write_keys(file, new_keys())
+        write_keys(file, generate_keys())
     file.chmod(0o644)
     with pytest.raises(InvalidRequest, match="chmod 600"):
         read_keys(file)
 
 
 def test_what_is_no_key_file_is_told(tmp_path: Path) -> None:
-    one, other, file = new_keys(), new_keys(), tmp_path / "keys"
+    one, other, file = generate_keys(), generate_keys(), tmp_path / "keys"
     for text in ("", "short\n", f"{one.public}\n{other.secret}\n", "\xff", f"{'~' * 40}\n{'~' * 40}\n"):
         file.write_bytes(text.encode("latin-1"))
         file.chmod(0o600)

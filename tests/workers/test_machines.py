@@ -10,8 +10,8 @@ from modelyard.core.engine import CacheInfo, EngineSpec, Tokens
 from modelyard.core.errors import Unavailable
 from modelyard.core.lease import LeaseRequest
 from modelyard.engines import fake
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.pulse import Pace
+from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
 from tests.workers.machines import machine
@@ -33,7 +33,7 @@ async def said(pool: RemotePool) -> str:
 
 @pytest.mark.cluster
 async def test_a_pulled_cable_ends_the_streams_and_one_that_is_plugged_in_again_brings_the_model_back() -> None:
-    far = FarEngine("fake", SPEC, Pace(beat_s=0.4, patience=5))
+    far = FarEngine("fake", SPEC, HeartbeatConfig(beat_s=0.4, patience=5))
     try:
         await far.open(lambda *_: None)
         pool = far.pool

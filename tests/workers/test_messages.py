@@ -23,25 +23,25 @@ from modelyard.workers.messages import (
     VERSION,
     AddChat,
     AddRequest,
-    Beat,
-    Done,
-    Error,
-    ForClient,
-    ForWorker,
-    Frame,
+    ChatEvents,
+    Heartbeat,
     Hello,
     InferRequest,
     OpenEngine,
-    Said,
-    Step,
-    chunk_of,
+    RequestFailed,
+    ToClient,
+    TokenStep,
+    ToWorker,
+    UpdateBatch,
+    WorkerReply,
     encode,
-    item_of,
     read_for_client,
     read_for_worker,
-    version_fault,
+    to_chunk,
+    to_update,
+    version_mismatch,
 )
-from modelyard.workers.packing import Malformed, pack_ids, unpack_ids
+from modelyard.workers.packing import MalformedMessage, pack_ids, unpack_ids
 
 CHUNKS = [
     core.Accepted(7, 3, evicted=True, elsewhere=5),
@@ -56,16 +56,16 @@ CHUNKS = [
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: type(chunk).__name__)
 def test_what_an_engine_says_is_what_its_client_hears(chunk: core.Chunk) -> None:
-    frame = read_for_client(encode(Frame([item_of(4, chunk, pack_ids)])))
-    assert isinstance(frame, Frame)
+    frame = read_for_client(encode(UpdateBatch([to_update(4, chunk, pack_ids)])))
+    assert isinstance(frame, UpdateBatch)
     (item,) = frame.items
     assert item.request_id == 4
-    assert chunk_of(item, unpack_ids) == chunk
+    assert to_chunk(item, unpack_ids) == chunk
 
 
 def test_events_of_a_chat_engine_are_no_chunks() -> None:
-    with pytest.raises(Malformed, match="events"):
-        chunk_of(Said(1, []), unpack_ids)
+    with pytest.raises(MalformedMessage, match="events"):
+        to_chunk(ChatEvents(1, []), unpack_ids)
 
 
 REQUEST = Request(
@@ -76,17 +76,19 @@ REQUEST = Request(
 )
 FOR_WORKER = [
     Hello(VERSION, "me"),
-    Beat(3),
+    Heartbeat(3),
     OpenEngine("e", "fake", "m", b"{}", {"main": core.CacheInfo(9, 2)}),
     AddRequest("e", InferRequest(1, pack_ids([1, 2]), Sampling(seed=3), constraint=Constraint("gbnf", "root ::= x"))),
     AddRequest("e", InferRequest(1, b"", media=[(0, core.Media("image", "ab", b"\xff", 4))])),
     AddChat("e", 2, REQUEST),
 ]
 FOR_CLIENT = [
-    Frame([Error(1, Unavailable("x"))], {"e": core.EngineStats(caches={"main": core.CacheStats(sequences=())})}),
-    Frame(
+    UpdateBatch(
+        [RequestFailed(1, Unavailable("x"))], {"e": core.EngineStats(caches={"main": core.CacheStats(sequences=())})}
+    ),
+    UpdateBatch(
         [
-            Said(
+            ChatEvents(
                 1,
                 [
                     Started("i", "m", 1),
@@ -96,7 +98,7 @@ FOR_CLIENT = [
             )
         ]
     ),
-    Done(1, None, [b"12345678"], 9),
+    WorkerReply(1, None, [b"12345678"], 9),
 ]
 
 
@@ -117,7 +119,7 @@ def test_fields_that_we_do_not_know_are_tolerated(message) -> None:
 
 
 def test_no_two_messages_have_the_same_tag() -> None:
-    for group in (ForWorker, ForClient):
+    for group in (ToWorker, ToClient):
         tags = [kind.__struct_config__.tag for kind in get_args(group)]
         assert len(tags) == len(set(tags))
 
@@ -126,14 +128,14 @@ def test_no_two_messages_have_the_same_tag() -> None:
     ("theirs", "told"), [(VERSION + 1, "this side is older"), (VERSION - 1, "other side is older")]
 )
 def test_another_version_is_refused_with_a_sentence(theirs: int, told: str) -> None:
-    assert told in (version_fault(theirs) or "")
-    assert version_fault(VERSION) is None
+    assert told in (version_mismatch(theirs) or "")
+    assert version_mismatch(VERSION) is None
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_malformed_or_a_message_and_nothing_else(data: bytes) -> None:
     for read in (read_for_worker, read_for_client):
-        with suppress(Malformed):
+        with suppress(MalformedMessage):
             read(data)
 
 
@@ -144,7 +146,7 @@ def test_cut_and_bent_messages_break_nothing(message, data) -> None:
     whole[at] = data.draw(st.integers(0, 255))
     for bent in (bytes(whole), bytes(whole[:at])):
         for read in (read_for_worker, read_for_client):
-            with suppress(Malformed):
+            with suppress(MalformedMessage):
                 read(bent)
 
 
@@ -152,7 +154,7 @@ def test_cut_and_bent_messages_break_nothing(message, data) -> None:
     "deep", [b"\x91" * 100_000, b"\x81\xa1a" * 50_000, b"\x94\xa4chat\xa1e\x01" + b"\x91" * 100_000]
 )
 def test_bottomless_messages_are_malformed(deep: bytes) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedMessage):
         read_for_worker(deep)
 
 
@@ -164,7 +166,7 @@ def test_a_prompt_is_smaller_on_the_wire_than_its_ids_as_json() -> None:
 
 
 def test_a_token_of_64_streams_takes_about_eleven_bytes() -> None:
-    frame = encode(Frame([Step(i, pack_ids([30_000])) for i in range(64)]))
+    frame = encode(UpdateBatch([TokenStep(i, pack_ids([30_000])) for i in range(64)]))
     assert len(frame) / 64 < 12
 
 

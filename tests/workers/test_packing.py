@@ -12,12 +12,12 @@ from modelyard.core import errors
 from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, ModelyardError, Overloaded, Unavailable
 from modelyard.workers.packing import (
-    Malformed,
-    flat,
+    MalformedMessage,
+    flatten_prompt,
     pack_error,
     pack_ids,
     pack_vector,
-    parts,
+    unflatten_prompt,
     unpack_error,
     unpack_ids,
     unpack_vector,
@@ -51,7 +51,7 @@ def test_vectors_lose_nothing(vector: list[float]) -> None:
 
 @pytest.mark.parametrize("unpack", [unpack_ids, unpack_vector])
 def test_half_a_number_is_malformed(unpack) -> None:
-    with pytest.raises(Malformed, match="no list of numbers"):
+    with pytest.raises(MalformedMessage, match="no list of numbers"):
         unpack(b"\0\0\0\0\0")
 
 
@@ -60,21 +60,21 @@ def test_half_a_number_is_malformed(unpack) -> None:
 )
 def test_prompts_keep_their_media_where_they_stood(made) -> None:
     prompt = Prompt(parts=tuple(made))
-    back = Prompt(parts=parts(*flat(prompt)))
+    back = Prompt(parts=unflatten_prompt(*flatten_prompt(prompt)))
     assert back.ids == prompt.ids
-    assert flat(back) == flat(prompt)
+    assert flatten_prompt(back) == flatten_prompt(prompt)
     assert back.n_tokens == prompt.n_tokens
 
 
 def test_an_empty_prompt_stays_a_prompt() -> None:
-    assert parts(b"", []) == (TokenRun([]),)
+    assert unflatten_prompt(b"", []) == (TokenRun([]),)
 
 
 @pytest.mark.parametrize("places", [[5], [2, 1], [-1]])
 def test_media_outside_their_prompt_are_malformed(places: list[int]) -> None:
     media = Media("image", "", b"", 1)
-    with pytest.raises(Malformed, match="outside"):
-        parts(pack_ids([1, 2]), [(place, media) for place in places])
+    with pytest.raises(MalformedMessage, match="outside"):
+        unflatten_prompt(pack_ids([1, 2]), [(place, media) for place in places])
 
 
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ModelyardError)]
@@ -114,5 +114,5 @@ def test_only_known_fields_of_their_own_kind_are_taken_from_the_wire() -> None:
 
 @pytest.mark.parametrize("packed", [None, [], ["Unavailable"], ["Unavailable", {}], [1, {"message": "x"}], {"a": 1}])
 def test_an_error_without_words_is_malformed(packed) -> None:
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedMessage):
         unpack_error(packed)

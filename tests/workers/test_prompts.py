@@ -7,9 +7,8 @@ import pytest
 
 from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.request import Constraint, Sampling
-from modelyard.workers.messages import AddRequest, InferRequest, encode, read_for_worker
-from modelyard.workers.packing import Malformed
-from modelyard.workers.prompts import prompt_of, request_of
+from modelyard.workers.messages import AddRequest, InferRequest, encode, read_for_worker, to_infer_request, to_prompt
+from modelyard.workers.packing import MalformedMessage
 
 FULL = Prompt(
     parts=(TokenRun([1, 2]), Media("image", "ab", b"\0\1", 4), TokenRun([3])),
@@ -24,7 +23,7 @@ FULL = Prompt(
     logprobs=3,
     deadline=12.5,
     trace="t",
-    joint="j",
+    dedup_key="j",
 )
 
 
@@ -34,12 +33,12 @@ def test_this_prompt_says_all_that_a_prompt_can() -> None:
 
 
 def test_all_that_it_says_arrives() -> None:
-    message = read_for_worker(encode(AddRequest("e", request_of(7, FULL))))
+    message = read_for_worker(encode(AddRequest("e", to_infer_request(7, FULL))))
     assert isinstance(message, AddRequest)
     assert message.request.request_id == 7
-    assert prompt_of(message.request) == FULL
+    assert to_prompt(message.request) == FULL
 
 
 def test_tokens_that_are_none_are_refused() -> None:
-    with pytest.raises(Malformed):
-        prompt_of(InferRequest(1, b"\0\1\2"))
+    with pytest.raises(MalformedMessage):
+        to_prompt(InferRequest(1, b"\0\1\2"))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from modelyard.workers.pulse import Pace, Pulse
+from modelyard.workers.transport import HeartbeatConfig, HeartbeatMonitor
 
 
 def test_silence_is_noticed_after_the_allowed_ticks() -> None:
-    pulse = Pulse(3)
+    pulse = HeartbeatMonitor(3)
     assert [pulse.tick() for _ in range(5)] == [False, False, False, True, True]
 
 
 def test_a_word_begins_the_count_anew() -> None:
-    pulse = Pulse(2)
+    pulse = HeartbeatMonitor(2)
     for _ in range(10):
         assert not pulse.tick()
         assert not pulse.tick()
@@ -19,8 +19,8 @@ def test_a_word_begins_the_count_anew() -> None:
 
 
 def test_by_default_a_worker_that_is_stopped_is_noticed_within_two_seconds() -> None:
-    pace = Pace()
-    pulse = Pulse(pace.patience)
+    pace = HeartbeatConfig()
+    pulse = HeartbeatMonitor(pace.patience)
     ticks = next(number for number in range(1, 100) if pulse.tick())
     assert ticks * pace.beat_s == pace.notice_s <= 2.0
     assert pace.patience >= 3

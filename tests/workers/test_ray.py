@@ -20,13 +20,11 @@ from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake, llama_cpp
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
-from modelyard.workers.crew import Crew
-from modelyard.workers.desk import Desk
-from modelyard.workers.link import new_keys
-from modelyard.workers.placed import placed
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.pulse import Pace
-from modelyard.workers.ray import RayCluster, Resources, elsewhere
+from modelyard.workers.ray import ActorResources, RayCluster, avoid_nodes_selector
+from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.scheduler_server import SchedulerServer
+from modelyard.workers.transport import HeartbeatConfig, generate_keys
+from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 from tests.engines.llama_cpp import stage as llama_stage
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
@@ -34,25 +32,25 @@ from tests.workers.nodes import HEAD, Nodes
 from tests.workers.nodes import nodes as ray_nodes
 from tests.workers.stage import address, prompt, until
 
-PACE = Pace(beat_s=0.4, patience=10)
+PACE = HeartbeatConfig(beat_s=0.4, patience=10)
 
 
 def test_resources_are_told_in_rays_words() -> None:
-    told = Resources(2.0, 0.5, 1 << 30, {"fast": 1.0}).options()
+    told = ActorResources(2.0, 0.5, 1 << 30, {"fast": 1.0}).options()
     assert told == {"num_cpus": 2.0, "num_gpus": 0.5, "memory": 1 << 30, "resources": {"fast": 1.0}}
-    assert "memory" not in Resources().options()
+    assert "memory" not in ActorResources().options()
 
 
 def test_a_new_actor_goes_anywhere_but_to_a_node_that_was_just_lost() -> None:
-    assert elsewhere({"b", "a"}, ["a", "b", "c"]) == {"ray.io/node-id": "!in(a,b)"}
-    assert elsewhere([], ["a", "b"]) == {}
-    assert elsewhere({"a"}, ["a"]) == {}  # it is the only one: perhaps the worker alone has died
+    assert avoid_nodes_selector({"b", "a"}, ["a", "b", "c"]) == {"ray.io/node-id": "!in(a,b)"}
+    assert avoid_nodes_selector([], ["a", "b"]) == {}
+    assert avoid_nodes_selector({"a"}, ["a"]) == {}  # it is the only one: perhaps the worker alone has died
 
 
 async def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InvalidRequest, match=r"pip install 'modelyard\[ray\]'"):
-        await RayCluster("auto", {}, None, Pace()).open()
+        await RayCluster("auto", {}, None, HeartbeatConfig()).open()
 
 
 @pytest.fixture
@@ -63,15 +61,15 @@ def nodes() -> Iterator[Nodes]:
 
 @asynccontextmanager
 async def gateway(folder: Path, backend: str, spec: EngineSpec) -> AsyncIterator[tuple[RemotePool, Scheduler]]:
-    keys = new_keys()
-    cluster = RayCluster(HEAD, {spec.model: Resources(1.0)}, keys, PACE)
+    keys = generate_keys()
+    cluster = RayCluster(HEAD, {spec.model: ActorResources(1.0)}, keys, PACE)
     await cluster.open()
-    crew = Crew(folder / "w", keys=keys, pace=PACE, cluster=cluster)
+    crew = WorkerPool(folder / "w", keys=keys, pace=PACE, cluster=cluster)
     scheduler = Scheduler()
-    make: Any = lambda: placed(crew, backend, spec, "x")  # noqa: E731
+    make: Any = lambda: create_worker_engine(crew, backend, spec, "x")  # noqa: E731
     print_ = ModelSpec(name=spec.model, caches=spec.caches, make=make, identity="x", replica_max=2)
     scheduler.reconfigure({spec.model: print_})
-    desk = Desk(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, keys=keys, pace=PACE)
+    desk = SchedulerServer(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, keys=keys, pace=PACE)
     pool = RemotePool(desk.endpoint, "g", keys=keys, pace=PACE)
     try:
         await scheduler.load(spec.model)

@@ -13,8 +13,8 @@ import pytest
 
 from modelyard.config.load import load_config
 from modelyard.server.app import compose
-from modelyard.workers.hosted import Hosted
-from modelyard.workers.pool import RemotePool
+from modelyard.workers.remote_pool import RemotePool
+from modelyard.workers.worker import HostedEngine
 from tests.serving import demo
 from tests.workers.test_split import Yard, gateway, until, yard
 
@@ -72,6 +72,6 @@ async def test_the_same_request_at_two_gateways_is_one_run(tmp_path: Path, secon
         await until(lambda: (hosted.running, _running(hosted)) == (0, 0))
 
 
-def _running(hosted: Hosted) -> int:
+def _running(hosted: HostedEngine) -> int:
     assert hosted.engine is not None
     return hosted.engine.stats().running

@@ -16,44 +16,48 @@ from modelyard.core.errors import Cancelled, Conflict, NotFound, RateLimited, Un
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
-from modelyard.scheduler.limits import KeyLimits
+from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
-from modelyard.workers.crew import Crew
-from modelyard.workers.desk import Desk
-from modelyard.workers.link import Listener, PeerGone
-from modelyard.workers.messages import VERSION, Beat, Refused, encode
-from modelyard.workers.placed import placed
-from modelyard.workers.pool import RemotePool
-from modelyard.workers.pulse import Pace
-from modelyard.workers.scheduling import (
-    Ask,
-    Asked,
-    EngineAt,
-    Enlist,
-    Join,
-    Leave,
-    State,
+from modelyard.workers.messages import (
+    VERSION,
+    ConnectionRefused,
+    EngineLocation,
+    Heartbeat,
+    JoinGateway,
+    PoolState,
+    RegisterWorker,
+    ReleaseLease,
+    RequestLease,
+    WireLeaseRequest,
+    encode,
     read_for_gateway,
     read_for_scheduler,
 )
-from modelyard.workers.store import SharedStore
+from modelyard.workers.remote_pool import RemotePool, RemoteStore
+from modelyard.workers.scheduler_server import SchedulerServer
+from modelyard.workers.transport import HeartbeatConfig, PeerDisconnected, RouterSocket
 from modelyard.workers.worker import Worker
+from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
 from tests.workers.stage import DEADLINE_S, HASTY, PATIENT, address, prompt, until, working
 
 ENDLESS: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}], "echo": True}
-BRISK = Pace(beat_s=0.02, patience=1000, indulgence=1000)
+BRISK = HeartbeatConfig(beat_s=0.02, patience=1000, indulgence=1000)
 
 
-def blueprint(crew: Crew, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
+def blueprint(crew: WorkerPool, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
     caches = {"main": CacheInfo(4096, parallel)}
     spec = EngineSpec(name, fake.Options(**({"token_delay": 0, **ENDLESS} | options)), caches)
     identity = f"{name}:{parallel}:{options}"
     return ModelSpec(
-        name=name, caches=caches, make=lambda: placed(crew, "fake", spec, identity), identity=identity, replica_max=3
+        name=name,
+        caches=caches,
+        make=lambda: create_worker_engine(crew, "fake", spec, identity),
+        identity=identity,
+        replica_max=3,
     )
 
 
@@ -65,13 +69,13 @@ class Yard:
         self.reloads = 0
 
     async def start(self, **options: Any) -> None:
-        self.crew = Crew(self._folder, pace=BRISK, launch=False)
+        self.crew = WorkerPool(self._folder, pace=BRISK, launch=False)
         self.scheduler = Scheduler(limits=self._limits)
         self.store = MemoryStore(100, 1 << 20, 3600)
         for worker in self.workers:
             self.crew.enlist(worker.name, worker.endpoint, [hosted.held() for hosted in worker.engines])
         self.scheduler.reconfigure({"demo": blueprint(self.crew, **options)})
-        self.desk = Desk(self.endpoint, self.scheduler, self.crew, self.store, self._reload, pace=BRISK)
+        self.desk = SchedulerServer(self.endpoint, self.scheduler, self.crew, self.store, self._reload, pace=BRISK)
 
     async def _reload(self) -> None:
         self.reloads += 1
@@ -238,9 +242,9 @@ async def test_the_scheduler_dies_and_nobody_notices_but_those_who_wait(tmp_path
 async def test_a_gateway_whose_first_word_was_lost_says_it_again(closing: Closing) -> None:
     """Whoever heard it was on his way out; the connection is made anew by itself, the word is not."""
     joins: list[bytes] = []
-    scheduler = closing(Listener(address(), lambda _, data: joins.append(data)))
+    scheduler = closing(RouterSocket(address(), lambda _, data: joins.append(data)))
     pool = closing(RemotePool(scheduler.endpoint, "g", pace=HASTY))
-    await until(lambda: sum(isinstance(read_for_scheduler(data), Join) for data in joins) > 1)
+    await until(lambda: sum(isinstance(read_for_scheduler(data), JoinGateway) for data in joins) > 1)
     assert not pool.connected
     await pool.close()
     await scheduler.close()
@@ -253,7 +257,7 @@ async def test_who_waits_for_a_scheduler_that_does_not_come_back_is_turned_away(
         with pytest.raises(Unavailable, match="away"):
             await leased(pool)
         with pytest.raises(Unavailable):
-            await SharedStore(pool).get("s", "k")
+            await RemoteStore(pool).get("s", "k")
         with pytest.raises(Unavailable):
             pool.request(demand())
 
@@ -292,8 +296,8 @@ async def test_a_sign_of_life_is_the_answer_to_a_beat_that_was_sent_after_the_qu
         (engine,) = there.desk._placed()
         session = engine._hire.session  # type: ignore[union-attr]
         lives = engine.sign()
-        session._beat(Beat(0))  # the worker's own
-        session._beat(Beat(session.beats))  # one that was on its way
+        session._beat(Heartbeat(0))  # the worker's own
+        session._beat(Heartbeat(session.beats))  # one that was on its way
         assert not lives()
         await until(lives)
 
@@ -331,22 +335,22 @@ async def test_a_worker_that_leaves_finishes_its_answers_and_its_model_goes_else
 
 
 async def test_a_gateway_that_ends_goes_to_no_new_worker_though_the_scheduler_tells_of_one(closing: Closing) -> None:
-    def engine(worker: Worker, id: str) -> EngineAt:
-        return EngineAt("demo", worker.endpoint, id, "text", EngineInfo("fake", {}), False)
+    def engine(worker: Worker, id: str) -> EngineLocation:
+        return EngineLocation("demo", worker.endpoint, id, "text", EngineInfo("fake", {}), False)
 
     peers: list[bytes] = []
-    scheduler = closing(Listener(address(), lambda peer, _: peers.append(peer)))
+    scheduler = closing(RouterSocket(address(), lambda peer, _: peers.append(peer)))
     async with working() as old, working() as new:
         pool = closing(RemotePool(scheduler.endpoint, "g", pace=PATIENT))
         await until(lambda: bool(peers))
-        scheduler.send(peers[0], encode(State({}, (engine(old, "a"),))))
+        scheduler.send(peers[0], encode(PoolState({}, (engine(old, "a"),))))
         await until(lambda: bool(pool._sessions))
         (session,) = pool._sessions.values()
         close = session.close
 
         async def slowly() -> None:
-            with suppress(PeerGone):
-                scheduler.send(peers[0], encode(State({}, (engine(old, "a"), engine(new, "b")))))
+            with suppress(PeerDisconnected):
+                scheduler.send(peers[0], encode(PoolState({}, (engine(old, "a"), engine(new, "b")))))
             for _ in range(20):
                 await asyncio.sleep(0.005)  # long enough to hear of it, for whoever still listens
             await close()
@@ -402,7 +406,7 @@ async def test_a_request_is_cancelled_by_its_trace_wherever_it_runs(tmp_path: Pa
 
 async def test_gateways_share_their_memory_by_scope(tmp_path: Path) -> None:
     async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
-        here, there_ = SharedStore(one), SharedStore(two)
+        here, there_ = RemoteStore(one), RemoteStore(two)
         await here.put("key", "r\udc80", b"\0value")
         assert await there_.get("key", "r\udc80") == b"\0value"
         assert await there_.get("other", "r\udc80") is None
@@ -439,26 +443,32 @@ async def test_a_second_replica_is_chosen_by_what_it_knows(tmp_path: Path) -> No
         [b""],
         [b"\xc1"],
         [os.urandom(40)],
-        [encode(Beat(1))],
-        [encode(Leave(1))],
-        [encode(Join(VERSION + 1, "x"))],
-        [encode(Enlist(VERSION + 1, "w", "ipc:///x"))],
-        [encode(Join(VERSION, "x")), encode(Join(VERSION, "x"))],
-        [encode(Join(VERSION, "x")), encode(Ask(1, Asked("demo", "main", prompt=b"\0")))],
-        [encode(Join(VERSION, "x")), encode(Ask(1, Asked("demo", "main"))), encode(Ask(1, Asked("demo", "main")))],
+        [encode(Heartbeat(1))],
+        [encode(ReleaseLease(1))],
+        [encode(JoinGateway(VERSION + 1, "x"))],
+        [encode(RegisterWorker(VERSION + 1, "w", "ipc:///x"))],
+        [encode(JoinGateway(VERSION, "x")), encode(JoinGateway(VERSION, "x"))],
+        [encode(JoinGateway(VERSION, "x")), encode(RequestLease(1, WireLeaseRequest("demo", "main", prompt=b"\0")))],
+        [
+            encode(JoinGateway(VERSION, "x")),
+            encode(RequestLease(1, WireLeaseRequest("demo", "main"))),
+            encode(RequestLease(1, WireLeaseRequest("demo", "main"))),
+        ],
     ],
 )
 async def test_who_does_not_speak_as_he_should_is_sent_away_and_counted(
     tmp_path: Path, words: list[bytes], closing: Closing
 ) -> None:
-    from modelyard.workers.link import Dialer
+    from modelyard.workers.transport import DealerSocket
 
     async with yard(tmp_path) as there, gateway(there) as pool:
         heard: list[Any] = []
-        stranger = closing(Dialer(there.endpoint, lambda data: heard.append(read_for_gateway(data)), lambda _: None))
+        stranger = closing(
+            DealerSocket(there.endpoint, lambda data: heard.append(read_for_gateway(data)), lambda _: None)
+        )
         for word in words:
             stranger.send(word)
-        await until(lambda: any(isinstance(message, Refused) for message in heard))
+        await until(lambda: any(isinstance(message, ConnectionRefused) for message in heard))
         assert there.desk.faults == 1
         (await leased(pool)).release()
         await until(lambda: there.scheduler.status()["demo"].running == 0)
@@ -470,7 +480,7 @@ async def test_a_worker_that_enlists_is_used_and_one_that_goes_is_forgotten(tmp_
     await made.start()
     closing(made)
     async with working(pace=PATIENT) as worker, gateway(made) as pool:
-        from modelyard.workers.run import _offer
+        from modelyard.workers.worker_process import _offer
 
         loading = made.scheduler.load("demo")
         offering = asyncio.create_task(_offer(worker, made.endpoint, None, BRISK))

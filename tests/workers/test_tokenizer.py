@@ -14,7 +14,7 @@ import pytest
 from modelyard.core.errors import Unavailable, Unsupported
 from modelyard.engines import fake
 from modelyard.tokenizer import open_tokenizer
-from modelyard.workers.tokenizer import gather, known, lay_down, name_of
+from modelyard.workers.tokenizer_files import cached_tokenizers, read_tokenizer_files, store_tokenizer, tokenizer_hash
 from tests import commands
 from tests.e2e.servers import until
 from tests.engines.llama_cpp.stage import model_file
@@ -27,9 +27,9 @@ SHIPPED = fake.tokenizer_path(fake.Options())
     "find", [lambda: SHIPPED, lambda: SHIPPED / "tokenizer.json", model_file], ids=["folder", "file", "gguf"]
 )
 def test_what_was_sent_reads_as_what_it_was_made_from(find: Callable[[], Path], tmp_path: Path) -> None:
-    files = gather(where := find())
+    files = read_tokenizer_files(where := find())
     assert sum(map(len, files.values())) < 8 << 20, "no weights travel"
-    there = open_tokenizer(lay_down(tmp_path / "shelf", name_of(files), files))
+    there = open_tokenizer(store_tokenizer(tmp_path / "shelf", tokenizer_hash(files), files))
     here = open_tokenizer(where)
     text = "<|im_start|>user\nNaïve 🎉<|im_end|>"
     assert (there.size, there.encode(text), there.eos) == (here.size, here.encode(text), here.eos)
@@ -38,40 +38,40 @@ def test_what_was_sent_reads_as_what_it_was_made_from(find: Callable[[], Path], 
 
 def test_it_is_laid_down_once_and_found_by_its_hash(tmp_path: Path) -> None:
     shelf = tmp_path / "shelf"
-    assert known(shelf) == ()
-    name = name_of(files := gather(SHIPPED))
-    first = lay_down(shelf, name, files)
-    assert known(shelf) == (name,)
-    assert lay_down(shelf, name, {}) == lay_down(shelf, name, files) == first
+    assert cached_tokenizers(shelf) == ()
+    name = tokenizer_hash(files := read_tokenizer_files(SHIPPED))
+    first = store_tokenizer(shelf, name, files)
+    assert cached_tokenizers(shelf) == (name,)
+    assert store_tokenizer(shelf, name, {}) == store_tokenizer(shelf, name, files) == first
     assert [each.name for each in tmp_path.iterdir()] == ["shelf"], "nothing half-written stays"
 
 
 def test_a_change_of_one_byte_is_another_tokenizer() -> None:
-    files = gather(SHIPPED)
-    assert name_of(files) != name_of(files | {"tokenizer.json": files["tokenizer.json"] + b" "})
-    assert name_of({"a": b"b", "c": b""}) != name_of({"a": b"", "c": b"b"})
+    files = read_tokenizer_files(SHIPPED)
+    assert tokenizer_hash(files) != tokenizer_hash(files | {"tokenizer.json": files["tokenizer.json"] + b" "})
+    assert tokenizer_hash({"a": b"b", "c": b""}) != tokenizer_hash({"a": b"", "c": b"b"})
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/etc/passwd", "weights.bin"])
 def test_other_files_are_not_taken(name: str, tmp_path: Path) -> None:
     files = {name: b"x"}
     with pytest.raises(Unavailable):
-        lay_down(tmp_path / "shelf", name_of(files), files)
+        store_tokenizer(tmp_path / "shelf", tokenizer_hash(files), files)
     with pytest.raises(Unavailable):
-        lay_down(tmp_path / "shelf", "0" * 32, gather(SHIPPED))
+        store_tokenizer(tmp_path / "shelf", "0" * 32, read_tokenizer_files(SHIPPED))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=str(tmp_path)):
-        gather(tmp_path)
+        read_tokenizer_files(tmp_path)
 
 
 async def test_a_worker_sends_what_the_asker_does_not_have() -> None:
     async with working() as worker, talking(worker) as session:
         engine = await opened(session)
         told = await engine.study(())
-        assert told.files == gather(SHIPPED)
+        assert told.files == read_tokenizer_files(SHIPPED)
         again = await engine.study((told.tokenizer,))
         assert (again.tokenizer, again.files) == (told.tokenizer, {})
         assert worker.faults == 0

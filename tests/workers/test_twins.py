@@ -11,7 +11,7 @@ from modelyard.core.engine import Accepted, Chunk, End, Prompt, TokenRun, Tokens
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Sampling
 from modelyard.engines.generation_queue import GenerationQueue, Whole
-from modelyard.workers.twins import Twins
+from modelyard.workers.dedup import RunDeduplicator
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.stage import opened, talking, until, working
@@ -28,7 +28,9 @@ class Engine:
 
     def generate(self, prompt: Prompt) -> GenerationQueue[Chunk]:
         number = len(self.jobs)
-        self.jobs.append(GenerationQueue(on_cancel=lambda: self.cancelled.append(number), on_drained=self._room, limit=4))
+        self.jobs.append(
+            GenerationQueue(on_cancel=lambda: self.cancelled.append(number), on_drained=self._room, limit=4)
+        )
         return self.jobs[-1]
 
     def _room(self) -> None:
@@ -36,13 +38,13 @@ class Engine:
 
 
 def prompt(*ids: int, **fields: Any) -> Prompt:
-    chosen = {"joint": "ann", "sampling": Sampling(temperature=0), "max_tokens": 9} | fields
+    chosen = {"dedup_key": "ann", "sampling": Sampling(temperature=0), "max_tokens": 9} | fields
     return Prompt(parts=(TokenRun(list(ids or (1, 2, 3))),), **chosen)
 
 
 class Table:
     def __init__(self) -> None:
-        self.engine, self.twins = Engine(), Twins()
+        self.engine, self.twins = Engine(), RunDeduplicator()
 
     def ask(self, *ids: int, **fields: Any) -> GenerationQueue[Chunk]:
         box = self.twins.generate(self.engine, prompt(*ids, **fields))  # type: ignore[arg-type]
@@ -67,7 +69,7 @@ class Instant:
 
 
 async def test_a_job_that_is_done_at_once_is_heard_and_cannot_be_joined_any_more() -> None:
-    twins = Twins()
+    twins = RunDeduplicator()
     box = twins.generate(Instant(), prompt())  # type: ignore[arg-type]
     assert len(twins) == 0
     assert [chunk async for batch in box for chunk in batch] == [Accepted(2), Tokens([5]), End("stop")]
@@ -86,8 +88,8 @@ async def test_both_hear_all_of_it_from_the_start(table: Table) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"joint": "bob"},
-        {"joint": None},
+        {"dedup_key": "bob"},
+        {"dedup_key": None},
         {"sampling": Sampling(temperature=0, seed=1)},
         {"max_tokens": 8},
         {"cache": "fast"},
@@ -145,7 +147,7 @@ async def test_an_error_in_the_middle_reaches_both(table: Table) -> None:
 
 
 async def test_a_run_that_grew_too_long_is_not_joined(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelyard.workers.twins._LONGEST", 2)
+    monkeypatch.setattr("modelyard.workers.dedup._LONGEST", 2)
     first = table.ask()
     for token in range(3):
         table.engine.jobs[0].put_many([Tokens([token])])
@@ -191,13 +193,13 @@ async def test_two_gateways_share_one_run_in_a_worker() -> None:
         second = await opened(two, "e")
         (engine,) = [hosted.engine for hosted in worker.engines]
         assert engine is not None
-        jobs = [first.generate(replace(prompt_of("Hi."), joint="ann"))]
+        jobs = [first.generate(replace(prompt_of("Hi."), dedup_key="ann"))]
         said = ids(await read_until(jobs[0], Tokens))
-        jobs.append(second.generate(replace(prompt_of("Hi."), joint="ann")))
+        jobs.append(second.generate(replace(prompt_of("Hi."), dedup_key="ann")))
         again = ids(await read_until(jobs[1], Tokens))
         assert again[: len(said)] == said[: len(again)]
         assert engine.stats().running == 1
-        jobs.append(second.generate(replace(prompt_of("Hi."), joint="bob")))
+        jobs.append(second.generate(replace(prompt_of("Hi."), dedup_key="bob")))
         await read_until(jobs[2], Tokens)
         assert engine.stats().running == 2
         jobs[0].cancel()

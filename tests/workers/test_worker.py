@@ -13,30 +13,29 @@ from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, NotF
 from modelyard.core.events import Failed, collect_reply
 from modelyard.core.request import Message as Turn
 from modelyard.core.request import Request, Text
-from modelyard.workers.hosted import order_of
-from modelyard.workers.link import new_keys
+from modelyard.workers.client import WorkerSession
 from modelyard.workers.messages import (
     VERSION,
     AbortRequest,
     AddRequest,
-    Beat,
-    Done,
-    Embed,
-    Forget,
-    Frame,
+    ConnectionRefused,
+    DropClient,
+    EmbedTokens,
     Goodbye,
-    GoOn,
+    Heartbeat,
     Hello,
-    Hold,
     InferRequest,
     OpenEngine,
-    Refused,
+    PauseRequest,
+    ResumeRequest,
+    UpdateBatch,
     Welcome,
+    WorkerReply,
     encode,
 )
 from modelyard.workers.packing import pack_ids
-from modelyard.workers.session import Session
-from modelyard.workers.worker import Worker
+from modelyard.workers.transport import generate_keys
+from modelyard.workers.worker import Worker, open_engine_message
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
@@ -99,7 +98,7 @@ async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
         asked = Request(model="m", messages=(Turn("user", (Text("Good morning."),)),))
         assert await chat.count(asked) > 0
         with pytest.raises(Unsupported):
-            await session.ask(lambda id: Embed(id, "c", []))
+            await session.ask(lambda id: EmbedTokens(id, "c", []))
         assert collect_reply(await read(chat.chat(asked))).text == "Good morning."
 
 
@@ -148,14 +147,14 @@ async def test_an_engine_that_dies_is_reported_before_its_requests_end() -> None
 
 
 @pytest.mark.parametrize(
-    "word", [b"", b"\xc1", os.urandom(64), encode(Beat(1)), encode(Hello(VERSION + 1, "x")), encode(Goodbye())]
+    "word", [b"", b"\xc1", os.urandom(64), encode(Heartbeat(1)), encode(Hello(VERSION + 1, "x")), encode(Goodbye())]
 )
 async def test_who_does_not_begin_with_a_good_hello_is_sent_away_and_counted(word: bytes, closing: Closing) -> None:
     async with working() as worker:
         stranger = closing(Stranger(worker.endpoint))
         stranger.say(word)
         await until(lambda: bool(stranger.heard))
-        assert isinstance(stranger.heard[0], Refused)
+        assert isinstance(stranger.heard[0], ConnectionRefused)
         assert worker.faults == 1
         stranger.say(Hello(VERSION, "again"))
         async with talking(worker) as session:  # whoever comes after it is served, and it is not
@@ -180,7 +179,7 @@ async def test_another_version_is_told_what_to_do(closing: Closing) -> None:
         encode(Hello(VERSION, "twice")),
         encode(AddRequest("e", InferRequest(1, b"\0\0\0"))),
         encode(AddRequest("e", InferRequest(7, pack_ids([1])))),
-        encode(Embed(1, "e", [b"\0"])),
+        encode(EmbedTokens(1, "e", [b"\0"])),
         encode(AddRequest("e", InferRequest(1, b"")))[:-1],
     ],
 )
@@ -210,9 +209,16 @@ def engine_running(worker: Worker) -> int:
 async def test_orders_for_requests_that_are_not_there_are_harmless(closing: Closing) -> None:
     async with working() as worker:
         stranger = closing(Stranger(worker.endpoint))
-        for word in (Hello(VERSION, "x"), AbortRequest(9), Hold(9), GoOn(9), Beat(1), Forget(3, "nobody")):
+        for word in (
+            Hello(VERSION, "x"),
+            AbortRequest(9),
+            PauseRequest(9),
+            ResumeRequest(9),
+            Heartbeat(1),
+            DropClient(3, "nobody"),
+        ):
             stranger.say(word)
-        await until(lambda: any(isinstance(word, Done) for word in stranger.heard))
+        await until(lambda: any(isinstance(word, WorkerReply) for word in stranger.heard))
         assert worker.faults == 0
         await stranger.close()
 
@@ -243,7 +249,7 @@ async def test_a_client_that_falls_silent_is_forgotten_with_what_ran_for_it(clos
     async with working(pace=HASTY) as worker:
         silent = closing(Stranger(worker.endpoint))
         silent.say(Hello(VERSION, "silent"))
-        silent.say(order_of("e", "fake", spec(**ENDLESS)))
+        silent.say(open_engine_message("e", "fake", spec(**ENDLESS)))
         await until(lambda: bool(worker.engines))
         silent.say(AddRequest("e", InferRequest(1, pack_ids(prompt().ids), max_tokens=100)))
         await until(lambda: engine_running(worker) == 0 and "0 clients" in repr(worker))
@@ -263,13 +269,13 @@ async def test_a_client_that_leaves_takes_its_requests_with_it() -> None:
 
 async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests(closing: Closing) -> None:
     async with working() as worker:
-        session = closing(Session(worker.endpoint, "client", pace=PATIENT))
+        session = closing(WorkerSession(worker.endpoint, "client", pace=PATIENT))
         await session.meet()
         engine = await opened(session, **ENDLESS)
         job = engine.generate(prompt())
         await read_until(job, Tokens)
         session._pace, session._pulse = HASTY, type(session._pulse)(HASTY.patience)
-        worker._do = {**worker._do, Beat: lambda *_: None}
+        worker._do = {**worker._do, Heartbeat: lambda *_: None}
         session._timer.cancel()
         session._tick()
         last = end(await asyncio.wait_for(read(job), DEADLINE_S))
@@ -284,10 +290,10 @@ async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests(closing:
 
 async def test_while_an_engine_loads_nobody_is_impatient(closing: Closing) -> None:
     async with working() as worker:
-        session = closing(Session(worker.endpoint, "client", pace=HASTY))
+        session = closing(WorkerSession(worker.endpoint, "client", pace=HASTY))
         await session.meet()
         gate = asyncio.Event()
-        worker._do = {**worker._do, Beat: lambda *_: None, OpenEngine: _late(worker, gate)}
+        worker._do = {**worker._do, Heartbeat: lambda *_: None, OpenEngine: _late(worker, gate)}
         opening = asyncio.create_task(opened(session, echo=True))
         for _ in range(4 * HASTY.patience):
             await asyncio.sleep(HASTY.beat_s)
@@ -315,7 +321,7 @@ async def test_forgetting_a_client_is_answered_when_its_places_are_free() -> Non
         jobs = [engine.generate(prompt(f"{i}")) for i in range(3)]
         for job in jobs:
             await read_until(job, Tokens)
-        await two.ask(lambda id: Forget(id, "dead"))
+        await two.ask(lambda id: DropClient(id, "dead"))
         assert engine_running(worker) == 0
 
 
@@ -374,13 +380,13 @@ async def test_one_turn_of_the_loop_is_one_frame_a_client(closing: Closing) -> N
     async with working() as worker:
         stranger = closing(Stranger(worker.endpoint))
         stranger.say(Hello(VERSION, "x"))
-        stranger.say(order_of("e", "fake", spec(script=[{"steps": [{"text": "Hello there."}]}])))
+        stranger.say(open_engine_message("e", "fake", spec(script=[{"steps": [{"text": "Hello there."}]}])))
         await until(lambda: bool(worker.engines))
         data = [encode(AddRequest("e", InferRequest(i, pack_ids(prompt().ids), max_tokens=50))) for i in range(8)]
         for each in data:
             worker._heard(next(iter(worker._peers)), each)
-        await until(lambda: any(isinstance(word, Frame) for word in stranger.heard))
-        (frame,) = [word for word in stranger.heard if isinstance(word, Frame)]
+        await until(lambda: any(isinstance(word, UpdateBatch) for word in stranger.heard))
+        (frame,) = [word for word in stranger.heard if isinstance(word, UpdateBatch)]
         assert {item.request_id for item in frame.items} == set(range(8))
         assert isinstance(stranger.heard[0], Welcome)
         await stranger.close()
@@ -412,7 +418,7 @@ async def test_draining_does_not_wait_for_ever() -> None:
 
 
 async def test_everything_is_the_same_with_keys_over_tcp() -> None:
-    keys = new_keys()
+    keys = generate_keys()
     async with working("tcp://127.0.0.1:*", keys=keys) as worker, talking(worker, keys=keys) as session:
         engine = await opened(session, echo=True)
         assert end(await read(engine.generate(prompt()))).reason == "stop"

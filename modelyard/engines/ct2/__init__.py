@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.ct2 import folder
-from modelyard.engines.ct2.call import CAPABILITIES
+from modelyard.engines.ct2 import model_folder
 from modelyard.engines.ct2.estimate import estimate
-from modelyard.engines.ct2.options import LIVE_OVERRIDES, Options
+from modelyard.engines.ct2.options import CAPABILITIES, LIVE_OVERRIDES
+from modelyard.engines.ct2.options import Ct2Options as Options
 from modelyard.plugins import MissingLibrary
 
 __all__ = [
@@ -58,7 +58,7 @@ def create(spec: EngineSpec) -> Engine:
 
 def tokenizer_path(options: Options) -> Path:
     """The folder itself: a conversion puts the tokenizer beside the weights."""
-    return folder.find(options.path)
+    return model_folder.find_folder(options.path)
 
 
 def chat_template(options: Options) -> str | None:

@@ -9,20 +9,93 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from modelyard.core.engine import Chunk, IdLogprob, Tokens
+from modelyard.core.engine import CacheInfo, Chunk, End, IdLogprob, Prompt, Tokens
 from modelyard.core.errors import ModelyardError, Timeout
-from modelyard.engines.ct2.call import is_beam
-from modelyard.engines.ct2.job import Job
+from modelyard.core.events import Timings, Usage
+from modelyard.engines.ct2.options import Call, Ct2Options, generate_arguments, is_beam
+from modelyard.engines.generation_queue import GenerationQueue
 
-Emit = Callable[[Job, list[Chunk], bool], None]
+# One job in the engine's hands: how much it may say, what it has said, and its way out.
 
 
-class Batch:
+class Ct2Job:
+    """Made on the reader's loop. While its batch runs it belongs to the batch's thread, except for `cancelled`, which
+    anybody may set."""
+
+    def __init__(self, prompt: Prompt, loop: Any, on_cancel: Callable[[], None]) -> None:
+        self.prompt, self._on_cancel = prompt, on_cancel
+        self.queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=self.cancel, loop=loop)
+        self.ids, self.prompt_tokens = prompt.ids, prompt.n_tokens
+        self.stops = frozenset(prompt.stop_ids)
+        self.cancelled: bool = False
+        self.ended: bool = False
+        self.call: Call = {}
+        self.most = self.said = 0
+        self.began = time.perf_counter()
+        self.first_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Job {self.prompt_tokens} tokens, {self.said}/{self.most} said>"
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self._on_cancel()
+
+    def is_late(self, now: float) -> bool:
+        """`now` is unix time, as deadlines are."""
+        return self.prompt.deadline is not None and now >= self.prompt.deadline
+
+    def fit(self, cache: CacheInfo, options: Ct2Options) -> None:
+        """How much it may say in this cache: CTranslate2 itself goes over any window."""
+        room = cache.window - self.prompt_tokens
+        self.most = min(self.prompt.max_tokens, room)
+        self.full: str = "window" if room < self.prompt.max_tokens else "length"
+        self.call = generate_arguments(self.prompt, self.most, options)
+
+    def speaks(self, tokens: int = 1) -> None:
+        if self.first_at is None:
+            self.first_at = time.perf_counter()
+        self.said += tokens
+
+    def end(self, reason: Any, error: ModelyardError | None = None) -> End:
+        self.ended = True
+        return End(reason, Usage(self.prompt_tokens, 0, self.said), self._timings(), error)
+
+    def _timings(self) -> Timings:
+        now, first = time.perf_counter(), self.first_at
+        told = first - self.began if first is not None else None
+        decode = now - first if first is not None else None
+        return Timings(prefill=told, first_token=told, decode=decode, total=now - self.began)
+
+
+# Which of the jobs that wait share the next batch. Pure.
+#
+# The oldest job leads. Others go with it where their arguments are the same and their prompts are nearly as long as its
+# own: CTranslate2 reads a batch only as far as its shortest prompt in one go, and token by token from there.
+
+
+def next_batch(waiting: Sequence[Ct2Job], slack: int) -> list[Ct2Job]:
+    """The longest prompt first: so CTranslate2 keeps its rows, and the rows of its logits are in our order."""
+    leader = waiting[0]
+    shortest = longest = leader.prompt_tokens
+    chosen: list[Ct2Job] = []
+    for job in waiting:
+        low, high = min(shortest, job.prompt_tokens), max(longest, job.prompt_tokens)
+        if job.call == leader.call and high - low <= slack:
+            shortest, longest = low, high
+            chosen.append(job)
+    return sorted(chosen, key=lambda job: -job.prompt_tokens)
+
+
+Emit = Callable[[Ct2Job, list[Chunk], bool], None]
+
+
+class Ct2Batch:
     """`fault` is set by anybody who wants it to stop: its jobs then end with it. `wake` is called once a step, after
     the last token of it: a loop that works meanwhile would hold the GIL against the callbacks that are still to come,
     and while CTranslate2 computes the next step it has it for itself."""
 
-    def __init__(self, jobs: list[Job], words: Sequence[str], emit: Emit, wake: Callable[[], None]) -> None:
+    def __init__(self, jobs: list[Ct2Job], words: Sequence[str], emit: Emit, wake: Callable[[], None]) -> None:
         self.jobs, self._words, self._emit, self._wake = jobs, words, emit, wake
         self.fault: ModelyardError | None = None
         wanted = [job.prompt.logprobs for job in jobs if job.prompt.logprobs is not None]
@@ -72,7 +145,7 @@ class Batch:
         if self._top:
             self._logits = _host(said.logits)
 
-    def _hear(self, job: Job, said: Any) -> bool:
+    def _hear(self, job: Ct2Job, said: Any) -> bool:
         if job.ended or self._given_up(job):
             return True
         token: int = said.token_id
@@ -86,7 +159,7 @@ class Batch:
         self._end(job, job.full)
         return True
 
-    def _given_up(self, job: Job) -> bool:
+    def _given_up(self, job: Ct2Job) -> bool:
         if self.fault is not None:
             self._end(job, "error", self.fault)
         elif job.cancelled:
@@ -95,12 +168,12 @@ class Batch:
             self._end(job, "error", Timeout("the job's deadline passed"))
         return job.ended
 
-    def _end(self, job: Job, reason: str, error: ModelyardError | None = None) -> None:
+    def _end(self, job: Ct2Job, reason: str, error: ModelyardError | None = None) -> None:
         self._emit(job, [job.end(reason, error)], True)
 
     # --- log probabilities ------------------------------------------------------------------------------------------
 
-    def _logprobs(self, job: Job, said: Any) -> list[IdLogprob] | None:
+    def _logprobs(self, job: Ct2Job, said: Any) -> list[IdLogprob] | None:
         wanted = job.prompt.logprobs
         if wanted is None:
             return None

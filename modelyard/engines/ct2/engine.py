@@ -42,12 +42,9 @@ from modelyard.core.errors import (
     Unavailable,
     Unsupported,
 )
-from modelyard.engines.ct2 import folder
-from modelyard.engines.ct2.batch import Batch
-from modelyard.engines.ct2.batching import next_batch
-from modelyard.engines.ct2.call import CAPABILITIES, is_beam
-from modelyard.engines.ct2.job import Job
-from modelyard.engines.ct2.options import Options
+from modelyard.engines.ct2 import model_folder
+from modelyard.engines.ct2.batch import Ct2Batch, Ct2Job, next_batch
+from modelyard.engines.ct2.options import CAPABILITIES, Ct2Options, is_beam
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +53,7 @@ _SWITCH_S = 0.0005  # a callback waits this long at most for a busy gateway to l
 
 class Ct2Engine:
     def __init__(self, spec: EngineSpec) -> None:
-        self.options: Options = spec.options
+        self.options: Ct2Options = spec.options
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
@@ -68,10 +65,10 @@ class Ct2Engine:
         self._let_go = weakref.finalize(self, self._held.clear)
         self._loading: asyncio.Task[None] | None = None
         self._over: ModelyardError | None = None  # why nothing can run here any more
-        self._waiting: list[Job] = []
-        self._running: dict[Batch, asyncio.Future[None]] = {}
+        self._waiting: list[Ct2Job] = []
+        self._running: dict[Ct2Batch, asyncio.Future[None]] = {}
         self._timer: asyncio.Handle | None = None
-        self._parcels: deque[tuple[Job, list[Chunk], bool]] = deque()
+        self._parcels: deque[tuple[Ct2Job, list[Chunk], bool]] = deque()
         self._told = False  # the loop knows that parcels wait
         self._evaluated = 0
 
@@ -81,7 +78,7 @@ class Ct2Engine:
     # --- life -------------------------------------------------------------------------------------------------------
 
     async def open(self, progress: OnProgress) -> None:
-        where = folder.find(self.options.path)
+        where = model_folder.find_folder(self.options.path)
         progress(0.0, "loading weights")
         # A task of its own: whoever stops waiting for it leaves a thread behind that `close` has to wait for.
         self._loading = asyncio.create_task(asyncio.to_thread(self._load, where))
@@ -93,8 +90,8 @@ class Ct2Engine:
     def _load(self, where: Path) -> None:
         import ctranslate2
 
-        self._words = folder.words(where)
-        self._warn_of_length(folder.trained_length(where))
+        self._words = model_folder.read_vocabulary(where)
+        self._warn_of_length(model_folder.read_trained_length(where))
         try:
             generator = ctranslate2.Generator(
                 str(where),
@@ -107,7 +104,7 @@ class Ct2Engine:
             )
         except (RuntimeError, ValueError, MemoryError) as error:
             raise InvalidRequest(
-                f"{where / folder.WEIGHTS} cannot be loaded: {error}", code="model_unreadable"
+                f"{where / model_folder.WEIGHTS} cannot be loaded: {error}", code="model_unreadable"
             ) from error
         self._held.append(generator)
 
@@ -140,7 +137,7 @@ class Ct2Engine:
     # --- jobs come --------------------------------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        job = Job(prompt, self._loop, self._on_cancel)
+        job = Ct2Job(prompt, self._loop, self._on_cancel)
         try:
             self._check(job)
             job.fit(self._cache(prompt.cache), self.options)
@@ -151,7 +148,7 @@ class Ct2Engine:
             self._plan()
         return job.queue
 
-    def _check(self, job: Job) -> None:
+    def _check(self, job: Ct2Job) -> None:
         if self._over is not None:
             raise self._over
         if not self._held:
@@ -184,7 +181,7 @@ class Ct2Engine:
             raise NotFound(f"the engine has no cache {name!r}; it has {', '.join(known)}")
         return known[name]
 
-    def _refuse(self, job: Job, error: ModelyardError) -> None:
+    def _refuse(self, job: Ct2Job, error: ModelyardError) -> None:
         job.queue.put_many([job.end("error", error)], last=True)
 
     def _on_cancel(self) -> None:
@@ -205,7 +202,7 @@ class Ct2Engine:
         while self._waiting and len(self._running) < self._workers:
             jobs = next_batch(self._waiting, self.options.batch_slack)
             self._waiting = [job for job in self._waiting if job not in jobs]
-            self._start(Batch(jobs, self._words, self._emit, self._wake))
+            self._start(Ct2Batch(jobs, self._words, self._emit, self._wake))
 
     def _sweep(self) -> None:
         """What waits and is not wanted any more ends at once."""
@@ -217,7 +214,7 @@ class Ct2Engine:
             else:
                 self._refuse(job, Timeout("the job's deadline passed"))
 
-    def _start(self, batch: Batch) -> None:
+    def _start(self, batch: Ct2Batch) -> None:
         for job in batch.jobs:
             self._evaluated += job.prompt_tokens
             job.queue.put(Accepted(0, 0))
@@ -225,7 +222,7 @@ class Ct2Engine:
         self._running[batch] = work
         work.add_done_callback(partial(self._finished, batch))
 
-    def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
+    def _emit(self, job: Ct2Job, chunks: list[Chunk], last: bool) -> None:
         self._parcels.append((job, chunks, last))
 
     def _wake(self) -> None:
@@ -240,7 +237,7 @@ class Ct2Engine:
             job, chunks, last = self._parcels.popleft()
             job.queue.put_many(chunks, last=last)
 
-    def _finished(self, batch: Batch, work: asyncio.Future[None]) -> None:
+    def _finished(self, batch: Ct2Batch, work: asyncio.Future[None]) -> None:
         self._deliver()
         del self._running[batch]
         error = work.exception()
@@ -249,7 +246,7 @@ class Ct2Engine:
         if self._waiting and self._timer is None:  # else they are still gathering
             self._dispatch()
 
-    def _failed(self, batch: Batch, error: BaseException | None) -> None:
+    def _failed(self, batch: Ct2Batch, error: BaseException | None) -> None:
         """Too little memory is this batch's trouble. Whatever else CTranslate2 raises leaves nothing to rely on."""
         log.error("a batch of CTranslate2 failed", exc_info=error)
         fault: ModelyardError = Internal("CTranslate2 could not answer")

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines import cores
-from modelyard.engines.ct2.options import Options
+from modelyard.engines.ct2.options import Ct2Options
 
 _TYPES = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32")
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
     del here
-    options: Options = spec.options
+    options: Ct2Options = spec.options
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8, 16), stage=1, place="cache")
     yield Knob(name="inter_threads", values=cores.thread_counts(), stage=2)
@@ -22,7 +22,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
     yield Knob(name="compute_type", values=_types(options), stage=3, lossy=True)
 
 
-def _types(options: Options) -> tuple[str, ...]:
+def _types(options: Ct2Options) -> tuple[str, ...]:
     """Those that this machine computes with; the others would silently become one of these."""
     import ctranslate2
 
@@ -32,7 +32,7 @@ def _types(options: Options) -> tuple[str, ...]:
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
-    options: Options = spec.options
+    options: Ct2Options = spec.options
     places = sum(info.parallel for info in spec.caches.values())
     return {
         "parallel": spec.caches[cache].parallel,

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
-from modelyard.engines.ct2 import folder
-from modelyard.engines.ct2.options import Options
+from modelyard.engines.ct2 import model_folder
+from modelyard.engines.ct2.options import Ct2Options
 
 _AT_ONCE = 256  # tokens of the text that are read without what stood before them: 256 MB with large vocabularies
 
@@ -21,7 +21,7 @@ Odds = npt.NDArray[np.float32]
 
 
 def loss(spec: EngineSpec, reference: EngineSpec, ids: Sequence[int]) -> Loss:
-    words = folder.words(folder.find(spec.options.path))
+    words = model_folder.read_vocabulary(model_folder.find_folder(spec.options.path))
     pieces = [list(ids[start : start + _AT_ONCE]) for start in range(0, len(ids), _AT_ONCE)]
     pieces = [piece for piece in pieces if len(piece) > 1]
     surprise = surprise_before = apart = 0.0
@@ -36,10 +36,10 @@ def loss(spec: EngineSpec, reference: EngineSpec, ids: Sequence[int]) -> Loss:
     return Loss(math.exp(surprise / count), math.exp(surprise_before / count), max(0.0, apart / count))
 
 
-def _generator(options: Options) -> Any:
+def _generator(options: Ct2Options) -> Any:
     import ctranslate2
 
-    where = folder.find(options.path)
+    where = model_folder.find_folder(options.path)
     try:
         return ctranslate2.Generator(str(where), device=options.device, compute_type=options.compute_type)
     except (RuntimeError, ValueError) as error:

@@ -1,11 +1,11 @@
-"""ExLlamaV3 in process: EXL3 weights on NVIDIA GPUs, jobs that join and leave a running batch, prompts cached by pages.
+"""ExLlamaV3 in process: EXL3 weights on NVIDIA GPUs, continuous batching, prompts cached in pages.
 
-What it cannot do, and what follows from it:
+Limits:
 
-- Prompts are read in chunks of 256 tokens at least, and the last chunk says the first token in the same go: a short
-  prompt cannot be broken off while it is read.
-- An adapter (LoRA) would be worn by all jobs at once, and the paths that decode do not look at it: none is taken.
-- Typical sampling, Mirostat and beam search do not exist there; they are accepted and not honoured.
+- Prompts are read in chunks of at least 256 tokens, and the last chunk also samples the first token: reading a short
+  prompt cannot be interrupted.
+- A LoRA adapter would apply to all jobs at once, and the decoding paths ignore it: adapters are refused.
+- Typical sampling, Mirostat and beam search do not exist: they are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.exllamav3 import model_folder
 from modelyard.engines.exllamav3.arguments import CAPABILITIES
 from modelyard.engines.exllamav3.estimate import estimate
+from modelyard.engines.exllamav3.model_folder import find_folder
 from modelyard.engines.exllamav3.options import LIVE_OVERRIDES
 from modelyard.engines.exllamav3.options import ExllamaOptions as Options
 from modelyard.plugins import MissingLibrary
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 HOLDS_WEIGHTS = True
-# A step on a GPU is over in a millisecond: a busy gateway in the same interpreter would be felt in every one.
+# A step on a GPU takes about a millisecond: a busy gateway in the same interpreter would slow down every step.
 OWN_PROCESS = True
 
 _NEEDED = ("torch", "exllamav3", "llguidance")
@@ -49,7 +49,7 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 
 def verify() -> None:
-    """Whether it is installed. Importing it compiles its kernels for minutes where nobody has, so that waits."""
+    """Checks that the packages are installed. Does not import them: the first import compiles kernels for minutes."""
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise MissingLibrary(
             f"exllamav3 needs the Python package {missing[0]!r}: install a build of torch for your CUDA version, then "
@@ -58,7 +58,7 @@ def verify() -> None:
 
 
 def create(spec: EngineSpec) -> Engine:
-    """To be called on the loop that its answers are read on."""
+    """Call it on the event loop that reads the engine's generations."""
     verify()
     from modelyard.engines.exllamav3.engine import ExllamaEngine
 
@@ -66,11 +66,11 @@ def create(spec: EngineSpec) -> Engine:
 
 
 def tokenizer_path(options: Options) -> Path:
-    """The folder itself: a quantized model keeps its tokenizer beside the weights."""
-    return model_folder.find_folder(options.path)
+    """A quantized model has its tokenizer beside the weights."""
+    return find_folder(options.path)
 
 
 def chat_template(options: Options) -> str | None:
-    """None: it lies in the folder, where everybody looks."""
+    """None: it is in the folder, where the prompt renderer looks first."""
     del options
     return None

@@ -1,4 +1,4 @@
-"""A model's settings and a job's sampling as the arguments of ExLlamaV3's calls. Pure."""
+"""A model's options and a job's sampling as the arguments of ExLlamaV3's calls. Pure."""
 
 from __future__ import annotations
 
@@ -14,82 +14,78 @@ from modelyard.engines.exllamav3.options import PAGE, CacheBits, ExllamaOptions
 IGNORED = ("typical_p", "mirostat", "mirostat_tau", "mirostat_eta", "beam_size")
 CAPABILITIES = Capabilities(structured=True, logprobs=True, ignored=IGNORED)
 
-Call = dict[str, Any]
-SamplerStep = tuple[str, Call]  # a sampling step's class in ExLlamaV3, and what it is made with
+Arguments = dict[str, Any]
+SamplerStep = tuple[str, Arguments]  # the name of a sampling class in ExLlamaV3, and its arguments
 
 
 # --- the model ------------------------------------------------------------------------------------------------------
 
 
-def load_arguments(options: ExllamaOptions, most: int, tokens: Iterable[int]) -> Call:
-    """`most`: jobs in one step; `tokens`: what each cache holds."""
-    called: Call = {
+def load_arguments(options: ExllamaOptions, batch_size: int, cache_sizes: Iterable[int]) -> Arguments:
+    """`cache_sizes`: tokens of each cache. Loading and warming up read a whole chunk into a cache, so it must fit into
+    the smallest."""
+    arguments: Arguments = {
         "use_per_device": options.exllama_gpu_split,
-        "max_chunk_size": chunk(options, tokens),
-        "max_batch_size": most,
+        "max_chunk_size": min([options.exllama_max_chunk_size, *cache_sizes]),
+        "max_batch_size": batch_size,
     }
     if options.exllama_tensor_parallel:
-        called |= {"tensor_p": True, "tp_backend": options.exllama_tp_backend}
-    return called
-
-
-def chunk(options: ExllamaOptions, tokens: Iterable[int]) -> int:
-    """Tokens of a prompt read at a time: loading and warming up read so many into a cache, so each must have room."""
-    return min([options.exllama_max_chunk_size, *tokens])
+        arguments |= {"tensor_p": True, "tp_backend": options.exllama_tp_backend}
+    return arguments
 
 
 def cache_tokens(options: ExllamaOptions, caches: Mapping[str, CacheInfo]) -> dict[str, int]:
-    """What each cache holds, in whole pages: by its windows, or its share of `exllama_cache_size`."""
-    wanted = {name: _paged(info.window + 1) * info.parallel for name, info in caches.items()}
+    """Tokens of each cache in whole pages: the windows of its conversations, or its share of `exllama_cache_size`."""
+    wanted = {name: _whole_pages(info.window + 1) * info.parallel for name, info in caches.items()}
     if options.exllama_cache_size is None:
         return wanted
-    budget, whole = options.exllama_cache_size, sum(wanted.values())
-    shares = {name: _paged(budget * tokens // whole) for name, tokens in wanted.items()}
+    budget, total = options.exllama_cache_size, sum(wanted.values())
+    shares = {name: _whole_pages(budget * tokens // total) for name, tokens in wanted.items()}
     for name, tokens in shares.items():
-        if tokens < (need := _paged(caches[name].window + 1)):
+        if tokens < (needed := _whole_pages(caches[name].window + 1)):
             raise InvalidRequest(
-                f"exllama_cache_size = {budget} leaves the cache {name!r} {tokens} tokens, and one conversation of its "
-                f"window of {caches[name].window} needs {need}: raise it, or lower n_ctx",
+                f"exllama_cache_size = {budget} gives the cache {name!r} {tokens} tokens, but one conversation with a "
+                f"window of {caches[name].window} needs {needed}: raise it, or lower n_ctx",
                 code="cache_unusable",
             )
     return shares
 
 
-def _paged(tokens: int) -> int:
+def _whole_pages(tokens: int) -> int:
     return -(-tokens // PAGE) * PAGE
 
 
-def quant_of(name: str, info: CacheInfo, options: ExllamaOptions) -> CacheBits | None:
-    """A cache's own number formats, where it has others than 16 bits, go before the model's."""
-    own = _bits_of(name, info.type_k), _bits_of(name, info.type_v)
-    if own == (16, 16):
+def cache_bits(name: str, info: CacheInfo, options: ExllamaOptions) -> CacheBits | None:
+    """Bits of keys and values; None means 16. A cache's own types, if not 16 bits, override the model's."""
+    keys, values = _type_bits(name, info.type_k), _type_bits(name, info.type_v)
+    if (keys, values) == (16, 16):
         return options.exllama_cache_quant
-    if 16 in own:
+    if 16 in (keys, values):
         raise InvalidRequest(
-            f"the cache {name!r} has keys of {own[0]} bits and values of {own[1]}: ExLlamaV3 quantizes both or neither",
+            f"the cache {name!r} has keys of {keys} bits and values of {values}: ExLlamaV3 quantizes both or neither",
             code="cache_unusable",
         )
-    return own
+    return keys, values
 
 
-def _bits_of(name: str, format_: str) -> int:
-    found = re.fullmatch(r"(?:b?f(16)|q([2-8])(?:_\w)?)", format_.lower())
+def _type_bits(name: str, cache_type: str) -> int:
+    found = re.fullmatch(r"(?:b?f(16)|q([2-8])(?:_\w)?)", cache_type.lower())
     if found is None:
         raise InvalidRequest(
-            f"{format_!r} is no number format of ExLlamaV3's caches; {name!r} may have f16, q8, q7 … q2",
+            f"ExLlamaV3 has no cache type {cache_type!r}; the cache {name!r} may have f16, q8, q7 … q2",
             code="cache_unusable",
         )
     return int(found[1] or found[2])
 
 
-def batch(options: ExllamaOptions, info: CacheInfo) -> int:
+def batch_size(options: ExllamaOptions, info: CacheInfo) -> int:
     return options.exllama_max_batch_size or info.parallel
 
 
-def generator_arguments(options: ExllamaOptions, info: CacheInfo, tokens: int) -> Call:
+def generator_arguments(options: ExllamaOptions, info: CacheInfo, tokens: int) -> Arguments:
     return {
-        "max_batch_size": batch(options, info),
-        "max_chunk_size": chunk(options, [tokens]),
+        "max_batch_size": batch_size(options, info),
+        "max_chunk_size": min(options.exllama_max_chunk_size, tokens),
         "max_q_size": options.exllama_max_q_size,
     }
 
@@ -97,32 +93,29 @@ def generator_arguments(options: ExllamaOptions, info: CacheInfo, tokens: int) -
 # --- a job ----------------------------------------------------------------------------------------------------------
 
 
-def job_arguments(prompt: Prompt, most: int, options: ExllamaOptions, ends: tuple[int, ...] = ()) -> Call:
-    """`most`: how many tokens the job may say; `ends`: what ends it besides its own stop ids."""
-    called: Call = {
-        "max_new_tokens": most,
-        "stop_conditions": list(dict.fromkeys((*prompt.stop_ids, *ends))),
+def job_arguments(
+    prompt: Prompt, max_output: int, options: ExllamaOptions, more_stop_ids: tuple[int, ...] = ()
+) -> Arguments:
+    arguments: Arguments = {
+        "max_new_tokens": max_output,
+        "stop_conditions": list(dict.fromkeys((*prompt.stop_ids, *more_stop_ids))),
         "seed": prompt.sampling.seed,
         "max_rq_tokens": options.exllama_max_rq_tokens,
     }
     if prompt.logprobs is not None:
-        called |= {"return_probs": True, "return_top_tokens": prompt.logprobs}
-    return called
+        arguments |= {"return_probs": True, "return_top_tokens": prompt.logprobs}
+    return arguments
 
 
 def sampler_steps(s: Sampling) -> list[SamplerStep]:
-    """In this order ExLlamaV3 does the truncations, the temperature and the choice in one kernel (XTC is apart)."""
+    """In this order ExLlamaV3 runs truncation, temperature and selection in one kernel (XTC is separate)."""
     steps = [*_penalties(s), *_dry(s)]
-    if is_greedy(s):
+    if s.top_k == 1 or (s.temperature is not None and s.temperature <= 0) or s.top_p == 0:
         return [*steps, ("SS_Argmax", {})]
     steps += _truncations(s)
     if s.temperature is not None and s.temperature != 1:
         steps.append(("SS_Temperature", {"temperature": s.temperature}))
     return [*steps, ("SS_Sample", {})]
-
-
-def is_greedy(s: Sampling) -> bool:
-    return s.top_k == 1 or (s.temperature is not None and s.temperature <= 0) or s.top_p == 0
 
 
 def _penalties(s: Sampling) -> list[SamplerStep]:
@@ -139,15 +132,15 @@ def _penalties(s: Sampling) -> list[SamplerStep]:
 def _dry(s: Sampling) -> list[SamplerStep]:
     if not s.dry_multiplier or s.dry_penalty_last_n == 0:
         return []
-    called: Call = {
+    arguments: Arguments = {
         "dry_multiplier": s.dry_multiplier,
         "dry_base": 1.75 if s.dry_base is None else s.dry_base,
         "dry_allowed_length": 2 if s.dry_allowed_length is None else s.dry_allowed_length,
-        "dry_range": max(0, s.dry_penalty_last_n or 0),  # 0: all there is
+        "dry_range": max(0, s.dry_penalty_last_n or 0),  # 0: no limit
     }
     if s.dry_sequence_breakers is not None:
-        called["dry_sequence_breakers"] = s.dry_sequence_breakers  # words: token ids only where they are known
-    return [("SS_DRY", called)]
+        arguments["dry_sequence_breakers"] = s.dry_sequence_breakers  # text; the model turns it into token ids
+    return [("SS_DRY", arguments)]
 
 
 def _truncations(s: Sampling) -> list[SamplerStep]:

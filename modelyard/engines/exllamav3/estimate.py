@@ -1,43 +1,30 @@
-"""What an EXL3 model will take of a GPU's memory, worked out from its folder before anything is loaded.
+"""The GPU memory of an EXL3 model, estimated from its folder before it is loaded.
 
-weights   all tensors, but for the embedding, which stays in RAM
-KV        tokens of all caches × layers × keys and values, by their bits; quantized ones with a scale for 32 numbers
-compute   the widest moment of reading a chunk, a row of logits for each job, and what CUDA takes for itself
+weights   all tensors except the embedding, which stays in RAM
+KV        tokens of all caches × layers × bits of keys and values; quantized ones have a 16-bit scale per 32 numbers
+compute   the activations of one prompt chunk, a row of logits per job, and the CUDA context
 """
 
 from __future__ import annotations
 
 from modelyard.core.engine import AvailableMemory, EngineSpec, MemoryEstimate
-from modelyard.engines.exllamav3 import model_folder
-from modelyard.engines.exllamav3.arguments import cache_tokens, quant_of
-from modelyard.engines.exllamav3.model_folder import ExllamaModelInfo
-from modelyard.engines.exllamav3.options import CacheBits, ExllamaOptions
+from modelyard.engines.exllamav3.arguments import cache_bits, cache_tokens
+from modelyard.engines.exllamav3.model_folder import find_folder, read_model_info
+from modelyard.engines.exllamav3.options import ExllamaOptions
 
-_CONTEXT = 512 << 20  # a CUDA context with the kernels and workspaces of torch and ExLlamaV3
+_CUDA_CONTEXT = 512 << 20  # with the kernels and workspaces of torch and ExLlamaV3
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     del machine  # it runs on GPUs only
     options: ExllamaOptions = spec.options
-    model = model_folder.read_model_info(model_folder.find_folder(options.path))
+    model = read_model_info(find_folder(options.path))
     tokens = cache_tokens(options, spec.caches)
-    kv = sum(
-        tokens[name] * model.layers * _token(model, quant_of(name, info, options)) for name, info in spec.caches.items()
-    )
-    return MemoryEstimate(model.weights, int(kv), _compute(model, options, _most(spec)), "gpu")
-
-
-def _token(model: ExllamaModelInfo, quant: CacheBits | None) -> float:
-    """Bytes of one token in one layer."""
-    bits = 32.0 if quant is None else sum(quant) + 2 * 16 / 32
-    return model.kv_width * bits / 8
-
-
-def _compute(model: ExllamaModelInfo, options: ExllamaOptions, jobs: int) -> int:
-    moment = 2 * options.exllama_max_chunk_size * (6 * model.width + 3 * model.inner)
-    return moment + 6 * model.vocab * jobs + _CONTEXT
-
-
-def _most(spec: EngineSpec) -> int:
-    """Jobs in one step: caches take turns."""
-    return max((info.parallel for info in spec.caches.values()), default=1)
+    kv_bits = 0
+    for name, info in spec.caches.items():
+        bits = cache_bits(name, info, options)
+        kv_bits += tokens[name] * model.layers * model.kv_width * (32 if bits is None else sum(bits) + 1)
+    jobs_per_step = max((info.parallel for info in spec.caches.values()), default=1)  # caches take turns
+    activations = 2 * options.exllama_max_chunk_size * (6 * model.hidden_size + 3 * model.intermediate_size)
+    logits = 6 * model.n_vocab * jobs_per_step
+    return MemoryEstimate(model.weights, kv_bits // 8, activations + logits + _CUDA_CONTEXT, "gpu")

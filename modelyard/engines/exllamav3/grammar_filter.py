@@ -1,7 +1,7 @@
-"""Constrained output: what ExLlamaV3 asks a filter for at every token, answered by llguidance.
+"""Constrained output: llguidance behind the filter interface that ExLlamaV3 calls at every token.
 
-Of the same form as the filters that come with ExLlamaV3, and not one of them: theirs know triggers of one token only,
-compile where they are made, and raise where a grammar fails while it is used, which ends the jobs of everybody.
+ExLlamaV3's own filters are not used: they know one-token triggers only, compile where they are created, and raise when
+a grammar fails during generation, which ends the jobs of all clients.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
-from modelyard.engines.exllamav3.model_folder import ExllamaModelInfo, tokenizer_text
+from modelyard.engines.exllamav3.model_folder import ExllamaModelInfo, read_tokenizer
 from modelyard.engines.grammars import Grammars
 
 log = logging.getLogger(__name__)
@@ -27,43 +26,43 @@ _NO_TOKEN = -1
 
 
 class GrammarFilters:
-    """Those of one model; `as_tensor` makes ExLlamaV3's tensor of a row of bits, without a copy."""
+    """Creates the filters of one model. `as_tensor` turns a row of bits into a tensor without a copy."""
 
-    def __init__(self, folder: Path, shape: ExllamaModelInfo, as_tensor: Callable[[Any], Any]) -> None:
-        self._folder, self._shape, self._as_tensor = folder, shape, as_tensor
+    def __init__(self, folder: Path, info: ExllamaModelInfo, as_tensor: Callable[[Any], Any]) -> None:
+        self._folder, self._info, self._as_tensor = folder, info, as_tensor
         self._tokenizer: LLTokenizer | None = None
-        self._grammars = Grammars(self._vocabulary)
+        self._grammars = Grammars(self._get_tokenizer)
 
-    def order(self, constraint: Constraint) -> Future[GrammarFilter | None]:
-        """`make`, on the thread for it."""
-        return self._grammars.submit(partial(self.make, constraint))
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        """Runs a function on the compiler thread."""
+        return self._grammars.submit(function)
 
-    def make(self, constraint: Constraint) -> GrammarFilter | None:
-        """None where the constraint is dropped: a grammar that nobody asked for must not fail a request."""
+    def create(self, constraint: Constraint) -> GrammarFilter | None:
+        """None if the constraint is dropped: a grammar that the client did not ask for must not fail a request."""
         try:
             matcher = self._grammars.matcher(constraint)
         except InvalidRequest as error:
             if not constraint.trigger:
                 raise
-            log.warning("the calls of %s stay free: %s", ", ".join(constraint.tools) or "tools", error.message)
+            log.warning("calls of %s are unconstrained: %s", ", ".join(constraint.tools) or "tools", error.message)
             return None
-        return GrammarFilter(matcher, self._vocabulary(), self._as_tensor, constraint.trigger)
+        return GrammarFilter(matcher, self._get_tokenizer(), self._as_tensor, constraint.trigger)
 
     def close(self) -> None:
         self._grammars.close()
 
-    def _vocabulary(self) -> LLTokenizer:
+    def _get_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
-            told = tokenizer_text(self._folder)
-            self._tokenizer = LLTokenizer(told, n_vocab=self._shape.vocab, eos_token=list(self._shape.ends) or None)
+            eos_ids = list(self._info.eos_ids) or None
+            self._tokenizer = LLTokenizer(read_tokenizer(self._folder), n_vocab=self._info.n_vocab, eos_token=eos_ids)
         return self._tokenizer
 
 
 class GrammarFilter:
-    """Holds one job's output to a grammar; with a trigger from there on, until it is complete, and then again.
+    """Constrains one job's output to a grammar; with a trigger only what follows it, each time until it is complete.
 
-    `is_active` and `trigger_token` are ExLlamaV3's: it makes the filter active at the job's start unless the latter is
-    set. `fault` is why the grammar broke: the job is over then, and its neighbours are not.
+    `is_active` and `trigger_token` are ExLlamaV3's: it activates the filter at the start of the job unless
+    `trigger_token` is set. `error` is set when the grammar fails; that ends this job only.
     """
 
     def __init__(
@@ -73,63 +72,63 @@ class GrammarFilter:
         self._trigger, self._tail = (trigger or "").encode(), b""
         self.trigger_token = _NO_TOKEN if trigger else None
         self.is_active = not trigger
-        self.fault: InvalidRequest | None = None
+        self.error: InvalidRequest | None = None
         self._bits = np.zeros(-(-tokenizer.vocab_size // 32), np.int32)
         self._mask = as_tensor(self._bits.reshape(1, -1))
 
     @property
-    def ends_the_job(self) -> bool:
-        """What is complete is all that the job says."""
+    def ends_job(self) -> bool:
+        """The job ends when the grammar is complete."""
         return not self._trigger
 
     def attach(self, job: Any) -> None:
-        """It needs to know nothing of the job."""
+        """Part of ExLlamaV3's interface."""
 
     def reset(self) -> None:
         self._matcher.reset()
         self._tail = b""
 
     def use_background_worker(self) -> bool:
-        """The mask is worked out while the GPU computes."""
+        """The mask is computed while the GPU computes."""
         return True
 
     def get_next_logit_mask(self) -> Any:
-        """A set bit allows a token. Where the grammar broke all are: the job ends before anybody hears more of it."""
-        if self.fault is None:
+        """A set bit allows a token. After an error all are allowed: the job ends before the token is sent."""
+        if self.error is None:
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            self._check()
-        if self.fault is not None:
+            self._check_matcher()
+        if self.error is not None:
             self._bits.fill(-1)
         return self._mask
 
     def feed(self, token: int) -> bool:
-        """Hears each token; True ends the job."""
-        if self.fault is not None:
+        """Takes each generated token; True ends the job."""
+        if self.error is not None:
             return True
         if not self.is_active:
-            self._watch(token)
+            self._look_for_trigger(token)
             return False
         self._matcher.consume_token(token)
-        self._check()
-        self.is_active = self.fault is None and not self._matcher.is_stopped()
-        return self.fault is not None or (self.ends_the_job and not self.is_active)
+        self._check_matcher()
+        self.is_active = self.error is None and not self._matcher.is_stopped()
+        return self.error is not None or (self.ends_job and not self.is_active)
 
-    def _check(self) -> None:
-        """A grammar may turn out to be too much work only while it is used."""
+    def _check_matcher(self) -> None:
+        """Some grammars exceed llguidance's limits only while they are used."""
         if self._matcher.is_error():
-            told = self._matcher.get_error().strip()
-            self.fault = InvalidRequest(f"the grammar failed: {told}", code="bad_grammar")
+            reason = self._matcher.get_error().strip()
+            self.error = InvalidRequest(f"the grammar failed: {reason}", code="bad_grammar")
 
-    def _watch(self, token: int) -> None:
-        """A token may end the trigger and go on with what the grammar forbids: it is said already, so this one call
-        stays free."""
-        written = self._tail + self._tokenizer.decode_bytes([token])
-        _, found, rest = written.partition(self._trigger)
+    def _look_for_trigger(self, token: int) -> None:
+        """A token may end the trigger and continue with text that the grammar forbids. It has been generated already,
+        so this one call stays unconstrained."""
+        text = self._tail + self._tokenizer.decode_bytes([token])
+        _, found, rest = text.partition(self._trigger)
         if not found:
-            self._tail = written[max(0, len(written) - len(self._trigger) + 1) :]
+            self._tail = text[max(0, len(text) - len(self._trigger) + 1) :]
             return
         self._tail = b""
         self._matcher.reset()
         ids = self._tokenizer.tokenize_bytes(rest) if rest else []
-        fits = self._matcher.try_consume_tokens(ids) == len(ids)
-        self.is_active = fits and not self._matcher.is_stopped()
+        matches = self._matcher.try_consume_tokens(ids) == len(ids)
+        self.is_active = matches and not self._matcher.is_stopped()

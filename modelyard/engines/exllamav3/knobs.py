@@ -1,4 +1,4 @@
-"""What the optimizer may turn of an ExLlamaV3 model."""
+"""The ExLlamaV3 options that `modelyard tune` may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The loaded model: its weights, a generator for each cache, and ExLlamaV3's own objects for a job. Thread only."""
+"""The loaded model: the library, a job, one named cache with its generator, and the weights.
+
+Everything here belongs to the engine's thread.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,39 @@ import gc
 import logging
 import math
 import time
+from asyncio import AbstractEventLoop
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from modelyard.core.engine import (
-    Accepted,
-    CacheInfo,
-    CacheStats,
-    Chunk,
-    End,
-    EngineSpec,
-    IdLogprob,
-    Progress,
-    Prompt,
-    Tokens,
-)
+from modelyard.core.engine import Accepted, CacheInfo, CacheStats, EngineSpec, IdLogprob, Progress, Prompt, Tokens
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable
-from modelyard.core.events import Timings, Usage
-from modelyard.engines.exllamav3 import arguments
-from modelyard.engines.exllamav3.arguments import Call
+from modelyard.core.events import Timings
+from modelyard.engines.exllamav3.arguments import (
+    Arguments,
+    batch_size,
+    cache_bits,
+    cache_tokens,
+    generator_arguments,
+    job_arguments,
+    load_arguments,
+    sampler_steps,
+)
 from modelyard.engines.exllamav3.grammar_filter import GrammarFilter
 from modelyard.engines.exllamav3.model_folder import ExllamaModelInfo
 from modelyard.engines.exllamav3.options import PAGE, ExllamaOptions
-from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.engines.in_process import InProcessJob
 from modelyard.engines.token_dispatch import TokenDispatch
 from modelyard.plugins import MissingLibrary
 
-# ExLlamaV3 and torch, imported when a model is loaded: the first import on a machine compiles kernels for minutes.
+log = logging.getLogger(__name__)
+
+_MIN_LOGPROB = math.log(1e-45)  # of a probability that 32 bits round to 0
+
+Result = dict[str, Any]
 
 
 class ExllamaLibrary(Struct, frozen=True):
@@ -44,211 +50,265 @@ class ExllamaLibrary(Struct, frozen=True):
 
 
 def load_library() -> ExllamaLibrary:
+    """The first import on a machine compiles kernels for minutes, so it waits until a model is loaded."""
     try:
         import exllamav3
         import torch
-    except Exception as error:  # a compiler that is not there, no GPU, versions that do not fit: it raises all kinds
-        told = str(error).strip().splitlines()
+    except Exception as error:  # no compiler, no GPU, versions that do not match: it raises all kinds
+        lines = str(error).strip().splitlines()
         raise MissingLibrary(
-            f"ExLlamaV3 does not work here: {told[-1] if told else type(error).__name__}. It needs an NVIDIA GPU, a "
-            "CUDA build of torch and, to compile itself once, nvcc"
+            f"ExLlamaV3 does not work on this machine: {lines[-1] if lines else type(error).__name__}. It needs an "
+            "NVIDIA GPU, a CUDA build of torch and, to compile its kernels once, nvcc"
         ) from error
     return ExllamaLibrary(exllamav3, torch)
 
 
-# One job in the engine's hands: how much it may say, what it has said, and its way out.
+class ExllamaJob(InProcessJob):
+    def __init__(self, prompt: Prompt, loop: AbstractEventLoop) -> None:
+        super().__init__(prompt, loop)
+        self.filter: GrammarFilter | None = None  # set before the thread gets the job
+        self.native: Any = None  # ExLlamaV3's own Job
+        self.accepted: bool = False
+        self.last_result: Result = {}  # has ExLlamaV3's own times
 
-
-class ExllamaJob:
-    """Made on the reader's loop; from `admit` on it belongs to the engine's thread, except for `cancelled`, which
-    anybody may set and the thread reads between two steps."""
-
-    def __init__(self, prompt: Prompt, loop: Any) -> None:
-        self.prompt = prompt
-        self.queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=self.cancel, loop=loop)
-        self.ids, self.prompt_tokens = prompt.ids, prompt.n_tokens
-        self.cancelled: bool = False
-        self.filter: GrammarFilter | None = None  # set before the thread sees the job
-        self.raw: Any = None  # ExLlamaV3's own
-        self.cached: int | None = None  # unknown until it begins to be read
-        self.most = self.said = 0
-        self.began = time.perf_counter()
-        self.first_at: float | None = None
-
-    def __repr__(self) -> str:
-        return f"<Job {self.prompt_tokens} tokens, {self.said}/{self.most} said>"
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def is_late(self, now: float) -> bool:
-        """`now` is unix time, as deadlines are."""
-        return self.prompt.deadline is not None and now >= self.prompt.deadline
-
-    def fit(self, cache: CacheInfo) -> None:
-        """How much it may say in this cache: to ExLlamaV3 a window is what the pages hold."""
-        room = cache.window - self.prompt_tokens
-        self.most = min(self.prompt.max_tokens, room)
-        self.full: str = "window" if room < self.prompt.max_tokens else "length"
-
-    def speaks(self, tokens: int) -> None:
-        if self.first_at is None:
-            self.first_at = time.perf_counter()
-        self.said += tokens
-
-    def end(self, reason: Any, error: ModelyardError | None = None, told: dict[str, Any] | None = None) -> End:
-        """`told`: ExLlamaV3's last word on the job, with its own times."""
-        return End(reason, Usage(self.prompt_tokens, self.cached or 0, self.said), self._timings(told or {}), error)
-
-    def _timings(self, told: dict[str, Any]) -> Timings:
-        now, first = time.perf_counter(), self.first_at
-        waited = first - self.began if first is not None else None
-        decode = now - first if first is not None else None
-        return Timings(
-            prefill=told.get("time_prefill", waited),
-            first_token=waited,
-            decode=told.get("time_generate", decode),
-            total=now - self.began,
-        )
-
-
-# One named cache: pages of KV and a generator of their own, and the jobs that run there. Belongs to the thread.
-
-log = logging.getLogger(__name__)
-
-Deed = Callable[[], None]
-Result = dict[str, Any]
-
-_LEAST = math.log(1e-45)  # of a probability that is 0 in 32 bits
+    def timings(self) -> Timings:
+        own, result = super().timings(), self.last_result
+        prefill, decode = result.get("time_prefill", own.prefill), result.get("time_generate", own.decode)
+        return replace(own, prefill=prefill, decode=decode)
 
 
 class ExllamaCache:
-    """`make` turns a job into ExLlamaV3's own, whose sampler calls `sampled`."""
+    """One named cache: its pages, its generator, and the jobs that run in it.
+
+    `create_native` makes ExLlamaV3's job, whose sampler calls the given function after it has been launched.
+    """
 
     def __init__(
-        self, info: CacheInfo, generator: Any, make: Callable[[ExllamaJob, Deed], Any], dispatch: TokenDispatch
+        self,
+        info: CacheInfo,
+        generator: Any,
+        create_native: Callable[[ExllamaJob, Callable[[], None]], Any],
+        dispatch: TokenDispatch,
     ) -> None:
-        self.info, self._generator, self._make, self._dispatch = info, generator, make, dispatch
+        self.info, self.generator, self._create_native, self._dispatch = info, generator, create_native, dispatch
         self.jobs: list[ExllamaJob] = []
-        self._unsampled = 0
+        self._unsampled = 0  # jobs of this step whose sampler has not been launched
         self.reused = self.evaluated = self.held = 0  # tokens
 
     def __repr__(self) -> str:
-        return f"<Lane {len(self.jobs)} jobs, {self.held} tokens held>"
+        return f"<ExllamaCache {len(self.jobs)} jobs, {self.held} tokens held>"
 
     def admit(self, job: ExllamaJob) -> None:
-        job.raw = self._make(job, self._sampled)
-        self._generator.enqueue(job.raw)
+        job.native = self._create_native(job, self._on_sampled)
+        self.generator.enqueue(job.native)
         self.jobs.append(job)
 
     def step(self) -> None:
-        self._sweep(time.time())
+        self._end_revoked(time.time())
         self._unsampled = len(self.jobs)
         if self.jobs:
-            for result in self._generator.iterate():
-                self._take(result["job"].identifier, result)  # of a job that failed alone nothing else is told
+            for result in self.generator.iterate():
+                self._handle(result["job"].identifier, result)  # of a failed job the result has nothing else
 
-    def _sampled(self) -> None:
-        """After the last sampler of a step all its work is launched, and what follows is a wait for the GPU."""
+    def _on_sampled(self) -> None:
+        """After the last sampler of a step all its work is launched; the thread then waits for the GPU."""
         self._unsampled -= 1
         if self._unsampled == 0:
             self._dispatch.before_gpu_wait()
 
     @property
-    def only_speaks(self) -> bool:
-        """No prompt is to be read in the next step, of those that are known here."""
-        return all(job.said for job in self.jobs)
+    def only_decodes(self) -> bool:
+        """The next step has no prompt to read."""
+        return all(job.output_tokens for job in self.jobs)
 
     def evict(self) -> None:
-        """What no job is using right now."""
-        for page in list(self._generator.pagetable.unreferenced_pages.values()):
+        """Clears the pages that no running job uses."""
+        for page in list(self.generator.pagetable.unreferenced_pages.values()):
             page.clear()
-        self._count()
+        self._count_held()
 
     def fail_all(self, error: ModelyardError) -> None:
-        """The generator may be past helping: nothing is asked of it."""
+        """Does not call the generator, which may be broken."""
         jobs, self.jobs = self.jobs, []
         for job in jobs:
             self._dispatch.put(job, [job.end("error", error)], True)
 
     def close(self) -> None:
-        """What the engine still knows of it must not keep its pages alive."""
-        generator, self._generator = self._generator, None
+        """The engine keeps this object for its counters; the pages must be freed."""
+        generator, self.generator = self.generator, None
         generator.close()
 
     def stats(self) -> CacheStats:
-        """Read from the loop, so of plain numbers only."""
+        """Called on the event loop: reads plain numbers only."""
         return CacheStats(self.reused, self.evaluated)
 
-    # --- jobs that are not wanted any more --------------------------------------------------------------------------
-
-    def _sweep(self, now: float) -> None:
-        for job in [job for job in self.jobs if job.cancelled or job.is_late(now)]:
-            self._generator.cancel(job.raw)
+    def _end_revoked(self, now: float) -> None:
+        for job in [job for job in self.jobs if job.cancelled or job.deadline_passed(now)]:
+            self.generator.cancel(job.native)
             if job.cancelled:
                 self._end(job, "cancelled")
             else:
                 self._end(job, "error", Timeout("the job's deadline passed"))
 
-    def _end(
-        self, job: ExllamaJob, reason: str, error: ModelyardError | None = None, told: Result | None = None
-    ) -> None:
+    def _end(self, job: ExllamaJob, reason: str, error: ModelyardError | None = None) -> None:
         self.jobs.remove(job)
-        job.raw = None  # the two hold each other, and its pinned memory should not wait for the collector
-        self._count()
-        self._dispatch.put(job, [job.end(reason, error, told)], True)
+        job.native = None  # a reference cycle: its pinned memory should not wait for the garbage collector
+        self._count_held()
+        self._dispatch.put(job, [job.end(reason, error)], True)
 
-    def _count(self) -> None:
-        self.held = sum(page.kv_position for page in self._generator.pagetable.all_pages)
+    def _count_held(self) -> None:
+        self.held = sum(page.kv_position for page in self.generator.pagetable.all_pages)
 
-    # --- what the generator says ------------------------------------------------------------------------------------
+    # --- results of the generator -----------------------------------------------------------------------------------
 
-    def _take(self, job: ExllamaJob, result: Result) -> None:
+    def _handle(self, job: ExllamaJob, result: Result) -> None:
         match result["stage"]:
             case "prefill":
                 self._accept(job)
-                if not job.said:  # else it has queued for pages anew, and is read again
+                if not job.output_tokens:  # else it has been requeued for pages and is read again
                     self._dispatch.put(job, [Progress(result["curr_progress"], job.prompt_tokens)], False)
             case "streaming":
                 self._accept(job)
-                self._streamed(job, result)
+                self._stream(job, result)
             case "error":
-                self._failed(job, result["error"])
+                self._fail(job, result["error"])
 
     def _accept(self, job: ExllamaJob) -> None:
-        """When the first of it is read: only then is it known how much was in the pages already."""
-        if job.cached is None:
-            job.cached = job.raw.cached_pages * PAGE + job.raw.cached_tokens
-            self.reused += job.cached
-            self.evaluated += job.prompt_tokens - job.cached
-            self._dispatch.put(job, [Accepted(job.cached, job.cached)], False)
+        """At the first result: how many tokens the pages already held is not known earlier."""
+        if not job.accepted:
+            job.accepted, job.cached_tokens = True, job.native.cached_pages * PAGE + job.native.cached_tokens
+            self.reused += job.cached_tokens
+            self.evaluated += job.prompt_tokens - job.cached_tokens
+            self._dispatch.put(job, [Accepted(job.cached_tokens, job.cached_tokens)], False)
 
-    def _streamed(self, job: ExllamaJob, result: Result) -> None:
-        if (said := _said(result)) is not None:
-            urgent = job.said == 0 or "requeue" in result  # its first word; or it will be read anew before the next
-            job.speaks(len(said.ids))
-            self._dispatch.put(job, [said], urgent=urgent)
+    def _stream(self, job: ExllamaJob, result: Result) -> None:
+        if (tokens := _tokens(result)) is not None:
+            # Urgent: the first token, and the last one before the job is requeued and read again.
+            urgent = job.output_tokens == 0 or "requeue" in result
+            job.count_output(len(tokens.ids))
+            self._dispatch.put(job, [tokens], urgent=urgent)
         if not result["eos"]:
             return
-        fault = job.filter.fault if job.filter is not None else None
-        if fault is not None:
-            self._end(job, "error", fault, result)
+        job.last_result = result
+        if job.filter is not None and job.filter.error is not None:
+            self._end(job, "error", job.filter.error)
         else:
-            self._end(job, job.full if result["eos_reason"] == "max_new_tokens" else "stop", None, result)
+            self._end(job, job.limit_reason if result["eos_reason"] == "max_new_tokens" else "stop")
 
-    def _failed(self, job: ExllamaJob, error: Exception) -> None:
-        """One job's failure, unless it is the GPU's: after that nothing it computes can be relied on."""
+    def _fail(self, job: ExllamaJob, error: Exception) -> None:
+        """Ends one job, unless the GPU failed: after a CUDA error no result can be trusted."""
         if "CUDA error" in str(error):
             raise error
         log.error("ExLlamaV3 failed a job", exc_info=error)
-        out_of_memory = "out of memory" in str(error).lower()
-        told = "the GPU's memory is too small for this prompt right now"
-        self._end(job, "error", Unavailable(told) if out_of_memory else Internal("ExLlamaV3 could not answer"))
+        if "out of memory" in str(error).lower():
+            self._end(job, "error", Unavailable("the GPU's memory is too small for this prompt right now"))
+        else:
+            self._end(job, "error", Internal("ExLlamaV3 could not answer"))
 
 
-def _said(result: Result) -> Tokens | None:
-    """Tokens are held back while a character is incomplete; what is held at the end comes with a stop token, which is
-    not said."""
+class ExllamaModel:
+    """The weights and the caches. ExLlamaV3 lays out the pages while it loads, so caches are created first."""
+
+    def __init__(
+        self,
+        library: ExllamaLibrary,
+        folder: Path,
+        info: ExllamaModelInfo,
+        spec: EngineSpec,
+        dispatch: TokenDispatch,
+        on_progress: Callable[[float], None],
+    ) -> None:
+        self.library, self._info = library, info
+        self._options: ExllamaOptions = spec.options
+        self.caches: dict[str, ExllamaCache] = {}
+        self._sampler = _notifying_sampler(library.exl.CustomSampler)
+        exl, options = library.exl, self._options
+        config = exl.Config.from_directory(str(folder))
+        self._model = exl.Model.from_config(config)
+        self._tokenizer = exl.Tokenizer.from_config(config)
+        try:
+            tokens = cache_tokens(options, spec.caches)
+            pages = {name: self._create_pages(name, info, tokens[name]) for name, info in spec.caches.items()}
+            max_batch = max((batch_size(options, info) for info in spec.caches.values()), default=1)
+            arguments = load_arguments(options, max_batch, tokens.values())
+            self._load_weights(arguments, on_progress)
+            if options.exllama_warmup and pages:  # before a generator owns the pages: it writes into them
+                sizes = {name: arguments[name] for name in ("max_chunk_size", "max_batch_size")}
+                self._model.warmup(cache=next(iter(pages.values())), **sizes)
+            for name, cache in spec.caches.items():
+                arguments = generator_arguments(options, cache, tokens[name])
+                generator = exl.Generator(model=self._model, cache=pages[name], tokenizer=self._tokenizer, **arguments)
+                self.caches[name] = ExllamaCache(cache, generator, self.create_native_job, dispatch)
+        except BaseException:
+            self.close()
+            raise
+
+    def _create_pages(self, name: str, info: CacheInfo, tokens: int) -> Any:
+        exl, bits = self.library.exl, cache_bits(name, info, self._options)
+        arguments: Arguments = {"max_num_tokens": tokens, "max_batch_size": batch_size(self._options, info)}
+        if bits is None:
+            return exl.Cache(self._model, layer_type=exl.CacheLayer_fp16, **arguments)
+        return exl.Cache(self._model, layer_type=exl.CacheLayer_quant, k_bits=bits[0], v_bits=bits[1], **arguments)
+
+    def _load_weights(self, arguments: Arguments, on_progress: Callable[[float], None]) -> None:
+        try:
+            self._model.load(callback=lambda done, total: on_progress(done / max(1, total)), **arguments)
+        except Exception as error:
+            if "out of memory" in str(error).lower() or "insufficient vram" in str(error).lower():
+                raise InvalidRequest(
+                    f"the GPUs have too little free memory for this model: {error}. Lower n_ctx or parallel, "
+                    "or set exllama_cache_quant",
+                    code="model_too_large",
+                ) from error
+            raise
+
+    def create_native_job(self, job: ExllamaJob, on_sampled: Callable[[], None]) -> Any:
+        exl, torch = self.library.exl, self.library.torch
+        stop_ids = self._info.eos_ids if job.filter is not None and job.filter.ends_job else ()
+        return exl.Job(
+            input_ids=torch.tensor([job.prompt.ids], dtype=torch.long),
+            sampler=self._sampler(on_sampled, [self._sampler_step(*s) for s in sampler_steps(job.prompt.sampling)]),
+            filters=[job.filter] if job.filter is not None else [],
+            identifier=job,
+            **job_arguments(job.prompt, job.max_output, self._options, stop_ids),
+        )
+
+    def _sampler_step(self, name: str, arguments: Arguments) -> Any:
+        if (texts := arguments.get("dry_sequence_breakers")) is not None:
+            ids = self.library.exl.dry_sequence_breaker_tokens(self._tokenizer, tuple(texts))
+            arguments = arguments | {"dry_sequence_breakers": ids}
+        return getattr(self.library.exl, name)(**arguments)
+
+    def close(self) -> None:
+        """Generators and pages form reference cycles: GPU memory is free only after a collection."""
+        for cache in self.caches.values():
+            cache.close()
+        self._model.unload()
+        self.caches = {}
+        self._model = self._tokenizer = None
+        gc.collect()
+        self.library.torch.cuda.empty_cache()
+
+
+def _notifying_sampler(base: Any) -> Any:
+    """ExLlamaV3's sampler that reports when it has been launched: the last event of a step that we can observe."""
+
+    class Sampler(base):  # type: ignore[misc]
+        def __init__(self, on_sampled: Callable[[], None], steps: list[Any]) -> None:
+            super().__init__(steps)
+            self._on_sampled = on_sampled
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            token = super().forward(*args, **kwargs)
+            self._on_sampled()
+            return token
+
+    return Sampler
+
+
+def _tokens(result: Result) -> Tokens | None:
+    """ExLlamaV3 holds tokens back while a character is incomplete. What it still holds at the end comes with the stop
+    token, which is not part of the answer."""
     ids, source = _ids(result), result
     if result["eos"] and (held := result.get("held")) is not None:
         ids, source = _ids(held), held
@@ -267,120 +327,14 @@ def _logprobs(ids: list[int], part: Result) -> list[IdLogprob] | None:
     if (chosen := part.get("token_probs")) is None:
         return None
     probs = chosen.tolist()[0]
-    if (tops := part.get("top_k_tokens")) is None:
+    if (top_ids := part.get("top_k_tokens")) is None:
         return [IdLogprob(id, _log(prob)) for id, prob in zip(ids, probs, strict=False)]
-    rows = zip(ids, probs, tops.tolist()[0], part["top_k_probs"].tolist()[0], strict=False)
-    return [IdLogprob(id, _log(prob), _top(best, their)) for id, prob, best, their in rows]
-
-
-def _top(ids: list[int], probs: list[float]) -> tuple[tuple[int, float], ...]:
-    return tuple((int(id), _log(prob)) for id, prob in zip(ids, probs, strict=True))
+    rows = zip(ids, probs, top_ids.tolist()[0], part["top_k_probs"].tolist()[0], strict=False)
+    return [
+        IdLogprob(id, _log(prob), tuple((int(i), _log(p)) for i, p in zip(best_ids, best_probs, strict=True)))
+        for id, prob, best_ids, best_probs in rows
+    ]
 
 
 def _log(prob: float) -> float:
-    return min(0.0, math.log(prob)) if prob > 0 else _LEAST
-
-
-class ExllamaModel:
-    """Caches are made before the weights are loaded: that is when their pages are laid out on the GPUs."""
-
-    def __init__(
-        self,
-        library: ExllamaLibrary,
-        where: Path,
-        shape: ExllamaModelInfo,
-        spec: EngineSpec,
-        dispatch: TokenDispatch,
-        tell: Callable[[float], None],
-    ) -> None:
-        self._library, self._shape = library, shape
-        self._options: ExllamaOptions = spec.options
-        self.lanes: dict[str, ExllamaCache] = {}
-        self._sampler = _telling(library.exl.CustomSampler)
-        exl, options = library.exl, self._options
-        config = exl.Config.from_directory(str(where))
-        self._raw = exl.Model.from_config(config)
-        self._tokenizer = exl.Tokenizer.from_config(config)
-        try:
-            tokens = arguments.cache_tokens(options, spec.caches)
-            caches = {name: self._cache(name, info, tokens[name]) for name, info in spec.caches.items()}
-            most = max((arguments.batch(options, info) for info in spec.caches.values()), default=1)
-            called = arguments.load_arguments(options, most, tokens.values())
-            self._load(called, tell)
-            self._warm_up(list(caches.values()), called)
-            for name, info in spec.caches.items():
-                called = arguments.generator_arguments(options, info, tokens[name])
-                generator = exl.Generator(model=self._raw, cache=caches[name], tokenizer=self._tokenizer, **called)
-                self.lanes[name] = ExllamaCache(info, generator, self._job, dispatch)
-        except BaseException:
-            self.close()
-            raise
-
-    def _cache(self, name: str, info: CacheInfo, tokens: int) -> Any:
-        exl, quant = self._library.exl, arguments.quant_of(name, info, self._options)
-        called: Call = {"max_num_tokens": tokens, "max_batch_size": arguments.batch(self._options, info)}
-        if quant is None:
-            return exl.Cache(self._raw, layer_type=exl.CacheLayer_fp16, **called)
-        k_bits, v_bits = quant
-        return exl.Cache(self._raw, layer_type=exl.CacheLayer_quant, k_bits=k_bits, v_bits=v_bits, **called)
-
-    def _load(self, called: Call, tell: Callable[[float], None]) -> None:
-        try:
-            self._raw.load(callback=lambda done, whole: tell(done / max(1, whole)), **called)
-        except Exception as error:
-            if "out of memory" in str(error).lower() or "insufficient vram" in str(error).lower():
-                raise InvalidRequest(
-                    f"the GPUs have too little free memory for this model: {error}. Take a smaller n_ctx or parallel, "
-                    "or set exllama_cache_quant",
-                    code="model_too_large",
-                ) from error
-            raise
-
-    def _warm_up(self, caches: list[Any], called: Call) -> None:
-        """Before any generator owns the pages, for it writes into them."""
-        if self._options.exllama_warmup and caches:
-            sizes = {name: called[name] for name in ("max_chunk_size", "max_batch_size")}
-            self._raw.warmup(cache=caches[0], **sizes)
-
-    def _job(self, job: ExllamaJob, sampled: Deed) -> Any:
-        exl, torch, prompt = self._library.exl, self._library.torch, job.prompt
-        ends = self._shape.ends if job.filter is not None and job.filter.ends_the_job else ()
-        return exl.Job(
-            input_ids=torch.tensor([job.ids], dtype=torch.long),
-            sampler=self._sampler(sampled, [self._step(*step) for step in arguments.sampler_steps(prompt.sampling)]),
-            filters=[job.filter] if job.filter is not None else [],
-            identifier=job,
-            **arguments.job_arguments(prompt, job.most, self._options, ends),
-        )
-
-    def _step(self, name: str, called: Call) -> Any:
-        if (words := called.get("dry_sequence_breakers")) is not None:
-            ids = self._library.exl.dry_sequence_breaker_tokens(self._tokenizer, tuple(words))
-            called = called | {"dry_sequence_breakers": ids}
-        return getattr(self._library.exl, name)(**called)
-
-    def close(self) -> None:
-        """Generators and their pages hold each other: what the GPU held is free when the collector has been."""
-        for lane in self.lanes.values():
-            lane.close()
-        self._raw.unload()
-        self.lanes = {}
-        self._raw = self._tokenizer = None
-        gc.collect()
-        self._library.torch.cuda.empty_cache()
-
-
-def _telling(kind: Any) -> Any:
-    """ExLlamaV3's sampler that tells when it has been launched: the last thing of a step that is ours to see."""
-
-    class Sampler(kind):  # type: ignore[misc]
-        def __init__(self, sampled: Deed, steps: list[Any]) -> None:
-            super().__init__(steps)
-            self._sampled = sampled
-
-        def forward(self, *called: Any, **named: Any) -> Any:
-            drawn = super().forward(*called, **named)
-            self._sampled()
-            return drawn
-
-    return Sampler
+    return min(0.0, math.log(prob)) if prob > 0 else _MIN_LOGPROB

@@ -1,14 +1,12 @@
-"""The fake engine: scripted answers, delays, failures and death, for demos, load tests and the tests of clients."""
+"""The fake engine plays scripted answers, delays and failures: for demos, load tests and tests of clients."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
-from modelyard.engines.fake.base import CAPABILITIES
-from modelyard.engines.fake.chat import FakeChatEngine
+from modelyard.engines.fake.engine import CAPABILITIES, FakeChatEngine, FakeTextEngine
 from modelyard.engines.fake.options import LIVE_OVERRIDES, Options, chat_template, tokenizer_path
-from modelyard.engines.fake.text import FakeTextEngine
 
 __all__ = [
     "CAPABILITIES",
@@ -24,10 +22,9 @@ __all__ = [
     "tokenizer_path",
 ]
 
-HOLDS_WEIGHTS = False  # as many processes as you like may open it
+HOLDS_WEIGHTS = False
 PROMPT_FORMAT = "generic"
-
-KIND: Literal["text", "chat"] = "text"  # the default; `kind` knows what a model's options say
+KIND: Literal["text", "chat"] = "text"  # the default; `kind` reads the options of a model
 
 
 def kind(options: Options) -> Literal["text", "chat"]:
@@ -35,11 +32,11 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 
 def create(spec: EngineSpec) -> Engine:
-    """To be called on the loop that the engine will run on."""
+    """Call it on the event loop that the engine will run on."""
     return FakeChatEngine(spec) if spec.options.kind == "chat" else FakeTextEngine(spec)
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    """Nothing is loaded; a token that is remembered costs one list slot."""
+    """No weights; a cached token costs one list slot."""
     del machine
     return MemoryEstimate(kv=8 * sum(cache.window * cache.parallel for cache in spec.caches.values()))

@@ -1,4 +1,4 @@
-"""What the optimizer may turn of the fake engine: how long its tokens take. It shows the optimizer without a model."""
+"""The fake engine's knobs for the optimizer: they demonstrate it without a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines.fake.options import Options
 
-_AT_ONCE = 1_000_000.0
+_INSTANT = 1_000_000.0
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
@@ -16,7 +16,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8), stage=1, place="cache")
     yield Knob(name="token_delay", values=(0.0, 0.001, 0.005, 0.02), stage=2)
-    yield Knob(name="prefill_rate", values=(1000.0, 10_000.0, 100_000.0, _AT_ONCE), stage=3)
+    yield Knob(name="prefill_rate", values=(1000.0, 10_000.0, 100_000.0, _INSTANT), stage=3)
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
@@ -24,7 +24,7 @@ def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
     return {
         "parallel": spec.caches[cache].parallel,
         "token_delay": options.delay,
-        "prefill_rate": options.prefill_rate or _AT_ONCE,
+        "prefill_rate": options.prefill_rate or _INSTANT,
     }
 
 

@@ -1,71 +1,60 @@
-"""The fake engine's script: rules that say which answer a prompt gets, and the steps an answer is made of.
+"""The script of the fake engine: rules that choose an answer, and the steps of an answer.
 
     [[models.demo.script]]
-    when = "weather"                     # regex, searched in the last user turn; absent: always
-    turn = 1                             # only the n-th time that this pattern matches in a session; absent: each time
-    result = "sunny"                     # regex, searched in the tool results that came after the last user turn
+    when = "weather"                     # regex, searched in the last user message; absent: always
+    turn = 1                             # only the n-th match of this pattern in a session; absent: every match
+    result = "sunny"                     # regex, searched in the tool results after the last user message
     steps = [
-        {prefill = 0.5, progress = 4},   # reading the prompt takes half a second, told in four steps
+        {prefill = 0.5, progress = 4},   # the prefill takes half a second and reports its progress four times
         {think = "A tool knows that."},
         {text = "Let me look."},
         {call = {name = "get_weather", arguments = {city = "Rome"}}},   # or a list of calls
         {raw = "<tool_call>{…"},         # output in any model's own format, special tokens included
         {tokens = 100},                  # filler words
         {delay = 0.2},
-        {fail = "out of memory", kind = "unavailable"},   # as the first step: before the job is even accepted
+        {fail = "out of memory", kind = "unavailable"},   # as the first step: before the job is accepted
         {die = "segmentation fault"},    # the whole engine is lost
         {repeat = 3, steps = [{text = "again "}]},
-        {hang = true},                   # until somebody cancels
+        {hang = true},                   # until the client cancels
     ]
 
-The first rule that fits wins. A bare rule (no when, turn or result) gives way to a request's constraint (a JSON schema,
-a forced tool call), because its author cannot have meant that schema; any other rule is taken at its word.
+The first matching rule wins. A rule without conditions yields to the constraint of a request (a JSON schema, a forced
+tool call), because its author cannot have meant that schema. A rule with a condition wins over the constraint.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, field_validator, model_validator
 
-from modelyard.core.errors import (
-    Conflict,
-    Forbidden,
-    Internal,
-    InvalidRequest,
-    Kind,
-    ModelyardError,
-    NotFound,
-    Overloaded,
-    RateLimited,
-    Timeout,
-    TooLarge,
-    Unauthenticated,
-    Unavailable,
-    Unimplemented,
-)
-from modelyard.engines.fake.conversation import ConversationView
+from modelyard.core import errors
+from modelyard.core.errors import ModelyardError
+from modelyard.core.request import Message, Request, Text, ToolResult
+from modelyard.core.tokenizer import Tokenizer
 
-_SESSIONS = 4096
+_MAX_COUNTERS = 4096
 
 _ERRORS: dict[str, Callable[[str], ModelyardError]] = {
-    "invalid": InvalidRequest,
-    "unauthenticated": Unauthenticated,
-    "forbidden": Forbidden,
-    "not_found": NotFound,
-    "conflict": Conflict,
-    "too_large": TooLarge,
-    "rate_limited": lambda message: RateLimited(message, retry_after=1.0),
-    "overloaded": Overloaded,
-    "unavailable": Unavailable,
-    "timeout": Timeout,
-    "unimplemented": Unimplemented,
-    "internal": lambda message: Internal(message, id="scripted"),
+    "invalid": errors.InvalidRequest,
+    "unauthenticated": errors.Unauthenticated,
+    "forbidden": errors.Forbidden,
+    "not_found": errors.NotFound,
+    "conflict": errors.Conflict,
+    "too_large": errors.TooLarge,
+    "rate_limited": lambda message: errors.RateLimited(message, retry_after=1.0),
+    "overloaded": errors.Overloaded,
+    "unavailable": errors.Unavailable,
+    "timeout": errors.Timeout,
+    "unimplemented": errors.Unimplemented,
+    "internal": lambda message: errors.Internal(message, id="scripted"),
 }
 
 
@@ -75,11 +64,16 @@ class _Model(BaseModel):
 
 class ScriptCall(_Model):
     name: str = Field(description="Name of the tool to call.")
-    arguments: dict[str, Any] | str = Field(default_factory=dict, description="Arguments; a string is taken as it is.")
+    arguments: dict[str, Any] | str = Field(default_factory=dict, description="Arguments; a string is sent verbatim.")
+
+    @property
+    def arguments_text(self) -> str:
+        """A string is sent verbatim: scripts play broken JSON too."""
+        return self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments, ensure_ascii=False)
 
 
 class ScriptStep(_Model):
-    """Exactly one of the first eleven fields; the others belong to one of them."""
+    """Has exactly one of the first eleven fields; each of the others belongs to one of them."""
 
     text: str | None = Field(default=None, description="Visible text.")
     think: str | None = Field(default=None, description="Reasoning.")
@@ -87,27 +81,27 @@ class ScriptStep(_Model):
         default=None, description="One tool call, or several in parallel."
     )
     raw: str | None = Field(default=None, description="Raw model output, special tokens included.")
-    tokens: int | None = Field(default=None, ge=1, description="This many filler words.")
+    tokens: int | None = Field(default=None, ge=1, description="Number of filler words.")
     delay: float | None = Field(default=None, ge=0, description="Seconds to wait.")
-    prefill: float | None = Field(default=None, ge=0, description="Seconds that reading the prompt takes.")
+    prefill: float | None = Field(default=None, ge=0, description="Duration of the prefill in seconds.")
     fail: str | None = Field(default=None, description="The job fails with this message.")
     die: str | None = Field(default=None, description="The engine is lost with this message.")
-    repeat: int | None = Field(default=None, ge=0, description="How often `steps` are played.")
+    repeat: int | None = Field(default=None, ge=0, description="How often to play `steps`.")
     hang: bool | None = Field(default=None, description="Wait until cancelled.")
-    progress: int = Field(default=0, ge=0, description="With prefill: how many progress reports.")
-    kind: Kind = Field(default="internal", description="With fail: the kind of error.")
-    steps: tuple[ScriptStep, ...] = Field(default=(), description="With repeat: what is repeated.")
+    progress: int = Field(default=0, ge=0, description="With prefill: number of progress reports.")
+    kind: errors.Kind = Field(default="internal", description="With fail: the kind of error.")
+    steps: tuple[ScriptStep, ...] = Field(default=(), description="With repeat: the steps to repeat.")
 
     @model_validator(mode="after")
-    def _is_one_thing(self) -> ScriptStep:
-        named = [name for name in _DEEDS if getattr(self, name) is not None]
-        if len(named) != 1:
+    def _check_fields(self) -> ScriptStep:
+        actions = [name for name in _ACTIONS if getattr(self, name) is not None]
+        if len(actions) != 1:
             raise ValueError(
-                f"a step has exactly one of {', '.join(_DEEDS)}; this one has {' and '.join(named) or 'none'}"
+                f"a step has exactly one of {', '.join(_ACTIONS)}; this one has {' and '.join(actions) or 'none'}"
             )
-        for extra, owner in _BELONGS.items():
-            if extra in self.model_fields_set and named != [owner]:
-                raise ValueError(f"{extra!r} belongs to a {owner!r} step")
+        for parameter, action in _PARAMETERS.items():
+            if parameter in self.model_fields_set and actions != [action]:
+                raise ValueError(f"{parameter!r} belongs to a {action!r} step")
         if self.kind not in _ERRORS:
             raise ValueError(f"kind must be one of {', '.join(_ERRORS)}")
         return self
@@ -120,27 +114,36 @@ class ScriptStep(_Model):
 
     @property
     def error(self) -> ModelyardError | None:
-        """What a `fail` or `die` step ends in; a fresh one a job, because raising an error writes into it."""
+        """The error of a `fail` or `die` step. Each job gets its own instance, because raising modifies it."""
         if self.fail is not None:
             return _ERRORS[self.kind](self.fail)
-        return Unavailable(self.die) if self.die is not None else None
+        return errors.Unavailable(self.die) if self.die is not None else None
 
 
-_DEEDS = ("text", "think", "call", "raw", "tokens", "delay", "prefill", "fail", "die", "repeat", "hang")
-_BELONGS = {"progress": "prefill", "kind": "fail", "steps": "repeat"}
+_ACTIONS = ("text", "think", "call", "raw", "tokens", "delay", "prefill", "fail", "die", "repeat", "hang")
+_PARAMETERS = {"progress": "prefill", "kind": "fail", "steps": "repeat"}
+
+
+def unroll(steps: Iterable[ScriptStep]) -> Iterator[ScriptStep]:
+    """Unrolls repeats lazily: a script may repeat a million times."""
+    for step in steps:
+        if step.repeat is None:
+            yield step
+        for _ in range(step.repeat or 0):
+            yield from unroll(step.steps)
 
 
 class ScriptRule(_Model):
-    when: str | None = Field(default=None, description="Regex searched in the last user turn; absent: always.")
-    turn: int | None = Field(
-        default=None, ge=1, description="Only the n-th time that the pattern matches in a session."
+    when: str | None = Field(default=None, description="Regex searched in the last user message; absent: always.")
+    turn: int | None = Field(default=None, ge=1, description="Only the n-th match of the pattern in a session.")
+    result: str | None = Field(
+        default=None, description="Regex searched in the tool results after the last user message."
     )
-    result: str | None = Field(default=None, description="Regex searched in the tool results after the last user turn.")
     steps: tuple[ScriptStep, ...] = Field(description="The answer.")
 
     @field_validator("when", "result")
     @classmethod
-    def _compiles(cls, pattern: str | None) -> str | None:
+    def _check_pattern(cls, pattern: str | None) -> str | None:
         try:
             re.compile(pattern or "")
         except re.error as error:
@@ -148,53 +151,191 @@ class ScriptRule(_Model):
         return pattern
 
     @property
-    def is_bare(self) -> bool:
+    def is_unconditional(self) -> bool:
         return self.when is None and self.turn is None and self.result is None
 
-    def fits(self, talk: ConversationView) -> bool:
-        if self.when is not None and not re.search(self.when, talk.user):
+    def matches(self, conversation: ConversationView) -> bool:
+        if self.when is not None and not re.search(self.when, conversation.user):
             return False
-        return self.result is None or (talk.result is not None and bool(re.search(self.result, talk.result)))
+        result = conversation.result if self.result is not None else None
+        return self.result is None or (result is not None and bool(re.search(self.result, result)))
 
 
 _rules = TypeAdapter(tuple[ScriptRule, ...])
 
 
 def read_script(path: Path) -> tuple[ScriptRule, ...]:
-    """A TOML file with a list of tables named `script`."""
+    """Reads a TOML file of [[script]] tables."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"the script {path} cannot be read: {error.strerror}") from None
+        raise ValueError(f"cannot read the script {path}: {error.strerror}") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"the script {path} is not valid TOML: {error}") from None
-    if set(found) != {"script"}:
-        raise ValueError(f"the script {path} must hold [[script]] tables and nothing else, found: {', '.join(found)}")
-    return _rules.validate_python(found["script"])
+    if set(content) != {"script"}:
+        raise ValueError(f"the script {path} must contain only [[script]] tables, found: {', '.join(content)}")
+    return _rules.validate_python(content["script"])
 
 
 class Script:
-    """The rules, and how often each pattern has matched in each session: rules of one pattern share the count."""
+    """The rules, with a counter per session and pattern. Rules with the same pattern share a counter."""
 
     def __init__(self, rules: Sequence[ScriptRule]) -> None:
         self._rules = tuple(rules)
-        self._turns: OrderedDict[tuple[str, str | None, str | None], int] = OrderedDict()
+        self._counters: OrderedDict[tuple[str, str | None, str | None], int] = OrderedDict()
 
-    def choose(self, talk: ConversationView, session: str | None = None) -> ScriptRule | None:
-        counted: dict[tuple[str | None, str | None], int] = {}
+    def choose(self, conversation: ConversationView, session: str | None = None) -> ScriptRule | None:
+        turns: dict[tuple[str | None, str | None], int] = {}
         for rule in self._rules:
-            if not rule.fits(talk):
+            if not rule.matches(conversation):
                 continue
             pattern = (rule.when, rule.result)
-            if rule.turn is not None and pattern not in counted:
-                counted[pattern] = self._count((session or "", *pattern))
-            if rule.turn is None or rule.turn == counted[pattern]:
+            if rule.turn is not None and pattern not in turns:
+                turns[pattern] = self._count((session or "", *pattern))
+            if rule.turn is None or rule.turn == turns[pattern]:
                 return rule
         return None
 
     def _count(self, key: tuple[str, str | None, str | None]) -> int:
-        count = self._turns.pop(key, 0) + 1
-        self._turns[key] = count
-        if len(self._turns) > _SESSIONS:
-            self._turns.popitem(last=False)
+        self._counters[key] = count = self._counters.pop(key, 0) + 1
+        if len(self._counters) > _MAX_COUNTERS:
+            self._counters.popitem(last=False)
         return count
+
+
+# --- the conversation that rules are matched against ------------------------------------------------------------------
+
+
+class ConversationView(Protocol):
+    @property
+    def user(self) -> str:
+        """The last user message."""
+        ...
+
+    @property
+    def result(self) -> str | None:
+        """The tool results after it."""
+        ...
+
+    @property
+    def tools(self) -> dict[str, dict[str, Any]]:
+        """Name → parameter schema of the offered tools; the schema is empty if the prompt has none as JSON."""
+        ...
+
+
+class RequestView:
+    """The conversation of a request, for the chat engine."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    @cached_property
+    def user(self) -> str:
+        raw = [prompt for prompt in self._request.prompts if isinstance(prompt, str)]
+        return next((_text(m) for m in reversed(self._request.messages) if m.role == "user"), "".join(raw[:1]))
+
+    @cached_property
+    def result(self) -> str | None:
+        results: list[str] = []
+        for message in reversed(self._request.messages):
+            if message.role == "user":
+                break
+            results[:0] = [_text(message)] if message.role == "tool" else []
+        return "\n".join(results) if results else None
+
+    @cached_property
+    def tools(self) -> dict[str, dict[str, Any]]:
+        return {tool.name: tool.parameters for tool in self._request.tools if tool.kind == "function"}
+
+
+def _text(message: Message) -> str:
+    return "\n".join(
+        part.text if isinstance(part, Text) else "\n".join(p.text for p in part.content if isinstance(p, Text))
+        for part in message.parts
+        if isinstance(part, Text | ToolResult)
+    )
+
+
+_RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
+_JSON_TOOLS = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
+_XML_TOOL = re.compile(r"<name>([\w.-]+)</name>")
+_HARMONY_TOOL = re.compile(r"^type ([\w.-]+) = \(", re.MULTILINE)
+_TAIL = 2000  # tokens to read if the prompt has no turn markers
+_THINK_TAIL = 4  # a template that opens the reasoning does so within the last tokens of the prompt
+
+
+class PromptView:
+    """The conversation of a rendered prompt, for the text engine.
+
+    It decodes lazily and from the end: only `tools` decodes a long prompt completely.
+    """
+
+    def __init__(self, ids: list[int], tokenizer: Tokenizer) -> None:
+        self._ids, self._tokenizer = ids, tokenizer
+
+    @property
+    def user(self) -> str:
+        return self._last_turns[0]
+
+    @property
+    def result(self) -> str | None:
+        return self._last_turns[1]
+
+    @cached_property
+    def tools(self) -> dict[str, dict[str, Any]]:
+        return find_tools(self._tokenizer.decode(self._ids))
+
+    @property
+    def starts_in_reasoning(self) -> bool:
+        """Some templates open the reasoning themselves; the answer then begins inside it."""
+        tail, specials = self._ids[-_THINK_TAIL:], self._tokenizer.specials
+        return specials.get("<think>", -1) in tail and specials.get("</think>", -1) not in tail
+
+    @cached_property
+    def _last_turns(self) -> tuple[str, str | None]:
+        result: str | None = None
+        for role, text in self._turns_backwards():
+            results = _RESULT.findall(text) if role == "user" else [text] if role == "tool" else []
+            if results:
+                result = "\n".join(results) if result is None else "\n".join([*results, result])
+            elif role == "user":
+                return text, result
+        return "", result
+
+    def _turns_backwards(self) -> Iterator[tuple[str, str]]:
+        for opener, parse in (("<|im_start|>", _parse_chatml), ("<|start|>", _parse_harmony)):
+            marker = self._tokenizer.specials.get(opener)
+            if marker is None or marker not in self._ids:
+                continue
+            backwards, end = self._ids[::-1], 0
+            for _ in range(backwards.count(marker)):
+                start = backwards.index(marker, end)
+                yield parse(self._tokenizer.decode(backwards[end:start][::-1]))
+                end = start + 1
+            return
+        yield "user", self._tokenizer.decode(self._ids[-_TAIL:], specials=False).strip()
+
+
+def _parse_chatml(turn: str) -> tuple[str, str]:
+    role, _, text = turn.partition("\n")
+    return role, text.split("<|im_end|>")[0].strip("\n")
+
+
+def _parse_harmony(turn: str) -> tuple[str, str]:
+    head, _, text = turn.partition("<|message|>")
+    role = head.split("<|")[0].split(" ")[0]
+    return "tool" if role.startswith("functions.") else role, text.split("<|end|>")[0]
+
+
+def find_tools(text: str) -> dict[str, dict[str, Any]]:
+    """Finds the tools that a template lists as JSON, XML or a harmony namespace."""
+    listed, tools = _JSON_TOOLS.search(text), dict[str, dict[str, Any]]()
+    for line in listed[1].splitlines() if listed else ():
+        try:
+            tool = json.loads(line)
+        except ValueError:
+            continue
+        tool = tool.get("function", tool) if isinstance(tool, dict) else {}
+        if "name" in tool:
+            tools[tool["name"]] = tool.get("parameters") or {}
+    return tools or {name: {} for name in _XML_TOOL.findall(text) + _HARMONY_TOOL.findall(text)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.llama_cpp import devices, files, verdict
+from modelyard.engines.llama_cpp import files, library, selftest
 from modelyard.engines.llama_cpp.estimate import estimate
 from modelyard.engines.llama_cpp.options import CAPABILITIES, LIVE_OVERRIDES, Options
 
@@ -31,7 +31,7 @@ HOLDS_WEIGHTS = True
 def own_process(options: Mapping[str, Any]) -> bool:
     """On a GPU a step takes half a millisecond: there every wait for the gateway's own work would be felt."""
     layers = options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", -1))
-    return devices.uses_gpus(layers)
+    return library.offloads_to_gpu(layers)
 
 
 def kind(options: Options) -> Literal["text", "chat"]:
@@ -41,15 +41,15 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 def verify() -> None:
     """A library that this machine cannot run dies in a child process, before this one loads it."""
-    verdict.require()
+    selftest.require_working_library()
 
 
 def create(spec: EngineSpec) -> Engine:
     """To be called on the loop that its answers are read on."""
     verify()
-    from modelyard.engines.llama_cpp.engine import LlamaEngine
+    from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 
-    return LlamaEngine(spec)
+    return LlamaCppEngine(spec)
 
 
 def tokenizer_path(options: Options) -> Path:

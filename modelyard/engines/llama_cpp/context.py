@@ -10,24 +10,24 @@ import numpy as np
 
 from modelyard.core.engine import CacheInfo, CacheStats, Chunk, Progress, Tokens
 from modelyard.core.errors import ContextOverflow, Internal, ModelyardError, Overloaded, Timeout, Unavailable
-from modelyard.engines.llama_cpp import speech
-from modelyard.engines.llama_cpp.adapters import Wardrobe
-from modelyard.engines.llama_cpp.binding import Batch, lib, short, waiting
-from modelyard.engines.llama_cpp.choir import Choir
-from modelyard.engines.llama_cpp.job import Job
-from modelyard.engines.llama_cpp.places import Places
-from modelyard.engines.llama_cpp.sample import rows_at
-from modelyard.engines.llama_cpp.sequences import Adapters
-from modelyard.engines.llama_cpp.speculate import Guesses, Speculator
-from modelyard.engines.llama_cpp.speech import Ending, Said
-from modelyard.engines.llama_cpp.step import Need, Slice, plan, turn
+from modelyard.engines.llama_cpp import job as speech
+from modelyard.engines.llama_cpp.batch import BatchSlice, DecodeBatch, SequenceWork, next_adapters, plan_batch
+from modelyard.engines.llama_cpp.binding import LlamaBatch, lib, short, waiting
+from modelyard.engines.llama_cpp.job import Finish, LlamaCppJob, StepOutput
+from modelyard.engines.llama_cpp.lora import LoraAdapters
+from modelyard.engines.llama_cpp.sampler import logits_rows
+from modelyard.engines.llama_cpp.sequence_manager import SequenceManager
+from modelyard.engines.llama_cpp.sequences import AdapterSet
+from modelyard.engines.llama_cpp.speculation import Drafts, Speculator
 
-Emit = Callable[[Job, list[Chunk], bool], None]
-EmitAll = Callable[[Sequence[Job], list[int]], None]
-Heard = tuple[int, Job, Said, Ending | None]  # of which sequence's job; what it says, and why it is the last
+Emit = Callable[[LlamaCppJob, list[Chunk], bool], None]
+EmitAll = Callable[[Sequence[LlamaCppJob], list[int]], None]
+Heard = tuple[
+    int, LlamaCppJob, StepOutput, Finish | None
+]  # of which sequence's job; what it says, and why it is the last
 
 
-class Cache:
+class LlamaContext:
     """Belongs to the engine's thread: nobody else may touch it."""
 
     def __init__(
@@ -39,25 +39,25 @@ class Cache:
         ubatch: int,
         emit: Emit,
         emit_all: EmitAll,
-        wardrobe: Wardrobe,
-        places: Places,
+        wardrobe: LoraAdapters,
+        places: SequenceManager,
     ) -> None:
         self.name, self.info = name, info
         self._raw, self._n_vocab, self._ubatch = raw, n_vocab, ubatch
         self._emit, self._emit_all = emit, emit_all
         self._memory = lib.llama_get_memory(raw)
-        self._batch = Batch(max(ubatch, info.parallel))
+        self._batch = LlamaBatch(max(ubatch, info.parallel))
         self.places, self.slots = places, places.slots
-        self.jobs: dict[int, Job] = {}  # by sequence
+        self.jobs: dict[int, LlamaCppJob] = {}  # by sequence
         # A GPU is still at it when decode returns. Whoever then asks for logits waits, and that call keeps the GIL.
         self._may_wait = bool(lib.llama_supports_gpu_offload())
         self._wardrobe = wardrobe
-        self._worn: Adapters = ()  # by the context, since the last step
+        self._worn: AdapterSet = ()  # by the context, since the last step
         self.speculator: Speculator | None = None
-        self._choir: Choir | None = None  # all jobs, while all of them speak
-        self._aloft: Choir | None = None  # the choir whose next step a GPU has been given already
+        self._choir: DecodeBatch | None = None  # all jobs, while all of them speak
+        self._aloft: DecodeBatch | None = None  # the choir whose next step a GPU has been given already
         self._sent = 0.0  # when it was given
-        self._ahead: Guesses = {}  # guessed for the next step of the choir
+        self._ahead: Drafts = {}  # guessed for the next step of the choir
         self.evaluated = 0
 
     def __repr__(self) -> str:
@@ -65,14 +65,14 @@ class Cache:
 
     # --- a job comes ------------------------------------------------------------------------------------------------
 
-    def check(self, job: Job) -> None:
+    def check(self, job: LlamaCppJob) -> None:
         """Raises what keeps the job from being admitted."""
         if job.prompt_tokens >= self.info.window:
             raise ContextOverflow(job.prompt_tokens, self.info.window)
         if len(self.jobs) >= self.info.parallel:
             raise Overloaded(f"the cache {self.name!r} has no free sequence")
 
-    def admit(self, job: Job) -> None:
+    def admit(self, job: LlamaCppJob) -> None:
         self._choir, self._ahead = None, {}
         slot, accepted = self.places.take(job)
         self.jobs[slot.index] = job
@@ -102,27 +102,27 @@ class Cache:
         if speculator is not None and guessed is not None:
             speculator.took(len(jobs), guessed, time.perf_counter() - began)
 
-    def _turn(self) -> tuple[Mapping[int, Job], Choir | None]:
+    def _turn(self) -> tuple[Mapping[int, LlamaCppJob], DecodeBatch | None]:
         """The jobs whose turn it is, and the choir that they are where all of them only speak. Where all jobs do, the
         next step is like this one, until somebody comes or goes."""
         if self._choir is not None:
             return self._choir.jobs, self._choir
-        self._wear(turn((job.prompt.adapters for job in self.jobs.values()), self._worn))
+        self._wear(next_adapters((job.prompt.adapters for job in self.jobs.values()), self._worn))
         jobs = {index: job for index, job in sorted(self.jobs.items()) if job.prompt.adapters == self._worn}
         if not all(job.generating for job in jobs.values()):
             return jobs, None
-        choir = Choir(jobs, self.slots)
+        choir = DecodeBatch(jobs, self.slots)
         if len(jobs) == len(self.jobs):
             self._choir = choir
         return jobs, choir
 
-    def _read(self, jobs: Mapping[int, Job], guesses: Guesses) -> int | None:
+    def _read(self, jobs: Mapping[int, LlamaCppJob], guesses: Drafts) -> int | None:
         """Prompts, guesses and streams in one decode. How many rows were guesses; None where it failed."""
         needs = [
-            Need(index, job.pending, job.generating, job.arrived, len(guesses.get(index, ())), job.until_pause)
+            SequenceWork(index, job.pending, job.generating, job.arrived, len(guesses.get(index, ())), job.until_pause)
             for index, job in jobs.items()
         ]
-        slices = plan(needs, self._ubatch)
+        slices = plan_batch(needs, self._ubatch)
         rows = self._fill(slices, guesses)
         asked = time.perf_counter()
         if not self._decoded(piece.sequence for piece in slices):
@@ -135,7 +135,7 @@ class Cache:
 
     # --- and where all of them speak --------------------------------------------------------------------------------
 
-    def _speak_all(self, choir: Choir) -> int | None:
+    def _speak_all(self, choir: DecodeBatch) -> int | None:
         """What `_read` does where there is nothing to plan: every job one token further. On a fast GPU a step takes
         half a millisecond, so each microsecond here shows."""
         self._batch.speak(choir.jobs)
@@ -146,7 +146,7 @@ class Cache:
         self._hear(choir, short.get_logits(self._raw), onward=self._may_wait)
         return 0
 
-    def _hear(self, choir: Choir, logits: int, *, onward: bool) -> None:
+    def _hear(self, choir: DecodeBatch, logits: int, *, onward: bool) -> None:
         """What all of them say after a decode. `onward`: where the next step is like this one the GPU gets it before
         anything is told, and what is told costs no time."""
         tokens = self._sung(choir, logits) if choir.is_plain else None
@@ -168,8 +168,8 @@ class Cache:
         choir.hold()
         self.places.kv.decoded(0, 0.0)
 
-    def _sung(self, choir: Choir, logits: int) -> list[int]:
-        rows = rows_at(logits, len(choir), self._n_vocab)
+    def _sung(self, choir: DecodeBatch, logits: int) -> list[int]:
+        rows = logits_rows(logits, len(choir), self._n_vocab)
         if choir.takes_the_best:
             best: list[int] = rows.argmax(1).tolist()
             return best
@@ -177,11 +177,11 @@ class Cache:
             return choir.throw.pick(rows)
         return [job.chain.pick(self._raw, row, rows[row]) for row, job in enumerate(choir.singers)]
 
-    def _compare(self, speculator: Speculator, jobs: Mapping[int, Job], tokens: Iterable[int]) -> None:
+    def _compare(self, speculator: Speculator, jobs: Mapping[int, LlamaCppJob], tokens: Iterable[int]) -> None:
         for index, token in zip(jobs, tokens, strict=True):
             speculator.heard(index, 0, 0, token)
 
-    def _hear_each(self, choir: Choir, tokens: list[int] | None, *, onward: bool) -> None:
+    def _hear_each(self, choir: DecodeBatch, tokens: list[int] | None, *, onward: bool) -> None:
         """Where one ends or is held to a grammar, or somebody asks for odds. `tokens`: what is drawn already."""
         heard = self._drawn(choir, tokens)
         if self.speculator is not None:
@@ -197,20 +197,20 @@ class Cache:
         choir.look_ahead()  # it may go on: one has said what ends another
         self.places.kv.decoded(0, 0.0)
 
-    def _drawn(self, choir: Choir, tokens: list[int] | None) -> list[Heard]:
+    def _drawn(self, choir: DecodeBatch, tokens: list[int] | None) -> list[Heard]:
         heard: list[Heard] = []
         for row, (index, job) in enumerate(choir.jobs.items()):
             job.done += 1
-            said = speech.nothing(job)
-            ending = self._draw(job, row, said) if tokens is None else speech.take(job, tokens[row], said)
+            said = speech.new_output(job)
+            ending = self._draw(job, row, said) if tokens is None else speech.append_token(job, tokens[row], said)
             heard.append((index, job, said, ending))
         return heard
 
-    def _guesses_nothing(self, choir: Choir) -> bool:
+    def _guesses_nothing(self, choir: DecodeBatch) -> bool:
         self._ahead = self.speculator.guess(choir.jobs) if self.speculator is not None else {}
         return not self._ahead
 
-    def _send(self, choir: Choir, tokens: list[int]) -> None:
+    def _send(self, choir: DecodeBatch, tokens: list[int]) -> None:
         """The next step, before this one is told: `tokens` are what was said in it."""
         self._sent = time.perf_counter()
         self._batch.go_on(tokens)
@@ -218,13 +218,13 @@ class Cache:
         self._aloft = choir if lib.llama_decode(self._raw, self._batch.raw) == 0 else None
         self._batch.move_on()
 
-    def _step_on(self, choir: Choir) -> None:
+    def _step_on(self, choir: DecodeBatch) -> None:
         sent = self._sent
         self._hear(choir, self._down(), onward=True)
         if self.speculator is not None:
             self.speculator.took(len(choir), 0, time.perf_counter() - sent)
 
-    def _guesses(self, speculator: Speculator, jobs: Mapping[int, Job]) -> Guesses:
+    def _guesses(self, speculator: Speculator, jobs: Mapping[int, LlamaCppJob]) -> Drafts:
         ahead, self._ahead = self._ahead, {}
         return ahead or speculator.guess(jobs)
 
@@ -247,12 +247,12 @@ class Cache:
             lib.llama_synchronize(self._raw)
         return bool(code == 0)
 
-    def _wear(self, adapters: Adapters) -> None:
+    def _wear(self, adapters: AdapterSet) -> None:
         if adapters != self._worn:
             self._wardrobe.put_on(self._raw, adapters)
             self._worn = adapters
 
-    def _fill(self, slices: list[Slice], guesses: Guesses) -> dict[int, int]:
+    def _fill(self, slices: list[BatchSlice], guesses: Drafts) -> dict[int, int]:
         self._batch.clear()
         rows = {}
         for piece in slices:
@@ -266,7 +266,7 @@ class Cache:
             rows[index] = self._batch.add(ids, job.done, index, last=piece.last, guessed=piece.guessed)
         return rows
 
-    def _advance(self, piece: Slice, row: int, guess: list[int]) -> None:
+    def _advance(self, piece: BatchSlice, row: int, guess: list[int]) -> None:
         job, slot = self.jobs[piece.sequence], self.slots[piece.sequence]
         job.done += piece.count
         if not job.generating:
@@ -280,10 +280,10 @@ class Cache:
         if ending is not None:
             self._finish(piece.sequence, *ending)
 
-    def _speak(self, job: Job, index: int, row: int, guess: list[int]) -> Ending | None:
+    def _speak(self, job: LlamaCppJob, index: int, row: int, guess: list[int]) -> Finish | None:
         """Draw a token after the row, and after each that was guessed for as long as the guesses are what is drawn."""
         job.prefilled()
-        before, said = job.done, speech.nothing(job)
+        before, said = job.done, speech.new_output(job)
         ending = self._draw(job, row, said)
         for guessed in guess:
             if ending is not None or said.ids[-1] != guessed:
@@ -294,17 +294,17 @@ class Cache:
         self._settle(job, index, guess, job.done - before, said)
         return ending
 
-    def _draw(self, job: Job, row: int, said: Said) -> Ending | None:
-        return speech.draw(self._raw, self._n_vocab, job, row, said)
+    def _draw(self, job: LlamaCppJob, row: int, said: StepOutput) -> Finish | None:
+        return speech.sample_token(self._raw, self._n_vocab, job, row, said)
 
-    def _settle(self, job: Job, index: int, guess: list[int], kept: int, said: Said) -> None:
+    def _settle(self, job: LlamaCppJob, index: int, guess: list[int], kept: int, said: StepOutput) -> None:
         if kept < len(guess):
             short.memory_seq_rm(self._memory, index, job.done, -1)
         if self.speculator is not None:
             self.speculator.heard(index, len(guess), kept, said.ids[0] if said.ids else -1)
         self._tell(job, said)
 
-    def _tell(self, job: Job, said: Said) -> None:
+    def _tell(self, job: LlamaCppJob, said: StepOutput) -> None:
         if said.ids:
             self._emit(job, [Tokens(said.ids, said.logprobs)], False)
 

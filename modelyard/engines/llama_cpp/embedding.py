@@ -20,17 +20,17 @@ from msgspec.structs import replace
 from modelyard.core.engine import CacheInfo, Embeddings, EngineSpec
 from modelyard.core.errors import Internal, InvalidRequest
 from modelyard.engines.llama_cpp import loading
-from modelyard.engines.llama_cpp.binding import Batch, lib
-from modelyard.engines.llama_cpp.estimate import Shape
+from modelyard.engines.llama_cpp.binding import LlamaBatch, lib
+from modelyard.engines.llama_cpp.estimate import ModelShape
 
-PLACES = 16  # inputs read together
+MAX_INPUTS = 16  # inputs read together
 _POOLINGS = {"1": "mean", "2": "cls", "3": "last"}  # llama.cpp's LLAMA_POOLING_TYPE_…
 
 Vector = npt.NDArray[np.float32]
 Order = Callable[[Callable[[], None]], Awaitable[None]]  # has a deed done by the engine's thread
 
 
-class Piece(Struct, frozen=True):
+class InputSlice(Struct, frozen=True):
     """`count` tokens of an input from `start` on."""
 
     index: int
@@ -38,30 +38,32 @@ class Piece(Struct, frozen=True):
     count: int
 
 
-def plan(lengths: Sequence[int], rows: int, places: int = PLACES) -> list[list[Piece]]:
+def plan_embedding_steps(lengths: Sequence[int], rows: int, places: int = MAX_INPUTS) -> list[list[InputSlice]]:
     """Steps of at most `rows` tokens. Short inputs share one; a long input has steps of its own, in order."""
-    steps: list[list[Piece]] = []
+    steps: list[list[InputSlice]] = []
     left = 0
     for index, length in enumerate(lengths):
         if length > left or len(steps[-1]) == places:
-            steps += [[Piece(index, start, min(rows, length - start))] for start in range(0, length, rows)]
+            steps += [[InputSlice(index, start, min(rows, length - start))] for start in range(0, length, rows)]
             left = rows - length
         else:
-            steps[-1].append(Piece(index, 0, length))
+            steps[-1].append(InputSlice(index, 0, length))
             left -= length
     return steps
 
 
-class Desk:
+class Embedder:
     """Takes batches on the loop and has them read by the engine's thread, one step an order. One batch at a time: they
     share a context."""
 
     def __init__(
-        self, model: Any, spec: EngineSpec, shape: Shape | None, order: Order, attach: Callable[[Any], None]
+        self, model: Any, spec: EngineSpec, shape: ModelShape | None, order: Order, attach: Callable[[Any], None]
     ) -> None:
         self._order = order
         self._n_vocab: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-        self._reader = Reader(model, spec.options.n_ubatch, spec.options.pooling, _maker(model, spec, shape, attach))
+        self._reader = EmbeddingContext(
+            model, spec.options.n_ubatch, spec.options.pooling, _maker(model, spec, shape, attach)
+        )
         self._turn = asyncio.Lock()
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
@@ -78,9 +80,9 @@ class Desk:
         lengths = [len(ids) for ids in inputs]
         await self._order(partial(self._reader.prepare, max(lengths, default=0)))
         pools = self._reader.empty(len(inputs))
-        for step in plan(lengths, self._reader.rows):
+        for step in plan_embedding_steps(lengths, self._reader.rows):
             await self._order(partial(self._reader.read, step, inputs, pools))
-        return [unit(pool) for pool in pools]
+        return [normalize(pool) for pool in pools]
 
     def _check(self, batch: Sequence[Sequence[int]]) -> None:
         if not all(batch):
@@ -92,20 +94,24 @@ class Desk:
         self._reader.close()
 
 
-def _maker(model: Any, spec: EngineSpec, shape: Shape | None, attach: Callable[[Any], None]) -> Callable[[int], Any]:
+def _maker(
+    model: Any, spec: EngineSpec, shape: ModelShape | None, attach: Callable[[Any], None]
+) -> Callable[[int], Any]:
     """`attach` gives the context the threads that it shares with the caches."""
 
     def make(cells: int) -> Any:
         if shape is not None:  # the weights are here already
-            loading.fit(replace(shape, weights=0, files=()), spec.model, spec.options, {"embeddings": CacheInfo(cells)})
-        raw = loading.embedding_context(model, spec.options, cells, PLACES)
+            loading.check_memory(
+                replace(shape, weights=0, files=()), spec.model, spec.options, {"embeddings": CacheInfo(cells)}
+            )
+        raw = loading.create_embedding_context(model, spec.options, cells, MAX_INPUTS)
         attach(raw)
         return raw
 
     return make
 
 
-class Reader:
+class EmbeddingContext:
     """The context and what it is made with. Belongs to the engine's thread. `make` gets the cells it must have."""
 
     def __init__(self, model: Any, rows: int, pooling: str | None, make: Callable[[int], Any]) -> None:
@@ -115,7 +121,7 @@ class Reader:
         self._pooling = pooling or _of_model(model)
         self._raw: Any = None
         self._cells = 0
-        self._batch = Batch(rows)
+        self._batch = LlamaBatch(rows)
 
     def prepare(self, longest: int) -> None:
         """A context that holds the longest input; one that is too small makes room for a larger one."""
@@ -127,7 +133,7 @@ class Reader:
             self._raw = self._make(cells)
             self._cells = cells
 
-    def read(self, step: list[Piece], batch: Sequence[Sequence[int]], pools: list[Vector]) -> None:
+    def read(self, step: list[InputSlice], batch: Sequence[Sequence[int]], pools: list[Vector]) -> None:
         """One decode; `pools` holds what each input comes to so far."""
         if step[0].start == 0:
             lib.llama_memory_clear(lib.llama_get_memory(self._raw), False)
@@ -141,7 +147,7 @@ class Reader:
             raise Internal(f"llama_decode answered {code} to an embedding")
         self._pool(step, pools)
 
-    def _pool(self, step: list[Piece], pools: list[Vector]) -> None:
+    def _pool(self, step: list[InputSlice], pools: list[Vector]) -> None:
         rows = np.ctypeslib.as_array(lib.llama_get_embeddings(self._raw), (self._batch.size, self._width))
         at = 0
         for piece in step:
@@ -162,7 +168,7 @@ class Reader:
             lib.llama_free(raw)
 
 
-def unit(vector: Vector) -> list[float]:
+def normalize(vector: Vector) -> list[float]:
     """Of length 1: the mean is a sum brought to length."""
     length = float(np.linalg.norm(vector))
     unit_long: list[float] = (vector / (length or 1.0)).tolist()

@@ -42,21 +42,20 @@ from modelyard.core.errors import (
 )
 from modelyard.core.events import Usage
 from modelyard.engines.llama_cpp import files, loading
-from modelyard.engines.llama_cpp.adapters import Wardrobe, read_argument
-from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.context import Cache
-from modelyard.engines.llama_cpp.draft import DraftModel
-from modelyard.engines.llama_cpp.embedding import Desk
-from modelyard.engines.llama_cpp.job import Job
-from modelyard.engines.llama_cpp.keeper import Keeper, keeper_for
-from modelyard.engines.llama_cpp.masks import Mask, Masks, Triggered
+from modelyard.engines.llama_cpp.binding import ThreadPool, lib
+from modelyard.engines.llama_cpp.context import LlamaContext
+from modelyard.engines.llama_cpp.draft_model import DraftModel
+from modelyard.engines.llama_cpp.embedding import Embedder
+from modelyard.engines.llama_cpp.grammar_mask import GrammarCompiler, GrammarMask, TriggeredMask
+from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.kv_store import KvStore, create_kv_store
+from modelyard.engines.llama_cpp.lora import LoraAdapters, parse_adapter_argument
 from modelyard.engines.llama_cpp.options import CAPABILITIES, Options
 from modelyard.engines.llama_cpp.orders import Order, fault_of, obeyed, tried
-from modelyard.engines.llama_cpp.places import acquaint, places_for
-from modelyard.engines.llama_cpp.replay import Replay, replay_for
-from modelyard.engines.llama_cpp.sample import Chain
-from modelyard.engines.llama_cpp.speculate import NGrams, Speculator
-from modelyard.engines.llama_cpp.threads import Pool
+from modelyard.engines.llama_cpp.replay import Replay, create_replay
+from modelyard.engines.llama_cpp.sampler import JobSampler
+from modelyard.engines.llama_cpp.sequence_manager import create_sequence_manager, link_compatible
+from modelyard.engines.llama_cpp.speculation import NgramDrafter, Speculator
 from modelyard.engines.token_dispatch import TokenDispatch
 
 log = logging.getLogger(__name__)
@@ -64,26 +63,26 @@ log = logging.getLogger(__name__)
 _SWITCH_S = 0.0005  # a decode that comes back waits this long at most for a busy gateway to let go of the GIL
 
 
-class LlamaEngine:
+class LlamaCppEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self.options: Options = spec.options
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
         self.info = EngineInfo("llama_cpp", dict(spec.caches), CAPABILITIES)
-        self._inbox: SimpleQueue[Job | Order | None] = SimpleQueue()
+        self._inbox: SimpleQueue[LlamaCppJob | Order | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loading: asyncio.Task[None] | None = None
         self._over: ModelyardError | None = None  # why nothing can run here any more; set on the loop only
-        self._masks: Masks | None = None
+        self._masks: GrammarCompiler | None = None
         self._model: Any = None
-        self._caches: dict[str, Cache] = {}
+        self._caches: dict[str, LlamaContext] = {}
         self._dispatch = TokenDispatch(self._loop)
         self._arrived = 0
-        self._desk: Desk | None = None
+        self._desk: Embedder | None = None
         self._draft: DraftModel | None = None
-        self._pool: Pool | None = None
-        self._keeper: Keeper | None = None
+        self._pool: ThreadPool | None = None
+        self._keeper: KvStore | None = None
         self._replay: Replay | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -105,22 +104,22 @@ class LlamaEngine:
         return tell
 
     def _load(self, path: Path, tell: Callable[[float], bool]) -> None:
-        shape = loading.survey(path, self._spec)
-        self._spec = loading.settled(self._spec, shape)
+        shape = loading.check_before_loading(path, self._spec)
+        self._spec = loading.resolve_options(self._spec, shape)
         self.options = self._spec.options
-        self._model = loading.load(path, self.options, tell)
+        self._model = loading.load_model(path, self.options, tell)
         self._vocab = lib.llama_model_get_vocab(self._model)
         self._n_vocab = lib.llama_vocab_n_tokens(self._vocab)
-        self._pool = Pool(loading.most_threads(self._spec))
-        self._desk = Desk(self._model, self._spec, shape, self._order, self._pool.attach)
-        self._wardrobe = Wardrobe(self._model, self.options.lora)
-        self._masks = Masks(self._vocab, self._n_vocab)
+        self._pool = ThreadPool(loading.max_threads(self._spec))
+        self._desk = Embedder(self._model, self._spec, shape, self._order, self._pool.attach)
+        self._wardrobe = LoraAdapters(self._model, self.options.lora)
+        self._masks = GrammarCompiler(self._vocab, self._n_vocab)
         if self.options.drafts:
             self._draft = DraftModel(self.options, self._model, self._pool.attach, lambda _: self._over is None)
         for name, info in self._spec.caches.items():
-            raw = loading.context(self._model, name, info, self.options)
+            raw = loading.create_context(self._model, name, info, self.options)
             self._pool.attach(raw)
-            self._caches[name] = Cache(
+            self._caches[name] = LlamaContext(
                 name,
                 info,
                 raw,
@@ -129,12 +128,12 @@ class LlamaEngine:
                 self._dispatch.put,
                 self._dispatch.put_batch,
                 self._wardrobe,
-                places_for(raw, info, self.options),
+                create_sequence_manager(raw, info, self.options),
             )
             self._caches[name].speculator = self._speculator(name, info)
-        self._replay = replay_for(self.options.replay, path)
-        acquaint([cache.places for cache in self._caches.values()])
-        self._keeper = keeper_for(self._spec, path, self._wardrobe)
+        self._replay = create_replay(self.options.replay, path)
+        link_compatible([cache.places for cache in self._caches.values()])
+        self._keeper = create_kv_store(self._spec, path, self._wardrobe)
         if self._keeper is not None:
             self._keeper.restore_all(self._caches.values(), lambda: self._over is None)
 
@@ -142,11 +141,11 @@ class LlamaEngine:
         chosen = self.options.speculation
         if chosen == "off":
             return None
-        if not loading.rewinds(self._model, info, self.options):
+        if not loading.can_rewind(self._model, info, self.options):
             if chosen != "auto":
                 log.warning("%r cannot take tokens back, so nothing is guessed in %r", self._spec.model, name)
             return None
-        source = NGrams() if self._draft is None else self._draft.drafter(name, info)
+        source = NgramDrafter() if self._draft is None else self._draft.drafter(name, info)
         return Speculator(source, self.options.draft_n_max, info.window, measured=chosen == "auto")
 
     async def close(self) -> None:
@@ -183,7 +182,7 @@ class LlamaEngine:
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
         self._arrived += 1
-        job = Job(prompt, self._loop, self._arrived)
+        job = LlamaCppJob(prompt, self._loop, self._arrived)
         if self._over is not None:
             job.queue.put_many([_refused(job, self._over)], last=True)
         elif prompt.constraint is not None and self._masks is not None:
@@ -194,7 +193,7 @@ class LlamaEngine:
             self._inbox.put(job)
         return job.queue
 
-    def _constrained(self, job: Job, made: asyncio.Future[Mask | Triggered | None]) -> None:
+    def _constrained(self, job: LlamaCppJob, made: asyncio.Future[GrammarMask | TriggeredMask | None]) -> None:
         fault: BaseException | None = self._over or made.exception()
         if fault is None:
             job.mask = made.result()
@@ -207,7 +206,7 @@ class LlamaEngine:
         fault = self._over or Unavailable("the engine was closed")
         while not self._inbox.empty():
             item = self._inbox.get()
-            if isinstance(item, Job) and not item.queue.closed:
+            if isinstance(item, LlamaCppJob) and not item.queue.closed:
                 item.queue.put_many([_refused(item, fault)], last=True)
             elif isinstance(item, Order) and not item.done.done():
                 item.done.set_exception(fault)
@@ -229,7 +228,7 @@ class LlamaEngine:
 
     async def control(self, op: Control) -> None:
         if op.op == "load_adapter":
-            await self._order(partial(self._wardrobe.load, *read_argument(op.argument)))
+            await self._order(partial(self._wardrobe.load, *parse_adapter_argument(op.argument)))
             return
         if op.op == "unload_adapter":
             await self._order(partial(self._unload_adapter, op.argument or ""))
@@ -256,7 +255,7 @@ class LlamaEngine:
             raise Unavailable("the engine is not open")
         return await self._desk.embed(batch)
 
-    def _cache(self, name: str) -> Cache:
+    def _cache(self, name: str) -> LlamaContext:
         """A prompt that names none goes to the first."""
         name = name or next(iter(self._caches), "")
         if name not in self._caches:
@@ -305,14 +304,14 @@ class LlamaEngine:
         for cache in self._caches.values():
             cache.land()
 
-    def _take(self, item: Job | Order) -> None:
+    def _take(self, item: LlamaCppJob | Order) -> None:
         self._land()
-        if isinstance(item, Job):
+        if isinstance(item, LlamaCppJob):
             self._admit(item)
         else:
             self._loop.call_soon_threadsafe(obeyed, item.done, tried(item.deed))
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: LlamaCppJob) -> None:
         """Whatever is wrong with a job ends that job, not the engine."""
         if job.cancelled:
             self._dispatch.put(job, [End("cancelled", Usage(job.prompt_tokens))], True)
@@ -321,7 +320,7 @@ class LlamaEngine:
             cache = self._cache(job.prompt.cache)
             self._check(job)
             cache.check(job)
-            job.chain = Chain(job.prompt.sampling, self._vocab, self._n_vocab, cache.info.window, job.ids)
+            job.chain = JobSampler(job.prompt.sampling, self._vocab, self._n_vocab, cache.info.window, job.ids)
         except Exception as error:
             self._dispatch.put(job, [_refused(job, fault_of(error))], True)
         else:
@@ -337,7 +336,7 @@ class LlamaEngine:
             cache.forget(name)
         self._wardrobe.unload(name)
 
-    def _check(self, job: Job) -> None:
+    def _check(self, job: LlamaCppJob) -> None:
         """An id that is no token would fail the whole batch that it is read in."""
         if any(isinstance(part, Media) for part in job.prompt.parts):
             raise Unsupported("this engine reads text only")
@@ -365,5 +364,5 @@ class LlamaEngine:
             self.lost.set_result(error)
 
 
-def _refused(job: Job, error: ModelyardError) -> End:
+def _refused(job: LlamaCppJob, error: ModelyardError) -> End:
     return End("error", Usage(job.prompt_tokens), error=error)

@@ -21,9 +21,8 @@ from msgspec import Struct
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import repack
-from modelyard.engines.llama_cpp.attention import mode
-from modelyard.engines.llama_cpp.devices import seen
-from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.library import visible_memory
+from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
 from modelyard.engines.llama_cpp.repack import ExtraBuffer, Weights
 from modelyard.library.gguf import TensorInfo, read_contents
 from modelyard.library.model_files import locate_model_file, split_parts
@@ -42,7 +41,7 @@ _BYTES = {
 _PAD = 256  # llama.cpp rounds windows up to it
 
 
-class Shape(Struct, frozen=True):
+class ModelShape(Struct, frozen=True):
     """What of a model decides its memory. `key` and `value` are the widths of one token's KV, summed over layers;
     `state` the numbers that a sequence's recurrent layers keep; `head` the width of one head's values."""
 
@@ -59,7 +58,7 @@ class Shape(Struct, frozen=True):
     files: tuple[tuple[int, list[TensorInfo]], ...] = ()  # size and tensors of each
 
 
-def shape(file: Path) -> Shape:
+def read_model_shape(file: Path) -> ModelShape:
     try:
         parts = split_parts(file)
         heads = [read_contents(part, lists="short") for part in parts]
@@ -69,7 +68,7 @@ def shape(file: Path) -> Shape:
         raise InvalidRequest(f"{file} says odd things of itself: {error}", code="model_unreadable") from error
 
 
-def _shape(about: Mapping[str, Any], files: tuple[tuple[int, list[TensorInfo]], ...]) -> Shape:
+def _shape(about: Mapping[str, Any], files: tuple[tuple[int, list[TensorInfo]], ...]) -> ModelShape:
     family = about.get("general.architecture", "")
 
     def number(name: str, default: int = 0) -> int:
@@ -82,7 +81,7 @@ def _shape(about: Mapping[str, Any], files: tuple[tuple[int, list[TensorInfo]], 
     inner, inside = number("ssm.inner_size"), number("ssm.state_size")
     state = inner * inside + max(0, number("ssm.conv_kernel") - 1) * (inner + 2 * number("ssm.group_count") * inside)
     recurrent = layers if not heads else sum(not count for count in kv_heads)
-    return Shape(
+    return ModelShape(
         weights=sum(size for size, _ in files),
         trained=number("context_length"),
         layers=layers,
@@ -110,20 +109,24 @@ def _count(told: Any) -> int:
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    model = shape(locate_model_file(spec.options.path))
-    return memory_of(model, spec.options, spec.caches, seen(machine), draft_shape(spec.options))
+    model = read_model_shape(locate_model_file(spec.options.path))
+    return estimate_memory(model, spec.options, spec.caches, visible_memory(machine), draft_shape(spec.options))
 
 
-def draft_shape(options: Options) -> Shape | None:
-    return shape(locate_model_file(options.draft_model_path)) if options.drafts and options.draft_model_path else None
+def draft_shape(options: Options) -> ModelShape | None:
+    return (
+        read_model_shape(locate_model_file(options.draft_model_path))
+        if options.drafts and options.draft_model_path
+        else None
+    )
 
 
-def memory_of(
-    model: Shape,
+def estimate_memory(
+    model: ModelShape,
     options: Options,
     caches: Mapping[str, CacheInfo],
     machine: AvailableMemory,
-    draft: Shape | None = None,
+    draft: ModelShape | None = None,
     extra_buffers: Sequence[ExtraBuffer] | None = None,
 ) -> MemoryEstimate:
     """A draft model has a context for each cache, too. `extra_buffers`: of the library; None means the installed one.
@@ -133,32 +136,32 @@ def memory_of(
         extra_buffers = ()
     elif extra_buffers is None:
         extra_buffers = repack.available()
-    weights = [weights_of(each, extra_buffers, options) for each in models]
+    weights = [model_weights(each, extra_buffers, options) for each in models]
     return MemoryEstimate(
         sum(each.needed for each in weights),
-        sum(kv(each, info) for each in models for info in caches.values()),
-        sum(compute(each, info, options.of(info)) for each in models for info in caches.values()),
-        "gpu" if offloaded(model, options, machine) else "cpu",
+        sum(kv_bytes(each, info) for each in models for info in caches.values()),
+        sum(compute_bytes(each, info, options.of(info)) for each in models for info in caches.values()),
+        "gpu" if gpu_share(model, options, machine) else "cpu",
         sum(each.page_cache for each in weights),
     )
 
 
-def weights_of(model: Shape, extra_buffers: Sequence[ExtraBuffer], options: Options) -> Weights:
+def model_weights(model: ModelShape, extra_buffers: Sequence[ExtraBuffer], options: Options) -> Weights:
     if not model.files:
         return Weights(model.weights)
     return repack.weights(model.files, extra_buffers, options.use_mmap)
 
 
-def kv(model: Shape, info: CacheInfo) -> int:
+def kv_bytes(model: ModelShape, info: CacheInfo) -> int:
     token = model.key * _bytes(info.type_k) + model.value * _bytes(info.type_v)
     return int(_cells(info) * info.parallel * token) + 4 * model.state * info.parallel
 
 
-def compute(model: Shape, info: CacheInfo, options: Options) -> int:
+def compute_bytes(model: ModelShape, info: CacheInfo, options: Options) -> int:
     """The two largest moments of a step share their memory, so the larger of them counts."""
     rows = min(max(options.n_ubatch, info.parallel), _cells(info) * info.parallel)
     # Without flash attention the scores of every head lie there at once, and the mask; with it only the mask, twice.
-    a_cell = model.heads + 1 if mode(options, gpu=False) == "off" else 1.5
+    a_cell = model.heads + 1 if flash_attention_mode(options, gpu=False) == "off" else 1.5
     attention = _cells(info) * a_cell + 5 * model.width + (model.key + model.value) // max(1, model.layers)
     logits = model.vocab + 3 * model.width
     outputs = info.parallel * (1 if options.speculation == "off" else 1 + options.draft_n_max)
@@ -173,7 +176,7 @@ def _bytes(format_: str) -> float:
     return _BYTES.get(format_.lower(), 4.0)  # an unknown one is refused later, by its name
 
 
-def offloaded(model: Shape, options: Options, machine: AvailableMemory) -> float:
+def gpu_share(model: ModelShape, options: Options, machine: AvailableMemory) -> float:
     """The share of the layers that goes to GPUs; the output counts as one."""
     if not machine.gpus:
         return 0.0
@@ -184,7 +187,7 @@ def offloaded(model: Shape, options: Options, machine: AvailableMemory) -> float
 # --- the verdict ------------------------------------------------------------------------------------------------------
 
 
-def check(name: str, memory: MemoryEstimate, share: float, machine: AvailableMemory) -> None:
+def check_fits(name: str, memory: MemoryEstimate, share: float, machine: AvailableMemory) -> None:
     """Raise, with the numbers, where it cannot fit. `share` of it goes to GPUs."""
     moving = memory.weights + memory.kv
     on_gpu = int(share * moving) + (memory.compute if share else 0)
@@ -192,15 +195,15 @@ def check(name: str, memory: MemoryEstimate, share: float, machine: AvailableMem
     for place, need, free in (("GPU memory", on_gpu, sum(machine.gpus.values())), ("RAM", on_host, machine.ram_free)):
         if need > free:
             raise InvalidRequest(
-                f"the model {name!r} needs about {size(need)} of {place} and {size(free)} are free: {_parts(memory)}. "
+                f"the model {name!r} needs about {format_size(need)} of {place} and {format_size(free)} are free: {_parts(memory)}. "
                 "Take a smaller n_ctx, parallel or KV type, or set overcommit = true to load it all the same.",
                 code="model_too_large",
             )
 
 
 def _parts(memory: MemoryEstimate) -> str:
-    return f"weights {size(memory.weights)}, KV caches {size(memory.kv)}, compute buffers {size(memory.compute)}"
+    return f"weights {format_size(memory.weights)}, KV caches {format_size(memory.kv)}, compute buffers {format_size(memory.compute)}"
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

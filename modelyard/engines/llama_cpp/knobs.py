@@ -13,8 +13,8 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines import cores
-from modelyard.engines.llama_cpp import devices
-from modelyard.engines.llama_cpp.estimate import shape
+from modelyard.engines.llama_cpp import library
+from modelyard.engines.llama_cpp.estimate import read_model_shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_server.fit import fitted_layers
 from modelyard.engines.llama_server.options import Options as ServerOptions
@@ -26,7 +26,7 @@ _FULL = ("f32", "f16", "bf16")
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
     options: Options = spec.options
-    if devices.seen(here).gpus:
+    if library.visible_memory(here).gpus:
         yield Knob(name="n_gpu_layers", values=_layers(spec), stage=0, ordered=False)
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8, 16), stage=1, place="cache")
@@ -45,7 +45,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
 def _layers(spec: EngineSpec) -> tuple[int, ...]:
     """All, and the quarters; none where the file does not tell how many there are."""
     try:
-        layers = shape(locate_model_file(spec.options.path)).layers
+        layers = read_model_shape(locate_model_file(spec.options.path)).layers
     except InvalidRequest:
         return (-1, 0)
     return (-1, *dict.fromkeys(layers * share // 4 for share in (3, 2, 1, 0)))

@@ -10,15 +10,46 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import structs
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp import attention, halves, verdict
+from modelyard.engines.llama_cpp import library
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.estimate import Shape, check, draft_shape, memory_of, offloaded, shape
-from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp.estimate import (
+    ModelShape,
+    check_fits,
+    draft_shape,
+    estimate_memory,
+    gpu_share,
+    read_model_shape,
+)
+from modelyard.engines.llama_cpp.options import FlashAttentionMode, Options, flash_attention_mode
 from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
+
+# Whether a context computes attention the flash way: the user's word, else what measured better on such a backend.
+#
+# On a CPU it is on: beside the plain way it reads prompts faster (1.1 times, 1.7 with AMX), decodes short contexts
+# faster, those of 512 tokens as fast, and needs no memory for the scores of whole micro-batches; at 4,000 tokens
+# the plain way decodes 1.5 times as fast without AMX (docs/performance.md has the table). One exception: where the CPU
+# has AVX512-FP16 the pinned release adds half-precision values up in blocks of 128, so heads of 64, 80 or 96 fall
+# to its loop over single numbers, and decoding at depth to less than half. `setup/llama_cpp_build.py` leaves those
+# instructions out; a library that was built in another way is recognized (`halves.py`), and the plain way taken.
+# On a GPU llama.cpp knows best whether all devices of the model can do it: `auto`.
+
+FLASH_ATTENTION_TYPES: dict[FlashAttentionMode, int] = {"on": 1, "off": 0, "auto": -1}  # llama_flash_attn_type
+
+
+def resolve_flash_attention(spec: EngineSpec, *, gpu: bool, slow: Callable[[], bool]) -> EngineSpec:
+    """The spec with flash attention off where nobody asked for it and it is `slow` here. It touches values of 16 bits
+    only, and those that are quantized cannot do without it."""
+    asked = spec.options.flash_attn is not None or any(info.flash_attn is not None for info in spec.caches.values())
+    halves = all(info.type_v.lower() == "f16" for info in spec.caches.values())
+    if gpu or asked or not halves or not slow():
+        return spec
+    return structs.replace(spec, options=spec.options.model_copy(update={"flash_attn": "off"}))
+
 
 log = logging.getLogger(__name__)
 
@@ -37,34 +68,36 @@ _ROPE = (
 lib.llama_backend_init()
 
 
-def survey(path: Path, spec: EngineSpec) -> Shape | None:
+def check_before_loading(path: Path, spec: EngineSpec) -> ModelShape | None:
     """Before the weights: refuse what cannot fit, warn of what may disappoint. A file that cannot be read is left to
     llama.cpp, which says best what is wrong with it."""
     try:
-        model = shape(path)
+        model = read_model_shape(path)
     except InvalidRequest:
         return None
     _warn_of_length(model.trained, spec)
-    fit(model, spec.model, spec.options, spec.caches, draft_shape(spec.options))
+    check_memory(model, spec.model, spec.options, spec.caches, draft_shape(spec.options))
     return model
 
 
-def fit(model: Shape, name: str, options: Options, caches: Mapping[str, CacheInfo], draft: Shape | None = None) -> None:
-    on_gpus = uses_gpus(options)
+def check_memory(
+    model: ModelShape, name: str, options: Options, caches: Mapping[str, CacheInfo], draft: ModelShape | None = None
+) -> None:
+    on_gpus = uses_gpu(options)
     machine = system.free_memory(with_gpus=on_gpus)
     if options.overcommit or (on_gpus and not machine.gpus):  # a GPU that only llama.cpp can look into
         return
-    share = offloaded(model, options, machine)
-    check(name, memory_of(model, options, caches, machine, draft), share, machine)
+    share = gpu_share(model, options, machine)
+    check_fits(name, estimate_memory(model, options, caches, machine, draft), share, machine)
 
 
-def settled(spec: EngineSpec, model: Shape | None) -> EngineSpec:
+def resolve_options(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
     """With what this machine and model decide where the user did not."""
-    slow = partial(halves.slow_with, model.head if model is not None else 0, verdict.library_folder())
-    return attention.settled(spec, gpu=uses_gpus(spec.options), slow=slow)
+    slow = partial(library.is_flash_attention_slow, model.head if model is not None else 0, library.library_folder())
+    return resolve_flash_attention(spec, gpu=uses_gpu(spec.options), slow=slow)
 
 
-def uses_gpus(options: Options) -> bool:
+def uses_gpu(options: Options) -> bool:
     return bool(lib.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
 
 
@@ -83,7 +116,7 @@ def _warn_of_length(trained: int, spec: EngineSpec) -> None:
             )
 
 
-def load(path: Path, options: Options, go_on: Callable[[float], bool]) -> Any:
+def load_model(path: Path, options: Options, go_on: Callable[[float], bool]) -> Any:
     """`go_on` hears how much is done; its False ends the loading."""
     params = lib.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
@@ -97,25 +130,25 @@ def load(path: Path, options: Options, go_on: Callable[[float], bool]) -> Any:
     return model
 
 
-def context(model: Any, name: str, info: CacheInfo, options: Options) -> Any:
+def create_context(model: Any, name: str, info: CacheInfo, options: Options) -> Any:
     llama_log.forget()
-    raw = lib.llama_init_from_model(model, _parameters(info, options))
+    raw = lib.llama_init_from_model(model, context_parameters(info, options))
     if not raw:
         raise InvalidRequest(f"the cache {name!r} cannot be made: {llama_log.reason()}", code="cache_unusable")
     return raw
 
 
-def rewinds(model: Any, info: CacheInfo, options: Options) -> bool:
+def can_rewind(model: Any, info: CacheInfo, options: Options) -> bool:
     """Whether the last tokens of a sequence can be taken back: not where a model keeps one state, nor where the KV
     behind a sliding window is thrown away."""
     if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
         return False
-    return not lib.llama_model_n_swa(model) or bool(_parameters(info, options).swa_full)
+    return not lib.llama_model_n_swa(model) or bool(context_parameters(info, options).swa_full)
 
 
-def embedding_context(model: Any, options: Options, cells: int, places: int) -> Any:
+def create_embedding_context(model: Any, options: Options, cells: int, places: int) -> Any:
     """Gives the vector of each token that is read. One pool of cells: what shares it is read and forgotten together."""
-    params = _parameters(CacheInfo(cells), options)
+    params = context_parameters(CacheInfo(cells), options)
     params.n_seq_max, params.kv_unified = places, True
     params.embeddings, params.pooling_type = True, 0  # none: each token's own
     params.n_batch = params.n_ubatch
@@ -126,14 +159,14 @@ def embedding_context(model: Any, options: Options, cells: int, places: int) -> 
     return raw
 
 
-def _parameters(info: CacheInfo, options: Options) -> Any:
+def context_parameters(info: CacheInfo, options: Options) -> Any:
     options, params = options.of(info), lib.llama_context_default_params()
     params.n_ctx, params.n_seq_max = info.window * info.parallel, info.parallel
     # A decode of more rows than n_batch is an assertion in llama.cpp, and each stream needs one.
     params.n_batch = max(options.n_batch, options.n_ubatch, info.parallel)
     params.n_ubatch = options.n_ubatch
     params.n_threads, params.n_threads_batch = threads(info, options), batch_threads(info, options)
-    params.flash_attn_type = attention.NUMBERS[attention.mode(options, gpu=uses_gpus(options))]
+    params.flash_attn_type = FLASH_ATTENTION_TYPES[flash_attention_mode(options, gpu=uses_gpu(options))]
     params.type_k, params.type_v = _type(info.type_k), _type(info.type_v)
     params.kv_unified, params.no_perf = False, True
     params.swa_full = options.swa_full
@@ -167,7 +200,7 @@ def batch_threads(info: CacheInfo, options: Options) -> int:
     return options.n_threads_batch or threads(info, options)
 
 
-def most_threads(spec: EngineSpec) -> int:
+def max_threads(spec: EngineSpec) -> int:
     """Of all contexts that a model may have; that for embeddings has no settings of its own."""
     counts = (threads, batch_threads)
     return max(count(info, spec.options) for info in (CacheInfo(1), *spec.caches.values()) for count in counts)

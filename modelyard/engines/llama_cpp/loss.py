@@ -18,8 +18,8 @@ from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import Unavailable
 from modelyard.core.knobs import Loss
 from modelyard.engines.llama_cpp import files, loading
-from modelyard.engines.llama_cpp.binding import Batch, lib
-from modelyard.engines.llama_cpp.sample import logits_of
+from modelyard.engines.llama_cpp.binding import LlamaBatch, lib
+from modelyard.engines.llama_cpp.sampler import logits_row
 
 Odds = npt.NDArray[np.float32]
 _AT_ONCE = 64  # rows whose logits are held at a time: 64 MB with the largest vocabularies
@@ -27,7 +27,7 @@ _ROOM = 8
 
 
 def loss(spec: EngineSpec, reference: EngineSpec, ids: Sequence[int]) -> Loss:
-    model = loading.load(files.find(spec.options.path), spec.options, lambda _: True)
+    model = loading.load_model(files.find(spec.options.path), spec.options, lambda _: True)
     contexts: list[Any] = []
     try:
         contexts.append(_context(model, spec, len(ids)))
@@ -43,22 +43,22 @@ def loss(spec: EngineSpec, reference: EngineSpec, ids: Sequence[int]) -> Loss:
 def _context(model: Any, spec: EngineSpec, count: int) -> Any:
     name, info = next(iter(spec.caches.items()))
     small = replace(info, window=count + _ROOM, parallel=1, n_batch=_AT_ONCE, n_ubatch=_AT_ONCE)
-    return loading.context(model, name, small, spec.options)
+    return loading.create_context(model, name, small, spec.options)
 
 
 def _odds(model: Any, context: Any, ids: Sequence[int]) -> Iterator[Odds]:
     """Log probabilities of every next token after each of the text's."""
-    batch, size = Batch(_AT_ONCE), lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    batch, size = LlamaBatch(_AT_ONCE), lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
     for start in range(0, len(ids), _AT_ONCE):
         piece = np.asarray(ids[start : start + _AT_ONCE], np.int32)
         batch.clear()
         batch.add(piece, start, 0, last=True, guessed=len(piece) - 1)
         if (code := lib.llama_decode(context, batch.raw)) != 0:
             raise Unavailable(f"the text could not be read: llama_decode answered {code}")
-        yield np.stack([log_odds(logits_of(context, row, size)) for row in range(len(piece))])
+        yield np.stack([log_probabilities(logits_row(context, row, size)) for row in range(len(piece))])
 
 
-def log_odds(logits: npt.NDArray[Any]) -> Odds:
+def log_probabilities(logits: npt.NDArray[Any]) -> Odds:
     wide = logits.astype(np.float32)
     wide -= wide.max()
     return np.asarray(wide - np.log(np.exp(wide).sum()))

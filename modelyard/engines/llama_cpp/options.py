@@ -9,6 +9,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from modelyard.core.engine import CacheInfo, Capabilities
 
 _KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+FlashAttentionMode = Literal["on", "off", "auto"]
 _Count = Annotated[int, Field(ge=1, le=1 << 24)]
 
 CAPABILITIES = Capabilities(structured=True, logprobs=True, embeddings=True, lora=True, ignored=("beam_size",))
@@ -154,3 +155,13 @@ class Options(BaseModel):
         """These, with what a cache sets for itself over them."""
         own = {name: getattr(cache, name) for name in ("n_batch", "n_ubatch", "n_threads", "flash_attn")}
         return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+
+def flash_attention_mode(options: Options, *, gpu: bool) -> FlashAttentionMode:
+    """Of a cache's own options; `gpu` where layers may lie on one."""
+    asked = options.flash_attn
+    if asked is None:
+        return "auto" if gpu else "on"
+    if isinstance(asked, str):
+        return asked
+    return "on" if asked else "off"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from modelyard.engines.llama_cpp.verdict import library_folder
+from modelyard.engines.llama_cpp.library import library_folder
 from modelyard.library.gguf import TensorInfo
 from modelyard.plugins import MissingLibrary
 

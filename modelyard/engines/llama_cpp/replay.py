@@ -21,10 +21,8 @@ from pydantic import ValidationError
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines.fake.conversation import PromptView
-from modelyard.engines.fake.dialects import format_writer
-from modelyard.engines.fake.plan import Compiler, Say, walk
-from modelyard.engines.fake.script import Script, ScriptRule
+from modelyard.engines.fake.output import PlanCompiler, format_writer, iterate
+from modelyard.engines.fake.script import PromptView, Script, ScriptRule
 from modelyard.tokenizer.gguf import GgufTokenizer
 
 
@@ -32,7 +30,7 @@ class Replay:
     """Belongs to the engine's thread."""
 
     def __init__(self, rules: tuple[ScriptRule, ...], vocab: Tokenizer) -> None:
-        self._script, self._vocab, self._compiler = Script(rules), vocab, Compiler(vocab)
+        self._script, self._vocab, self._compiler = Script(rules), vocab, PlanCompiler(vocab)
 
     def answer(self, ids: list[int], session: str | None) -> Iterator[int]:
         """The tokens that are to be said, spelled as the vocabulary would spell their text in a later prompt."""
@@ -40,8 +38,9 @@ class Replay:
         rule = self._script.choose(talk, session)
         if rule is None:
             return iter(())
-        deeds = walk(self._compiler.compile(rule.steps, format_writer("hermes", inside=talk.thinks_already)))
-        said = [token for deed in deeds if isinstance(deed, Say) for token in deed.ids]
+        writer = format_writer("hermes", in_reasoning=talk.starts_in_reasoning)
+        actions = iterate(self._compiler.compile(rule.steps, writer))
+        said = [token for action in actions if isinstance(action, list) for token in action]
         return iter(self._spelled(ids, said))
 
     def _spelled(self, ids: list[int], said: list[int]) -> list[int]:
@@ -54,7 +53,7 @@ class Replay:
 _BEFORE = 2  # tokens: the end of a turn's opening
 
 
-def read(path: Path) -> tuple[ScriptRule, ...]:
+def read_rules(path: Path) -> tuple[ScriptRule, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -72,5 +71,5 @@ def _rule(path: Path, number: int, line: str) -> ScriptRule:
         raise InvalidRequest(told, code="replay_invalid") from None
 
 
-def replay_for(script: str | None, model: Path) -> Replay | None:
-    return Replay(read(Path(script)), GgufTokenizer(model)) if script is not None else None
+def create_replay(script: str | None, model: Path) -> Replay | None:
+    return Replay(read_rules(Path(script)), GgufTokenizer(model)) if script is not None else None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.llama_cpp import verdict
+from modelyard.engines.llama_cpp import selftest
 from modelyard.engines.llama_server.engine import CAPABILITIES, LlamaServer
 from modelyard.engines.llama_server.estimate import estimate
 from modelyard.engines.llama_server.options import LIVE_OVERRIDES, Options
@@ -41,7 +41,7 @@ def create(spec: EngineSpec) -> Engine:
 
 def tokenizer_path(options: Options) -> Path:
     """The model's own file: what is counted is counted by its vocabulary, for which the llama.cpp library must work."""
-    verdict.require()
+    selftest.require_working_library()
     return locate_model_file(options.path)
 
 

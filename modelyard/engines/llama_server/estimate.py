@@ -6,7 +6,7 @@ from pathlib import Path
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.engines.llama_cpp import Options as CppOptions
-from modelyard.engines.llama_cpp.estimate import memory_of, shape
+from modelyard.engines.llama_cpp.estimate import estimate_memory, read_model_shape
 from modelyard.engines.llama_server.command import shared
 from modelyard.engines.llama_server.options import Options
 from modelyard.library.model_files import locate_model_file
@@ -30,7 +30,7 @@ def _draft(options: Options, cache: CacheInfo, machine: AvailableMemory) -> Memo
 
 def _of(path: str, layers: str | None, options: Options, cache: CacheInfo, machine: AvailableMemory) -> MemoryEstimate:
     settings = CppOptions(path=path, n_gpu_layers=_layers(layers), flash_attn=options.llama_server_flash_attn or "auto")
-    return memory_of(shape(locate_model_file(path)), settings, {"all": cache}, machine)
+    return estimate_memory(read_model_shape(locate_model_file(path)), settings, {"all": cache}, machine)
 
 
 def _layers(told: str | None) -> int:

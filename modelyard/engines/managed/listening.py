@@ -9,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from modelyard.engines.upstream.client import Place
-from modelyard.processes.port import reserve
+from modelyard.processes.ports import reserve_port
 
 Folder = tempfile.TemporaryDirectory[str]
 
@@ -55,6 +55,6 @@ def listening(folder: Folder | None, host: str | None, port: int | None, key: st
 
 
 def _free_port(host: str) -> int:
-    with reserve(host, 0) as held:
+    with reserve_port(host, 0) as held:
         port: int = held.getsockname()[1]
         return port

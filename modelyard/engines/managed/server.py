@@ -10,7 +10,7 @@ from msgspec import Struct
 from modelyard.core.errors import Timeout, Unavailable
 from modelyard.engines.managed.listening import Folder
 from modelyard.engines.upstream.client import Client, Place
-from modelyard.processes.child import Child, fate
+from modelyard.processes.child_process import ChildProcess, describe_exit
 
 _LOOK = 0.1  # seconds between two looks
 
@@ -31,13 +31,13 @@ class Program(Struct, frozen=True, kw_only=True):
 class Server:
     """A started program and the client that speaks to it."""
 
-    def __init__(self, program: Program, child: Child, client: Client) -> None:
+    def __init__(self, program: Program, child: ChildProcess, client: Client) -> None:
         self.program, self.child, self.client = program, child, client
 
     @classmethod
     async def start(cls, program: Program) -> Server:
         try:
-            child = await Child.start(program.argv, program.env)
+            child = await ChildProcess.start(program.argv, program.env)
         except BaseException:
             if program.folder is not None:
                 program.folder.cleanup()
@@ -65,7 +65,7 @@ class Server:
         return Unavailable(told, code="load_failed")
 
     def _end(self) -> str:
-        end, why = fate(self.child.ended.result()), self.program.reason(self.child.log.lines())
+        end, why = describe_exit(self.child.ended.result()), self.program.reason(self.child.log.lines())
         return f"{end}: {why}" if why else end
 
     async def stop(self) -> None:

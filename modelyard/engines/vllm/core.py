@@ -21,7 +21,7 @@ from modelyard.engines.vllm.form import Markers
 from modelyard.engines.vllm.job import Job
 from modelyard.engines.vllm.library import Library
 from modelyard.engines.vllm.media import multi_modal
-from modelyard.processes.brood import Brood
+from modelyard.processes.descendant_reaper import DescendantReaper
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Core:
         lost: Callable[[ModelyardError], None],
     ) -> None:
         self._library, self._post, self._hand_out, self._lost = library, post, hand_out, lost
-        self._brood = Brood()
+        self._brood = DescendantReaper()
         self._llm: Any = None
         self._children: list[Any] = []  # what vLLM has started, as multiprocessing knows it
         self._tasks: dict[asyncio.Task[None], Job] = {}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.request import Constraint
 from modelyard.engines.vllm.form import unusable
-from modelyard.processes.child import fate
+from modelyard.processes.child_process import describe_exit
 
 _UNREADABLE, _UNUSABLE = "model_unreadable", "model_unusable"
 _OF_THE_FORM = re.compile(r"grammar|schema|regex|structured", re.IGNORECASE)
@@ -62,5 +62,5 @@ def explained(error: ModelyardError, cause: str) -> ModelyardError:
 
 
 def death(exit_codes: Sequence[int | None]) -> Unavailable:
-    told = [fate(code) for code in exit_codes if code is not None]
+    told = [describe_exit(code) for code in exit_codes if code is not None]
     return Unavailable(f"vLLM's engine process {told[0]}" if told else "vLLM's engine process died")

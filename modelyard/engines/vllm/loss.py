@@ -25,7 +25,7 @@ from modelyard.core.knobs import Loss
 from modelyard.engines.vllm import folder, library
 from modelyard.engines.vllm.arguments import engine_arguments
 from modelyard.engines.vllm_serve.reason import reason
-from modelyard.processes.child import Child, fate
+from modelyard.processes.child_process import ChildProcess, describe_exit
 
 Odds = Sequence[Mapping[int, float]]  # log probabilities by token, for each token of the text but the first
 
@@ -62,13 +62,15 @@ async def _odds(spec: EngineSpec, ids: Sequence[int]) -> Odds:
     with tempfile.TemporaryDirectory(prefix="modelyard-odds-") as place:
         order, answer = Path(place) / "order.json", Path(place) / "answer.json"
         order.write_bytes(msgspec.json.encode({"arguments": arguments, "ids": list(ids), "rivals": RIVALS}))
-        child = await Child.start(_command(spec.python, order, answer), library.DEFAULTS | dict(os.environ))
+        child = await ChildProcess.start(_command(spec.python, order, answer), library.DEFAULTS | dict(os.environ))
         try:
             code = await asyncio.shield(child.ended)
         finally:
             await child.stop(0.0)
         if not answer.is_file():
-            raise InvalidRequest(f"vLLM could not read the text: {reason(child.log.lines()) or f'it {fate(code)}'}")
+            raise InvalidRequest(
+                f"vLLM could not read the text: {reason(child.log.lines()) or f'it {describe_exit(code)}'}"
+            )
         return msgspec.json.decode(answer.read_bytes(), type=list[dict[int, float]])
 
 

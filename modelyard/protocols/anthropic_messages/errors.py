@@ -1,4 +1,4 @@
-"""Errors ⇄ `{"type":"error","error":{type,message},"request_id"}`, and the overflow words that clients act on."""
+"""Errors ⇄ `{"type":"error","error":{type,message},"request_id"}`, with the overflow messages that clients act on."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 import msgspec
 
-from modelyard.core import errors
 from modelyard.core.errors import ContextOverflow, ModelyardError, OutputOverflow, Overloaded
 from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.protocols.common.errors import ERROR_BY_STATUS, overflow_hint
+from modelyard.protocols.common.errors import error_from_status, overflow_hint, read_retry_after, write_retry_headers
 from modelyard.protocols.common.json import encode
 
-# kind → (HTTP status, Anthropic's word for it)
+# kind → (HTTP status, Anthropic's error type)
 _STATUS: Mapping[str, tuple[int, str]] = {
     "invalid": (400, "invalid_request_error"),
     "unauthenticated": (401, "authentication_error"),
@@ -31,30 +30,29 @@ _STATUS: Mapping[str, tuple[int, str]] = {
     "cancelled": (499, "api_error"),
     "internal": (500, "api_error"),
 }
-
-
-_LESS = "start Claude Code in its bare mode: modelyard launch claude -- --bare"
+_SMALLER_CLIENT = "start Claude Code in its bare mode: modelyard launch claude -- --bare"
 
 
 def write_error(
     error: ModelyardError,
     *,
     trace: str,
-    streaming: bool = False,  # noqa: ARG001  # before the first byte a stream fails like any other request
+    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
     request: Request | None = None,
 ) -> WireError:
-    body = error_body(error, trace, overflow_hint(error, request, _LESS))
-    return WireError(_STATUS[error.kind][0], body, _headers(error, trace))
+    body = error_body(error, trace, overflow_hint(error, request, _SMALLER_CLIENT))
+    headers = {"request-id": f"req_{trace}"} | write_retry_headers(error)
+    return WireError(_STATUS[error.kind][0], body, headers)
 
 
-def error_body(error: ModelyardError, trace: str, more: str = "") -> bytes:
-    told = {"type": _STATUS[error.kind][1], "message": _message(error) + (f".{more}" if more else "")}
-    told |= {name: value for name in ("code", "param") if (value := getattr(error, name)) is not None}
-    return encode({"type": "error", "error": told, "request_id": f"req_{trace}"})
+def error_body(error: ModelyardError, trace: str, hint: str = "") -> bytes:
+    fields = {"type": _STATUS[error.kind][1], "message": _message(error) + (f".{hint}" if hint else "")}
+    fields |= {name: value for name in ("code", "param") if (value := getattr(error, name)) is not None}
+    return encode({"type": "error", "error": fields, "request_id": f"req_{trace}"})
 
 
 def _message(error: ModelyardError) -> str:
-    """Claude Code compacts or lowers max_tokens on exactly these words."""
+    """Claude Code compacts the conversation or lowers max_tokens when it finds exactly these words."""
     if isinstance(error, ContextOverflow):
         return f"prompt is too long: {error.prompt_tokens} tokens > {error.window} maximum"
     if isinstance(error, OutputOverflow):
@@ -65,21 +63,12 @@ def _message(error: ModelyardError) -> str:
     return error.message
 
 
-def _headers(error: ModelyardError, trace: str) -> dict[str, str]:
-    headers = {"request-id": f"req_{trace}"}
-    if error.retry_after is not None:
-        headers["retry-after"] = str(max(1, round(error.retry_after)))
-    if isinstance(error, Overloaded) and error.position is not None:
-        headers["x-queue-position"] = str(error.position)
-    return headers
-
-
-# --- reading --------------------------------------------------------------------------------------------------------
+# --- reading an upstream's error ------------------------------------------------------------------------------------
 
 _PROMPT_TOO_LONG = re.compile(r"prompt is too long: (\d+) tokens > (\d+) maximum")
 _OUTPUT_TOO_LONG = re.compile(r"`max_tokens` exceed context limit: (\d+) \+ (\d+) > (\d+)")
-# In a stream there is no status: the type has to stand for it.
-_TYPE_STATUS: Mapping[str, int] = {
+# An error event in a stream has no HTTP status; its type gives one.
+_STATUS_BY_TYPE: Mapping[str, int] = {
     "invalid_request_error": 400,
     "authentication_error": 401,
     "billing_error": 402,
@@ -93,52 +82,35 @@ _TYPE_STATUS: Mapping[str, int] = {
 
 
 def read_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError:
-    """An upstream's answer as our error: the meaning survives, whatever the body looks like."""
-    told = _fields(body)
-    message = told.get("message") or body.decode("utf-8", "replace")[:500] or f"the upstream answered {status}"
-    return _error(status, str(message), told, headers)
+    """Any upstream error response, whatever its body looks like."""
+    fields = _fields(body)
+    message = str(fields.get("message") or body.decode("utf-8", "replace")[:500] or f"the upstream answered {status}")
+    if found := _PROMPT_TOO_LONG.search(message):
+        return ContextOverflow(int(found[1]), int(found[2]))
+    if found := _OUTPUT_TOO_LONG.search(message):
+        return OutputOverflow(int(found[1]), int(found[2]), int(found[3]))
+    code, param, position = fields.get("code"), fields.get("param"), headers.get("x-queue-position", "")
+    if status == 529 and code not in (None, Overloaded.default_code):
+        status = 503  # 529 with a code of ours: unavailable, not overloaded
+    return error_from_status(
+        status,
+        message,
+        code=code if isinstance(code, str) else None,
+        param=param if isinstance(param, str) else None,
+        retry_after=read_retry_after(headers),
+        position=int(position) if position.isdecimal() else None,
+    )
 
 
 def read_stream_error(data: bytes) -> ModelyardError:
-    status = _TYPE_STATUS.get(str(_fields(data).get("type")), 500)
+    status = _STATUS_BY_TYPE.get(str(_fields(data).get("type")), 500)
     return read_error(status, {}, data)
 
 
 def _fields(body: bytes) -> dict[str, Any]:
     try:
-        told = msgspec.json.decode(body)
+        payload = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
-    error = told.get("error") if isinstance(told, dict) else None
+    error = payload.get("error") if isinstance(payload, dict) else None
     return error if isinstance(error, dict) else {"message": error} if isinstance(error, str) else {}
-
-
-def _error(status: int, message: str, told: Mapping[str, Any], headers: Mapping[str, str]) -> ModelyardError:
-    code, param = _word(told.get("code")), _word(told.get("param"))
-    if found := _PROMPT_TOO_LONG.search(message):
-        return ContextOverflow(int(found[1]), int(found[2]))
-    if found := _OUTPUT_TOO_LONG.search(message):
-        return OutputOverflow(int(found[1]), int(found[2]), int(found[3]))
-    if cls := ERROR_BY_STATUS.get(status):
-        return cls(message, code=code, param=param)
-    retry_after = _number(headers.get("retry-after")) or 1.0
-    if status == 429:
-        return errors.RateLimited(message, retry_after=retry_after, code=code)
-    if status in (502, 503) or (status == 529 and code not in (None, Overloaded.default_code)):
-        return errors.Unavailable(message, retry_after=retry_after, code=code)
-    if status == 529:
-        position = _number(headers.get("x-queue-position"))
-        return Overloaded(message, retry_after=retry_after, position=None if position is None else int(position))
-    return errors.Internal(message, id=code or "upstream")
-
-
-def _word(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _number(text: str | None) -> float | None:
-    """Dates are allowed in Retry-After; nobody sends them, and a guess is better than a clock in here."""
-    try:
-        return float(text) if text else None
-    except ValueError:
-        return None

@@ -1,186 +1,515 @@
-"""A client's Messages body as a core request."""
+"""Reads a Messages request body into a core request.
+
+Reading is lenient: unknown fields, block types, enum values and betas are never an error. What a local model cannot be
+shown is dropped and named in `Request.warnings`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
+
+from msgspec import DecodeError, Raw, Struct, field
+from msgspec.json import Decoder
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import (
     Constraint,
+    Image,
     Message,
     Part,
     Reasoning,
     Request,
+    ResultPart,
     Role,
     Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolReference,
     ToolResult,
 )
-from modelyard.protocols.anthropic_messages.body import (
-    MessagesBody,
-    OutputFormat,
-    Turn,
-    body_decoder,
+from modelyard.protocols.common.extensions import (
+    ExtensionFields,
+    check_positive,
+    read_constraint,
+    read_priority,
+    read_sampling,
 )
-from modelyard.protocols.anthropic_messages.content import Warnings, read_content, says_something, within
-from modelyard.protocols.anthropic_messages.tools import read_tool_choice, read_tools
-from modelyard.protocols.common.extensions import check_positive, read_constraint, read_priority, read_sampling
 from modelyard.protocols.common.json import decode
+from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 
-_BILLING = "x-anthropic-billing-header"
+FILE_ID = "file-id:"  # URL prefix of an image in the upstream's file store: forwarded, no local model can open it
+UNPARSED = "__unparsedToolInput"  # how clients return arguments that were not JSON
+
+Warnings = dict[str, None]  # an ordered set
+
+
+# --- the body -------------------------------------------------------------------------------------------------------
+
+
+class ContentBlock(Struct, gc=False):
+    """Any content block. It is ONE struct, not a tagged union: a union would reject unknown types.
+
+    Fields are `Any` or `Raw` because a future block type may use the same name for another shape; the readers below
+    check what they use.
+    """
+
+    type: str
+    text: Any = None
+    thinking: Any = None
+    signature: Any = None
+    data: Any = None
+    id: Any = None
+    name: Any = None
+    input: Raw = field(default_factory=Raw)
+    tool_use_id: Any = None
+    tool_name: Any = None
+    is_error: Any = None
+    title: Any = None
+    context: Any = None
+    source: Raw = field(default_factory=Raw)
+    content: Raw = field(default_factory=Raw)
+
+
+Content = str | list[ContentBlock] | None
+
+
+class AnthropicMessage(Struct, gc=False):
+    role: str
+    content: Content = None
+
+
+class AnthropicTool(Struct):
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+
+
+class AnthropicToolChoice(Struct):
+    type: str = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicThinking(Struct):
+    type: str = ""
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class OutputFormat(Struct):
+    type: str = ""
+    schema: Raw = field(default_factory=Raw)
+
+
+class OutputConfig(Struct):
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesBody(ExtensionFields, kw_only=True):
+    model: str = ""
+    messages: list[AnthropicMessage] = field(default_factory=list)
+    system: Content = None
+    max_tokens: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | str | None = None
+    thinking: AnthropicThinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older beta name of output_config.format
+    metadata: dict[str, Any] | None = None
+
+
+class ServerToolFields(Struct):
+    """The tools of a body with every field. Only server tools need this second decoding."""
+
+    tools: list[dict[str, Any]]
+
+
+class Source(Struct):
+    """The `source` of an image or document block."""
+
+    type: str = ""
+    media_type: Any = None
+    data: Any = None
+    url: Any = None
+    file_id: Any = None
+    content: Raw = Raw()
+
+
+class UnparsedInput(Struct):
+    raw: str
+
+
+_body_decoder = Decoder(MessagesBody)
+_server_tool_decoder = Decoder(ServerToolFields)
+_content_decoder: Decoder[Content] = Decoder(Content)
+_source_decoder = Decoder(Source)
+_unparsed_decoder = Decoder(dict[str, UnparsedInput])
+_string_decoder = Decoder(str)
+
+
+# --- the request ----------------------------------------------------------------------------------------------------
+
+_BILLING_HEADER = "x-anthropic-billing-header"
 _ROLES: Mapping[str, Role] = {
     "user": "user",
     "assistant": "assistant",
     "system": "system",
-    "developer": "developer",  # not Anthropic's, but proxies in front of us pass it on
+    "developer": "developer",  # not Anthropic's, but proxies in front of us forward it
 }
-# `adaptive` lets the model decide how much, not whether: clients that want none leave it out or say `disabled`.
-_THINKING_SWITCH = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
-_NO_REASONING = Reasoning()
+# `adaptive` lets the model decide how much to think, not whether: clients that want none omit it or send `disabled`.
+_THINKING_ENABLED = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+_DEFAULT_REASONING = Reasoning()
+_AUTO = ToolChoice()
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     """Also reads the body of count_tokens, which is the same without `max_tokens`."""
-    asked = decode(body_decoder, body)
-    _check(asked)
+    parsed = decode(_body_decoder, body)
+    if not parsed.model:
+        raise InvalidRequest("model: the name of a model is required", param="model")
+    if not parsed.messages:
+        raise InvalidRequest("messages: at least one message is required", param="messages")
+    check_positive("max_tokens", parsed.max_tokens)
     warnings: Warnings = {}
-    user = _user(asked.metadata)
-    choice, parallel = read_tool_choice(asked.tool_choice, warnings)
+    user = _read_user(parsed.metadata)
+    tool_choice, parallel = _read_tool_choice(parsed.tool_choice, warnings)
     return Request(
-        model=asked.model,
-        messages=_messages(asked, warnings),
-        tools=read_tools(asked.tools, body) if asked.tools else (),
-        tool_choice=choice,
+        model=parsed.model,
+        messages=_read_messages(parsed, warnings),
+        tools=_read_tools(parsed.tools, body) if parsed.tools else (),
+        tool_choice=tool_choice,
         parallel_tool_calls=parallel,
-        sampling=read_sampling(asked),
-        max_tokens=asked.max_tokens,
-        stop=tuple(asked.stop_sequences or ()),
-        constraint=_constraint(asked),
-        reasoning=_reasoning(asked),
-        stream=bool(asked.stream),
-        lora_adapter=asked.lora_adapter,
-        chat_template_kwargs=asked.chat_template_kwargs or {},
-        documents=asked.documents or (),
-        priority=read_priority(asked),
-        session=_session(headers, user),
+        sampling=read_sampling(parsed),
+        max_tokens=parsed.max_tokens,
+        stop=_read_stop_sequences(parsed.stop_sequences),
+        constraint=_read_output_format(parsed) or read_constraint(parsed),
+        reasoning=_read_reasoning(parsed),
+        stream=bool(parsed.stream),
+        lora_adapter=parsed.lora_adapter,
+        chat_template_kwargs=parsed.chat_template_kwargs or {},
+        documents=parsed.documents or (),
+        priority=read_priority(parsed),
+        session=_read_session(headers, user),
         user=user,
-        metadata=asked.metadata,
+        metadata=parsed.metadata,
         warnings=tuple(warnings),
     )
 
 
-def _check(asked: MessagesBody) -> None:
-    if not asked.model:
-        raise InvalidRequest("model: the name of a model is required", param="model")
-    if not asked.messages:
-        raise InvalidRequest("messages: at least one message is required", param="messages")
-    check_positive("max_tokens", asked.max_tokens)
-    for place, stop in enumerate(asked.stop_sequences or ()):
+def _read_stop_sequences(sequences: list[str] | None) -> tuple[str, ...]:
+    for index, stop in enumerate(sequences or ()):
         if not stop:
-            path = f"stop_sequences[{place}]"
-            raise InvalidRequest(f"{path}: an empty string would stop every answer before it began", param=path)
+            path = f"stop_sequences[{index}]"
+            raise InvalidRequest(f"{path}: an empty string would stop every answer at once", param=path)
+    return tuple(sequences or ())
 
 
-# --- messages -------------------------------------------------------------------------------------------------------
-
-
-def _messages(asked: MessagesBody, warnings: Warnings) -> tuple[Message, ...]:
-    messages: list[Message] = []
-    if asked.system and says_something(head := _system(asked, warnings)):
-        messages.append(Message("system", tuple(head)))
-    for place, turn in enumerate(asked.messages):
+def _read_output_format(body: MessagesBody) -> Constraint | None:
+    output_format = (body.output_config and body.output_config.format) or body.output_format
+    if output_format is None:
+        return None
+    if output_format.type == "json_schema":
         try:
-            _add_turn(messages, turn, warnings)
-        except InvalidRequest as error:
-            raise within(f"messages[{place}]", error) from None
-    return tuple(messages)
-
-
-def _system(asked: MessagesBody, warnings: Warnings) -> list[Part]:
-    try:
-        return _without_billing(read_content(asked.system, warnings), warnings)
-    except InvalidRequest as error:
-        param = (error.param or "").replace("content", "system", 1)
-        raise InvalidRequest(error.message.replace("content", "system", 1), param=param, code=error.code) from None
-
-
-def _add_turn(messages: list[Message], turn: Turn, warnings: Warnings) -> None:
-    role = _ROLES.get(turn.role)
-    if role is None:
-        known = ", ".join(_ROLES)
-        raise InvalidRequest(f"role: unknown role {turn.role!r}, expected one of {known}", param="role")
-    parts = read_content(turn.content, warnings)
-    if role == "system" and parts:
-        parts = _without_billing(parts, warnings)
-        if not parts:
-            return
-    if any(isinstance(part, ToolResult) for part in parts):
-        _add_results(messages, role, parts)
-    else:
-        messages.append(Message(role, tuple(parts)))
-
-
-def _add_results(messages: list[Message], role: Role, parts: Iterable[Part]) -> None:
-    """Results get a message of their own, in their place; neighbouring ones share it, also across turns."""
-    for is_result, run in groupby(parts, lambda part: isinstance(part, ToolResult)):
-        if is_result and messages and messages[-1].role == "tool":
-            messages[-1] = Message("tool", (*messages[-1].parts, *run))
-        else:
-            messages.append(Message("tool" if is_result else role, tuple(run)))
-
-
-def _without_billing(parts: Iterable[Part], warnings: Warnings) -> list[Part]:
-    """Without the line that changes with every request and would cost the whole KV prefix behind it."""
-    return [kept for part in parts if (kept := _unbilled(part, warnings)) is not None]
-
-
-def _unbilled(part: Part, warnings: Warnings) -> Part | None:
-    if not isinstance(part, Text) or not part.text.startswith(_BILLING):
-        return part
-    warnings["billing_header_dropped"] = None
-    rest = part.text.partition("\n")[2].lstrip("\n")
-    return Text(rest) if rest else None
-
-
-# --- the rest -------------------------------------------------------------------------------------------------------
-
-
-def _constraint(asked: MessagesBody) -> Constraint | None:
-    form = (asked.output_config and asked.output_config.format) or asked.output_format
-    return (_schema(form) if form else None) or read_constraint(asked)
-
-
-def _schema(form: OutputFormat) -> Constraint | None:
-    if form.type == "json_schema":
-        try:
-            return Constraint("json_schema", bytes(form.schema).decode() or "{}")
+            return Constraint("json_schema", bytes(output_format.schema).decode() or "{}")
         except UnicodeDecodeError:
             raise InvalidRequest("output_config.format.schema: not UTF-8", param="output_config.format") from None
-    return Constraint("json_object") if form.type == "json_object" else None
+    return Constraint("json_object") if output_format.type == "json_object" else None
 
 
-def _reasoning(asked: MessagesBody) -> Reasoning:
-    effort = asked.output_config.effort if asked.output_config else None
-    thinking = asked.thinking
+def _read_reasoning(body: MessagesBody) -> Reasoning:
+    effort = body.output_config.effort if body.output_config else None
+    thinking = body.thinking
     if thinking is None:
-        return Reasoning(effort=effort) if effort else _NO_REASONING
+        return Reasoning(effort=effort) if effort else _DEFAULT_REASONING
     return Reasoning(
-        enabled=_THINKING_SWITCH.get(thinking.type),
+        enabled=_THINKING_ENABLED.get(thinking.type),
         effort=effort,
         budget=thinking.budget_tokens,
         summary=thinking.display,
     )
 
 
-def _user(metadata: dict[str, Any] | None) -> str | None:
+def _read_user(metadata: dict[str, Any] | None) -> str | None:
     user = metadata.get("user_id") if metadata else None
     return user if isinstance(user, str) and user else None
 
 
-def _session(headers: Mapping[str, str], user: str | None) -> str | None:
-    """Which conversation this belongs to; a subagent is a conversation of its own."""
+def _read_session(headers: Mapping[str, str], user: str | None) -> str | None:
+    """The conversation this request belongs to. A subagent has its own conversation."""
     if session := headers.get("x-claude-code-session-id"):
         agent = headers.get("x-claude-code-agent-id")
         return f"{session}:{agent}" if agent else session
     return headers.get("x-session-id") or headers.get("x-session-affinity") or user
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+_NOT_SETTINGS = frozenset({"type", "name", "cache_control", "defer_loading"})
+
+
+def _read_tools(tools: list[AnthropicTool], data: bytes) -> tuple[Tool, ...]:
+    fields: list[dict[str, Any]] = []
+    if any(_is_server_tool(tool) for tool in tools):
+        fields = decode(_server_tool_decoder, data).tools
+    return tuple(_iter_tools(tools, fields))
+
+
+def _is_server_tool(tool: AnthropicTool) -> bool:
+    return tool.type is not None and tool.type != "custom"
+
+
+def _iter_tools(tools: list[AnthropicTool], fields: list[dict[str, Any]]) -> Iterator[Tool]:
+    for index, tool in enumerate(tools):
+        deferred = tool.defer_loading is True
+        if _is_server_tool(tool):
+            settings = {name: value for name, value in fields[index].items() if name not in _NOT_SETTINGS}
+            yield Tool(tool.name or tool.type or "", "", settings, "server", tool.type, deferred=deferred)
+        elif tool.name:
+            schema = tool.input_schema or {}
+            yield Tool(tool.name, tool.description or "", schema, strict=tool.strict, deferred=deferred)
+        else:
+            raise InvalidRequest(f"tools[{index}].name: a tool needs a name", param=f"tools[{index}].name")
+
+
+def _read_tool_choice(choice: AnthropicToolChoice | str | None, warnings: Warnings) -> tuple[ToolChoice, bool | None]:
+    """The choice and whether parallel calls are allowed."""
+    if choice is None:
+        return _AUTO, None
+    if isinstance(choice, str):
+        choice = AnthropicToolChoice(choice)
+    serial = choice.disable_parallel_tool_use
+    parallel = None if serial is None else not serial
+    if choice.type == "tool":
+        if not choice.name:
+            raise InvalidRequest("tool_choice.name: name the tool that must be called", param="tool_choice.name")
+        return ToolChoice("named", choice.name), parallel
+    if choice.type == "any":
+        return ToolChoice("required"), parallel
+    if choice.type == "none":
+        return ToolChoice("none"), parallel
+    if choice.type != "auto":
+        warnings[f"tool_choice_unknown:{choice.type}"] = None
+    return _AUTO, parallel
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def _read_messages(body: MessagesBody, warnings: Warnings) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    if body.system and has_content(system := _read_system(body.system, warnings)):
+        messages.append(Message("system", tuple(system)))
+    for index, message in enumerate(body.messages):
+        try:
+            _read_message(messages, message, warnings)
+        except InvalidRequest as error:
+            raise _with_path(f"messages[{index}]", error) from None
+    return tuple(messages)
+
+
+def _read_system(system: Content, warnings: Warnings) -> list[Part]:
+    try:
+        return _drop_billing(read_content(system, warnings), warnings)
+    except InvalidRequest as error:
+        param = (error.param or "").replace("content", "system", 1)
+        raise InvalidRequest(error.message.replace("content", "system", 1), param=param, code=error.code) from None
+
+
+def _read_message(messages: list[Message], message: AnthropicMessage, warnings: Warnings) -> None:
+    role = _ROLES.get(message.role)
+    if role is None:
+        known = ", ".join(_ROLES)
+        raise InvalidRequest(f"role: unknown role {message.role!r}, expected one of {known}", param="role")
+    parts = read_content(message.content, warnings)
+    if role == "system" and parts:
+        parts = _drop_billing(parts, warnings)
+        if not parts:
+            return
+    if not any(isinstance(part, ToolResult) for part in parts):
+        messages.append(Message(role, tuple(parts)))
+        return
+    # Tool results become `tool` messages in their place; neighbouring results share one, also across turns.
+    for is_result, group in groupby(parts, lambda part: isinstance(part, ToolResult)):
+        if is_result and messages and messages[-1].role == "tool":
+            messages[-1] = Message("tool", (*messages[-1].parts, *group))
+        else:
+            messages.append(Message("tool" if is_result else role, tuple(group)))
+
+
+def _drop_billing(parts: Iterable[Part], warnings: Warnings) -> list[Part]:
+    """Remove Claude Code's billing line: it changes with every request and would invalidate the KV prefix behind it."""
+    kept: list[Part] = []
+    for part in parts:
+        if isinstance(part, Text) and part.text.startswith(_BILLING_HEADER):
+            warnings["billing_header_dropped"] = None
+            if rest := part.text.partition("\n")[2].lstrip("\n"):
+                kept.append(Text(rest))
+        else:
+            kept.append(part)
+    return kept
+
+
+def has_content(parts: Iterable[Part]) -> bool:
+    """False for an empty system prompt, as a string or as a block."""
+    return any(not isinstance(part, Text) or part.text for part in parts)
+
+
+# --- content blocks -------------------------------------------------------------------------------------------------
+
+
+def read_content(content: Content, warnings: Warnings) -> list[Part]:
+    """A string is one text block; a missing content has no block."""
+    if isinstance(content, str):
+        return [Text(content)]
+    parts: list[Part] = []
+    for index, block in enumerate(content or ()):
+        read = _BLOCK_READERS.get(block.type)
+        if read is None:
+            warnings[f"block_dropped:{block.type}"] = None
+            continue
+        try:
+            parts.extend(read(block, warnings))
+        except InvalidRequest as error:
+            raise _with_path(f"content[{index}]", error) from None
+    return parts
+
+
+def _with_path(path: str, error: InvalidRequest) -> InvalidRequest:
+    """The same error with `path` in front of its field."""
+    inner = error.param or ""
+    message = error.message.removeprefix(f"{inner or 'body'}: ")
+    path += ("." if inner and not inner.startswith("[") else "") + inner
+    return InvalidRequest(f"{path}: {message}", param=path, code=error.code)
+
+
+def _string(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise InvalidRequest(f"{name}: a string is required", param=name, code="invalid_type")
+
+
+def _nested_content(raw: Raw, warnings: Warnings) -> list[Part]:
+    if not raw:
+        return []
+    try:
+        content = decode(_content_decoder, bytes(raw))
+    except InvalidRequest as error:
+        raise _with_path("content", error) from None
+    return read_content(content, warnings)
+
+
+def _source(block: ContentBlock) -> Source:
+    try:
+        return decode(_source_decoder, bytes(block.source) or b"{}")
+    except InvalidRequest as error:
+        raise _with_path("source", error) from None
+
+
+def _headings(*values: object) -> list[str]:
+    return [value for value in values if isinstance(value, str) and value]
+
+
+def _read_text(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    return (Text(_string(block.text, "text")),)
+
+
+def _read_image(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
+    source = _source(block)
+    if source.type == "base64":
+        media_type = _string(source.media_type, "source.media_type")
+        return (Image(f"data:{media_type};base64,{_string(source.data, 'source.data')}"),)
+    if source.type == "url":
+        return (Image(_string(source.url, "source.url")),)
+    if source.type == "file":
+        return (Image(FILE_ID + _string(source.file_id, "source.file_id")),)
+    warnings[f"image_dropped:{source.type}"] = None
+    return ()
+
+
+def _read_document(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
+    source, headings = _source(block), _headings(block.title, block.context)
+    if source.type == "text":
+        return (Text("\n\n".join([*headings, _string(source.data, "source.data")])),)
+    if source.type == "content":
+        return (*map(Text, headings), *_nested_content(source.content, warnings))
+    warnings[f"document_dropped:{source.type}"] = None
+    return ()
+
+
+def _read_search_result(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
+    try:
+        source = _string_decoder.decode(block.source)
+    except DecodeError:
+        source = None
+    headings = _headings(block.title, source)
+    texts = [part.text for part in _nested_content(block.content, warnings) if isinstance(part, Text)]
+    return (Text("\n\n".join(["\n".join(headings), *texts] if headings else texts)),)
+
+
+def _read_thinking(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    signature = block.signature if isinstance(block.signature, str) else ""
+    text = block.thinking if isinstance(block.thinking, str) else ""
+    return (Thinking(text or unpack_reasoning(signature) or "", signature),)
+
+
+def _read_redacted(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    data = block.data if isinstance(block.data, str) else ""
+    text = unpack_reasoning(data)
+    return (Thinking("", data, redacted=True) if text is None else Thinking(text, data),)
+
+
+def _read_tool_use(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    return (ToolCall(_string(block.id, "id"), _string(block.name, "name"), read_input(block.input)),)
+
+
+def read_input(raw: Raw) -> str:
+    """The arguments of a call, exactly as the client wrote them."""
+    try:
+        text = bytes(raw).decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest("input: the text is not UTF-8", param="input", code="invalid_json") from None
+    if UNPARSED in text[:40]:
+        try:
+            unparsed = _unparsed_decoder.decode(text)
+        except DecodeError:
+            return text
+        if unparsed.keys() == {UNPARSED}:
+            return unparsed[UNPARSED].raw
+    return "{}" if text in ("", "null") else text
+
+
+def _read_tool_result(block: ContentBlock, warnings: Warnings) -> Iterable[Part]:
+    content: list[ResultPart] = []
+    for part in _nested_content(block.content, warnings):
+        if isinstance(part, Text | Image | ToolReference):
+            content.append(part)
+        else:
+            warnings["block_dropped:in_tool_result"] = None
+    return (ToolResult(_string(block.tool_use_id, "tool_use_id"), tuple(content), block.is_error is True),)
+
+
+def _read_tool_reference(block: ContentBlock, _: Warnings) -> Iterable[Part]:
+    return (ToolReference(_string(block.tool_name, "tool_name")),)
+
+
+_BLOCK_READERS: Mapping[str, Callable[[ContentBlock, Warnings], Iterable[Part]]] = {
+    "text": _read_text,
+    "image": _read_image,
+    "document": _read_document,
+    "search_result": _read_search_result,
+    "thinking": _read_thinking,
+    "redacted_thinking": _read_redacted,
+    "tool_use": _read_tool_use,
+    "tool_result": _read_tool_result,
+    "tool_reference": _read_tool_reference,
+}

@@ -13,11 +13,11 @@ from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TextEngine, Tok
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import ct2, fake, llama_cpp, vllm
-from modelyard.workers.launch import apart
-from modelyard.workers.pulse import Pace
+from modelyard.workers.process_engine import create_process_engine
+from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.ct2 import stage as ct2_stage
-from tests.engines.exllamav3 import stage as exl3_stage
-from tests.engines.fake import stage as fake_stage
+from tests.engines.exllamav3 import support as exl3_stage
+from tests.engines.fake import helpers as fake_helpers
 from tests.engines.llama_cpp import stage as llama_stage
 from tests.engines.llama_cpp.lora import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
@@ -26,7 +26,7 @@ from tests.engines.vllm import stage as vllm_stage
 from tests.workers.split import FarEngine, RayEngine, SplitEngine
 
 GREEDY = Sampling(temperature=0)
-PATIENT = Pace(patience=1000)
+PATIENT = HeartbeatConfig(patience=1000)
 TOPICS = ("Tell me about the city of Paris and its river.", "Why is the sky blue on a clear day in summer?")
 
 
@@ -58,7 +58,7 @@ class Subject(Protocol):
 class Fake:
     tolerance = TOLERANCE
     reuses = tells_progress = True
-    vocabulary = property(lambda self: fake_stage.vocabulary())
+    vocabulary = property(lambda self: fake_helpers.tokenizer())
     file = property(lambda self: fake.tokenizer_path(fake.Options()) / "tokenizer.json")
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
@@ -69,7 +69,7 @@ class Fake:
         return EngineSpec("demo", fake.Options(echo=True, tokenizer_path=file, **pace), caches)
 
     def repeating(self, pattern: str) -> str:
-        return fake_stage.chatml(("user", pattern))
+        return fake_helpers.chatml(("user", pattern))
 
     def adapter(self, folder: Path) -> Path | None:
         return None
@@ -149,7 +149,7 @@ class Vllm:
     tolerance = TOLERANCE
     reuses, tells_progress = True, False
     block = vllm_stage.BLOCK
-    vocabulary = property(lambda self: fake_stage.vocabulary())
+    vocabulary = property(lambda self: fake_helpers.tokenizer())
     file = property(lambda self: vllm_stage.model_folder() / "model.safetensors")
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
@@ -165,7 +165,7 @@ class Vllm:
         return vllm_stage.spec(caches, pace, lora={"first": str(first)}, **options)
 
     def repeating(self, pattern: str) -> str:
-        return fake_stage.chatml(("user", pattern))
+        return fake_helpers.chatml(("user", pattern))
 
     def adapter(self, folder: Path) -> Path | None:
         return vllm_stage.adapter(folder / "law")
@@ -206,7 +206,9 @@ class InAProcess:
     file = property(lambda self: self._inner.file)
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
-        return cast(TextEngine, apart(self._backend, self.spec(caches, slow=slow, file=file), "text", PATIENT))
+        return cast(
+            TextEngine, create_process_engine(self._backend, self.spec(caches, slow=slow, file=file), "text", PATIENT)
+        )
 
     def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         return self._inner.spec(caches, slow=slow, file=file)
@@ -274,6 +276,6 @@ def reread(subject: Subject, tokens: int) -> int:
 
 def prompt(subject: Subject, text: str = TOPICS[0], *, raw: bool = False, **fields: Any) -> Prompt:
     """`raw` text is the whole prompt, else it is the user's turn."""
-    whole = text if raw else fake_stage.chatml(("user", text))
+    whole = text if raw else fake_helpers.chatml(("user", text))
     chosen = {"sampling": GREEDY, "max_tokens": 6, "cache": "main", "logprobs": 2} | fields
     return Prompt(parts=(TokenRun(subject.vocabulary.encode(whole)),), **chosen)

@@ -9,9 +9,8 @@ from typing import Any
 
 from modelyard.core.engine import CacheInfo, Chunk, End, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
-from modelyard.engines.ct2.batch import Batch
-from modelyard.engines.ct2.job import Job
-from modelyard.engines.ct2.options import Options
+from modelyard.engines.ct2.batch import Ct2Batch, Ct2Job
+from modelyard.engines.ct2.options import Ct2Options
 
 WORDS = [f"word{id}" for id in range(10)]
 
@@ -27,23 +26,23 @@ class Generator:
             rows = [row for row in rows if not callback(SimpleNamespace(step=step, batch_id=row, token_id=7))]
 
 
-def job(most: int) -> Job:
+def job(most: int) -> Ct2Job:
     asked = Prompt(parts=(TokenRun([1, 2]),), sampling=Sampling(temperature=0), max_tokens=most, cache="main")
-    made = Job(asked, asyncio.get_running_loop(), lambda: None)
-    made.fit(CacheInfo(64, 4), Options(path="nowhere"))
+    made = Ct2Job(asked, asyncio.get_running_loop(), lambda: None)
+    made.fit(CacheInfo(64, 4), Ct2Options(path="nowhere"))
     return made
 
 
-def ran(jobs: list[Job]) -> list[str]:
+def ran(jobs: list[Ct2Job]) -> list[str]:
     """What happened, in order: who spoke, who ended, and that the loop was woken."""
     told: list[str] = []
 
-    def emit(to: Job, chunks: list[Chunk], last: bool) -> None:
+    def emit(to: Ct2Job, chunks: list[Chunk], last: bool) -> None:
         (chunk,) = chunks
         assert last == isinstance(chunk, End)
         told.append(f"{'said' if isinstance(chunk, Tokens) else 'end'} {jobs.index(to)}")
 
-    Batch(jobs, WORDS, emit, lambda: told.append("wake")).run(Generator())
+    Ct2Batch(jobs, WORDS, emit, lambda: told.append("wake")).run(Generator())
     return told
 
 

@@ -4,26 +4,27 @@ from collections.abc import Sequence
 
 from modelyard.core.engine import CacheInfo, Prompt, TokenRun
 from modelyard.core.request import Sampling
-from modelyard.engines.ct2.batching import next_batch
-from modelyard.engines.ct2.job import Job
-from modelyard.engines.ct2.options import Options
+from modelyard.engines.ct2.batch import Ct2Job, next_batch
+from modelyard.engines.ct2.options import Ct2Options
 
 
 class NoLoop:
     """Jobs are only looked at."""
 
 
-def jobs(*lengths: int, sampling: Sequence[Sampling] = ()) -> list[Job]:
+def jobs(*lengths: int, sampling: Sequence[Sampling] = ()) -> list[Ct2Job]:
     made = []
     for index, length in enumerate(lengths):
         how = sampling[index] if sampling else Sampling()
-        job = Job(Prompt(parts=(TokenRun([1] * length),), sampling=how, max_tokens=5 + index), NoLoop(), lambda: None)
-        job.fit(CacheInfo(4096), Options(path="x"))
+        job = Ct2Job(
+            Prompt(parts=(TokenRun([1] * length),), sampling=how, max_tokens=5 + index), NoLoop(), lambda: None
+        )
+        job.fit(CacheInfo(4096), Ct2Options(path="x"))
         made.append(job)
     return made
 
 
-def lengths(batch: list[Job]) -> list[int]:
+def lengths(batch: list[Ct2Job]) -> list[int]:
     return [job.prompt_tokens for job in batch]
 
 

@@ -7,14 +7,13 @@ from msgspec.structs import fields
 
 from modelyard.core.engine import Prompt
 from modelyard.core.request import Sampling
-from modelyard.engines.ct2.call import IGNORED, arguments
-from modelyard.engines.ct2.options import Options
+from modelyard.engines.ct2.options import IGNORED, Ct2Options, generate_arguments
 
 HONOURED = {"temperature", "top_p", "top_k", "repetition_penalty", "beam_size"}
 
 
 def call(sampling: Sampling, **options: Any) -> dict[str, Any]:
-    return arguments(Prompt(parts=(), sampling=sampling, stop_ids=(2, 0)), 10, Options(path="x", **options))
+    return generate_arguments(Prompt(parts=(), sampling=sampling, stop_ids=(2, 0)), 10, Ct2Options(path="x", **options))
 
 
 def test_every_knob_is_either_honoured_or_said_to_be_ignored():

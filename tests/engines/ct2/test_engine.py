@@ -16,7 +16,7 @@ import pytest
 from modelyard.core.engine import Accepted, CacheInfo, Control, End, Media, Prompt, TokenRun, Tokens
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines.ct2.batch import Batch
+from modelyard.engines.ct2.batch import Ct2Batch
 from modelyard.engines.ct2.engine import Ct2Engine
 from tests.engines.ct2.stage import GREEDY, model_folder, prompt, running, said, spec
 from tests.engines.reading import assert_alike, end, ids, logprobs, read, until
@@ -32,19 +32,19 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         self.held: threading.Event | None = None
-        run, on_token = Batch.run, Batch._on_token
+        run, on_token = Ct2Batch.run, Ct2Batch._on_token
 
-        def running(batch: Batch, generator: Any) -> None:
+        def running(batch: Ct2Batch, generator: Any) -> None:
             self.sizes.append(len(batch.jobs))
             run(batch, generator)
 
-        def token(batch: Batch, result: Any) -> bool:
+        def token(batch: Ct2Batch, result: Any) -> bool:
             if self.held is not None and len(batch.jobs[0].ids) > 50:
                 self.held.wait(DEADLINE_S)
             return on_token(batch, result)
 
-        monkeypatch.setattr(Batch, "run", running)
-        monkeypatch.setattr(Batch, "_on_token", token)
+        monkeypatch.setattr(Ct2Batch, "run", running)
+        monkeypatch.setattr(Ct2Batch, "_on_token", token)
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ async def test_too_little_memory_is_one_batchs_trouble() -> None:
 async def test_fault_in_a_callback_ends_its_jobs_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as engine:
         with monkeypatch.context() as patched:
-            patched.setattr(Batch, "_on_token", lambda self, result: 1 / 0)
+            patched.setattr(Ct2Batch, "_on_token", lambda self, result: 1 / 0)
             assert isinstance(end(await read(engine.generate(prompt()))).error, Internal)
         assert end(await read(engine.generate(prompt()))).reason == "length"
 

@@ -7,20 +7,20 @@ import pytest
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines import ct2
-from modelyard.engines.ct2 import folder
+from modelyard.engines.ct2 import model_folder as folder
 from tests.engines.ct2.stage import model_folder
 
 SMOLLM2 = {"layers": 30, "width": 576, "vocab": 49152}
 
 
 def test_words_are_those_of_the_tokenizer():
-    words = folder.words(model_folder())
+    words = folder.read_vocabulary(model_folder())
     assert (len(words), words[2]) == (SMOLLM2["vocab"], "<|im_end|>")
 
 
 def test_older_conversions_have_one_word_a_line(tmp_path: Path):
     (tmp_path / "vocabulary.txt").write_text("<s>\nĠa\nb\n", "utf-8")
-    assert folder.words(tmp_path) == ["<s>", "Ġa", "b"]
+    assert folder.read_vocabulary(tmp_path) == ["<s>", "Ġa", "b"]
 
 
 @pytest.mark.parametrize(
@@ -29,27 +29,31 @@ def test_older_conversions_have_one_word_a_line(tmp_path: Path):
 def test_vocabulary_that_cannot_be_used_is_an_error_that_names_the_folder(file: str, text: str, tmp_path: Path):
     (tmp_path / file).write_text(text)
     with pytest.raises(InvalidRequest, match=str(tmp_path)):
-        folder.words(tmp_path)
+        folder.read_vocabulary(tmp_path)
 
 
 def test_path_may_be_the_folder_or_the_file_in_it():
-    assert folder.find(str(model_folder())) == folder.find(str(model_folder() / "model.bin")) == model_folder()
+    assert (
+        folder.find_folder(str(model_folder()))
+        == folder.find_folder(str(model_folder() / "model.bin"))
+        == model_folder()
+    )
 
 
 def test_folder_without_a_model_is_named(tmp_path: Path):
     with pytest.raises(NotFound, match=r"model\.bin"):
-        folder.find(str(tmp_path))
+        folder.find_folder(str(tmp_path))
 
 
 def test_trained_length_is_told_where_the_tokenizer_tells_it(tmp_path: Path):
-    assert folder.trained_length(model_folder()) == 8192
-    assert folder.trained_length(tmp_path) is None
+    assert folder.read_trained_length(model_folder()) == 8192
+    assert folder.read_trained_length(tmp_path) is None
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1000000000000000019884624838656}')
-    assert folder.trained_length(tmp_path) is None
+    assert folder.read_trained_length(tmp_path) is None
 
 
 def test_variables_are_read_without_their_weights():
-    found = folder.variables(model_folder())
+    found = folder.read_variables(model_folder())
     assert found["decoder/embeddings/weight"].shape == (SMOLLM2["vocab"], SMOLLM2["width"])
     assert found["decoder/embeddings/weight"].dtype == "int8"
     stored = sum(variable.bytes for variable in found.values())
@@ -60,7 +64,7 @@ def test_variables_are_read_without_their_weights():
 def test_file_that_is_no_model_is_refused_by_name(data: bytes, tmp_path: Path):
     (tmp_path / "model.bin").write_bytes(data)
     with pytest.raises(InvalidRequest, match=str(tmp_path)):
-        folder.variables(tmp_path)
+        folder.read_variables(tmp_path)
 
 
 # --- what it would take -----------------------------------------------------------------------------------------------

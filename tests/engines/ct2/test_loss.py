@@ -8,7 +8,7 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
-from modelyard.engines.ct2 import folder
+from modelyard.engines.ct2 import model_folder as folder
 from modelyard.engines.ct2.loss import loss
 from tests.engines.ct2.stage import model_folder, spec
 
@@ -16,7 +16,7 @@ from tests.engines.ct2.stage import model_folder, spec
 @cache
 def lost(kind: str) -> Loss:
     ids = [n % 1000 + 100 for n in range(0, 280, 7)]
-    assert max(ids) < len(folder.words(model_folder()))
+    assert max(ids) < len(folder.read_vocabulary(model_folder()))
     return loss(spec(compute_type=kind), spec(compute_type="float32"), ids)
 
 

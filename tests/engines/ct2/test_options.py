@@ -4,11 +4,11 @@ import pytest
 from pydantic import ValidationError
 
 from modelyard.engines.ct2 import options as module
-from modelyard.engines.ct2.options import Options
+from modelyard.engines.ct2.options import Ct2Options
 
 
 def test_compute_type_is_int8_where_nothing_is_said():
-    assert Options(path="x").compute_type == "int8"
+    assert Ct2Options(path="x").compute_type == "int8"
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_cores_are_shared_between_the_batches(
     cores: int, capacity: int, own: dict[str, int], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "_cores", lambda: cores)
-    options = Options(path="x", **own)
+    options = Ct2Options(path="x", **own)
     assert (options.workers(capacity), options.threads(capacity)) == expected
 
 
@@ -35,4 +35,4 @@ def test_cores_are_shared_between_the_batches(
 )
 def test_what_it_does_not_know_is_refused(wrong: dict[str, object]):
     with pytest.raises(ValidationError):
-        Options(path="x", **wrong)
+        Ct2Options(path="x", **wrong)

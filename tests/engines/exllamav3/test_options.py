@@ -1,4 +1,4 @@
-"""The engine's own fields: the ways to write them, and what is refused."""
+"""The engine's options: accepted spellings and refused values."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from modelyard.engines.exllamav3.options import ExllamaOptions
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("value", "parsed"),
     [(None, None), (4, (4, 4)), ("4", (4, 4)), ("8,4", (8, 4)), ([6, 5], (6, 5)), ((2, 8), (2, 8))],
 )
-def test_cache_quant_is_one_number_or_two(written: Any, meant: Any) -> None:
-    assert ExllamaOptions(path="x", exllama_cache_quant=written).exllama_cache_quant == meant
+def test_cache_quant_accepts_one_number_or_two(value: Any, parsed: Any) -> None:
+    assert ExllamaOptions(path="x", exllama_cache_quant=value).exllama_cache_quant == parsed
 
 
-@pytest.mark.parametrize("written", [1, 9, "f16", "4,4,4", True, 4.5])
-def test_cache_quant_that_does_not_exist_is_refused(written: Any) -> None:
+@pytest.mark.parametrize("value", [1, 9, "f16", "4,4,4", True, 4.5])
+def test_unknown_cache_quant_is_refused(value: Any) -> None:
     with pytest.raises(ValidationError):
-        ExllamaOptions(path="x", exllama_cache_quant=written)
+        ExllamaOptions(path="x", exllama_cache_quant=value)
 
 
 @pytest.mark.parametrize(
-    ("written", "meant"),
+    ("value", "parsed"),
     [(None, None), ("auto", None), ("20,23.5", [20, 23.5]), ([20, 0, 24], [20, 0, 24]), (22, [22])],
 )
-def test_gpu_split_is_a_size_for_each_gpu(written: Any, meant: Any) -> None:
-    assert ExllamaOptions(path="x", exllama_gpu_split=written).exllama_gpu_split == meant
+def test_gpu_split_accepts_a_size_per_gpu(value: Any, parsed: Any) -> None:
+    assert ExllamaOptions(path="x", exllama_gpu_split=value).exllama_gpu_split == parsed
 
 
 @pytest.mark.parametrize(
@@ -51,12 +51,12 @@ def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
         ExllamaOptions(path="x", **wrong)
 
 
-def test_fields_survive_their_way_to_another_process() -> None:
+def test_options_survive_a_json_round_trip() -> None:
     options = ExllamaOptions(path="x", exllama_cache_quant="8,4", exllama_gpu_split="20,24")
     assert ExllamaOptions.model_validate_json(options.model_dump_json()) == options
 
 
-def test_every_field_of_one_load_is_a_field_and_has_a_schema() -> None:
+def test_live_overrides_are_fields_with_a_schema() -> None:
     for name, kind in exllamav3.LIVE_OVERRIDES.items():
         assert name == "n_ctx" or name in ExllamaOptions.model_fields
         assert TypeAdapter(kind).json_schema()

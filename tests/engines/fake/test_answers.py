@@ -1,13 +1,20 @@
-"""What the fake says where no rule fits."""
+"""Answers without a matching rule: the demo, and values that satisfy a constraint."""
 
 import json
 import re
+from typing import Any
 
 import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from modelyard.core.engine import End
+from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
-from tests.engines.fake.stage import WEATHER, answer, chatml, prompt, read, text_engine
+from modelyard.engines.fake.answers import regex_sample, schema_instance
+from tests.engines.fake.helpers import WEATHER, answer, chatml, prompt, text_engine
+from tests.engines.reading import read
 
 SCHEMA = {
     "type": "object",
@@ -23,7 +30,7 @@ def called(text: str) -> dict[str, object]:
     return dict(json.loads(found[1]))
 
 
-async def test_demo_says_what_it_is_and_quotes_the_user() -> None:
+async def test_demo_introduces_itself_and_quotes_the_user() -> None:
     said = await answer("What is “up”? 你好 🎉")
     assert "built-in fake engine" in said
     assert "What is “up”? 你好 🎉" in said
@@ -33,7 +40,7 @@ async def test_demo_quotes_only_the_beginning_of_a_long_text() -> None:
     assert len(await answer("word " * 1000)) < 1000
 
 
-async def test_demo_thinks_when_told_to() -> None:
+async def test_demo_thinks_on_request() -> None:
     assert (await answer("think about it")).startswith("<think>")
 
 
@@ -57,11 +64,11 @@ async def test_demo_answers_a_tools_result_instead_of_calling_again() -> None:
     assert said == "The tool answered: 18 degrees"
 
 
-async def test_demo_tells_which_tools_it_could_call() -> None:
+async def test_demo_names_a_tool_that_it_can_call() -> None:
     assert "call get_weather" in await answer(chatml(TOOLS, ("user", "which tools do you know?")))
 
 
-async def test_echo_says_the_users_words() -> None:
+async def test_echo_repeats_the_user_message() -> None:
     assert await answer("repeat after me", echo=True) == "repeat after me"
 
 
@@ -83,25 +90,164 @@ async def test_forced_tool_is_called_with_valid_arguments() -> None:
         assert called(said) == {"name": "get_weather", "arguments": {"city": "text"}}
 
 
-async def test_constraint_that_waits_for_a_trigger_forces_nothing() -> None:
+async def test_constraint_with_a_trigger_forces_nothing() -> None:
     waiting = Constraint("tools", trigger="<tool_call>", tools=("get_weather",))
     assert "fake engine" in await answer(fields={"constraint": waiting})
 
 
-async def test_grammar_that_the_fake_cannot_read_leaves_the_answer_free() -> None:
+async def test_unsupported_grammar_leaves_the_answer_free() -> None:
     assert "fake engine" in await answer(fields={"constraint": Constraint("lark", "start: X")})
 
 
-async def test_bare_rule_gives_way_to_a_constraint_and_a_fitting_one_does_not() -> None:
+async def test_constraint_wins_over_an_unconditional_rule_only() -> None:
     fields = {"constraint": Constraint("json_object")}
     assert await answer(fields=fields, script=[{"steps": [{"text": "words"}]}]) == "{}"
     assert await answer(fields=fields, script=[{"when": "hello", "steps": [{"text": "words"}]}]) == "words"
 
 
-async def test_bad_schema_fails_the_job_with_a_reason() -> None:
+async def test_invalid_schema_fails_the_job_with_a_reason() -> None:
     engine = await text_engine()
-    for text, complaint in (("{", "not JSON"), ('{"$ref": "#/$defs/x"}', "does not hold")):
+    for text, message in (("{", "not JSON"), ('{"$ref": "#/$defs/x"}', "no definition")):
         (last,) = await read(engine.generate(prompt(constraint=Constraint("json_schema", text))))
         assert isinstance(last, End)
         assert last.error is not None
-        assert complaint in last.error.message
+        assert message in last.error.message
+
+
+# Minimal values of JSON schemas.
+
+NODE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}}
+
+SCHEMAS: list[dict[str, Any]] = [
+    {},
+    {"const": 3},
+    {"enum": ["b", "a"]},
+    {"type": ["string", "null"]},
+    {"type": "string", "minLength": 9},
+    {"type": "string", "maxLength": 2},
+    {"type": "string", "pattern": "^[A-Z]{2}-[0-9]+$"},
+    {"type": "string", "format": "date-time"},
+    {"type": "integer", "exclusiveMinimum": 4.5},
+    {"type": "integer", "maximum": -3},
+    {"type": "integer", "minimum": 5, "multipleOf": 4},
+    {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+    {"type": "number", "exclusiveMaximum": 0},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 2},
+    {"type": "array", "items": {"type": "integer"}, "minItems": 3, "uniqueItems": True},
+    {"type": "array", "items": {"type": "string"}, "minItems": 3, "uniqueItems": True},
+    {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "uniqueItems": True},
+    {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}], "minItems": 2},
+    {"type": "object", "minProperties": 2, "properties": {"a": {"type": "null"}}},
+    {"properties": {"a": {"type": "integer"}}, "required": ["a", "b"]},
+    {"allOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"required": ["b"]}], "type": "object"},
+    {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+    {"$defs": {"node": {**NODE, "required": ["next"]}}, "$ref": "#/$defs/node"},
+    {"$defs": {"a/b": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/a~1b"}}, "required": ["x"]},
+]
+
+
+def test_schema_instance_is_valid() -> None:
+    for schema in SCHEMAS:
+        jsonschema.validate(schema_instance(schema), schema)
+
+
+def test_schema_true_gets_a_value() -> None:
+    assert schema_instance(True) == "text"
+
+
+def test_infinite_schema_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="never ends"):
+        schema_instance({"type": "object", "properties": {"me": {"$ref": "#"}}, "required": ["me"]})
+
+
+def test_huge_schema_is_refused_quickly() -> None:
+    with pytest.raises(InvalidRequest, match="too large"):
+        schema_instance({"type": "array", "items": {"type": "null"}, "minItems": 20_000})
+
+
+def test_huge_counts_are_refused_before_allocation() -> None:
+    for schema in ({"type": "string", "minLength": 10**12}, {"type": "array", "minItems": 10**12}):
+        with pytest.raises(InvalidRequest, match="too large"):
+            schema_instance(schema)
+
+
+leaves = st.one_of(
+    st.fixed_dictionaries({"type": st.just("string")}, optional={"minLength": st.integers(0, 9)}),
+    st.fixed_dictionaries({"type": st.just("integer")}, optional={"minimum": st.integers(-9, 9)}),
+    st.fixed_dictionaries({"enum": st.lists(st.integers(), min_size=1, max_size=3)}),
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "number"}]),
+)
+
+
+def objects(children: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    properties = st.dictionaries(st.text(max_size=3), children, max_size=3)
+    return properties.map(lambda p: {"type": "object", "properties": p, "required": list(p)})
+
+
+schemas = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        objects(inner),
+        st.builds(lambda s, n: {"type": "array", "items": s, "minItems": n}, inner, st.integers(0, 3)),
+        st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=3)),
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schemas)
+def test_every_schema_gets_a_valid_instance(schema: dict[str, Any]) -> None:
+    jsonschema.validate(schema_instance(schema), schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": None},
+        {"type": "object", "required": [None]},
+        {"enum": []},
+        {"$ref": 5},
+        {"type": "array", "minItems": "x"},
+    ],
+)
+def test_malformed_schema_is_an_invalid_request(schema: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        schema_instance(schema)
+    assert caught.value.code == "invalid_json_schema"
+
+
+# Texts that match a regular expression.
+
+PATTERNS = [
+    "",
+    "abc",
+    "a|b",
+    "[a-f0-9]{8}",
+    r"\d{4}-\d\d-\d\d",
+    r"(\w+)=\1",
+    r"^(?:yes|no)$",
+    ".{3}",
+    "[^a-zA-Z0-9]x",
+    r"\s\S\D\W",
+    "(a(b(c)?)+)*d",
+    "x+?y{2,}",
+    "[^x]",
+    "(?i:abc)",
+    "(?>ab)c",
+]
+
+
+def test_regex_sample_matches_its_pattern() -> None:
+    for pattern in PATTERNS:
+        assert re.fullmatch(pattern, regex_sample(pattern)), pattern
+
+
+def test_invalid_regex_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="not a regular expression"):
+        regex_sample("(")
+
+
+def test_huge_regex_sample_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="too long"):
+        regex_sample("(a{60000}){60000}")

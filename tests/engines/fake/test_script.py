@@ -1,4 +1,4 @@
-"""The script language."""
+"""The script language, and the conversation that rules are matched against."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,13 @@ import pytest
 from pydantic import ValidationError
 
 from modelyard.core.errors import Overloaded, Unavailable
+from modelyard.core.request import Message, Request, Text, Thinking, Tool, ToolCall, ToolResult
 from modelyard.engines.fake import Options
-from modelyard.engines.fake.script import Script, ScriptRule, ScriptStep
-from tests.engines.fake.stage import answer
+from modelyard.engines.fake.script import PromptView, RequestView, Script, ScriptRule, ScriptStep, find_tools
+from tests.engines.fake.helpers import WEATHER, answer, chatml, tokenizer
 
 
-class Talk:
+class Conversation:
     def __init__(self, user: str, result: str | None = None) -> None:
         self.user, self.result = user, result
         self.tools: dict[str, dict[str, Any]] = {}
@@ -22,32 +23,32 @@ def rule(**fields: Any) -> ScriptRule:
     return ScriptRule.model_validate({"steps": [{"text": "x"}]} | fields)
 
 
-def test_first_rule_that_fits_wins() -> None:
+def test_first_matching_rule_wins() -> None:
     rules = [rule(when="rain"), rule(when="sun"), rule()]
     script = Script(rules)
-    assert script.choose(Talk("will the sun shine")) is rules[1]
-    assert script.choose(Talk("rain or sun")) is rules[0]
-    assert script.choose(Talk("neither")) is rules[2]
+    assert script.choose(Conversation("will the sun shine")) is rules[1]
+    assert script.choose(Conversation("rain or sun")) is rules[0]
+    assert script.choose(Conversation("neither")) is rules[2]
 
 
-def test_no_rule_may_fit() -> None:
-    assert Script([rule(when="rain")]).choose(Talk("sun")) is None
+def test_no_rule_may_match() -> None:
+    assert Script([rule(when="rain")]).choose(Conversation("sun")) is None
 
 
-def test_turn_counts_the_matches_of_one_pattern_in_one_session() -> None:
+def test_turn_counts_the_matches_of_a_pattern_in_a_session() -> None:
     first, second = rule(when="go", turn=1), rule(when="go", turn=2)
     script = Script([first, second])
-    assert script.choose(Talk("go"), "a") is first
-    assert script.choose(Talk("go"), "b") is first
-    assert script.choose(Talk("stay"), "a") is None
-    assert script.choose(Talk("go"), "a") is second
-    assert script.choose(Talk("go"), "a") is None
+    assert script.choose(Conversation("go"), "a") is first
+    assert script.choose(Conversation("go"), "b") is first
+    assert script.choose(Conversation("stay"), "a") is None
+    assert script.choose(Conversation("go"), "a") is second
+    assert script.choose(Conversation("go"), "a") is None
 
 
-def test_result_looks_at_the_tools_answer() -> None:
+def test_result_is_searched_in_tool_results() -> None:
     script = Script([rule(result="sunny")])
-    assert script.choose(Talk("x", "it is sunny")) is not None
-    assert script.choose(Talk("sunny")) is None
+    assert script.choose(Conversation("x", "it is sunny")) is not None
+    assert script.choose(Conversation("sunny")) is None
 
 
 def test_rules_are_read_from_a_toml_file(tmp_path: Path) -> None:
@@ -59,19 +60,19 @@ def test_rules_are_read_from_a_toml_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
-    [(None, "cannot be read"), ("[[script", "not valid TOML"), ("x = 1", r"\[\[script\]\] tables and nothing else")],
+    ("content", "message"),
+    [(None, "cannot read"), ("[[script", "not valid TOML"), ("x = 1", r"only \[\[script\]\] tables")],
 )
-def test_unreadable_script_file_is_named_in_the_error(tmp_path: Path, content: str | None, complaint: str) -> None:
+def test_unreadable_script_file_is_named_in_the_error(tmp_path: Path, content: str | None, message: str) -> None:
     path = tmp_path / "demo.toml"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ValidationError, match=complaint):
+    with pytest.raises(ValidationError, match=message):
         Options(script=str(path))
 
 
 @pytest.mark.parametrize(
-    ("step", "complaint"),
+    ("step", "message"),
     [
         ({}, "has none"),
         ({"text": "a", "think": "b"}, "text and think"),
@@ -82,8 +83,8 @@ def test_unreadable_script_file_is_named_in_the_error(tmp_path: Path, content: s
         ({"speak": "a"}, "Extra inputs"),
     ],
 )
-def test_bad_step_is_refused_with_a_reason(step: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ValidationError, match=complaint):
+def test_bad_step_is_refused_with_a_reason(step: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         ScriptStep.model_validate(step)
 
 
@@ -115,3 +116,76 @@ async def test_rules_decide_by_the_last_user_turn_of_the_prompt() -> None:
 async def test_repeated_steps_and_filler_words_are_played() -> None:
     script = [{"steps": [{"repeat": 3, "steps": [{"text": "ab "}]}, {"repeat": 0, "steps": [{"text": "never"}]}]}]
     assert await answer(script=script) == "ab ab ab "
+
+
+# What the fake sees of a prompt.
+
+
+def seen(text: str) -> PromptView:
+    return PromptView(tokenizer().encode(text), tokenizer())
+
+
+def test_last_user_turn_of_chatml_is_found() -> None:
+    talk = seen(chatml(("system", "be kind"), ("user", "one"), ("assistant", "two"), ("user", "three\nlines")))
+    assert talk.user == "three\nlines"
+    assert talk.result is None
+
+
+@pytest.mark.parametrize("turn", [("tool", "18 degrees"), ("user", "<tool_response>\n18 degrees\n</tool_response>")])
+def test_tool_results_are_not_taken_for_the_user(turn: tuple[str, str]) -> None:
+    talk = seen(chatml(("user", "weather"), ("assistant", "<tool_call>…</tool_call>"), turn, turn))
+    assert talk.user == "weather"
+    assert talk.result == "18 degrees\n18 degrees"
+
+
+def test_results_before_the_last_user_turn_are_old_news() -> None:
+    talk = seen(chatml(("user", "a"), ("tool", "old"), ("assistant", "b"), ("user", "c")))
+    assert (talk.user, talk.result) == ("c", None)
+
+
+def test_harmony_turns_are_read() -> None:
+    text = (
+        "<|start|>system<|message|>rules<|end|><|start|>user<|message|>weather?<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.get<|message|>{"a":1}<|call|>'
+        "<|start|>functions.get to=assistant<|channel|>commentary<|message|>sunny<|end|><|start|>assistant"
+    )
+    assert (seen(text).user, seen(text).result) == ("weather?", "sunny")
+
+
+def test_prompt_without_markers_is_the_users_own_text() -> None:
+    assert seen("Once upon a time").user == "Once upon a time"
+    assert seen("").user == ""
+
+
+def test_prompt_without_a_user_has_no_user_text() -> None:
+    assert seen(chatml(("system", "x"))).user == ""
+
+
+def test_tools_are_found_as_json_xml_and_harmony() -> None:
+    assert find_tools(f"<tools>\n{WEATHER}\nnot json\n[1]\n</tools>")["get_weather"]["required"] == ["city"]
+    assert find_tools("<tools><function><name>ls</name></function></tools>") == {"ls": {}}
+    assert find_tools("namespace functions {\ntype ls = (_: {\n}) => any;\n}") == {"ls": {}}
+    assert find_tools("nothing") == {}
+
+
+def test_opened_reasoning_is_noticed() -> None:
+    assert seen(chatml(("user", "x"), opening="<think>\n")).starts_in_reasoning
+    assert not seen(chatml(("user", "x"), opening="<think>\n\n</think>\n\n")).starts_in_reasoning
+    assert not seen(chatml(("user", "x"))).starts_in_reasoning
+
+
+def test_request_is_seen_the_same_way() -> None:
+    call = ToolCall("1", "get", "{}")
+    messages = (
+        Message("user", (Text("old"),)),
+        Message("user", (Text("weather"), Text("in Rome"))),
+        Message("assistant", (Thinking("hm"), call)),
+        Message("tool", (ToolResult("1", (Text("sunny"),)), ToolResult("2", (Text("warm"),)))),
+    )
+    talk = RequestView(Request(model="m", messages=messages, tools=(Tool("get"), Tool("web", kind="server"))))
+    assert (talk.user, talk.result) == ("weather\nin Rome", "sunny\nwarm")
+    assert list(talk.tools) == ["get"]
+
+
+def test_raw_prompt_is_the_users_text() -> None:
+    assert RequestView(Request(model="m", prompts=("say x",))).user == "say x"

@@ -15,8 +15,8 @@ from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.engine import LlamaEngine
-from modelyard.engines.llama_cpp.job import Job
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
+from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.library.default_model import fetch
 from modelyard.tokenizer import llama_log
 from modelyard.tokenizer.gguf import GgufTokenizer
@@ -46,9 +46,9 @@ def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> Engin
 
 
 @asynccontextmanager
-async def running(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> AsyncIterator[LlamaEngine]:
+async def running(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> AsyncIterator[LlamaCppEngine]:
     engine = llama_cpp.create(spec(caches, **options))
-    assert isinstance(engine, LlamaEngine)
+    assert isinstance(engine, LlamaCppEngine)
     try:
         await engine.open(lambda *_: None)
         yield engine
@@ -88,7 +88,7 @@ def id_prompt(ids: list[int], **fields: Any) -> Prompt:
     return Prompt(parts=(TokenRun(ids),), **chosen)
 
 
-async def answer(engine: LlamaEngine, text: str = "Hello!", **fields: Any) -> list[Chunk]:
+async def answer(engine: LlamaCppEngine, text: str = "Hello!", **fields: Any) -> list[Chunk]:
     return await read(engine.generate(prompt(text, **fields)))
 
 
@@ -99,21 +99,21 @@ def said(chunks: list[Chunk]) -> str:
 class Tap:
     """Sees every chunk on the engine's own thread, in the order in which it leaves. Set it before the first job."""
 
-    def __init__(self, engine: LlamaEngine) -> None:
+    def __init__(self, engine: LlamaCppEngine) -> None:
         self.seen: list[tuple[int, Chunk]] = []
         for held in engine._caches.values():
             held._emit, held._emit_all = self._emit, self._emit_all
         self._next = engine._dispatch.put
 
-    def _emit(self, job: Job, chunks: list[Chunk], last: bool) -> None:
+    def _emit(self, job: LlamaCppJob, chunks: list[Chunk], last: bool) -> None:
         self.seen += [(job.arrived, chunk) for chunk in chunks]
         for chunk in chunks:
             self.on_chunk(job, chunk)
         self._next(job, chunks, last)
 
-    def _emit_all(self, jobs: Sequence[Job], tokens: list[int]) -> None:
+    def _emit_all(self, jobs: Sequence[LlamaCppJob], tokens: list[int]) -> None:
         for job, token in zip(jobs, tokens, strict=True):
             self._emit(job, [Tokens([token])], False)
 
-    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+    def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
         """For tests that act at a certain point of a job."""

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from modelyard.core.engine import CacheInfo, Chunk, Control, Tokens
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound
 from modelyard.engines.llama_cpp import Options
-from modelyard.engines.llama_cpp.engine import LlamaEngine
-from modelyard.engines.llama_cpp.step import turn
+from modelyard.engines.llama_cpp.batch import next_adapters
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from tests.engines.llama_cpp.exact import exact_model
 from tests.engines.llama_cpp.lora import write_lora
 from tests.engines.llama_cpp.stage import id_prompt, running
@@ -36,12 +36,12 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def opened(lora: Any, caches: dict[str, CacheInfo] | None = None) -> AsyncIterator[LlamaEngine]:
+async def opened(lora: Any, caches: dict[str, CacheInfo] | None = None) -> AsyncIterator[LlamaCppEngine]:
     async with running(caches, path=str(exact_model()), lora=lora) as engine:
         yield engine
 
 
-async def said(engine: LlamaEngine, adapters: Any = NONE, **fields: Any) -> list[Chunk]:
+async def said(engine: LlamaCppEngine, adapters: Any = NONE, **fields: Any) -> list[Chunk]:
     return await read(engine.generate(id_prompt(TALK, adapters=adapters, **fields)))
 
 
@@ -178,7 +178,7 @@ def test_an_adapter_is_a_path_or_a_path_and_a_scale() -> None:
 def test_sets_of_adapters_take_turns() -> None:
     last, order = "c", []
     for _ in range(6):
-        last = turn(["a", "b", "a", "c"], last)
+        last = next_adapters(["a", "b", "a", "c"], last)
         order.append(last)
     assert order == ["a", "b", "c", "a", "b", "c"]
 
@@ -188,7 +188,7 @@ def test_no_set_waits_for_ever_while_others_come_and_go(arrivals: list[list[str]
     jobs, last, waited = ["x"], "a", 0
     for new in arrivals:
         jobs += new
-        last = turn(jobs, last)
+        last = next_adapters(jobs, last)
         if last == "x":
             return
         jobs = [job for job in jobs if job != last]  # each of theirs is done in one step

@@ -14,11 +14,10 @@ import pytest
 from modelyard.core.engine import CacheInfo, Chunk, Control, Generation, Prompt, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp import context
-from modelyard.engines.llama_cpp.choir import Choir
-from modelyard.engines.llama_cpp.engine import LlamaEngine
-from modelyard.engines.llama_cpp.job import Job
-from modelyard.engines.llama_cpp.odds import Price
-from modelyard.engines.llama_cpp.speculate import Speculator
+from modelyard.engines.llama_cpp.batch import DecodeBatch
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
+from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.speculation import DraftCost, Speculator
 from tests.engines.llama_cpp.exact import chanting_model, exact_model
 from tests.engines.llama_cpp.stage import Tap, id_prompt, running
 from tests.engines.llama_cpp.test_reuse import SYSTEM, words
@@ -33,19 +32,19 @@ TYPICAL = Sampling(temperature=0.9, typical_p=0.8, seed=5)  # drawn by llama.cpp
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As with a library built for GPUs; how many jobs each step had that was given ahead of time."""
     sent: list[int] = []
-    plain = context.Cache._send
+    plain = context.LlamaContext._send
 
-    def counted(cache: context.Cache, choir: Choir, tokens: list[int]) -> None:
+    def counted(cache: context.LlamaContext, choir: DecodeBatch, tokens: list[int]) -> None:
         sent.append(len(choir))
         plain(cache, choir, tokens)
 
     monkeypatch.setattr(context.lib, "llama_supports_gpu_offload", lambda: True)
-    monkeypatch.setattr(context.Cache, "_send", counted)
+    monkeypatch.setattr(context.LlamaContext, "_send", counted)
     return sent
 
 
 @asynccontextmanager
-async def exact(parallel: int = 4, **options: Any) -> AsyncIterator[LlamaEngine]:
+async def exact(parallel: int = 4, **options: Any) -> AsyncIterator[LlamaCppEngine]:
     async with running({"main": CacheInfo(256, parallel)}, **({"path": str(exact_model())} | options)) as engine:
         yield engine
 
@@ -53,11 +52,11 @@ async def exact(parallel: int = 4, **options: Any) -> AsyncIterator[LlamaEngine]
 class Fifth(Tap):
     """When the first job has said five tokens `deed` is done on the loop, and the engine's thread waits for it."""
 
-    def __init__(self, engine: LlamaEngine, deed: Callable[[], object]) -> None:
+    def __init__(self, engine: LlamaCppEngine, deed: Callable[[], object]) -> None:
         super().__init__(engine)
         self._deed, self._loop, self._said = deed, asyncio.get_running_loop(), 0
 
-    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+    def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
         if job.arrived != 1 or not isinstance(chunk, Tokens):
             return
         self._said += 1
@@ -67,11 +66,11 @@ class Fifth(Tap):
             assert done.wait(60)
 
 
-async def answer(engine: LlamaEngine, run: list[int], **fields: Any) -> list[Chunk]:
+async def answer(engine: LlamaCppEngine, run: list[int], **fields: Any) -> list[Chunk]:
     return await read(engine.generate(id_prompt(run, **fields)))
 
 
-async def at_once(engine: LlamaEngine, *prompts: Prompt) -> list[list[Chunk]]:
+async def at_once(engine: LlamaCppEngine, *prompts: Prompt) -> list[list[Chunk]]:
     """The answers to prompts that all wait when the thread takes the first of them."""
     all_there = threading.Event()
     held = asyncio.create_task(engine._order(lambda: all_there.wait(60) and None))
@@ -224,10 +223,10 @@ async def test_guesses_are_tried_instead(ahead: list[int]) -> None:
 async def test_where_nothing_is_worth_trying_a_step_does_not_wait_for_guesses(
     ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Price, "of", lambda *_: 1.0)  # a guessed row costs as much as a step
+    monkeypatch.setattr(DraftCost, "of", lambda *_: 1.0)  # a guessed row costs as much as a step
     order: list[str] = []
-    send, guess = context.Cache._send, Speculator.guess
-    monkeypatch.setattr(context.Cache, "_send", lambda *given: (order.append("sent"), send(*given))[1])
+    send, guess = context.LlamaContext._send, Speculator.guess
+    monkeypatch.setattr(context.LlamaContext, "_send", lambda *given: (order.append("sent"), send(*given))[1])
     monkeypatch.setattr(Speculator, "guess", lambda *given: (order.append("guessed"), guess(*given))[1])
     async with exact(path=str(chanting_model()), speculation="auto") as engine:
         found = await answer(engine, SYSTEM, max_tokens=12, logprobs=None)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec
-from modelyard.engines.llama_cpp import attention
+from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.options import Options
 
 
@@ -23,13 +23,13 @@ from modelyard.engines.llama_cpp.options import Options
         ("on", True, "on"),
     ],
 )
-def test_the_users_word_comes_first_then_the_backend(asked: Any, gpu: bool, mode: attention.Mode) -> None:
-    assert attention.mode(Options(path="x", flash_attn=asked), gpu=gpu) == mode
+def test_the_users_word_comes_first_then_the_backend(asked: Any, gpu: bool, mode: loading.FlashAttentionMode) -> None:
+    assert loading.flash_attention_mode(Options(path="x", flash_attn=asked), gpu=gpu) == mode
 
 
 def test_a_cache_may_differ_from_its_model() -> None:
     options = Options(path="x", flash_attn="on").of(CacheInfo(64, flash_attn=False))
-    assert attention.mode(options, gpu=False) == "off"
+    assert loading.flash_attention_mode(options, gpu=False) == "off"
 
 
 def spec(*caches: CacheInfo, **options: Any) -> EngineSpec:
@@ -38,8 +38,8 @@ def spec(*caches: CacheInfo, **options: Any) -> EngineSpec:
 
 
 def test_where_it_is_slow_the_plain_way_is_taken() -> None:
-    assert attention.settled(spec(), gpu=False, slow=lambda: True).options.flash_attn == "off"
-    assert attention.settled(spec(), gpu=False, slow=lambda: False) == spec()
+    assert loading.resolve_flash_attention(spec(), gpu=False, slow=lambda: True).options.flash_attn == "off"
+    assert loading.resolve_flash_attention(spec(), gpu=False, slow=lambda: False) == spec()
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_where_it_is_slow_the_plain_way_is_taken() -> None:
     ],
 )
 def test_a_wish_or_values_that_are_no_halves_leave_it_as_it_is(asked: EngineSpec) -> None:
-    assert attention.settled(asked, gpu=False, slow=lambda: True) == asked
+    assert loading.resolve_flash_attention(asked, gpu=False, slow=lambda: True) == asked
 
 
 def test_a_gpu_is_not_looked_at() -> None:
-    assert attention.settled(spec(), gpu=True, slow=lambda: pytest.fail("nobody needs to know")) == spec()
+    assert loading.resolve_flash_attention(spec(), gpu=True, slow=lambda: pytest.fail("nobody needs to know")) == spec()

@@ -21,7 +21,9 @@ async def test_no_secret_word_crosses_between_conversations(
     """Two caches of two sequences and six conversations, so that sequences are also taken over; and, with `copies`,
     everything that two of them have in common is copied from one to the other."""
     if copies:
-        monkeypatch.setattr("modelyard.engines.llama_cpp.sequences.pays", lambda saved, moved, costs: saved > 0)
+        monkeypatch.setattr(
+            "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved > 0
+        )
     random = Random(seed)
     got: dict[str, list[list[Chunk]]] = {secret: [] for secret in SECRETS}
     async with running({"main": CacheInfo(256, 2), "fast": CacheInfo(256, 2)}) as engine:

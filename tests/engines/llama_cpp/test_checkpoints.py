@@ -7,24 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelyard.engines.llama_cpp.checkpoints import (
-    APART,
-    Bound,
+from modelyard.engines.llama_cpp.sequences import (
+    MIN_DISTANCE,
     Checkpoint,
-    Held,
-    added,
-    before,
-    is_worth,
-    places,
-    within,
+    CheckpointLimits,
+    Checkpoints,
+    add_checkpoint,
+    checkpoint_positions,
+    checkpoints_within,
+    is_checkpoint_useful,
+    latest_checkpoint,
 )
 
 
-def at(*tokens: int, size: int = 10) -> Held:
+def at(*tokens: int, size: int = 10) -> Checkpoints:
     return tuple(Checkpoint(one, np.zeros(size, np.uint8)) for one in tokens)
 
 
-def tokens(held: Held) -> list[int]:
+def tokens(held: Checkpoints) -> list[int]:
     return [one.tokens for one in held]
 
 
@@ -34,12 +34,12 @@ def tokens(held: Held) -> list[int]:
 def test_a_sequence_is_taken_up_at_the_last_place_before_the_cut(
     held: tuple[int, ...], keep: int, expected: int | None
 ) -> None:
-    found = before(at(*held), keep)
+    found = latest_checkpoint(at(*held), keep)
     assert (found.tokens if found else None) == expected
 
 
 def test_a_cut_leaves_only_what_was_before_it() -> None:
-    assert tokens(within(at(5, 9, 12), 9)) == [5, 9]
+    assert tokens(checkpoints_within(at(5, 9, 12), 9)) == [5, 9]
 
 
 @pytest.mark.parametrize(
@@ -54,29 +54,29 @@ def test_a_cut_leaves_only_what_was_before_it() -> None:
     ],
 )
 def test_the_one_goes_whose_loss_costs_the_fewest_tokens(held: tuple[int, ...], new: int, expected: list[int]) -> None:
-    assert tokens(added(at(*held), at(new)[0], Bound(3, 1000))) == expected
+    assert tokens(add_checkpoint(at(*held), at(new)[0], CheckpointLimits(3, 1000))) == expected
 
 
 def test_bytes_are_bounded_too() -> None:
-    assert tokens(added(at(100, 150, 300), at(400)[0], Bound(9, 25))) == [300, 400]
-    assert tokens(added(at(100), at(200, size=26)[0], Bound(9, 25))) == [100]
+    assert tokens(add_checkpoint(at(100, 150, 300), at(400)[0], CheckpointLimits(9, 25))) == [300, 400]
+    assert tokens(add_checkpoint(at(100), at(200, size=26)[0], CheckpointLimits(9, 25))) == [100]
 
 
 @given(st.lists(st.integers(1, 500), unique=True, max_size=12), st.integers(0, 4), st.integers(0, 60))
 def test_what_is_kept_is_in_order_and_within_its_bound(made: list[int], count: int, size: int) -> None:
-    held: Held = ()
+    held: Checkpoints = ()
     for one in made:
-        held = added(held, at(one)[0], Bound(count, size))
+        held = add_checkpoint(held, at(one)[0], CheckpointLimits(count, size))
         assert tokens(held) == sorted(set(tokens(held)))
         assert len(held) <= count
         assert sum(each.size for each in held) <= size
 
 
 def test_one_near_to_another_is_not_worth_it() -> None:
-    assert is_worth((), APART)
-    assert not is_worth((), APART - 1)
-    assert not is_worth(at(100), 100 + APART - 1)
-    assert is_worth(at(100), 100 + APART)
+    assert is_checkpoint_useful((), MIN_DISTANCE)
+    assert not is_checkpoint_useful((), MIN_DISTANCE - 1)
+    assert not is_checkpoint_useful(at(100), 100 + MIN_DISTANCE - 1)
+    assert is_checkpoint_useful(at(100), 100 + MIN_DISTANCE)
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_one_near_to_another_is_not_worth_it() -> None:
 def test_a_prompt_pauses_where_its_state_is_worth_keeping(
     length: int, start: int, partings: list[int], held: tuple[int, ...], expected: list[int]
 ) -> None:
-    assert places(length, start, partings, at(*held)) == expected
+    assert checkpoint_positions(length, start, partings, at(*held)) == expected

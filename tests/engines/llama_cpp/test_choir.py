@@ -10,30 +10,30 @@ import numpy as np
 import pytest
 
 from modelyard.core.request import Sampling
-from modelyard.engines.llama_cpp.choir import Choir
-from modelyard.engines.llama_cpp.job import Job
-from modelyard.engines.llama_cpp.sample import Chain
-from modelyard.engines.llama_cpp.sequences import Slot
+from modelyard.engines.llama_cpp.batch import DecodeBatch
+from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.sampler import JobSampler
+from modelyard.engines.llama_cpp.sequences import SequenceSlot
 from tests.engines.llama_cpp.stage import GREEDY, id_prompt
 
 WINDOW = 64
 SAMPLED = Sampling(temperature=1.0)
 
 
-def singer(window: int = WINDOW, **fields: Any) -> Job:
+def singer(window: int = WINDOW, **fields: Any) -> LlamaCppJob:
     """Has read its prompt of three tokens and said one."""
     prompt = id_prompt([1, 2, 3], **({"logprobs": None} | fields))
-    job = Job(prompt, asyncio.get_running_loop(), 1)
-    job.chain = Chain(prompt.sampling, None, 256, window)
+    job = LlamaCppJob(prompt, asyncio.get_running_loop(), 1)
+    job.chain = JobSampler(prompt.sampling, None, 256, window)
     job.begin(0, window)
     job.done = 3
     job.append(4)
     return job
 
 
-def choir(*jobs: Job) -> tuple[Choir, list[Slot]]:
-    slots = [Slot(index, np.zeros(0, np.int32)) for index in range(len(jobs))]
-    return Choir(dict(enumerate(jobs)), slots), slots
+def choir(*jobs: LlamaCppJob) -> tuple[DecodeBatch, list[SequenceSlot]]:
+    slots = [SequenceSlot(index, np.zeros(0, np.int32)) for index in range(len(jobs))]
+    return DecodeBatch(dict(enumerate(jobs)), slots), slots
 
 
 async def test_a_stop_of_anybody_ends_a_round() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.engines import llama_cpp
-from modelyard.engines.llama_cpp.devices import seen
+from modelyard.engines.llama_cpp.library import visible_memory
 from tests.engines.llama_cpp.stage import model_file
 
 MACHINE = AvailableMemory(1 << 34, {"GPU-0": 1 << 34})
@@ -24,7 +24,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_library_for_cpus_does_not_see_the_machines_gpus(library: Path) -> None:
     assert not llama_cpp.own_process({})
-    assert seen(MACHINE) == AvailableMemory(1 << 34)
+    assert visible_memory(MACHINE) == AvailableMemory(1 << 34)
     spec = EngineSpec("m", llama_cpp.Options(path=str(model_file())), {"main": CacheInfo(512)})
     assert llama_cpp.estimate(spec, MACHINE).device == "cpu"
 
@@ -32,7 +32,7 @@ def test_a_library_for_cpus_does_not_see_the_machines_gpus(library: Path) -> Non
 @pytest.mark.parametrize("file", ["libggml-cuda.so", "libggml-vulkan.so.0", "libggml-metal.dylib"])
 def test_a_library_with_a_gpus_backend_does(library: Path, file: str) -> None:
     (library / file).touch()
-    assert seen(MACHINE) is MACHINE
+    assert visible_memory(MACHINE) is MACHINE
     spec = EngineSpec("m", llama_cpp.Options(path=str(model_file())), {"main": CacheInfo(512)})
     assert llama_cpp.estimate(spec, MACHINE).device == "gpu"
 

@@ -11,7 +11,7 @@ import pytest
 
 from modelyard.core.request import Sampling
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.dice import Dice, Row, likeliest, nucleus
+from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler, Row, nucleus, top_tokens
 
 VOCAB = 5000
 
@@ -69,7 +69,7 @@ def _applied(chain: Any, row: Row) -> set[int]:
     ids=lambda s: f"{s.top_k}-{s.top_p}-{s.min_p}",
 )
 def test_what_is_cut_is_what_llama_cpp_cuts(row: Row, sampling: Sampling) -> None:
-    ids, depths = Dice(sampling, 1).kept(row)
+    ids, depths = NumpySampler(sampling, 1).kept(row)
     left = {int(token) for token, depth in zip(ids, depths, strict=True) if depth > -inf}
     expected = left_by_llama_cpp(row, sampling)
     # Both add up thousands of chances, in another order: the last token of a share may be on either side of it.
@@ -80,12 +80,12 @@ def test_what_is_cut_is_what_llama_cpp_cuts(row: Row, sampling: Sampling) -> Non
 @pytest.mark.parametrize("count", [1, 7, 40, 600, VOCAB, VOCAB + 5])
 def test_the_likeliest_come_in_order(count: int) -> None:
     row = normal(1.0)
-    assert likeliest(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
+    assert top_tokens(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
 
 
 def test_tokens_that_are_all_alike_are_neither_lost_nor_too_many() -> None:
     row = np.zeros(1000, np.float32)
-    assert len(likeliest(row, 40)) == 40
+    assert len(top_tokens(row, 40)) == 40
     assert len(nucleus(row, 0.5)) in (500, 1000), "all that lie as deep as the last one may stay"
 
 
@@ -115,7 +115,7 @@ def test_a_share_of_many_is_the_fewest_that_have_it(share: float) -> None:
 def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling, count: int) -> None:
     row = np.full(count, -30, np.float32)
     row[:: count // 12] = normal(1.0, len(row[:: count // 12]))
-    dice, draws = Dice(sampling, 7), 1500
+    dice, draws = NumpySampler(sampling, 7), 1500
     kept, _ = dice.kept(row) if not dice._cuts_nothing else (np.arange(count), None)
     weights = np.zeros(count)
     weights[kept] = np.exp((row[kept] - row.max()).astype(np.float64) / (sampling.temperature or 1.0))
@@ -129,19 +129,19 @@ def test_a_token_that_is_impossible_never_comes() -> None:
     row = np.full(3000, -inf, np.float32)
     row[[5, 1234, 2999]] = [1.0, 2.0, 0.5]
     for sampling in (Sampling(), Sampling(top_k=40), Sampling(top_p=0.999), Sampling(min_p=0.01)):
-        dice = Dice(sampling, 3)
+        dice = NumpySampler(sampling, 3)
         assert {dice.pick(row) for _ in range(200)} == {5, 1234, 2999}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1e-30), Sampling(temperature=1e-30, top_p=0.9)])
 def test_the_coldest_takes_the_best(sampling: Sampling) -> None:
     row = normal(3.0)
-    assert Dice(sampling, 1).pick(row) == row.argmax()
+    assert NumpySampler(sampling, 1).pick(row) == row.argmax()
 
 
 def test_a_seed_makes_tokens_come_again() -> None:
     row = normal(1.0)
-    runs = [[dice.pick(row) for _ in range(20)] for dice in (Dice(Sampling(), seed) for seed in (1, 1, 2))]
+    runs = [[dice.pick(row) for _ in range(20)] for dice in (NumpySampler(Sampling(), seed) for seed in (1, 1, 2))]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
 
@@ -151,4 +151,4 @@ def test_a_seed_makes_tokens_come_again() -> None:
     "sampling", [Sampling(), Sampling(top_k=40), Sampling(top_p=0.9), Sampling(min_p=0.1)], ids=str
 )
 def test_logits_that_are_no_numbers_end_nothing(broken: float, sampling: Sampling) -> None:
-    assert 0 <= Dice(sampling, 1).pick(np.full(1000, broken, np.float32)) < 1000
+    assert 0 <= NumpySampler(sampling, 1).pick(np.full(1000, broken, np.float32)) < 1000

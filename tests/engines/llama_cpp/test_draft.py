@@ -15,8 +15,8 @@ from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import ModelyardError
 from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
-from modelyard.engines.llama_cpp.draft import best
-from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.engines.llama_cpp.draft_model import most_likely_token
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from tests.engines.llama_cpp.exact import chanting_model, exact_model, other_model, recurrent_model
 from tests.engines.llama_cpp.stage import Tap, answer, model_file, running, said, spec
 from tests.engines.llama_cpp.test_speculate import RUNS, SAMPLINGS, CancelAtRun, told, words
@@ -26,7 +26,7 @@ CACHES = {"main": CacheInfo(256, 4)}
 
 
 @asynccontextmanager
-async def opened(draft: Path | None, **options: Any) -> AsyncIterator[LlamaEngine]:
+async def opened(draft: Path | None, **options: Any) -> AsyncIterator[LlamaCppEngine]:
     drafting = {"draft_model_path": str(draft), "speculation": "draft"} if draft else {"speculation": "off"}
     chosen = {"path": str(exact_model()), "draft_p_min": 0.0, **drafting} | options
     async with running(CACHES, **chosen) as engine:
@@ -115,7 +115,7 @@ async def test_draft_that_fails_costs_nobody_an_answer(
     async with opened(exact_model()) as engine:
         whole = ids(await told(engine, RUNS[0]))
         with monkeypatch.context() as patched:
-            patched.setattr("modelyard.engines.llama_cpp.draft.lib", Failing())
+            patched.setattr("modelyard.engines.llama_cpp.draft_model.lib", Failing())
             assert ids(await told(engine, RUNS[0])) == whole
         guessed = engine.stats().guessed_tokens
         assert ids(await told(engine, RUNS[0])) == whole
@@ -176,6 +176,6 @@ def test_drafting_without_a_model_is_a_mistake() -> None:
 
 def test_best_is_the_peak_of_a_softmax() -> None:
     logits = np.array([1.0, 3.0, 2.0, -1.0], np.float32)
-    token, chance = best(logits)
+    token, chance = most_likely_token(logits)
     assert token == 1
     assert chance == pytest.approx((np.exp(logits) / np.exp(logits).sum()).max())

@@ -14,7 +14,7 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, EmbeddingEngine, T
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.llama_cpp import embedding, loading
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.embedding import Piece, Reader, plan
+from modelyard.engines.llama_cpp.embedding import EmbeddingContext, InputSlice, plan_embedding_steps
 from modelyard.telemetry import system
 from tests.engines.llama_cpp.stage import Tap, answer, model_file, prompt, running, spec, vocabulary
 from tests.engines.reading import end, ids, read, until
@@ -34,19 +34,19 @@ def cosine(a: list[float], b: list[float]) -> float:
 
 
 def test_short_inputs_share_a_step_and_a_long_one_has_its_own() -> None:
-    assert plan([3, 4, 20, 2, 8], 8) == [
-        [Piece(0, 0, 3), Piece(1, 0, 4)],
-        [Piece(2, 0, 8)],
-        [Piece(2, 8, 8)],
-        [Piece(2, 16, 4)],
-        [Piece(3, 0, 2)],
-        [Piece(4, 0, 8)],
+    assert plan_embedding_steps([3, 4, 20, 2, 8], 8) == [
+        [InputSlice(0, 0, 3), InputSlice(1, 0, 4)],
+        [InputSlice(2, 0, 8)],
+        [InputSlice(2, 8, 8)],
+        [InputSlice(2, 16, 4)],
+        [InputSlice(3, 0, 2)],
+        [InputSlice(4, 0, 8)],
     ]
 
 
 @given(st.lists(st.integers(1, 60), max_size=30), st.integers(1, 20), st.integers(1, 5))
 def test_every_token_is_read_once_in_order_and_no_step_is_too_large(lengths: list[int], rows: int, places: int) -> None:
-    steps = plan(lengths, rows, places)
+    steps = plan_embedding_steps(lengths, rows, places)
     pieces = [piece for step in steps for piece in step]
     for index, length in enumerate(lengths):
         own = [piece for piece in pieces if piece.index == index]
@@ -92,31 +92,31 @@ async def test_slices_pool_to_what_llama_cpp_makes_of_the_whole(pooling: str, co
 def whole(text: list[int], pooling: int) -> list[float]:
     """Pooled by llama.cpp itself, in one micro-batch."""
     asked = spec(n_ubatch=64, n_batch=64)
-    model = loading.load(model_file(), asked.options, lambda _: True)
-    params = loading._parameters(CacheInfo(256), asked.options)
+    model = loading.load_model(model_file(), asked.options, lambda _: True)
+    params = loading.context_parameters(CacheInfo(256), asked.options)
     params.embeddings, params.pooling_type = True, pooling
     raw = lib.llama_init_from_model(model, params)
-    batch = embedding.Batch(64)
+    batch = embedding.LlamaBatch(64)
     batch.add(np.array(text, np.int32), 0, 0, last=True)
     batch.output[: len(text)] = 1
     assert lib.llama_decode(raw, batch.raw) == 0
     made = np.ctypeslib.as_array(lib.llama_get_embeddings_seq(raw, 0), (576,)).copy()
     lib.llama_free(raw)
     lib.llama_model_free(model)
-    return embedding.unit(made)
+    return embedding.normalize(made)
 
 
 async def test_a_long_input_never_keeps_a_stream_waiting_for_more_than_one_slice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     order: list[str] = []
-    reads = Reader.read
+    reads = EmbeddingContext.read
 
-    def noted(self: Reader, *arguments: Any) -> None:
+    def noted(self: EmbeddingContext, *arguments: Any) -> None:
         order.append("slice")
         reads(self, *arguments)
 
-    monkeypatch.setattr(Reader, "read", noted)
+    monkeypatch.setattr(EmbeddingContext, "read", noted)
     async with running() as engine:
         tap = Tap(engine)
         monkeypatch.setattr(tap, "on_chunk", lambda _, chunk: isinstance(chunk, Tokens) and order.append("token"))

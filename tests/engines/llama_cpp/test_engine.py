@@ -24,8 +24,8 @@ from modelyard.core.engine import (
 from modelyard.core.errors import InvalidRequest, ModelyardError, Overloaded, Timeout, Unavailable, Unsupported
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import loading
-from modelyard.engines.llama_cpp.engine import LlamaEngine, Order
-from modelyard.engines.llama_cpp.job import Job
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine, Order
+from modelyard.engines.llama_cpp.job import LlamaCppJob
 from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.stage import Tap, answer, model_file, prompt, running, spec, vocabulary
 from tests.engines.reading import accepted, end, ids, read, until
@@ -77,11 +77,11 @@ async def test_long_prompt_in_one_cache_lets_streams_of_another_go_on() -> None:
 class CancelAt(Tap):
     """Cancels a job on the engine's thread, at its first chunk of a kind."""
 
-    def __init__(self, engine: LlamaEngine, kind: type) -> None:
+    def __init__(self, engine: LlamaCppEngine, kind: type) -> None:
         super().__init__(engine)
         self._kind = kind
 
-    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+    def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
         if isinstance(chunk, self._kind):
             job.cancel()
 
@@ -118,7 +118,7 @@ async def test_cancelled_jobs_kv_is_still_good_for_its_prompt() -> None:
         assert list(held) == prompt(LONG).ids[:16]
 
 
-def hold(engine: LlamaEngine) -> threading.Event:
+def hold(engine: LlamaCppEngine) -> threading.Event:
     """Keeps the engine's thread from its inbox until the event is set."""
     event = threading.Event()
     engine._inbox.put(Order(lambda: bool(event.wait(60)) and None, engine._loop.create_future()))
@@ -247,7 +247,7 @@ async def test_cache_that_cannot_be_made_leaves_nothing_behind() -> None:
     with pytest.raises(InvalidRequest, match="'odd'"):
         await engine.open(lambda *_: None)
     await engine.close()
-    assert isinstance(engine, LlamaEngine)
+    assert isinstance(engine, LlamaCppEngine)
     assert engine._model is None
 
 

@@ -15,7 +15,15 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.estimate import Shape, check, compute, kv, memory_of, offloaded, shape
+from modelyard.engines.llama_cpp.estimate import (
+    ModelShape,
+    check_fits,
+    compute_bytes,
+    estimate_memory,
+    gpu_share,
+    kv_bytes,
+    read_model_shape,
+)
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.telemetry import system
 from tests.engines.llama_cpp.exact import recurrent_model, sliding_model, write
@@ -27,8 +35,8 @@ NO_GPU = AvailableMemory(64 * GIB)
 
 def taken(file: Path, options: Options, info: CacheInfo, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     with model_buffers(monkeypatch) as found:
-        model = loading.load(file, options, lambda _: True)
-        raw = loading.context(model, "main", info, options)
+        model = loading.load_model(file, options, lambda _: True)
+        raw = loading.create_context(model, "main", info, options)
         lib.llama_free(raw)
         lib.llama_model_free(model)
     assert set(found) == {"model", "KV", "compute"}
@@ -86,21 +94,23 @@ async def test_a_window_of_ten_million_tokens_is_refused_before_anything_is_load
 def test_overcommit_loads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "free_memory", lambda **_: AvailableMemory(0))
     asked = spec(overcommit=True)
-    loading.survey(model_file(), asked)
+    loading.check_before_loading(model_file(), asked)
     with pytest.raises(InvalidRequest, match="0 MiB are free"):
-        loading.survey(model_file(), spec())
+        loading.check_before_loading(model_file(), spec())
 
 
-MODEL = Shape(weights=8 * GIB, trained=8192, layers=31, width=4096, heads=32, vocab=100_000, key=32_768, value=32_768)
+MODEL = ModelShape(
+    weights=8 * GIB, trained=8192, layers=31, width=4096, heads=32, vocab=100_000, key=32_768, value=32_768
+)
 
 
 @pytest.mark.parametrize(("layers", "share"), [(-1, 1.0), (0, 0.0), (16, 0.5), (99, 1.0)])
 def test_the_layers_on_a_gpu_are_held_against_its_memory(layers: int, share: float) -> None:
     machine = AvailableMemory(64 * GIB, {"GPU-1": 12 * GIB, "GPU-2": 12 * GIB})
     options = Options(path="m.gguf", n_gpu_layers=layers)
-    assert offloaded(MODEL, options, machine) == share
-    assert memory_of(MODEL, options, {}, machine).device == ("gpu" if share else "cpu")
-    assert offloaded(MODEL, options, NO_GPU) == 0.0
+    assert gpu_share(MODEL, options, machine) == share
+    assert estimate_memory(MODEL, options, {}, machine).device == ("gpu" if share else "cpu")
+    assert gpu_share(MODEL, options, NO_GPU) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -113,8 +123,8 @@ def test_the_layers_on_a_gpu_are_held_against_its_memory(layers: int, share: flo
 )
 def test_the_refusal_names_the_memory_that_is_too_small(share: float, machine: AvailableMemory, place: str) -> None:
     with pytest.raises(InvalidRequest, match=f"of {place} and"):
-        check("m", MemoryEstimate(8 * GIB, 2 * GIB, GIB), share, machine)
-    check("m", MemoryEstimate(8 * GIB, 2 * GIB, GIB), share, AvailableMemory(64 * GIB, {"a": 64 * GIB}))
+        check_fits("m", MemoryEstimate(8 * GIB, 2 * GIB, GIB), share, machine)
+    check_fits("m", MemoryEstimate(8 * GIB, 2 * GIB, GIB), share, AvailableMemory(64 * GIB, {"a": 64 * GIB}))
 
 
 def test_recurrent_layers_keep_a_state_instead_of_kv(tmp_path: Path) -> None:
@@ -131,18 +141,18 @@ def test_recurrent_layers_keep_a_state_instead_of_kv(tmp_path: Path) -> None:
     }
     file = tmp_path / "odd.gguf"
     write(file, facts, {})
-    found = shape(file)
+    found = read_model_shape(file)
     assert (found.key, found.value, found.state) == (0, 0, 3 * 128 * 19)
-    assert kv(found, CacheInfo(4096, 2)) == 4 * 2 * found.state
-    assert compute(found, CacheInfo(4096, 2), Options(path="x")) > 0
+    assert kv_bytes(found, CacheInfo(4096, 2)) == 4 * 2 * found.state
+    assert compute_bytes(found, CacheInfo(4096, 2), Options(path="x")) > 0
 
 
 def test_a_head_that_says_odd_things_is_a_sentence(tmp_path: Path) -> None:
     file = tmp_path / "odd.gguf"
     write(file, {"general.architecture": "odd", "odd.block_count": "many"}, {})
     with pytest.raises(InvalidRequest, match="says odd things of itself"):
-        shape(file)
-    loading.survey(file, spec())  # llama.cpp itself will say what is wrong
+        read_model_shape(file)
+    loading.check_before_loading(file, spec())  # llama.cpp itself will say what is wrong
 
 
 # --- beyond the trained length ----------------------------------------------------------------------------------------
@@ -150,7 +160,7 @@ def test_a_head_that_says_odd_things_is_a_sentence(tmp_path: Path) -> None:
 
 def test_a_window_beyond_the_trained_length_is_allowed_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        loading.survey(model_file(), spec({"main": CacheInfo(8192), "long": CacheInfo(9000)}))
+        loading.check_before_loading(model_file(), spec({"main": CacheInfo(8192), "long": CacheInfo(9000)}))
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "'long' has a window of 9000 tokens and the model 'smollm2' was trained on 8192" in warning
 
@@ -158,11 +168,11 @@ def test_a_window_beyond_the_trained_length_is_allowed_with_a_warning(caplog: py
 def test_scaled_positions_need_no_warning_and_reach_the_context(caplog: pytest.LogCaptureFixture) -> None:
     asked = spec({"main": CacheInfo(9000)}, rope_scaling="yarn", rope_freq_scale=0.5, yarn_orig_ctx=8192)
     with caplog.at_level(logging.WARNING):
-        loading.survey(model_file(), asked)
+        loading.check_before_loading(model_file(), asked)
     assert not caplog.records
-    params = loading._parameters(asked.caches["main"], asked.options)
+    params = loading.context_parameters(asked.caches["main"], asked.options)
     assert (params.rope_scaling_type, params.rope_freq_scale, params.yarn_orig_ctx) == (2, 0.5, 8192)
-    plain = loading._parameters(CacheInfo(512), spec().options)
+    plain = loading.context_parameters(CacheInfo(512), spec().options)
     assert (plain.rope_scaling_type, plain.rope_freq_base, plain.yarn_ext_factor) == (-1, 0.0, -1.0)
 
 

@@ -11,13 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from modelyard.engines.llama_cpp import image as image_
-from modelyard.engines.llama_cpp.checkpoints import Checkpoint
-from modelyard.engines.llama_cpp.image import Head, Image, Origin, Unfit, differences, hashed, pack, unpack
-from modelyard.engines.llama_cpp.state import Layout
+from modelyard.engines.llama_cpp import kv_snapshot as image_
+from modelyard.engines.llama_cpp.kv_memory import KvLayout
+from modelyard.engines.llama_cpp.kv_snapshot import (
+    KvOrigin,
+    KvSnapshot,
+    SnapshotHeader,
+    SnapshotMismatch,
+    decode_snapshot,
+    encode_snapshot,
+    hash_session,
+    origin_differences,
+)
+from modelyard.engines.llama_cpp.sequences import Checkpoint
 
-ORIGIN = Origin("0.3.36", "ab12", "main", 512, Layout("f16", "f16", "off", 2, True), {"rope_freq_scale": 0.5})
-IMAGE = Image(
+ORIGIN = KvOrigin("0.3.36", "ab12", "main", 512, KvLayout("f16", "f16", "off", 2, True), {"rope_freq_scale": 0.5})
+IMAGE = KvSnapshot(
     np.arange(40, dtype=np.int32),
     np.arange(200, dtype=np.uint8),
     (Checkpoint(8, np.full(7, 3, np.uint8)), Checkpoint(32, np.full(9, 4, np.uint8))),
@@ -28,15 +37,15 @@ IMAGE = Image(
 )
 
 
-def written(image: Image = IMAGE) -> bytes:
-    return b"".join(bytes(piece) for piece in pack(ORIGIN, image))
+def written(image: KvSnapshot = IMAGE) -> bytes:
+    return b"".join(bytes(piece) for piece in encode_snapshot(ORIGIN, image))
 
 
-def read(data: bytes, check: Any = lambda head: None) -> Image:
-    return unpack(io.BufferedReader(io.BytesIO(data)), len(data), check)
+def read(data: bytes, check: Any = lambda head: None) -> KvSnapshot:
+    return decode_snapshot(io.BufferedReader(io.BytesIO(data)), len(data), check)
 
 
-def alike(one: Image, other: Image) -> bool:
+def alike(one: KvSnapshot, other: KvSnapshot) -> bool:
     same = [(a.tokens, a.data.tolist()) for a in one.checkpoints] == [
         (b.tokens, b.data.tolist()) for b in other.checkpoints
     ]
@@ -46,27 +55,27 @@ def alike(one: Image, other: Image) -> bool:
 
 def test_what_goes_in_comes_out() -> None:
     assert alike(read(written()), IMAGE)
-    bare = Image(np.array([5], np.int32), np.array([1], np.uint8))
+    bare = KvSnapshot(np.array([5], np.int32), np.array([1], np.uint8))
     assert alike(read(written(bare)), bare)
 
 
 def test_large_ones_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = written()
     monkeypatch.setattr(image_, "_PIECE", 16)
-    assert len(list(pack(ORIGIN, IMAGE))) > 10
+    assert len(list(encode_snapshot(ORIGIN, IMAGE))) > 10
     assert written() == whole
     assert alike(read(whole), IMAGE)
 
 
 def test_head_is_checked_before_the_rest_is_read() -> None:
-    seen: list[Head] = []
+    seen: list[SnapshotHeader] = []
 
-    def check(head: Head) -> None:
+    def check(head: SnapshotHeader) -> None:
         seen.append(head)
-        raise Unfit("no")
+        raise SnapshotMismatch("no")
 
     damaged = written()[:-50] + bytes(50)
-    with pytest.raises(Unfit, match=r"^no$"):
+    with pytest.raises(SnapshotMismatch, match=r"^no$"):
         read(damaged, check)
     assert (seen[0].origin, seen[0].worn, seen[0].tokens) == (ORIGIN, IMAGE.worn, 40)
 
@@ -75,26 +84,26 @@ def test_head_is_checked_before_the_rest_is_read() -> None:
 def test_no_changed_byte_gets_through(place: int, change: int) -> None:
     data = bytearray(written())
     data[place] ^= change
-    with pytest.raises(Unfit):
+    with pytest.raises(SnapshotMismatch):
         read(bytes(data))
 
 
 @given(st.integers(0, len(written()) - 1))
 def test_no_cut_file_gets_through(length: int) -> None:
-    with pytest.raises(Unfit):
+    with pytest.raises(SnapshotMismatch):
         read(written()[:length])
 
 
 @pytest.mark.parametrize("data", [b"", b"GGUF", bytes(1000), b"MYARD-KV" + b"\xff" * 100, written() + b"x"])
 def test_garbage_is_told_from_saved_kv(data: bytes) -> None:
-    with pytest.raises(Unfit):
+    with pytest.raises(SnapshotMismatch):
         read(data)
 
 
 def test_another_version_is_named() -> None:
     data = bytearray(written())
     data[8] = 9
-    with pytest.raises(Unfit, match="of version 9"):
+    with pytest.raises(SnapshotMismatch, match="of version 9"):
         read(bytes(data))
 
 
@@ -115,11 +124,11 @@ def test_another_version_is_named() -> None:
     ],
 )
 def test_every_field_that_differs_is_told(change: dict[str, Any], words: str) -> None:
-    assert differences(replace(ORIGIN, **change), ORIGIN) == [words]
-    assert differences(ORIGIN, ORIGIN) == []
+    assert origin_differences(replace(ORIGIN, **change), ORIGIN) == [words]
+    assert origin_differences(ORIGIN, ORIGIN) == []
 
 
 def test_session_is_known_by_its_hash_only() -> None:
-    assert hashed(None) is None
-    assert hashed("key/talk") == hashed("key/talk") != hashed("key2/talk")
-    assert "key" not in str(hashed("key/talk"))
+    assert hash_session(None) is None
+    assert hash_session("key/talk") == hash_session("key/talk") != hash_session("key2/talk")
+    assert "key" not in str(hash_session("key/talk"))

@@ -15,9 +15,9 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, Chunk, Control, Tokens
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.engines.llama_cpp import Options, keeper
-from modelyard.engines.llama_cpp.engine import LlamaEngine
-from modelyard.engines.llama_cpp.keeper import folder_of
+from modelyard.engines.llama_cpp import Options, kv_store
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
+from modelyard.engines.llama_cpp.kv_store import store_folder
 from modelyard.library.cache_dir import cache_dir
 from tests.engines.llama_cpp import stage
 from tests.engines.llama_cpp.exact import VOCAB, exact_model, hybrid_model, other_model, recurrent_model, sliding_model
@@ -45,13 +45,13 @@ def folder(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def opened(
     folder: Path | None, caches: dict[str, CacheInfo] | None = None, **options: Any
-) -> AsyncIterator[LlamaEngine]:
+) -> AsyncIterator[LlamaCppEngine]:
     chosen = {"path": str(exact_model()), "flash_attn": True} | options
     async with running(caches or CACHES, kv_store=str(folder) if folder else False, **chosen) as engine:
         yield engine
 
 
-async def answer(engine: LlamaEngine, run: list[int] = RUN, **fields: Any) -> list[Chunk]:
+async def answer(engine: LlamaCppEngine, run: list[int] = RUN, **fields: Any) -> list[Chunk]:
     return await read(engine.generate(id_prompt(run, **fields)))
 
 
@@ -63,7 +63,7 @@ def files(folder: Path) -> list[Path]:
 
 
 async def test_conversation_with_the_real_model_goes_on_after_a_restart_as_if_nothing_was(folder: Path) -> None:
-    async def turn(engine: LlamaEngine, *turns: tuple[str, str]) -> list[Chunk]:
+    async def turn(engine: LlamaCppEngine, *turns: tuple[str, str]) -> list[Chunk]:
         return await stage.answer(engine, chatml(*turns), session="key/talk", max_tokens=10)
 
     caches = {"main": CacheInfo(256, 2)}
@@ -110,7 +110,7 @@ async def test_caches_sessions_and_order_of_use_come_back(folder: Path) -> None:
         assert accepted(await answer(engine, words(1), session="b")).cached_tokens == len(words(1)) - 1
 
 
-def _held(engine: LlamaEngine) -> list[tuple[Any, ...]]:
+def _held(engine: LlamaCppEngine) -> list[tuple[Any, ...]]:
     caches = engine._caches.values()
     by_use = [slot for cache in caches for slot in sorted(cache.slots, key=lambda slot: slot.used) if len(slot.tokens)]
     return [(slot.session, slot.priority, slot.adapters, slot.tokens.tolist()) for slot in by_use]
@@ -184,7 +184,7 @@ def _explode() -> None:
 async def test_trouble_with_saving_does_not_keep_the_engine_from_closing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(keeper.Keeper, "save_all", lambda *_: _explode())
+    monkeypatch.setattr(kv_store.KvStore, "save_all", lambda *_: _explode())
     async with opened(folder) as engine:
         await answer(engine)
     assert "was not saved" in caplog.text
@@ -236,7 +236,7 @@ async def test_another_release_of_the_library_reads_anew(
 ) -> None:
     async with opened(folder) as engine:
         await answer(engine)
-    monkeypatch.setattr(keeper, "RELEASE", "9.9")
+    monkeypatch.setattr(kv_store, "RELEASE", "9.9")
     async with opened(folder) as engine:
         assert engine.stats().restored_tokens == 0
     assert "release was 0.3.36 and is 9.9" in caplog.text
@@ -289,7 +289,7 @@ async def test_state_that_llama_cpp_refuses_is_left_out(folder: Path, monkeypatc
     async with opened(folder) as engine:
         await answer(engine, session="a")
     with monkeypatch.context() as patched:
-        patched.setattr("modelyard.engines.llama_cpp.state.lib.llama_state_seq_set_data_ext", lambda *_: 0)
+        patched.setattr("modelyard.engines.llama_cpp.kv_memory.lib.llama_state_seq_set_data_ext", lambda *_: 0)
         async with opened(folder) as engine:
             assert engine.stats().occupied_tokens == 0
             assert accepted(await answer(engine, session="a")).cached_tokens == 0
@@ -352,7 +352,7 @@ async def test_loading_that_is_given_up_does_not_restore_on(folder: Path, monkey
     async with opened(folder) as engine:
         await answer(engine, session="a")
     read_: list[Path] = []
-    monkeypatch.setattr(keeper.Keeper, "_read", lambda self, cache, file: read_.append(file))
+    monkeypatch.setattr(kv_store.KvStore, "_read", lambda self, cache, file: read_.append(file))
     async with opened(folder) as engine:
         engine._over = InvalidRequest("given up")
         assert engine._keeper is not None
@@ -363,7 +363,7 @@ async def test_loading_that_is_given_up_does_not_restore_on(folder: Path, monkey
 
 
 async def test_log_tells_what_was_saved_and_restored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, keeper.__name__)
+    caplog.set_level(logging.INFO, kv_store.__name__)
     async with opened(folder) as engine:
         await answer(engine)
     async with opened(folder):
@@ -373,6 +373,6 @@ async def test_log_tells_what_was_saved_and_restored(folder: Path, caplog: pytes
 
 
 def test_setting_is_a_folder_or_the_users_cache() -> None:
-    assert folder_of(Options(path="x")) is None
-    assert folder_of(Options(path="x", kv_store=True)) == cache_dir() / "kv"
-    assert folder_of(Options(path="x", kv_store="~/kv")) == Path.home() / "kv"
+    assert store_folder(Options(path="x")) is None
+    assert store_folder(Options(path="x", kv_store=True)) == cache_dir() / "kv"
+    assert store_folder(Options(path="x", kv_store="~/kv")) == Path.home() / "kv"

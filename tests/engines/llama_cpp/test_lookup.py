@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelyard.engines.llama_cpp import lookup
-from modelyard.engines.llama_cpp.lookup import Lookup
+from modelyard.engines.llama_cpp import speculation
+from modelyard.engines.llama_cpp.speculation import NgramIndex
 
 TEXTS = st.lists(st.integers(0, 2), max_size=120)
 
@@ -26,7 +26,7 @@ TEXTS = st.lists(st.integers(0, 2), max_size=120)
     ],
 )
 def test_guess(text: list[int], count: int, expected: list[int]) -> None:
-    assert Lookup(text).guess(count) == expected
+    assert NgramIndex(text).guess(count) == expected
 
 
 def searched(text: list[int], count: int) -> list[int]:
@@ -42,12 +42,12 @@ def searched(text: list[int], count: int) -> list[int]:
 
 @given(TEXTS, st.integers(1, 9))
 def test_guess_is_what_a_search_finds(text: list[int], count: int) -> None:
-    assert Lookup(text).guess(count) == searched(text, count)
+    assert NgramIndex(text).guess(count) == searched(text, count)
 
 
 @given(st.lists(TEXTS, max_size=6), st.integers(1, 9))
 def test_text_that_comes_in_pieces_is_one_text(pieces: list[list[int]], count: int) -> None:
-    grown, whole = Lookup(), []
+    grown, whole = NgramIndex(), []
     for piece in pieces:
         grown.extend(piece)
         whole += piece
@@ -56,6 +56,6 @@ def test_text_that_comes_in_pieces_is_one_text(pieces: list[list[int]], count: i
 
 
 def test_long_text_is_taken_in_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "_BITE", 40)
-    text = Lookup([*range(97), 1, 2, 3])
+    monkeypatch.setattr(speculation, "_BITE", 40)
+    text = NgramIndex([*range(97), 1, 2, 3])
     assert [text.guess(1) for _ in range(3)] == [[], [], [4]]

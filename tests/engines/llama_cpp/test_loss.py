@@ -8,7 +8,7 @@ import pytest
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
-from modelyard.engines.llama_cpp.loss import log_odds, loss
+from modelyard.engines.llama_cpp.loss import log_probabilities, loss
 from tests.engines.llama_cpp.stage import spec, vocabulary
 
 TEXT = "The ferry left at noon with eleven goats, two of them stolen, and nobody on board who could swim. " * 2
@@ -40,6 +40,6 @@ def test_a_format_that_is_none_is_refused_and_leaves_nothing_open():
 
 
 def test_odds_add_up_to_one_whatever_the_logits_are():
-    odds = log_odds(np.asarray([1e4, 1e4 - 1, -1e4], np.float32))
+    odds = log_probabilities(np.asarray([1e4, 1e4 - 1, -1e4], np.float32))
     assert np.exp(odds).sum() == pytest.approx(1.0)
     assert odds[0] - odds[1] == pytest.approx(1.0)

@@ -15,7 +15,7 @@ import pytest
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines.llama_cpp.masks import Mask, Masks, Triggered
+from modelyard.engines.llama_cpp.grammar_mask import GrammarCompiler, GrammarMask, TriggeredMask
 from tests.engines.llama_cpp.stage import answer, prompt, running, said, vocabulary
 from tests.engines.reading import end, ids, logprobs, read
 
@@ -153,12 +153,12 @@ async def test_a_triggered_grammar_that_cannot_be_compiled_is_dropped(caplog: py
 
 
 def held(constraint: Constraint) -> Any:
-    made = Masks(vocabulary()._vocab, vocabulary().size).make(constraint)
+    made = GrammarCompiler(vocabulary()._vocab, vocabulary().size).make(constraint)
     assert made is not None
     return made
 
 
-def write(mask: Mask | Triggered, *wanted: int) -> int:
+def write(mask: GrammarMask | TriggeredMask, *wanted: int) -> int:
     """Choose the likeliest, where the first of `wanted` is likeliest and the others follow in order."""
     logits = np.zeros(vocabulary().size, np.float32)
     for rank, token in enumerate(wanted):
@@ -232,7 +232,7 @@ def chain(length: int) -> Constraint:
 
 
 def test_a_grammar_as_deep_as_its_length_allows_does_not_exhaust_the_stack() -> None:
-    masks = Masks(vocabulary()._vocab, vocabulary().size)
+    masks = GrammarCompiler(vocabulary()._vocab, vocabulary().size)
     try:
         assert write(masks.order(chain(1500)).result(), token("x"), token('{"')) == token('{"')
     finally:

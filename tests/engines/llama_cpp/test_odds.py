@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.engines.llama_cpp.odds import Price, Record, width
+from modelyard.engines.llama_cpp.speculation import AcceptanceRate, DraftCost, draft_length
 
 
 @pytest.mark.parametrize(
@@ -22,21 +22,21 @@ from modelyard.engines.llama_cpp.odds import Price, Record, width
     ],
 )
 def test_width(acceptance: float, price: float, expected: int) -> None:
-    assert width(acceptance, price, 8) == expected
+    assert draft_length(acceptance, price, 8) == expected
 
 
 def test_more_rows_never_follow_from_worse_odds() -> None:
     chances = [step / 20 for step in range(21)]
     for price in chances:
-        widths = [width(chance, price, 8) for chance in chances]
+        widths = [draft_length(chance, price, 8) for chance in chances]
         assert widths == sorted(widths)
     for chance in chances:
-        widths = [width(chance, price, 8) for price in chances]
+        widths = [draft_length(chance, price, 8) for price in chances]
         assert widths == sorted(widths, reverse=True)
 
 
-def learned(plain: float, wide: float, *, streams: int = 1, guessed: int = 4, steps: int = 60) -> Price:
-    price = Price()
+def learned(plain: float, wide: float, *, streams: int = 1, guessed: int = 4, steps: int = 60) -> DraftCost:
+    price = DraftCost()
     for _ in range(steps):
         price.observe(streams, 0, plain)
         price.observe(streams, guessed, wide)
@@ -53,12 +53,12 @@ def learned(plain: float, wide: float, *, streams: int = 1, guessed: int = 4, st
         pytest.param(learned(0.010, 0.009), 1, 0.0, id="a row that seems to win time"),
     ],
 )
-def test_price_is_what_was_measured(price: Price, streams: int, expected: float) -> None:
+def test_price_is_what_was_measured(price: DraftCost, streams: int, expected: float) -> None:
     assert price.of(streams) == pytest.approx(expected, abs=0.02)
 
 
 def test_nothing_is_tried_before_a_step_without_guesses_was_seen() -> None:
-    price = Price()
+    price = DraftCost()
     assert price.of(1) == 1.0
     price.observe(1, 3, 0.010)  # nothing to hold it against
     assert price.of(1) == 1.0
@@ -70,19 +70,19 @@ def test_nothing_is_tried_before_a_step_without_guesses_was_seen() -> None:
 def test_one_stalled_step_does_not_turn_guessing_off() -> None:
     price = learned(0.010, 0.012)
     price.observe(1, 4, 3.0)
-    assert width(0.7, price.of(1), 8) > 0
+    assert draft_length(0.7, price.of(1), 8) > 0
 
 
 def test_dear_rows_are_tried_again_after_a_while() -> None:
     price = learned(0.010, 0.060)
-    assert width(0.9, price.of(1), 8) == 0
+    assert draft_length(0.9, price.of(1), 8) == 0
     for _ in range(1000):
         price.observe(1, 0, 0.010)
-    assert width(0.9, price.of(1), 8) > 0
+    assert draft_length(0.9, price.of(1), 8) > 0
 
 
 def test_record_follows_what_became_of_the_guesses() -> None:
-    record = Record()
+    record = AcceptanceRate()
     assert record.acceptance == 0.5
     for _ in range(60):
         record.note(4, 4)
@@ -93,14 +93,14 @@ def test_record_follows_what_became_of_the_guesses() -> None:
 
 
 def test_guesses_behind_a_miss_do_not_count() -> None:
-    one, other = Record(), Record()
+    one, other = AcceptanceRate(), AcceptanceRate()
     one.note(8, 2)
     other.note(3, 2)
     assert one.acceptance == other.acceptance
 
 
 def test_bad_record_is_forgotten_by_and_by() -> None:
-    record = Record()
+    record = AcceptanceRate()
     for _ in range(60):
         record.note(1, 0)
     for _ in range(1500):

@@ -22,7 +22,7 @@ def spec_of(raw: dict[str, Any], folder: Path) -> EngineSpec:
 
 
 def parameters(spec: EngineSpec, cache: str) -> Any:
-    return loading._parameters(spec.caches[cache], spec.options)
+    return loading.context_parameters(spec.caches[cache], spec.options)
 
 
 def test_the_pools_names_set_layers_window_types_and_flash_attention(tmp_path: Path) -> None:
@@ -53,4 +53,4 @@ def test_a_caches_settings_go_over_its_models(tmp_path: Path) -> None:
 
 def test_a_number_format_that_does_not_exist_is_told_which_do() -> None:
     with pytest.raises(InvalidRequest, match=r"'q9' is no number format of a KV cache; there are f32, f16, q4_0"):
-        loading._parameters(CacheInfo(64, type_k="q9"), Options(path="x.gguf"))
+        loading.context_parameters(CacheInfo(64, type_k="q9"), Options(path="x.gguf"))

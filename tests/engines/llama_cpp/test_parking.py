@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from modelyard.core.engine import CacheInfo, Chunk, Control
-from modelyard.engines.llama_cpp.checkpoints import Checkpoint
-from modelyard.engines.llama_cpp.engine import LlamaEngine
-from modelyard.engines.llama_cpp.image import Image
-from modelyard.engines.llama_cpp.parking import Lot
-from modelyard.engines.llama_cpp.sequences import Ids
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
+from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot
+from modelyard.engines.llama_cpp.sequence_manager import KvOffload
+from modelyard.engines.llama_cpp.sequences import Checkpoint, Ids
 from tests.engines.llama_cpp.exact import VOCAB, exact_model, hybrid_model, recurrent_model, sliding_model
 from tests.engines.llama_cpp.stage import answer as asked
 from tests.engines.llama_cpp.stage import chatml, id_prompt, running, said
@@ -24,8 +23,8 @@ def run(*tokens: int) -> Ids:
     return np.array(tokens, np.int32)
 
 
-def image(*tokens: int, size: int = 100, **fields: Any) -> Image:
-    return Image(run(*tokens), np.zeros(size - 4 * len(tokens), np.uint8), **fields)
+def image(*tokens: int, size: int = 100, **fields: Any) -> KvSnapshot:
+    return KvSnapshot(run(*tokens), np.zeros(size - 4 * len(tokens), np.uint8), **fields)
 
 
 # --- the lot ----------------------------------------------------------------------------------------------------------
@@ -33,7 +32,7 @@ def image(*tokens: int, size: int = 100, **fields: Any) -> Image:
 
 def test_lot_gives_whoever_holds_most_of_what_is_wanted() -> None:
     short, long = image(1, 2), image(1, 2, 3, 9)
-    lot = Lot(1000)
+    lot = KvOffload(1000)
     lot.park(long)
     lot.park(short)
     assert lot.best(run(1, 2, 3, 4), (), can_cut=True) == (long, 3)
@@ -43,13 +42,13 @@ def test_lot_gives_whoever_holds_most_of_what_is_wanted() -> None:
 
 
 def test_lot_takes_one_that_cannot_be_cut_up_at_its_checkpoint() -> None:
-    lot = Lot(1000)
+    lot = KvOffload(1000)
     lot.park(held := image(1, 2, 3, 9, checkpoints=(Checkpoint(2, np.zeros(4, np.uint8)),)))
     assert lot.best(run(1, 2, 3, 4), (), can_cut=False) == (held, 2)
 
 
 def test_lot_is_bounded_and_the_oldest_goes() -> None:
-    lot = Lot(250)
+    lot = KvOffload(250)
     for tokens in ((1, 1), (2, 2), (3, 3)):
         lot.park(image(*tokens))
     assert (len(lot), lot.size) == (2, 200)
@@ -59,7 +58,7 @@ def test_lot_is_bounded_and_the_oldest_goes() -> None:
 
 
 def test_conversation_that_went_on_takes_the_place_of_what_it_was() -> None:
-    lot = Lot(1000)
+    lot = KvOffload(1000)
     lot.park(image(1, 2))
     lot.park(image(1, 2, 3))
     lot.park(image(1, 2, 3, 4, adapters=(("pirate", 1.0),)))
@@ -67,7 +66,7 @@ def test_conversation_that_went_on_takes_the_place_of_what_it_was() -> None:
 
 
 def test_lot_forgets_an_adapter_and_everything() -> None:
-    lot = Lot(1000)
+    lot = KvOffload(1000)
     lot.park(image(1, 2, adapters=(("pirate", 1.0),)))
     lot.park(image(1, 2))
     lot.forget("pirate")
@@ -84,7 +83,9 @@ MODELS = [exact_model, sliding_model, recurrent_model, hybrid_model]
 @pytest.fixture
 def _parking_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine takes to read a token."""
-    monkeypatch.setattr("modelyard.engines.llama_cpp.sequences.pays", lambda saved, moved, costs: saved >= 8)
+    monkeypatch.setattr(
+        "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved >= 8
+    )
 
 
 def words(seed: int, count: int = 40) -> list[int]:
@@ -92,7 +93,7 @@ def words(seed: int, count: int = 40) -> list[int]:
     return [random.randrange(VOCAB) for _ in range(count)]
 
 
-async def answer(engine: LlamaEngine, tokens: list[int], session: str, **fields: Any) -> list[Chunk]:
+async def answer(engine: LlamaCppEngine, tokens: list[int], session: str, **fields: Any) -> list[Chunk]:
     return await read(engine.generate(id_prompt(tokens, session=session, max_tokens=4, **fields)))
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from modelyard.engines.llama_cpp import loading, repack, tiny
+from modelyard.engines.llama_cpp import loading, repack, selftest
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.estimate import shape
+from modelyard.engines.llama_cpp.estimate import read_model_shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.repack import Weights, extra_buffers, weights
 from modelyard.library.gguf import TensorInfo
@@ -145,8 +145,8 @@ def test_a_model_with_every_type_takes_what_is_expected_on_this_cpu(
     tmp_path: Path, mmap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "tiny.gguf"
-    tiny.write(file)
-    expected = weights(shape(file).files, repack.available(), mmap)
+    selftest.write_tiny_model(file)
+    expected = weights(read_model_shape(file).files, repack.available(), mmap)
     with model_buffers(monkeypatch) as taken:
-        lib.llama_model_free(loading.load(file, Options(path=str(file), use_mmap=mmap), lambda _: True))
+        lib.llama_model_free(loading.load_model(file, Options(path=str(file), use_mmap=mmap), lambda _: True))
     assert expected.needed + expected.page_cache == pytest.approx(taken["model"], rel=0.02)

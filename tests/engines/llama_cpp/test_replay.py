@@ -11,7 +11,7 @@ import pytest
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
-from modelyard.engines.llama_cpp.replay import read as read_rules
+from modelyard.engines.llama_cpp.replay import read_rules as read_rules
 from tests.engines.llama_cpp.stage import chatml, prompt, running, vocabulary
 from tests.engines.reading import accepted, end, ids, read
 

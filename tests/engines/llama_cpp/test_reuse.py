@@ -9,9 +9,9 @@ from random import Random
 import pytest
 
 from modelyard.core.engine import CacheInfo, Chunk, Generation, Prompt, Tokens
-from modelyard.engines.llama_cpp.engine import LlamaEngine
-from modelyard.engines.llama_cpp.job import Job
-from modelyard.engines.llama_cpp.sequences import Costs, Way
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
+from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.sequences import CopyCosts, CopyMethod
 from tests.engines.llama_cpp.exact import VOCAB, exact_model
 from tests.engines.llama_cpp.stage import Tap, id_prompt, running
 from tests.engines.reading import accepted, assert_alike, end, ids, read
@@ -26,13 +26,13 @@ SYSTEM = words(0, 40)
 
 
 @asynccontextmanager
-async def exact(**parallel: int) -> AsyncIterator[LlamaEngine]:
+async def exact(**parallel: int) -> AsyncIterator[LlamaCppEngine]:
     caches = {name: CacheInfo(256, count) for name, count in (parallel or {"main": 2}).items()}
     async with running(caches, path=str(exact_model())) as engine:
         yield engine
 
 
-async def answer(engine: LlamaEngine, run: list[int], **fields: object) -> list[Chunk]:
+async def answer(engine: LlamaCppEngine, run: list[int], **fields: object) -> list[Chunk]:
     return await read(engine.generate(id_prompt(run, **fields)))
 
 
@@ -87,12 +87,12 @@ async def test_new_conversation_goes_to_an_empty_sequence_and_evicts_only_where_
 class Followed(Tap):
     """Hands the engine further jobs the moment the first job speaks: they find it running, with its prompt read."""
 
-    def __init__(self, engine: LlamaEngine, *prompts: Prompt) -> None:
+    def __init__(self, engine: LlamaCppEngine, *prompts: Prompt) -> None:
         super().__init__(engine)
         self._engine, self._prompts = engine, prompts
         self.followers: list[Generation[Chunk]] = []
 
-    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+    def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
         if isinstance(chunk, Tokens) and not self.followers:
             self.followers = [self._engine.generate(prompt) for prompt in self._prompts]
 
@@ -101,11 +101,13 @@ class Followed(Tap):
 def _copies_pay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine takes to read a token; and by either way, where there is one."""
 
-    def way(saved: int, size: int, held: int, window: int, costs: Costs, ways: list[Way]) -> Way | None:
-        first: Way | None = request.param if request.param in ways else next(iter(ways), None)
+    def way(
+        saved: int, size: int, held: int, window: int, costs: CopyCosts, ways: list[CopyMethod]
+    ) -> CopyMethod | None:
+        first: CopyMethod | None = request.param if request.param in ways else next(iter(ways), None)
         return first if saved >= 8 else None
 
-    monkeypatch.setattr("modelyard.engines.llama_cpp.sequences.way", way)
+    monkeypatch.setattr("modelyard.engines.llama_cpp.sequences.choose_copy_method", way)
 
 
 @pytest.mark.usefixtures("_copies_pay")
@@ -232,7 +234,7 @@ async def test_measured_costs_decide_by_themselves() -> None:
     async with running({"main": CacheInfo(512, 2), "fast": CacheInfo(512, 2)}, path=str(exact_model())) as engine:
         await answer(engine, long + words(1), session="a")
         chunks = await answer(engine, long + words(2), session="b", cache="fast")
-        assert engine._caches["main"].places.kv.costs != Costs()
+        assert engine._caches["main"].places.kv.costs != CopyCosts()
     assert accepted(chunks).cached_tokens in (0, len(long))
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
         assert_alike(chunks, await answer(engine, long + words(2)))
@@ -244,11 +246,11 @@ async def test_measured_costs_decide_by_themselves() -> None:
 class Reaper(Tap):
     """Cancels jobs on the engine's thread, each after so many of its chunks: in the middle of reading or speaking."""
 
-    def __init__(self, engine: LlamaEngine) -> None:
+    def __init__(self, engine: LlamaCppEngine) -> None:
         super().__init__(engine)
         self.left: dict[int, int] = {}  # chunks until the end, by the job's number
 
-    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+    def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
         if job.arrived in self.left:
             self.left[job.arrived] -= 1
             if self.left[job.arrived] <= 0:

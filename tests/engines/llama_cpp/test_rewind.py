@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.engine import CacheInfo, Chunk, Control
-from modelyard.engines.llama_cpp.engine import LlamaEngine
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from tests.engines.llama_cpp.exact import N_SWA, VOCAB, hybrid_model, recurrent_model, sliding_model
 from tests.engines.llama_cpp.stage import id_prompt, running
 from tests.engines.reading import accepted, assert_alike, end, ids, read
@@ -25,7 +25,7 @@ Model = Callable[[], Path]
 @asynccontextmanager
 async def opened(
     model: Model, caches: dict[str, CacheInfo] | None = None, **options: Any
-) -> AsyncIterator[LlamaEngine]:
+) -> AsyncIterator[LlamaCppEngine]:
     """With a cache that forgets what lies behind the window, as large models need it; the default keeps all."""
     chosen = {"path": str(model()), "swa_full": False} | options
     async with running(caches or {"main": CacheInfo(1024, 2)}, **chosen) as engine:
@@ -35,7 +35,9 @@ async def opened(
 @pytest.fixture
 def _copies_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine takes to read a token."""
-    monkeypatch.setattr("modelyard.engines.llama_cpp.sequences.pays", lambda saved, moved, costs: saved >= 8)
+    monkeypatch.setattr(
+        "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved >= 8
+    )
 
 
 def words(seed: int, count: int) -> list[int]:
@@ -43,7 +45,7 @@ def words(seed: int, count: int) -> list[int]:
     return [random.randrange(VOCAB) for _ in range(count)]
 
 
-async def answer(engine: LlamaEngine, run: list[int], session: str = "a", **fields: Any) -> list[Chunk]:
+async def answer(engine: LlamaCppEngine, run: list[int], session: str = "a", **fields: Any) -> list[Chunk]:
     chunks = await read(engine.generate(id_prompt(run, session=session, **fields)))
     assert end(chunks).reason == "length"
     return chunks

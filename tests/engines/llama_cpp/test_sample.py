@@ -11,8 +11,8 @@ import pytest
 
 from modelyard.core.engine import CacheInfo
 from modelyard.core.request import Sampling
-from modelyard.engines.llama_cpp.engine import LlamaEngine
-from modelyard.engines.llama_cpp.sample import logprob_of
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
+from modelyard.engines.llama_cpp.sampler import token_logprob
 from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.exact import VOCAB, exact_model
 from tests.engines.llama_cpp.stage import answer, id_prompt, running, vocabulary
@@ -23,18 +23,18 @@ LOOP = "<|im_start|>" + " ".join(["red blue green gold"] * 8)  # makes the model
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[LlamaEngine]:
+async def engine() -> AsyncIterator[LlamaCppEngine]:
     async with running() as opened:
         yield opened
 
 
-async def spoken(engine: LlamaEngine, text: str = TEXT, max_tokens: int = 6, **sampling: object) -> list[int]:
+async def spoken(engine: LlamaCppEngine, text: str = TEXT, max_tokens: int = 6, **sampling: object) -> list[int]:
     chunks = await answer(engine, text, sampling=Sampling(**sampling), max_tokens=max_tokens, logprobs=None)
     assert end(chunks).error is None
     return ids(chunks)
 
 
-async def test_seed_makes_an_answer_come_again(engine: LlamaEngine) -> None:
+async def test_seed_makes_an_answer_come_again(engine: LlamaCppEngine) -> None:
     await spoken(engine, max_tokens=1)  # from here on each run reads the same single token anew
     runs = {seed: [await spoken(engine, temperature=1.5, seed=seed) for _ in range(2)] for seed in (1, 2)}
     assert runs[1][0] == runs[1][1]
@@ -42,17 +42,17 @@ async def test_seed_makes_an_answer_come_again(engine: LlamaEngine) -> None:
     assert runs[1][0] != runs[2][0]
 
 
-async def test_unseeded_answers_differ(engine: LlamaEngine) -> None:
+async def test_unseeded_answers_differ(engine: LlamaCppEngine) -> None:
     assert len({tuple(await spoken(engine, temperature=2.0)) for _ in range(3)}) > 1
 
 
-async def test_top_k_of_one_is_greedy_at_any_temperature(engine: LlamaEngine) -> None:
+async def test_top_k_of_one_is_greedy_at_any_temperature(engine: LlamaCppEngine) -> None:
     await spoken(engine, max_tokens=1)
     assert await spoken(engine, temperature=5.0, top_k=1) == await spoken(engine, temperature=0.0)
 
 
 @pytest.mark.parametrize("narrow", [{"top_p": 0.0001}, {"min_p": 0.9999}, {"top_k": 1, "seed": 3}])
-async def test_narrow_truncation_leaves_only_the_best_token(engine: LlamaEngine, narrow: dict[str, float]) -> None:
+async def test_narrow_truncation_leaves_only_the_best_token(engine: LlamaCppEngine, narrow: dict[str, float]) -> None:
     await spoken(engine, max_tokens=1)
     assert await spoken(engine, temperature=1.0, **narrow) == await spoken(engine, temperature=0.0)
 
@@ -60,28 +60,28 @@ async def test_narrow_truncation_leaves_only_the_best_token(engine: LlamaEngine,
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 3.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 20.0}]
 )
-async def test_penalties_break_a_loop(engine: LlamaEngine, penalty: dict[str, float]) -> None:
+async def test_penalties_break_a_loop(engine: LlamaCppEngine, penalty: dict[str, float]) -> None:
     looped = await spoken(engine, LOOP, 8, temperature=0)
     assert len(set(looped)) < len(looped)
     free = await spoken(engine, LOOP, 8, temperature=0, **penalty)
     assert len(set(free)) > len(set(looped))
 
 
-async def test_bias_forbids_and_forces_tokens(engine: LlamaEngine) -> None:
+async def test_bias_forbids_and_forces_tokens(engine: LlamaCppEngine) -> None:
     first = (await spoken(engine, max_tokens=1, temperature=0))[0]
     assert first not in await spoken(engine, temperature=0, logit_bias={first: -math.inf})
     forced = vocabulary().encode_plain("x")[0]
     assert await spoken(engine, max_tokens=3, temperature=1.0, logit_bias={forced: 100.0}) == [forced] * 3
 
 
-async def test_bias_of_a_token_that_does_not_exist_is_ignored(engine: LlamaEngine) -> None:
+async def test_bias_of_a_token_that_does_not_exist_is_ignored(engine: LlamaCppEngine) -> None:
     await spoken(engine, max_tokens=1)
     free = await spoken(engine, temperature=0)
     assert await spoken(engine, temperature=0, logit_bias={10**6: 100.0, -5: 100.0}) == free
 
 
 @pytest.mark.parametrize("back", [None, -1, 64])
-async def test_dry_breaks_a_loop(engine: LlamaEngine, back: int | None) -> None:
+async def test_dry_breaks_a_loop(engine: LlamaCppEngine, back: int | None) -> None:
     """Unset and -1 mean as far back as there is."""
     looped = await spoken(engine, LOOP, 18, temperature=0)
     free = await spoken(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=back)
@@ -89,7 +89,7 @@ async def test_dry_breaks_a_loop(engine: LlamaEngine, back: int | None) -> None:
     assert _longest_repeat(free) <= 3
 
 
-async def test_dry_that_looks_back_at_nothing_does_nothing(engine: LlamaEngine) -> None:
+async def test_dry_that_looks_back_at_nothing_does_nothing(engine: LlamaCppEngine) -> None:
     await spoken(engine, LOOP, 1)
     free = await spoken(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=0)
     assert free == await spoken(engine, LOOP, 18, temperature=0)
@@ -116,7 +116,7 @@ def _longest_repeat(ids: list[int]) -> int:
     ],
     ids=str,
 )
-async def test_setting_runs_and_is_reproducible(engine: LlamaEngine, sampling: dict[str, object]) -> None:
+async def test_setting_runs_and_is_reproducible(engine: LlamaCppEngine, sampling: dict[str, object]) -> None:
     await spoken(engine, max_tokens=1)
     chosen = {"temperature": 1.0, "seed": 5} | sampling
     first = await spoken(engine, max_tokens=4, **chosen)
@@ -124,7 +124,7 @@ async def test_setting_runs_and_is_reproducible(engine: LlamaEngine, sampling: d
     assert first == await spoken(engine, max_tokens=4, **chosen)
 
 
-async def test_logprobs_are_of_the_model_and_not_of_the_samplers(engine: LlamaEngine) -> None:
+async def test_logprobs_are_of_the_model_and_not_of_the_samplers(engine: LlamaCppEngine) -> None:
     await spoken(engine, max_tokens=1)
     plain = await answer(engine, TEXT, max_tokens=1, logprobs=3)
     hot = await answer(engine, TEXT, max_tokens=1, logprobs=3, sampling=Sampling(temperature=3.0, seed=1, top_k=2))
@@ -134,11 +134,11 @@ async def test_logprobs_are_of_the_model_and_not_of_the_samplers(engine: LlamaEn
 def test_logprob_of_is_a_log_softmax() -> None:
     logits = np.array([1.0, 3.0, 2.0, -1.0], np.float32)
     expected = np.log(np.exp(logits) / np.exp(logits).sum())
-    found = logprob_of(logits, 2, 9)
+    found = token_logprob(logits, 2, 9)
     assert found.logprob == pytest.approx(expected[2], abs=1e-6)
     assert [token for token, _ in found.top] == [1, 2, 0, 3]
     assert [value for _, value in found.top] == pytest.approx(sorted(expected, reverse=True), abs=1e-6)
-    assert logprob_of(logits, 0, 0).top == ()
+    assert token_logprob(logits, 0, 0).top == ()
 
 
 # --- looking back into the prompt -------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ async def test_penalties_count_the_last_tokens_of_the_prompt(presence: float, fr
     assert changed
 
 
-async def test_dry_sees_what_the_prompt_repeats(engine: LlamaEngine) -> None:
+async def test_dry_sees_what_the_prompt_repeats(engine: LlamaCppEngine) -> None:
     text = "<|im_start|>one two three four five six. one two three four five six. one two three"
     (four,) = vocabulary().encode_plain(" four")
     assert await spoken(engine, text, 1, temperature=0) == [four]

@@ -12,23 +12,23 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from modelyard.engines.llama_cpp import saved
-from modelyard.engines.llama_cpp.image import Image, Origin
-from modelyard.engines.llama_cpp.saved import Store
-from modelyard.engines.llama_cpp.state import Layout
+from modelyard.engines.llama_cpp import kv_store
+from modelyard.engines.llama_cpp.kv_memory import KvLayout
+from modelyard.engines.llama_cpp.kv_snapshot import KvOrigin, KvSnapshot
+from modelyard.engines.llama_cpp.kv_store import SnapshotFolder
 
-ORIGIN = Origin("0.3.36", "ab12", "main", 512, Layout("f16", "f16", "off", 2, True), {})
-
-
-def image(size: int = 100, count: int = 10) -> Image:
-    return Image(np.arange(count, dtype=np.int32), np.zeros(size, np.uint8))
+ORIGIN = KvOrigin("0.3.36", "ab12", "main", 512, KvLayout("f16", "f16", "off", 2, True), {})
 
 
-def store(folder: Path, limit: int = 1 << 20, model: str = "m") -> Store:
-    return Store(folder / "kv", model, limit)
+def image(size: int = 100, count: int = 10) -> KvSnapshot:
+    return KvSnapshot(np.arange(count, dtype=np.int32), np.zeros(size, np.uint8))
 
 
-def write(where: Store, **fields: Any) -> Path:
+def store(folder: Path, limit: int = 1 << 20, model: str = "m") -> SnapshotFolder:
+    return SnapshotFolder(folder / "kv", model, limit)
+
+
+def write(where: SnapshotFolder, **fields: Any) -> Path:
     file = where.write(ORIGIN, image(**fields))
     assert file is not None
     return Path(file)
@@ -88,7 +88,7 @@ def test_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, caplo
         where._write(10, broken(), "main.x-1")
     assert list(where.folder.iterdir()) == []
     (tmp_path / "file").touch()
-    assert Store(tmp_path / "file", "m", 1 << 20).write(ORIGIN, image()) is None
+    assert SnapshotFolder(tmp_path / "file", "m", 1 << 20).write(ORIGIN, image()) is None
     assert "cannot be saved" in caplog.text
 
 
@@ -118,7 +118,7 @@ def test_file_that_does_not_fit_is_left_where_it_is_and_the_log_says_why(
 def test_large_files_tell_how_far_they_are(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved, "_LARGE", 1000)
-    caplog.set_level(logging.INFO, saved.__name__)
+    monkeypatch.setattr(kv_store, "_LARGE", 1000)
+    caplog.set_level(logging.INFO, kv_store.__name__)
     write(store(tmp_path), size=4000)
     assert "saving KV to" in caplog.text

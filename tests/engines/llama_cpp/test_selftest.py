@@ -7,14 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from modelyard.engines.llama_cpp import selftest, tiny
-from modelyard.engines.llama_cpp.release import CONTEXT_DEFAULTS, MODEL_DEFAULTS, SIZES
+from modelyard.engines.llama_cpp import selftest
+from modelyard.engines.llama_cpp import selftest as tiny
+from modelyard.engines.llama_cpp.library import CONTEXT_DEFAULTS, MODEL_DEFAULTS, SIZES
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
-    tiny.write(path)
+    tiny.write_tiny_model(path)
     return path
 
 
@@ -55,8 +56,8 @@ def test_other_defaults_are_a_fault(
 
 def test_the_first_field_that_differs_is_named():
     found = SimpleNamespace(a=1, b=0)
-    assert selftest.differing("s", found, {"a": 1, "b": 2}) == f"s.b is 0 where release {selftest.RELEASE} has 2"
-    assert selftest.differing("s", found, {"a": 1}) is None
+    assert selftest.first_difference("s", found, {"a": 1, "b": 2}) == f"s.b is 0 where release {selftest.RELEASE} has 2"
+    assert selftest.first_difference("s", found, {"a": 1}) is None
 
 
 def test_a_model_that_cannot_be_loaded_is_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -95,6 +96,6 @@ def test_two_runs_are_alike_by_their_direction():
 
 
 def test_the_tiny_model_is_the_same_every_time_and_small(model: Path, tmp_path: Path):
-    tiny.write(tmp_path / "again.gguf")
+    tiny.write_tiny_model(tmp_path / "again.gguf")
     assert (tmp_path / "again.gguf").read_bytes() == model.read_bytes()
     assert model.stat().st_size < 3_000_000

@@ -9,16 +9,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelyard.engines.llama_cpp.checkpoints import Checkpoint
-from modelyard.engines.llama_cpp.sequences import Choice, Costs, Ids, Slot, Way, choose, common, intact, reach, way
+from modelyard.engines.llama_cpp.sequences import (
+    Checkpoint,
+    CopyCosts,
+    CopyMethod,
+    Ids,
+    SequenceChoice,
+    SequenceSlot,
+    choose_copy_method,
+    choose_sequence,
+    common_prefix,
+    is_intact,
+    reusable_tokens,
+)
 
 
 def run(*tokens: int) -> Ids:
     return np.array(tokens, np.int32)
 
 
-def slot(index: int, *tokens: int, **fields: Any) -> Slot:
-    return Slot(index, run(*tokens), **fields)
+def slot(index: int, *tokens: int, **fields: Any) -> SequenceSlot:
+    return SequenceSlot(index, run(*tokens), **fields)
 
 
 OLD_MAIN = slot(0, 9, 9, 9, used=1)
@@ -30,79 +41,131 @@ EMPTY = slot(3)
 @pytest.mark.parametrize(
     ("slots", "prompt", "session", "expected"),
     [
-        pytest.param([slot(0), slot(1)], run(1, 2), None, Choice(0, 0), id="the lowest empty one"),
-        pytest.param([slot(0, busy=True), slot(1)], run(1), None, Choice(1, 0), id="never a busy one"),
+        pytest.param([slot(0), slot(1)], run(1, 2), None, SequenceChoice(0, 0), id="the lowest empty one"),
+        pytest.param([slot(0, busy=True), slot(1)], run(1), None, SequenceChoice(1, 0), id="never a busy one"),
         pytest.param(
-            [slot(0, 1, 2, 3), slot(1, 1, 9, session="a")], run(1, 2, 3), "a", Choice(1, 1), id="the session's own"
+            [slot(0, 1, 2, 3), slot(1, 1, 9, session="a")],
+            run(1, 2, 3),
+            "a",
+            SequenceChoice(1, 1),
+            id="the session's own",
         ),
         pytest.param(
-            [slot(0, 1, 2), slot(1, 5, session="a", busy=True)], run(1, 2, 3), "a", Choice(0, 2), id="session is busy"
-        ),
-        pytest.param([slot(0), slot(1, 1, 2, 3)], run(1, 2, 3, 4), None, Choice(1, 3), id="the one it continues"),
-        pytest.param(
-            [slot(0, 1, 2), slot(1, 1, 2, 3)], run(1, 2, 3, 4), None, Choice(1, 3), id="the longer of two prefixes"
-        ),
-        pytest.param(
-            [slot(0, 1, 2, used=1), slot(1, 1, 2, used=2)], run(1, 2, 3), None, Choice(1, 2), id="the later of equals"
+            [slot(0, 1, 2), slot(1, 5, session="a", busy=True)],
+            run(1, 2, 3),
+            "a",
+            SequenceChoice(0, 2),
+            id="session is busy",
         ),
         pytest.param(
-            [slot(0, 1, 5, 5, 5, 5), slot(1)], run(1, 2), None, Choice(1, 0), id="a short common start is no reason"
+            [slot(0), slot(1, 1, 2, 3)], run(1, 2, 3, 4), None, SequenceChoice(1, 3), id="the one it continues"
+        ),
+        pytest.param(
+            [slot(0, 1, 2), slot(1, 1, 2, 3)],
+            run(1, 2, 3, 4),
+            None,
+            SequenceChoice(1, 3),
+            id="the longer of two prefixes",
+        ),
+        pytest.param(
+            [slot(0, 1, 2, used=1), slot(1, 1, 2, used=2)],
+            run(1, 2, 3),
+            None,
+            SequenceChoice(1, 2),
+            id="the later of equals",
+        ),
+        pytest.param(
+            [slot(0, 1, 5, 5, 5, 5), slot(1)],
+            run(1, 2),
+            None,
+            SequenceChoice(1, 0),
+            id="a short common start is no reason",
         ),
         pytest.param(
             [slot(0, 1, 2, 3, 4, session="a"), slot(1)],
             run(1, 2, 3, 9),
             "b",
-            Choice(1, 0),
+            SequenceChoice(1, 0),
             id="a shared system prompt is not the same conversation",
         ),
         pytest.param(
-            [slot(0, 1, 2, 3, 4), slot(1)], run(1, 2, 3, 9), None, Choice(0, 3), id="most of it, and nobody's session"
+            [slot(0, 1, 2, 3, 4), slot(1)],
+            run(1, 2, 3, 9),
+            None,
+            SequenceChoice(0, 3),
+            id="most of it, and nobody's session",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)], run(1, 2), None, Choice(0, 2), id="the same prompt once more"
+            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)],
+            run(1, 2),
+            None,
+            SequenceChoice(0, 2),
+            id="the same prompt once more",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=2, busy=True), slot(1)], run(1, 2), None, Choice(1, 0), id="while it runs"
+            [slot(0, 1, 2, 5, 6, 7, asked=2, busy=True), slot(1)],
+            run(1, 2),
+            None,
+            SequenceChoice(1, 0),
+            id="while it runs",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=4), slot(1)], run(1, 2), None, Choice(1, 0), id="it was a talk's opening"
+            [slot(0, 1, 2, 5, 6, 7, asked=4), slot(1)],
+            run(1, 2),
+            None,
+            SequenceChoice(1, 0),
+            id="it was a talk's opening",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)], run(1, 2, 3), None, Choice(1, 0), id="it goes on otherwise"
+            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)],
+            run(1, 2, 3),
+            None,
+            SequenceChoice(1, 0),
+            id="it goes on otherwise",
         ),
         pytest.param(
             [slot(0, 1, 2, 5, 6, 7, asked=2, session="a"), slot(1)],
             run(1, 2),
             None,
-            Choice(1, 0),
+            SequenceChoice(1, 0),
             id="the same prompt, and a session's",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)], run(1, 2), "a", Choice(1, 0), id="the same prompt for a session"
+            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)],
+            run(1, 2),
+            "a",
+            SequenceChoice(1, 0),
+            id="the same prompt for a session",
         ),
-        pytest.param([OLD_MAIN, NEW_MAIN, BACKGROUND, EMPTY], run(1), None, Choice(3, 0), id="an empty one"),
+        pytest.param([OLD_MAIN, NEW_MAIN, BACKGROUND, EMPTY], run(1), None, SequenceChoice(3, 0), id="an empty one"),
         pytest.param(
-            [OLD_MAIN, NEW_MAIN, BACKGROUND], run(1), None, Choice(2, 0, evicted=True), id="background goes first"
+            [OLD_MAIN, NEW_MAIN, BACKGROUND],
+            run(1),
+            None,
+            SequenceChoice(2, 0, evicted=True),
+            id="background goes first",
         ),
-        pytest.param([OLD_MAIN, NEW_MAIN], run(1), None, Choice(0, 0, evicted=True), id="the least recently used"),
+        pytest.param(
+            [OLD_MAIN, NEW_MAIN], run(1), None, SequenceChoice(0, 0, evicted=True), id="the least recently used"
+        ),
         pytest.param(
             [slot(0, 1, 2, 3, adapters=(("x", 1.0),))],
             run(1, 2, 3, 4),
             None,
-            Choice(0, 0, evicted=True),
+            SequenceChoice(0, 0, evicted=True),
             id="no KV of other adapters",
         ),
         pytest.param(
             [slot(0, 1, 2, session="a", adapters=(("x", 1.0),))],
             run(1, 2),
             "a",
-            Choice(0, 0),
+            SequenceChoice(0, 0),
             id="not even in a session",
         ),
     ],
 )
-def test_choice(slots: list[Slot], prompt: Ids, session: str | None, expected: Choice) -> None:
-    assert choose(slots, prompt, session) == expected
+def test_choice(slots: list[SequenceSlot], prompt: Ids, session: str | None, expected: SequenceChoice) -> None:
+    assert choose_sequence(slots, prompt, session) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,9 +189,9 @@ def test_choice(slots: list[Slot], prompt: Ids, session: str | None, expected: C
     ],
 )
 def test_evicted_is_told_exactly_where_anothers_conversation_goes(
-    slots: list[Slot], session: str | None, expected: bool
+    slots: list[SequenceSlot], session: str | None, expected: bool
 ) -> None:
-    assert choose(slots, run(1, 2, 3), session).evicted is expected
+    assert choose_sequence(slots, run(1, 2, 3), session).evicted is expected
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -150,12 +213,12 @@ def at(*places: int) -> tuple[Checkpoint, ...]:
         pytest.param(slot(0, 7, 2, 3, checkpoints=at(1)), False, 0, id="nothing in common"),
     ],
 )
-def test_kv_reaches_as_far_as_it_can_be_cut(held: Slot, can_cut: bool, expected: int) -> None:
-    assert reach(held, run(1, 2, 3, 4), (), can_cut=can_cut) == expected
+def test_kv_reaches_as_far_as_it_can_be_cut(held: SequenceSlot, can_cut: bool, expected: int) -> None:
+    assert reusable_tokens(held, run(1, 2, 3, 4), (), can_cut=can_cut) == expected
 
 
-CPU = Costs(token=1e-3, byte=5e-10)
-GPU = Costs(token=7e-6, byte=2e-10)
+CPU = CopyCosts(token=1e-3, byte=5e-10)
+GPU = CopyCosts(token=7e-6, byte=2e-10)
 KIB = 1 << 10
 
 
@@ -175,9 +238,15 @@ KIB = 1 << 10
     ],
 )
 def test_kv_is_copied_where_that_is_cheaper_than_reading(
-    saved: int, held: int, window: int, token_bytes: int, costs: Costs, ways: list[Way], expected: Way | None
+    saved: int,
+    held: int,
+    window: int,
+    token_bytes: int,
+    costs: CopyCosts,
+    ways: list[CopyMethod],
+    expected: CopyMethod | None,
 ) -> None:
-    assert way(saved, held * token_bytes, held, window, costs, ways) == expected
+    assert choose_copy_method(saved, held * token_bytes, held, window, costs, ways) == expected
 
 
 @pytest.mark.parametrize(
@@ -198,7 +267,7 @@ def test_kv_is_copied_where_that_is_cheaper_than_reading(
 def test_cut_sequence_is_used_only_where_it_is_intact(
     oldest: int, newest: int, keep: int, n_swa: int, only_forward: bool, expected: bool
 ) -> None:
-    assert intact(oldest, newest, keep, n_swa=n_swa, only_forward=only_forward) is expected
+    assert is_intact(oldest, newest, keep, n_swa=n_swa, only_forward=only_forward) is expected
 
 
 RUNS = st.lists(st.integers(0, 2), max_size=8).map(lambda tokens: run(*tokens))
@@ -216,31 +285,31 @@ SLOTS = st.lists(
     ),
     min_size=1,
     max_size=5,
-).map(lambda rows: [Slot(index, **row) for index, row in enumerate(rows)])
+).map(lambda rows: [SequenceSlot(index, **row) for index, row in enumerate(rows)])
 
 
 @given(SLOTS, RUNS, st.sampled_from([None, "a"]), ADAPTERS)
 def test_chosen_sequence_is_idle_and_keeps_only_its_own_verified_prefix(
-    slots: list[Slot], prompt: Ids, session: str | None, adapters: Any
+    slots: list[SequenceSlot], prompt: Ids, session: str | None, adapters: Any
 ) -> None:
     slots[0].busy = False
-    choice = choose(slots, prompt, session, adapters)
+    choice = choose_sequence(slots, prompt, session, adapters)
     chosen = slots[choice.index]
     assert not chosen.busy
     assert list(chosen.tokens[: choice.keep]) == list(prompt[: choice.keep])
     assert choice.keep == 0 or chosen.adapters == adapters
     for other in slots:
-        shared = reach(other, prompt, adapters, can_cut=True)
+        shared = reusable_tokens(other, prompt, adapters, can_cut=True)
         assert list(other.tokens[:shared]) == list(prompt[:shared])
         assert shared == 0 or other.adapters == adapters
 
 
 @given(SLOTS, RUNS, st.sampled_from([None, "a"]), ADAPTERS)
 def test_nobody_is_evicted_while_there_is_an_empty_sequence_or_the_sessions_own(
-    slots: list[Slot], prompt: Ids, session: str | None, adapters: Any
+    slots: list[SequenceSlot], prompt: Ids, session: str | None, adapters: Any
 ) -> None:
     slots[0].busy = False
-    choice = choose(slots, prompt, session, adapters)
+    choice = choose_sequence(slots, prompt, session, adapters)
     chosen, idle = slots[choice.index], [slot for slot in slots if not slot.busy]
     if choice.evicted:
         assert all(len(slot.tokens) for slot in idle)
@@ -254,6 +323,6 @@ def test_nobody_is_evicted_while_there_is_an_empty_sequence_or_the_sessions_own(
 
 @given(RUNS, RUNS)
 def test_common_prefix_is_the_longest(a: Ids, b: Ids) -> None:
-    n = common(a, b)
+    n = common_prefix(a, b)
     assert list(a[:n]) == list(b[:n])
     assert n == min(len(a), len(b)) or a[n] != b[n]

@@ -13,9 +13,9 @@ import pytest
 from modelyard.core.engine import CacheInfo, Chunk, Tokens
 from modelyard.core.request import Constraint, Sampling
 from modelyard.engines.llama_cpp import loading
-from modelyard.engines.llama_cpp.engine import LlamaEngine
-from modelyard.engines.llama_cpp.job import Job
-from modelyard.engines.llama_cpp.speculate import Guesses, Speculator
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
+from modelyard.engines.llama_cpp.job import LlamaCppJob
+from modelyard.engines.llama_cpp.speculation import Drafts, Speculator
 from tests.engines.llama_cpp.exact import VOCAB, chanting_model, recurrent_model, sliding_model
 from tests.engines.llama_cpp.stage import GREEDY, Tap, answer, id_prompt, running, said
 from tests.engines.reading import accepted, assert_alike, end, ids, read
@@ -24,7 +24,7 @@ MODES = ("off", "ngram")
 
 
 @asynccontextmanager
-async def opened(speculation: str = "ngram", **options: Any) -> AsyncIterator[LlamaEngine]:
+async def opened(speculation: str = "ngram", **options: Any) -> AsyncIterator[LlamaCppEngine]:
     chosen = {"path": str(chanting_model()), "speculation": speculation} | options
     async with running({"main": CacheInfo(256, 4)}, **chosen) as engine:
         yield engine
@@ -45,7 +45,7 @@ SAMPLINGS = [
 ]
 
 
-async def told(engine: LlamaEngine, run: list[int], **fields: Any) -> list[Chunk]:
+async def told(engine: LlamaCppEngine, run: list[int], **fields: Any) -> list[Chunk]:
     return await read(engine.generate(id_prompt(run, **({"max_tokens": 40} | fields))))
 
 
@@ -141,7 +141,7 @@ class CancelAtRun(Tap):
 
     done = False
 
-    def on_chunk(self, job: Job, chunk: Chunk) -> None:
+    def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
         if isinstance(chunk, Tokens) and len(chunk.ids) > 1 and not self.done:
             self.done = True
             job.cancel()
@@ -188,14 +188,14 @@ async def test_what_a_grammar_forbids_is_not_tried() -> None:
 class Watch:
     """The texts that were tried."""
 
-    def __init__(self, engine: LlamaEngine) -> None:
+    def __init__(self, engine: LlamaCppEngine) -> None:
         self.tried: list[str] = []
         self._speculator = engine._caches["main"].speculator
         assert self._speculator is not None
         self._guess = self._speculator.guess
         self._speculator.guess = self._watched  # type: ignore[method-assign]
 
-    def _watched(self, streams: Mapping[int, Job]) -> Guesses:
+    def _watched(self, streams: Mapping[int, LlamaCppJob]) -> Drafts:
         found = self._guess(streams)
         self.tried += [said([Tokens(guess)]) for guess in found.values()]
         return found
@@ -215,7 +215,7 @@ async def test_model_that_cannot_go_back_is_not_guessed_for(caplog: pytest.LogCa
 async def test_sliding_window_is_guessed_for_only_where_it_keeps_what_lies_behind_it(
     full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = loading._parameters
+    made = loading.context_parameters
 
     def parameters(info: Any, options: Any) -> Any:
         params = made(info, options)
@@ -235,17 +235,17 @@ class Parrot:
     def __init__(self, *tokens: int) -> None:
         self.tokens = list(tokens)
 
-    def begin(self, sequence: int, job: Job) -> None: ...
+    def begin(self, sequence: int, job: LlamaCppJob) -> None: ...
     def end(self, sequence: int) -> None: ...
     def close(self) -> None: ...
 
-    def guess(self, counts: Mapping[int, int]) -> Guesses:
+    def guess(self, counts: Mapping[int, int]) -> Drafts:
         return {sequence: self.tokens[:count] for sequence, count in counts.items()}
 
 
-async def speculating(*tokens: int, measured: bool = True, **fields: Any) -> tuple[Speculator, dict[int, Job]]:
+async def speculating(*tokens: int, measured: bool = True, **fields: Any) -> tuple[Speculator, dict[int, LlamaCppJob]]:
     speculator = Speculator(Parrot(*tokens), 4, 64, measured=measured)
-    job = Job(id_prompt([1, 2, 3], **({"max_tokens": 50} | fields)), asyncio.get_running_loop(), 1)
+    job = LlamaCppJob(id_prompt([1, 2, 3], **({"max_tokens": 50} | fields)), asyncio.get_running_loop(), 1)
     speculator.begin(0, job)
     return speculator, {0: job}
 

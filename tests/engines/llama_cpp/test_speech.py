@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import Timeout
-from modelyard.engines.llama_cpp import speech
-from modelyard.engines.llama_cpp.job import Job
+from modelyard.engines.llama_cpp import job as speech
+from modelyard.engines.llama_cpp.job import LlamaCppJob
 from tests.engines.llama_cpp.stage import id_prompt
 
 
-def speaker(window: int = 64, **fields: Any) -> Job:
-    job = Job(id_prompt([1, 2, 3], **fields), asyncio.get_running_loop(), 1)
+def speaker(window: int = 64, **fields: Any) -> LlamaCppJob:
+    job = LlamaCppJob(id_prompt([1, 2, 3], **fields), asyncio.get_running_loop(), 1)
     job.begin(1, window)
     return job
 
@@ -32,20 +32,20 @@ def speaker(window: int = 64, **fields: Any) -> Job:
 )
 async def test_why_a_token_was_the_last(window: int, fields: dict[str, Any], token: int, ending: str | None) -> None:
     job = speaker(window, **fields)
-    said = speech.nothing(job)
-    assert speech.take(job, token, said) == (None if ending is None else (ending, None))
+    said = speech.new_output(job)
+    assert speech.append_token(job, token, said) == (None if ending is None else (ending, None))
     assert said.ids == job.ids[3:].tolist() == ([] if ending == "stop" else [9])
 
 
 async def test_odds_are_gathered_only_where_they_are_asked_for() -> None:
-    assert speech.nothing(speaker(logprobs=None)).logprobs is None
-    assert speech.nothing(speaker(logprobs=0)).logprobs == []
+    assert speech.new_output(speaker(logprobs=None)).logprobs is None
+    assert speech.new_output(speaker(logprobs=0)).logprobs == []
 
 
 async def test_an_end_counts_what_was_read_kept_and_said() -> None:
     job, late = speaker(), Timeout("late")
     job.prefilled()
-    speech.take(job, 9, speech.nothing(job))
+    speech.append_token(job, 9, speech.new_output(job))
     found = speech.end(job, "error", late)
     assert (found.reason, found.error) == ("error", late)
     assert (found.usage.prompt, found.usage.cached, found.usage.output) == (3, 1, 1)

@@ -11,8 +11,8 @@ import pytest
 
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_cpp import Options, loading
-from modelyard.engines.llama_cpp.binding import Batch, lib
-from modelyard.engines.llama_cpp.state import Kv, Layout, layout
+from modelyard.engines.llama_cpp.binding import LlamaBatch, lib
+from modelyard.engines.llama_cpp.kv_memory import KvLayout, KvMemory, kv_layout
 from tests.engines.llama_cpp.exact import VOCAB, exact_model
 
 INFO = CacheInfo(256, 3)
@@ -23,9 +23,9 @@ class Reader:
     """A context that is read by hand."""
 
     def __init__(self, model: Any, options: Options) -> None:
-        self.raw = loading.context(model, "main", INFO, options)
-        self.kv = Kv(self.raw, INFO.window, layout(INFO, options))
-        self._batch = Batch(64)
+        self.raw = loading.create_context(model, "main", INFO, options)
+        self.kv = KvMemory(self.raw, INFO.window, kv_layout(INFO, options))
+        self._batch = LlamaBatch(64)
 
     def read(self, sequence: int, ids: Any, start: int = 0) -> Any:
         """The logits after them."""
@@ -41,7 +41,7 @@ class Reader:
 @pytest.fixture
 def readers() -> Iterator[list[Reader]]:
     options = Options(path=str(exact_model()), n_threads=1)
-    model = loading.load(exact_model(), options, lambda _: True)
+    model = loading.load_model(exact_model(), options, lambda _: True)
     two = [Reader(model, options) for _ in range(2)]
     yield two
     for reader in two:
@@ -110,4 +110,4 @@ def test_first_decodes_of_prompts_are_measured_and_streams_are_not(readers: list
 )
 def test_layout_says_what_the_settings_come_to(flash_attn: Any, expected: str) -> None:
     options = Options(path="x", flash_attn=flash_attn, swa_full=False)
-    assert layout(CacheInfo(64, 2, "Q8_0", "f16"), options) == Layout("q8_0", "f16", expected, 2, False)
+    assert kv_layout(CacheInfo(64, 2, "Q8_0", "f16"), options) == KvLayout("q8_0", "f16", expected, 2, False)

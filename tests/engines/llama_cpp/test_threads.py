@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from modelyard.core.engine import CacheInfo
-from modelyard.engines.llama_cpp import threads
-from modelyard.engines.llama_cpp.threads import Pool
+from modelyard.engines.llama_cpp import binding
+from modelyard.engines.llama_cpp.binding import ThreadPool
 from tests.engines.llama_cpp.exact import exact_model
 from tests.engines.llama_cpp.stage import id_prompt, running
 from tests.engines.reading import end, ids, read
@@ -24,7 +24,7 @@ def count() -> int:
 
 def test_pool_has_its_threads_until_it_is_closed() -> None:
     before = count()
-    pool = Pool(3)
+    pool = ThreadPool(3)
     assert pool.is_shared
     assert count() == before + 2  # the caller is the third
     pool.close()
@@ -34,7 +34,7 @@ def test_pool_has_its_threads_until_it_is_closed() -> None:
 
 def test_single_thread_needs_no_pool() -> None:
     before = count()
-    pool = Pool(1)
+    pool = ThreadPool(1)
     assert not pool.is_shared
     assert count() == before
     pool.close()
@@ -76,8 +76,8 @@ async def test_prompts_may_be_read_with_more_threads_than_answers_are_made_with(
 async def test_library_without_pools_still_computes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(threads, "lib", SimpleNamespace(_lib=SimpleNamespace()))
-    with caplog.at_level(logging.INFO, logger=threads.__name__):
+    monkeypatch.setattr(binding, "lib", SimpleNamespace(_lib=SimpleNamespace()))
+    with caplog.at_level(logging.INFO, logger=binding.__name__):
         async with running({"main": CacheInfo(128, 1)}, path=str(exact_model()), n_threads=2) as engine:
             assert end(await read(engine.generate(id_prompt(RUN)))).reason == "length"
     assert "ggml_threadpool_params_init" in caplog.text
@@ -85,6 +85,6 @@ async def test_library_without_pools_still_computes(
 
 def test_pool_brings_no_second_copy_of_the_library() -> None:
     """Its threads would compute with tables that nobody has filled."""
-    Pool(2).close()
+    ThreadPool(2).close()
     mapped = {mapping.path for mapping in psutil.Process().memory_maps() if "libggml-cpu" in mapping.path}
     assert len(mapped) == 1

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from modelyard.core.request import Sampling
-from modelyard.engines.llama_cpp.dice import Dice
-from modelyard.engines.llama_cpp.throw import Throw
+from modelyard.engines.llama_cpp.numpy_sampler import BatchSampler, NumpySampler
 
 ALL = [
     Sampling(top_k=40),
@@ -29,8 +28,8 @@ def rows(spread: float, vocab: int = 6000, seed: int = 3) -> np.ndarray:  # type
 @pytest.mark.parametrize("spread", [0.5, 2.0, 8.0])
 @pytest.mark.parametrize("vocab", [6000, 1000, 50], ids=["blocks", "no blocks", "fewer than are asked for"])
 def test_each_gets_the_token_that_it_would_get_alone(spread: float, vocab: int) -> None:
-    together, alone = ([Dice(sampling, seed) for seed, sampling in enumerate(ALL)] for _ in range(2))
-    throw = Throw(together)
+    together, alone = ([NumpySampler(sampling, seed) for seed, sampling in enumerate(ALL)] for _ in range(2))
+    throw = BatchSampler(together)
     for seed in range(30):
         held = rows(spread, vocab, seed)
         assert throw.pick(held) == [dice.pick(row) for dice, row in zip(alone, held, strict=True)]
@@ -40,15 +39,15 @@ def test_a_row_with_few_possible_tokens_is_drawn_from_all_the_same() -> None:
     held = rows(2.0)
     held[1] = -inf
     held[1, [7, 70]] = 1.0
-    throw = Throw([Dice(sampling, 1) for sampling in ALL])
+    throw = BatchSampler([NumpySampler(sampling, 1) for sampling in ALL])
     assert {throw.pick(held)[1] for _ in range(30)} == {7, 70}
 
 
 @pytest.mark.parametrize("broken", [nan, inf, -inf])
 def test_a_row_that_is_no_numbers_disturbs_no_other(broken: float) -> None:
     held = rows(2.0)
-    expected = [dice.pick(row) for dice, row in zip([Dice(sampling, 1) for sampling in ALL], held, strict=True)]
+    expected = [dice.pick(row) for dice, row in zip([NumpySampler(sampling, 1) for sampling in ALL], held, strict=True)]
     held[2] = broken
-    found = Throw([Dice(sampling, 1) for sampling in ALL]).pick(held)
+    found = BatchSampler([NumpySampler(sampling, 1) for sampling in ALL]).pick(held)
     assert found[:2] + found[3:] == expected[:2] + expected[3:]
     assert 0 <= found[2] < held.shape[1]

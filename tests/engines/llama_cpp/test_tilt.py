@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from modelyard.engines.llama_cpp.binding import lib
-from modelyard.engines.llama_cpp.tilt import WINDOW, Penalties, Row, Tilt
+from modelyard.engines.llama_cpp.sampler import PENALTY_WINDOW, LogitProcessor, Penalties, Row
 
 VOCAB = 300
 
@@ -24,7 +24,7 @@ def as_llama_cpp(row: Row, biases: dict[int, float], strengths: tuple[float, flo
     pairs = (lib.llama_logit_bias * len(biases))(*biases.items())
     for sampler in (
         lib.llama_sampler_init_logit_bias(VOCAB, len(biases), pairs),
-        lib.llama_sampler_init_penalties(VOCAB, WINDOW, *strengths),
+        lib.llama_sampler_init_penalties(VOCAB, PENALTY_WINDOW, *strengths),
     ):
         for token in said:
             lib.llama_sampler_accept(sampler, token)
@@ -33,7 +33,7 @@ def as_llama_cpp(row: Row, biases: dict[int, float], strengths: tuple[float, flo
     return np.array([array.data[at].logit for at in range(VOCAB)], np.float32)
 
 
-def seen(tilt: Tilt, row: Row) -> Row:
+def seen(tilt: LogitProcessor, row: Row) -> Row:
     """The row as whoever chooses finds it."""
     found: list[Row] = []
     tilt.pick(row, lambda changed: (found.append(changed.copy()), 5)[1])
@@ -47,13 +47,13 @@ def test_a_row_is_changed_as_llama_cpp_changes_it(
     biases: dict[int, float], strengths: tuple[float, float, float], count: int
 ) -> None:
     said = np.random.default_rng(2).integers(0, 40, count).tolist()
-    tilt, row = Tilt(biases, Penalties(*strengths, said)), a_row()
+    tilt, row = LogitProcessor(biases, Penalties(*strengths, said)), a_row()
     expected = as_llama_cpp(row, biases, strengths, said)
     np.testing.assert_allclose(seen(tilt, row), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_row_is_as_it_was_afterwards_also_where_choosing_fails() -> None:
-    tilt, row = Tilt({3: 4.0, 5: -inf}, Penalties(1.5, 0.1, 0.1, [3, 5, 9])), a_row()
+    tilt, row = LogitProcessor({3: 4.0, 5: -inf}, Penalties(1.5, 0.1, 0.1, [3, 5, 9])), a_row()
     tilt.pick(row, lambda changed: int(changed.argmax()))
     assert (row == a_row()).all()
 
@@ -66,9 +66,9 @@ def test_the_row_is_as_it_was_afterwards_also_where_choosing_fails() -> None:
 
 
 def test_what_is_chosen_counts_from_then_on_and_is_forgotten_again() -> None:
-    tilt, row = Tilt({}, Penalties(1.0, 0.0, 10.0, [])), a_row()
+    tilt, row = LogitProcessor({}, Penalties(1.0, 0.0, 10.0, [])), a_row()
     assert seen(tilt, row)[5] == row[5]  # and says 5
     assert seen(tilt, row)[5] == pytest.approx(row[5] - 10)
-    for _ in range(WINDOW):
+    for _ in range(PENALTY_WINDOW):
         tilt.pick(row, lambda _: 6)
     assert seen(tilt, row)[5] == row[5]

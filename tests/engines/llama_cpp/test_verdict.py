@@ -9,8 +9,8 @@ import pytest
 
 from modelyard.core.errors import Unavailable
 from modelyard.engines import llama_cpp
-from modelyard.engines.llama_cpp import verdict
-from modelyard.engines.llama_cpp.verdict import Ending, explain
+from modelyard.engines.llama_cpp import library, selftest
+from modelyard.engines.llama_cpp.selftest import ChildResult, explain_failure
 from modelyard.plugins import MissingLibrary
 
 STAGE = "print('stage decoding a tiny model', flush=True)"
@@ -21,7 +21,7 @@ def child(code: str) -> list[str]:
 
 
 def said(code: str, timeout: float = 60) -> str:
-    fault = verdict.run(child(code), timeout)
+    fault = selftest.run_selftest(child(code), timeout)
     assert fault is not None
     assert "\n" not in fault
     return fault
@@ -55,19 +55,19 @@ def test_a_child_that_fails_in_python_is_told_by_its_last_line():
 
 
 def test_a_child_without_a_word_is_told_by_its_exit_code():
-    assert "the llama.cpp library failed while starting: exit code 9; " in str(explain(Ending(9), 1))
+    assert "the llama.cpp library failed while starting: exit code 9; " in str(explain_failure(ChildResult(9), 1))
 
 
 def test_a_signal_that_python_has_no_name_for_is_told_by_its_number():
-    assert "signal 40" in str(explain(Ending(-40), 1))
+    assert "signal 40" in str(explain_failure(ChildResult(-40), 1))
 
 
 def test_a_child_that_passes_is_no_fault():
-    assert verdict.run(child("print('passed')")) is None
+    assert selftest.run_selftest(child("print('passed')")) is None
 
 
 def test_the_real_library_passes():
-    assert verdict.run() is None
+    assert selftest.run_selftest() is None
 
 
 # --- remembering ------------------------------------------------------------------------------------------------------
@@ -93,67 +93,67 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 def test_a_pass_is_remembered(env: dict[str, str]):
     examiner = Examiner(None)
-    verdict.require(env, examiner)
-    verdict.require(env, examiner)
+    selftest.require_working_library(env, examiner)
+    selftest.require_working_library(env, examiner)
     assert examiner.asked == 1
 
 
 def test_a_failure_is_raised_and_looked_at_again(env: dict[str, str]):
     examiner = Examiner("it died", None)
     with pytest.raises(Unavailable, match="it died") as caught:
-        verdict.require(env, examiner)
+        selftest.require_working_library(env, examiner)
     assert caught.value.code == "engine_broken"
-    verdict.require(env, examiner)
+    selftest.require_working_library(env, examiner)
     assert examiner.asked == 2
 
 
 def test_another_library_is_tested_anew(env: dict[str, str]):
     examiner = Examiner(None, None)
-    verdict.require(env, examiner)
+    selftest.require_working_library(env, examiner)
     (Path(env["LLAMA_CPP_LIB_PATH"]) / "libllama.so").write_bytes(b"other machine code")
-    verdict.require(env, examiner)
+    selftest.require_working_library(env, examiner)
     assert examiner.asked == 2
 
 
 def test_another_cpu_is_another_machine(env: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     folder = Path(env["LLAMA_CPP_LIB_PATH"])
-    before = verdict.fingerprint(folder)
-    assert verdict.fingerprint(folder) == before
-    monkeypatch.setattr(verdict, "cpu", lambda: "one without AVX-512")
-    assert verdict.fingerprint(folder) != before
+    before = selftest.fingerprint(folder)
+    assert selftest.fingerprint(folder) == before
+    monkeypatch.setattr(selftest, "cpu", lambda: "one without AVX-512")
+    assert selftest.fingerprint(folder) != before
 
 
 def test_another_release_to_be_written_for_is_tested_anew(env: dict[str, str], monkeypatch: pytest.MonkeyPatch):
-    before = verdict.fingerprint(Path(env["LLAMA_CPP_LIB_PATH"]))
-    monkeypatch.setattr(verdict, "RELEASE", "9.9.9")
-    assert verdict.fingerprint(Path(env["LLAMA_CPP_LIB_PATH"])) != before
+    before = selftest.fingerprint(Path(env["LLAMA_CPP_LIB_PATH"]))
+    monkeypatch.setattr(selftest, "RELEASE", "9.9.9")
+    assert selftest.fingerprint(Path(env["LLAMA_CPP_LIB_PATH"])) != before
 
 
 def test_a_cpu_is_its_name_and_its_instructions_not_its_speed(tmp_path: Path):
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: X\ncpu MHz\t: 2100\nflags\t: avx\n\nmodel name\t: X\nflags\t: avx\n")
-    assert verdict.cpu(info) == "model name\t: X\nflags\t: avx"
-    assert verdict.cpu(tmp_path / "none")
+    assert selftest.cpu_description(info) == "model name\t: X\nflags\t: avx"
+    assert selftest.cpu_description(tmp_path / "none")
 
 
 def test_a_cache_folder_that_cannot_be_written_is_no_fault(env: dict[str, str], tmp_path: Path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     examiner = Examiner(None, None)
-    verdict.require(env, examiner)
-    verdict.require(env, examiner)
+    selftest.require_working_library(env, examiner)
+    selftest.require_working_library(env, examiner)
     assert examiner.asked == 2
 
 
 def test_a_library_that_is_not_there_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingLibrary, match="`make install` builds it"):
-        verdict.library_folder({})
+        library.library_folder({})
 
 
 def test_an_engine_is_not_made_with_a_broken_library(monkeypatch: pytest.MonkeyPatch):
     def broken() -> None:
-        raise verdict.Broken("it died by SIGILL")
+        raise selftest.BrokenLibrary("it died by SIGILL")
 
-    monkeypatch.setattr(verdict, "require", broken)
+    monkeypatch.setattr(selftest, "require", broken)
     with pytest.raises(Unavailable, match="SIGILL"):
         llama_cpp.create(None)  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ async def test_its_folder_goes_with_it() -> None:
 
 async def test_its_folder_goes_where_it_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = private("modelyard-test-")
-    monkeypatch.setattr("modelyard.processes.child.tethered", lambda *_, **__: ["/no/such/program"])
+    monkeypatch.setattr("modelyard.processes.child_process.die_with_parent", lambda *_, **__: ["/no/such/program"])
     with pytest.raises(NotFound, match="cannot be started"):
         await Server.start(program("pass", folder))
     with pytest.raises(FileNotFoundError):

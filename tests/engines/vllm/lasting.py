@@ -10,7 +10,7 @@ import asyncio
 from typing import Any
 
 from modelyard.engines.vllm import core, engine, home
-from modelyard.processes.brood import Brood
+from modelyard.processes.descendant_reaper import DescendantReaper
 from modelyard.workers.__main__ import main
 
 WINDOW, PLACES = 2048, 8
@@ -55,7 +55,7 @@ class LastingCore(core.Core):
             await core.Core.make(maker, arguments | {"max_model_len": WINDOW, "max_num_seqs": PLACES}, loggers)
             LastingCore._first = maker
         first = LastingCore._first
-        self._llm, self._brood = Lasting(first._llm), Brood()
+        self._llm, self._brood = Lasting(first._llm), DescendantReaper()
         self.n_vocab, self.markers = first.n_vocab, first.markers
         if not await first._llm.reset_prefix_cache():
             raise RuntimeError("a request of the engine before this one still runs")

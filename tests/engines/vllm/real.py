@@ -24,15 +24,14 @@ from modelyard.engines import vllm
 from modelyard.library import vllm_env
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.convert import convert
-from modelyard.processes.tether import tethered
+from modelyard.processes.parent_death import die_with_parent
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
-from modelyard.workers.client import remote
-from modelyard.workers.hosted import order_of
-from modelyard.workers.launch import ApartText, apart
-from modelyard.workers.pulse import Pace
-from modelyard.workers.session import Session
+from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
+from modelyard.workers.transport import HeartbeatConfig
+from modelyard.workers.worker import open_engine_message
 
-PATIENT = Pace(patience=1000)
+PATIENT = HeartbeatConfig(patience=1000)
 BLOCK = 32  # the CPU build takes multiples of 32 only
 _ROOT = Path(__file__).parents[3]
 _START_S = 120.0
@@ -83,10 +82,10 @@ def spec(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> Engine
 
 
 @asynccontextmanager
-async def running(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[ApartText]:
+async def running(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[ProcessTextEngine]:
     """In a process with vLLM's own interpreter, as a user's model runs."""
-    engine = apart("vllm", spec(caches, **chosen), "text", PATIENT)
-    assert isinstance(engine, ApartText)
+    engine = create_process_engine("vllm", spec(caches, **chosen), "text", PATIENT)
+    assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
         yield engine
@@ -101,7 +100,7 @@ def _worker() -> str:
     endpoint, log = f"ipc://{folder}/w", Path(folder) / "log"
     env = dict(os.environ) | {"PYTHONPATH": str(_ROOT)}
     with log.open("wb") as out:
-        argv = tethered([python(), "-m", "tests.engines.vllm.lasting", endpoint])
+        argv = die_with_parent([python(), "-m", "tests.engines.vllm.lasting", endpoint])
         process = subprocess.Popen(argv, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=_ROOT)
     atexit.register(_end, process)
     return endpoint
@@ -119,17 +118,17 @@ class Lent:
         self._spec, self._id = spec, uuid4().hex[:16]
         self.info = EngineInfo("vllm", dict(spec.caches))
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self._session: Session | None = None
+        self._session: WorkerSession | None = None
         self._engine: Any = None
         self._over = False
 
     async def open(self, progress: OnProgress) -> None:
-        self._session = session = Session(_worker(), f"gateway-{self._id}", pace=PATIENT)
+        self._session = session = WorkerSession(_worker(), f"gateway-{self._id}", pace=PATIENT)
         async with asyncio.timeout(_START_S):
             await session.meet()
-        opened = await session.open(order_of(self._id, "vllm", self._spec), progress)
+        opened = await session.open(open_engine_message(self._id, "vllm", self._spec), progress)
         self.info = opened.info
-        self._engine = remote(session, opened, self.lost)
+        self._engine = remote_engine(session, opened, self.lost)
 
     def generate(self, prompt: Prompt) -> Any:
         return self._engine.generate(prompt)

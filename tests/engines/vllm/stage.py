@@ -17,7 +17,7 @@ from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.engines import vllm
 from modelyard.engines.vllm.engine import VllmEngine
-from tests.engines.fake import stage as fake_stage
+from tests.engines.fake import helpers as fake_helpers
 
 GREEDY = Sampling(temperature=0)
 BLOCK = 16
@@ -35,7 +35,7 @@ def model_folder() -> Path:
     """As vLLM reads it, but for the tokenizer: a description, and weights that are whole and small."""
     folder = Path(tempfile.mkdtemp(prefix="modelyard-vllm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "config.json").write_text(json.dumps({"vocab_size": fake_stage.vocabulary().size}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": fake_helpers.tokenizer().size}))
     (folder / "model.safetensors").write_bytes(weights(64))
     return folder
 
@@ -77,6 +77,6 @@ async def running(caches: Mapping[str, CacheInfo] | None = None, **options: Any)
 
 
 def prompt(text: str = "Hello there!", **fields: Any) -> Prompt:
-    whole = fake_stage.chatml(("user", text))
-    parts = (TokenRun(fake_stage.vocabulary().encode(whole)),)
+    whole = fake_helpers.chatml(("user", text))
+    parts = (TokenRun(fake_helpers.tokenizer().encode(whole)),)
     return Prompt(**{"parts": parts, "sampling": GREEDY, "max_tokens": 8, "cache": "main"} | fields)

@@ -22,7 +22,7 @@ from modelyard.core.engine import CacheInfo, Prompt, TokenRun, Tokens
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.core.request import Sampling
 from modelyard.library import vllm_env
-from tests.engines.fake import stage as fake_stage
+from tests.engines.fake import helpers as fake_helpers
 from tests.engines.reading import end, read, until
 from tests.engines.vllm import real
 from tests.engines.vllm.real import running
@@ -41,7 +41,7 @@ WEATHER = {
 
 
 def prompt(text: str, **fields: Any) -> Prompt:
-    tokens = real.vocabulary().encode(fake_stage.chatml(("user", text)))
+    tokens = real.vocabulary().encode(fake_helpers.chatml(("user", text)))
     return Prompt(
         **{"parts": (TokenRun(tokens),), "sampling": Sampling(temperature=0), "max_tokens": 8, "cache": "main"} | fields
     )
@@ -83,7 +83,9 @@ async def test_kill_of_the_worker_in_mid_stream_leaves_nothing_behind() -> None:
 
 
 async def test_what_keeps_it_from_loading_is_told_in_its_own_words() -> None:
-    engine = real.apart("vllm", real.spec({"main": CacheInfo(2048, 2)}, vllm_kv_cache_memory_bytes=1 << 20), "text")
+    engine = real.create_process_engine(
+        "vllm", real.spec({"main": CacheInfo(2048, 2)}, vllm_kv_cache_memory_bytes=1 << 20), "text"
+    )
     try:
         with pytest.raises(InvalidRequest, match=r"memory for the cache blocks|KV cache"):
             await engine.open(lambda *_: None)

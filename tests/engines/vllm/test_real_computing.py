@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.engine import Chunk, EngineStats
-from modelyard.workers.launch import ApartText
+from modelyard.workers.process_engine import ProcessTextEngine
 from tests.engines.reading import assert_alike, read
 from tests.engines.vllm import real
 from tests.engines.vllm.real import Lent, running
@@ -27,7 +27,7 @@ GUESSERS: dict[str, dict[str, Any]] = {
 }
 
 
-async def answer(engine: ApartText | Lent) -> list[Chunk]:
+async def answer(engine: ProcessTextEngine | Lent) -> list[Chunk]:
     async with asyncio.timeout(WAIT_S):
         return await read(engine.generate(prompt(REPEATED, max_tokens=40, logprobs=2)))
 
@@ -41,7 +41,7 @@ async def plain() -> list[Chunk]:
         await engine.close()
 
 
-async def counted(engine: ApartText) -> EngineStats:
+async def counted(engine: ProcessTextEngine) -> EngineStats:
     """As soon as its process has told of a guess."""
     async with asyncio.timeout(WAIT_S):
         while not engine.stats().guessed_tokens:  # noqa: ASYNC110  it is another process that tells

@@ -236,7 +236,7 @@ def test_the_session_key_comes_from_the_best_header(headers: dict[str, str], ses
         ({"max_tokens": "many"}, "max_tokens", "Expected `int | null`"),
         ({"stop_sequences": ["a", ""]}, "stop_sequences[1]", "empty string"),
         ({"tools": [{"description": "d"}]}, "tools[0].name", "a tool needs a name"),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "which tool"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "name the tool"),
         ({"system": [{"type": "text"}]}, "system[0].text", "system[0].text: a string is required"),
         ({"temperature": -1}, "temperature", "between 0 and 100"),
     ],

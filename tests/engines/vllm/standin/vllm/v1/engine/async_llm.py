@@ -18,7 +18,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineSpec, IdLogprob, Prompt, TokenRun, Tokens
 from modelyard.core.request import Constraint
 from modelyard.engines import fake
-from modelyard.engines.fake.text import FakeTextEngine
+from modelyard.engines.fake.engine import FakeTextEngine
 
 EOS = 2
 LONG_AGO = 3600.0

@@ -1,0 +1,198 @@
+"""The raw model output of a scripted answer: reasoning and calls in a model's format, as token ids.
+
+A segment is (text, special). Only special segments may become control tokens, so a scripted text that quotes a marker
+stays text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from modelyard.core.tokenizer import Tokenizer
+from modelyard.engines.fake.script import ScriptCall, ScriptStep
+
+Segment = tuple[str, bool]
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+class FormatWriter(Protocol):
+    """Stateful: one per answer."""
+
+    def text(self, text: str) -> list[Segment]: ...
+    def think(self, text: str) -> list[Segment]: ...
+    def calls(self, calls: Sequence[ScriptCall]) -> list[Segment]: ...
+    def end(self) -> list[Segment]: ...
+
+
+class HermesWriter:
+    """<think>…</think> text <tool_call>{"name": …, "arguments": {…}}</tool_call>"""
+
+    def __init__(self, in_reasoning: bool = False) -> None:
+        self._in_reasoning = in_reasoning
+
+    def end(self) -> list[Segment]:
+        in_reasoning, self._in_reasoning = self._in_reasoning, False
+        return [("\n", False), ("</think>", True), ("\n\n", False)] if in_reasoning else []
+
+    def text(self, text: str) -> list[Segment]:
+        return [*self.end(), (text, False)]
+
+    def think(self, text: str) -> list[Segment]:
+        opening: list[Segment] = [] if self._in_reasoning else [("<think>", True), ("\n", False)]
+        self._in_reasoning = True
+        return [*opening, (text, False), *self.end()]
+
+    def calls(self, calls: Sequence[ScriptCall]) -> list[Segment]:
+        out = self.end()
+        for call in calls:
+            out += [("<tool_call>", True), (f"\n{self._body(call)}\n", False), ("</tool_call>", True), ("\n", False)]
+        return out[:-1]
+
+    def _body(self, call: ScriptCall) -> str:
+        return f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments_text}}}'
+
+
+class Qwen3CoderWriter(HermesWriter):
+    """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>"""
+
+    def _body(self, call: ScriptCall) -> str:
+        if isinstance(call.arguments, str):
+            return f"<function={call.name}>\n{call.arguments}\n</function>"
+        lines = [f"<function={call.name}>"]
+        for key, value in call.arguments.items():
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            lines.append(f"<parameter={key}>\n{text}\n</parameter>")
+        return "\n".join([*lines, "</function>"])
+
+
+class HarmonyWriter:
+    """<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+
+    The prompt ends with `<|start|>assistant`, so the first message needs no start.
+    """
+
+    def __init__(self, in_reasoning: bool = False) -> None:
+        del in_reasoning  # no template of this family opens the analysis
+        self._channel: str | None = None
+        self._started = False
+
+    def _open(self, channel: str, header: Sequence[Segment]) -> list[Segment]:
+        if self._channel == channel:
+            return []
+        out: list[Segment] = [("<|end|>", True)] if self._channel else []
+        out += [("<|start|>", True), ("assistant", False)] if self._started else []
+        self._channel, self._started = channel, True
+        return [*out, ("<|channel|>", True), *header, ("<|message|>", True)]
+
+    def text(self, text: str) -> list[Segment]:
+        return [*self._open("final", [("final", False)]), (text, False)]
+
+    def think(self, text: str) -> list[Segment]:
+        return [*self._open("analysis", [("analysis", False)]), (text, False)]
+
+    def calls(self, calls: Sequence[ScriptCall]) -> list[Segment]:
+        out: list[Segment] = []
+        for call in calls:
+            header = [(f"commentary to=functions.{call.name} ", False), ("<|constrain|>", True), ("json", False)]
+            out += [*self._open("call", header), (call.arguments_text, False), ("<|call|>", True)]
+            self._channel = None
+        return out
+
+    def end(self) -> list[Segment]:
+        return [("<|return|>", True)] if self._channel else []
+
+
+_WRITERS: dict[str, type[HermesWriter | HarmonyWriter]] = {"qwen3_coder": Qwen3CoderWriter, "harmony": HarmonyWriter}
+
+
+def format_writer(format: str, *, in_reasoning: bool = False) -> FormatWriter:
+    """Formats without a writer use Hermes; their scripts use `raw` steps. `in_reasoning`: the template has opened the
+    reasoning already."""
+    return _WRITERS.get(format, HermesWriter)(in_reasoning)
+
+
+# --- token ids --------------------------------------------------------------------------------------------------------
+
+
+class Repeat(NamedTuple):
+    times: int
+    actions: Plan
+
+
+Action = list[int] | ScriptStep  # token ids to emit; or a step that waits, fails or hangs
+Plan = tuple[Action | Repeat, ...]
+
+
+class PlanCompiler:
+    """Compiles the steps of an answer to token ids, once per rule."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._filler = find_filler(tokenizer)
+
+    def compile(self, steps: Iterable[ScriptStep], writer: FormatWriter) -> Plan:
+        return _join([*self._compile(steps, writer), self._encode(writer.end())])
+
+    def _compile(self, steps: Iterable[ScriptStep], writer: FormatWriter) -> Iterator[Action | Repeat]:
+        for step in steps:
+            if step.repeat is not None:
+                if step.repeat > 0:  # the first round may open a block that the later rounds continue
+                    yield from self._compile(step.steps, writer)
+                if step.repeat > 1 and (actions := _join(self._compile(step.steps, writer))):
+                    yield Repeat(step.repeat - 1, actions)
+            elif step.raw is not None:
+                yield self._tokenizer.encode(step.raw)
+            elif step.tokens is not None:
+                yield self._encode(writer.text("")) + filler_tokens(self._filler, step.tokens)
+            elif step.think is not None:
+                yield self._encode(writer.think(step.think))
+            elif step.call is not None:
+                yield self._encode(writer.calls(step.calls))
+            elif step.text is not None:
+                yield self._encode(writer.text(step.text))
+            elif step.hang is not False:
+                yield step
+
+    def _encode(self, segments: Iterable[Segment]) -> list[int]:
+        encode, encode_plain = self._tokenizer.encode, self._tokenizer.encode_plain
+        texts = ((text, encode if special else encode_plain) for text, special in segments if text)
+        return [token for text, tokenize in texts for token in tokenize(text)]
+
+
+def _join(actions: Iterable[Action | Repeat]) -> Plan:
+    """Joins neighbouring token ids: an answer without delays is one list."""
+    out: list[Action | Repeat] = []
+    for action in actions:
+        if isinstance(action, list) and out and isinstance(last := out[-1], list):
+            out[-1] = last + action
+        elif action:
+            out.append(action)
+    return tuple(out)
+
+
+def iterate(plan: Plan) -> Iterator[Action]:
+    """Unrolls repeats lazily: a script may repeat a million times."""
+    for action in plan:
+        if isinstance(action, Repeat):
+            for _ in range(action.times):
+                yield from iterate(action.actions)
+        else:
+            yield action
+
+
+def find_filler(tokenizer: Tokenizer) -> list[int]:
+    """Tokens that are one word each; if a vocabulary has none, the tokens of a word."""
+
+    def is_word(spelling: bytes) -> bool:
+        return len(spelling) > 3 and spelling[:1] == b" " and spelling[1:].isalpha() and spelling[1:].islower()
+
+    words = [token for token in range(min(tokenizer.size, 4096)) if is_word(tokenizer.token_bytes(token))]
+    return words[:97] or tokenizer.encode_plain(" word")
+
+
+def filler_tokens(filler: list[int], count: int) -> list[int]:
+    return (filler * (count // len(filler) + 1))[:count]
