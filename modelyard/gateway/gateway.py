@@ -255,7 +255,9 @@ class Gateway:
         """Count the stream, remember what was generated for the next turn, and add it to the history."""
         if isinstance(last, Finished):
             prepared, choice = stream.prepared, stream.choice
-            self.metrics.generation_finished(prepared.model.name, prepared.billed_usage(choice, last.usage), last.reason)
+            self.metrics.generation_finished(
+                prepared.model.name, prepared.billed_usage(choice, last.usage), last.reason
+            )
             if choice == 0:
                 if stream.prompt_record is not None:
                     stream.prompt_record.output = last.usage.output

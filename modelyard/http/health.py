@@ -1,4 +1,4 @@
-"""Is it well: /health for people and probes, /metrics for Prometheus."""
+"""/health for people and probes, /metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from modelyard.core.lease import ModelStatus
 from modelyard.gateway import Gateway
 from modelyard.http.request_context import RequestContext
 
-Status = Literal["healthy", "degraded", "unhealthy"]
+HealthStatus = Literal["healthy", "degraded", "unhealthy"]
 
 
-def judge(models: Mapping[str, ModelStatus]) -> Status:
-    """Unhealthy: nothing can answer now or soon. Degraded: something that should answer cannot yet, or any more."""
+def health_status(models: Mapping[str, ModelStatus]) -> HealthStatus:
+    """Unhealthy: no model can answer now or soon. Degraded: some enabled model cannot answer now."""
     wanted = [m for m in models.values() if m.state != "stopped"]
     if wanted and all(m.state == "ready" for m in wanted):
         return "healthy"
@@ -27,13 +27,13 @@ def judge(models: Mapping[str, ModelStatus]) -> Status:
     return "unhealthy" if wanted or not models else "healthy"
 
 
-class Health:
+class HealthEndpoints:
     def __init__(self, gateway: Gateway, scrape: Callable[[], Awaitable[bytes]]) -> None:
         self._gateway, self._scrape = gateway, scrape
 
     async def health(self, request: HttpRequest) -> Response:
         models = self._gateway.leases.status()
-        status = judge(models)
+        status = health_status(models)
         body: dict[str, Any] = {
             "status": status,
             "version": __version__,
@@ -41,8 +41,8 @@ class Health:
             "tokenizer_loaded": all(m.text is not None for m in self._gateway.models.values() if m.kind == "text"),
             "active_requests": self._gateway.metrics.active,
         }
-        visit = RequestContext.of(request.scope)
-        if visit.key or visit.admin:  # which models run is not for strangers
+        context = RequestContext.of(request.scope)
+        if context.key or context.admin:  # anonymous clients do not see which models run
             body["models"] = {name: _row(model) for name, model in models.items()}
         return _json(body, 503 if status == "unhealthy" else 200)
 
@@ -50,7 +50,7 @@ class Health:
         return _json({"status": "alive"}, 200)
 
     async def ready(self, _request: HttpRequest) -> Response:
-        """Ready as soon as one model answers, or would if asked, and not before: what a load balancer wants to know."""
+        """For load balancers: ready as soon as one model answers, or would load on request."""
         ready = any(m.state == "ready" or m.loads_on_request for m in self._gateway.leases.status().values())
         return _json({"status": "ready" if ready else "not ready"}, 200 if ready else 503)
 

@@ -84,6 +84,8 @@ class RequestMiddleware:
             else:
                 await self._app(scope, receive, _noting_status(context, send))
         except Exception as error:
+            if context.status and context.error:
+                raise
             refusal = as_modelyard_error(error)
             context.failed(refusal)
             if context.status:  # a reply is on its way; it can only be cut off

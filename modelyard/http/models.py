@@ -1,4 +1,4 @@
-"""GET /v1/models in each protocol's own shape, told apart by the presence of `anthropic-version`."""
+"""GET /v1/models in the shape of each protocol; the header `anthropic-version` selects Anthropic's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from modelyard.http.request_context import RequestContext
 from modelyard.protocols import anthropic_messages, openai_chat
 
 
-class Models:
+class ModelEndpoints:
     def __init__(self, gateway: Gateway, started: int) -> None:
         self._gateway, self._started = gateway, started
 
@@ -36,11 +36,11 @@ class Models:
         return _json(openai_chat.write_models(cards))
 
     async def one(self, request: HttpRequest) -> Response:
-        """Any name that a request could use has a card: a route's glob, an alias, the model itself."""
+        """Any name that a request may use: a model, an alias, or a name that matches a route."""
         name = request.path_params["id"]
-        visit = RequestContext.of(request.scope)
+        context = RequestContext.of(request.scope)
         listed = {card.id: card for card in self._cards()}
-        card = listed.get(name) or self._routed(name, visit)
+        card = listed.get(name) or self._routed(name, context)
         return _json(anthropic_messages.write_model(card) if _is_anthropic(request) else openai_chat.write_model(card))
 
     def _cards(self) -> list[ModelCard]:
@@ -58,8 +58,8 @@ class Models:
             name, self._started, window, window, state, aliases=aliases, modalities=tuple(entry.modalities)
         )
 
-    def _routed(self, name: str, visit: RequestContext) -> ModelCard:
-        target, model = self._gateway.model_for(name, visit.caller)
+    def _routed(self, name: str, context: RequestContext) -> ModelCard:
+        target, model = self._gateway.model_for(name, context.caller())
         status = self._gateway.leases.status()
         if target.model not in status:
             raise NotFound(f"no model {name!r}", code="model_not_found")

@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from modelyard.http.tokens import TokenBody
 from modelyard.protocols import openai_completions, openai_embeddings
 from modelyard.protocols.anthropic_messages import request as anthropic_messages
-from modelyard.protocols.openai_chat import body as openai_chat
+from modelyard.protocols.openai_chat import request as openai_chat
 from modelyard.protocols.openai_responses import body as openai_responses
 from modelyard.protocols.pool_responses import body as pool_responses
 

@@ -100,7 +100,9 @@ def _deadline(value: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds <= _MAX_TIMEOUT_S:
-        raise InvalidRequest(f"{TIMEOUT_HEADER} takes seconds, more than 0 and up to {_MAX_TIMEOUT_S}, got {value[:40]!r}")
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER} takes seconds, more than 0 and up to {_MAX_TIMEOUT_S}, got {value[:40]!r}"
+        )
     return time.time() + seconds
 
 

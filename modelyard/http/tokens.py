@@ -1,7 +1,7 @@
-"""Counting and looking at tokens: count_tokens, input_tokens, /tokenize, /detokenize, /apply-template.
+"""Token endpoints: count_tokens, input_tokens, embeddings, /tokenize, /detokenize, /apply-template.
 
-None of these queues behind generation or needs a loaded model. The last three take the bodies of both servers that
-people know them from: `content` or `prompt`, `tokens`, or a whole Chat body with `messages`.
+Counting and tokenizing do not queue and need no loaded model. The last three take the bodies of llama-server and vLLM:
+`content` or `prompt`, `tokens`, or a whole Chat body with `messages`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from modelyard.core.errors import InvalidRequest, ModelyardError
+from modelyard.core.errors import InvalidRequest
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
 from modelyard.gateway import Gateway, Model
-from modelyard.http.errors import ours
-from modelyard.http.request_context import RequestContext, aside, read_body, respond, respond_error
+from modelyard.http.errors import as_modelyard_error
+from modelyard.http.request_context import RequestContext, read_body, run_sized, send_error, send_json
 from modelyard.http.settings import HttpSettings
-from modelyard.http.stored_responses import StoredResponses
 from modelyard.protocols import anthropic_messages, openai_chat, openai_embeddings, openai_responses
 from modelyard.protocols.common.json import decode, encode
 from modelyard.tokenizer.shield import unshield
@@ -37,127 +36,114 @@ class TokenBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool = False
 
 
-_DEFAULT = "default"
-_any = msgspec.json.Decoder(dict[str, Any])
-_bodies = msgspec.json.Decoder(TokenBody)
-_WORK = 12  # tokenizing a byte costs about as much as parsing a dozen
+_DEFAULT_MODEL = "default"
+_object_decoder = msgspec.json.Decoder(dict[str, Any])
+_body_decoder = msgspec.json.Decoder(TokenBody)
+_TOKENIZE_COST = 12  # tokenizing a byte costs about as much as parsing a dozen
 
 
-class Question(msgspec.Struct, frozen=True):
-    """What was asked, of which model; the body may be a whole Chat request too."""
-
-    asked: TokenBody
+class TokenRequest(msgspec.Struct, frozen=True):
+    parsed: TokenBody
     model: Model
     window: int
     body: bytes
     headers: Mapping[str, str]
 
     def chat(self) -> Request:
-        """A Chat body names its model; here it may be left out, as everywhere among these endpoints."""
-        body = self.body if self.asked.model else encode(decode(_any, self.body) | {"model": _DEFAULT})
+        """The body as a Chat request. Unlike there, `model` is optional."""
+        body = self.body
+        if not self.parsed.model:
+            body = encode(decode(_object_decoder, self.body) | {"model": _DEFAULT_MODEL})
         return openai_chat.read_request(body, self.headers)
 
 
-class Endpoint:
-    """A small ASGI app: body in, JSON bytes out, errors in its wire's own dialect."""
+class JsonEndpoint:
+    """A small ASGI app: body in, JSON out, errors in the shape of its protocol."""
 
-    def __init__(self, wire: WireProtocol, gateway: Gateway, settings: HttpSettings) -> None:
-        self._wire, self.gateway, self._settings = wire, gateway, settings
+    def __init__(self, protocol: WireProtocol, gateway: Gateway, settings: HttpSettings) -> None:
+        self._protocol, self._gateway, self._settings = protocol, gateway, settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        visit = RequestContext.of(scope)
+        context = RequestContext.of(scope)
         try:
-            body = await read_body(receive, visit, self._settings)
-            reply = await self.answer(body, visit)
-        except Exception as error:
-            await self._refuse(ours(error), visit, send)
+            body = await read_body(receive, context, self._settings)
+            reply = await self.handle(body, context)
+        except Exception as exception:
+            error = as_modelyard_error(exception)
+            context.failed(error)
+            await send_error(send, context, self._protocol.write_error(error, trace=context.trace))
         else:
-            await respond(send, visit, 200, reply)
+            await send_json(send, context, 200, reply)
 
-    async def _refuse(self, error: ModelyardError, visit: RequestContext, send: Send) -> None:
-        visit.failed(error)
-        await respond_error(send, visit, self._wire.write_error(error, trace=visit.trace))
-
-    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
+    async def handle(self, body: bytes, context: RequestContext) -> bytes:
         raise NotImplementedError
 
 
-class CountTokens(Endpoint):
-    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
-        request = await aside(len(body), anthropic_messages.read_request, body, visit.headers)
-        return anthropic_messages.write_count(await self.gateway.count(request, visit.caller))
+class CountTokens(JsonEndpoint):
+    async def handle(self, body: bytes, context: RequestContext) -> bytes:
+        request = await self._gateway.read(self._protocol, body, context.headers, context.key)
+        return anthropic_messages.write_count(await self._gateway.count(request, context.caller()))
 
 
-class InputTokens(Endpoint):
-    def __init__(self, wire: WireProtocol, gateway: Gateway, settings: HttpSettings, stored: StoredResponses) -> None:
-        super().__init__(wire, gateway, settings)
-        self._stored = stored
-
-    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
-        asked = await aside(len(body), openai_responses.read_request, body, visit.headers)
-        request = await self._stored.recall(asked, visit.key)
-        return openai_responses.write_input_tokens(await self.gateway.count(request, visit.caller))
+class InputTokens(JsonEndpoint):
+    async def handle(self, body: bytes, context: RequestContext) -> bytes:
+        request = await self._gateway.read(self._protocol, body, context.headers, context.key)
+        return openai_responses.write_input_tokens(await self._gateway.count(request, context.caller()))
 
 
-class Embed(Endpoint):
-    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
-        request = await aside(len(body), openai_embeddings.read_request, body, visit.headers)
-        made = await self.gateway.embed(request, visit.caller)
-        return openai_embeddings.write_reply(made.vectors, made.prompt_tokens, request)
+class EmbeddingsEndpoint(JsonEndpoint):
+    async def handle(self, body: bytes, context: RequestContext) -> bytes:
+        request = await run_sized(len(body), openai_embeddings.read_request, body, context.headers)
+        result = await self._gateway.embed(request, context.caller())
+        return openai_embeddings.write_reply(result.vectors, result.prompt_tokens, request)
 
 
-class Look(Endpoint):
-    """Work that is the tokenizer's and the template's alone: a long body's is done in a thread."""
+class TokenEndpoint(JsonEndpoint):
+    """Work of the tokenizer and the template alone; a long body is handled in a thread."""
 
-    async def answer(self, body: bytes, visit: RequestContext) -> bytes:
-        asked = await aside(len(body), decode, _bodies, body)
-        target, model = self.gateway.model_for(asked.model or _DEFAULT, visit.caller)
-        question = Question(asked, model, target.window, body, visit.headers)
-        return encode(await aside(len(body) * _WORK, self.look, question))
+    async def handle(self, body: bytes, context: RequestContext) -> bytes:
+        parsed = await run_sized(len(body), decode, _body_decoder, body)
+        target, model = self._gateway.model_for(parsed.model or _DEFAULT_MODEL, context.caller())
+        request = TokenRequest(parsed, model, target.window, body, context.headers)
+        return encode(await run_sized(len(body) * _TOKENIZE_COST, self.compute, request))
 
-    def look(self, question: Question) -> dict[str, Any]:
+    def compute(self, request: TokenRequest) -> dict[str, Any]:
         raise NotImplementedError
 
 
-class Tokenize(Look):
-    def look(self, question: Question) -> dict[str, Any]:
-        asked, ids = question.asked, self._ids(question)
-        reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": question.window}
-        if asked.with_pieces or asked.return_token_strs:
-            pieces = [question.model.pipeline.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
+class Tokenize(TokenEndpoint):
+    def compute(self, request: TokenRequest) -> dict[str, Any]:
+        parsed, pipeline = request.parsed, request.model.pipeline
+        if parsed.messages is not None:
+            ids = pipeline.renderer.tokens(pipeline.renderer.text(request.chat()))
+        else:
+            text = parsed.content if parsed.content is not None else parsed.prompt
+            if text is None:
+                raise InvalidRequest("one of content, prompt and messages is required", param="content")
+            add_special = parsed.add_special or parsed.add_special_tokens
+            ids = pipeline.renderer.raw(text) if add_special else pipeline.tokenizer.encode(text)
+        reply: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": request.window}
+        if parsed.with_pieces or parsed.return_token_strs:
+            pieces = [pipeline.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
             reply["token_strs"] = pieces
-        if asked.with_pieces:
-            reply["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]
+            if parsed.with_pieces:
+                reply["tokens"] = [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]
         return reply
 
-    def _ids(self, question: Question) -> list[int]:
-        asked, parts = question.asked, question.model.pipeline
-        if asked.messages is not None:
-            return parts.renderer.tokens(parts.renderer.text(question.chat()))
-        text, special = _text_of(asked), asked.add_special or asked.add_special_tokens
-        return parts.renderer.raw(text) if special else parts.tokenizer.encode(text)
 
-
-class Detokenize(Look):
-    def look(self, question: Question) -> dict[str, Any]:
-        tokens, vocab = question.asked.tokens, question.model.pipeline.tokenizer
+class Detokenize(TokenEndpoint):
+    def compute(self, request: TokenRequest) -> dict[str, Any]:
+        tokens, tokenizer = request.parsed.tokens, request.model.pipeline.tokenizer
         if tokens is None:
             raise InvalidRequest("tokens: a list of token ids is required", param="tokens")
-        if bad := [t for t in tokens if not 0 <= t < vocab.size]:
+        if bad := [t for t in tokens if not 0 <= t < tokenizer.size]:
             raise InvalidRequest(
-                f"tokens: {str(bad[0])[:40]} is not a token of this model (0 to {vocab.size - 1})", param="tokens"
+                f"tokens: {str(bad[0])[:40]} is not a token of this model (0 to {tokenizer.size - 1})", param="tokens"
             )
-        text = vocab.decode(tokens)
+        text = tokenizer.decode(tokens)
         return {"prompt": text, "content": text}
 
 
-class ApplyTemplate(Look):
-    def look(self, question: Question) -> dict[str, Any]:
-        return {"prompt": unshield(question.model.pipeline.renderer.text(question.chat()))}
-
-
-def _text_of(asked: TokenBody) -> str:
-    text = asked.content if asked.content is not None else asked.prompt
-    if text is None:
-        raise InvalidRequest("one of content, prompt and messages is required", param="content")
-    return text
+class ApplyTemplate(TokenEndpoint):
+    def compute(self, request: TokenRequest) -> dict[str, Any]:
+        return {"prompt": unshield(request.model.pipeline.renderer.text(request.chat()))}

@@ -44,7 +44,7 @@ class AdminService:
         self._following: asyncio.Task[None] | None = None
         self._learning: dict[str, asyncio.Task[None]] = {}
 
-    def particulars(self, model: str) -> ModelDetails:
+    def details(self, model: str) -> ModelDetails:
         settings = self._config.models[model]
         return ModelDetails(
             backend=settings.backend or "",

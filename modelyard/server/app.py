@@ -19,6 +19,7 @@ from modelyard.core.errors import Unavailable
 from modelyard.core.store import Store
 from modelyard.gateway import Gateway
 from modelyard.gateway.replay_memory import ReplayMemory
+from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.http import server as front
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import PeerGateways
@@ -50,7 +51,7 @@ class ServerApp(Struct):
     keys: tuple[Key, ...]
     scheduler: Scheduler | RemotePool
     gateway: Gateway
-    house: AdminService
+    admin: AdminService
     app: ASGIApp
 
     async def stop(self) -> None:
@@ -86,15 +87,21 @@ def compose(
         images=Images(config.images),
         metrics=metrics,
         history=History(config.log.history_requests),
-        recall=ReplayMemory(store if shared else None),
+        replay=ReplayMemory(store if shared else None),
+        stored=StoredResponses(store),
     )
     metrics.set_queue_source(lambda: {name: status.waiting for name, status in scheduler.status().items()})
     if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one tells its figures
         metrics.set_pool_source(scheduler.figures)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
-    house = AdminService(config, scheduler, gateway, reread)
+    service = AdminService(config, scheduler, gateway, reread)
     return ServerApp(
-        config, keys, scheduler, gateway, house, _front(config, keys, scheduler, gateway, peer, house, store, welcome)
+        config,
+        keys,
+        scheduler,
+        gateway,
+        service,
+        _front(config, keys, scheduler, gateway, peer, service, store, welcome),
     )
 
 
@@ -130,12 +137,12 @@ def _front(
     scheduler: Scheduler | RemotePool,
     gateway: Gateway,
     peer: MetricsPeer | None,
-    house: AdminService,
+    service: AdminService,
     store: Store,
     welcome: Callable[[], None],
 ) -> ASGIApp:
     settings = config.log
-    journal = (
+    disk_captures = (
         DiskCaptureSink(settings.debug_dir, settings.debug_max_requests, settings.debug_max_bytes)
         if settings.debug_dir is not None
         else None
@@ -153,24 +160,24 @@ def _front(
         _calm_collector()
         yield
         await _stop(gateway, scheduler)  # not everybody who runs this app says goodbye first
-        await house.close()
+        await service.close()
         await gateway.close()
         await store.close()
         await workbench.close()
-        await siblings.close()
+        await peers.close()
         if peer is not None:
             await peer.close()
-        if journal is not None:
-            await asyncio.to_thread(journal.close)
+        if disk_captures is not None:
+            await asyncio.to_thread(disk_captures.close)
 
     scrape: Callable[[], Awaitable[bytes]] = gateway.metrics.scrape if peer is None else peer.scrape
-    papers = MemoryCaptureSink(settings.history_bytes, on=settings.history_texts)
-    scribe = papers if journal is None else CombinedCaptureSink(journal, papers)
-    siblings = PeerGateways(own_place())
-    office = AdminContext(scheduler, gateway, papers, house, cache_dir() / "tune", time.time, siblings)
+    memory_captures = MemoryCaptureSink(settings.history_bytes, on=settings.history_texts)
+    captures = memory_captures if disk_captures is None else CombinedCaptureSink(disk_captures, memory_captures)
+    peers = PeerGateways(own_place())
+    admin = AdminContext(scheduler, gateway, memory_captures, service, cache_dir() / "tune", time.time, peers)
     workbench = Workbench(meeting=meeting_place(), keeper=is_keeper(), own=own_place())
-    edge = front.Edge(gateway, config.http, keys, store, scrape, scribe, office, workbench)
-    built = front.build(edge, life)
+    context = front.HttpContext(gateway, config.http, keys, scrape, captures, admin, workbench)
+    built = front.build_app(context, life)
     return built
 
 

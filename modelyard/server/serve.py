@@ -70,15 +70,15 @@ async def _serve_one(config: Config, reread: Reread, scheduler: str | None = Non
     pool = None if scheduler is None else gateway_pool(config, scheduler)
     if pool is not None:
         await pool.ready(_FIRST_WORD_S)
-    yard = compose(config, reread=reread, pool=pool, welcome=lambda: _announce(config, listening))
+    server_app = compose(config, reread=reread, pool=pool, welcome=lambda: _announce(config, listening))
     if pool is not None:
-        pool.on_edition, pool.on_engine = yard.house.follow, yard.house.learn
-        yard.house.learn_all()
-    server = front.server(yard.app, config.http, yard.stop)
+        pool.on_edition, pool.on_engine = server_app.admin.follow, server_app.admin.learn
+        server_app.admin.learn_all()
+    server = front.make_server(server_app.app, config.http, server_app.stop)
     # Alone, it shares its port with nobody: SO_REUSEPORT would let a second server take half of the requests.
     listening = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
-    with on_hangup(yard.house.reload):
-        watching = asyncio.create_task(watch(await _files(reread), yard.house.reload)) if config.watch else None
+    with on_hangup(server_app.admin.reload):
+        watching = asyncio.create_task(watch(await _files(reread), server_app.admin.reload)) if config.watch else None
         await server.serve(sockets=[listening])
         if watching is not None:
             watching.cancel()

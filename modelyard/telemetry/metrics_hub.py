@@ -1,4 +1,9 @@
-"""The messages between gateway processes and their hub, grouped by who receives them, and how they are framed."""
+"""`/metrics` of several gateway processes: the parent's `MetricsHub` and each child's `MetricsPeer`.
+
+The hub and its peers talk over a unix socket: frames of four length bytes and MessagePack. A killed child cannot
+report any more, so each child pushes its counters every two seconds; when its connection ends, the hub keeps them.
+Everything the hub has handed out once it keeps, so that no total decreases, even after kill -9.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +28,29 @@ from modelyard.telemetry.metrics import (
     without_gauges,
 )
 
-__all__ = ["MetricsHub", "MetricsPeer"]
-
 T = TypeVar("T")
 
 _MAX_FRAME = 64 * 1024**2
+_MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes on Linux, 104 on macOS
 
-# --- for the hub ----------------------------------------------------------------------------------------------------
+
+# --- messages to the hub ----------------------------------------------------------------------------------------------
 
 
 class SnapshotPush(Struct, frozen=True, tag=True):
-    """A child's snapshot: now and then on its own, or as the answer to `Want`."""
+    """A child's snapshot. `reply_to` is the id of a `SnapshotRequest`; 0 for a periodic push."""
 
     snapshot: bytes
-    answers: int = 0
+    reply_to: int = 0
 
 
 class CollectRequest(Struct, frozen=True, tag=True):
-    """A child is being scraped and wants everybody's snapshots."""
+    """A child is being scraped and needs the snapshots of all processes."""
 
     id: int
 
 
-# --- for a child ----------------------------------------------------------------------------------------------------
+# --- messages to a child ----------------------------------------------------------------------------------------------
 
 
 class SnapshotRequest(Struct, frozen=True, tag=True):
@@ -53,14 +58,17 @@ class SnapshotRequest(Struct, frozen=True, tag=True):
 
 
 class CollectReply(Struct, frozen=True, tag=True):
-    """The answer to `Ask`."""
-
     id: int
     snapshots: list[bytes]
 
 
+_encoder = msgspec.msgpack.Encoder()
+hub_decoder = msgspec.msgpack.Decoder(SnapshotPush | CollectRequest)
+peer_decoder = msgspec.msgpack.Decoder(SnapshotRequest | CollectReply)
+
+
 class MessageStream(Generic[T]):
-    """A stream of messages: four bytes of length, then MessagePack. `T` is what comes in."""
+    """`T` is the type of received messages."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: msgspec.msgpack.Decoder[T]
@@ -68,7 +76,7 @@ class MessageStream(Generic[T]):
         self._reader, self._writer, self._decoder = reader, writer, decoder
 
     async def receive(self) -> T | None:
-        """The next message, or None when the other side is gone, in whatever way."""
+        """The next message; None when the connection has ended or is broken."""
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "big")
             if size > _MAX_FRAME:
@@ -87,56 +95,42 @@ class MessageStream(Generic[T]):
         try:
             await self._writer.wait_closed()
         except ConnectionError:
-            return  # the other side was faster
+            return  # the other side closed first
 
 
-_encoder = msgspec.msgpack.Encoder()
-for_hub = msgspec.msgpack.Decoder(SnapshotPush | CollectRequest)
-for_child = msgspec.msgpack.Decoder(SnapshotRequest | CollectReply)
+# --- the parent -------------------------------------------------------------------------------------------------------
 
 
-# The parent's half of `/metrics` on several gateway processes: it gathers their snapshots and remembers the dead.
-#
-# Whatever the hub has handed out once it also keeps, so that no total ever goes backwards, not even after kill -9: when
-# a child's connection ends, its counters join `_departed`.
+class _Child:
+    """A child's connection and its last snapshot."""
 
-_MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes on Linux, 104 on macOS
+    def __init__(self, stream: MessageStream[SnapshotPush | CollectRequest]) -> None:
+        self.stream = stream
+        self.snapshot = encode_snapshot(MetricsSnapshot())
+        self.pending: dict[int, asyncio.Future[None]] = {}
 
+    def request_snapshot(self, id: int) -> asyncio.Future[None]:
+        reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.pending[id] = reply
+        self.stream.send(SnapshotRequest(id))
+        return reply
 
-class _Member:
-    """A child's connection and the last that was heard from it."""
-
-    def __init__(self, frames: MessageStream[SnapshotPush | CollectRequest]) -> None:
-        self.frames = frames
-        self.last = encode_snapshot(MetricsSnapshot())
-        self.awaited: dict[int, asyncio.Future[None]] = {}
-
-    def want(self, id: int) -> asyncio.Future[None]:
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.awaited[id] = answer
-        self.frames.send(SnapshotRequest(id))
-        return answer
-
-    def heard(self, push: SnapshotPush) -> None:
-        self.last = push.snapshot
-        self.settle(push.answers)
-
-    def settle(self, id: int) -> None:
-        answer = self.awaited.pop(id, None)
-        if answer is not None and not answer.done():
-            answer.set_result(None)
+    def resolve(self, id: int) -> None:
+        reply = self.pending.pop(id, None)
+        if reply is not None and not reply.done():
+            reply.set_result(None)
 
 
 class MetricsHub:
-    """`path`, once it is open, is a unix socket in a folder that only this user may enter."""
+    """`path` is, after `open()`, a unix socket in a folder that only this user can enter."""
 
     def __init__(self, deadline_s: float = 1.0) -> None:
         self.path = ""
         self._folder: Path | None = None
         self._deadline = deadline_s
         self._ids = count(1)
-        self._members: set[_Member] = set()
-        self._departed = MetricsSnapshot()
+        self._children: set[_Child] = set()
+        self._exited = MetricsSnapshot()  # the counters of children that have exited
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
 
@@ -148,52 +142,50 @@ class MetricsHub:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for member in list(self._members):
-            await member.frames.close()
+        for child in list(self._children):
+            await child.stream.close()
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._folder is not None:
             shutil.rmtree(self._folder)
 
     async def gather(self) -> list[bytes]:
-        """Everybody's snapshot, fresh where it came in time, and what the dead have left."""
+        """The snapshots of all children (the last known one of a child that is late) and of those that have exited."""
         id = next(self._ids)
-        answers = {member: member.want(id) for member in self._members}
-        if answers:
-            await asyncio.wait(answers.values(), timeout=self._deadline)
-        for member in answers:
-            member.settle(id)
-        # Looked up only now, in one go: a child that died meanwhile is among the departed, and counts once.
-        return [*(member.last for member in self._members), encode_snapshot(self._departed)]
+        replies = {child: child.request_snapshot(id) for child in self._children}
+        if replies:
+            await asyncio.wait(replies.values(), timeout=self._deadline)
+        for child in replies:
+            child.resolve(id)
+        # Read only now, without awaiting: a child that exited meanwhile is in `_exited` and counts once.
+        return [*(child.snapshot for child in self._children), encode_snapshot(self._exited)]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        member = _Member(MessageStream(reader, writer, for_hub))
-        self._members.add(member)
-        self._keep(asyncio.current_task())
+        child = _Child(MessageStream(reader, writer, hub_decoder))
+        self._children.add(child)
+        self._track(asyncio.current_task())
         try:
-            while (message := await member.frames.receive()) is not None:
+            while (message := await child.stream.receive()) is not None:
                 if isinstance(message, SnapshotPush):
-                    member.heard(message)
+                    child.snapshot = message.snapshot
+                    child.resolve(message.reply_to)
                 else:
-                    # Not in this task: the asker must be able to answer its own `Want`.
-                    self._keep(asyncio.create_task(self._answer(member, message)))
+                    # Not in this task: it must receive the child's own reply to the `SnapshotRequest`.
+                    self._track(asyncio.create_task(self._reply(child, message)))
         finally:
-            self._retire(member)
-            await member.frames.close()
+            self._children.discard(child)
+            self._exited = sum_snapshots([self._exited, without_gauges(decode_snapshot(child.snapshot))])
+            for id in list(child.pending):
+                child.resolve(id)
+            await child.stream.close()
 
-    def _keep(self, task: asyncio.Task[None] | None) -> None:
+    async def _reply(self, child: _Child, request: CollectRequest) -> None:
+        child.stream.send(CollectReply(request.id, await self.gather()))
+
+    def _track(self, task: asyncio.Task[None] | None) -> None:
         if task is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, member: _Member, ask: CollectRequest) -> None:
-        member.frames.send(CollectReply(ask.id, await self.gather()))
-
-    def _retire(self, member: _Member) -> None:
-        self._members.discard(member)
-        self._departed = sum_snapshots([self._departed, without_gauges(decode_snapshot(member.last))])
-        for id in list(member.awaited):
-            member.settle(id)
 
 
 def _private_folder() -> Path:
@@ -204,22 +196,22 @@ def _private_folder() -> Path:
     return Path(folder)
 
 
-# A gateway child's half of `/metrics` on several gateway processes: answers the hub, and asks it for everybody.
-#
-# A child that is killed can say nothing any more, so each one tells the hub its counters every two seconds. Without a
-# hub (it died, or there is one process only) the own snapshot is all there is.
+# --- a child ----------------------------------------------------------------------------------------------------------
 
 
 class MetricsPeer:
-    """`lost` is set when the hub has gone, and with it the parent: where no tether holds, the child should end."""
+    """`lost` is set when the hub, and with it the parent, is gone: a child that did not die with it should exit.
+
+    Without a hub, `scrape` returns the metrics of this process only.
+    """
 
     def __init__(self, path: str, metrics: Metrics, push_every_s: float = 2.0, deadline_s: float = 2.0) -> None:
         self.lost = asyncio.Event()
         self._path, self._metrics = path, metrics
         self._push_every, self._deadline = push_every_s, deadline_s
         self._ids = count(1)
-        self._frames: MessageStream[SnapshotRequest | CollectReply] | None = None
-        self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._stream: MessageStream[SnapshotRequest | CollectReply] | None = None
+        self._pending: dict[int, asyncio.Future[list[bytes]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
@@ -228,15 +220,15 @@ class MetricsPeer:
         except OSError:
             self.lost.set()
             return
-        self._frames = MessageStream(reader, writer, for_child)
-        self._spawn(self._listen(self._frames))
-        self._spawn(self._keep_pushing(self._frames))
+        self._stream = MessageStream(reader, writer, peer_decoder)
+        self._spawn(self._listen(self._stream))
+        self._spawn(self._push_periodically(self._stream))
 
     async def close(self) -> None:
-        """The last push goes out first: a child that ends in peace loses no count."""
-        if self._frames is not None:
-            self._frames.send(SnapshotPush(self._metrics.snapshot()))
-            await self._frames.close()
+        """Push a last time, so that an orderly exit loses no count, and disconnect."""
+        if self._stream is not None:
+            self._stream.send(SnapshotPush(self._metrics.snapshot()))
+            await self._stream.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -245,41 +237,41 @@ class MetricsPeer:
         return render_snapshots(await self.collect())
 
     async def collect(self) -> list[bytes]:
-        """Everybody's snapshots, the dead ones' counters among them; only the own one where the hub fails us."""
-        if self._frames is None or self.lost.is_set():
+        """The snapshots of all processes, including exited ones; only this one's if the hub does not reply."""
+        if self._stream is None or self.lost.is_set():
             return await self._own()
         id = next(self._ids)
-        answer = self._asked[id] = asyncio.get_running_loop().create_future()
-        self._frames.send(CollectRequest(id))
+        reply = self._pending[id] = asyncio.get_running_loop().create_future()
+        self._stream.send(CollectRequest(id))
         try:
-            return await asyncio.wait_for(answer, self._deadline)
+            return await asyncio.wait_for(reply, self._deadline)
         except (TimeoutError, ConnectionError):
             return await self._own()
         finally:
-            del self._asked[id]
+            del self._pending[id]
 
     async def _own(self) -> list[bytes]:
         await self._metrics.measure_system()
         return [self._metrics.snapshot()]
 
-    async def _listen(self, frames: MessageStream[SnapshotRequest | CollectReply]) -> None:
-        while (message := await frames.receive()) is not None:
+    async def _listen(self, stream: MessageStream[SnapshotRequest | CollectReply]) -> None:
+        while (message := await stream.receive()) is not None:
             if isinstance(message, SnapshotRequest):
-                self._spawn(self._answer(frames, message))
-            elif message.id in self._asked and not self._asked[message.id].done():
-                self._asked[message.id].set_result(message.snapshots)
+                self._spawn(self._push(stream, message.id))
+            elif message.id in self._pending and not self._pending[message.id].done():
+                self._pending[message.id].set_result(message.snapshots)
         self.lost.set()
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(ConnectionError("the hub is gone"))
+        for reply in self._pending.values():
+            if not reply.done():
+                reply.set_exception(ConnectionError("the metrics hub closed the connection"))
 
-    async def _answer(self, frames: MessageStream[SnapshotRequest | CollectReply], want: SnapshotRequest) -> None:
+    async def _push(self, stream: MessageStream[SnapshotRequest | CollectReply], reply_to: int) -> None:
         await self._metrics.measure_system()
-        frames.send(SnapshotPush(self._metrics.snapshot(), want.id))
+        stream.send(SnapshotPush(self._metrics.snapshot(), reply_to))
 
-    async def _keep_pushing(self, frames: MessageStream[SnapshotRequest | CollectReply]) -> None:
+    async def _push_periodically(self, stream: MessageStream[SnapshotRequest | CollectReply]) -> None:
         while not self.lost.is_set():
-            frames.send(SnapshotPush(self._metrics.snapshot()))
+            stream.send(SnapshotPush(self._metrics.snapshot()))
             await asyncio.sleep(self._push_every)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

@@ -1,7 +1,7 @@
-"""What the machine gives us right now: CPU and memory of this process with its children, and every GPU's load.
+"""CPU, memory and GPU readings: load for the metrics, memory for planning.
 
-A reading takes milliseconds (it walks the process table, and a first look at a GPU starts its driver): read it in a
-thread, never on the event loop.
+A reading takes milliseconds (it walks the process table, and the first access to a GPU starts its driver): call these
+functions in a thread, never on the event loop.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from msgspec import Struct
 
 from modelyard.core.engine import AvailableMemory
 
+_CGROUP = Path("/sys/fs/cgroup")
+
+# --- load -------------------------------------------------------------------------------------------------------------
+
 
 class GpuLoad(Struct, frozen=True):
     uuid: str
@@ -23,51 +27,50 @@ class GpuLoad(Struct, frozen=True):
 
 
 class SystemLoad(Struct, frozen=True):
+    """CPU and memory of this process and its children; GPUs as used by all programs."""
+
     cpu_percent: float = 0.0
     memory: int = 0
     gpus: tuple[GpuLoad, ...] = ()
 
 
 class SystemMonitor:
-    """Remembers each process between two readings: a CPU share is a difference in time."""
+    """Keeps the processes between two readings: psutil computes CPU use as a difference over time."""
 
     def __init__(self) -> None:
         self._self = psutil.Process()
         self._children: dict[int, psutil.Process] = {}
-        self._has_gpus: bool | None = None
+        self._has_driver: bool | None = None
         self.started = self._self.create_time()
 
     def read(self) -> SystemLoad:
+        children = self._self.children(recursive=True)
+        self._children = {child.pid: self._children.get(child.pid, child) for child in children}
         cpu, memory = 0.0, 0
-        for process in self._family():
+        for process in (self._self, *self._children.values()):
             try:
                 cpu += process.cpu_percent(None)
                 memory += process.memory_info().rss
             except psutil.Error:
-                continue  # it ended while we looked
+                continue  # it exited meanwhile
         return SystemLoad(cpu, memory, self._gpus())
 
-    def _family(self) -> list[psutil.Process]:
-        known = self._children
-        self._children = {p.pid: known.get(p.pid, p) for p in self._self.children(recursive=True)}
-        return [self._self, *self._children.values()]
-
     def _gpus(self) -> tuple[GpuLoad, ...]:
-        if self._has_gpus is None:
-            self._has_gpus = _driver_answers()
-        if not self._has_gpus:
+        if self._has_driver is None:
+            self._has_driver = _init_driver()
+        if not self._has_driver:
             return ()
         try:
             return tuple(_gpu_load(i) for i in range(pynvml.nvmlDeviceGetCount()))
         except pynvml.NVMLError:
-            return ()  # a GPU that fell off the bus: its absence from the metrics is the truth
+            return ()  # a GPU fell off the bus: leave it out of the metrics
 
 
-def _driver_answers() -> bool:
+def _init_driver() -> bool:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return False  # no driver: a machine without GPUs is nothing to report
+        return False  # no driver, no GPUs
     return True
 
 
@@ -79,17 +82,17 @@ def _gpu_load(index: int) -> GpuLoad:
 
 
 class MemoryGauge:
-    """Bytes in use by device: by this program and its children of RAM ("cpu"), by anybody of all GPUs ("gpu")."""
+    """Used bytes by device: "cpu" is RAM of this program and its children, "gpu" is all GPUs, by all programs."""
 
-    def __init__(self, machine: SystemMonitor | None = None) -> None:
-        self._machine = machine or SystemMonitor()
+    def __init__(self, monitor: SystemMonitor | None = None) -> None:
+        self._monitor = monitor or SystemMonitor()
 
     def read(self) -> dict[str, int]:
-        load = self._machine.read()
+        load = self._monitor.read()
         return {"cpu": load.memory, "gpu": sum(gpu.memory for gpu in load.gpus)}
 
 
-# Memory right now: the machine's RAM and each GPU's, and what this process with its children takes of the RAM.
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 class GpuMemory(Struct, frozen=True, kw_only=True):
@@ -101,7 +104,7 @@ class GpuMemory(Struct, frozen=True, kw_only=True):
 
 
 class MachineMemory(Struct, frozen=True, kw_only=True):
-    """Bytes of the whole machine, and of this process with its children."""
+    """Bytes of the whole machine; `ram_used_here` is this process with its children."""
 
     ram_total: int
     ram_free: int
@@ -110,11 +113,11 @@ class MachineMemory(Struct, frozen=True, kw_only=True):
 
 
 def read_memory() -> MachineMemory:
-    whole, here = psutil.virtual_memory(), psutil.Process()
+    machine, process = psutil.virtual_memory(), psutil.Process()
     return MachineMemory(
-        ram_total=int(whole.total),
-        ram_free=int(whole.available),
-        ram_used_here=sum(map(_resident, [here, *here.children(recursive=True)])),
+        ram_total=int(machine.total),
+        ram_free=int(machine.available),
+        ram_used_here=sum(map(_resident, [process, *process.children(recursive=True)])),
         gpus=read_gpus(),
     )
 
@@ -123,7 +126,7 @@ def _resident(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
     except psutil.Error:
-        return 0  # it ended while we looked
+        return 0  # it exited meanwhile
 
 
 def read_gpus() -> tuple[GpuMemory, ...]:
@@ -132,45 +135,35 @@ def read_gpus() -> tuple[GpuMemory, ...]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return tuple(map(_gpu_memory, handles))
     except pynvml.NVMLError:
-        return ()  # no driver: a machine without GPUs
-
-
-def _info(handle: Any) -> Any:
-    """The newer one does not count as used what the driver keeps for itself; nvidia-smi doesn't either."""
-    try:
-        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-    except pynvml.NVMLError:
-        return pynvml.nvmlDeviceGetMemoryInfo(handle)
+        return ()  # no driver, no GPUs
 
 
 def _gpu_memory(handle: Any) -> GpuMemory:
-    held = _info(handle)
+    try:  # version 2 does not count the driver's reserve as used, like nvidia-smi
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     return GpuMemory(
         uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
         name=str(pynvml.nvmlDeviceGetName(handle)),
-        total=int(held.total),
-        used=int(held.used),
-        free=int(held.free),
+        total=int(memory.total),
+        used=int(memory.used),
+        free=int(memory.free),
     )
 
 
-# How much memory is free right now: RAM as far as this process may use it, and each GPU's.
-
-_CGROUP = Path("/sys/fs/cgroup")
-
-
 def free_memory(*, with_gpus: bool) -> AvailableMemory:
-    """`with_gpus`: whether anybody would use them. Where no driver answers the engine has the last word."""
+    """RAM that this process may still use, and each GPU's free memory. Without a GPU driver `gpus` is empty."""
     gpus = {gpu.uuid: gpu.free for gpu in read_gpus()} if with_gpus else {}
-    return AvailableMemory(min(psutil.virtual_memory().available, _allowed(_CGROUP)), gpus)
+    return AvailableMemory(min(psutil.virtual_memory().available, _cgroup_free(_CGROUP)), gpus)
 
 
-def _allowed(group: Path) -> int:
-    """What a container's own limit leaves; files in memory are given back when somebody needs the room."""
+def _cgroup_free(group: Path) -> int:
+    """What a container's limit leaves. The page cache counts as free: the kernel reclaims it."""
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        told = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no container, or one without a limit: "max" is no number
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
         return 2**63
-    files = int(told.get("inactive_file", 0)) + int(told.get("active_file", 0))
-    return max(0, limit - used + files)
+    page_cache = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    return max(0, limit - used + page_cache)

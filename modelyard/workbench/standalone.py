@@ -62,6 +62,6 @@ def serve(url: str, port: int) -> int:
 async def _serve(app: ASGIApp, settings: HttpSettings, url: str) -> int:
     listening = listen(settings.host, settings.port, shared=False)
     log.info("the workbench of %s is at http://%s:%s%s", url, HOST, listening.getsockname()[1], PREFIX)
-    server = front.server(app, settings)
+    server = front.make_server(app, settings)
     await server.serve(sockets=[listening])
     return 0 if server.started else 1

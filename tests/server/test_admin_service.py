@@ -102,7 +102,7 @@ async def test_what_only_a_restart_changes_is_told(tmp_path: Path) -> None:
 async def test_a_server_without_a_file_has_nothing_to_read() -> None:
     yard = compose(load_config(env={}, overrides=demo()).config, {})
     with pytest.raises(Conflict):
-        await yard.house.reload()
+        await yard.admin.reload()
     await yard.stop()
     await yard.gateway.close()
 

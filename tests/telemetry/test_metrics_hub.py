@@ -20,8 +20,8 @@ from modelyard.telemetry.metrics_hub import (
     MetricsPeer,
     SnapshotPush,
     SnapshotRequest,
-    for_child,
-    for_hub,
+    hub_decoder,
+    peer_decoder,
 )
 from tests.telemetry.prometheus_text import sample_values
 from tests.telemetry.test_metrics import FixedMonitor
@@ -31,10 +31,10 @@ from tests.telemetry.test_metrics import FixedMonitor
 async def _ends() -> AsyncIterator[
     tuple[MessageStream[SnapshotPush | CollectRequest], MessageStream[SnapshotRequest | CollectReply], socket.socket]
 ]:
-    """The hub's end, a child's end, and the child's bare socket for bytes that are no frame."""
+    """The hub's end, a child's end, and the child's socket for bytes that are not a frame."""
     ours, theirs = socket.socketpair()
-    hub = MessageStream(*await asyncio.open_unix_connection(sock=ours), for_hub)
-    child = MessageStream(*await asyncio.open_unix_connection(sock=theirs), for_child)
+    hub = MessageStream(*await asyncio.open_unix_connection(sock=ours), hub_decoder)
+    child = MessageStream(*await asyncio.open_unix_connection(sock=theirs), peer_decoder)
     try:
         yield hub, child, theirs
     finally:
@@ -42,7 +42,7 @@ async def _ends() -> AsyncIterator[
         await child.close()
 
 
-async def test_messages_for_the_hub_arrive_as_they_were_sent() -> None:
+async def test_messages_to_the_hub_arrive_unchanged() -> None:
     sent = [SnapshotPush(b"\x00\xff", 3), CollectRequest(7), SnapshotPush(b"")]
     async with _ends() as (hub, child, _):
         for message in sent:
@@ -50,31 +50,29 @@ async def test_messages_for_the_hub_arrive_as_they_were_sent() -> None:
         assert [await hub.receive() for _ in sent] == sent
 
 
-async def test_messages_for_a_child_arrive_as_they_were_sent() -> None:
+async def test_messages_to_a_child_arrive_unchanged() -> None:
     async with _ends() as (hub, child, _):
         hub.send(SnapshotRequest(1))
         hub.send(CollectReply(2, [b"a", b"b"]))
         assert [await child.receive(), await child.receive()] == [SnapshotRequest(1), CollectReply(2, [b"a", b"b"])]
 
 
-async def test_what_is_sent_to_a_closed_end_is_nobodys_business() -> None:
+async def test_sending_to_a_closed_connection_is_ignored() -> None:
     async with _ends() as (hub, child, _):
         await child.close()
         child.send(CollectRequest(1))
         assert await hub.receive() is None
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\x00\x00", b"\x00\x00\x00\x05ab", b"\xff\xff\xff\xffabc", b"\x00\x00\x00\x02ab"]
-)
-async def test_a_broken_or_ended_stream_is_the_end(data: bytes) -> None:
-    async with _ends() as (hub, _, bare):
-        bare.send(data)
-        bare.shutdown(socket.SHUT_WR)
-        assert await hub.receive() is None
+async def test_a_broken_or_closed_connection_ends_the_stream() -> None:
+    for data in (b"", b"\x00\x00", b"\x00\x00\x00\x05ab", b"\xff\xff\xff\xffabc", b"\x00\x00\x00\x02ab"):
+        async with _ends() as (hub, _, bare):
+            bare.send(data)
+            bare.shutdown(socket.SHUT_WR)
+            assert await hub.receive() is None, data
 
 
-_ForChild = MessageStream[SnapshotRequest | CollectReply]
+_ChildStream = MessageStream[SnapshotRequest | CollectReply]
 
 
 @asynccontextmanager
@@ -87,23 +85,23 @@ async def _hub(deadline_s: float = 60.0) -> AsyncIterator[MetricsHub]:
         await hub.close()
 
 
-async def _child(hub: MetricsHub) -> _ForChild:
-    return MessageStream(*await asyncio.open_unix_connection(hub.path), for_child)
+async def _connect(hub: MetricsHub) -> _ChildStream:
+    return MessageStream(*await asyncio.open_unix_connection(hub.path), peer_decoder)
 
 
 def _errors(count: float, waiting: float = 0) -> bytes:
     return encode_snapshot(MetricsSnapshot({"errors_total": {("x",): count}}, {"queue_waiting": {("m",): waiting}}))
 
 
-async def _answer(child: _ForChild, snapshot: bytes) -> None:
+async def _answer(child: _ChildStream, snapshot: bytes) -> None:
     message = await child.receive()
     assert isinstance(message, SnapshotRequest)
     child.send(SnapshotPush(snapshot, message.id))
 
 
-async def _introduce(hub: MetricsHub, snapshot: bytes) -> _ForChild:
-    """A child that the hub has heard of: without the round trip a gather could come before the connection."""
-    child = await _child(hub)
+async def _connected_child(hub: MetricsHub, snapshot: bytes) -> _ChildStream:
+    """A child that the hub knows: without the round trip a gather could run before the connection."""
+    child = await _connect(hub)
     child.send(SnapshotPush(snapshot))
     child.send(CollectRequest(1))
     await _answer(child, snapshot)
@@ -115,44 +113,44 @@ def _mode(path: Path) -> int | None:
     return stat.S_IMODE(path.stat().st_mode) if path.exists() else None
 
 
-async def test_the_socket_is_private_and_gone_afterwards() -> None:
+async def test_the_socket_is_private_and_removed_on_close() -> None:
     async with _hub() as hub:
         folder = Path(hub.path).parent
         assert _mode(folder) == 0o700
     assert _mode(folder) is None
 
 
-async def test_a_gather_asks_every_child_afresh() -> None:
+async def test_gather_requests_a_new_snapshot_from_every_child() -> None:
     async with _hub() as hub:
-        children = [await _introduce(hub, _errors(1))]
+        child = await _connected_child(hub, _errors(1))
         gathering = asyncio.create_task(hub.gather())
-        await _answer(children[0], _errors(5, waiting=2))
+        await _answer(child, _errors(5, waiting=2))
         text = render_snapshots(await gathering)
         assert sample_values(text, "errors_total") == {("x",): 5}
         assert sample_values(text, "queue_waiting") == {("m",): 2}
-        await children[0].close()
+        await child.close()
 
 
-async def test_a_late_child_counts_with_the_last_that_was_heard() -> None:
+async def test_a_late_child_counts_with_its_last_snapshot() -> None:
     async with _hub(deadline_s=0.01) as hub:
-        late = await _introduce(hub, _errors(3))
+        late = await _connected_child(hub, _errors(3))
         assert sample_values(render_snapshots(await hub.gather()), "errors_total") == {("x",): 3}
         await late.close()
 
 
-async def test_the_dead_leave_their_counters_once_and_none_of_their_gauges() -> None:
+async def test_an_exited_child_leaves_its_counters_once_and_no_gauges() -> None:
     async with _hub() as hub:
-        dead = await _introduce(hub, _errors(3, waiting=4))
-        await dead.close()
+        exited = await _connected_child(hub, _errors(3, waiting=4))
+        await exited.close()
         for _ in range(2):
             text = render_snapshots(await hub.gather())
             assert sample_values(text, "errors_total") == {("x",): 3}
         assert sample_values(text, "queue_waiting") == {}
 
 
-async def test_a_child_that_dies_while_asked_holds_nobody_up() -> None:
+async def test_a_child_that_dies_during_a_gather_does_not_delay_it() -> None:
     async with _hub(deadline_s=3600) as hub:
-        child = await _introduce(hub, _errors(3))
+        child = await _connected_child(hub, _errors(3))
         gathering = asyncio.create_task(hub.gather())
         assert isinstance(await child.receive(), SnapshotRequest)
         await child.close()
@@ -172,16 +170,6 @@ async def test_a_temporary_folder_too_long_for_a_socket_is_not_used(
 
 
 @asynccontextmanager
-async def _hub_peers() -> AsyncIterator[MetricsHub]:
-    hub = MetricsHub(60.0)
-    await hub.open()
-    try:
-        yield hub
-    finally:
-        await hub.close()
-
-
-@asynccontextmanager
 async def _peer(path: str, requests: int) -> AsyncIterator[MetricsPeer]:
     metrics = Metrics(FixedMonitor())
     for _ in range(requests):
@@ -198,35 +186,35 @@ async def _requests(peer: MetricsPeer) -> float:
     return sum(sample_values(await peer.scrape(), "http_requests_total").values())
 
 
-async def test_any_child_that_is_scraped_answers_for_all() -> None:
-    async with _hub_peers() as hub, _peer(hub.path, 3) as a, _peer(hub.path, 4) as b:
-        assert await _requests(b) >= 4  # by now the hub has heard of b
+async def test_any_scraped_child_answers_for_all() -> None:
+    async with _hub() as hub, _peer(hub.path, 3) as a, _peer(hub.path, 4) as b:
+        assert await _requests(b) >= 4  # the hub knows b from here on
         assert await _requests(a) == 7
         assert await _requests(b) == 7
 
 
-async def test_several_scrapes_at_once_all_get_the_whole() -> None:
-    async with _hub_peers() as hub, _peer(hub.path, 3) as a, _peer(hub.path, 4) as b:
+async def test_concurrent_scrapes_all_get_the_totals() -> None:
+    async with _hub() as hub, _peer(hub.path, 3) as a, _peer(hub.path, 4) as b:
         await _requests(b)
         await _requests(a)
         assert await asyncio.gather(*(_requests(peer) for peer in (a, b, a, b))) == [7] * 4
 
 
-async def test_a_child_that_ends_in_peace_loses_no_count() -> None:
-    async with _hub_peers() as hub, _peer(hub.path, 3) as a:
+async def test_a_child_that_exits_orderly_loses_no_count() -> None:
+    async with _hub() as hub, _peer(hub.path, 3) as a:
         async with _peer(hub.path, 4) as b:
             await _requests(b)
             b._metrics.http_request("/v1/messages", "POST", 200, 0.1)
         assert await _requests(a) == 8
 
 
-async def test_without_a_hub_a_child_answers_for_itself_and_knows_that_it_is_alone() -> None:
+async def test_without_a_hub_a_child_answers_for_itself_and_sets_lost() -> None:
     async with _peer("/no/such/socket", 3) as peer:
         assert peer.lost.is_set()
         assert await _requests(peer) == 3
 
 
-async def test_a_hub_that_goes_is_noticed_and_the_child_answers_for_itself() -> None:
+async def test_after_the_hub_closes_a_child_sets_lost_and_answers_for_itself() -> None:
     hub = MetricsHub(60.0)
     await hub.open()
     async with _peer(hub.path, 3) as peer:
@@ -249,20 +237,20 @@ async def main():
         metrics.http_request("/v1/messages", "POST", 200, 0.1)
     metrics.request_started()
     await peer.collect()
-    print("told", flush=True)
+    print("ready", flush=True)
     await peer.lost.wait()
 asyncio.run(main())
 """
 
 
-async def test_totals_never_go_backwards_when_a_child_is_killed() -> None:
-    async with _hub_peers() as hub, _peer(hub.path, 3) as peer:
+async def test_totals_never_decrease_when_a_child_is_killed() -> None:
+    async with _hub() as hub, _peer(hub.path, 3) as peer:
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _CHILD, hub.path, stdout=asyncio.subprocess.PIPE
         )
         assert child.stdout is not None
         async with asyncio.timeout(60):
-            assert await child.stdout.readline() == b"told\n"
+            assert await child.stdout.readline() == b"ready\n"
         assert await _requests(peer) == 8
         child.kill()
         await child.wait()
@@ -272,12 +260,12 @@ async def test_totals_never_go_backwards_when_a_child_is_killed() -> None:
         assert sample_values(text, "active_requests_current") == {(): 0}
 
 
-async def test_a_child_whose_parent_goes_can_tell() -> None:
-    async with _hub_peers() as hub:
+async def test_a_child_process_notices_that_its_parent_is_gone() -> None:
+    async with _hub() as hub:
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _CHILD, hub.path, stdout=asyncio.subprocess.PIPE
         )
         assert child.stdout is not None
-        assert await child.stdout.readline() == b"told\n"
+        assert await child.stdout.readline() == b"ready\n"
     async with asyncio.timeout(60):
         assert await child.wait() == 0

@@ -1,4 +1,4 @@
-"""What the admin API works with: the pool, the gateway, and questions that only the composition root can answer."""
+"""What the admin API uses: the pool, the gateway, and a service that the composition root provides."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from modelyard.telemetry.system import MachineMemory
 
 
 class ModelDetails(Struct, frozen=True, kw_only=True):
-    """What a model's definition says that the pool does not know. `overrides` are the fields that one load may change,
-    each with its JSON Schema; `definition` holds no secrets."""
+    """A model's definition beyond what the pool knows. `overrides` are the fields that one load may change, each with
+    its JSON Schema; `definition` contains no secrets."""
 
     backend: str
     enabled: bool = False
@@ -32,13 +32,13 @@ class ReloadResult(Struct, frozen=True, kw_only=True):
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # settings that need a restart, and what the file itself warns of
+    warnings: tuple[str, ...] = ()  # settings that need a restart, and warnings of the file
 
 
 class AdminService(Protocol):
-    """The composition root, as the admin API sees it."""
+    """Implemented by `modelyard.server.admin_service`."""
 
-    def particulars(self, model: str) -> ModelDetails: ...
+    def details(self, model: str) -> ModelDetails: ...
     async def memory(self) -> MachineMemory: ...
     async def estimate(self, model: str, overrides: Mapping[str, Any]) -> MemoryEstimate: ...
     async def reload(self) -> ReloadResult: ...
@@ -47,8 +47,8 @@ class AdminService(Protocol):
 class AdminContext(Struct, frozen=True):
     pool: Pool
     gateway: Gateway
-    papers: MemoryCaptureSink
-    house: AdminService
-    tune: Path  # where the optimizer leaves its results
+    captures: MemoryCaptureSink
+    service: AdminService
+    tune: Path  # the folder of the optimizer's results
     clock: Callable[[], float]
-    siblings: PeerGateways = PeerGateways()
+    peers: PeerGateways = PeerGateways()

@@ -1,4 +1,4 @@
-"""The endpoints under /v1/admin. Every order is checked, given to the pool, and answered with what came of it."""
+"""The endpoints under /v1/admin. Each command is checked, passed to the pool, and answered with its result."""
 
 from __future__ import annotations
 
@@ -22,85 +22,23 @@ from modelyard.http.admin import schemas
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.peers import merge_requests
 
-# Changes of the pool as server-sent events, for pages that want to know at once.
-
-PING = b": ping\n\n"
-
-
-def frame(name: str, value: Any) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
-
-
-async def pool_events(pool: Pool, first: Any, silence_s: float) -> AsyncIterator[bytes]:
-    """The pool as it is, then every change; a comment where nothing happens for `silence_s`.
-
-    The pending look at the next change is kept over a ping: to cancel it would lose the change.
-    """
-    changes = pool.subscribe()
-    pending: asyncio.Future[ModelStateChange] | None = None
-    try:
-        yield frame("snapshot", first)
-        while True:
-            pending = pending or asyncio.ensure_future(anext(changes))
-            done, _ = await asyncio.wait({pending}, timeout=silence_s)
-            if not done:
-                yield PING
-                continue
-            try:
-                change, pending = pending.result(), None
-            except StopAsyncIteration:
-                return
-            yield frame("model", change)
-    finally:
-        await _leave(changes, pending)
-
-
-async def _leave(changes: AsyncIterator[ModelStateChange], pending: asyncio.Future[ModelStateChange] | None) -> None:
-    if pending is not None:
-        pending.cancel()
-        await asyncio.gather(pending, return_exceptions=True)
-    close = getattr(changes, "aclose", None)
-    if close is not None:
-        await close()
-
-
-# What the optimizer has found so far: one JSON file a run, read from its folder.
-
 log = logging.getLogger(__name__)
 
-_NEWEST = 50
-
-
-def tuning_runs(folder: Path) -> list[dict[str, Any]]:
-    """The newest first. A file that is no result is left out, with a word in the log."""
-    files = sorted(folder.glob("*.json"), reverse=True)[:_NEWEST] if folder.is_dir() else []
-    return [found for file in files if (found := _run(file)) is not None]
-
-
-def _run(file: Path) -> dict[str, Any] | None:
-    try:
-        found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError) as error:
-        log.warning("%s is no result of the optimizer: %s", file, error)
-        return None
-    return {"id": file.stem, **found}
-
-
 Overrides = Annotated[dict[str, Any] | None, Body()]
-_MOST = 1000
+_MAX_REQUESTS = 1000
 
 
-def admin(office: AdminContext, keepalive_s: float) -> APIRouter:
-    desk = AdminRoutes(office, keepalive_s)
-    router = APIRouter(prefix="/v1/admin", tags=["admin"], dependencies=[Depends(desk.refresh)])
-    for method, path, call, summary in desk.endpoints():
+def admin_router(context: AdminContext, keepalive_s: float) -> APIRouter:
+    routes = AdminRoutes(context, keepalive_s)
+    router = APIRouter(prefix="/v1/admin", tags=["admin"], dependencies=[Depends(routes.refresh)])
+    for method, path, call, summary in routes.endpoints():
         router.add_api_route(path, call, methods=[method], summary=summary, response_class=Response)
     return router
 
 
 class AdminRoutes:
-    def __init__(self, office: AdminContext, keepalive_s: float) -> None:
-        self._office, self._keepalive_s = office, keepalive_s
+    def __init__(self, context: AdminContext, keepalive_s: float) -> None:
+        self._context, self._keepalive_s = context, keepalive_s
 
     def endpoints(self) -> tuple[tuple[str, str, Callable[..., Awaitable[Response]], str], ...]:
         return (
@@ -132,7 +70,7 @@ class AdminRoutes:
 
     async def refresh(self) -> None:
         """A pool in another process is asked how it stands before anything is told of it."""
-        ask: Callable[[], Awaitable[None]] | None = getattr(self._office.pool, "refresh", None)
+        ask: Callable[[], Awaitable[None]] | None = getattr(self._context.pool, "refresh", None)
         if ask is not None:
             await ask()
 
@@ -142,7 +80,7 @@ class AdminRoutes:
         return _json(self._listed())
 
     def _listed(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._shown(m) for m in self._office.pool.snapshot().models.values()]}
+        return {"object": "list", "data": [self._shown(m) for m in self._context.pool.snapshot().models.values()]}
 
     async def model(self, name: str) -> Response:
         return _json(self._shown(self._seen(name)))
@@ -152,7 +90,7 @@ class AdminRoutes:
 
     def _said(self, name: str) -> list[str]:
         """Only an engine that is a process of its own has such lines."""
-        engines = self._office.pool.engines(name)
+        engines = self._context.pool.engines(name)
         return [line for engine in engines for line in getattr(engine, "log_tail", list)()]
 
     async def load(self, name: str, overrides: Overrides = None, wait: bool = True) -> Response:
@@ -160,25 +98,25 @@ class AdminRoutes:
         changes = overrides or {}
         if isinstance(changes.get("overrides"), dict) and len(changes) == 1:
             changes = changes["overrides"]
-        return await self._ordered(name, self._office.pool.load(name, changes or None), wait)
+        return await self._ordered(name, self._context.pool.load(name, changes or None), wait)
 
     async def unload(self, name: str, force: bool = False, wait: bool = True) -> Response:
-        return await self._ordered(name, self._office.pool.unload(name, force), wait)
+        return await self._ordered(name, self._context.pool.unload(name, force), wait)
 
     async def drain(self, name: str, wait: bool = False) -> Response:
-        return await self._ordered(name, self._office.pool.drain(name), wait)
+        return await self._ordered(name, self._context.pool.drain(name), wait)
 
     async def scale(self, name: str, body: Overrides = None, wait: bool = True) -> Response:
         replicas = (body or {}).get("replicas")
         if not isinstance(replicas, int) or isinstance(replicas, bool):
             raise InvalidRequest('the body is {"replicas": N}, with a whole number', param="replicas")
-        return await self._ordered(name, self._office.pool.scale(name, replicas), wait)
+        return await self._ordered(name, self._context.pool.scale(name, replicas), wait)
 
     async def estimate(self, name: str, overrides: Overrides = None) -> Response:
         """Nothing is loaded; an override that a load would refuse is refused here, too."""
         self._seen(name)
-        house = self._office.house
-        return _json(schemas.estimate(name, await house.estimate(name, overrides or {}), await house.memory()))
+        service = self._context.service
+        return _json(schemas.estimate(name, await service.estimate(name, overrides or {}), await service.memory()))
 
     async def _ordered(self, name: str, order: asyncio.Future[None], wait: bool) -> Response:
         """Shielded: the work goes on when the one who asked for it leaves."""
@@ -189,23 +127,23 @@ class AdminRoutes:
         return _json(self._shown(self._seen(name)), 200 if wait else 202)
 
     def _seen(self, name: str) -> ModelSnapshot:
-        found = self._office.pool.snapshot().models.get(name)
+        found = self._context.pool.snapshot().models.get(name)
         if found is None:
             raise NotFound(f"no model {name!r} is configured", code="model_not_found")
         return found
 
     def _shown(self, seen: ModelSnapshot) -> dict[str, Any]:
-        gateway, house = self._office.gateway, self._office.house
-        up = self._office.pool.engines(seen.name)
+        gateway, service = self._context.gateway, self._context.service
+        up = self._context.pool.engines(seen.name)
         told = up[0].info.capabilities if up else None
-        can = gateway.abilities.of(gateway.models[seen.name], told)
-        return schemas.model(seen, house.particulars(seen.name), can, self._said(seen.name))
+        can = gateway.capabilities.effective(gateway.models[seen.name], told)
+        return schemas.model(seen, service.details(seen.name), can, self._said(seen.name))
 
     async def memory(self) -> Response:
-        return _json(schemas.memory(await self._office.house.memory(), self._office.pool.snapshot()))
+        return _json(schemas.memory(await self._context.service.memory(), self._context.pool.snapshot()))
 
     async def caches(self) -> Response:
-        pool = self._office.pool
+        pool = self._context.pool
         seen = pool.snapshot().models.values()
         return _json({"data": [row for m in seen for row in schemas.caches(m.name, m.caches, pool.engines(m.name))]})
 
@@ -214,26 +152,26 @@ class AdminRoutes:
     async def requests(
         self,
         asked: StarletteRequest,
-        limit: Annotated[int, Query(ge=0, le=_MOST)] = 100,
+        limit: Annotated[int, Query(ge=0, le=_MAX_REQUESTS)] = 100,
         since: float = 0.0,
         own: bool = False,
     ) -> Response:
         """`since` is the unix time of the newest one that the reader knows: those that ended before are left out."""
-        live = [schemas.live(one) for one in self._office.pool.requests()]
-        recent = takewhile(lambda one: one.at >= since, self._office.gateway.history.recent(limit))
+        live = [schemas.live(one) for one in self._context.pool.requests()]
+        recent = takewhile(lambda one: one.at >= since, self._context.gateway.history.recent(limit))
         ended = [schemas.finished(one) for one in recent]
         here: dict[str, Any] = {"live": live, "ended": ended}
         path = f"requests?limit={limit}&since={since!r}"
-        others = [] if own else await self._office.siblings.ask("GET", path, asked.headers)
+        others = [] if own else await self._context.peers.ask("GET", path, asked.headers)
         return _json(merge_requests(msgspec.to_builtins(here), others, limit) if others else here)
 
     async def request(self, asked: StarletteRequest, id: str, own: bool = False) -> Response:
-        trace, office = id.removeprefix("req_"), self._office
-        live = [schemas.live(one) for one in office.pool.requests() if one.trace == trace]
-        ended = [schemas.finished(one) for one in office.gateway.history.find(trace)]
-        texts = schemas.paper(office.papers.find(trace))
+        trace, context = id.removeprefix("req_"), self._context
+        live = [schemas.live(one) for one in context.pool.requests() if one.trace == trace]
+        ended = [schemas.finished(one) for one in context.gateway.history.find(trace)]
+        texts = schemas.captured(context.captures.find(trace))
         if not ended and not own:
-            told = await office.siblings.ask("GET", f"requests/req_{trace}", asked.headers)
+            told = await context.peers.ask("GET", f"requests/req_{trace}", asked.headers)
             if known := next((one for one in told if one["ended"] or one["texts"]), None):
                 return _json(known)
         if not live and not ended:
@@ -241,44 +179,44 @@ class AdminRoutes:
         return _json({"id": f"req_{trace}", "live": live, "ended": ended, "texts": texts})
 
     async def cancel(self, asked: StarletteRequest, id: str, own: bool = False) -> Response:
-        ended = self._office.pool.cancel(id.removeprefix("req_"))
+        ended = self._context.pool.cancel(id.removeprefix("req_"))
         if not ended and not own:
-            told = await self._office.siblings.ask("POST", f"requests/{quote(id, safe='')}/cancel", asked.headers)
+            told = await self._context.peers.ask("POST", f"requests/{quote(id, safe='')}/cancel", asked.headers)
             ended = sum(one["cancelled"] for one in told)
         if not ended:
             raise NotFound(f"no request {id!r} runs or waits")
         return _json({"id": id, "cancelled": ended})
 
     async def history(self) -> Response:
-        office = self._office
-        told = schemas.history(office.gateway.history.slices(office.clock()))
-        return _json({**told, "texts": office.papers.on})
+        context = self._context
+        told = schemas.history(context.gateway.history.slices(context.clock()))
+        return _json({**told, "texts": context.captures.on})
 
     async def keep(self, asked: StarletteRequest, body: Overrides = None, own: bool = False) -> Response:
         on = (body or {}).get("texts")
         if not isinstance(on, bool):
             raise InvalidRequest('the body is {"texts": true} or {"texts": false}', param="texts")
-        self._office.papers.switch(on)
+        self._context.captures.switch(on)
         if not own:
-            await self._office.siblings.ask("POST", "history", asked.headers, msgspec.json.encode({"texts": on}))
+            await self._context.peers.ask("POST", "history", asked.headers, msgspec.json.encode({"texts": on}))
         return _json({"texts": on})
 
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     async def route(self, model: str, endpoint: str = "/v1/chat/completions") -> Response:
-        gateway = self._office.gateway
+        gateway = self._context.gateway
         target, found = gateway.model_for(model, Caller(trace="", endpoint=endpoint, allow_remote=True))
-        return _json(schemas.route(model, endpoint, target, self._office.house.particulars(found.name).backend))
+        return _json(schemas.route(model, endpoint, target, self._context.service.details(found.name).backend))
 
     async def events(self) -> Response:
-        stream = pool_events(self._office.pool, self._listed(), self._keepalive_s)
+        stream = pool_events(self._context.pool, self._listed(), self._keepalive_s)
         return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     async def tune(self) -> Response:
-        return _json({"data": await asyncio.to_thread(tuning_runs, self._office.tune)})
+        return _json({"data": await asyncio.to_thread(tuning_runs, self._context.tune)})
 
     async def reload(self) -> Response:
-        return _json(await self._office.house.reload())
+        return _json(await self._context.service.reload())
 
 
 async def _done(name: str, order: asyncio.Future[None]) -> None:
@@ -298,3 +236,67 @@ def _heard(order: asyncio.Future[None]) -> None:
 
 def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+# --- the pool's changes as server-sent events ------------------------------------------------------------------------
+
+PING = b": ping\n\n"
+
+
+def sse_event(name: str, value: Any) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"
+
+
+async def pool_events(pool: Pool, first: Any, silence_s: float) -> AsyncIterator[bytes]:
+    """A snapshot of the pool, then every change; a comment after `silence_s` without one.
+
+    The pending `anext` is kept across a ping: cancelling it would lose a change.
+    """
+    changes = pool.subscribe()
+    pending: asyncio.Future[ModelStateChange] | None = None
+    try:
+        yield sse_event("snapshot", first)
+        while True:
+            pending = pending or asyncio.ensure_future(anext(changes))
+            done, _ = await asyncio.wait({pending}, timeout=silence_s)
+            if not done:
+                yield PING
+                continue
+            try:
+                change, pending = pending.result(), None
+            except StopAsyncIteration:
+                return
+            yield sse_event("model", change)
+    finally:
+        await _unsubscribe(changes, pending)
+
+
+async def _unsubscribe(
+    changes: AsyncIterator[ModelStateChange], pending: asyncio.Future[ModelStateChange] | None
+) -> None:
+    if pending is not None:
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
+    close = getattr(changes, "aclose", None)
+    if close is not None:
+        await close()
+
+
+# --- results of the optimizer: one JSON file per run ------------------------------------------------------------------
+
+_MAX_RUNS = 50
+
+
+def tuning_runs(folder: Path) -> list[dict[str, Any]]:
+    """The newest first. A file that is not a result is skipped with a warning."""
+    files = sorted(folder.glob("*.json"), reverse=True)[:_MAX_RUNS] if folder.is_dir() else []
+    return [found for file in files if (found := _run(file)) is not None]
+
+
+def _run(file: Path) -> dict[str, Any] | None:
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s is not a result of the optimizer: %s", file, error)
+        return None
+    return {"id": file.stem, **found}

@@ -114,7 +114,7 @@ def finished(record: RequestRecord) -> Json:
     }
 
 
-def paper(found: CapturedRequest | None) -> Json | None:
+def captured(found: CapturedRequest | None) -> Json | None:
     return None if found is None else msgspec.to_builtins(found)
 
 

@@ -30,6 +30,10 @@ Prompts = tuple[str | tuple[int, ...], ...]
 PromptField = str | list[str | int | list[int]]
 
 
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+
+
 def require_model(model: str | None) -> str:
     if not model:
         raise InvalidRequest(

@@ -1,7 +1,7 @@
 """Reasoning text packed into an opaque signature that the client returns on the next turn.
 
-Clients return `signature` (Messages) and `encrypted_content` (Responses) unchanged even when they drop the text, so most
-reasoning needs no server-side storage. The signature hides nothing: the client has seen the text.
+Clients return `signature` (Messages) and `encrypted_content` (Responses) unchanged even when they drop the text, so
+most reasoning needs no server-side storage. The signature hides nothing: the client has seen the text.
 """
 
 from __future__ import annotations

@@ -9,16 +9,12 @@ data: [DONE]                                    never after an error chunk
 
 from __future__ import annotations
 
-from modelyard.core.errors import ModelyardError
-from modelyard.core.protocol import WireError
 from modelyard.core.request import Request
-from modelyard.protocols.common.openai_errors import read_http_error as read_error
-from modelyard.protocols.common.openai_errors import write_http_error
-from modelyard.protocols.openai_chat.models import write_model, write_models
-from modelyard.protocols.openai_chat.reader import ChatReader
-from modelyard.protocols.openai_chat.reply import read_reply, write_reply
-from modelyard.protocols.openai_chat.request import read_request, write_request
-from modelyard.protocols.openai_chat.writer import ChatWriter
+from modelyard.protocols.openai_chat.client import ChatStreamReader, read_reply, write_request
+from modelyard.protocols.openai_chat.errors import read_error, write_error
+from modelyard.protocols.openai_chat.reply import write_model, write_models, write_reply
+from modelyard.protocols.openai_chat.request import read_request
+from modelyard.protocols.openai_chat.stream import ChatStreamWriter
 
 NAME = "openai_chat"
 PATHS: tuple[str, ...] = ("/v1/chat/completions", "/chat/completions")
@@ -39,19 +35,9 @@ __all__ = [
 ]
 
 
-def write_error(
-    error: ModelyardError,
-    *,
-    trace: str,
-    streaming: bool = False,  # noqa: ARG001 - before the first byte both kinds of request get the same HTTP error
-    request: Request | None = None,
-) -> WireError:
-    return write_http_error(error, trace, request=request)
+def writer(request: Request, trace: str) -> ChatStreamWriter:
+    return ChatStreamWriter(request, trace)
 
 
-def writer(request: Request, trace: str) -> ChatWriter:
-    return ChatWriter(request, trace)
-
-
-def reader() -> ChatReader:
-    return ChatReader()
+def reader() -> ChatStreamReader:
+    return ChatStreamReader()

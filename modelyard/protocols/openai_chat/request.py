@@ -1,4 +1,8 @@
-"""A chat request's body ⇄ the core request."""
+"""Reads a chat request body into a core request.
+
+Reading is lenient: unknown fields and types are never an error. What cannot be carried over is dropped and named in
+`Request.warnings`.
+"""
 
 from __future__ import annotations
 
@@ -6,186 +10,518 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from msgspec import Raw
-from msgspec.structs import astuple
+from msgspec import Raw, Struct, field
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import DEFAULT_SAMPLING, Constraint, Request
+from modelyard.core.request import (
+    Constraint,
+    Image,
+    Message,
+    Part,
+    Reasoning,
+    Request,
+    ResultPart,
+    Role,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
 from modelyard.protocols.common.extensions import (
+    ExtensionFields,
     check_positive,
     read_constraint,
     read_priority,
     read_sampling,
-    write_extensions,
 )
-from modelyard.protocols.common.json import decode, encode
-from modelyard.protocols.common.openai_fields import MAX_N, check_range, read_session, read_stop, require_model
-from modelyard.protocols.openai_chat.body import ChatCompletionBody, FormatBody, SchemaBody
-from modelyard.protocols.openai_chat.messages import read_messages, write_messages
-from modelyard.protocols.openai_chat.reasoning import read_reasoning, read_template_kwargs, write_reasoning
-from modelyard.protocols.openai_chat.tools import read_choice, read_tools, write_tools
+from modelyard.protocols.common.json import decode, dumps
+from modelyard.protocols.common.openai_fields import (
+    MAX_N,
+    StreamOptions,
+    check_range,
+    read_session,
+    read_stop,
+    require_model,
+)
+
+# --- the body -------------------------------------------------------------------------------------------------------
+
+
+class ChatContentPart(Struct, gc=False):
+    """`Any`: a part of an unknown type may use these names for anything."""
+
+    type: str = ""
+    text: Any = None
+    image_url: Any = None
+    detail: Any = None
+    refusal: Any = None
+
+
+class FunctionCall(Struct):
+    name: str = ""
+    arguments: Any = ""
+
+
+class CustomCall(Struct):
+    name: str = ""
+    input: str = ""
+
+
+class ChatToolCall(Struct):
+    id: str | None = None
+    type: str | None = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
+
+
+class ChatMessage(Struct, gc=False):
+    role: str
+    content: str | list[ChatContentPart | str] | None = None
+    name: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    refusal: str | None = None
+
+
+class FunctionDefinition(Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class CustomToolDefinition(Struct):
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
+class ChatTool(Struct):
+    type: str = "function"
+    function: FunctionDefinition | None = None
+    custom: CustomToolDefinition | None = None
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolName(Struct):
+    name: str = ""
+
+
+class AllowedTools(Struct):
+    mode: str = "auto"
+
+
+class ChatToolChoice(Struct):
+    type: str = "function"
+    name: str | None = None
+    mode: str = "auto"
+    function: ToolName | None = None
+    custom: ToolName | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+class JsonSchemaFormat(Struct):
+    """`Raw` cannot be part of a union: `null` arrives as its text. A factory, because no JSON schema can show Raw."""
+
+    name: str | None = None
+    schema: Raw = field(default_factory=Raw)
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct):
+    """`schema` beside `json_object` is llama.cpp's way to send a schema."""
+
+    type: str = "text"
+    json_schema: JsonSchemaFormat | None = None
+    schema: Raw = field(default_factory=Raw)
+
+
+class ChatReasoning(Struct):
+    effort: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: int | None = None
+
+
+class ChatThinking(Struct):
+    type: str = ""
+    budget_tokens: int | None = None
+
+
+class ChatCompletionBody(ExtensionFields):
+    model: str | None = None
+    messages: list[ChatMessage] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: str | ChatToolChoice | None = None
+    functions: list[FunctionDefinition] | None = None
+    function_call: str | ToolName | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    n: int | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    stop: str | list[str] | None = None
+    reasoning_effort: str | None = None
+    reasoning: ChatReasoning | None = None
+    enable_thinking: bool | None = None
+    thinking: ChatThinking | bool | str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None
+
+
+# --- the request ----------------------------------------------------------------------------------------------------
 
 _MAX_TOP_LOGPROBS = 20
 _decoder = msgspec.json.Decoder(ChatCompletionBody)
-# All fields in one row: what nearly every request says, what is rare, the sampling. One look tells what is not asked.
-_ROW = ChatCompletionBody.__struct_fields__
-_RARE = slice(_ROW.index("prompt_cache_key") + 1, _ROW.index("temperature"))
-_SAMPLING = slice(_RARE.stop, None)
-_NOTHING_RARE, _NO_SAMPLING = (None,) * len(_ROW[_RARE]), (None,) * len(_ROW[_SAMPLING])
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
-    asked = decode(_decoder, body)
-    model = require_model(asked.model)
-    if not asked.messages:
+    parsed = decode(_decoder, body)
+    model = require_model(parsed.model)
+    if not parsed.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
-    row = astuple(asked)
-    if row[_RARE] != _NOTHING_RARE:
-        return _read(model, asked, headers)
-    return _read_plain(model, asked, headers, is_sampled=row[_SAMPLING] != _NO_SAMPLING)
-
-
-def _read_plain(model: str, asked: ChatCompletionBody, headers: Mapping[str, str], *, is_sampled: bool) -> Request:
-    """The same as `_read` where nothing rare is asked for."""
+    check_range("n", parsed.n, 1, MAX_N)
     warnings: list[str] = []
     return Request(
         model=model,
-        messages=read_messages(asked.messages or [], warnings),
-        sampling=read_sampling(asked) if is_sampled else DEFAULT_SAMPLING,
-        max_tokens=_read_max_tokens(asked),
-        stream=asked.stream is True,
-        include_usage=asked.stream_options is not None and asked.stream_options.include_usage is True,
-        session=read_session(headers, asked.prompt_cache_key),
-        user=asked.user or None,
+        messages=_read_messages(parsed.messages, warnings),
+        tools=_read_tools(parsed),
+        tool_choice=_read_tool_choice(parsed, warnings),
+        parallel_tool_calls=parsed.parallel_tool_calls,
+        sampling=read_sampling(parsed),
+        max_tokens=_read_max_tokens(parsed),
+        stop=read_stop(parsed.stop, warnings),
+        n=1 if parsed.n is None else parsed.n,
+        logprobs=_read_logprobs(parsed),
+        constraint=_read_response_format(parsed.response_format, warnings) or read_constraint(parsed),
+        reasoning=_read_reasoning(parsed),
+        stream=parsed.stream is True,
+        include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
+        lora_adapter=parsed.lora_adapter,
+        chat_template_kwargs=_read_template_kwargs(parsed.chat_template_kwargs),
+        documents=parsed.documents or (),
+        priority=read_priority(parsed),
+        session=read_session(headers, parsed.prompt_cache_key),
+        user=parsed.user or parsed.safety_identifier,
+        metadata=parsed.metadata,
+        store=parsed.store,
         warnings=tuple(warnings),
     )
 
 
-def _read(model: str, asked: ChatCompletionBody, headers: Mapping[str, str]) -> Request:
-    check_range("n", asked.n, 1, MAX_N)
-    warnings: list[str] = []
-    return Request(
-        model=model,
-        messages=read_messages(asked.messages or [], warnings),
-        tools=read_tools(asked),
-        tool_choice=read_choice(asked, warnings),
-        parallel_tool_calls=asked.parallel_tool_calls,
-        sampling=read_sampling(asked),
-        max_tokens=_read_max_tokens(asked),
-        stop=read_stop(asked.stop, warnings),
-        n=1 if asked.n is None else asked.n,
-        logprobs=_read_logprobs(asked),
-        constraint=_read_format(asked.response_format, warnings) or read_constraint(asked),
-        reasoning=read_reasoning(asked),
-        stream=asked.stream is True,
-        include_usage=asked.stream_options is not None and asked.stream_options.include_usage is True,
-        lora_adapter=asked.lora_adapter,
-        chat_template_kwargs=read_template_kwargs(asked),
-        documents=asked.documents or (),
-        priority=read_priority(asked),
-        session=read_session(headers, asked.prompt_cache_key),
-        user=asked.user or asked.safety_identifier,
-        metadata=asked.metadata,
-        store=asked.store,
-        warnings=tuple(warnings),
-    )
+def _read_max_tokens(body: ChatCompletionBody) -> int | None:
+    """`max_completion_tokens` is the newer name and takes precedence; a wrong value is an error under either name."""
+    check_positive("max_tokens", body.max_tokens)
+    check_positive("max_completion_tokens", body.max_completion_tokens)
+    return body.max_completion_tokens or body.max_tokens
 
 
-def _read_max_tokens(asked: ChatCompletionBody) -> int | None:
-    """`max_completion_tokens` is the newer name and wins, but a wrong value is told under either."""
-    check_positive("max_tokens", asked.max_tokens)
-    check_positive("max_completion_tokens", asked.max_completion_tokens)
-    return asked.max_completion_tokens or asked.max_tokens
-
-
-def _read_logprobs(asked: ChatCompletionBody) -> int | None:
-    """`top_logprobs` alone asks for logprobs too; a number under `logprobs` is some servers' way to say both."""
-    check_range("top_logprobs", asked.top_logprobs, 0, _MAX_TOP_LOGPROBS)
-    flag = asked.logprobs
+def _read_logprobs(body: ChatCompletionBody) -> int | None:
+    """`top_logprobs` alone turns logprobs on too; some clients send the number under `logprobs`."""
+    check_range("top_logprobs", body.top_logprobs, 0, _MAX_TOP_LOGPROBS)
+    flag = body.logprobs
     if flag is None or flag is False:
-        return asked.top_logprobs if flag is None else None
-    if asked.top_logprobs is not None or flag is True:
-        return asked.top_logprobs or 0
+        return body.top_logprobs if flag is None else None
+    if body.top_logprobs is not None or flag is True:
+        return body.top_logprobs or 0
     check_range("logprobs", flag, 0, _MAX_TOP_LOGPROBS)
     return flag
 
 
-def _read_format(asked: FormatBody | None, warnings: list[str]) -> Constraint | None:
-    if asked is None or asked.type == "text":
+def _read_response_format(response_format: ResponseFormat | None, warnings: list[str]) -> Constraint | None:
+    if response_format is None or response_format.type == "text":
         return None
-    if asked.type == "json_schema":
-        return _read_schema(asked.json_schema or SchemaBody(schema=asked.schema))
-    if asked.type == "json_object":
-        has_schema = bytes(asked.schema).startswith(b"{")
-        return _read_schema(SchemaBody(schema=asked.schema)) if has_schema else Constraint("json_object")
-    warnings.append(f"response_format_ignored: type {asked.type!r} is none of text, json_object, json_schema")
+    if response_format.type == "json_schema":
+        return _read_schema(response_format.json_schema or JsonSchemaFormat(schema=response_format.schema))
+    if response_format.type == "json_object":
+        has_schema = bytes(response_format.schema).startswith(b"{")
+        return (
+            _read_schema(JsonSchemaFormat(schema=response_format.schema)) if has_schema else Constraint("json_object")
+        )
+    warnings.append(f"response_format_ignored: {response_format.type!r} is not one of text, json_object, json_schema")
     return None
 
 
-def _read_schema(asked: SchemaBody) -> Constraint:
-    """The schema stays the text it was: re-encoding would lose the form of its numbers."""
-    text = bytes(asked.schema).decode()
+def _read_schema(json_schema: JsonSchemaFormat) -> Constraint:
+    """The schema keeps its text: re-encoding would change the form of its numbers."""
+    text = bytes(json_schema.schema).decode()
     if not text.startswith("{"):
-        where = "response_format.json_schema.schema"
-        raise InvalidRequest(f"{where} is required and must be an object", param=where)
-    return Constraint("json_schema", text, asked.name, asked.description, asked.strict)
+        path = "response_format.json_schema.schema"
+        raise InvalidRequest(f"{path} is required and must be an object", param=path)
+    return Constraint("json_schema", text, json_schema.name, json_schema.description, json_schema.strict)
 
 
-# --- the client role ------------------------------------------------------------------------------------------------
+# --- reasoning ------------------------------------------------------------------------------------------------------
+
+THINKING_KWARG = "enable_thinking"  # the name of the switch in chat templates
+
+_DEFAULT_REASONING = Reasoning()
+_NO_REASONING, _NO_THINKING = ChatReasoning(), ChatThinking()
+_THINKING_ENABLED = {
+    "enabled": True,
+    "adaptive": True,
+    "on": True,
+    "auto": None,
+    "disabled": False,
+    "off": False,
+    "none": False,
+}
 
 
-def write_request(request: Request) -> bytes:
-    out: dict[str, Any] = {"model": request.model, "messages": write_messages(request.messages)}
-    out |= write_tools(request)
-    out |= write_extensions(request)
-    out |= write_reasoning(request)
-    out |= _write_constraint(request.constraint)
-    out |= _write_output(request)
-    out |= {
-        name: value
-        for name, value in (
-            ("prompt_cache_key", request.session),
-            ("user", request.user),
-            ("metadata", request.metadata),
-            ("store", request.store),
-        )
-        if value is not None
-    }
-    return encode(out)
+def _read_reasoning(body: ChatCompletionBody) -> Reasoning:
+    """Clients send the switch in five ways; the most specific one that is set wins."""
+    given = (body.reasoning_effort, body.reasoning, body.thinking, body.enable_thinking, body.chat_template_kwargs)
+    if all(value is None for value in given):
+        return _DEFAULT_REASONING
+    reasoning, thinking = body.reasoning or _NO_REASONING, _read_thinking(body.thinking)
+    effort = body.reasoning_effort if body.reasoning_effort is not None else reasoning.effort
+    switches = (
+        _template_switch(body.chat_template_kwargs),
+        body.enable_thinking,
+        _THINKING_ENABLED.get(thinking.type),
+        reasoning.enabled,
+        False if effort == "none" else None,
+    )
+    return Reasoning(
+        enabled=next((switch for switch in switches if switch is not None), None),
+        effort=effort,
+        budget=reasoning.max_tokens if reasoning.max_tokens is not None else thinking.budget_tokens,
+        visible=None if reasoning.exclude is None else not reasoning.exclude,
+    )
 
 
-def _write_output(request: Request) -> dict[str, Any]:
-    """`max_tokens`, the older name: every local server knows it, and some do not know the newer."""
-    out: dict[str, Any] = {}
-    if request.max_tokens is not None:
-        out["max_tokens"] = request.max_tokens
-    if request.stop:
-        out["stop"] = request.stop
-    if request.n != 1:
-        out["n"] = request.n
-    if request.logprobs is not None:
-        out |= {"logprobs": True, "top_logprobs": request.logprobs}
-    if request.stream:
-        out["stream"] = True
-    if request.include_usage:
-        out["stream_options"] = {"include_usage": True}
-    return out
+def _read_thinking(thinking: ChatThinking | bool | str | None) -> ChatThinking:
+    if isinstance(thinking, ChatThinking):
+        return thinking
+    if isinstance(thinking, bool):
+        return ChatThinking("enabled" if thinking else "disabled")
+    return ChatThinking(thinking) if thinking else _NO_THINKING
 
 
-_EXTENSIONS = {"gbnf": "grammar", "regex": "regex", "lark": "lark"}
+def _template_switch(kwargs: dict[str, Any] | None) -> bool | None:
+    switch = kwargs.get(THINKING_KWARG) if kwargs else None
+    return switch if isinstance(switch, bool) else None
 
 
-def _write_constraint(constraint: Constraint | None) -> dict[str, Any]:
-    """Constraints of kind `tools` are ours alone: on this wire `tool_choice` says it."""
-    if constraint is None or constraint.kind == "tools":
-        return {}
-    if constraint.kind == "json_object":
-        return {"response_format": {"type": "json_object"}}
-    if constraint.kind != "json_schema":
-        return {_EXTENSIONS[constraint.kind]: constraint.text}
-    schema: dict[str, Any] = {"name": constraint.name or "response", "schema": Raw(constraint.text.encode())}
-    if constraint.description is not None:
-        schema["description"] = constraint.description
-    if constraint.strict is not None:
-        schema["strict"] = constraint.strict
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+def _read_template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Without the thinking switch, which goes into `Reasoning.enabled`."""
+    if not kwargs or _template_switch(kwargs) is None:
+        return kwargs or {}
+    return {name: value for name, value in kwargs.items() if name != THINKING_KWARG}
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+_TOOL_CHOICES: dict[str, ToolChoice] = {
+    "auto": ToolChoice("auto"),
+    "none": ToolChoice("none"),
+    "required": ToolChoice("required"),
+    "any": ToolChoice("required"),
+}
+
+
+def _read_tools(body: ChatCompletionBody) -> tuple[Tool, ...]:
+    tools = tuple(_read_tool(tool, i) for i, tool in enumerate(body.tools)) if body.tools else ()
+    if body.functions:
+        tools += tuple(_read_function(function) for function in body.functions)
+    return tools
+
+
+def _read_tool(tool: ChatTool, index: int) -> Tool:
+    if tool.function is not None:
+        return _read_function(tool.function)
+    if tool.custom is not None:
+        custom, grammar = tool.custom, tool.custom.format
+        if grammar and isinstance(grammar.get("grammar"), dict):
+            grammar = {"type": "grammar"} | grammar["grammar"]  # Chat nests it one level deeper than Responses
+        return Tool(custom.name, custom.description or "", kind="custom", grammar=grammar)
+    if tool.type != "function":
+        return Tool(tool.name or tool.type, tool.description or "", kind="server", type=tool.type)
+    if not tool.name:
+        raise InvalidRequest(f"tools[{index}].function is required", param=f"tools[{index}].function")
+    return _read_function(FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
+
+
+def _read_function(function: FunctionDefinition) -> Tool:
+    return Tool(function.name, function.description or "", function.parameters or {}, strict=function.strict)
+
+
+def _read_tool_choice(body: ChatCompletionBody, warnings: list[str]) -> ToolChoice:
+    choice: str | ChatToolChoice | None = body.tool_choice
+    if choice is None and body.function_call is not None:
+        legacy = body.function_call
+        choice = legacy if isinstance(legacy, str) else ChatToolChoice(name=legacy.name)
+    if choice is None:
+        return _TOOL_CHOICES["auto"]
+    if isinstance(choice, str):
+        return _read_choice_mode(choice, warnings)
+    if choice.type == "allowed_tools":
+        warnings.append("allowed_tools_ignored: every tool stays allowed")
+        return _read_choice_mode((choice.allowed_tools or choice).mode, warnings)
+    tool = choice.function or choice.custom
+    if name := tool.name if tool else choice.name:
+        return ToolChoice("named", name)
+    if choice.type in _TOOL_CHOICES:
+        return _TOOL_CHOICES[choice.type]
+    raise InvalidRequest("tool_choice names no tool: set function.name", param="tool_choice")
+
+
+def _read_choice_mode(mode: str, warnings: list[str]) -> ToolChoice:
+    if mode not in _TOOL_CHOICES:
+        warnings.append(f"tool_choice_unknown: {mode!r} is read as 'auto'")
+    return _TOOL_CHOICES.get(mode, _TOOL_CHOICES["auto"])
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+_ROLES = "system, developer, user, assistant, tool, function"
+_CONTENT_ROLES: dict[str, Role] = {"system": "system", "developer": "developer", "user": "user"}
+_TEXT_TYPES = frozenset({"text", "input_text", "output_text", ""})
+_IMAGE_TYPES = frozenset({"image_url", "input_image"})
+
+
+def _read_messages(messages: list[ChatMessage], warnings: list[str]) -> tuple[Message, ...]:
+    reader = _MessageReader(warnings)
+    for index, message in enumerate(messages):
+        reader.add(message, index)
+    return reader.finish()
+
+
+class _MessageReader:
+    """One pass over the messages. Neighbouring tool results become one message."""
+
+    def __init__(self, warnings: list[str]) -> None:
+        self._warnings = warnings
+        self._messages: list[Message] = []
+        self._results: list[ToolResult] = []
+        self._custom_ids: set[str] = set()  # ids of custom calls: results do not say which kind they answer
+        self._legacy_ids: dict[str, str] = {}  # function name → the id given to its last `function_call`
+
+    def finish(self) -> tuple[Message, ...]:
+        self._flush_results()
+        return tuple(self._messages)
+
+    def add(self, message: ChatMessage, index: int) -> None:
+        role = message.role
+        if role == "tool" or role == "function":
+            self._results.append(self._read_result(message, index))
+            return
+        if self._results:
+            self._flush_results()
+        if content_role := _CONTENT_ROLES.get(role):
+            self._messages.append(Message(content_role, self._read_content(message, index), message.name))
+        elif role == "assistant":
+            self._messages.append(Message("assistant", self._read_assistant(message, index), message.name))
+        else:
+            path = f"messages[{index}].role"
+            raise InvalidRequest(f"{path}: unknown role {role!r}; the roles are {_ROLES}", param=path)
+
+    def _flush_results(self) -> None:
+        if self._results:
+            self._messages.append(Message("tool", tuple(self._results)))
+            self._results = []
+
+    def _read_content(self, message: ChatMessage, index: int) -> tuple[ResultPart, ...]:
+        content = message.content
+        if not content:
+            return ()
+        if isinstance(content, str):
+            return (Text(content),)
+        parts = (self._read_part(part, f"messages[{index}].content[{i}]") for i, part in enumerate(content))
+        return tuple(part for part in parts if part is not None)
+
+    def _read_part(self, part: ChatContentPart | str, path: str) -> Text | Image | None:
+        if isinstance(part, str):
+            return Text(part)
+        if part.type in _TEXT_TYPES:
+            return Text(_string(part.text, f"{path}.text"))
+        if part.type in _IMAGE_TYPES:
+            return _read_image(part, path)
+        if part.type == "refusal":
+            return Text(_string(part.refusal, f"{path}.refusal"))
+        self._warnings.append(f"content_part_dropped: {path} is of type {part.type!r}")
+        return None
+
+    def _read_result(self, message: ChatMessage, index: int) -> ToolResult:
+        call_id = message.tool_call_id
+        if message.role == "function":
+            name = message.name or ""
+            call_id = call_id or self._legacy_ids.get(name) or f"call_{name}"
+        if not call_id:
+            path = f"messages[{index}].tool_call_id"
+            raise InvalidRequest(f"{path} is required: it names the call that this message answers", param=path)
+        return ToolResult(call_id, self._read_content(message, index), custom=call_id in self._custom_ids)
+
+    def _read_assistant(self, message: ChatMessage, index: int) -> tuple[Part, ...]:
+        parts: tuple[Part, ...] = self._read_content(message, index)
+        if message.refusal and not parts:
+            parts = (Text(message.refusal),)
+        reasoning = message.reasoning_content or message.reasoning
+        if isinstance(reasoning, str) and reasoning:
+            parts = (Thinking(reasoning), *parts)
+        if message.tool_calls:
+            calls = (self._read_call(call, index, i) for i, call in enumerate(message.tool_calls))
+            parts += tuple(call for call in calls if call is not None)
+        if legacy := message.function_call:
+            # A legacy call has no id. Its place in the conversation gives one that is the same on every turn.
+            self._legacy_ids[legacy.name] = f"call_{index}"
+            parts += (ToolCall(f"call_{index}", legacy.name, read_arguments(legacy.arguments)),)
+        return parts
+
+    def _read_call(self, body: ChatToolCall, index: int, call_index: int) -> ToolCall | None:
+        path = f"messages[{index}].tool_calls[{call_index}]"
+        call = read_call(body, f"call_{index}_{call_index}")
+        if call is None and body.type == "function":
+            raise InvalidRequest(f"{path}.function is required", param=f"{path}.function")
+        if call is None:
+            self._warnings.append(f"tool_call_dropped: {path} is of type {body.type!r}")
+        elif call.custom:
+            self._custom_ids.add(call.id)
+        return call
+
+
+def read_call(call: ChatToolCall, fallback_id: str) -> ToolCall | None:
+    """None for a call that is neither a function call nor a custom call."""
+    call_id = call.id or fallback_id
+    if call.custom is not None:
+        return ToolCall(call_id, call.custom.name, call.custom.input, custom=True)
+    if call.function is not None:
+        return ToolCall(call_id, call.function.name, read_arguments(call.function.arguments))
+    return None
+
+
+def read_arguments(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None else dumps(value)
+
+
+def _string(value: Any, path: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise InvalidRequest(f"{path} must be a string", param=path)
+
+
+def _read_image(part: ChatContentPart, path: str) -> Image:
+    url, detail = part.image_url, part.detail
+    if isinstance(url, dict):
+        url, detail = url.get("url"), url.get("detail", detail)
+    if not isinstance(url, str) or not url:
+        raise InvalidRequest(f"{path}.image_url needs a url", param=f"{path}.image_url")
+    return Image(url, detail if isinstance(detail, str) else None)

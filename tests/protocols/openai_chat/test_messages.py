@@ -3,8 +3,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Request, Text, Thinking, ToolCall, ToolReference, ToolResult
@@ -141,20 +139,3 @@ def test_a_discovered_tool_is_told_in_words() -> None:
     request = Request(model="m", messages=(Message("tool", (ToolResult("a", (ToolReference("Grep"),)),)),))
     content = written(request)["messages"][0]["content"]
     assert content == "The tool Grep is now available."
-
-
-_SAID = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(["system", "developer", "user"]),
-        "content": st.sampled_from(["Hi", "", " ", None, [], [{"type": "text", "text": "Hi"}], ["Hi", "there"]]),
-    },
-    optional={"name": st.sampled_from(["ann", None])},
-)
-_ANSWERED = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.lists(_SAID, min_size=1, max_size=4))
-def test_what_clients_said_alone_reads_as_it_does_before_an_answer(said: list[dict[str, Any]]) -> None:
-    """An assistant's message among them has all of them read the long way."""
-    assert messages(*said) == messages(*said, *_ANSWERED)[: len(said)]

@@ -1,17 +1,12 @@
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
 import pytest
 from hypothesis import given, settings
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint, Message, Request, Sampling, Text, Thinking, ToolCall, ToolResult
 from modelyard.protocols import openai_chat
-from modelyard.protocols.openai_chat import request as request_module
-from modelyard.protocols.openai_chat.body import ChatCompletionBody
 from tests.protocols.openai_chat.bodies import body, read, written
 from tests.strategies import requests
 
@@ -211,41 +206,3 @@ def test_what_chat_can_say_is_read_back_as_it_was(request: Request) -> None:
 def test_writing_what_was_read_back_changes_nothing(request: Request) -> None:
     once = openai_chat.write_request(request)
     assert openai_chat.write_request(openai_chat.read_request(once, {})) == once
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"temperature": 0.5, "top_p": 0.9, "seed": 3, "logit_bias": {"5": 1.0}},
-        {"max_tokens": 5, "max_completion_tokens": 7, "user": "u", "prompt_cache_key": "s"},
-        {"stream": True, "stream_options": {"include_usage": True}},
-        {"stream": False, "user": "", "prompt_cache_key": ""},
-        {"messages": [{"role": "user", "content": [{"type": "input_audio"}, {"type": "text", "text": "Hi"}]}]},
-    ],
-)
-@pytest.mark.parametrize("headers", [{}, {"x-session-id": "h"}, {"session-id": ""}])
-def test_a_request_without_anything_unusual_reads_the_same_both_ways(
-    fields: dict[str, Any], headers: dict[str, str]
-) -> None:
-    asked = msgspec.json.decode(body(**fields), type=ChatCompletionBody)
-    assert _is_plain(asked)
-    long_way = request_module._read("m", asked, headers)
-    assert request_module._read_plain("m", asked, headers, is_sampled=True) == long_way
-    assert openai_chat.read_request(body(**fields), headers) == replace(long_way, model=asked.model)
-
-
-def _is_plain(asked: ChatCompletionBody) -> bool:
-    return astuple(asked)[request_module._RARE] == request_module._NOTHING_RARE
-
-
-_USUAL = {"model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
-_USUAL |= {"prompt_cache_key", "user", *Sampling.__struct_fields__}
-
-
-@pytest.mark.parametrize("name", ChatCompletionBody.__struct_fields__)
-def test_one_look_at_the_row_tells_what_is_asked(name: str) -> None:
-    asked = ChatCompletionBody(**{name: True})
-    assert _is_plain(asked) == (name in _USUAL)
-    is_sampled = astuple(asked)[request_module._SAMPLING] != request_module._NO_SAMPLING
-    assert is_sampled == (name in Sampling.__struct_fields__)

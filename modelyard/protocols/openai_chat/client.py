@@ -1,0 +1,548 @@
+"""The client role: requests to an upstream that speaks Chat Completions, and its replies and streams to core values."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from modelyard.core.errors import Incomplete, ModelyardError
+from modelyard.core.events import (
+    Block,
+    BlockDelta,
+    BlockEnd,
+    BlockKind,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Reply,
+    Started,
+    StopReason,
+    TokenLogprob,
+    Usage,
+)
+from modelyard.core.request import (
+    Constraint,
+    Image,
+    Message,
+    Part,
+    Request,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolReference,
+    ToolResult,
+)
+from modelyard.protocols.common.extensions import present, write_extensions
+from modelyard.protocols.common.json import encode, is_json_object
+from modelyard.protocols.common.openai_errors import read_error_field
+from modelyard.protocols.common.openai_fields import MIN_LOGPROB, OpenAIUsage, read_usage
+from modelyard.protocols.common.sse import SseParser
+from modelyard.protocols.openai_chat.reply import ID_PREFIX, write_call
+from modelyard.protocols.openai_chat.request import (
+    THINKING_KWARG,
+    ChatToolCall,
+    FunctionCall,
+    read_arguments,
+    read_call,
+)
+
+# --- the outgoing request -------------------------------------------------------------------------------------------
+
+
+def write_request(request: Request) -> bytes:
+    """Only fields that are set: servers may reject fields that they do not know.
+
+    `max_tokens` is the older name: every local server knows it, and some do not know `max_completion_tokens`.
+    """
+    body: dict[str, Any] = {"model": request.model, "messages": _write_messages(request.messages)}
+    body |= _write_tools(request)
+    body |= write_extensions(request)
+    body |= _write_reasoning(request)
+    body |= present(
+        response_format=_write_response_format(request.constraint),
+        max_tokens=request.max_tokens,
+        stop=request.stop or None,
+        n=request.n if request.n != 1 else None,
+        logprobs=None if request.logprobs is None else True,
+        top_logprobs=request.logprobs,
+        stream=request.stream or None,
+        stream_options={"include_usage": True} if request.include_usage else None,
+        prompt_cache_key=request.session,
+        user=request.user,
+        metadata=request.metadata,
+        store=request.store,
+    )
+    return encode(body)
+
+
+def _write_messages(messages: tuple[Message, ...]) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        if message.role == "assistant":
+            out.append(_write_assistant(message))
+        elif message.role != "tool":
+            content = _write_content(message.parts)
+            out.append({"role": message.role, "content": content} | present(name=message.name))
+        out.extend(
+            {"role": "tool", "tool_call_id": part.call_id, "content": _write_content(part.content)}
+            for part in message.parts
+            if isinstance(part, ToolResult)
+        )
+    return out
+
+
+def _write_assistant(message: Message) -> dict[str, Any]:
+    """Chat has one order only: reasoning, content, calls. Redacted reasoning has no text to send."""
+    calls = [write_call(part) for part in message.parts if isinstance(part, ToolCall)]
+    content = _write_content(message.parts)
+    thinking = "".join(p.text for p in message.parts if isinstance(p, Thinking) and not p.redacted)
+    out: dict[str, Any] = {"role": "assistant", "content": None if calls and content == "" else content}
+    return out | present(reasoning_content=thinking or None, tool_calls=calls or None, name=message.name)
+
+
+def _write_content(parts: tuple[Part, ...]) -> str | list[dict[str, Any]]:
+    """A string where one text is all there is: many servers accept nothing else."""
+    shown: list[Text | Image] = []
+    for part in parts:
+        if isinstance(part, Text | Image):
+            shown.append(part)
+        elif isinstance(part, ToolReference):
+            # Chat cannot add a tool in mid-conversation: its definition goes into `tools`, and this takes its place.
+            shown.append(Text(f"The tool {part.name} is now available."))
+    if not shown:
+        return ""
+    if len(shown) == 1 and isinstance(shown[0], Text) and shown[0].text:
+        return shown[0].text
+    return [_write_part(part) for part in shown]
+
+
+def _write_part(part: Text | Image) -> dict[str, Any]:
+    if isinstance(part, Text):
+        return {"type": "text", "text": part.text}
+    return {"type": "image_url", "image_url": {"url": part.url} | present(detail=part.detail)}
+
+
+def _write_tools(request: Request) -> dict[str, Any]:
+    """`tools` and the fields that are only valid beside it. A deferred tool is sent once a message refers to it."""
+    found = _referenced_tools(request) if any(t.deferred for t in request.tools) else frozenset()
+    tools = [t for t in request.tools if t.kind != "server" and (not t.deferred or t.name in found)]
+    if not tools:
+        return {}
+    return {"tools": [_write_tool(tool) for tool in tools]} | present(
+        tool_choice=_write_tool_choice(request.tool_choice, tools), parallel_tool_calls=request.parallel_tool_calls
+    )
+
+
+def _referenced_tools(request: Request) -> frozenset[str]:
+    parts = [part for message in request.messages for part in message.parts]
+    inner = [part for result in parts if isinstance(result, ToolResult) for part in result.content]
+    return frozenset(part.name for part in (*parts, *inner) if isinstance(part, ToolReference))
+
+
+def _write_tool(tool: Tool) -> dict[str, Any]:
+    body: dict[str, Any] = {"name": tool.name} | present(description=tool.description or None)
+    if tool.kind != "custom":
+        body |= present(parameters=tool.parameters or None, strict=tool.strict)
+        return {"type": "function", "function": body}
+    if (grammar := tool.grammar) is not None:
+        if grammar.get("type") == "grammar":
+            nested = {key: value for key, value in grammar.items() if key != "type"}
+            grammar = {"type": "grammar", "grammar": nested}
+        body["format"] = grammar
+    return {"type": "custom", "custom": body}
+
+
+def _write_tool_choice(choice: ToolChoice, tools: list[Tool]) -> str | dict[str, Any] | None:
+    """Servers reject a choice of a tool that is not in `tools`; it is left out."""
+    if choice.mode != "named":
+        return None if choice.mode == "auto" else choice.mode
+    for tool in tools:
+        if tool.name == choice.name:
+            kind = "custom" if tool.kind == "custom" else "function"
+            return {"type": kind, kind: {"name": tool.name}}
+    return None
+
+
+def _write_reasoning(request: Request) -> dict[str, Any]:
+    reasoning = request.reasoning
+    body = present(reasoning_effort=reasoning.effort)
+    if reasoning.enabled is not None and not (reasoning.effort == "none" and reasoning.enabled is False):
+        body["chat_template_kwargs"] = request.chat_template_kwargs | {THINKING_KWARG: reasoning.enabled}
+    exclude = None if reasoning.visible is None else not reasoning.visible
+    return body | present(reasoning=present(max_tokens=reasoning.budget, exclude=exclude) or None)
+
+
+def _write_response_format(constraint: Constraint | None) -> dict[str, Any] | None:
+    """JSON constraints only: `write_extensions` writes grammars, and `tool_choice` covers the kind `tools`."""
+    if constraint is None or constraint.kind not in ("json_object", "json_schema"):
+        return None
+    if constraint.kind == "json_object":
+        return {"type": "json_object"}
+    schema: dict[str, Any] = {"name": constraint.name or "response", "schema": Raw(constraint.text.encode())}
+    schema |= present(description=constraint.description, strict=constraint.strict)
+    return {"type": "json_schema", "json_schema": schema}
+
+
+# --- the whole reply ------------------------------------------------------------------------------------------------
+
+# The structs of upstream replies: every field is optional, because servers omit what they like.
+
+
+class UpstreamLogprob(Struct):
+    token: str = ""
+    logprob: float | None = None
+    bytes: list[int] | None = None
+    top_logprobs: list[UpstreamLogprob] | None = None
+
+
+class UpstreamLogprobs(Struct):
+    content: list[UpstreamLogprob] | None = None
+
+
+class UpstreamMessage(Struct):
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: list[ChatToolCall] | None = None
+    function_call: FunctionCall | None = None
+
+
+class UpstreamChoice(Struct):
+    index: int = 0
+    message: UpstreamMessage | None = None
+    logprobs: UpstreamLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+
+
+class UpstreamCompletion(Struct):
+    id: str | None = None
+    created: float | None = None
+    model: str | None = None
+    choices: list[UpstreamChoice] | None = None
+    usage: OpenAIUsage | None = None
+    error: Any = None
+
+
+_STOP_REASONS: dict[str, StopReason] = {
+    "length": "max_tokens",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "content_filter",
+}
+_completion_decoder = msgspec.json.Decoder(UpstreamCompletion)
+
+
+def read_reply(body: bytes) -> Reply:
+    """The first choice of an upstream's reply. An `error` field or an unreadable body raises."""
+    try:
+        parsed = _completion_decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Incomplete(f"the upstream's reply cannot be read: {error}") from None
+    if parsed.error:
+        raise read_error_field(parsed.error)
+    choice = next((c for c in parsed.choices or () if c.index == 0), None)
+    if choice is None or choice.message is None:
+        raise Incomplete("the upstream's reply has no message")
+    started = _read_started(parsed.id, parsed.model, parsed.created)
+    blocks = tuple(_read_blocks(choice, choice.message, started.id))
+    has_calls = any(isinstance(block.part, ToolCall) for block in blocks)
+    reason, stop = _read_finish(choice.finish_reason, choice.stop_reason, has_calls)
+    return Reply(started, blocks, Finished(reason, read_usage(parsed.usage), stop))
+
+
+def _read_started(id: str | None, model: str | None, created: float | None) -> Started:
+    return Started((id or "").removeprefix(ID_PREFIX), model or "", int(created or 0))
+
+
+def _read_blocks(choice: UpstreamChoice, message: UpstreamMessage, id: str) -> list[Block]:
+    reasoning = message.reasoning_content or message.reasoning
+    blocks = [Block(Thinking(reasoning))] if isinstance(reasoning, str) and reasoning else []
+    text, logprobs = message.content or message.refusal, _read_logprobs(choice.logprobs)
+    if text or logprobs:
+        blocks.append(Block(Text(text or ""), logprobs))
+    calls = (read_call(call, f"call_{id}_{i}") for i, call in enumerate(message.tool_calls or ()))
+    blocks += [Block(call) for call in calls if call is not None]
+    if legacy := message.function_call:
+        blocks.append(Block(ToolCall(f"call_{id}", legacy.name, read_arguments(legacy.arguments))))
+    return blocks
+
+
+def _read_finish(finish: str | None, stop: object, has_calls: bool) -> tuple[StopReason, str | None]:
+    """The stop reason and the stop string. Many servers end a turn that has calls with a plain `stop`."""
+    reason = _STOP_REASONS.get(finish or "", "end")
+    if reason == "end" and isinstance(stop, str):
+        return "stop_string", stop
+    return ("tool_calls" if reason == "end" and has_calls else reason), None
+
+
+def _read_logprobs(body: UpstreamLogprobs | None) -> tuple[TokenLogprob, ...]:
+    return tuple(_read_logprob(token) for token in body.content or ()) if body else ()
+
+
+def _read_logprob(token: UpstreamLogprob) -> TokenLogprob:
+    return TokenLogprob(
+        token.token,
+        MIN_LOGPROB if token.logprob is None else token.logprob,
+        bytes(byte & 255 for byte in token.bytes or ()),
+        tuple(_read_logprob(other) for other in token.top_logprobs or ()),
+    )
+
+
+# --- the stream -----------------------------------------------------------------------------------------------------
+
+
+class CalledDelta(Struct):
+    name: str | None = None
+    arguments: Any = None
+    input: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.input if self.input is not None else read_arguments(self.arguments)
+
+
+class ToolCallDelta(Struct):
+    index: int | None = None
+    id: str | None = None
+    function: CalledDelta | None = None
+    custom: CalledDelta | None = None
+
+
+class ChunkDelta(Struct):
+    content: str | None = None
+    refusal: str | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    tool_calls: list[ToolCallDelta] | None = None
+    function_call: CalledDelta | None = None
+
+
+class ChunkChoice(Struct):
+    index: int = 0
+    delta: ChunkDelta | None = None
+    logprobs: UpstreamLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+
+
+class UpstreamChunk(Struct):
+    id: str | None = None
+    created: float | None = None
+    model: str | None = None
+    choices: list[ChunkChoice] | None = None
+    usage: OpenAIUsage | None = None
+    error: Any = None
+
+
+_chunk_decoder = msgspec.json.Decoder(UpstreamChunk)
+_LIMITS: tuple[StopReason, ...] = ("max_tokens", "content_filter")
+
+
+class _OpenBlock:
+    """A block of the stream. `index` is None while it waits in the queue, and `pieces` hold its text until then."""
+
+    __slots__ = ("call_id", "custom", "index", "kind", "logprobs", "name", "pieces")
+
+    def __init__(self, kind: BlockKind, call_id: str = "", custom: bool = False) -> None:
+        self.kind, self.call_id, self.custom = kind, call_id, custom
+        self.name = ""
+        self.pieces: list[str] = []
+        self.logprobs: tuple[TokenLogprob, ...] = ()
+        self.index: int | None = None
+
+    @property
+    def is_call(self) -> bool:
+        return self.kind == "tool_call"
+
+    @property
+    def is_complete_call(self) -> bool:
+        """Whether the arguments are a complete JSON object. Checked on every delta: the common case must be cheap."""
+        if self.custom or not self.pieces or not self.pieces[-1].rstrip().endswith("}"):
+            return False
+        return is_json_object("".join(self.pieces))
+
+
+class ChatStreamReader:
+    """Bytes of a stream to events.
+
+    Events have at most one open block, but parallel calls may interleave on the wire. The block at the head of the
+    queue is open. A later one waits until the head is complete: text and reasoning are complete when another block
+    begins, a call when its arguments are a complete JSON object. The end of the answer closes the rest.
+    """
+
+    def __init__(self) -> None:
+        self._sse = SseParser()
+        self._queue: deque[_OpenBlock] = deque()
+        self._calls: dict[int, _OpenBlock] = {}
+        self._id: str | None = None  # None until the first chunk
+        self._started_blocks = 0
+        self._call_count = 0
+        self._stop: tuple[StopReason, str | None] | None = None
+        self._usage: Usage | None = None
+        self._done = False
+        self._out: list[Event] = []
+
+    def feed(self, data: bytes) -> list[Event]:
+        for event in self._sse.feed(data):
+            self._read(event.data)
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        for event in self._sse.finish():
+            self._read(event.data)
+        if self._stop is not None:
+            self._finish()
+        else:
+            self._fail(Incomplete("the upstream's stream ended before its answer did"))
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        out, self._out = self._out, []
+        return out
+
+    def _read(self, data: bytes) -> None:
+        if self._done:
+            return
+        try:
+            if data == b"[DONE]":
+                self._read_done()
+            else:
+                self._read_chunk(_chunk_decoder.decode(data))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._fail(Incomplete(f"the upstream sent a chunk that cannot be read: {error}"))
+        except ModelyardError as error:
+            self._fail(error)
+
+    def _read_chunk(self, chunk: UpstreamChunk) -> None:
+        if chunk.error:
+            raise read_error_field(chunk.error)
+        if self._id is None:
+            started = _read_started(chunk.id, chunk.model, chunk.created)
+            self._id = started.id
+            self._out.append(started)
+        for choice in chunk.choices or ():
+            if choice.index != 0 or self._stop is not None:
+                continue
+            if choice.delta is not None:
+                self._read_delta(choice.delta, _read_logprobs(choice.logprobs))
+            if choice.finish_reason is not None:
+                self._close_all(choice.finish_reason, choice.stop_reason)
+        if chunk.usage is not None:
+            self._usage = read_usage(chunk.usage)
+        if self._stop is not None and self._usage is not None:
+            self._finish()
+
+    def _read_done(self) -> None:
+        """[DONE] ends the answer even without a finish_reason, but not before the first chunk."""
+        if self._id is None:
+            raise Incomplete("the upstream's stream has no answer")
+        if self._stop is None:
+            self._close_all("stop", None)
+        self._finish()
+
+    def _read_delta(self, delta: ChunkDelta, logprobs: tuple[TokenLogprob, ...]) -> None:
+        reasoning = delta.reasoning_content or delta.reasoning
+        text = delta.content or delta.refusal or ""
+        if isinstance(reasoning, str) and reasoning:
+            self._add_text("thinking", reasoning, ())
+        elif logprobs and not delta.tool_calls and not text:  # a token that is half a character
+            self._add_text("text", "", logprobs)
+        if text:
+            self._add_text("text", text, logprobs)
+        for index, call in enumerate(delta.tool_calls or ()):
+            self._read_call(call, index)
+        if delta.function_call is not None:
+            self._read_call(ToolCallDelta(0, function=delta.function_call), 0)
+
+    def _read_call(self, delta: ToolCallDelta, position: int) -> None:
+        called = delta.function or delta.custom or CalledDelta()
+        index = position if delta.index is None else delta.index
+        block = self._calls.get(index)
+        if block is None or (
+            delta.id and called.name and delta.id != block.call_id
+        ):  # some servers number every call 0
+            call_id = delta.id or f"call_{self._id}_{self._call_count}"
+            block = _OpenBlock("tool_call", call_id, delta.custom is not None)
+            self._call_count += 1
+            self._calls[index] = block
+            block.name = called.name or ""
+            self._queue.append(block)
+            self._advance()
+        elif called.name and not block.name:
+            block.name = called.name
+            self._advance()
+        self._extend(block, called.text, ())
+
+    def _add_text(self, kind: BlockKind, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        if not self._queue or self._queue[-1].kind != kind:
+            self._queue.append(_OpenBlock(kind))
+            self._advance()
+        self._extend(self._queue[-1], text, logprobs)
+
+    def _extend(self, block: _OpenBlock, text: str, logprobs: tuple[TokenLogprob, ...]) -> None:
+        if not text and not logprobs:
+            return
+        if block.index is None:
+            block.pieces.append(text)
+            block.logprobs += logprobs
+        elif not self._queue or self._queue[0] is not block:
+            if text.strip():  # whitespace after a complete JSON object changes nothing
+                raise Incomplete("the upstream continued a tool call whose arguments were already complete")
+        else:
+            self._out.append(BlockDelta(block.index, text, logprobs))
+            if block.is_call:
+                block.pieces.append(text)
+                self._advance()
+
+    def _advance(self) -> None:
+        """Close complete blocks at the head of the queue and open the next. A call opens once its name is known."""
+        while self._queue:
+            head = self._queue[0]
+            if head.index is None and not (head.is_call and not head.name):
+                self._open(head)
+            if len(self._queue) == 1 or head.index is None or (head.is_call and not head.is_complete_call):
+                return
+            self._close_head(complete=True)
+
+    def _open(self, block: _OpenBlock) -> int:
+        block.index = index = self._started_blocks
+        self._started_blocks += 1
+        self._out.append(BlockStart(index, block.kind, block.call_id, block.name, custom=block.custom))
+        if block.pieces or block.logprobs:
+            self._out.append(BlockDelta(index, "".join(block.pieces), block.logprobs))
+        return index
+
+    def _close_head(self, *, complete: bool) -> None:
+        block = self._queue[0]
+        index = self._open(block) if block.index is None else block.index
+        self._queue.popleft()
+        self._out.append(BlockEnd(index, complete=complete))
+
+    def _close_all(self, finish: str, stop: object) -> None:
+        """The end of the answer. After a limit, a call is complete only if its arguments are."""
+        if finish == "error":
+            raise Incomplete("the upstream ended its answer with an error")
+        self._stop = _read_finish(finish, stop, self._call_count > 0)
+        limited = self._stop[0] in _LIMITS
+        while self._queue:
+            block = self._queue[0]
+            is_cut = limited and block.is_call and not block.is_complete_call
+            self._close_head(complete=not is_cut or (block.custom and len(self._queue) > 1))
+
+    def _finish(self) -> None:
+        if not self._done and self._stop is not None:
+            self._done = True
+            self._out.append(Finished(self._stop[0], self._usage or Usage(), self._stop[1]))
+
+    def _fail(self, error: ModelyardError) -> None:
+        if not self._done:
+            self._done = True
+            self._out.append(Failed(error))

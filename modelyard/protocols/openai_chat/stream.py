@@ -1,0 +1,122 @@
+"""Writes events as chat chunks. A delta is the hottest path of the program: constant bytes around one JSON string."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from modelyard.core.errors import Incomplete, ModelyardError
+from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Finished, Started, Usage
+from modelyard.core.request import Request
+from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.openai_errors import error_body
+from modelyard.protocols.common.openai_fields import DONE, FINGERPRINT, FINISH_REASONS, write_usage
+from modelyard.protocols.common.sse import comment, frame
+from modelyard.protocols.openai_chat.reply import ID_PREFIX, write_logprobs
+
+_KEEPALIVE = comment()
+_NO_LOGPROBS = b',"logprobs":null,"finish_reason":null}'
+
+# block kind → the bytes before the text inside `delta`
+_TEXT_FIELDS = {"text": b'{"content":', "thinking": b'{"reasoning_content":'}
+
+
+class _Choice:
+    """One choice: the bytes around the text of its open block, its calls so far, and its usage once it has ended."""
+
+    __slots__ = ("calls", "delta_end", "delta_start", "is_text", "start", "usage")
+
+    def __init__(self, start: bytes) -> None:
+        self.start = start
+        self.delta_start = self.delta_end = b""
+        self.calls = 0
+        self.is_text = False
+        self.usage: Usage | None = None
+
+
+class ChatStreamWriter:
+    def __init__(self, request: Request, trace: str) -> None:
+        self._trace = trace
+        self._include_usage = request.include_usage
+        self._fields: dict[str, Any] = {}
+        self._choices: dict[int, _Choice] = {}
+        self._chunk_end = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._failed = False
+
+    def write(self, event: Event, choice: int = 0) -> bytes:
+        if self._failed:
+            return b""
+        if type(event) is BlockDelta:
+            state = self._choices[choice]
+            if event.logprobs and state.is_text:
+                return self._delta_with_logprobs(state, event)
+            return state.delta_start + encode(event.text) + state.delta_end if event.text else b""
+        if isinstance(event, BlockStart):
+            return self._start_block(event, self._choices[choice])
+        if isinstance(event, Started):
+            return self._start(event, choice)
+        if isinstance(event, Finished):
+            return self._finish(event, self._choices[choice])
+        return self._fail(event.error) if isinstance(event, Failed) else b""
+
+    def keepalive(self) -> bytes:
+        return _KEEPALIVE
+
+    def end(self) -> bytes:
+        """Usage and [DONE]. A stream with an unfinished choice must not look complete: it ends with an error chunk."""
+        if self._failed:
+            return b""
+        usages = [self._choices[choice].usage for choice in sorted(self._choices)]
+        finished = [usage for usage in usages if usage is not None]
+        if not finished or len(finished) < len(usages):
+            return self._fail(Incomplete("the answer ended before it was complete", id=self._trace))
+        if not self._include_usage:
+            return DONE
+        usage = write_usage(finished[:1], finished)
+        return frame(encode(self._fields | {"choices": [], "usage": usage})) + DONE
+
+    def _start(self, event: Started, choice: int) -> bytes:
+        """The first choice to start gives the id, time and model of every chunk."""
+        if not self._fields:
+            self._fields = {
+                "id": ID_PREFIX + event.id,
+                "object": "chat.completion.chunk",
+                "created": event.created,
+                "model": event.model,
+                "system_fingerprint": FINGERPRINT,
+            }
+        start = b"data: " + encode(self._fields)[:-1] + b',"choices":[{"index":%d,"delta":' % choice
+        self._choices[choice] = _Choice(start)
+        return self._chunk(start, b'{"role":"assistant","content":""}')
+
+    def _chunk(self, start: bytes, delta: bytes) -> bytes:
+        return start + delta + _NO_LOGPROBS + self._chunk_end
+
+    def _start_block(self, event: BlockStart, state: _Choice) -> bytes:
+        state.is_text = event.kind == "text"
+        if event.kind != "tool_call":
+            state.delta_start = state.start + _TEXT_FIELDS[event.kind]
+            state.delta_end = b"}" + _NO_LOGPROBS + self._chunk_end
+            return b""
+        index, kind, field = state.calls, *(("custom", "input") if event.custom else ("function", "arguments"))
+        state.calls += 1
+        state.delta_start = state.start + f'{{"tool_calls":[{{"index":{index},"{kind}":{{"{field}":'.encode()
+        state.delta_end = b"}}]}" + _NO_LOGPROBS + self._chunk_end
+        call = {"index": index, "id": event.call_id, "type": kind, kind: {"name": event.name, field: ""}}
+        return self._chunk(state.start, encode({"tool_calls": [call]}))
+
+    def _delta_with_logprobs(self, state: _Choice, event: BlockDelta) -> bytes:
+        logprobs = encode(write_logprobs(event.logprobs))
+        end = b'},"logprobs":' + logprobs + b',"finish_reason":null}' + self._chunk_end
+        return state.delta_start + encode(event.text) + end
+
+    def _finish(self, event: Finished, state: _Choice) -> bytes:
+        """`stop_reason` is an extension that holds the stop string; other servers write it too."""
+        state.usage = event.usage
+        end = b'{},"logprobs":null,"finish_reason":"%s"' % FINISH_REASONS[event.reason].encode()
+        if event.stop_string is not None:
+            end += b',"stop_reason":' + encode(event.stop_string)
+        return state.start + end + b"}" + self._chunk_end
+
+    def _fail(self, error: ModelyardError) -> bytes:
+        self._failed = True
+        return frame(encode({"error": error_body(error)}))
