@@ -18,7 +18,7 @@ from typing import Any
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines import vllm
-from modelyard.engines.vllm import library
+from modelyard.engines.vllm import async_llm
 from modelyard.engines.vllm.engine import VllmEngine
 
 WINDOW, PROMPT = 2048, 32
@@ -36,7 +36,7 @@ def prompt_ids(stream: int) -> list[int]:
 
 async def direct(engine: VllmEngine, streams: int, tokens: int) -> int:
     """On vLLM's own loop, with the same settings."""
-    lib = library.load()
+    lib = async_llm.load_library()
     llm: Any = engine._core._llm  # type: ignore[union-attr]
 
     async def one(stream: int) -> int:

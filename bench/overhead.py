@@ -115,7 +115,7 @@ async def ct2_ways(stack: AsyncExitStack, folder: str) -> dict[str, Way]:
     await engine.open(lambda *_: None)
 
     async def direct(streams: int, tokens: int) -> float:
-        prompts = [[engine._words[id] for id in prompt_ids(stream)] for stream in range(streams)]
+        prompts = [[engine._vocabulary[id] for id in prompt_ids(stream)] for stream in range(streams)]
         heard = 0
 
         def on_token(_: Any) -> bool:
@@ -125,7 +125,7 @@ async def ct2_ways(stack: AsyncExitStack, folder: str) -> dict[str, Way]:
 
         began = time.perf_counter()
         await asyncio.to_thread(
-            engine._held[0].generate_batch,
+            engine._generators[0].generate_batch,
             prompts,
             include_prompt_in_result=False,
             max_length=tokens,

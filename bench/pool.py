@@ -25,7 +25,7 @@ from rich.table import Table
 from modelyard.core.engine import CacheInfo, EngineInfo
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSpec
-from modelyard.scheduler.pooled_model import SchedulerOptions
+from modelyard.scheduler.settings import SchedulerOptions
 from modelyard.scheduler.scheduler import Scheduler
 
 TARGET_US = 50.0

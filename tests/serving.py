@@ -68,7 +68,7 @@ async def _run(
 ) -> None:
     try:
         yard = compose(config, env)
-        server = front.server(yard.app, config.http)
+        server = front.make_server(yard.app, config.http)
         server.install_signal_handlers = lambda: None
         task = asyncio.create_task(server._serve())
         while not server.started and not task.done():  # noqa: ASYNC110  uvicorn only sets a flag

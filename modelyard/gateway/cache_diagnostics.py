@@ -47,7 +47,7 @@ class CacheDiagnostics:
         )
         # Sessions are scoped by API key; prompts without a session are compared among themselves.
         key = (prepared.target.cache, prepared.caller.key, request.session or "")
-        found = self._sessions.look(key, record, accepted.cached_tokens, prepared.text_length, page, accepted.elsewhere)
+        found = self._sessions.diagnose(key, record, accepted.cached_tokens, prepared.text_length, page, accepted.elsewhere)
         return found, record
 
     def system_prompt_change(self, prepared: PreparedRequest, accepted: Accepted) -> str | None:
@@ -56,7 +56,7 @@ class CacheDiagnostics:
         system = leading_system(messages)
         if system is None:
             return None
-        change = self._system_prompts.look(prepared.target.cache, system)
+        change = self._system_prompts.update(prepared.target.cache, system)
         token = accepted.divergence
         if change is None or token is None or not prepared.prompts:
             return None

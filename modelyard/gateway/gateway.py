@@ -171,7 +171,7 @@ class Gateway:
             return shared
         ticket = self.leases.request(prepared.lease_request())
         if not ticket.granted:
-            self.history.saw_queue(time.time(), ticket.position)
+            self.history.add_queue_length(time.time(), ticket.position)
         stream: ChoiceStream | MultiChoiceStream
         if prepared.choices == 1:
             stream = ChoiceStream(prepared, 0, ticket, self, capture)

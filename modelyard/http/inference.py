@@ -45,7 +45,7 @@ class InferenceEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, context, request = self._gateway, RequestContext.of(scope), None
-        capture = self._captures.entry(context.trace) if self._captures is not None else None
+        capture = self._captures.start(context.trace) if self._captures is not None else None
         gateway.metrics.request_started()
         try:
             body = await read_body(receive, context, self._settings)

@@ -123,9 +123,9 @@ class RequestMiddleware:
     def _account(self, context: RequestContext, method: str, seconds: float) -> None:
         path = context.path
         route = path if path in _ROUTES else _pattern(path)
-        self._metrics.http(route, method, context.status, seconds)
+        self._metrics.http_request(route, method, context.status, seconds)
         if context.error:
-            self._metrics.failed(context.error)
+            self._metrics.request_failed(context.error)
         polled = route != path and (is_workbench(path) or (method == "GET" and path.startswith(_POLLED)))
         log_request(
             logging.DEBUG if polled or path in _DEBUG_ONLY else logging.INFO,

@@ -12,8 +12,8 @@ from modelyard.http.tokens import TokenBody
 from modelyard.protocols import openai_completions, openai_embeddings
 from modelyard.protocols.anthropic_messages import request as anthropic_messages
 from modelyard.protocols.openai_chat import request as openai_chat
-from modelyard.protocols.openai_responses import body as openai_responses
-from modelyard.protocols.pool_responses import body as pool_responses
+from modelyard.protocols.openai_responses import request as openai_responses
+from modelyard.protocols.pool_responses import request as pool_responses
 
 _TAKES: tuple[tuple[str, str, str, type], ...] = (
     ("/v1/messages", "Anthropic Messages", "AnthropicMessages", anthropic_messages.MessagesBody),

@@ -1,1 +1,1 @@
-"""Child processes: started so that none is orphaned, watched, restarted and stopped."""
+"""Child processes, their supervision, and the ports they share."""

@@ -1,8 +1,8 @@
-"""Processes that a library starts behind our back: told by a mark in their environment, and none outlives us.
+"""Kills the processes that a library starts on its own, even if this process is killed.
 
-Some libraries leave their helpers behind when their parent is killed, with all the memory they hold. A keeper (this
-file run as a script, `brood.py PARENT_PID MARK`) waits for the parent's end, whatever brings it, and ends what bears
-the mark. Linux only; elsewhere nothing is found.
+Some libraries leave their helper processes behind, with all their memory, when their parent is killed. The helpers are
+marked by a variable in their environment. A watcher (this file as a script, `descendant_reaper.py PARENT_PID MARK`)
+waits for the parent's end and kills every marked process. Linux only; elsewhere no marked process is found.
 """
 
 from __future__ import annotations
@@ -18,80 +18,78 @@ from pathlib import Path
 from queue import SimpleQueue
 from uuid import uuid4
 
-_NAME = "MODELYARD_BROOD"
-_END_S = 10.0
-_turn: SimpleQueue[None] = SimpleQueue()
-_turn.put(None)
+_VARIABLE = "MODELYARD_DESCENDANT"
+_WATCHER_EXIT_S = 10.0
+_environment_token: SimpleQueue[None] = SimpleQueue()  # held while the mark is in os.environ
+_environment_token.put(None)
 
 
 class DescendantReaper:
-    """`hatching` wraps the call that starts them; `end` is idempotent."""
+    """`mark_children` wraps the call that starts the processes; `kill_all` is idempotent."""
 
     def __init__(self) -> None:
         self._mark = uuid4().hex
-        self._keeper: subprocess.Popen[bytes] | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
 
     def __repr__(self) -> str:
-        return f"<Brood {self._mark}: {find_marked(self._mark)}>"
+        return f"<DescendantReaper {self._mark}: {self.pids}>"
 
     @property
     def pids(self) -> list[int]:
         return find_marked(self._mark)
 
-    def guarded(self) -> dict[str, str]:
-        """Starts the keeper. Whatever has this in its environment is of the brood, and all that it starts."""
+    def start_watcher(self) -> dict[str, str]:
+        """Returns the environment variable that marks a process and all its descendants."""
         argv = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid()), self._mark]
-        env = {name: value for name, value in os.environ.items() if name != _NAME}  # it is nobody's
-        quiet = subprocess.DEVNULL
-        self._keeper = subprocess.Popen(  # noqa: S603
-            argv, env=env, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True
+        env = {name: value for name, value in os.environ.items() if name != _VARIABLE}  # the watcher is not marked
+        null = subprocess.DEVNULL
+        self._watcher = subprocess.Popen(  # noqa: S603
+            argv, env=env, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
         )
-        return {_NAME: self._mark}
+        return {_VARIABLE: self._mark}
 
     @contextlib.contextmanager
-    def hatching(self) -> Iterator[None]:
-        """Whatever is started meanwhile is of the brood. One at a time: the environment is the whole process's."""
-        told = self.guarded()
-        _turn.get()
-        os.environ.update(told)
+    def mark_children(self) -> Iterator[None]:
+        """Mark every process started meanwhile. One at a time, because the environment is process-wide."""
+        mark = self.start_watcher()
+        _environment_token.get()
+        os.environ.update(mark)
         try:
             yield
         finally:
-            os.environ.pop(_NAME, None)
-            _turn.put(None)
+            os.environ.pop(_VARIABLE, None)
+            _environment_token.put(None)
 
-    def end(self) -> None:
+    def kill_all(self) -> None:
         kill_marked(self._mark)
-        keeper, self._keeper = self._keeper, None
-        if keeper is None or keeper.stdin is None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is None or watcher.stdin is None:
             return
-        keeper.stdin.close()
+        watcher.stdin.close()
         try:
-            keeper.wait(_END_S)
+            watcher.wait(_WATCHER_EXIT_S)
         except subprocess.TimeoutExpired:
-            keeper.kill()
-            keeper.wait()
+            watcher.kill()
+            watcher.wait()
 
 
 def find_marked(mark: str) -> list[int]:
-    wanted = f"{_NAME}={mark}".encode()
-    return [pid for pid in _all() if wanted in _environment(pid)]
-
-
-def _all() -> list[int]:
-    proc = Path("/proc")
-    return [int(each.name) for each in proc.iterdir() if each.name.isdecimal()] if proc.is_dir() else []
+    proc, wanted = Path("/proc"), f"{_VARIABLE}={mark}".encode()
+    if not proc.is_dir():
+        return []
+    pids = [int(entry.name) for entry in proc.iterdir() if entry.name.isdecimal()]
+    return [pid for pid in pids if wanted in _environment(pid)]
 
 
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has gone, or is somebody else's
+    except OSError:  # it has exited, or belongs to another user
         return []
 
 
 def kill_marked(mark: str) -> None:
-    """Until none is left: one that is being ended may have started another."""
+    """Repeat until none is left: a process may have started another one before it died."""
     for _ in range(10):
         if not (found := find_marked(mark)):
             return
@@ -101,7 +99,7 @@ def kill_marked(mark: str) -> None:
 
 
 def watch_parent(parent: int, mark: str) -> None:
-    """Waits for the parent's end, or its word that it is not needed any more."""
+    """Wait until the parent exits or closes stdin, then kill the marked processes."""
     watched: list[int] = [0]
     with contextlib.suppress(AttributeError, OSError):
         watched.append(os.pidfd_open(parent))

@@ -1,4 +1,4 @@
-"""One port for several processes: reserved by the parent, listened on by every child (SO_REUSEPORT)."""
+"""One port for several processes: the parent reserves it, and every child listens on it (SO_REUSEPORT)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class PortUnusable(InvalidRequest):
 
 
 def reserve_port(host: str, port: int) -> socket.socket:
-    """Hold the port without listening, so that a taken one is reported before any child starts.
+    """Bind the port without listening, so that a port in use is reported before any child starts.
 
-    Port 0 picks a free one: `getsockname()[1]` of the result. Keep the socket open as long as the fleet lives.
+    Port 0 picks a free one: `getsockname()[1]` of the result. Keep the socket open as long as the children run.
     """
     if port:
-        # SO_REUSEPORT would happily share the port with another fleet of the same user: look for one first.
+        # SO_REUSEPORT would share the port with another server of the same user: check for one first.
         _bind(host, port, shared=False).close()
     return _bind(host, port, shared=True)
 
 
 def listen(host: str, port: int, *, shared: bool = True) -> socket.socket:
-    """A listening socket of this process; on a shared port the kernel deals connections out among all that listen."""
+    """A listening socket. On a shared port the kernel distributes connections among all listeners."""
     bound = _bind(host, port, shared=shared)
     bound.listen(_BACKLOG)
     bound.setblocking(False)
@@ -46,11 +46,11 @@ def _bind(host: str, port: int, *, shared: bool) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise PortUnusable(_reason(host, port, error)) from error
+        raise PortUnusable(_bind_error(host, port, error)) from error
     return bound
 
 
-def _reason(host: str, port: int, error: OSError) -> str:
+def _bind_error(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"port {port} on {host} is in use by another program: stop it, or choose another with --port"
     if error.errno == errno.EACCES:

@@ -1,7 +1,7 @@
-"""`serve --workers N`: N children that run the same command on one port; a dead one is replaced, none is orphaned.
+"""`serve --workers N`: N children that run the same command on one port. A dead child is replaced, none is orphaned.
 
-start ─→ alive ─→ dies ─→ wait (0.5 s, doubled while it dies young, at most 10 s) ─→ start …
-                   └─ every child has died young three times in a row: give up, exit code 1
+start ─→ alive ─→ exit ─→ wait (0.5 s, doubled while it exits early, at most 10 s) ─→ start …
+                   └─ every child has exited early three times in a row: give up, exit code 1
 SIGTERM or SIGINT ─→ SIGTERM to all ─→ grace ─→ SIGKILL.  A second signal skips the grace.
 """
 
@@ -15,7 +15,7 @@ import signal
 import time
 from asyncio.subprocess import Process
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 INDEX_VARIABLE = "MODELYARD_WORKER_INDEX"
 SOCKET_VARIABLE = "MODELYARD_WORKER_SOCKET"
-_NEVER_STARTED = 127
+_START_FAILED = 127
 
 
 class SupervisorHub(Protocol):
-    """Where the children meet: `path` is the socket each of them is told of."""
+    """The meeting point of the children: each gets the socket `path`."""
 
     path: str
 
@@ -38,29 +38,28 @@ class SupervisorHub(Protocol):
 
 
 class RestartPolicy(Struct, frozen=True):
-    """Seconds. A child that lives less than `young` has not really started."""
+    """Seconds. A child that exits within `min_uptime` has exited early."""
 
-    first_wait: float = 0.5
-    last_wait: float = 10.0
-    young: float = 10.0
+    first_delay: float = 0.5
+    max_delay: float = 10.0
+    min_uptime: float = 10.0
     grace: float = 30.0
-    tries: int = 3
+    max_early_exits: int = 3
 
 
 class SupervisedChild:
-    """One place in the fleet, whoever fills it at the moment."""
+    """One slot of the supervisor; `process` is its current process."""
 
     def __init__(self, index: int, argv: Sequence[str] = (), name: str = "gateway process") -> None:
         self.index, self.argv, self.name = index, die_with_parent(list(argv)), name
         self.process: Process | None = None
-        self.early_deaths = 0
+        self.early_exits = 0
 
-    def died(self, lived: float, pace: RestartPolicy) -> None:
-        self.early_deaths = self.early_deaths + 1 if lived < pace.young else 0
+    def record_exit(self, uptime: float, policy: RestartPolicy) -> None:
+        self.early_exits = self.early_exits + 1 if uptime < policy.min_uptime else 0
 
-    def wait(self, pace: RestartPolicy) -> float:
-        """How long to wait before the next start: the first replacement of a child that lived well comes soon."""
-        return min(pace.last_wait, pace.first_wait * (1 << max(0, self.early_deaths - 1)))
+    def restart_delay(self, policy: RestartPolicy) -> float:
+        return min(policy.max_delay, policy.first_delay * (1 << max(0, self.early_exits - 1)))
 
     def signal(self, number: int) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -68,45 +67,47 @@ class SupervisedChild:
                 self.process.send_signal(number)
 
 
-def should_give_up(children: list[SupervisedChild], pace: RestartPolicy) -> bool:
-    return all(child.early_deaths >= pace.tries for child in children)
+def should_give_up(children: list[SupervisedChild], policy: RestartPolicy) -> bool:
+    return all(child.early_exits >= policy.max_early_exits for child in children)
 
 
 class Supervisor:
+    """`extra` are commands of helper processes that are kept alive beside the workers."""
+
     def __init__(
         self,
         argv: list[str],
         workers: int,
         environment: Mapping[str, str],
-        pace: RestartPolicy,
-        beside: Sequence[list[str]] = (),
+        policy: RestartPolicy,
+        extra: Sequence[list[str]] = (),
     ) -> None:
-        self._environment, self._pace, self._workers = environment, pace, workers
+        self._environment, self._policy, self._workers = environment, policy, workers
         self.children = [SupervisedChild(index, argv) for index in range(workers)]
-        self.children += [SupervisedChild(workers + more, other, "helper process") for more, other in enumerate(beside)]
+        self.children += [SupervisedChild(workers + n, other, "helper process") for n, other in enumerate(extra)]
         self._stopping = asyncio.Event()
-        self._hurried = asyncio.Event()
-        self._hopeless = False
+        self._killing = asyncio.Event()
+        self._gave_up = False
 
     async def run(self) -> int:
-        with self._signals():
-            keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
+        with self._signal_handlers():
+            tasks = [asyncio.create_task(self._keep_alive(child)) for child in self.children]
             try:
                 await self._stopping.wait()
-                in_time = await self._wind_down(keepers)
+                stopped_in_time = await self._stop_all(tasks)
             finally:
                 self._stopping.set()
                 for child in self.children:
                     child.signal(signal.SIGKILL)
-                await asyncio.gather(*keepers)
-        return 0 if in_time and not self._hopeless else 1
+                await asyncio.gather(*tasks)
+        return 0 if stopped_in_time and not self._gave_up else 1
 
     def stop(self) -> None:
-        """Ask once to end in peace, twice to end now."""
-        (self._hurried if self._stopping.is_set() else self._stopping).set()
+        """The first call stops gracefully, the second kills."""
+        (self._killing if self._stopping.is_set() else self._stopping).set()
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _signal_handlers(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -116,72 +117,60 @@ class Supervisor:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    async def _keep(self, child: SupervisedChild) -> None:
+    async def _keep_alive(self, child: SupervisedChild) -> None:
         while not self._stopping.is_set():
             started = time.monotonic()
-            code = await self._live(child)
+            code = await self._run_once(child)
             if self._stopping.is_set():
                 return
-            child.died(time.monotonic() - started, self._pace)
-            if should_give_up(self.children[: self._workers], self._pace):
-                _log.error("every gateway process ends right after its start (last exit code %s): giving up", code)
-                self._hopeless = True
+            child.record_exit(time.monotonic() - started, self._policy)
+            if should_give_up(self.children[: self._workers], self._policy):
+                _log.error("every gateway process exits right after its start (last exit code %s): giving up", code)
+                self._gave_up = True
                 self._stopping.set()
                 return
-            wait = child.wait(self._pace)
-            _log.warning("%s %d ended with code %s: starting it again in %.1f s", child.name, child.index, code, wait)
-            await _until(self._stopping, wait)
+            delay = child.restart_delay(self._policy)
+            _log.warning("%s %d exited with code %s: restarting in %.1f s", child.name, child.index, code, delay)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
 
-    async def _live(self, child: SupervisedChild) -> int:
+    async def _run_once(self, child: SupervisedChild) -> int:
         environment = {**os.environ, **self._environment, INDEX_VARIABLE: str(child.index)}
-        # A session of its own: Ctrl-C reaches the parent only, which passes it on once. uvicorn takes two for "now!".
+        # A new session: Ctrl-C reaches the parent only, which passes it on once. uvicorn takes two signals for "now".
         try:
             child.process = await asyncio.create_subprocess_exec(*child.argv, env=environment, start_new_session=True)
-        except OSError as error:  # no memory or no process left for it: as good as dead at birth
+        except OSError as error:  # out of memory or processes: counts as an early exit
             _log.error("%s %d cannot start: %s", child.name, child.index, error)
-            return _NEVER_STARTED
+            return _START_FAILED
         if self._stopping.is_set():
             child.signal(signal.SIGTERM)
         return await child.process.wait()
 
-    async def _wind_down(self, keepers: list[asyncio.Task[None]]) -> bool:
-        """True when every child ended in peace."""
+    async def _stop_all(self, tasks: list[asyncio.Task[None]]) -> bool:
+        """Returns whether every child exited within the grace period."""
         for child in self.children:
             child.signal(signal.SIGTERM)
-        ended = asyncio.create_task(_all(keepers))
-        hurried = asyncio.create_task(_set(self._hurried))
+        # asyncio.wait, unlike gather, does not cancel the tasks when it is cancelled itself.
+        all_ended: asyncio.Task[Any] = asyncio.create_task(asyncio.wait(tasks))
+        killing: asyncio.Task[Any] = asyncio.create_task(self._killing.wait())
         try:
-            await asyncio.wait({ended, hurried}, timeout=self._pace.grace, return_when=asyncio.FIRST_COMPLETED)
-            return ended.done()
+            await asyncio.wait({all_ended, killing}, timeout=self._policy.grace, return_when=asyncio.FIRST_COMPLETED)
+            return all_ended.done()
         finally:
-            ended.cancel()
-            hurried.cancel()
-
-
-async def _all(tasks: list[asyncio.Task[None]]) -> None:
-    await asyncio.wait(tasks)  # unlike gather, it leaves them alone when it is cancelled
-
-
-async def _set(event: asyncio.Event) -> None:
-    await event.wait()
-
-
-async def _until(event: asyncio.Event, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+            all_ended.cancel()
+            killing.cancel()
 
 
 async def run_supervised(
     argv: list[str],
     workers: int,
     hub: SupervisorHub,
-    pace: RestartPolicy = RestartPolicy(),
-    beside: Sequence[list[str]] = (),
+    policy: RestartPolicy = RestartPolicy(),
+    extra: Sequence[list[str]] = (),
 ) -> int:
-    """Run until a signal comes or nothing helps; the exit code for the parent. `argv` is one child's command; `beside`
-    are the commands of others that are kept alive with them."""
+    """Run until a signal comes or every worker keeps failing; returns the exit code. `argv` is a worker's command."""
     await hub.open()
     try:
-        return await Supervisor(argv, workers, {SOCKET_VARIABLE: hub.path}, pace, beside).run()
+        return await Supervisor(argv, workers, {SOCKET_VARIABLE: hub.path}, policy, extra).run()
     finally:
         await hub.close()

@@ -39,8 +39,6 @@ class Conversation:
     def __init__(self, specials: Sequence[str], toolbox: Toolbox, shield: Shield, *, images: bool) -> None:
         self._shield = shield
         self._shield_reply = Shield(text for text in specials if not _is_reasoning_tag(text))
-        said, replied = shield.marked, self._shield_reply.marked
-        self._marked = {"system": said, "developer": said, "user": said, "assistant": replied}  # tools say no text
         self._toolbox = toolbox
         self._images = images
 
@@ -55,24 +53,6 @@ class Conversation:
             else:
                 out.append(self._said(message, request.tools))
         return out
-
-    def plain(self, messages: Sequence[Message]) -> tuple[tuple[str, ...], list[str]] | None:
-        """The roles and texts of a conversation that waits for an answer and in which everybody said one text and
-        nothing else: the same as in its entries. None: it is another one."""
-        roles: list[str] = []
-        texts: list[str] = []
-        for message in messages:
-            role, parts = message.role, message.parts
-            marked = self._marked.get(role)
-            if marked is None or message.name or len(parts) != 1 or type(part := parts[0]) is not Text:
-                return None
-            roles.append(role)
-            texts.append(marked(part.text))
-        return None if not roles or role == "assistant" else (tuple(roles), texts)
-
-    def marks(self, role: str, spelling: str) -> bool:
-        """Whether what somebody in this role says never holds this spelling unmarked."""
-        return self._marked[role](spelling) != spelling
 
     def _said(self, message: Message, tools: Sequence[Tool]) -> Entry:
         entry: Entry = {"role": message.role, "content": self._content(message.parts, tools)}

@@ -15,13 +15,11 @@ from modelyard.core.request import Request
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.conversation import Conversation, Entry
 from modelyard.prompt.sandbox import Frozen
-from modelyard.prompt.shapes import MAX_MESSAGES, Roles, Shape, Shapes, Unread
 from modelyard.prompt.steps import tools_as_text
 from modelyard.prompt.taming import TamedTemplate, used_tool
-from modelyard.prompt.template import MAX_OUTPUT, ChatTemplate, TemplateFailed
+from modelyard.prompt.template import ChatTemplate, TemplateFailed
 from modelyard.prompt.tools import Toolbox, instructions
 from modelyard.prompt.translation import SOURCE, TARGET, translated
-from modelyard.tokenizer.frame import Frame
 from modelyard.tokenizer.prefix import Cuttable, PrefixTokens
 from modelyard.tokenizer.shield import Shield, unshield
 
@@ -35,7 +33,6 @@ _KEEPS = {
     "truncate_history_thinking": False,
     "drop_thinking": False,
 }
-_NO_WISH = Request(model="").reasoning  # the very object: nothing is quicker to compare
 _OURS = frozenset({"messages", "range", "raise_exception", "strftime_now"})
 
 
@@ -84,16 +81,12 @@ class Renderer:
         self._tokens = PrefixTokens(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
         self._opening, self._bare = self._find_opening(template)
         self.separator = self._find_separator()
-        self._last: tuple[str, Frame | None, list[str]] = ("", None, [])
-        self._shapes = Shapes(self._unread, self._frame) if template.is_candid and not self.translates else None
 
     def __repr__(self) -> str:
         return f"<Renderer {self._plain!r}>"
 
     def text(self, request: Request) -> str:
         """The prompt, with the shield's marks: for `tokens` and `fresh`. People get `unshield(text)`."""
-        if (quick := self._shaped(request)) is not None:
-            return quick
         if self.translates:
             return self._translation(translated(request))
         tools = self._toolbox.offered(request.tools) if request.tools else []
@@ -109,33 +102,6 @@ class Renderer:
         if entries and _is_empty_reply(entries[-1]):
             entries = entries[:-1]
         return tamed.render(entries, variables)
-
-    def _shaped(self, request: Request) -> str | None:
-        """The same text, where it is plain and the template passes it on unread; None: it has to be rendered."""
-        if self._shapes is None or request.tools or request.documents or request.chat_template_kwargs:
-            return None
-        if len(request.messages) > MAX_MESSAGES or request.reasoning != _NO_WISH:
-            return None
-        told = self._conversation.plain(request.messages)
-        shape = self._shapes.find(told[0]) if told is not None else None
-        if shape is None or told is None:
-            return None
-        text = shape.around(told[1])
-        if len(text) > MAX_OUTPUT:
-            return None
-        self._last = (text, shape.frame, told[1])
-        return text
-
-    def _unread(self, turns: Sequence[tuple[str, Unread]]) -> str:
-        entries: list[Entry] = [{"role": role, "content": text} for role, text in turns]
-        return self._plain.unread(entries, self._variables(Request(model=""), self._plain.template, []))
-
-    def _frame(self, roles: Roles, shape: Shape) -> Frame | None:
-        """For texts in which every control token that is cut at is marked."""
-        if not all(self._conversation.marks(role, cut) for role in set(roles) for cut in self._tokens.cuts):
-            return None
-        texts = [(text, roles[text] == "assistant") for _, text in shape.holes]
-        return self._tokens.frame(shape.parts[::2], texts)
 
     def _translation(self, request: Request) -> str:
         """One turn whose content is one item. Such a template takes nothing else, so there is nothing to tame."""
@@ -169,9 +135,8 @@ class Renderer:
         return {name: self._shield.deep(value) for name, value in kwargs.items()}
 
     def tokens(self, text: str) -> list[int]:
-        """Of a text that `text` made; of the last one with what is known of it."""
-        last, frame, texts = self._last
-        return frame.encode(texts) if last is text and frame is not None else self._tokens.encode(text)
+        """The token ids of a text that `text` returned."""
+        return self._tokens.encode(text)
 
     def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """What the model said behind a prompt, in its own tokens: the next prompt that tells it is made of these."""

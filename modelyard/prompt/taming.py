@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelyard.prompt.conversation import Entry
-from modelyard.prompt.shapes import Looked, Unread
 from modelyard.prompt.steps import (
     LADDER,
     STEPS,
@@ -105,14 +104,6 @@ class TamedTemplate:
             return self._render(entries, variables, self.steps)
         except TemplateFailed as error:
             return self._climb(entries, variables, error)
-
-    def unread(self, entries: list[Entry], variables: Mapping[str, Any]) -> str:
-        """`render` of texts that cannot be looked at (`shapes.py`); nothing is climbed for them."""
-        for step in self.steps:
-            entries = step(entries)
-        if not all(type(entry["content"]) is Unread for entry in entries):
-            raise Looked
-        return self.template.unread({**variables, "messages": entries})
 
     def _climb(self, entries: list[Entry], variables: Mapping[str, Any], error: TemplateFailed) -> str:
         on = set(self.steps)

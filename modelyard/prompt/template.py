@@ -12,7 +12,6 @@ from jinja2.runtime import Context
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.prompt.sandbox import Refusal, Steps, environment
-from modelyard.prompt.shapes import is_candid
 
 MAX_OUTPUT = 64 << 20  # characters: many times the longest window
 
@@ -59,7 +58,6 @@ class ChatTemplate:
         try:
             tree = _environment.parse(source)
             self._words = frozenset(_words(tree))
-            self.is_candid = is_candid(tree)
             self._template = _environment.from_string(tree)
         except TemplateSyntaxError as error:
             raise InvalidRequest(
@@ -73,17 +71,10 @@ class ChatTemplate:
         return name in self._words
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        return self._render(variables, _joined)
-
-    def unread(self, variables: Mapping[str, Any]) -> str:
-        """`render` for texts that cannot be looked at, not even for their length."""
-        return self._render(variables, "".join)
-
-    def _render(self, variables: Mapping[str, Any], joined: Callable[[Iterator[str]], str]) -> str:
         variables = {**self._fixed, **variables, "range": Steps().range}
         context = Context(_environment, variables, self._template.name, self._template.blocks)
         try:
-            return joined(self._template.root_render_func(context))
+            return _joined(self._template.root_render_func(context))
         except Refusal as error:
             raise TemplateRefused(f"the chat template refuses this conversation: {error.message}") from error
         except RecursionError:

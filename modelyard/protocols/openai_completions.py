@@ -2,8 +2,8 @@
 
     data: {"id": "cmpl-…", "object": "text_completion", "choices": [{"index": 0, "text": "Hi", "finish_reason": null}]}
 
-Several prompts with n answers each make len(prompts) × n choices; choice prompt × n + answer. The wire has one channel
-only: whatever kind a block is, its text is the answer.
+Several prompts with n answers each make len(prompts) × n choices; a choice's index is prompt × n + answer. The protocol
+has one channel only: the text of every block, of whatever kind, is part of the answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from modelyard.protocols.common.openai_fields import (
     MAX_N,
     MIN_LOGPROB,
     PromptField,
-    Prompts,
+    StreamOptions,
     check_range,
     read_prompts,
     read_session,
@@ -47,12 +47,10 @@ NAME = "openai_completions"
 PATHS: tuple[str, ...] = ("/v1/completions", "/completions")
 
 _MAX_LOGPROBS = 5
-_MAX_CHOICES = 2048  # each one is a stream of its own in here
-_encode = msgspec.json.Encoder().encode
+_MAX_CHOICES = 2048  # each one is a stream of its own inside the server
 
 
-class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
+# --- the request ----------------------------------------------------------------------------------------------------
 
 
 class CompletionBody(ExtensionFields):
@@ -75,67 +73,64 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
-    asked = decode(_decoder, body)
+    parsed = decode(_decoder, body)
     warnings: list[str] = []
-    prompts = read_prompts(asked.prompt, "prompt")
-    check_range("logprobs", asked.logprobs, 0, _MAX_LOGPROBS)
-    check_positive("max_tokens", asked.max_tokens)
+    prompts = read_prompts(parsed.prompt, "prompt")
+    check_range("logprobs", parsed.logprobs, 0, _MAX_LOGPROBS)
+    check_positive("max_tokens", parsed.max_tokens)
+    n = _read_n(parsed, len(prompts), warnings)
+    if parsed.echo and not all(isinstance(prompt, str) for prompt in prompts):
+        warnings.append("echo_ignored: a prompt of token ids has no text to echo")
     return Request(
-        model=require_model(asked.model),
+        model=require_model(parsed.model),
         prompts=prompts,
-        sampling=read_sampling(asked),
-        max_tokens=asked.max_tokens,
-        stop=read_stop(asked.stop, warnings),
-        n=_read_n(asked, len(prompts), warnings),
-        logprobs=asked.logprobs,
-        constraint=read_constraint(asked),
-        stream=asked.stream is True,
-        include_usage=asked.stream_options is not None and asked.stream_options.include_usage is True,
-        lora_adapter=asked.lora_adapter,
-        priority=read_priority(asked),
-        session=read_session(headers, asked.prompt_cache_key),
-        user=asked.user,
-        echo=_read_echo(asked, prompts, warnings),
-        suffix=asked.suffix,
+        sampling=read_sampling(parsed),
+        max_tokens=parsed.max_tokens,
+        stop=read_stop(parsed.stop, warnings),
+        n=n,
+        logprobs=parsed.logprobs,
+        constraint=read_constraint(parsed),
+        stream=parsed.stream is True,
+        include_usage=parsed.stream_options is not None and parsed.stream_options.include_usage is True,
+        lora_adapter=parsed.lora_adapter,
+        priority=read_priority(parsed),
+        session=read_session(headers, parsed.prompt_cache_key),
+        user=parsed.user,
+        echo=parsed.echo is True,
+        suffix=parsed.suffix,
         warnings=tuple(warnings),
     )
 
 
-def _read_n(asked: CompletionBody, prompts: int, warnings: list[str]) -> int:
-    check_range("n", asked.n, 1, MAX_N)
-    n = 1 if asked.n is None else asked.n
+def _read_n(body: CompletionBody, prompts: int, warnings: list[str]) -> int:
+    check_range("n", body.n, 1, MAX_N)
+    n = 1 if body.n is None else body.n
     if prompts * n > _MAX_CHOICES:
         raise InvalidRequest(
             f"{prompts} prompts with n = {n} make {prompts * n} answers; at most {_MAX_CHOICES} are allowed", param="n"
         )
-    if asked.best_of is not None and asked.best_of < n:
-        raise InvalidRequest(f"best_of must be at least n ({n}), got {asked.best_of}", param="best_of")
-    if asked.best_of is not None and asked.best_of > n:
-        warnings.append("best_of_ignored: only n answers are made")
+    if body.best_of is not None and body.best_of < n:
+        raise InvalidRequest(f"best_of must be at least n ({n}), got {body.best_of}", param="best_of")
+    if body.best_of is not None and body.best_of > n:
+        warnings.append("best_of_ignored: only n answers are generated")
     return n
-
-
-def _read_echo(asked: CompletionBody, prompts: Prompts, warnings: list[str]) -> bool:
-    if asked.echo and not all(isinstance(prompt, str) for prompt in prompts):
-        warnings.append("echo_ignored: a prompt of token ids has no text to echo")
-    return asked.echo is True
 
 
 # --- the whole reply ------------------------------------------------------------------------------------------------
 
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
-    started, usages = replies[0].started, [reply.finished.usage for reply in replies]
+    usages = [reply.finished.usage for reply in replies]
     return encode(
-        _fields(started)
+        _completion_fields(replies[0].started)
         | {
-            "choices": [_choice(i, reply, request) for i, reply in enumerate(replies)],
+            "choices": [_write_choice(i, reply, request) for i, reply in enumerate(replies)],
             "usage": write_usage(usages[:: request.n], usages),
         }
     )
 
 
-def _fields(started: Started) -> dict[str, Any]:
+def _completion_fields(started: Started) -> dict[str, Any]:
     return {
         "id": f"cmpl-{started.id}",
         "object": "text_completion",
@@ -145,7 +140,7 @@ def _fields(started: Started) -> dict[str, Any]:
     }
 
 
-def _choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
+def _write_choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
     echo, logprobs = _echo(request, index), None
     parts = [block.part for block in reply.blocks]
     if request.logprobs is not None:
@@ -155,11 +150,11 @@ def _choice(index: int, reply: Reply, request: Request) -> dict[str, Any]:
         "index": index,
         "text": echo + "".join(part.arguments if isinstance(part, ToolCall) else part.text for part in parts),
         "logprobs": logprobs,
-        "finish_reason": _finish(reply.finished),
+        "finish_reason": _finish_reason(reply.finished),
     }
 
 
-def _finish(finished: Finished) -> str:
+def _finish_reason(finished: Finished) -> str:
     return "stop" if finished.reason == "tool_calls" else FINISH_REASONS[finished.reason]
 
 
@@ -169,7 +164,7 @@ def _echo(request: Request, choice: int) -> str:
 
 
 def _write_logprobs(tokens: Iterable[TokenLogprob], offset: int, top: int) -> dict[str, Any]:
-    """`offset` is where in the text the first token stands; alternatives are listed only where some were asked for."""
+    """`offset` is the position of the first token in the text. Alternatives are listed only where `top` is not 0."""
     out: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [] if top else None, "text_offset": []}
     for token in tokens:
         out["tokens"].append(token.token)
@@ -177,8 +172,7 @@ def _write_logprobs(tokens: Iterable[TokenLogprob], offset: int, top: int) -> di
         out["text_offset"].append(offset)
         offset += len(token.token)
         if top:
-            alternatives = token.top or (token,)
-            out["top_logprobs"].append({t.token: max(t.logprob, MIN_LOGPROB) for t in alternatives})
+            out["top_logprobs"].append({t.token: max(t.logprob, MIN_LOGPROB) for t in token.top or (token,)})
     return out
 
 
@@ -186,7 +180,7 @@ def write_error(
     error: ModelyardError,
     *,
     trace: str,
-    streaming: bool = False,  # noqa: ARG001 - before the first byte both kinds of request get the same HTTP error
+    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
     request: Request | None = None,  # noqa: ARG001
 ) -> WireError:
     return write_http_error(error, trace, overflow_param="prompt")
@@ -195,75 +189,78 @@ def write_error(
 # --- the stream -----------------------------------------------------------------------------------------------------
 
 
-class _Lane:
-    """One choice: the bytes before its text, where in its text it stands, and its usage once it has ended."""
+class _Choice:
+    """One choice: the bytes before its text, the offset of its next token, and its usage once it has ended."""
 
-    __slots__ = ("before", "offset", "usage")
+    __slots__ = ("offset", "start", "usage")
 
-    def __init__(self, before: bytes, offset: int) -> None:
-        self.before, self.offset = before, offset
+    def __init__(self, start: bytes, offset: int) -> None:
+        self.start, self.offset = start, offset
         self.usage: Usage | None = None
 
 
-class CompletionsWriter:
+class CompletionStreamWriter:
     def __init__(self, request: Request, trace: str) -> None:
         self._request, self._trace = request, trace
         self._fields: dict[str, Any] = {}
-        self._lanes: dict[int, _Lane] = {}
-        self._close = b'}],"usage":null}\n\n' if request.include_usage else b"}]}\n\n"
-        self._plain = b',"logprobs":null,"finish_reason":null' + self._close
+        self._choices: dict[int, _Choice] = {}
+        self._chunk_end = b'}],"usage":null}\n\n' if request.include_usage else b"}]}\n\n"
+        self._text_end = b',"logprobs":null,"finish_reason":null' + self._chunk_end
         self._failed = False
 
     def write(self, event: Event, choice: int = 0) -> bytes:
         if self._failed:
             return b""
         if isinstance(event, BlockDelta):
-            return self._delta(event, self._lanes[choice])
+            return self._write_delta(event, self._choices[choice])
         if isinstance(event, Started):
             return self._start(event, choice)
         if isinstance(event, Finished):
-            return self._finish(event, self._lanes[choice])
+            return self._finish(event, self._choices[choice])
         return self._fail(event.error) if isinstance(event, Failed) else b""
 
     def keepalive(self) -> bytes:
         return comment()
 
     def end(self) -> bytes:
-        """Usage and [DONE]. A stream whose answers have not all ended must not look as if they had."""
+        """Usage and [DONE]. A stream with an unfinished choice must not look complete: it ends with an error chunk."""
         if self._failed:
             return b""
-        usages = [self._lanes[choice].usage for choice in sorted(self._lanes)]
-        ended = [usage for usage in usages if usage is not None]
-        if not ended or len(ended) < len(usages):
-            return self._fail(Incomplete("the answer broke off before its end", id=self._trace))
+        usages = [self._choices[choice].usage for choice in sorted(self._choices)]
+        finished = [usage for usage in usages if usage is not None]
+        if not finished or len(finished) < len(usages):
+            return self._fail(Incomplete("the answer ended before it was complete", id=self._trace))
         if not self._request.include_usage:
             return DONE
-        usage = write_usage(ended[:: self._request.n], ended)
+        usage = write_usage(finished[:: self._request.n], finished)
         return frame(encode(self._fields | {"choices": [], "usage": usage})) + DONE
 
     def _start(self, event: Started, choice: int) -> bytes:
+        """The first choice to start gives the id, time and model of every chunk."""
         if not self._fields:
-            self._fields = _fields(event)
-        before = b"data: " + encode(self._fields)[:-1] + b',"choices":[{"index":%d,"text":' % choice
+            self._fields = _completion_fields(event)
+        start = b"data: " + encode(self._fields)[:-1] + b',"choices":[{"index":%d,"text":' % choice
         echo = _echo(self._request, choice)
-        self._lanes[choice] = _Lane(before, len(echo))
-        return before + _encode(echo) + self._plain if echo else b""
+        self._choices[choice] = _Choice(start, len(echo))
+        return start + encode(echo) + self._text_end if echo else b""
 
-    def _delta(self, event: BlockDelta, lane: _Lane) -> bytes:
+    def _write_delta(self, event: BlockDelta, state: _Choice) -> bytes:
         if not event.logprobs or self._request.logprobs is None:
-            return lane.before + _encode(event.text) + self._plain if event.text else b""
-        logprobs = encode(_write_logprobs(event.logprobs, lane.offset, self._request.logprobs))
-        lane.offset += sum(len(token.token) for token in event.logprobs)
-        return lane.before + _encode(event.text) + b',"logprobs":' + logprobs + b',"finish_reason":null' + self._close
+            return state.start + encode(event.text) + self._text_end if event.text else b""
+        logprobs = encode(_write_logprobs(event.logprobs, state.offset, self._request.logprobs))
+        state.offset += sum(len(token.token) for token in event.logprobs)
+        end = b',"logprobs":' + logprobs + b',"finish_reason":null' + self._chunk_end
+        return state.start + encode(event.text) + end
 
-    def _finish(self, event: Finished, lane: _Lane) -> bytes:
-        lane.usage = event.usage
-        return lane.before + b'"","logprobs":null,"finish_reason":"%s"' % _finish(event).encode() + self._close
+    def _finish(self, event: Finished, state: _Choice) -> bytes:
+        state.usage = event.usage
+        reason = _finish_reason(event).encode()
+        return state.start + b'"","logprobs":null,"finish_reason":"%s"' % reason + self._chunk_end
 
     def _fail(self, error: ModelyardError) -> bytes:
         self._failed = True
         return frame(encode({"error": error_body(error, "prompt")}))
 
 
-def writer(request: Request, trace: str) -> CompletionsWriter:
-    return CompletionsWriter(request, trace)
+def writer(request: Request, trace: str) -> CompletionStreamWriter:
+    return CompletionStreamWriter(request, trace)

@@ -6,7 +6,7 @@ import base64
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -34,32 +34,32 @@ class EmbeddingBody(Struct):
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 
 
-def read_request(body: bytes, headers: Mapping[str, str]) -> EmbeddingRequest:  # noqa: ARG001 - as every wire
-    asked = decode(_decoder, body)
-    check_positive("dimensions", asked.dimensions)
+def read_request(body: bytes, headers: Mapping[str, str]) -> EmbeddingRequest:  # noqa: ARG001 - as in every protocol
+    parsed = decode(_decoder, body)
+    check_positive("dimensions", parsed.dimensions)
     return EmbeddingRequest(
-        model=require_model(asked.model),
-        inputs=_read_inputs(asked.input),
-        encoding_format=_read_format(asked.encoding_format),
-        dimensions=asked.dimensions,
-        user=asked.user,
+        model=require_model(parsed.model),
+        inputs=_read_inputs(parsed.input),
+        encoding_format=_read_encoding_format(parsed.encoding_format),
+        dimensions=parsed.dimensions,
+        user=parsed.user,
     )
 
 
 def _read_inputs(value: PromptField | None) -> Prompts:
     inputs = read_prompts(value, "input")
     if "" in inputs:
-        where = "input" if isinstance(value, str) else f"input[{inputs.index('')}]"
-        raise InvalidRequest(f"{where} is an empty text: it has no embedding", param=where)
+        path = "input" if isinstance(value, str) else f"input[{inputs.index('')}]"
+        raise InvalidRequest(f"{path} is an empty text, which has no embedding", param=path)
     return inputs
 
 
-def _read_format(asked: str | None) -> Literal["float", "base64"]:
-    if asked is None or asked == "float":
+def _read_encoding_format(name: str | None) -> Literal["float", "base64"]:
+    if name is None or name == "float":
         return "float"
-    if asked == "base64":
+    if name == "base64":
         return "base64"
-    raise InvalidRequest(f"encoding_format must be float or base64, got {asked!r}", param="encoding_format")
+    raise InvalidRequest(f"encoding_format must be float or base64, got {name!r}", param="encoding_format")
 
 
 def write_reply(vectors: Sequence[Sequence[float]], prompt_tokens: int, request: EmbeddingRequest) -> bytes:
@@ -71,19 +71,19 @@ def write_reply(vectors: Sequence[Sequence[float]], prompt_tokens: int, request:
     return encode({"object": "list", "data": data, "model": request.model, "usage": usage})
 
 
-def _write_vector(vector: Sequence[float], request: EmbeddingRequest) -> Any:
+def _write_vector(vector: Sequence[float], request: EmbeddingRequest) -> Sequence[float] | str:
     if request.dimensions is not None:
-        vector = _shorten(vector, request.dimensions)
+        vector = _truncate(vector, request.dimensions)
     if request.encoding_format == "float":
         return vector
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def _shorten(vector: Sequence[float], dimensions: int) -> Sequence[float]:
-    """The first numbers, brought back to length 1, as models trained for it want it."""
+def _truncate(vector: Sequence[float], dimensions: int) -> Sequence[float]:
+    """The first dimensions, normalized to length 1, as Matryoshka models require."""
     if dimensions > len(vector):
         raise InvalidRequest(
-            f"dimensions is {dimensions}, but this model's embeddings have {len(vector)}: ask for that many or fewer",
+            f"dimensions is {dimensions}, but this model's embeddings have {len(vector)}: send that number or less",
             param="dimensions",
         )
     head = vector[:dimensions]

@@ -1,1 +1,1 @@
-"""Who may run where: queues in front of engines, and the engines' life."""
+"""Which request runs where, and which models are loaded."""

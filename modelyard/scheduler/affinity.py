@@ -1,22 +1,22 @@
-"""Which replica takes a request: the one that knows its session, else its prefix, else the least busy one. Pure.
+"""Choice of the replica for a request: the one that served its session, else its prefix, else the least busy. Pure.
 
-Replicas do not share their KV caches, so a conversation is cheap only where it was before. What is remembered is
-bounded, and ids of replicas are never used twice: what a dead one knew is simply never found again.
+Replicas do not share KV caches, so a conversation is cheap only on the replica that served it before. The memory is
+bounded. Replica ids are never reused, so entries of dead replicas are harmless.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import Protocol, TypeVar
 
-_LENGTHS = (4096, 512, 64)  # tokens of a prompt's beginning that are remembered, longest first
-_LEAN = 2  # a known prefix is worth so many more answers at a time than the least busy replica has
-_REMEMBERED = 8192
+_PREFIX_LENGTHS = (4096, 512, 64)  # hashed prefixes in tokens, longest first
+_MAX_EXTRA_LOAD = 2  # a known prefix is preferred up to this many running requests above the least busy replica
+_MAX_ENTRIES = 8192
 
 
 class AffinityCandidate(Protocol):
-    """A replica with room for the request."""
+    """A replica with free slots for the request."""
 
     id: int
 
@@ -25,50 +25,41 @@ class AffinityCandidate(Protocol):
 
 
 C = TypeVar("C", bound=AffinityCandidate)
-K = TypeVar("K")
 
 
 def prefix_hashes(prompt: Sequence[int]) -> tuple[int, ...]:
-    """Beginnings of the prompt, longest first. A collision costs a prefix hit, never a wrong answer."""
-    return tuple(hash(tuple(prompt[:length])) for length in _LENGTHS if len(prompt) >= length)
-
-
-class _Memory(Generic[K]):
-    """The newest so many."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._known: OrderedDict[K, int] = OrderedDict()
-
-    def get(self, key: K) -> int | None:
-        return self._known.get(key)
-
-    def put(self, key: K, replica: int) -> None:
-        self._known[key] = replica
-        self._known.move_to_end(key)
-        if len(self._known) > self._size:
-            self._known.popitem(last=False)
+    """Hashes of the prompt's prefixes, longest first. A collision costs a cache hit, never correctness."""
+    return tuple(hash(tuple(prompt[:length])) for length in _PREFIX_LENGTHS if len(prompt) >= length)
 
 
 class ReplicaAffinity:
-    def __init__(self, size: int = _REMEMBERED) -> None:
-        self._sessions: _Memory[str] = _Memory(size)
-        self._prefixes: _Memory[int] = _Memory(size)
+    """Two LRU maps: session → replica id and prefix hash → replica id."""
 
-    def choose(self, session: str | None, prefix: tuple[int, ...], candidates: Sequence[C]) -> C:
-        """At least one must have room."""
-        idlest = min(candidates, key=lambda one: (one.running, one.id))
-        by_id = {one.id: one for one in candidates}
-        if session is not None and (known := by_id.get(self._sessions.get(session) or 0)) is not None:
+    def __init__(self, size: int = _MAX_ENTRIES) -> None:
+        self._size = size
+        self._sessions: OrderedDict[Hashable, int] = OrderedDict()
+        self._prefixes: OrderedDict[Hashable, int] = OrderedDict()
+
+    def choose(self, session: str | None, prefixes: tuple[int, ...], candidates: Sequence[C]) -> C:
+        """`candidates` must not be empty."""
+        least_busy = min(candidates, key=lambda replica: (replica.running, replica.id))
+        by_id = {replica.id: replica for replica in candidates}
+        if session is not None and (known := by_id.get(self._sessions.get(session, 0))) is not None:
             return known
-        for mark in prefix:
-            known = by_id.get(self._prefixes.get(mark) or 0)
-            if known is not None and known.running <= idlest.running + _LEAN:
+        for prefix in prefixes:
+            known = by_id.get(self._prefixes.get(prefix, 0))
+            if known is not None and known.running <= least_busy.running + _MAX_EXTRA_LOAD:
                 return known
-        return idlest
+        return least_busy
 
-    def remember(self, session: str | None, prefix: tuple[int, ...], replica: int) -> None:
+    def record(self, session: str | None, prefixes: tuple[int, ...], replica: int) -> None:
         if session is not None:
-            self._sessions.put(session, replica)
-        for mark in prefix:
-            self._prefixes.put(mark, replica)
+            self._put(self._sessions, session, replica)
+        for prefix in prefixes:
+            self._put(self._prefixes, prefix, replica)
+
+    def _put(self, entries: OrderedDict[Hashable, int], key: Hashable, replica: int) -> None:
+        entries[key] = replica
+        entries.move_to_end(key)
+        if len(entries) > self._size:
+            entries.popitem(last=False)

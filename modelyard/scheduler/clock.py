@@ -1,4 +1,4 @@
-"""Where the scheduler gets its time from: the event loop's, or a test's own."""
+"""The scheduler's source of time and timers: the event loop, or a fake clock in tests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class TimerHandle(Protocol):
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a clock that never jumps."""
+        """Seconds of a monotonic clock."""
         ...
 
     def unix(self) -> float: ...
-    def later(self, delay: float, deed: Callable[[], None]) -> TimerHandle: ...
+    def call_later(self, delay: float, callback: Callable[[], None]) -> TimerHandle: ...
 
 
 class LoopClock:
     now = staticmethod(time.monotonic)
     unix = staticmethod(time.time)
 
-    def later(self, delay: float, deed: Callable[[], None]) -> TimerHandle:
-        return asyncio.get_running_loop().call_later(max(0.0, delay), deed)
+    def call_later(self, delay: float, callback: Callable[[], None]) -> TimerHandle:
+        return asyncio.get_running_loop().call_later(max(0.0, delay), callback)

@@ -1,4 +1,4 @@
-"""One request's place: a ticket while it waits, a lease while it runs."""
+"""One request in the scheduler: a ticket while it waits, a lease while it runs."""
 
 from __future__ import annotations
 
@@ -18,79 +18,77 @@ if TYPE_CHECKING:
 
 
 class LeaseOwner(Protocol):
-    """Who gave the place, and takes it back."""
+    """The scheduler, as a lease sees it."""
 
-    def released(self, place: SlotLease) -> None: ...
-    def left(self, place: SlotLease) -> None:
-        """It waited, and does so no more; it has not been told why yet."""
+    def on_released(self, lease: SlotLease) -> None: ...
+    def leave_queue(self, lease: SlotLease) -> None:
+        """Remove a waiting lease. The caller refuses it."""
         ...
 
-    def spent(self, allowance: KeyRateLimiter, tokens: int) -> None: ...
+    def on_tokens_spent(self, limiter: KeyRateLimiter, tokens: int) -> None: ...
 
 
 class SlotLease(RevocableLease, eq=False):
-    """Both seams in one object: a request makes one of these and nothing else. Whoever finds a free place is granted
-    one from the start."""
+    """`Ticket` and `Lease` in one object, because one is created per request. Granted from the start if a slot is free."""
 
     _owner: LeaseOwner
     model: PooledModel
-    lane: RequestQueue[SlotLease]
-    demand: LeaseRequest
+    queue: RequestQueue[SlotLease]
+    request: LeaseRequest
     weight: int
     since: float
     replica: Replica | None = None
-    engine: Any = None  # the replica's when it was granted; nobody has a lease before
+    engine: Any = None  # the replica's engine at the time of the grant
     granted: bool = False
     waited: float = 0.0
-    over: bool = False
-    allowance: KeyRateLimiter | None = None
+    is_finished: bool = False
+    rate_limiter: KeyRateLimiter | None = None
     timer: TimerHandle | None = None
     _future: asyncio.Future[None] | None = None
 
-    # --- what a lane wants to know ---------------------------------------------------------------------------------
+    # --- Queueable -------------------------------------------------------------------------------------------------
 
     @property
     def key(self) -> str:
-        return self.demand.key
+        return self.request.key
 
     @property
     def priority(self) -> Priority:
-        return self.demand.priority
+        return self.request.priority
 
     @property
     def tokens(self) -> int:
-        return self.demand.tokens
+        return self.request.tokens
 
-    # --- a ticket --------------------------------------------------------------------------------------------------
+    # --- Ticket ----------------------------------------------------------------------------------------------------
 
     @property
-    def waits(self) -> bool:
-        return self.replica is None and not self.over
+    def is_waiting(self) -> bool:
+        return self.replica is None and not self.is_finished
 
     @property
     def position(self) -> int:
-        return self.lane.position(self) if self.waits else 0
+        return self.queue.position(self) if self.is_waiting else 0
 
-    def wait(self) -> None:
+    def start_waiting(self) -> None:
         self._future = asyncio.get_running_loop().create_future()
 
     def grant(self, replica: Replica, now: float) -> None:
-        """It waited; now it runs."""
         self.replica, self.engine, self.granted = replica, replica.engine, True
         self.waited = now - self.since
-        self._end_wait()
+        self._cancel_timer()
         if self._future is not None:
             self._future.set_result(None)
 
     def refuse(self, error: ModelyardError) -> None:
-        """It must have left its lane."""
-        self.over = True
-        self._end_wait()
+        """The lease must have left its queue."""
+        self.is_finished = True
+        self._cancel_timer()
         if self._future is not None and not self._future.done():
             self._future.set_exception(error)
-            self._future.exception()  # marks it seen: the client may have left before reading it
+            self._future.exception()  # mark it retrieved: the client may have disconnected
 
-    def _end_wait(self) -> None:
+    def _cancel_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
@@ -99,32 +97,32 @@ class SlotLease(RevocableLease, eq=False):
         if self.replica is None and self._future is not None:
             await asyncio.shield(self._future)
         if self.replica is None:
-            raise _given_up()
+            raise _cancelled()
         return self
 
     def cancel(self) -> None:
         if self.replica is not None:
             self.release()
-        elif not self.over:
-            self._owner.left(self)
-            self.refuse(_given_up())
+        elif not self.is_finished:
+            self._owner.leave_queue(self)
+            self.refuse(_cancelled())
 
-    # --- a lease ---------------------------------------------------------------------------------------------------
+    # --- Lease -----------------------------------------------------------------------------------------------------
 
     @property
     def cache(self) -> str:
-        return self.demand.cache
+        return self.request.cache
 
     def spend(self, tokens: int) -> None:
-        if self.allowance is not None:
-            self._owner.spent(self.allowance, tokens)
+        if self.rate_limiter is not None:
+            self._owner.on_tokens_spent(self.rate_limiter, tokens)
 
     def release(self) -> None:
-        if not self.over and self.replica is not None:
-            self.over = True
+        if not self.is_finished and self.replica is not None:
+            self.is_finished = True
             self._revokers = ()
-            self._owner.released(self)
+            self._owner.on_released(self)
 
 
-def _given_up() -> Cancelled:
-    return Cancelled("the request was given up while it waited")
+def _cancelled() -> Cancelled:
+    return Cancelled("the request was cancelled while it waited")

@@ -1,4 +1,8 @@
-"""What fits into memory, and who has to go so that it does. Pure."""
+"""Memory: what a replica takes, what fits, and which replicas to evict.
+
+Bytes are counted by device. A replica counts as the engine's estimate, corrected by what was measured at its last load.
+Measurements persist between runs in a small file. The functions up to `choose_evictions` are pure.
+"""
 
 from __future__ import annotations
 
@@ -20,315 +24,301 @@ if TYPE_CHECKING:
     from modelyard.scheduler.pooled_model import PooledModel
     from modelyard.scheduler.replica import Replica
 
-DeviceBytes = Mapping[str, int]  # by device: "cpu" is RAM, "gpu" all GPUs together, else one GPU by its id
-MemoryMeter = Callable[
-    [], DeviceBytes
-]  # bytes in use by device, by this program and its children; it is read in a thread
+log = logging.getLogger(__name__)
+
+DeviceBytes = Mapping[str, int]
+"""By device: "cpu" is RAM, "gpu" all GPUs together, "gpu:UUID" one GPU. Devices of another node end in "@NODE"."""
+
+MemoryMeter = Callable[[], DeviceBytes]  # bytes in use by this program and its children; called in a thread
+
+# How far a measurement may correct an estimate, down and up. RAM is not used before it is written to, so a finished
+# load shows too little of it, and other models in the same process show too. GPU memory is allocated at once.
+_TRUSTED_RANGE = {"cpu": (1.0, 1.5), "gpu": (0.5, 2.0)}
+_NOISE = 64 * 2**20  # a process grows and shrinks by this much for other reasons
+_UNLIMITED = AvailableMemory(2**62)
+_MAX_MEASUREMENTS = 256
+
+
+# --- estimates and limits -------------------------------------------------------------------------------------------
 
 
 class MemoryLimits(Struct, frozen=True):
-    """What the models may take, as it was set: of RAM, of each GPU, or of some GPUs by their ids."""
+    """The configured limits: of RAM, of each GPU, or of some GPUs by UUID."""
 
     ram: int | None = None
     each_gpu: int | None = None
     gpus: Mapping[str, int] = field(default_factory=dict)
 
-    def on(self, machine: AvailableMemory) -> dict[str, int]:
-        """Bytes by device, for the devices that are limited."""
+    def by_device(self, memory: AvailableMemory) -> dict[str, int]:
+        """The limited devices of a machine."""
         limits = {"cpu": self.ram} if self.ram is not None else {}
-        found = {uuid: of for uuid in machine.gpus if (of := self.gpus.get(uuid, self.each_gpu)) is not None}
-        if found and len(found) == len(machine.gpus):
+        found = {uuid: limit for uuid in memory.gpus if (limit := self.gpus.get(uuid, self.each_gpu)) is not None}
+        if found and len(found) == len(memory.gpus):
             limits["gpu"] = sum(found.values())
-        return limits | {f"gpu:{uuid}": of for uuid, of in found.items()}
+        return limits | {f"gpu:{uuid}": limit for uuid, limit in found.items()}
 
 
-def bytes_on_node(site: str, need: DeviceBytes | None, abroad: Mapping[str, DeviceBytes]) -> DeviceBytes:
-    """What a replica takes on that machine: what was worked out for it, or else the same as here."""
-    return with_node(abroad.get(site, need or {}), site)
+def replica_bytes(estimate: MemoryEstimate, measured: int | None) -> dict[str, int]:
+    """What one replica counts for: the estimate, corrected by the measurement within its trusted range."""
+    device = "cpu" if estimate.device in ("", "cpu") else "gpu"
+    total = estimate.total
+    if measured is not None:
+        low, high = _TRUSTED_RANGE[device]
+        total = int(min(max(measured, low * total), high * total)) if total else measured
+    if not total:
+        return {}
+    # A specific GPU counts for itself and for all GPUs. An engine that names none spreads over all.
+    return {device: total} | ({estimate.device: total} if estimate.device.startswith("gpu:") else {})
 
 
-def with_node(bytes_: DeviceBytes, site: str) -> dict[str, int]:
-    """The same on another machine, whose devices are others."""
-    return {f"{device}@{site}" if site else device: amount for device, amount in bytes_.items()}
+def with_node(bytes_: DeviceBytes, node: str) -> dict[str, int]:
+    """The same bytes on the devices of another node."""
+    return {f"{device}@{node}" if node else device: amount for device, amount in bytes_.items()}
+
+
+def bytes_on_node(node: str, need: DeviceBytes | None, need_by_node: Mapping[str, DeviceBytes]) -> DeviceBytes:
+    """What a replica takes on a node: its own estimate for that node, or else the local one."""
+    return with_node(need_by_node.get(node, need or {}), node)
+
+
+# --- what fits ------------------------------------------------------------------------------------------------------
 
 
 class EvictionCandidate(Struct, frozen=True, kw_only=True):
-    """A replica that could be stopped to make room. `spare`: others of its model would stay."""
+    """A replica that may be stopped. `has_siblings`: other replicas of its model stay."""
 
     id: int
     bytes: DeviceBytes
     load_s: float = 1.0
     idle_s: float = 0.0
-    spare: bool = False
+    has_siblings: bool = False
 
     @property
     def cost(self) -> float:
-        """How much its absence will hurt: long to load hurts more, long unused less, one of several half as much."""
-        return self.load_s * (0.5 if self.spare else 1.0) / (1.0 + self.idle_s)
+        """Grows with the load time, falls with the idle time; half if other replicas of the model stay."""
+        return self.load_s * (0.5 if self.has_siblings else 1.0) / (1.0 + self.idle_s)
 
 
-# How far what was measured may correct an estimate, down and up. RAM is not used before it is written to, so a load
-# that has just ended shows too little of it; and others in the same process show, too. GPU memory is taken at once.
-_BELIEVED = {"cpu": (1.0, 1.5), "gpu": (0.5, 2.0)}
+def free_bytes(limits: DeviceBytes, held: Iterable[DeviceBytes]) -> dict[str, int]:
+    """The free bytes of each limited device; negative if more is held than the limit allows."""
+    free = dict(limits)
+    for each in held:
+        for device, amount in each.items():
+            if device in free:
+                free[device] -= amount
+    return free
 
 
-def replica_bytes(memory: MemoryEstimate, measured: int | None) -> dict[str, int]:
-    """What one replica counts for: the estimate, corrected by what was measured as far as that can be believed."""
-    device = "cpu" if memory.device in ("", "cpu") else "gpu"
-    bytes_ = memory.total
-    if measured is not None:
-        low, high = _BELIEVED[device]
-        bytes_ = int(min(max(measured, low * bytes_), high * bytes_)) if bytes_ else measured
-    if not bytes_:
-        return {}
-    # One of several GPUs counts for itself and for all of them; an engine that names none spreads over all.
-    return {device: bytes_} | ({memory.device: bytes_} if memory.device.startswith("gpu:") else {})
-
-
-def free_bytes(limits: DeviceBytes, tenants: Iterable[DeviceBytes]) -> dict[str, int]:
-    """What is left of each limited device; less than nothing where others have claimed more."""
-    left = dict(limits)
-    for held in tenants:
-        for device, amount in held.items():
-            if device in left:
-                left[device] -= amount
-    return left
-
-
-def fits(need: DeviceBytes, left: DeviceBytes) -> bool:
-    return all(amount <= left[device] for device, amount in need.items() if device in left)
+def fits(need: DeviceBytes, free: DeviceBytes) -> bool:
+    return all(amount <= free[device] for device, amount in need.items() if device in free)
 
 
 def choose_evictions(
-    need: DeviceBytes, left: DeviceBytes, tenants: Sequence[EvictionCandidate]
+    need: DeviceBytes, free: DeviceBytes, candidates: Sequence[EvictionCandidate]
 ) -> tuple[int, ...] | None:
-    """The cheapest to stop so that `need` fits; None where even all of them would not do.
+    """The cheapest replicas to stop so that `need` fits; None if stopping all of them is not enough.
 
-    Taken by cost for each byte that they give, until it fits; then whoever proved unnecessary stays after all.
+    Candidates are taken by cost per freed byte until `need` fits. Then those that proved unnecessary are dropped again.
     """
-    chosen = _enough(need, left, tenants)
-    if chosen is None:
-        return None
-    for one in sorted(chosen, key=lambda t: t.cost, reverse=True):
-        rest = [t for t in chosen if t is not one]
-        if fits(need, _with(left, rest)):
-            chosen = rest
-    return tuple(t.id for t in chosen)
+    short = [device for device, amount in need.items() if device in free and amount > free[device]]
 
+    def freed(candidate: EvictionCandidate) -> int:
+        return sum(candidate.bytes.get(device, 0) for device in short)
 
-def _enough(
-    need: DeviceBytes, left: DeviceBytes, tenants: Sequence[EvictionCandidate]
-) -> list[EvictionCandidate] | None:
     chosen: list[EvictionCandidate] = []
-    by_price = sorted((t for t in tenants if _gives(t, need, left)), key=lambda t: t.cost / _gives(t, need, left))
-    for tenant in by_price:
-        if fits(need, _with(left, chosen)):
+    for candidate in sorted((c for c in candidates if freed(c)), key=lambda c: c.cost / freed(c)):
+        if fits(need, _free_after(free, chosen)):
             break
-        chosen.append(tenant)
-    return chosen if fits(need, _with(left, chosen)) else None
+        chosen.append(candidate)
+    if not fits(need, _free_after(free, chosen)):
+        return None
+    for candidate in sorted(chosen, key=lambda c: c.cost, reverse=True):
+        others = [c for c in chosen if c is not candidate]
+        if fits(need, _free_after(free, others)):
+            chosen = others
+    return tuple(c.id for c in chosen)
 
 
-def _gives(tenant: EvictionCandidate, need: DeviceBytes, left: DeviceBytes) -> int:
-    """Bytes on those devices that are too full."""
-    short = (device for device, amount in need.items() if device in left and amount > left[device])
-    return sum(tenant.bytes.get(device, 0) for device in short)
+def _free_after(free: DeviceBytes, evicted: Iterable[EvictionCandidate]) -> dict[str, int]:
+    return free_bytes(free, ({device: -amount for device, amount in c.bytes.items()} for c in evicted))
 
 
-def _with(left: DeviceBytes, leaving: Iterable[EvictionCandidate]) -> dict[str, int]:
-    after = dict(left)
-    for tenant in leaving:
-        for device, amount in tenant.bytes.items():
-            if device in after:
-                after[device] += amount
-    return after
-
-
-# What each model really took when it was last loaded, remembered between runs in a small file.
-
-log = logging.getLogger(__name__)
-
-_KEPT = 256  # of the newest
+# --- measurements ---------------------------------------------------------------------------------------------------
 
 
 class LoadMeasurement(Struct, frozen=True):
-    """`bytes` is None where only the time is known: another load at the same time makes the bytes nobody's."""
+    """`bytes` is None if only the time is known, because another load ran at the same time."""
 
     bytes: int | None
     load_s: float
 
 
 class MeasurementStore:
-    """By the identity of a blueprint: another window or another file is another entry. No path: it forgets."""
+    """The last measurement of each model identity: another window or file is another entry. Without a path nothing is
+    saved."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._entries: dict[str, LoadMeasurement] = _read(path) if path is not None else {}
+        self._entries: dict[str, LoadMeasurement] = _read_measurements(path) if path is not None else {}
 
     def get(self, identity: str) -> LoadMeasurement | None:
         return self._entries.get(identity)
 
-    def put(self, identity: str, measured: LoadMeasurement) -> None:
+    def put(self, identity: str, measurement: LoadMeasurement) -> None:
         old = self._entries.pop(identity, None)
-        if measured.bytes is None and old is not None:
-            measured = LoadMeasurement(old.bytes, measured.load_s)
-        self._entries[identity] = measured
-        while len(self._entries) > _KEPT:
+        if measurement.bytes is None and old is not None:
+            measurement = LoadMeasurement(old.bytes, measurement.load_s)
+        self._entries[identity] = measurement
+        while len(self._entries) > _MAX_MEASUREMENTS:
             del self._entries[next(iter(self._entries))]
 
     def encode(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(self._entries), indent=1)
 
     def save(self, content: bytes) -> None:
-        """To be called in a thread. What cannot be written is only not remembered."""
+        """Call in a thread. A write error is logged and otherwise ignored."""
         if self._path is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # A name of its own: two servers that write at once must not write into one another's file.
-            fresh = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-            fresh.write_bytes(content)
-            fresh.replace(self._path)
+            # A file name per process: two servers that save at once must not write into the same file.
+            temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            temporary.write_bytes(content)
+            temporary.replace(self._path)
         except OSError as error:
-            log.warning("what models took of memory is not remembered: %s", error)
+            log.warning("cannot save memory measurements: %s", error)
 
 
-def _read(path: Path) -> dict[str, LoadMeasurement]:
+def _read_measurements(path: Path) -> dict[str, LoadMeasurement]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, LoadMeasurement])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
-        log.warning("%s cannot be read and is made anew: %s", path, error)
+        log.warning("cannot read %s, starting with an empty one: %s", path, error)
         return {}
 
 
-# What a replica will take: the engine's estimate, corrected by what was measured when it was last loaded.
-
-_NOISE = 64 * 2**20  # what a process grows and shrinks by for other reasons
-
-_NOWHERE = AvailableMemory(2**62)
+# --- the planner ----------------------------------------------------------------------------------------------------
 
 
 class MemoryBudget(Struct, frozen=True):
-    """What the policy has to know of the machines: see `PoolView`."""
+    """The memory of all nodes as the policy sees it; `PoolView` describes the fields."""
 
     hard: DeviceBytes
     soft: DeviceBytes
-    sites: tuple[str, ...]
+    nodes: tuple[str, ...]
 
 
 class MemoryPlanner:
-    """`machine` tells what is free; `gauge` what is in use by this program. Without them limits alone decide. `sites`
-    are the machines on which the next replica may go; limits hold on each of them."""
+    """`available` returns the free memory of this machine, `meter` the memory in use by this program. Without them only
+    the limits count. `nodes` are the machines that may get the next replica; the limits apply to each of them."""
 
     def __init__(
         self,
         limits: MemoryLimits = MemoryLimits(),
         *,
-        machine: Callable[[], AvailableMemory] | None = None,
-        gauge: MemoryMeter | None = None,
-        ledger: MeasurementStore | None = None,
-        sites: Callable[[], Sequence[Node]] = lambda: (Node(),),
+        available: Callable[[], AvailableMemory] | None = None,
+        meter: MemoryMeter | None = None,
+        measurements: MeasurementStore | None = None,
+        nodes: Callable[[], Sequence[Node]] = lambda: (Node(),),
     ) -> None:
-        self._limits, self._machine, self._gauge, self._sites = limits, machine, gauge, sites
-        self._ledger = ledger or MeasurementStore()
-        self.hard: DeviceBytes = limits.on(_NOWHERE)
+        self._limits, self._available, self._meter, self._nodes = limits, available, meter, nodes
+        self._measurements = measurements or MeasurementStore()
+        self.hard: DeviceBytes = limits.by_device(_UNLIMITED)
         self.soft: DeviceBytes = {}
-        self._abroad: dict[str, DeviceBytes] = {}  # the same of other machines, as they were when first looked at
-        self._moves = 0  # loads begun and engines closed: one more during a load, and what grew is nobody's
+        self._soft_by_node: dict[str, DeviceBytes] = {}  # of other nodes, as they were when first seen
+        self._allocations = 0
 
-    async def survey(self, model: PooledModel, held: Callable[[], Iterable[DeviceBytes]]) -> None:
-        """Sets the model's `need`, and what the machine has."""
-        blueprint = model.current
-        others = [site for site in self._sites() if site.name and site.machine is not None]
-        here, memory, abroad = await asyncio.to_thread(self._look, blueprint, others)
-        if model.current is not blueprint:  # altered meanwhile: to be looked at anew
+    async def estimate(self, model: PooledModel, held: Callable[[], Iterable[DeviceBytes]]) -> None:
+        """Set the model's `need` and update the memory of this machine."""
+        spec = model.active_spec
+        others = [node for node in self._nodes() if node.name and node.machine is not None]
+
+        def look() -> tuple[AvailableMemory, MemoryEstimate | None, dict[str, DeviceBytes]]:
+            here = self._available() if self._available is not None else _UNLIMITED
+            found = {node.name: _estimate(spec, node.machine) for node in others if node.machine is not None}
+            needs = {name: replica_bytes(each, None) for name, each in found.items() if each is not None}
+            return here, _estimate(spec, here), dict(needs)
+
+        here, estimate, need_by_node = await asyncio.to_thread(look)
+        if model.active_spec is not spec:  # reconfigured meanwhile: the next plan estimates it again
             return
-        model.abroad = abroad
-        self._abroad.clear()
-        known = self._ledger.get(blueprint.identity)
-        model.estimate = memory
+        model.need_by_node = need_by_node
+        self._soft_by_node.clear()
+        known = self._measurements.get(spec.identity)
+        model.estimate = estimate
         model.measured = known.bytes if known is not None else None
         model.load_s = model.load_s or (known.load_s if known is not None else None)
-        self.hard = self._limits.on(here)
+        self.hard = self._limits.by_device(here)
         model.need = self._need(model)
-        if self._machine is not None:
-            self.soft = _soft(here, list(held()))
+        if self._available is not None:
+            self.soft = _soft_limits(here, held())
 
-    def room(self, held: Callable[[], Iterable[DeviceBytes]]) -> MemoryBudget:
-        """What there is on this machine and on the others, as they are known now."""
-        hard, soft, sites = dict(self.hard), dict(self.soft), self._sites()
-        for name, there in ((site.name, site.machine) for site in sites if site.name):
-            if there is not None:
-                if name not in self._abroad:
-                    self._abroad[name] = _soft(there, list(held()), name)
-                soft |= self._abroad[name]
-                hard |= with_node(self._limits.on(there), name)
-        return MemoryBudget(hard, soft, tuple(site.name for site in sites))
+    def budget(self, held: Callable[[], Iterable[DeviceBytes]]) -> MemoryBudget:
+        """The memory of this machine and of the other nodes, as known now."""
+        hard, soft, nodes = dict(self.hard), dict(self.soft), self._nodes()
+        for node in nodes:
+            if node.name and node.machine is not None:
+                if node.name not in self._soft_by_node:
+                    self._soft_by_node[node.name] = _soft_limits(node.machine, held(), node.name)
+                soft |= self._soft_by_node[node.name]
+                hard |= with_node(self._limits.by_device(node.machine), node.name)
+        return MemoryBudget(hard, soft, tuple(node.name for node in nodes))
 
     def _need(self, model: PooledModel) -> DeviceBytes:
-        """What was measured may have been others' growth: it never makes a model too large for a limit that its
-        estimate fits into."""
+        """A measurement may include growth of other models. It never makes a model too large for a limit that its
+        estimate fits."""
         if model.estimate is None:
             return {}
-        plain = replica_bytes(model.estimate, None)
+        estimated = replica_bytes(model.estimate, None)
         return {
-            device: min(amount, max(plain.get(device, 0), self.hard.get(device, amount)))
+            device: min(amount, max(estimated.get(device, 0), self.hard.get(device, amount)))
             for device, amount in replica_bytes(model.estimate, model.measured).items()
         }
 
-    def _look(
-        self, blueprint: ModelSpec, others: Iterable[Node]
-    ) -> tuple[AvailableMemory, MemoryEstimate | None, Mapping[str, DeviceBytes]]:
-        here = self._machine() if self._machine is not None else _NOWHERE
-        found = {site.name: _estimate(blueprint, site.machine) for site in others if site.machine is not None}
-        abroad = {name: replica_bytes(memory, None) for name, memory in found.items() if memory is not None}
-        return here, _estimate(blueprint, here), abroad
+    def meter_for(self, model: PooledModel) -> MemoryMeter | None:
+        """The meter to read before and after a load, if the model is large enough to show."""
+        return self._meter if model.estimate is not None and model.estimate.total >= _NOISE else None
 
-    def gauge(self, model: PooledModel) -> MemoryMeter | None:
-        """To be read around a load, where that is large enough to be seen."""
-        return self._gauge if model.estimate is not None and model.estimate.total >= _NOISE else None
+    def count_allocation(self) -> int:
+        """A load started or an engine closed. If the number changes during a load, its measurement is not valid."""
+        self._allocations += 1
+        return self._allocations
 
-    def moved(self) -> int:
-        self._moves += 1
-        return self._moves
-
-    def loaded(self, model: PooledModel, replica: Replica, load_s: float, *, quiet: bool) -> bool:
-        """Learns from a load; whether there is something new to be written down. `quiet`: no request ran meanwhile."""
+    def record_load(self, model: PooledModel, replica: Replica, load_s: float, *, quiet: bool) -> bool:
+        """Learn from a load. Returns whether there is a new measurement to save. `quiet`: no request ran meanwhile."""
         model.load_s = load_s
-        if replica.site:  # what grew here is not what it took there
+        if replica.node:  # the local meter says nothing about another node
             return False
         device = "cpu" if model.estimate is None or model.estimate.device in ("", "cpu") else "gpu"
-        grown = (replica.took or {}).get(device, 0)
-        bytes_ = grown if grown >= _NOISE and quiet and replica.moves == self._moves else None
-        model.measured = bytes_ or model.measured
+        growth = (replica.load_growth or {}).get(device, 0)
+        valid = growth >= _NOISE and quiet and replica.allocation == self._allocations
+        measured = growth if valid else None
+        model.measured = measured or model.measured
         if model.estimate is not None:
             replica.bytes = self._need(model)
-        if not model.current.identity or self._gauge is None or replica.took is None:
+        if not model.active_spec.identity or self._meter is None or replica.load_growth is None:
             return False
-        self._ledger.put(model.current.identity, LoadMeasurement(bytes_, load_s))
+        self._measurements.put(model.active_spec.identity, LoadMeasurement(measured, load_s))
         return True
 
-    async def write(self) -> None:
-        await asyncio.to_thread(self._ledger.save, self._ledger.encode())
+    async def save(self) -> None:
+        await asyncio.to_thread(self._measurements.save, self._measurements.encode())
 
 
-def _estimate(blueprint: ModelSpec, there: AvailableMemory) -> MemoryEstimate | None:
+def _estimate(spec: ModelSpec, available: AvailableMemory) -> MemoryEstimate | None:
     try:
-        return blueprint.estimate(there) if blueprint.estimate is not None else None
-    except ModelyardError as error:  # the load itself will say so, in its own words
-        log.info("what %s takes of memory is not known: %s", blueprint.name, error.message)
+        return spec.estimate(available) if spec.estimate is not None else None
+    except ModelyardError as error:  # the load reports the same error
+        log.info("cannot estimate the memory of %s: %s", spec.name, error.message)
         return None
 
 
-def _soft(here: AvailableMemory, held: Iterable[DeviceBytes], site: str = "") -> dict[str, int]:
-    """All that models could have: what is free now, and what they hold already."""
-    room = {"cpu": here.ram_free}
-    if here.gpus:
-        room |= {"gpu": sum(here.gpus.values())} | {f"gpu:{uuid}": free for uuid, free in here.gpus.items()}
-    room = with_node(room, site)
-    for bytes_ in held:
-        for device, amount in bytes_.items():
-            if device in room:
-                room[device] += amount
-    return room
+def _soft_limits(available: AvailableMemory, held: Iterable[DeviceBytes], node: str = "") -> dict[str, int]:
+    """What models can have at most: what is free now, and what they hold already."""
+    free = {"cpu": available.ram_free}
+    if available.gpus:
+        free |= {"gpu": sum(available.gpus.values())}
+        free |= {f"gpu:{uuid}": amount for uuid, amount in available.gpus.items()}
+    return free_bytes(with_node(free, node), ({device: -amount for device, amount in each.items()} for each in held))

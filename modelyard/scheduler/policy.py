@@ -1,28 +1,28 @@
-"""What should be loaded: `plan(view, now)` looks at the whole pool and says what to do. Pure.
+"""What should be loaded: `plan(view, now)` looks at the whole pool and returns actions. Pure.
 
-It is asked whenever something may have changed what should be loaded, never on the way of a request to a model that is
-up: such a request costs a look at its own lane and its model's replicas (`model.py`), so that 64 models and 1,000
-waiters cost it nothing. Nor does it matter which event led here: the same pool at the same time gets the same plan.
+It runs whenever something may have changed what should be loaded, never in the path of a request to a ready model. Such
+a request only looks at its own queue and its model's replicas (`pooled_model.py`), so 64 models and 1,000 waiters cost it
+nothing. The same pool at the same time gets the same plan, whatever event led to it.
 
-    1. surplus      more replicas than wanted → stop: the claimed first, then the idle, then the least busy
-    2. idle         nobody runs or waits, for longer than its TTL → sleep
-    3. hungry       fewer than wanted; claims first, then by how long somebody has waited, then those nobody asked for.
-                    Where it may go on several machines, each step looks at one after the other, the first choice first
-       3.1 one drains for a claim that is gone        → keep it
-       3.2 its need is not known                      → survey
-       3.3 more than the limit alone                  → reject; if it is up already, go without the extra replica
-       3.4 it fits into what is free                  → start
-       3.5 nobody waits for it, and others are here   → sleep; if it is up already, go without the extra replica
-       3.6 it fits when those who leave have left     → claim
-       3.7 it fits when idle ones leave               → stop the cheapest of them, claim
-       3.8 and when those leave whose turn is over    → stop the cheapest of both, claim
-       3.9 no limit is set, and nobody could leave    → start, and let the engine say whether it fits
-       3.10 otherwise                                 → it waits; look again when 3.7 or 3.8 may become true
+    1. surplus      more replicas than the target → stop: reserved ones first, then idle, then the least busy
+    2. idle         nothing runs or waits for longer than the TTL → sleep
+    3. missing      fewer replicas than the target; reservations first, then by waiting time, then those without waiters.
+                    With several nodes each step tries one after the other, in order of preference
+       3.1 a replica drains for a reservation that is gone      → keep it
+       3.2 its memory need is unknown                           → estimate
+       3.3 it exceeds the limit even alone                      → reject; if it is up, do without the extra replica
+       3.4 it fits the free memory                              → start
+       3.5 nothing waits for it, and other models are loaded    → sleep; if it is up, do without the extra replica
+       3.6 it fits when the stopping replicas are gone          → reserve
+       3.7 it fits when idle replicas are stopped               → stop the cheapest of them, reserve
+       3.8 … and replicas whose turn is over                    → stop the cheapest of both, reserve
+       3.9 no limit is configured, and nothing can be stopped   → start, and let the engine find out whether it fits
+       3.10 otherwise                                           → wait; plan again when 3.7 or 3.8 may become true
 
 Against thrashing: a replica that has just become idle lingers, because its client is likely to come back (3.7). A turn
-ends when somebody has waited `patience_s` since the later of his coming and the replica's being ready (3.8): requests
-are served in groups, a switch costs one load for at least `patience_s` of work, and nobody waits for ever.
-A busy replica is never closed: it takes no new requests and ends when its last answer has.
+ends when a request has waited `patience_s` since the later of its arrival and the replica becoming ready (3.8): requests
+are served in groups, a switch costs one load for at least `patience_s` of work, and no request waits for ever.
+A busy replica is never closed: it takes no new requests and closes when its last request ends.
 """
 
 from __future__ import annotations
@@ -42,85 +42,87 @@ from modelyard.scheduler.memory_planner import (
     free_bytes,
 )
 
-# The pool as the policy sees it: plain values, made anew for each look.
+# --- the pool as values ---------------------------------------------------------------------------------------------
 
 
 class ReplicaView(Struct, frozen=True, kw_only=True):
+    """`idle_since`: of a ready replica, when its last request ended or when it became ready. `evicting`: it drains to
+    make room for another model."""
+
     id: int
     state: ReplicaState
     bytes: DeviceBytes = field(default_factory=dict)
     running: int = 0
     ready_since: float = 0.0
-    idle_since: float = 0.0  # of a ready one: when its last answer ended, or since it is ready
-    evicting: bool = False  # drains to make room for another model
+    idle_since: float = 0.0
+    evicting: bool = False
 
     @property
-    def is_leaving(self) -> bool:
+    def is_stopping(self) -> bool:
         return self.state in ("draining", "closing")
 
 
 class ModelView(Struct, frozen=True, kw_only=True):
-    """`wanted` is how many replicas it should have now; `asked_since` since when somebody waits for it: a request or
-    an administrator. `need` is what one more replica takes; None: nobody has looked yet. `abroad` is what it takes on
-    other machines, by their names, where that is not the same."""
+    """`target` is how many replicas it should have now. `wanted_since`: since when a request or an administrator waits
+    for it. `need` is what one more replica takes, None if not estimated yet. `need_by_node` overrides it for nodes with
+    an estimate of their own."""
 
     name: str
-    wanted: int = 0
-    asked_since: float | None = None
+    target: int = 0
+    wanted_since: float | None = None
     need: DeviceBytes | None = field(default_factory=dict)
     replicas: tuple[ReplicaView, ...] = ()
     waiting: int = 0
     load_s: float = 1.0
     idle_ttl_s: float | None = None
-    abroad: Mapping[str, DeviceBytes] = field(default_factory=dict)
-
-    def need_at(self, site: str) -> DeviceBytes:
-        return bytes_on_node(site, self.need, self.abroad)
+    need_by_node: Mapping[str, DeviceBytes] = field(default_factory=dict)
 
     @property
     def staying(self) -> tuple[ReplicaView, ...]:
-        return tuple(one for one in self.replicas if not one.is_leaving)
+        return tuple(replica for replica in self.replicas if not replica.is_stopping)
+
+    @property
+    def is_up(self) -> bool:
+        """A replica beyond a reservation stays."""
+        return any(replica.state != "placing" for replica in self.staying)
 
 
 class PoolView(Struct, frozen=True, kw_only=True):
-    """`hard` are bytes that were set as limits; `soft` what the machine seems to have where none was set: there an
-    engine has the last word on what fits. `sites` are the machines on which a replica may go, the first choice first;
-    the devices of all but this one are told apart by their machine's name."""
+    """`hard` are configured limits. `soft` is what the machine seems to have without one: there the engine has the last
+    word on what fits. `nodes` are the machines that may get a replica, in order of preference; "" is this one."""
 
     models: tuple[ModelView, ...]
     hard: DeviceBytes = field(default_factory=dict)
     soft: DeviceBytes = field(default_factory=dict)
     patience_s: float = 10.0
     linger_s: float = 1.0
-    sites: tuple[str, ...] = ("",)
+    nodes: tuple[str, ...] = ("",)
 
 
-# --- what is to be done -------------------------------------------------------------------------------------------
+# --- the actions ----------------------------------------------------------------------------------------------------
 
 
 class EstimateMemory(Struct, frozen=True):
-    """Find out what a replica of it takes."""
-
     model: str
 
 
 class ReserveMemory(Struct, frozen=True):
-    """Room is being made for a replica of it: nobody else may have it."""
+    """Memory is being freed for a replica of this model; no other model may take it."""
 
     model: str
-    why: str = ""
+    reason: str = ""
 
 
 class StartReplica(Struct, frozen=True):
-    """Load a replica: the claimed one, or a new one; on which machine."""
+    """Load the reserved replica, or a new one."""
 
     model: str
     replica: int | None = None
-    site: str = ""
+    node: str = ""
 
 
 class StopReplica(Struct, frozen=True):
-    """Give it no more requests, and close it when its last answer has ended. `evict`: to make room for another."""
+    """Give it no more requests and close it when its last request ends. `evict`: to make room for another model."""
 
     model: str
     replica: int
@@ -128,21 +130,21 @@ class StopReplica(Struct, frozen=True):
 
 
 class KeepReplica(Struct, frozen=True):
-    """Nobody needs its room any more: it goes on."""
+    """Its memory is not needed any more: undo its eviction."""
 
     model: str
     replica: int
 
 
 class SleepModel(Struct, frozen=True):
-    """No replicas until somebody asks for it."""
+    """Stop all replicas until the next request."""
 
     model: str
-    why: str
+    reason: str
 
 
 class RejectModel(Struct, frozen=True):
-    """It can never be loaded like this: those who wait are told."""
+    """It cannot be loaded with these limits: refuse the waiting requests."""
 
     model: str
     error: ModelyardError
@@ -152,10 +154,15 @@ PoolAction = EstimateMemory | ReserveMemory | StartReplica | StopReplica | KeepR
 
 
 class PoolPlan(Struct, frozen=True):
-    """What to do now, and when to look again even if nothing happens."""
+    """What to do now, and when to plan again if nothing happens."""
 
     actions: tuple[PoolAction, ...] = ()
     wake: float | None = None
+
+
+# --- the decision ---------------------------------------------------------------------------------------------------
+
+_Candidates = list[tuple[ModelView, ReplicaView]]
 
 
 def plan(view: PoolView, now: float) -> PoolPlan:
@@ -163,211 +170,209 @@ def plan(view: PoolView, now: float) -> PoolPlan:
 
 
 class _Planner:
-    """One look at the pool. `left` is what is free now, `coming` that and what those give who leave, `allowed` what is
-    left of the limits that were set; all shrink with every start and claim."""
+    """`free` is what is free now, `coming` adds what stopping replicas will give back, `allowed` is what the configured
+    limits leave. All three shrink with every start and reservation."""
 
     def __init__(self, view: PoolView, now: float) -> None:
         self._view, self._now = view, now
         self._actions: list[PoolAction] = []
         self._wakes: list[float] = []
         self._stopped: set[int] = set()
-        self._fed: set[str] = set()  # models that got room in this very plan
-        held = [one.bytes for model in view.models for one in model.replicas if one.state != "placing"]
-        leaving = [one for model in view.models for one in model.replicas if one.is_leaving]
-        self._left = free_bytes({**view.soft, **view.hard}, held)
-        self._coming = dict(self._left)
+        self._served: set[str] = set()  # models that got memory in this plan
+        held = list(self._held())
+        self._free = free_bytes({**view.soft, **view.hard}, held)
+        self._coming = dict(self._free)
         self._allowed = free_bytes(view.hard, held)
-        for one in leaving:
-            self._give(one.bytes)
+        for model in view.models:
+            for replica in model.replicas:
+                if replica.is_stopping:
+                    self._give_back(replica.bytes)
 
     def plan(self) -> PoolPlan:
         for model in self._view.models:
-            self._surplus(model)  # 1
-            self._idle(model)  # 2
+            self._stop_surplus(model)  # 1
+            self._sleep_if_idle(model)  # 2
         for model in sorted(self._view.models, key=_urgency):
-            self._feed(model)  # 3
+            self._add_missing(model)  # 3
         return PoolPlan(tuple(self._actions), min(self._wakes, default=None))
 
     # --- 1 and 2 ---------------------------------------------------------------------------------------------------
 
-    def _surplus(self, model: ModelView) -> None:
-        extra = len(model.staying) - model.wanted
-        for one in sorted(model.staying, key=_dispensable)[: max(0, extra)]:
-            self._stop(model, one)
+    def _stop_surplus(self, model: ModelView) -> None:
+        surplus = max(0, len(model.staying) - model.target)
+        for replica in sorted(model.staying, key=_stop_order)[:surplus]:
+            self._stop(model, replica)
 
-    def _idle(self, model: ModelView) -> None:
+    def _sleep_if_idle(self, model: ModelView) -> None:
         ttl = model.idle_ttl_s
-        if ttl is None or not model.wanted or model.waiting or model.asked_since is not None:
+        if ttl is None or not model.target or model.waiting or model.wanted_since is not None:
             return
-        if not model.staying or any(one.state != "ready" or one.running for one in model.staying):
+        if not model.staying or any(replica.state != "ready" or replica.running for replica in model.staying):
             return
-        due = max(one.idle_since for one in model.staying) + ttl
+        due = max(replica.idle_since for replica in model.staying) + ttl
         if due > self._now:
             self._wakes.append(due)
             return
-        self._actions.append(SleepModel(model.name, f"nobody asked for it in {ttl:g} s"))
-        for one in model.staying:
-            self._stopped.add(one.id)
-            self._give(one.bytes)
+        self._actions.append(SleepModel(model.name, f"no requests for {ttl:g} s"))
+        for replica in model.staying:
+            self._stopped.add(replica.id)
+            self._give_back(replica.bytes)
 
     # --- 3 ---------------------------------------------------------------------------------------------------------
 
-    def _feed(self, model: ModelView) -> None:
-        claimed = [one for one in model.replicas if one.state == "placing" and one.id not in self._stopped]
-        missing = model.wanted - len(model.staying) + len(claimed) - self._regret(model)
+    def _add_missing(self, model: ModelView) -> None:
+        reserved = [one for one in model.replicas if one.state == "placing" and one.id not in self._stopped]
+        missing = model.target - len(model.staying) + len(reserved) - self._keep_drained(model)
         for number in range(missing):
-            claim = claimed[number].id if number < len(claimed) else None
-            if not self._feed_one(model, claim):
+            reservation = reserved[number].id if number < len(reserved) else None
+            if not self._add_replica(model, reservation):
                 return
 
-    def _regret(self, model: ModelView) -> int:
-        """How many of those that drain for nobody go on instead."""
-        placing = any(r.state == "placing" and r.id not in self._stopped for m in self._view.models for r in m.replicas)
-        drained = [one for one in model.replicas if one.state == "draining" and one.evicting and not placing]
-        kept = drained[: max(0, model.wanted - len(model.staying))]
-        for one in kept:
-            self._actions.append(KeepReplica(model.name, one.id))  # 3.1
-            self._take(one.bytes, self._coming)
+    def _keep_drained(self, model: ModelView) -> int:
+        """Undo evictions that no reservation needs; returns how many."""
+        if any(r.state == "placing" and r.id not in self._stopped for m in self._view.models for r in m.replicas):
+            return 0
+        drained = [one for one in model.replicas if one.state == "draining" and one.evicting]
+        kept = drained[: max(0, model.target - len(model.staying))]
+        for replica in kept:
+            self._actions.append(KeepReplica(model.name, replica.id))  # 3.1
+            self._take(replica.bytes, self._coming)
         return len(kept)
 
-    def _feed_one(self, model: ModelView, claim: int | None) -> bool:
-        """Whether to look at the model's next missing replica as well."""
+    def _add_replica(self, model: ModelView, reservation: int | None) -> bool:
+        """Returns whether to look at the model's next missing replica as well."""
         if model.need is None:
             self._actions.append(EstimateMemory(model.name))  # 3.2
             return False
-        needs = {site: model.need_at(site) for site in self._view.sites}
-        possible = {site: need for site, need in needs.items() if fits(need, self._view.hard)}
+        needs = {node: bytes_on_node(node, model.need, model.need_by_node) for node in self._view.nodes}
+        possible = {node: need for node, need in needs.items() if fits(need, self._view.hard)}
         if not possible:
-            if not any(one.state != "placing" for one in model.staying):
-                need = needs[self._view.sites[0]]
-                self._actions.append(RejectModel(model.name, _too_large(model.name, need, self._view.hard)))  # 3.3
+            if not model.is_up:
+                error = _too_large(model.name, needs[self._view.nodes[0]], self._view.hard)
+                self._actions.append(RejectModel(model.name, error))  # 3.3
             return False
-        for site, need in possible.items():
-            if fits(need, self._left):
-                self._start(model, need, claim, site)  # 3.4
+        for node, need in possible.items():
+            if fits(need, self._free):
+                self._start(model, need, reservation, node)  # 3.4
                 return True
-        if model.asked_since is None and (self._fed or any(self._held())):
-            if model.name not in self._fed and not any(one.state != "placing" for one in model.staying):
-                self._actions.append(SleepModel(model.name, "there is no room for it beside what is loaded"))  # 3.5
+        if model.wanted_since is None and (self._served or any(self._held())):
+            if model.name not in self._served and not model.is_up:
+                self._actions.append(SleepModel(model.name, "not enough free memory beside the loaded models"))  # 3.5
             return False
-        return self._make_room(model, possible, claim)
+        return self._make_room(model, possible, reservation)
 
-    def _make_room(self, model: ModelView, needs: Mapping[str, DeviceBytes], claim: int | None) -> bool:
+    def _make_room(self, model: ModelView, needs: Mapping[str, DeviceBytes], reservation: int | None) -> bool:
         for need in needs.values():
             if fits(need, self._coming):
-                self._claim(model, need, claim)  # 3.6
+                self._reserve(model, need, reservation)  # 3.6
                 return True
-        others = [(m, r) for m in self._view.models if m.name != model.name for r in m.replicas if self._is_up(r)]
-        for candidates in (self._idlers(others), self._idlers(others) + self._overdue(others, model)):  # 3.7, 3.8
+        others = [
+            (m, r)
+            for m in self._view.models
+            if m.name != model.name
+            for r in m.replicas
+            if r.state == "ready" and r.id not in self._stopped
+        ]
+        idle = [(m, r) for m, r in others if _is_idle(m, r) and r.idle_since + self._view.linger_s <= self._now]
+        overdue = [(m, r) for m, r in others if not _is_idle(m, r) and self._turn_end(r, model) <= self._now]
+        for candidates in (idle, idle + overdue):  # 3.7, 3.8
             for need in needs.values():
-                if (chosen := self._victims(need, candidates)) is not None:
-                    self._evict(candidates, chosen)
-                    self._claim(model, need, claim)
+                if (chosen := self._choose_evictions(need, candidates)) is not None:
+                    for other, replica in candidates:
+                        if replica.id in chosen:
+                            self._stop(other, replica, evict=True)
+                    self._reserve(model, need, reservation)
                     return True
-        possible = any(self._victims(need, others) is not None for need in needs.values())
-        allowed = next((site for site, need in needs.items() if fits(need, self._allowed)), None)
-        if not possible and allowed is not None and not self._is_busy():
-            self._start(model, needs[allowed], claim, allowed)  # 3.9
+        possible = any(self._choose_evictions(need, others) is not None for need in needs.values())
+        allowed = next((node for node, need in needs.items() if fits(need, self._allowed)), None)
+        if not possible and allowed is not None and not self._is_changing():
+            self._start(model, needs[allowed], reservation, allowed)  # 3.9
             return True
-        self._wait(others, model)  # 3.10
+        for other, replica in others:  # 3.10
+            is_idle = _is_idle(other, replica)
+            due = replica.idle_since + self._view.linger_s if is_idle else self._turn_end(replica, model)
+            if due > self._now:
+                self._wakes.append(due)
         return False
 
-    def _victims(self, need: DeviceBytes, candidates: list[tuple[ModelView, ReplicaView]]) -> tuple[int, ...] | None:
-        return choose_evictions(need, self._coming, [_tenant(m, r, self._now) for m, r in candidates])
+    def _choose_evictions(self, need: DeviceBytes, candidates: _Candidates) -> tuple[int, ...] | None:
+        return choose_evictions(need, self._coming, [_eviction_candidate(m, r, self._now) for m, r in candidates])
 
-    def _evict(self, candidates: list[tuple[ModelView, ReplicaView]], chosen: tuple[int, ...]) -> None:
-        for model, one in candidates:
-            if one.id in chosen:
-                self._stop(model, one, evict=True)
-
-    def _is_up(self, one: ReplicaView) -> bool:
-        return one.state == "ready" and one.id not in self._stopped
-
-    def _is_busy(self) -> bool:
-        """Somebody loads, restarts or leaves: what will be free is not known yet."""
-        states = (one.state for model in self._view.models for one in model.replicas)
-        return bool(self._stopped or self._fed) or any(state not in ("ready", "placing") for state in states)
+    def _is_changing(self) -> bool:
+        """A replica loads, restarts or stops, so the free memory is about to change."""
+        states = (replica.state for model in self._view.models for replica in model.replicas)
+        return bool(self._stopped or self._served) or any(state not in ("ready", "placing") for state in states)
 
     def _held(self) -> Iterator[DeviceBytes]:
         return (one.bytes for model in self._view.models for one in model.replicas if one.state != "placing")
 
-    def _idlers(self, others: list[tuple[ModelView, ReplicaView]]) -> list[tuple[ModelView, ReplicaView]]:
-        return [(m, r) for m, r in others if _is_idle(m, r) and r.idle_since + self._view.linger_s <= self._now]
+    def _turn_end(self, replica: ReplicaView, waiting: ModelView) -> float:
+        return max(waiting.wanted_since or 0.0, replica.ready_since) + self._view.patience_s
 
-    def _overdue(
-        self, others: list[tuple[ModelView, ReplicaView]], model: ModelView
-    ) -> list[tuple[ModelView, ReplicaView]]:
-        return [(m, r) for m, r in others if not _is_idle(m, r) and self._turn_ends(r, model) <= self._now]
+    # --- actions and their effect on the next decision -------------------------------------------------------------
 
-    def _turn_ends(self, one: ReplicaView, model: ModelView) -> float:
-        return max(model.asked_since or 0.0, one.ready_since) + self._view.patience_s
+    def _start(self, model: ModelView, need: DeviceBytes, reservation: int | None, node: str) -> None:
+        self._actions.append(StartReplica(model.name, reservation, node))
+        self._serve(model, need)
 
-    def _wait(self, others: list[tuple[ModelView, ReplicaView]], model: ModelView) -> None:
-        for other, one in others:
-            due = one.idle_since + self._view.linger_s if _is_idle(other, one) else self._turn_ends(one, model)
-            if due > self._now:
-                self._wakes.append(due)
-
-    # --- what the next decision has to know ------------------------------------------------------------------------
-
-    def _start(self, model: ModelView, need: DeviceBytes, claim: int | None, site: str) -> None:
-        self._actions.append(StartReplica(model.name, claim, site))
-        self._grant(model, need)
-
-    def _claim(self, model: ModelView, need: DeviceBytes, claim: int | None) -> None:
-        if claim is None:
+    def _reserve(self, model: ModelView, need: DeviceBytes, reservation: int | None) -> None:
+        if reservation is None:
             self._actions.append(ReserveMemory(model.name, "waiting for memory"))
-        self._grant(model, need)
+        self._serve(model, need)
 
-    def _grant(self, model: ModelView, need: DeviceBytes) -> None:
-        self._fed.add(model.name)
-        self._take(need, self._left, self._coming, self._allowed)
+    def _serve(self, model: ModelView, need: DeviceBytes) -> None:
+        self._served.add(model.name)
+        self._take(need, self._free, self._coming, self._allowed)
 
-    def _stop(self, model: ModelView, one: ReplicaView, *, evict: bool = False) -> None:
-        self._actions.append(StopReplica(model.name, one.id, evict))
-        self._stopped.add(one.id)
-        if one.state != "placing":
-            self._give(one.bytes)
+    def _stop(self, model: ModelView, replica: ReplicaView, *, evict: bool = False) -> None:
+        self._actions.append(StopReplica(model.name, replica.id, evict))
+        self._stopped.add(replica.id)
+        if replica.state != "placing":
+            self._give_back(replica.bytes)
 
-    def _give(self, held: DeviceBytes) -> None:
+    def _give_back(self, held: DeviceBytes) -> None:
         for device, amount in held.items():
             if device in self._coming:
                 self._coming[device] += amount
 
-    def _take(self, need: DeviceBytes, *rooms: dict[str, int]) -> None:
-        for room in rooms:
+    def _take(self, need: DeviceBytes, *budgets: dict[str, int]) -> None:
+        for budget in budgets:
             for device, amount in need.items():
-                if device in room:
-                    room[device] -= amount
+                if device in budget:
+                    budget[device] -= amount
 
 
 def _urgency(model: ModelView) -> tuple[bool, float]:
-    """Those for whom room is being made already come first: what was freed for them is theirs."""
-    claims = any(one.state == "placing" for one in model.replicas)
-    return not claims, model.asked_since if model.asked_since is not None else float("inf")
+    """Models with a reservation come first: the memory freed for them is theirs."""
+    has_reservation = any(replica.state == "placing" for replica in model.replicas)
+    return not has_reservation, model.wanted_since if model.wanted_since is not None else float("inf")
 
 
-def _dispensable(one: ReplicaView) -> tuple[int, int, int]:
+def _stop_order(replica: ReplicaView) -> tuple[int, int, int]:
     order = {"placing": 0, "restarting": 1, "loading": 2, "ready": 3}
-    return order.get(one.state, 3), one.running, -one.id
+    return order.get(replica.state, 3), replica.running, -replica.id
 
 
-def _is_idle(model: ModelView, one: ReplicaView) -> bool:
-    return not one.running and not model.waiting
+def _is_idle(model: ModelView, replica: ReplicaView) -> bool:
+    return not replica.running and not model.waiting
 
 
-def _tenant(model: ModelView, one: ReplicaView, now: float) -> EvictionCandidate:
-    idle_s = now - one.idle_since if _is_idle(model, one) else 0.0
-    spare = len(model.staying) > 1
-    return EvictionCandidate(id=one.id, bytes=one.bytes, load_s=model.load_s, idle_s=idle_s, spare=spare)
+def _eviction_candidate(model: ModelView, replica: ReplicaView, now: float) -> EvictionCandidate:
+    return EvictionCandidate(
+        id=replica.id,
+        bytes=replica.bytes,
+        load_s=model.load_s,
+        idle_s=now - replica.idle_since if _is_idle(model, replica) else 0.0,
+        has_siblings=len(model.staying) > 1,
+    )
 
 
 def _too_large(name: str, need: DeviceBytes, hard: DeviceBytes) -> InvalidRequest:
     device = next(d for d, amount in need.items() if d in hard and amount > hard[d])
-    where = "memory_limit" if device.partition("@")[0] == "cpu" else "gpu_memory_limit"
-    wanted, most = (f"{amount / 2**20:.0f} MiB" for amount in (need[device], hard[device]))
+    setting = "memory_limit" if device.partition("@")[0] == "cpu" else "gpu_memory_limit"
+    needed, limit = (f"{amount / 2**20:.0f} MiB" for amount in (need[device], hard[device]))
     return InvalidRequest(
-        f"the model {name!r} needs about {wanted} and the limit is {most}; raise {where} under [scheduler], or take a "
-        "smaller n_ctx or parallel",
+        f"the model {name!r} needs about {needed} and the limit is {limit}; raise {setting} under [scheduler], or take "
+        "a smaller n_ctx or parallel",
         code="model_too_large",
     )

@@ -1,7 +1,7 @@
-"""One model's record: its lanes, its replicas, what is wanted of it, and who takes the next request.
+"""One model of the pool: its queues, its replicas, what is wanted of it, and which replica takes the next request.
 
-The way of a request goes through `seat` alone. It is not a function of a snapshot of the pool: making one would cost
-more than all the rest. What it looks at is kept current instead: the lane's length and each replica's free places.
+A request to a ready model only goes through `assign`. It does not use a snapshot of the pool, which would cost more than
+everything else; the queue length and the free slots of each replica are kept up to date instead.
 """
 
 from __future__ import annotations
@@ -15,176 +15,173 @@ from msgspec import Struct
 from modelyard.core.engine import Capabilities, MemoryEstimate
 from modelyard.core.errors import ModelyardError
 from modelyard.core.lease import LeaseRequest, ModelState, ModelStatus
-from modelyard.core.pool import ModelSpec
+from modelyard.core.pool import ModelSnapshot, ModelSpec, ReplicaSnapshot
 from modelyard.scheduler.affinity import ReplicaAffinity, prefix_hashes
-from modelyard.scheduler.clock import TimerHandle
+from modelyard.scheduler.clock import Clock, TimerHandle
 from modelyard.scheduler.lease import SlotLease
 from modelyard.scheduler.memory_planner import DeviceBytes, bytes_on_node
 from modelyard.scheduler.policy import ModelView
 from modelyard.scheduler.queue import RequestQueue
 from modelyard.scheduler.replica import Replica
-
-
-class SchedulerOptions(Struct, frozen=True):
-    """How many may wait a cache, how many prompt tokens in all, how long for a lost engine, how long at all; how long a
-    load may take; and when a loaded model has to make room for one that is not (see `policy.py`)."""
-
-    max_waiting: int = 1024
-    max_waiting_tokens: int | None = None
-    timeout: float = 30.0
-    max_wait_s: float | None = None
-    load_timeout_s: float = 1800.0
-    patience_s: float = 10.0
-    linger_s: float = 1.0
+from modelyard.scheduler.settings import SchedulerOptions
 
 
 class PendingCommand(Struct, frozen=True):
-    """What an administrator waits for. `loads`: it asks for replicas, as a waiting request does."""
+    """An administrator's command that waits for its result. `loads`: it needs replicas, as a waiting request does."""
 
     done: Future[None]
     since: float
-    met: Callable[[], bool]
+    is_complete: Callable[[], bool]
     loads: bool = False
 
 
 class PooledModel:
-    """`sleeping`: the pool itself stopped it, and the next request for it loads it. `drained`: it takes no requests.
-    `retired`: a reload has replaced it. `down_since` is set while engines that were up are away."""
+    """`active_spec` is `spec` with the overrides of the current load. `is_sleeping`: the pool stopped it, and the next
+    request loads it. `is_draining`: it takes no requests. `is_retired`: a reload has replaced it. `down_since` is set
+    while all engines that were ready are lost."""
 
-    def __init__(self, key: str, blueprint: ModelSpec, bounds: SchedulerOptions) -> None:
-        self.key, self.name, self.blueprint, self.current = key, blueprint.name, blueprint, blueprint
-        self.lanes: dict[str, RequestQueue[SlotLease]] = {
-            cache: RequestQueue(bounds.max_waiting, bounds.max_waiting_tokens) for cache in blueprint.caches
+    def __init__(self, key: str, spec: ModelSpec, options: SchedulerOptions) -> None:
+        self.key, self.name, self.spec, self.active_spec = key, spec.name, spec, spec
+        self.queues: dict[str, RequestQueue[SlotLease]] = {
+            cache: RequestQueue(options.max_waiting, options.max_waiting_tokens) for cache in spec.caches
         }
         self.replicas: list[Replica] = []
-        self.up: list[Replica] = []  # those that take requests
-        self.orders: list[PendingCommand] = []
+        self.ready: list[Replica] = []  # the replicas that take requests
+        self.commands: list[PendingCommand] = []
         self.overrides: Mapping[str, Any] = {}
-        self.running = self.wanted = self.loads = self.evictions = self.failures = 0
-        self.sleeping = self.drained = self.retired = self.failed = self.surveying = False
+        self.running = self.desired = self.loads = self.evictions = self.failures = 0
+        self.is_sleeping = self.is_draining = self.is_retired = self.is_failed = self.is_estimating = False
         self.failed_at = 0.0
         self.reason = ""
         self.down_since: float | None = None
-        self.used: float | None = None  # when its last answer ended
-        self.need: DeviceBytes | None = None if blueprint.estimate is not None else {}
-        self.abroad: Mapping[str, DeviceBytes] = {}  # what it takes on other machines
+        self.last_used: float | None = None  # when its last request ended
+        self.need: DeviceBytes | None = None if spec.estimate is not None else {}
+        self.need_by_node: Mapping[str, DeviceBytes] = {}
         self.estimate: MemoryEstimate | None = None
         self.measured: int | None = None
         self.load_s: float | None = None
         self.ttl_timer: TimerHandle | None = None
-        self.told: object = None  # what the last Change said
+        self.published: object = None  # contents of the last ModelStateChange
         self._affinity = ReplicaAffinity()
 
     def __repr__(self) -> str:
         return f"{self.name}: {self.state}, {self.running} running, {self.waiting} waiting"
 
-    # --- the way of a request --------------------------------------------------------------------------------------
+    # --- the path of a request -------------------------------------------------------------------------------------
 
     def weight(self, cache: str, wanted: int) -> int:
-        """No more than one replica can give at a time, and never less than one."""
-        most = self.current.caches[cache].parallel
-        if self.current.target_inflight is not None:
-            most = min(most, self.current.target_inflight)
-        return max(1, min(wanted, most))
+        """At most what one replica can run at a time, at least one."""
+        limit = self.active_spec.caches[cache].parallel
+        if self.active_spec.target_inflight is not None:
+            limit = min(limit, self.active_spec.target_inflight)
+        return max(1, min(wanted, limit))
 
-    def seat(self, demand: LeaseRequest, weight: int) -> Replica | None:
-        """The replica in which places were taken, if one has room. Nobody may stand in front."""
-        up = self.up
-        replica = up[0] if len(up) == 1 else self._choose(demand, weight)
-        if replica is None or not replica.take(demand.cache, weight):
+    def assign(self, request: LeaseRequest, weight: int) -> Replica | None:
+        """Acquire slots in a replica with room. The caller makes sure that no other request is ahead."""
+        ready = self.ready
+        replica = ready[0] if len(ready) == 1 else self._choose(request, weight)
+        if replica is None or not replica.acquire(request.cache, weight):
             return None
         self.running += weight
         return replica
 
-    def _choose(self, demand: LeaseRequest, weight: int) -> Replica | None:
-        """Of several."""
-        candidates = [one for one in self.up if one.has_room(demand.cache, weight)]
+    def _choose(self, request: LeaseRequest, weight: int) -> Replica | None:
+        candidates = [replica for replica in self.ready if replica.has_room(request.cache, weight)]
         if not candidates:
             return None
-        prefix = prefix_hashes(demand.prompt)
-        chosen = self._affinity.choose(demand.session, prefix, candidates)
-        self._affinity.remember(demand.session, prefix, chosen.id)
+        prefixes = prefix_hashes(request.prompt)
+        chosen = self._affinity.choose(request.session, prefixes, candidates)
+        self._affinity.record(request.session, prefixes, chosen.id)
         return chosen
 
-    def admit(self, lane: RequestQueue[SlotLease], now: float) -> None:
-        """Everybody of this lane who may start now."""
-        while (head := lane.head()) is not None and (replica := self.seat(head.demand, head.weight)) is not None:
+    def admit(self, queue: RequestQueue[SlotLease], now: float) -> None:
+        """Grant every lease of this queue that may start now."""
+        while (head := queue.head()) is not None and (replica := self.assign(head.request, head.weight)) is not None:
             head.grant(replica, now)
-            lane.pop()
+            queue.pop()
 
     def admit_all(self, now: float) -> None:
-        """Lanes share what `target_inflight` leaves them: whoever has waited longest is asked first."""
-        waiting = [lane for lane in self.lanes.values() if lane.waiting]
-        for lane in sorted(waiting, key=lambda lane: lane.oldest() or 0.0):
-            self.admit(lane, now)
+        """The queues share `target_inflight`: the one with the oldest waiter goes first."""
+        waiting = [queue for queue in self.queues.values() if queue.waiting]
+        for queue in sorted(waiting, key=lambda queue: queue.oldest() or 0.0):
+            self.admit(queue, now)
 
-    def places(self, cache: str) -> int:
-        return max(1, len(self.up)) * self.weight(cache, 2**31)
+    def slots(self, cache: str) -> int:
+        return max(1, len(self.ready)) * self.weight(cache, 2**31)
 
     def refuse_all(self, error: ModelyardError) -> list[SlotLease]:
-        gone = [place for lane in self.lanes.values() for place in lane.clear()]
-        for place in gone:
-            place.refuse(error)
-        return gone
+        removed = [lease for queue in self.queues.values() for lease in queue.clear()]
+        for lease in removed:
+            lease.refuse(error)
+        return removed
 
-    # --- what it looks like ----------------------------------------------------------------------------------------
+    # --- its state -------------------------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> int:
-        return sum(lane.waiting for lane in self.lanes.values())
+        return sum(queue.waiting for queue in self.queues.values())
 
     @property
     def waiting_tokens(self) -> int:
-        return sum(lane.waiting_tokens for lane in self.lanes.values())
+        return sum(queue.waiting_tokens for queue in self.queues.values())
 
     @property
-    def wakes(self) -> bool:
-        return self.blueprint.autoload or self.sleeping or self.retired
+    def waiting_since(self) -> float | None:
+        times = (queue.oldest() for queue in self.queues.values())
+        return min((since for since in times if since is not None), default=None)
+
+    @property
+    def loads_on_request(self) -> bool:
+        return self.spec.autoload or self.is_sleeping or self.is_retired
 
     @property
     def target(self) -> int:
-        """How many replicas it should have now. One that sleeps should have some only while somebody waits."""
-        if self.retired:
-            staying = sum(one.state not in ("draining", "closing") for one in self.replicas)
+        """How many replicas it should have now. A sleeping model should have some only while requests wait."""
+        if self.is_retired:
+            staying = sum(not replica.is_stopping for replica in self.replicas)
             return max(1, staying) if self.waiting else staying if self.running else 0
-        if self.wanted or not (self.wakes and self.waiting) or self.failed:
-            return self.wanted
-        return self.blueprint.replicas
+        if self.desired or not (self.loads_on_request and self.waiting) or self.is_failed:
+            return self.desired
+        return self.spec.replicas
 
     @property
-    def asked_since(self) -> float | None:
-        times = [oldest for lane in self.lanes.values() if (oldest := lane.oldest()) is not None]
-        return min((*times, *(order.since for order in self.orders if order.loads)), default=None)
+    def wanted_since(self) -> float | None:
+        times = [command.since for command in self.commands if command.loads]
+        if (oldest := self.waiting_since) is not None:
+            times.append(oldest)
+        return min(times, default=None)
 
     @property
     def state(self) -> ModelState:
-        if self.failed:
+        if self.is_failed:
             return "failed"
-        if self.drained and self.replicas:
+        if self.is_draining and self.replicas:
             return "draining"
-        if self.up:
+        if self.ready:
             return "ready"
         if self.target:
             return "loading"
         return "draining" if self.replicas else "stopped"
 
     @property
-    def busiest(self) -> Replica | None:
-        """The replica whose progress stands for the model's: of those that are not up, the furthest."""
-        away = [one for one in self.replicas if one.state in ("placing", "loading", "restarting")]
-        return max(away, key=lambda one: one.progress, default=None)
+    def _furthest(self) -> Replica | None:
+        """The replica whose progress is shown: of those that load, the one that has come furthest."""
+        loading = [one for one in self.replicas if one.state in ("placing", "loading", "restarting")]
+        return max(loading, key=lambda one: one.progress, default=None)
 
     @property
     def progress(self) -> float:
-        return 1.0 if self.up else self.busiest.progress if self.busiest else 0.0
+        if self.ready:
+            return 1.0
+        return replica.progress if (replica := self._furthest) is not None else 0.0
 
     @property
     def doing(self) -> str:
-        return "" if self.up or self.busiest is None else self.busiest.doing
+        return "" if self.ready or (replica := self._furthest) is None else replica.doing
 
     @property
     def capabilities(self) -> Capabilities:
-        engine = next((one.engine for one in self.up if one.engine is not None), None)
+        engine = next((replica.engine for replica in self.ready if replica.engine is not None), None)
         return engine.info.capabilities if engine is not None else Capabilities()
 
     @property
@@ -198,22 +195,69 @@ class PooledModel:
             self.doing,
             self.progress,
             self.capabilities,
-            state == "stopped" and self.wakes,
+            state == "stopped" and self.loads_on_request,
         )
 
-    def need_at(self, site: str) -> DeviceBytes:
-        return bytes_on_node(site, self.need, self.abroad)
+    def need_on(self, node: str) -> DeviceBytes:
+        return bytes_on_node(node, self.need, self.need_by_node)
 
     @property
     def view(self) -> ModelView:
         return ModelView(
             name=self.key,
-            wanted=self.target,
-            asked_since=self.asked_since,
+            target=self.target,
+            wanted_since=self.wanted_since,
             need=self.need,
-            replicas=tuple(one.view for one in self.replicas),
+            replicas=tuple(replica.view for replica in self.replicas),
             waiting=self.waiting,
             load_s=self.load_s or 1.0,
-            idle_ttl_s=self.blueprint.idle_ttl_s,
-            abroad=self.abroad,
+            idle_ttl_s=self.spec.idle_ttl_s,
+            need_by_node=self.need_by_node,
         )
+
+    def snapshot(self, clock: Clock) -> ModelSnapshot:
+        now, status, oldest = clock.now(), self.status, self.waiting_since
+        service_times = [queue.service_s for queue in self.queues.values() if queue.service_s is not None]
+        return ModelSnapshot(
+            name=self.name,
+            state=status.state,
+            reason=self.reason,
+            doing=self.doing,
+            progress=self.progress,
+            waiting=status.waiting,
+            waiting_tokens=self.waiting_tokens,
+            running=self.running,
+            places=sum(replica.max_running for replica in self.ready),
+            replicas=tuple(_replica_snapshot(replica) for replica in self.replicas),
+            replicas_wanted=self.desired,
+            replica_max=self.spec.replica_max,
+            target_inflight=self.spec.target_inflight,
+            autoload=self.spec.autoload,
+            idle_ttl_s=self.spec.idle_ttl_s,
+            loads_on_request=status.loads_on_request,
+            capabilities=status.capabilities,
+            caches=self.active_spec.caches,
+            overrides=self.overrides,
+            estimate=self.estimate,
+            measured=self.measured,
+            load_s=self.load_s,
+            loads=self.loads,
+            failures=self.failures,
+            evictions=self.evictions,
+            last_used=None if self.last_used is None else clock.unix() - (now - self.last_used),
+            service_s=sum(service_times) / len(service_times) if service_times else None,
+            wait_s=None if oldest is None else now - oldest,
+        )
+
+
+def _replica_snapshot(replica: Replica) -> ReplicaSnapshot:
+    return ReplicaSnapshot(
+        id=replica.id,
+        state=replica.state,
+        running=replica.running,
+        since=replica.since,
+        progress=replica.progress,
+        doing=replica.doing,
+        reason=replica.reason,
+        pid=replica.pid,
+    )

@@ -1,6 +1,6 @@
-"""One cache's queue: main before background, keys in turn, first come first served within a key. Pure.
+"""The queue of one cache: main priority before background, keys round robin, first come first served within a key. Pure.
 
-It is kept up to date instead of computed from a snapshot, because it changes at every request: joining, leaving and
+The queue is updated in place, not computed from a snapshot, because it changes with every request. Adding, removing and
 taking the head cost the same with one waiter and with a thousand.
 """
 
@@ -14,13 +14,13 @@ from typing import Generic, Protocol, TypeVar
 from modelyard.core.errors import Overloaded
 from modelyard.core.request import Priority
 
-_PASSES = 8  # main requests that may go ahead of one in the background before it is let through
-_SMOOTHING = 0.2  # share of the newest answer in the average of service times
-_LONGEST_RETRY = 300.0
+_MAX_PASSED = 8  # main requests that may overtake a background request before it is admitted
+_SMOOTHING = 0.2  # weight of the newest service time in the average
+_MAX_RETRY_S = 300.0
 
 
 class Queueable(Protocol):
-    """What stands in a lane: whose it is, how urgent, since when, its weight in places, its size in prompt tokens."""
+    """A queue entry. `weight` counts slots, `tokens` the prompt's tokens."""
 
     @property
     def key(self) -> str: ...
@@ -38,7 +38,7 @@ W = TypeVar("W", bound=Queueable)
 
 
 class RoundRobinQueue(Generic[W]):
-    """Keys take turns, so that one with a hundred requests does not stand in front of one with a single one."""
+    """One FIFO per key. The keys take turns, so a key with a hundred requests does not block the others."""
 
     def __init__(self) -> None:
         self._queues: OrderedDict[str, OrderedDict[W, None]] = OrderedDict()
@@ -71,19 +71,18 @@ class RoundRobinQueue(Generic[W]):
             del self._queues[waiter.key]
 
     def oldest(self) -> float | None:
-        """The first of each key is that key's oldest."""
+        """The earliest `since`; the head of each key is the oldest of that key."""
         return min((next(iter(queue)).since for queue in self._queues.values()), default=None)
 
-    def ahead(self, waiter: W) -> int:
-        """How many go before it, if nobody comes or leaves."""
-        own = self._queues[waiter.key]
-        rank = next(i for i, each in enumerate(own) if each is waiter)
-        count, earlier = rank, True
+    def count_ahead(self, waiter: W) -> int:
+        """How many waiters are served before this one if nothing changes."""
+        rank = next(i for i, each in enumerate(self._queues[waiter.key]) if each is waiter)
+        count, is_earlier = rank, True
         for key, queue in self._queues.items():
             if key == waiter.key:
-                earlier = False
+                is_earlier = False
             else:
-                count += min(len(queue), rank + earlier)
+                count += min(len(queue), rank + is_earlier)
         return count
 
 
@@ -97,69 +96,70 @@ class RequestQueue(Generic[W]):
         self._passed = 0
 
     def __repr__(self) -> str:
-        return f"<Lane {self.waiting} waiting>"
+        return f"<RequestQueue {self.waiting} waiting>"
 
     def __iter__(self) -> Iterator[W]:
         return chain(self._main, self._background)
 
-    def join(self, waiter: W, places: int = 1) -> None:
-        """Stand in line, or Overloaded. `places` is how many answers run at a time: it tells when to come back."""
+    def add(self, waiter: W, slots: int = 1) -> None:
+        """Enqueue or raise Overloaded. `slots` is how many requests run at a time; it scales the retry hint."""
         if self.waiting >= self.max_waiting:
-            raise self._full(f"{self.waiting} requests are waiting", places)
+            raise self._overloaded(f"{self.waiting} requests are waiting", slots)
         if self.max_tokens is not None and self.waiting_tokens + waiter.tokens > self.max_tokens:
-            raise self._full(f"{self.waiting_tokens} prompt tokens are waiting", places)
-        self._of(waiter).add(waiter)
+            raise self._overloaded(f"{self.waiting_tokens} prompt tokens are waiting", slots)
+        self._queue_of(waiter).add(waiter)
         self.waiting += 1
         self.waiting_tokens += waiter.tokens
 
-    def _full(self, why: str, places: int) -> Overloaded:
-        # Where nothing was ever served here: a queue twice as deep as the engine is wide takes about two turns.
-        turns = max(1.0, self.waiting / max(1, places))
-        wait = turns * (1.0 if self.service_s is None else self.service_s)
-        retry = min(_LONGEST_RETRY, max(1.0, wait))
-        return Overloaded(f"the queue is full: {why}", retry_after=retry, position=self.waiting + 1)
+    def _overloaded(self, reason: str, slots: int) -> Overloaded:
+        # Without a measured service time, one second per round is assumed.
+        rounds = max(1.0, self.waiting / max(1, slots))
+        wait = rounds * (1.0 if self.service_s is None else self.service_s)
+        retry = min(_MAX_RETRY_S, max(1.0, wait))
+        return Overloaded(f"the queue is full: {reason}", retry_after=retry, position=self.waiting + 1)
 
     def head(self) -> W | None:
-        """Who is next. Nobody overtakes it, so a heavy one waits for its places and cannot starve."""
-        return self._next().head() if self.waiting else None
+        """The next waiter. Nothing overtakes it, so a request that needs many slots cannot starve."""
+        return self._next_queue().head() if self.waiting else None
 
     def pop(self) -> W:
-        turns = self._next()
-        self._passed = self._passed + 1 if turns is self._main and self._background else 0
-        waiter = turns.pop()
-        self._left(waiter)
+        queue = self._next_queue()
+        self._passed = self._passed + 1 if queue is self._main and self._background else 0
+        waiter = queue.pop()
+        self._count_removed(waiter)
         return waiter
 
-    def leave(self, waiter: W) -> None:
-        self._of(waiter).remove(waiter)
-        self._left(waiter)
+    def remove(self, waiter: W) -> None:
+        self._queue_of(waiter).remove(waiter)
+        self._count_removed(waiter)
 
     def clear(self) -> list[W]:
-        gone = list(self)
+        removed = list(self)
         self._main, self._background = RoundRobinQueue(), RoundRobinQueue()
         self.waiting = self.waiting_tokens = self._passed = 0
-        return gone
+        return removed
 
     def position(self, waiter: W) -> int:
-        """Counted from 1; one in the background may get ahead of that by its turn."""
+        """Counted from 1. A background waiter may be admitted earlier than its position says."""
         before = 0 if waiter.priority == "main" else sum(1 for _ in self._main)
-        return before + self._of(waiter).ahead(waiter) + 1
+        return before + self._queue_of(waiter).count_ahead(waiter) + 1
 
     def oldest(self) -> float | None:
-        return min((s for t in (self._main, self._background) if (s := t.oldest()) is not None), default=None)
+        times = (queue.oldest() for queue in (self._main, self._background))
+        return min((since for since in times if since is not None), default=None)
 
-    def served(self, seconds: float) -> None:
+    def record_service(self, seconds: float) -> None:
         old = self.service_s
         self.service_s = seconds if old is None else old + _SMOOTHING * (seconds - old)
 
-    def _next(self) -> RoundRobinQueue[W]:
-        if self._background and (self._passed >= _PASSES or not self._main):
+    def _next_queue(self) -> RoundRobinQueue[W]:
+        if self._background and (self._passed >= _MAX_PASSED or not self._main):
             return self._background
         return self._main
 
-    def _of(self, waiter: W) -> RoundRobinQueue[W]:
+    def _queue_of(self, waiter: W) -> RoundRobinQueue[W]:
         return self._main if waiter.priority == "main" else self._background
 
-    def _left(self, waiter: W) -> None:
+    def _count_removed(self, waiter: W) -> None:
         self.waiting -= 1
         self.waiting_tokens -= waiter.tokens

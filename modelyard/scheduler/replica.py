@@ -1,4 +1,4 @@
-"""One replica of a model: its engine's life, and the places in it. It reports; the depot decides."""
+"""One replica of a model: the life of its engine, and its slots. It reports events; the replica manager decides."""
 
 from __future__ import annotations
 
@@ -16,77 +16,76 @@ log = logging.getLogger(__name__)
 
 
 class ReplicaObserver(Protocol):
-    """Where slow work comes back to, always on the loop's thread."""
+    """Receives the results of slow work, always on the loop's thread."""
 
-    def ready(self, replica: Replica) -> None: ...
-    def failed(self, replica: Replica, error: ModelyardError) -> None: ...
-    def lost(self, replica: Replica, error: ModelyardError) -> None: ...
-    def closed(self, replica: Replica) -> None: ...
-    def progressed(self, replica: Replica) -> None: ...
+    def on_ready(self, replica: Replica) -> None: ...
+    def on_load_failed(self, replica: Replica, error: ModelyardError) -> None: ...
+    def on_lost(self, replica: Replica, error: ModelyardError) -> None: ...
+    def on_closed(self, replica: Replica) -> None: ...
+    def on_progress(self, replica: Replica) -> None: ...
 
 
 class Replica:
-    """`granted` counts the requests of its present engine; `took` is what opening that engine took of memory, and
-    `moves` tells whether that is to be trusted."""
+    """`granted` counts the requests of the current engine. `load_growth` is how much memory opening it took; it is valid
+    while `allocation` is the planner's latest. `node` is the chosen machine, "" this one."""
 
     def __init__(
         self,
         id: int,
         model: str,
-        blueprint: ModelSpec,
-        reports: ReplicaObserver,
+        spec: ModelSpec,
+        observer: ReplicaObserver,
         *,
         load_timeout_s: float,
-        gauge: MemoryMeter | None = None,
+        meter: MemoryMeter | None = None,
     ) -> None:
-        self.id, self.model, self.blueprint = id, model, blueprint
+        self.id, self.model, self.spec = id, model, spec
         self.state: ReplicaState = "placing"
         self.progress, self.doing, self.reason = 0.0, "", ""
-        self.since = self.began = self.ready_since = self.idle_since = 0.0
-        self.restarts = self.running = self.granted = self.moves = 0
+        self.since = self.load_started = self.ready_since = self.idle_since = 0.0
+        self.restarts = self.running = self.granted = self.allocation = 0
         self.evicting = False
-        self.site = ""  # the machine that was chosen for it; none: this one
+        self.node = ""
         self.bytes: DeviceBytes = {}
-        self.took: DeviceBytes | None = None
+        self.load_growth: DeviceBytes | None = None
         self.engine: Engine | None = None
-        self._reports, self._load_timeout_s, self._gauge = reports, load_timeout_s, gauge
-        self._task: asyncio.Task[None] | None = None
+        self._observer, self._load_timeout_s, self._meter = observer, load_timeout_s, meter
+        self._life: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._ending: asyncio.Task[None] | None = None
-        self._empty()
+        self._closing_engine: asyncio.Task[None] | None = None
+        self._reset_slots()
 
-    # --- its places ------------------------------------------------------------------------------------------------
+    # --- slots -----------------------------------------------------------------------------------------------------
 
-    def _empty(self) -> None:
-        """A new engine has all its places free, whoever may still hold one in the old."""
-        caches = self.blueprint.caches
+    def _reset_slots(self) -> None:
+        """All slots of a new engine are free, even if leases of the old engine are still held."""
         self.running = self.granted = 0
-        self.free = {name: info.parallel for name, info in caches.items()}
-        self.most = _most(self.blueprint)
+        self.free_slots = {name: cache.parallel for name, cache in self.spec.caches.items()}
+        self.max_running = _max_running(self.spec)
 
-    def adjust(self, blueprint: ModelSpec) -> None:
-        """The same engine, run otherwise: those who run stay, even where fewer may now."""
-        self.most = _most(blueprint)
-        self.blueprint = blueprint
+    def update_spec(self, spec: ModelSpec) -> None:
+        """The same engine with other limits. Running requests stay, even if the new limit is lower."""
+        self.max_running = _max_running(spec)
+        self.spec = spec
 
     def has_room(self, cache: str, weight: int) -> bool:
-        """None in a lost engine: its jobs hear of that before this replica does, and come back at once."""
-        if self.running + weight > self.most or weight > self.free.get(cache, 0):
+        """A lost engine has no room: its requests learn of the loss before this replica does, and are retried at once."""
+        if self.running + weight > self.max_running or weight > self.free_slots.get(cache, 0):
             return False
         return self.engine is not None and not self.engine.lost.done()
 
-    def take(self, cache: str, weight: int) -> bool:
+    def acquire(self, cache: str, weight: int) -> bool:
         if not self.has_room(cache, weight):
             return False
-        self.free[cache] -= weight
+        self.free_slots[cache] -= weight
         self.running += weight
         self.granted += 1
         return True
 
-    def give(self, cache: str, weight: int, engine: Engine, now: float) -> None:
-        if engine is not self.engine:  # of an engine that is gone: its places went with it
+    def release(self, cache: str, weight: int, engine: Engine, now: float) -> None:
+        if engine is not self.engine:  # the slots went with the old engine
             return
-        self.free[cache] += weight
+        self.free_slots[cache] += weight
         self.running -= weight
         if not self.running:
             self.idle_since = now
@@ -103,98 +102,95 @@ class Replica:
             evicting=self.evicting,
         )
 
-    # --- its life --------------------------------------------------------------------------------------------------
+    # --- life ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.state in ("draining", "closing")
 
     @property
     def pid(self) -> int | None:
         pid: Any = getattr(self.engine, "pid", None)
         return pid if isinstance(pid, int) else None
 
-    def settle(self) -> bool:
-        """Notes on which machine its engine is open; True where that is another one than was chosen."""
-        found: Any = getattr(self.engine, "site", None)
-        chosen, self.site = self.site, found if isinstance(found, str) else self.site
-        return chosen != self.site
+    def update_node(self) -> bool:
+        """Record where the engine is open. Returns whether that differs from the chosen node."""
+        actual: Any = getattr(self.engine, "node", None)
+        chosen, self.node = self.node, actual if isinstance(actual, str) else self.node
+        return chosen != self.node
 
     def start(self) -> None:
         self.state, self.progress, self.doing = "loading", 0.0, ""
-        self._task = asyncio.get_running_loop().create_task(self._live())
+        self._life = asyncio.get_running_loop().create_task(self._live())
 
     def close(self) -> None:
-        """Whatever it does now, it ends. `closed` is reported when its engine is gone."""
+        """Abort whatever it does. `on_closed` is called when its engine is closed."""
         self.state = "closing"
         if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._close())
 
-    async def gone(self) -> None:
+    async def wait_closed(self) -> None:
         if self._closing is not None:
             await self._closing
 
     async def _live(self) -> None:
         try:
-            before = await self._read()
-            engine = self.engine = self._made()
+            before = await self._read_meter()
+            make_at = self.spec.make_at if self.node else None
+            engine = self.engine = self.spec.make() if make_at is None else make_at(self.node)
             async with asyncio.timeout(self._load_timeout_s):
-                await engine.open(self._progress)
-            self.took = _grown(before, await self._read())
+                await engine.open(self._on_progress)
+            after = await self._read_meter()
         except Exception as error:
-            await self._discard()
-            self._reports.failed(self, self._fault(error))
+            await self._close_engine()
+            self._observer.on_load_failed(self, self._to_modelyard_error(error))
             return
-        self._empty()
-        self._reports.ready(self)
-        lost = await asyncio.shield(engine.lost)
-        await self._discard()
-        self._reports.lost(self, lost)
+        if before is not None and after is not None:
+            self.load_growth = {device: max(0, used - before.get(device, 0)) for device, used in after.items()}
+        self._reset_slots()
+        self._observer.on_ready(self)
+        error = await asyncio.shield(engine.lost)
+        await self._close_engine()
+        self._observer.on_lost(self, error)
 
-    def _made(self) -> Engine:
-        there = self.blueprint.make_at if self.site else None
-        return self.blueprint.make() if there is None else there(self.site)
-
-    def _fault(self, error: Exception) -> ModelyardError:
+    def _to_modelyard_error(self, error: Exception) -> ModelyardError:
         if isinstance(error, ModelyardError):
             return error
         if isinstance(error, TimeoutError):
             return Timeout(f"loading took longer than {self._load_timeout_s:g} s (scheduler.load_timeout_s)")
-        log.error("a model could not be loaded", exc_info=error)
+        log.error("loading a model failed", exc_info=error)
         return Internal(f"{type(error).__name__}: {error}", id="load")
 
-    async def _read(self) -> DeviceBytes | None:
-        return None if self._gauge is None else await asyncio.to_thread(self._gauge)
+    async def _read_meter(self) -> DeviceBytes | None:
+        return None if self._meter is None else await asyncio.to_thread(self._meter)
 
-    def _progress(self, done: float, what: str) -> None:
-        self.progress, self.doing = done, what
-        self._reports.progressed(self)
+    def _on_progress(self, done: float, doing: str) -> None:
+        self.progress, self.doing = done, doing
+        self._observer.on_progress(self)
 
-    async def _discard(self) -> None:
-        """In a task of its own: an engine that is half closed when nobody wants it any more is closed to the end."""
+    async def _close_engine(self) -> None:
+        """In a separate task, so that cancelling the caller does not leave the engine half closed."""
         engine, self.engine = self.engine, None
         if engine is not None:
-            self._ending = asyncio.get_running_loop().create_task(_end(engine))
-        if self._ending is not None:
-            await asyncio.shield(self._ending)
+            self._closing_engine = asyncio.get_running_loop().create_task(_close_quietly(engine))
+        if self._closing_engine is not None:
+            await asyncio.shield(self._closing_engine)
 
     async def _close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await self._discard()
-        self._reports.closed(self)
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.gather(self._life, return_exceptions=True)
+        await self._close_engine()
+        self._observer.on_closed(self)
 
 
-def _most(blueprint: ModelSpec) -> int:
-    return blueprint.target_inflight or sum(info.parallel for info in blueprint.caches.values())
+def _max_running(spec: ModelSpec) -> int:
+    return spec.target_inflight or sum(cache.parallel for cache in spec.caches.values())
 
 
-async def _end(engine: Engine) -> None:
-    """An engine that cannot even be closed must not keep its successor from being opened."""
+async def _close_quietly(engine: Engine) -> None:
+    """A failing close must not prevent the next open."""
     try:
         await engine.close()
     except Exception:
-        log.exception("an engine could not be closed")
-
-
-def _grown(before: DeviceBytes | None, after: DeviceBytes | None) -> DeviceBytes | None:
-    if before is None or after is None:
-        return None
-    return {device: max(0, amount - before.get(device, 0)) for device, amount in after.items()}
+        log.exception("closing an engine failed")

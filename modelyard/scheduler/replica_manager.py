@@ -1,4 +1,10 @@
-"""What is done about engines that were lost: opened again, ever later, and given up at last."""
+"""The models and their replicas: carries out the policy's plans and handles what becomes of them.
+
+Everything happens on the event loop's thread in calls that never await. Opening, closing and estimating run in tasks and
+come back as one of the `on_…` calls.
+
+A lost engine is reopened, with growing delays, and given up after the last one. A first load that fails is not retried.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.pool import ModelSpec, ModelStateChange
@@ -25,93 +31,35 @@ from modelyard.scheduler.policy import (
     StopReplica,
     plan,
 )
-from modelyard.scheduler.pooled_model import PooledModel, SchedulerOptions
+from modelyard.scheduler.pooled_model import PooledModel
 from modelyard.scheduler.replica import Replica
+from modelyard.scheduler.settings import SchedulerOptions
 from modelyard.telemetry.broadcast import ModelChangeBroadcast
 
 log = logging.getLogger(__name__)
 
-_DELAYS_S = (0.0, 0.5, 2.0, 5.0)  # before each reopening; after the last the replica is given up
-_PROVEN_S = 60.0  # an engine that was up for so long did not die of being opened
+_RESTART_DELAYS_S = (0.0, 0.5, 2.0, 5.0)  # before each reopening; after the last the replica is given up
+_PROVEN_S = 60.0  # an engine that was ready for this long did not die of being opened
 
 
-class Keeper(Protocol):
-    """Who has the replicas."""
+class ReplicaManager:
+    """`models` are current; `retired` were replaced by a reload and finish their requests. `on_refused` gets the leases
+    that were refused."""
 
-    def begin(self, replica: Replica) -> None: ...
-    def give_up(self, model: PooledModel, replica: Replica, error: ModelyardError) -> None: ...
-    def refuse(self, model: PooledModel, error: ModelyardError) -> None: ...
-
-
-class Recovery:
-    """`timeout_s` is how long requests wait for a model whose engines are all away."""
-
-    def __init__(self, keeper: Keeper, timers: Clock, timeout_s: float) -> None:
-        self._keeper, self._timers, self._timeout_s = keeper, timers, timeout_s
-
-    def failed(self, model: PooledModel, replica: Replica, error: ModelyardError) -> None:
-        """It could not be opened. A first load is not tried again: what is wrong with it will still be wrong."""
-        if replica.restarts:
-            self._try_again(model, replica, error)
-        else:
-            self._keeper.give_up(model, replica, error)
-
-    def lost(self, model: PooledModel, replica: Replica, error: ModelyardError) -> None:
-        log.warning("the engine of %s was lost: %s", model.name, error.message)
-        now = self._timers.now()
-        model.up.remove(replica)
-        model.reason, model.failures = error.message, model.failures + 1
-        if replica.granted or now - replica.ready_since > _PROVEN_S:
-            replica.restarts = 0  # it worked: this death begins a new count
-        if not model.up and model.down_since is None:
-            model.down_since = now
-            self._timers.later(self._timeout_s, partial(self._turn_away, model, now))
-        self._try_again(model, replica, error)
-
-    def _try_again(self, model: PooledModel, replica: Replica, error: ModelyardError) -> None:
-        if replica.restarts == len(_DELAYS_S):
-            self._keeper.give_up(model, replica, error)
-            return
-        replica.state, replica.reason, replica.since = "restarting", error.message, self._timers.unix()
-        delay = _DELAYS_S[replica.restarts]
-        replica.restarts += 1
-        if delay:
-            self._timers.later(delay, partial(self._reopen, replica))
-        else:
-            self._reopen(replica)
-
-    def _reopen(self, replica: Replica) -> None:
-        if replica.state == "restarting":  # and not told to close in the meantime
-            self._keeper.begin(replica)
-
-    def _turn_away(self, model: PooledModel, since: float) -> None:
-        """Those who wait for this very outage have waited long enough."""
-        if model.down_since == since:
-            self._keeper.refuse(model, Unavailable(f"the engine of {model.name!r} was lost: {model.reason}"))
-
-
-# The models and their replicas: does what the policy says, and hears what becomes of it.
-#
-# All of it happens on the event loop's thread in calls that never await. Opening, closing and surveying run in tasks and
-# come back as one of the calls under «what comes back».
-
-
-class Depot:
     def __init__(
         self,
-        bounds: SchedulerOptions,
-        timers: Clock,
-        appraiser: MemoryPlanner,
-        refused: Callable[[list[SlotLease]], None],
+        options: SchedulerOptions,
+        clock: Clock,
+        memory_planner: MemoryPlanner,
+        on_refused: Callable[[list[SlotLease]], None],
     ) -> None:
-        self._bounds, self._timers, self._appraiser, self._refused = bounds, timers, appraiser, refused
+        self._options, self._clock, self._planner, self._on_refused = options, clock, memory_planner, on_refused
         self.models: dict[str, PooledModel] = {}
         self.retired: dict[str, PooledModel] = {}
         self.changes = ModelChangeBroadcast()
-        self._recovery = Recovery(self, timers, bounds.timeout)
-        self.is_hungry = False  # somebody waits for room: whatever becomes idle is worth a look
-        self._ids = self._retirements = 0
-        self._closed = self._looking = False
+        self.is_short_of_memory = False  # a model misses replicas: plan again when a replica becomes idle
+        self._last_replica = self._retirements = 0
+        self._closed = self._scheduled = False
         self._wake: TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -119,304 +67,331 @@ class Depot:
         yield from self.models.values()
         yield from self.retired.values()
 
-    def add(self, blueprint: ModelSpec) -> PooledModel:
-        """Make a model known. It stays stopped until somebody wants it."""
-        model = self.models[blueprint.name] = PooledModel(blueprint.name, blueprint, self._bounds)
+    def add(self, spec: ModelSpec) -> PooledModel:
+        """Register a model. It stays stopped until it is wanted."""
+        model = self.models[spec.name] = PooledModel(spec.name, spec, self._options)
         return model
 
     def retire(self, model: PooledModel) -> None:
-        """New requests do not find it; those that wait and run are answered, then it stops."""
+        """It gets no new requests, finishes the waiting and running ones, then stops."""
         self._retirements += 1
         del self.models[model.name]
-        model.key, model.retired, model.drained = f"{model.name}#{self._retirements}", True, False
+        model.key, model.is_retired, model.is_draining = f"{model.name}#{self._retirements}", True, False
         for replica in model.replicas:
             replica.model = model.key
         self.retired[model.key] = model
 
-    # --- looking ---------------------------------------------------------------------------------------------------
+    def held_bytes(self) -> Iterator[DeviceBytes]:
+        return (replica.bytes for model in self for replica in model.replicas if replica.state != "placing")
 
-    def look_soon(self) -> None:
-        """Once this turn of the loop is over: a request that is cancelled in the same turn never started a load."""
-        if not self._looking and not self._closed:
-            self._looking = True
-            asyncio.get_running_loop().call_soon(self.look)
+    # --- planning --------------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        self._looking = False
+    def reconcile_soon(self) -> None:
+        """At the end of this loop iteration, so that a request cancelled in the same iteration never starts a load."""
+        if not self._scheduled and not self._closed:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self.reconcile)
+
+    def reconcile(self) -> None:
+        """Plan, carry out the actions, complete commands, and publish changes."""
+        self._scheduled = False
         if self._closed:
             return
-        made = plan(self._view(), self._timers.now())
-        for action in made.actions:
-            self._do(action)
-        self.is_hungry = any(model.target > len(model.up) for model in self)
-        self._sleep_until(made.wake)
+        budget = self._planner.budget(self.held_bytes)
+        view = PoolView(
+            models=tuple(model.view for model in self),
+            hard=budget.hard,
+            soft=budget.soft,
+            nodes=budget.nodes,
+            patience_s=self._options.patience_s,
+            linger_s=self._options.linger_s,
+        )
+        planned = plan(view, self._clock.now())
+        for action in planned.actions:
+            self._execute(action)
+        self.is_short_of_memory = any(model.target > len(model.ready) for model in self)
+        self._wake_at(planned.wake)
         for model in list(self):
-            self._settle(model)
-            self.announce(model)
-            if model.retired and not model.replicas and not model.target:
+            for command in [command for command in model.commands if command.is_complete()]:
+                model.commands.remove(command)
+                if not command.done.done():
+                    command.done.set_result(None)
+            self._publish(model)
+            if model.is_retired and not model.replicas and not model.target:
                 del self.retired[model.key]
 
-    def _sleep_until(self, when: float | None) -> None:
+    def _wake_at(self, when: float | None) -> None:
         if self._wake is not None:
             self._wake.cancel()
-        self._wake = None if when is None else self._timers.later(when - self._timers.now(), self.look)
+        self._wake = None if when is None else self._clock.call_later(when - self._clock.now(), self.reconcile)
 
-    def _settle(self, model: PooledModel) -> None:
-        """Orders that are carried out."""
-        for order in [order for order in model.orders if order.met()]:
-            model.orders.remove(order)
-            if not order.done.done():
-                order.done.set_result(None)
-
-    def held(self) -> Iterator[DeviceBytes]:
-        return (one.bytes for model in self for one in model.replicas if one.state != "placing")
-
-    def _view(self) -> PoolView:
-        room = self._appraiser.room(self.held)
-        return PoolView(
-            models=tuple(model.view for model in self),
-            hard=room.hard,
-            soft=room.soft,
-            sites=room.sites,
-            patience_s=self._bounds.patience_s,
-            linger_s=self._bounds.linger_s,
-        )
-
-    def model_of(self, key: str) -> PooledModel:
+    def _model(self, key: str) -> PooledModel:
         return self.models.get(key) or self.retired[key]
 
-    # --- acting ----------------------------------------------------------------------------------------------------
-
-    def _do(self, action: PoolAction) -> None:
-        model = self.model_of(action.model)
+    def _execute(self, action: PoolAction) -> None:
+        model = self._model(action.model)
         match action:
             case EstimateMemory():
-                self._survey(model)
-            case ReserveMemory():
-                self._new(model).doing = action.why
-            case StartReplica():
-                self._start(model, action.replica, action.site)
-            case StopReplica():
-                self._stop(model, _find(model, action.replica), action.evict)
-            case KeepReplica():
-                self._keep(model, _find(model, action.replica))
-            case SleepModel():
-                self._sleep(model, action.why)
-            case RejectModel():
-                self.fail(model, action.error)
+                if not model.is_estimating:
+                    model.is_estimating = True
+                    self._run_in_background(self._estimate(model))
+            case ReserveMemory(reason=reason):
+                self._new_replica(model).doing = reason
+            case StartReplica(replica=reserved, node=node):
+                replica = self._new_replica(model) if reserved is None else _find(model, reserved)
+                model.desired = model.desired or model.spec.replicas
+                model.is_sleeping, model.is_failed, model.reason = False, False, ""
+                replica.node, replica.bytes = node, model.need_on(node)
+                self._start(replica)
+            case StopReplica(replica=id, evict=evict):
+                replica = _find(model, id)
+                replica.evicting = evict
+                if evict:
+                    model.evictions += 1
+                    if all(one is replica or one.is_stopping for one in model.replicas):
+                        model.desired, model.is_sleeping, model.reason = 0, True, "evicted to load another model"
+                self.stop(model, replica)
+            case KeepReplica(replica=id):
+                replica = _find(model, id)
+                replica.state, replica.evicting = "ready", False
+                model.desired, model.is_sleeping, model.reason = max(1, model.desired), False, ""
+                model.ready.append(replica)
+                model.admit_all(self._clock.now())
+            case SleepModel(reason=reason):
+                model.desired, model.is_sleeping, model.reason = 0, True, reason
+                for replica in list(model.replicas):
+                    self.stop(model, replica)
+            case RejectModel(error=error):
+                self._fail_model(model, error)
 
-    def _survey(self, model: PooledModel) -> None:
-        if not model.surveying:
-            model.surveying = True
-            self._background(self._surveyed(model))
+    # --- replicas --------------------------------------------------------------------------------------------------
 
-    def _start(self, model: PooledModel, claimed: int | None, site: str) -> None:
-        replica = self._new(model) if claimed is None else _find(model, claimed)
-        if not model.wanted:
-            model.wanted = model.blueprint.replicas
-        model.sleeping = model.failed = False
-        model.reason = ""
-        replica.site, replica.bytes = site, model.need_at(site)
-        self.begin(replica)
-
-    def _stop(self, model: PooledModel, replica: Replica, evict: bool) -> None:
-        replica.evicting = evict
-        if evict:
-            model.evictions += 1
-            if all(one is replica or one.state in ("draining", "closing") for one in model.replicas):
-                model.wanted, model.sleeping, model.reason = 0, True, "it made room for another model"
-        self.stop(model, replica)
-
-    def _keep(self, model: PooledModel, replica: Replica) -> None:
-        replica.state, replica.evicting = "ready", False
-        model.wanted, model.sleeping, model.reason = max(1, model.wanted), False, ""
-        model.up.append(replica)
-        model.admit_all(self._timers.now())
-
-    def _sleep(self, model: PooledModel, why: str) -> None:
-        model.wanted, model.sleeping, model.reason = 0, True, why
-        for replica in list(model.replicas):
-            self.stop(model, replica)
-
-    def _new(self, model: PooledModel) -> Replica:
-        self._ids += 1
-        gauge, limit = self._appraiser.gauge(model), self._bounds.load_timeout_s
-        replica = Replica(self._ids, model.key, model.current, self, load_timeout_s=limit, gauge=gauge)
-        replica.since = self._timers.unix()
+    def _new_replica(self, model: PooledModel) -> Replica:
+        self._last_replica += 1
+        replica = Replica(
+            self._last_replica,
+            model.key,
+            model.active_spec,
+            self,
+            load_timeout_s=self._options.load_timeout_s,
+            meter=self._planner.meter_for(model),
+        )
+        replica.since = self._clock.unix()
         model.replicas.append(replica)
         return replica
 
-    def begin(self, replica: Replica) -> None:
+    def _start(self, replica: Replica) -> None:
         if self._closed:
             return
-        replica.began, replica.since = self._timers.now(), self._timers.unix()
-        replica.moves = self._appraiser.moved()
+        replica.load_started, replica.since = self._clock.now(), self._clock.unix()
+        replica.allocation = self._planner.count_allocation()
         replica.start()
 
     def stop(self, model: PooledModel, replica: Replica, *, force: bool = False) -> None:
-        """No more requests for it; it closes when its last answer has ended, or at once."""
-        if replica in model.up:
-            model.up.remove(replica)
+        """It gets no more requests and closes when its last request ends, or at once with `force`."""
+        if replica in model.ready:
+            model.ready.remove(replica)
         if replica.state == "placing":
             model.replicas.remove(replica)
             return
-        waits = replica.state in ("ready", "draining") and replica.running and not force
-        if waits:
+        if replica.state in ("ready", "draining") and replica.running and not force:
             replica.state = "draining"
         elif replica.state != "closing":
             replica.close()
-        replica.since = self._timers.unix()
+        replica.since = self._clock.unix()
 
-    def fail(self, model: PooledModel, error: ModelyardError) -> None:
-        log.error("the model %s could not be loaded: %s", model.name, error.message)
-        model.failed, model.failed_at, model.reason, model.wanted = True, self._timers.now(), error.message, 0
+    def _fail_model(self, model: PooledModel, error: ModelyardError) -> None:
+        log.error("loading the model %s failed: %s", model.name, error.message)
+        model.is_failed, model.failed_at, model.reason, model.desired = True, self._clock.now(), error.message, 0
         model.failures += 1
         model.down_since = None
         for replica in [one for one in model.replicas if one.state == "placing"]:
             self.stop(model, replica)
-        self.end_orders(model, error)
-        self.refuse(model, _failed(model))
+        self.fail_load_commands(model, error)
+        self.refuse_waiting(model, model_failed(model))
 
-    def refuse(self, model: PooledModel, error: ModelyardError) -> None:
-        self._refused(model.refuse_all(error))
+    def refuse_waiting(self, model: PooledModel, error: ModelyardError) -> None:
+        self._on_refused(model.refuse_all(error))
 
-    def end_orders(self, model: PooledModel, error: ModelyardError) -> None:
-        """Those who wait for replicas that will not come."""
-        for order in [order for order in model.orders if order.loads]:
-            model.orders.remove(order)
-            if not order.done.done():
-                order.done.set_exception(error)
+    def fail_load_commands(self, model: PooledModel, error: ModelyardError) -> None:
+        """The replicas that these commands wait for will not come."""
+        for command in [command for command in model.commands if command.loads]:
+            model.commands.remove(command)
+            if not command.done.done():
+                command.done.set_exception(error)
 
-    # --- what comes back -------------------------------------------------------------------------------------------
+    def _give_up(self, model: PooledModel, replica: Replica, error: ModelyardError) -> None:
+        """Remove the replica. If it was the last one, the model has failed."""
+        model.replicas.remove(replica)
+        self._on_memory_freed(model)
+        staying = [one for one in model.replicas if not one.is_stopping]
+        if not staying:
+            self._fail_model(model, error)
+            return
+        log.error("loading a replica of %s failed: %s", model.name, error.message)
+        model.desired, model.reason = len(staying), f"loading a replica failed: {error.message}"
+        model.failures += 1
+        self.fail_load_commands(model, error)
 
-    def idle(self, model: PooledModel, replica: Replica) -> None:
-        """The replica's last answer has ended."""
+    def _restart(self, model: PooledModel, replica: Replica, error: ModelyardError) -> None:
+        if replica.restarts == len(_RESTART_DELAYS_S):
+            self._give_up(model, replica, error)
+            return
+        replica.state, replica.reason, replica.since = "restarting", error.message, self._clock.unix()
+        delay = _RESTART_DELAYS_S[replica.restarts]
+        replica.restarts += 1
+
+        def reopen() -> None:
+            if replica.state == "restarting":  # not stopped in the meantime
+                self._start(replica)
+
+        if delay:
+            self._clock.call_later(delay, reopen)
+        else:
+            reopen()
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def on_idle(self, model: PooledModel, replica: Replica) -> None:
+        """The replica's last request has ended."""
         if replica.state == "draining":
             self.stop(model, replica)
-        elif self.is_hungry:
-            self.look_soon()
-        elif model.blueprint.idle_ttl_s is not None and model.ttl_timer is None:
-            # Not a look at every answer's end: one when the time may be over, and that one knows when to look again.
-            model.ttl_timer = self._timers.later(model.blueprint.idle_ttl_s, partial(self._ttl, model))
+        elif self.is_short_of_memory:
+            self.reconcile_soon()
+        elif model.spec.idle_ttl_s is not None and model.ttl_timer is None:
+            # Not a plan per request: one when the TTL may be over, and that plan knows when to look again.
+            model.ttl_timer = self._clock.call_later(model.spec.idle_ttl_s, partial(self._on_ttl, model))
 
-    def _ttl(self, model: PooledModel) -> None:
+    def _on_ttl(self, model: PooledModel) -> None:
         model.ttl_timer = None
-        self.look()
+        self.reconcile()
 
-    def ready(self, replica: Replica) -> None:
-        if replica.state != "loading":  # told to close in the meantime
+    def on_ready(self, replica: Replica) -> None:
+        if replica.state != "loading":  # stopped in the meantime
             return
-        model, now = self.model_of(replica.model), self._timers.now()
+        model, now = self._model(replica.model), self._clock.now()
         log.info("the model %s is ready", model.name)
-        replica.state, replica.since, replica.ready_since, replica.idle_since = "ready", self._timers.unix(), now, now
+        replica.state, replica.since, replica.ready_since, replica.idle_since = "ready", self._clock.unix(), now, now
         replica.progress, replica.doing, replica.reason = 1.0, "", ""
         model.loads += 1
-        model.down_since, model.reason, model.failed = None, "", False
-        if replica.settle():
-            replica.bytes = model.need_at(replica.site)
-        quiet = not any(each.running or (each.used or 0.0) > replica.began for each in self)
-        if self._appraiser.loaded(model, replica, now - replica.began, quiet=quiet):
-            self._background(self._appraiser.write())
-        model.up.append(replica)
+        model.down_since, model.reason, model.is_failed = None, "", False
+        if replica.update_node():
+            replica.bytes = model.need_on(replica.node)
+        quiet = not any(each.running or (each.last_used or 0.0) > replica.load_started for each in self)
+        if self._planner.record_load(model, replica, now - replica.load_started, quiet=quiet):
+            self._run_in_background(self._planner.save())
+        model.ready.append(replica)
         model.admit_all(now)
-        self.look()
+        self.reconcile()
 
-    def failed(self, replica: Replica, error: ModelyardError) -> None:
-        if replica.state == "loading":
-            self._recovery.failed(self.model_of(replica.model), replica, error)
-            self.look()
-
-    def lost(self, replica: Replica, error: ModelyardError) -> None:
-        if replica.state == "draining":
-            self.closed(replica)
-        elif replica.state == "ready":
-            self._recovery.lost(self.model_of(replica.model), replica, error)
-            self.look()
-
-    def give_up(self, model: PooledModel, replica: Replica, error: ModelyardError) -> None:
-        """Nothing more is tried with this one. The model has failed where it was the last."""
-        model.replicas.remove(replica)
-        self._freed(model)
-        staying = [one for one in model.replicas if one.state not in ("draining", "closing")]
-        if not staying:
-            self.fail(model, error)
+    def on_load_failed(self, replica: Replica, error: ModelyardError) -> None:
+        if replica.state != "loading":
             return
-        log.error("a replica of %s could not be loaded: %s", model.name, error.message)
-        model.wanted, model.reason = len(staying), f"a replica could not be loaded: {error.message}"
-        model.failures += 1
-        self.end_orders(model, error)
+        model = self._model(replica.model)
+        if replica.restarts:
+            self._restart(model, replica, error)
+        else:  # a first load: the next attempt would fail in the same way
+            self._give_up(model, replica, error)
+        self.reconcile()
 
-    def closed(self, replica: Replica) -> None:
-        model = self.model_of(replica.model)
-        if replica in model.up:
-            model.up.remove(replica)
+    def on_lost(self, replica: Replica, error: ModelyardError) -> None:
+        if replica.state == "draining":
+            self.on_closed(replica)
+            return
+        if replica.state != "ready":
+            return
+        model, now = self._model(replica.model), self._clock.now()
+        log.warning("the engine of %s was lost: %s", model.name, error.message)
+        model.ready.remove(replica)
+        model.reason, model.failures = error.message, model.failures + 1
+        if replica.granted or now - replica.ready_since > _PROVEN_S:
+            replica.restarts = 0  # it worked: start counting again
+        if not model.ready and model.down_since is None:
+            model.down_since = now
+            self._clock.call_later(self._options.timeout_s, partial(self._refuse_after_outage, model, now))
+        self._restart(model, replica, error)
+        self.reconcile()
+
+    def _refuse_after_outage(self, model: PooledModel, since: float) -> None:
+        if model.down_since == since:
+            self.refuse_waiting(model, Unavailable(f"the engine of {model.name!r} was lost: {model.reason}"))
+
+    def on_closed(self, replica: Replica) -> None:
+        model = self._model(replica.model)
+        if replica in model.ready:
+            model.ready.remove(replica)
         model.replicas.remove(replica)
-        self._freed(model)
-        self.look_soon()
+        self._on_memory_freed(model)
+        self.reconcile_soon()
 
-    def _freed(self, model: PooledModel) -> None:
-        self._appraiser.moved()
-        if model.current.estimate is not None:
-            model.need = None  # to be looked at anew, with what is free then
-        if not model.replicas and not model.wanted and not model.failed:
-            model.current, model.overrides = model.blueprint, {}
+    def _on_memory_freed(self, model: PooledModel) -> None:
+        self._planner.count_allocation()
+        if model.active_spec.estimate is not None:
+            model.need = None  # estimate again with the memory that is free then
+        if not model.replicas and not model.desired and not model.is_failed:
+            model.active_spec, model.overrides = model.spec, {}
 
-    def progressed(self, replica: Replica) -> None:
-        self.announce(self.model_of(replica.model))
+    def on_progress(self, replica: Replica) -> None:
+        self._publish(self._model(replica.model))
 
-    def announce(self, model: PooledModel) -> None:
-        """Tell of it, if there is something to tell: a change of state, or a whole percent of progress."""
-        told = (model.state, model.reason, model.doing, int(model.progress * 100))
-        if told != model.told:
-            model.told = told
-            state, reason, doing, _ = told
-            at, progress = self._timers.unix(), model.progress
-            self.changes.tell(
-                ModelStateChange(model=model.name, state=state, reason=reason, doing=doing, progress=progress, at=at)
+    def _publish(self, model: PooledModel) -> None:
+        """Publish a change of state, or a whole percent of progress."""
+        progress = model.progress
+        current = (model.state, model.reason, model.doing, int(progress * 100))
+        if current != model.published:
+            model.published = current
+            state, reason, doing, _ = current
+            self.changes.publish(
+                ModelStateChange(
+                    model=model.name,
+                    state=state,
+                    reason=reason,
+                    doing=doing,
+                    progress=progress,
+                    at=self._clock.unix(),
+                )
             )
 
-    async def _surveyed(self, model: PooledModel) -> None:
+    async def _estimate(self, model: PooledModel) -> None:
         try:
-            await self._appraiser.survey(model, self.held)
+            await self._planner.estimate(model, self.held_bytes)
         except Exception:
-            log.exception("what %s takes of memory could not be found out", model.name)
+            log.exception("estimating the memory of %s failed", model.name)
             model.need = {}
-        model.surveying = False
-        self.look()
+        model.is_estimating = False
+        self.reconcile()
 
     # --- tasks -----------------------------------------------------------------------------------------------------
 
-    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def close(self, why: ModelyardError) -> None:
-        """Idempotent. Every engine is closed, every order refused."""
+    async def close(self, error: ModelyardError) -> None:
+        """Close every engine and refuse every lease and command with `error`. Idempotent."""
         self._closed = True
-        self._sleep_until(None)
-        replicas = [one for model in self for one in model.replicas]
+        self._wake_at(None)
+        replicas = [replica for model in self for replica in model.replicas]
         for model in list(self):
-            model.wanted, model.sleeping = 0, False
-            self.refuse(model, why)
-            self._end_all(model, why)
+            model.desired, model.is_sleeping = 0, False
+            self.refuse_waiting(model, error)
+            commands, model.commands = model.commands, []
+            for command in commands:
+                if not command.done.done():
+                    command.done.set_exception(error)
+            if model.ttl_timer is not None:
+                model.ttl_timer.cancel()
             for replica in list(model.replicas):
                 self.stop(model, replica, force=True)
-        await asyncio.gather(*(one.gone() for one in replicas), *self._tasks)
-        self.changes.end()
-
-    def _end_all(self, model: PooledModel, why: ModelyardError) -> None:
-        orders, model.orders = model.orders, []
-        for order in orders:
-            if not order.done.done():
-                order.done.set_exception(why)
-        if model.ttl_timer is not None:
-            model.ttl_timer.cancel()
+        await asyncio.gather(*(replica.wait_closed() for replica in replicas), *self._tasks)
+        self.changes.close()
 
 
 def _find(model: PooledModel, id: int) -> Replica:
-    return next(one for one in model.replicas if one.id == id)
+    return next(replica for replica in model.replicas if replica.id == id)
 
 
-def _failed(model: PooledModel) -> Unavailable:
-    return Unavailable(f"the model {model.name!r} could not be loaded: {model.reason}", code="model_failed")
+def model_failed(model: PooledModel, retry_after: float = 1.0) -> Unavailable:
+    message = f"the model {model.name!r} could not be loaded: {model.reason}"
+    return Unavailable(message, code="model_failed", retry_after=retry_after)

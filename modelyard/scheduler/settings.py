@@ -1,16 +1,28 @@
-"""Settings of the queue in front of the engines."""
+"""The `[scheduler]` section of the configuration."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
+from msgspec import Struct
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, WithJsonSchema
 
 from modelyard.scheduler.memory_planner import MemoryLimits
-from modelyard.scheduler.pooled_model import SchedulerOptions
 
 _SIZE = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
 Size = Annotated[ByteSize, WithJsonSchema(_SIZE)]
+
+
+class SchedulerOptions(Struct, frozen=True):
+    """The settings as the scheduler uses them. `timeout_s`: how long requests wait for a lost engine."""
+
+    max_waiting: int = 1024
+    max_waiting_tokens: int | None = None
+    timeout_s: float = 30.0
+    max_wait_s: float | None = None
+    load_timeout_s: float = 1800.0
+    patience_s: float = 10.0
+    linger_s: float = 1.0
 
 
 class SchedulerSettings(BaseModel):
@@ -27,10 +39,10 @@ class SchedulerSettings(BaseModel):
         default=1024, ge=0, description="Requests that may wait for a model; one more is refused at once."
     )
     max_waiting_tokens: int | None = Field(
-        default=None, gt=0, description="Prompt tokens that may wait for a model in all; unset means no such limit."
+        default=None, gt=0, description="Total prompt tokens that may wait for a model; unset means no such limit."
     )
     max_wait_s: float | None = Field(
-        default=600.0, gt=0, description="Seconds that a request may wait for its place; unset means without end."
+        default=600.0, gt=0, description="Seconds that a request may wait for a free slot; unset means no limit."
     )
     memory_limit: Size | None = Field(
         default=None,
@@ -51,7 +63,7 @@ class SchedulerSettings(BaseModel):
     patience_s: float = Field(
         default=10.0,
         ge=0,
-        description="Where two models do not fit together: how long requests for one wait while the other is busy, "
+        description="If two models do not fit together: how long requests for one wait while the other is busy, "
         "before it is their turn.",
     )
     linger_s: float = Field(
@@ -60,18 +72,18 @@ class SchedulerSettings(BaseModel):
         description="How long a model that has just become idle is kept while another waits for its memory.",
     )
 
-    def bounds(self) -> SchedulerOptions:
+    def options(self) -> SchedulerOptions:
         return SchedulerOptions(
             max_waiting=self.max_waiting,
             max_waiting_tokens=self.max_waiting_tokens,
-            timeout=self.timeout_ms / 1000,
+            timeout_s=self.timeout_ms / 1000,
             max_wait_s=self.max_wait_s,
             load_timeout_s=self.load_timeout_s,
             patience_s=self.patience_s,
             linger_s=self.linger_s,
         )
 
-    def limits(self) -> MemoryLimits:
+    def memory_limits(self) -> MemoryLimits:
         gpu = self.gpu_memory_limit
         if isinstance(gpu, dict):
             return MemoryLimits(self.memory_limit, None, {uuid: int(size) for uuid, size in gpu.items()})

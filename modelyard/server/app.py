@@ -92,7 +92,7 @@ def compose(
     )
     metrics.set_queue_source(lambda: {name: status.waiting for name, status in scheduler.status().items()})
     if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one tells its figures
-        metrics.set_pool_source(scheduler.figures)
+        metrics.set_pool_source(scheduler.metrics)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
     service = AdminService(config, scheduler, gateway, reread)
     return ServerApp(
@@ -112,8 +112,8 @@ def make_scheduler(
     gauge = MemoryGauge()
     ledger = MeasurementStore(cache_dir(env) / "measured.json")
     settings = config.scheduler
-    appraiser = MemoryPlanner(settings.limits(), machine=machine, gauge=gauge.read, ledger=ledger, sites=sites)
-    return Scheduler(settings.bounds(), limits=key_limits(config), appraiser=appraiser)
+    planner = MemoryPlanner(settings.memory_limits(), available=machine, meter=gauge.read, measurements=ledger, nodes=sites)
+    return Scheduler(settings.options(), limits=key_limits(config), memory_planner=planner)
 
 
 def key_limits(config: Config) -> dict[str, KeyLimits]:
@@ -171,7 +171,7 @@ def _front(
             await asyncio.to_thread(disk_captures.close)
 
     scrape: Callable[[], Awaitable[bytes]] = gateway.metrics.scrape if peer is None else peer.scrape
-    memory_captures = MemoryCaptureSink(settings.history_bytes, on=settings.history_texts)
+    memory_captures = MemoryCaptureSink(settings.history_bytes, enabled=settings.history_texts)
     captures = memory_captures if disk_captures is None else CombinedCaptureSink(disk_captures, memory_captures)
     peers = PeerGateways(own_place())
     admin = AdminContext(scheduler, gateway, memory_captures, service, cache_dir() / "tune", time.time, peers)

@@ -15,7 +15,7 @@ from modelyard.engines.llama_cpp.estimate import format_size
 from modelyard.router.catalog import ModelEntry
 from modelyard.telemetry import system
 
-__all__ = ["Footprint", "footprint", "footprints", "machine", "sentence", "format_size"]
+__all__ = ["Footprint", "footprint", "footprints", "format_size", "machine", "sentence"]
 
 
 class Footprint(Struct, frozen=True):

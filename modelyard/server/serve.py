@@ -115,7 +115,7 @@ def _serve_fleet(config: Config, path: Path | None, http: Mapping[str, Any], deb
                 "MODELYARD_STORE__BACKEND": "sqlite",
                 "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
             }
-        return asyncio.run(run_supervised(argv, config.http.workers, MetricsHub(), beside=beside))
+        return asyncio.run(run_supervised(argv, config.http.workers, MetricsHub(), extra=beside))
 
 
 def _file(path: Path | None) -> list[str]:

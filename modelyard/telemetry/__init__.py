@@ -1,1 +1,1 @@
-"""What the program says of itself: logs, metrics, and a journal of what happened to each request."""
+"""Observability: logs, metrics, request history, request capture, cache diagnostics and system readings."""

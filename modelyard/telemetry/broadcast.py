@@ -1,4 +1,4 @@
-"""What happens to models, told to everybody who listens; bounded, so that one who lags costs the pool nothing."""
+"""Broadcast of model state changes to any number of subscribers. Bounded: a slow subscriber loses the oldest ones."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ from msgspec.structs import replace
 
 from modelyard.core.pool import ModelStateChange
 
-_KEPT = 256
+_MAX_QUEUED = 256
 
 
 class ModelChangeBroadcast:
-    """The side that tells. Listeners that nobody holds any more are forgotten."""
+    """Holds its subscriptions weakly: one that is no longer referenced is dropped."""
 
     def __init__(self) -> None:
-        self._listeners: WeakSet[ModelChangeSubscription] = WeakSet()
-        self._over = False
+        self._subscriptions: WeakSet[ModelChangeSubscription] = WeakSet()
+        self._closed = False
 
-    def listen(self, kept: int = _KEPT) -> ModelChangeSubscription:
-        listener = ModelChangeSubscription(kept)
-        self._listeners.add(listener)
-        if self._over:
-            listener.end()
-        return listener
+    def subscribe(self, max_queued: int = _MAX_QUEUED) -> ModelChangeSubscription:
+        subscription = ModelChangeSubscription(max_queued)
+        self._subscriptions.add(subscription)
+        if self._closed:
+            subscription.close()
+        return subscription
 
-    def tell(self, change: ModelStateChange) -> None:
-        for listener in list(self._listeners):
-            listener.put(change)
+    def publish(self, change: ModelStateChange) -> None:
+        for subscription in list(self._subscriptions):
+            subscription.put(change)
 
-    def end(self) -> None:
-        self._over = True
-        for listener in list(self._listeners):
-            listener.end()
+    def close(self) -> None:
+        self._closed = True
+        for subscription in list(self._subscriptions):
+            subscription.close()
 
 
 class ModelChangeSubscription:
-    """One reader's changes. It reads on where it stopped; what fell out in between is counted in the next one."""
+    """An async iterator of changes. `missed` of a change counts those that were dropped before it."""
 
-    def __init__(self, kept: int) -> None:
-        self._changes: deque[ModelStateChange] = deque()
-        self._kept, self._missed, self._over = kept, 0, False
+    def __init__(self, max_queued: int) -> None:
+        self._queue: deque[ModelStateChange] = deque()
+        self._max_queued, self._missed, self._closed = max_queued, 0, False
         self._arrived = asyncio.Event()
 
     def put(self, change: ModelStateChange) -> None:
-        if len(self._changes) >= self._kept:
-            self._changes.popleft()
+        if len(self._queue) >= self._max_queued:
+            self._queue.popleft()
             self._missed += 1
-        self._changes.append(change)
+        self._queue.append(change)
         self._arrived.set()
 
-    def end(self) -> None:
-        self._over = True
+    def close(self) -> None:
+        self._closed = True
         self._arrived.set()
 
     def __aiter__(self) -> ModelChangeSubscription:
         return self
 
     async def __anext__(self) -> ModelStateChange:
-        while not self._changes:
-            if self._over:
+        while not self._queue:
+            if self._closed:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
         missed, self._missed = self._missed, 0
-        change = self._changes.popleft()
+        change = self._queue.popleft()
         return replace(change, missed=missed) if missed else change

@@ -1,6 +1,6 @@
-"""What was answered lately: a bounded list of finished requests, and ten-second sums of the last hour for plots.
+"""Recent requests for the admin API: a bounded list of finished requests, and sums of ten seconds for plots.
 
-Kept in memory and small: a request adds one record and touches one sum. Texts are not here but in `papers.py`.
+Kept in memory: a request adds one record and updates one interval. Texts are kept by `request_capture`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from modelyard.core.events import Timings, Usage
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 
 INTERVAL_S = 10
-_SLICES = 360  # an hour
-_SAMPLES = 64  # of each kind and slice: enough for a median and a 95th percentile that people look at
+_INTERVALS = 360  # one hour
+_SAMPLES = 64  # per kind and interval: enough for a median and a 95th percentile in a plot
 
 
 class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
-    """One choice of one request. `status` is its finish reason, or the code of its error."""
+    """One choice of one request. `status` is its finish reason or its error code."""
 
     trace: str
     model: str
@@ -28,18 +28,18 @@ class RequestRecord(Struct, frozen=True, kw_only=True, gc=False):
     endpoint: str = ""
     key: str = ""
     session: str | None = None
-    at: float  # unix time at which it ended
+    at: float  # unix time of its end
     status: str
     failed: bool = False
     usage: Usage = Usage()
     timings: Timings = Timings()
-    divergence: int | None = None  # the first token that no cached KV covered
+    divergence: int | None = None  # the first token that was not in the KV cache
     evicted: bool = False
-    reuse: CacheReuse | None = None  # None where nobody could know
+    reuse: CacheReuse | None = None  # None if unknown
 
 
 class HistoryInterval(Struct):
-    """The sums of ten seconds from `at` on."""
+    """Sums of the ten seconds from `at` on."""
 
     at: int
     requests: int = 0
@@ -50,50 +50,49 @@ class HistoryInterval(Struct):
     first_token_s: list[float] = field(default_factory=list)
     inter_token_s: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
-    waiting: int = 0  # the longest queue that was seen
+    waiting: int = 0  # the longest queue
+
+    def add(self, record: RequestRecord) -> None:
+        usage, timings = record.usage, record.timings
+        self.requests += 1
+        self.failures += record.failed
+        self.prompt += usage.prompt
+        self.cached += usage.cached
+        self.output += usage.output
+        if timings.first_token is not None and len(self.first_token_s) < _SAMPLES:
+            self.first_token_s.append(timings.first_token)
+            if timings.decode and usage.output > 1:
+                self.inter_token_s.append(timings.decode / (usage.output - 1))
+                self.tokens_per_s.append((usage.output - 1) / timings.decode)
 
 
 class History:
     def __init__(self, limit: int) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=limit)
-        self._slices: deque[HistoryInterval] = deque(maxlen=_SLICES)
+        self._intervals: deque[HistoryInterval] = deque(maxlen=_INTERVALS)
 
     def add(self, record: RequestRecord) -> None:
         self._records.append(record)
-        _sum(self._slice(record.at), record)
+        self._interval(record.at).add(record)
 
-    def saw_queue(self, now: float, waiting: int) -> None:
-        current = self._slice(now)
-        current.waiting = max(current.waiting, waiting)
+    def add_queue_length(self, now: float, waiting: int) -> None:
+        interval = self._interval(now)
+        interval.waiting = max(interval.waiting, waiting)
 
     def find(self, trace: str) -> list[RequestRecord]:
-        """Every choice of a request, or nothing."""
+        """The records of all choices of a request."""
         return [record for record in self._records if record.trace == trace]
 
     def recent(self, limit: int) -> Iterator[RequestRecord]:
-        """The newest first."""
+        """Newest first."""
         return itertools.islice(reversed(self._records), limit)
 
-    def slices(self, now: float) -> list[HistoryInterval]:
-        """Those of the last hour, the oldest first; ten seconds in which nothing happened have none."""
-        return [one for one in self._slices if one.at > now - _SLICES * INTERVAL_S]
+    def intervals(self, now: float) -> list[HistoryInterval]:
+        """The intervals of the last hour that had requests, oldest first."""
+        return [interval for interval in self._intervals if interval.at > now - _INTERVALS * INTERVAL_S]
 
-    def _slice(self, now: float) -> HistoryInterval:
-        slices = self._slices
-        if not slices or now >= slices[-1].at + INTERVAL_S:
-            slices.append(HistoryInterval(int(now) // INTERVAL_S * INTERVAL_S))
-        return slices[-1]
-
-
-def _sum(current: HistoryInterval, record: RequestRecord) -> None:
-    usage, timings = record.usage, record.timings
-    current.requests += 1
-    current.failures += record.failed
-    current.prompt += usage.prompt
-    current.cached += usage.cached
-    current.output += usage.output
-    if timings.first_token is not None and len(current.first_token_s) < _SAMPLES:
-        current.first_token_s.append(timings.first_token)
-        if timings.decode and usage.output > 1:
-            current.inter_token_s.append(timings.decode / (usage.output - 1))
-            current.tokens_per_s.append((usage.output - 1) / timings.decode)
+    def _interval(self, now: float) -> HistoryInterval:
+        intervals = self._intervals
+        if not intervals or now >= intervals[-1].at + INTERVAL_S:
+            intervals.append(HistoryInterval(int(now) // INTERVAL_S * INTERVAL_S))
+        return intervals[-1]

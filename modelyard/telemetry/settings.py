@@ -1,4 +1,4 @@
-"""Settings of the log and of the debug journal."""
+"""Settings of the log, of request capture and of the request history."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class LogSettings(BaseModel):
     )
     format: Literal["auto", "human", "json"] = Field(
         default="auto",
-        description="Lines for people or JSON lines for machines; auto writes for people on a terminal only.",
+        description="Text lines (human) or JSON lines (json); auto writes text on a terminal and JSON elsewhere.",
     )
     debug_dir: Path | None = Field(
         default=None,
-        description='Folder for the four files that each request leaves behind; --debug sets it to "debug".',
+        description='Folder for request capture, four files per request; --debug sets it to "debug".',
     )
     debug_max_requests: int = Field(
         default=200, gt=0, description="Requests kept in debug_dir; older ones are deleted."
@@ -28,21 +28,20 @@ class LogSettings(BaseModel):
     debug_max_bytes: int = Field(
         default=256 * 1024**2, gt=0, description="Bytes kept in debug_dir; older files are deleted."
     )
-
     history_requests: int = Field(
-        default=1000, gt=0, description="Finished requests that the admin API remembers, in memory."
+        default=1000, gt=0, description="Finished requests that the admin API keeps in memory."
     )
     history_texts: bool = Field(
         default=False,
-        description="Whether the texts of requests (prompt, output, reply) are kept in memory for the admin API, which "
-        "can also switch it while the server runs.",
+        description="Keep the texts of requests (prompt, output, response) in memory for the admin API. The admin API "
+        "can switch it while the server runs.",
     )
     history_bytes: int = Field(
-        default=64 * 1024**2, gt=0, description="Bytes of such texts in all; the oldest leave first."
+        default=64 * 1024**2, gt=0, description="Bytes of these texts in all; the oldest are dropped first."
     )
 
     @field_validator("level", mode="before")
     @classmethod
-    def _any_case(cls, value: Any) -> Any:
-        word = value.lower() if isinstance(value, str) else value
-        return "warning" if word == "warn" else word
+    def _normalize_level(cls, value: Any) -> Any:
+        level = value.lower() if isinstance(value, str) else value
+        return "warning" if level == "warn" else level

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.tokenizer.frame import Frame, holds_together
 from modelyard.tokenizer.generations import Generations
 from modelyard.tokenizer.shield import SENTINEL
 from modelyard.tokenizer.spellings import spelling_pattern
@@ -54,19 +53,6 @@ class PrefixTokens:
             if stretch:
                 ids += young.get(stretch) or self._stretch(cut, stretch)
         return ids
-
-    def frame(self, fixed: Sequence[str], texts: Sequence[tuple[int, bool]]) -> Frame | None:
-        """For prompts that differ only in the texts between these words: which text it is, and whether a model may have
-        said it. No text may hold the spelling of a cut. None: two texts meet, or one stands before all cuts."""
-        parts = [self._cut_up(words) for words in fixed]
-        if not texts or min(map(len, parts[:-1])) == 1 or not holds_together(fixed, self.cuts):
-            return None
-        behind = [self.encode("".join(part)) for part in (*(part[1:-1] for part in parts[1:-1]), parts[-1][1:])]
-        places = [
-            (text, before[-2], before[-1], after[0], self._stretch if is_reply else self._said_once, ids)
-            for (text, is_reply), before, after, ids in zip(texts, parts[:-1], parts[1:], behind, strict=True)
-        ]
-        return Frame(self.encode("".join(parts[0][:-1])), places, self._cache)
 
     def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """The model's own spelling of what it said behind a prompt: models do not always cut words into tokens as their
@@ -118,19 +104,6 @@ class PrefixTokens:
         if ids is None:
             ids = self._read(cut, stretch)
             self._cache.put(key, ids)
-        return ids
-
-    def _said_once(self, cut: str, stretch: str) -> list[int]:
-        """The same for what people say, which mostly comes once: kept only where it may have been met before."""
-        if self._words is None:
-            return self._stretch(cut, stretch)
-        ids = self._cache.revived(stretch)
-        if ids is None:
-            clauses = self._words.clauses
-            known = clauses.learned
-            ids = self._read(cut, stretch)
-            if clauses.learned == known:
-                self._cache.put(stretch, ids)
         return ids
 
     def _read(self, cut: str, stretch: str) -> list[int]:

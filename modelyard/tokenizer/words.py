@@ -8,9 +8,6 @@ ordinary prose costs a quarter of what the library takes. Exact by construction,
 - no added token's spelling in the text: those are found before any pattern.
 
 Everything else is the library's.
-
-Where a pattern begins a word at every single space, a clause reads the same wherever it stands. Those of short texts
-are remembered, too (`tokenizer/passages.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 from modelyard.tokenizer.cuts import TokenizerFile
-from modelyard.tokenizer.passages import Passages, Uncut
 from modelyard.tokenizer.spellings import Spellings
 
 MAX_TEXT = 32_000  # one search is one call that nothing can interrupt: about a millisecond
 _MAX_WORDS = 200_000
 _MAX_WORD = 64
 _MANY = 64
-_SHORT = 2_000  # characters: of a longer text hardly any passage comes again
 
 _SPACE = r"\t\n\x0b\x0c\r\x20"
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -48,22 +43,11 @@ class Words:
     ) -> None:
         self._find, self._added, self._encode_words = pattern.findall, added, encode_words
         self._known: dict[str, list[int]] = {}
-        self._may_cut = _begins_at_spaces(pattern)
-        self.clauses = Passages(", ", self._by_words)
-        self._sentences = Passages(". ", self.clauses.encode, self.clauses)
 
     def encode(self, text: str) -> list[int] | None:
         """None: not for us."""
         if len(text) > MAX_TEXT or not text.isascii() or self._added.are_in(text):
             return None
-        if self._may_cut and len(text) <= _SHORT:
-            try:
-                return self._sentences.encode(text)
-            except Uncut:
-                pass
-        return self._by_words(text)
-
-    def _by_words(self, text: str) -> list[int] | None:
         words, known = self._find(text), self._known
         ids: list[int] = []
         try:
@@ -86,16 +70,6 @@ class Words:
             self._known = {}
         self._known.update((word, ids) for word, ids in learned.items() if len(word) <= _MAX_WORD)
         return [id for word in words for id in learned.get(word) or known[word]]
-
-
-_SIDES = ("a", "B", "aB", "7", "12", ".", ")", "-", "'", "'s", "b's", "'S", "_", "/", "a\nb", ".\n(", "\x1f", "\x7f")
-
-
-def _begins_at_spaces(pattern: re.Pattern[str]) -> bool:
-    """Whether a space between two characters that are none always begins a word, and looks only ahead."""
-    find = pattern.findall
-    pairs = ((one, f" {other}") for one in _SIDES for other in _SIDES)
-    return all(find(one + other) == find(one) + find(other) for one, other in pairs)
 
 
 def ascii_pattern(file: TokenizerFile) -> re.Pattern[str] | None:

@@ -432,7 +432,7 @@ class RemotePool:
     def status(self) -> Mapping[str, ModelStatus]:
         return self.state.models
 
-    def figures(self) -> Mapping[str, Mapping[str, int]]:
+    def metrics(self) -> Mapping[str, Mapping[str, int]]:
         return self.state.figures
 
     def engine(self, model: str) -> Engine | None:
@@ -467,10 +467,10 @@ class RemotePool:
         return await self.question(lambda id: GetSnapshot(id, what)) or b""
 
     def subscribe(self) -> AsyncIterator[ModelStateChange]:
-        return self._changes.listen()
+        return self._changes.subscribe()
 
     def _changed(self, changed: ModelChanged) -> None:
-        self._changes.tell(changed.change)
+        self._changes.publish(changed.change)
 
     # --- orders -----------------------------------------------------------------------------------------------------
 
@@ -537,7 +537,7 @@ class RemotePool:
         error = Unavailable("the server is shutting down", code="shutting_down")
         for place in list(self._places.values()):
             place.refuse(error) if place.waits else place.revoke(error)
-        self._changes.end()
+        self._changes.close()
         self._send(Goodbye())
         await self._dialer.close()  # first: whoever still heard the scheduler would go and meet new workers
         await asyncio.gather(*(session.close() for session in self._sessions.values()))

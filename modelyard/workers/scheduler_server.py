@@ -125,7 +125,7 @@ _SOON_S = 0.02  # changes within it are told together
 class SchedulerBackend(LeaseProvider, Pool, Protocol):
     """What the desk stands in front of."""
 
-    def figures(self) -> Mapping[str, Mapping[str, int]]: ...
+    def metrics(self) -> Mapping[str, Mapping[str, int]]: ...
 
 
 class GatewayLease(msgspec.Struct):
@@ -379,7 +379,7 @@ class SchedulerServer:
         self._known = {at.engine for at in engines}
         seen = self._pool.status()
         counts = {name: len(self._pool.engines(name)) for name in seen}
-        figures = {name: dict(values) for name, values in self._pool.figures().items()}
+        figures = {name: dict(values) for name, values in self._pool.metrics().items()}
         return PoolState(dict(seen), tuple(engines), counts, figures, self.edition)
 
     def _publish(self) -> None:

@@ -361,7 +361,7 @@ class WorkerEngine:
         self, crew: WorkerPool, backend: str, spec: EngineSpec, identity: str, site: str = UNKNOWN_NODE
     ) -> None:
         self._crew, self._backend, self._spec, self._identity = crew, backend, spec, identity
-        self.site = site  # the machine that it is to go to, and once it is open the one on which it is
+        self.node = site  # the machine that it is to go to, and once it is open the one on which it is
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
         self.info = EngineInfo(backend, dict(spec.caches))
         self.kind: Literal["text", "chat"] = "text"
@@ -388,8 +388,8 @@ class WorkerEngine:
 
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "looking for a worker")
-        self._hire = hire = await self._crew.hire(self._identity, self._spec.model, self._spec.python, self.site)
-        self.site = hire.site
+        self._hire = hire = await self._crew.hire(self._identity, self._spec.model, self._spec.python, self.node)
+        self.node = hire.site
         order = open_engine_message(hire.held or uuid4().hex[:16], self._backend, self._spec, self._identity)
         self.id = order.engine
         opening = asyncio.get_running_loop().create_task(hire.session.open(order, progress))

@@ -16,7 +16,7 @@ from tests.e2e.frames import Frame, frames
 from tests.e2e.servers import is_idle, streaming, until
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
-from tests.engines.llama_server import stage
+from tests.engines.llama_server import helpers
 from tests.serving import Served, serving
 
 WINDOW = 256
@@ -25,7 +25,7 @@ MESSAGES, CHAT, RESPONSES = WIRES.values()
 
 
 def config(window: int = WINDOW, **more: Any) -> dict[str, Any]:
-    options = stage.options()
+    options = helpers.options()
     model = {
         "backend": "llama_server",
         "path": options.path,

@@ -14,7 +14,7 @@ from tests.e2e.frames import frames
 from tests.e2e.servers import Caller, config, is_idle, is_running
 from tests.e2e.test_matrix import CASES, WORD, ask
 from tests.e2e.wires import WIRES, Wire
-from tests.engines.upstream.server import Answer, Upstream, chat, refusal, upstream
+from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 from tests.serving import Served, serving
 
 KINDS = ("chat_completions", "responses", "anthropic_messages")
@@ -102,7 +102,7 @@ def test_a_client_that_leaves_frees_the_upstream(behind: Served) -> None:
 
 
 @asynccontextmanager
-async def gateway(at: Upstream, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def gateway(at: FakeUpstream, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
     settings = front(at.url, **more)
     serving_it = serving(settings)
     served = await asyncio.to_thread(serving_it.__enter__)
@@ -113,7 +113,7 @@ async def gateway(at: Upstream, **more: Any) -> AsyncIterator[httpx.AsyncClient]
         await asyncio.to_thread(serving_it.__exit__, None, None, None)
 
 
-OVERFLOW = refusal(
+OVERFLOW = error_answer(
     400,
     message="This model's maximum context length is 100 tokens. However, your messages resulted in 123 tokens.",
     code="context_length_exceeded",
@@ -121,7 +121,7 @@ OVERFLOW = refusal(
 
 
 async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
-    async with upstream(OVERFLOW) as up, gateway(up) as client:
+    async with fake_upstream(OVERFLOW) as up, gateway(up) as client:
         replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in WIRES.values()]
     messages, chat_, responses = replies
     assert messages.json()["error"]["message"] == "prompt is too long: 123 tokens > 100 maximum"
@@ -133,21 +133,21 @@ async def test_an_upstreams_overflow_is_told_in_each_clients_dialect() -> None:
 @pytest.mark.parametrize(
     ("answer", "statuses", "retry_after"),
     [
-        (refusal(429, {"retry-after": "9"}), (429, 429, 429), "9"),
-        (refusal(401), (529, 503, 503), "1"),
-        (refusal(403), (529, 503, 503), "1"),
-        (refusal(400), (400, 400, 400), None),
-        (refusal(404), (404, 404, 404), None),
-        (refusal(413), (413, 413, 413), None),
-        (refusal(500), (500, 500, 500), None),
-        (refusal(503, {"retry-after": "4"}), (529, 503, 503), "4"),
-        (refusal(504), (504, 504, 504), None),
+        (error_answer(429, {"retry-after": "9"}), (429, 429, 429), "9"),
+        (error_answer(401), (529, 503, 503), "1"),
+        (error_answer(403), (529, 503, 503), "1"),
+        (error_answer(400), (400, 400, 400), None),
+        (error_answer(404), (404, 404, 404), None),
+        (error_answer(413), (413, 413, 413), None),
+        (error_answer(500), (500, 500, 500), None),
+        (error_answer(503, {"retry-after": "4"}), (529, 503, 503), "4"),
+        (error_answer(504), (504, 504, 504), None),
     ],
 )
 async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
     answer: Answer, statuses: tuple[int, ...], retry_after: str | None
 ) -> None:
-    async with upstream(answer) as up, gateway(up) as client:
+    async with fake_upstream(answer) as up, gateway(up) as client:
         replies = [await client.post(wire.path, json=wire.body("text")) for wire in WIRES.values()]
     assert tuple(reply.status_code for reply in replies) == statuses
     assert {reply.headers.get("retry-after") for reply in replies} == {retry_after}
@@ -155,7 +155,7 @@ async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
 
 
 async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> None:
-    async with upstream(Answer(body=chat("Half an")[:1], breaks=True)) as up, gateway(up) as client:
+    async with fake_upstream(Answer(body=chat_stream("Half an")[:1], breaks=True)) as up, gateway(up) as client:
         replies = [await client.post(wire.path, json=wire.body("text", stream=True)) for wire in WIRES.values()]
     messages, chat_, responses = (frames(reply.text) for reply in replies)
     assert messages[-1].event == "error"
@@ -168,7 +168,10 @@ async def test_an_image_arrives_as_data() -> None:
     url = f"data:image/png;base64,{PIXEL}"
     content = [{"type": "text", "text": "Look"}, {"type": "image_url", "image_url": {"url": url}}]
     body = {"model": "demo", "messages": [{"role": "user", "content": content}]}
-    async with upstream(Answer(body=chat("A dot."))) as up, gateway(up, modalities=["text", "image"]) as client:
+    async with (
+        fake_upstream(Answer(body=chat_stream("A dot."))) as up,
+        gateway(up, modalities=["text", "image"]) as client,
+    ):
         reply = await client.post("/v1/chat/completions", json=body)
         assert reply.json()["choices"][0]["message"]["content"] == "A dot."
     assert up.asked[0].body["messages"][0]["content"] == content
@@ -176,14 +179,14 @@ async def test_an_image_arrives_as_data() -> None:
 
 async def test_only_what_somebody_chose_is_sampled_with() -> None:
     """An upstream has its own defaults: ours for local models are not forced upon it."""
-    async with upstream(Answer(body=chat("Hi"))) as up, gateway(up, decoding={"top_p": 0.5}) as client:
+    async with fake_upstream(Answer(body=chat_stream("Hi"))) as up, gateway(up, decoding={"top_p": 0.5}) as client:
         await client.post("/v1/chat/completions", json=WIRES["chat"].body("text"))
     assert "temperature" not in up.asked[0].body
     assert up.asked[0].body["top_p"] == 0.5
 
 
 async def test_several_answers_are_several_requests() -> None:
-    async with upstream(Answer(body=chat("Hi"))) as up, gateway(up) as client:
+    async with fake_upstream(Answer(body=chat_stream("Hi"))) as up, gateway(up) as client:
         reply = await client.post("/v1/chat/completions", json=WIRES["chat"].body("text", n=2))
     assert [choice["message"]["content"] for choice in reply.json()["choices"]] == ["Hi", "Hi"]
     assert ["n" in asked.body for asked in up.asked] == [False, False]

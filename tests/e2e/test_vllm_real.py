@@ -17,7 +17,7 @@ from tests.e2e.servers import streaming, until
 from tests.e2e.test_llama_server import ENDLESS, count, is_content, serving_well
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
-from tests.engines.vllm_serve.real import TOOLS_TEMPLATE, fields
+from tests.engines.vllm_serve.real_server import TOOLS_TEMPLATE, fields
 from tests.serving import Served
 
 pytestmark = pytest.mark.vllm

@@ -16,7 +16,7 @@ from tests.e2e.servers import is_idle, streaming, until
 from tests.e2e.test_llama_server import count, is_content, kill, serving_well
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
-from tests.engines.vllm_serve.stage import mood, noted, standin
+from tests.engines.vllm_serve.helpers import fake_vllm, mood, noted
 from tests.serving import Served
 
 WINDOW = 64
@@ -27,7 +27,7 @@ def config(**more: Any) -> dict[str, Any]:
     model = {
         "backend": "vllm_serve",
         "vllm_model": "tests/echo",
-        "vllm_serve_binary": standin(),
+        "vllm_serve_binary": fake_vllm(),
         "vllm_max_model_len": WINDOW,
         "parallel": 2,
     }

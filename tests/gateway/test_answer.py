@@ -45,7 +45,7 @@ async def test_cancelled_in_the_queue_it_never_reaches_the_engine() -> None:
         reading = asyncio.create_task(read(waiter))
         await until(lambda: stage.waiting == 1)
         waiter.cancel()
-        assert failures(await reading) == [Cancelled("the request was given up while it waited")]
+        assert failures(await reading) == [Cancelled("the request was cancelled while it waited")]
         waiter.close()
         assert (stage.waiting, stage.running, stage.engine.jobs) == (0, 1, [])
         holder.close()

@@ -45,13 +45,14 @@ async def test_a_changed_prompt_is_a_warning_with_token_and_message(caplog: pyte
     one, two = talk(LONG + "It is Monday.", "hi"), talk(LONG + "It is Tuesday.", "hi")
     async with Stage() as stage:
         before = await run(stage, one, 0)
-        after = (await stage.gateway.prepare(asked(messages=two), CALLER)).runs[0].ids
+        after = (await stage.gateway.prepare(asked(messages=two), CALLER)).prompts[0].ids
         shared = next(at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
         await run(stage, two, shared)
         counted = stage.gateway.metrics.render().decode()
     (said,) = warnings(caplog)
     assert f"changed from {fingerprint(one[0])} to {fingerprint(two[0])}" in said
-    assert f"token {shared} of {len(after)}, in message 0 (system)" in said
+    assert f"token {shared} of {len(after)} at character" in said
+    assert "in message 0 (system), is the first that was not cached" in said
     assert re.search(r'system_prompt_changes_total\{cache="\w+"\} 1\.0', counted)
 
 
@@ -75,7 +76,7 @@ async def test_a_prompt_that_stays_is_none_however_the_talk_goes_on(caplog: pyte
 async def test_a_changed_prompt_that_another_sequence_holds_is_none(caplog: pytest.LogCaptureFixture) -> None:
     async with Stage() as stage:
         await run(stage, talk("Be kind.", "hi"), 0)
-        ids = (await stage.gateway.prepare(asked(messages=talk("Be brief.", "hi there")), CALLER)).runs[0].ids
+        ids = (await stage.gateway.prepare(asked(messages=talk("Be brief.", "hi there")), CALLER)).prompts[0].ids
         await run(stage, talk("Be brief.", "hi there"), len(ids) - 1)
         await run(stage, talk("Be kind.", "hi"), None)
     assert warnings(caplog) == []
@@ -85,7 +86,7 @@ async def test_what_came_of_a_prompt_is_noted_with_it() -> None:
     async with Stage() as stage:
         await run(stage, talk(LONG, "hi"), 0)
         await run(stage, talk(LONG, "again"), 0)
-        (prompts,) = stage.gateway._watch._sessions._asked.values()
+        (prompts,) = stage.gateway._diagnostics._sessions._prompts.values()
     assert [one.output for one in prompts] == [len(ids("Hello."))] * 2
 
 
@@ -98,4 +99,4 @@ async def test_keys_and_sessions_that_spell_the_same_together_do_not_meet() -> N
             (await stage.job(number)).whole()
             await reading
             answer.close()
-        assert len(stage.gateway._watch._sessions) == 2
+        assert len(stage.gateway._diagnostics._sessions) == 2

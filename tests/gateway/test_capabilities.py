@@ -6,15 +6,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
 
 from modelyard.core.engine import Capabilities
 from modelyard.core.errors import Unsupported
 from modelyard.core.events import Failed
-from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Text, Tool
-from modelyard.gateway.capabilities import CapabilityCache, capabilities, check, has_images, holds_only_text
+from modelyard.core.request import Constraint, Image, Message, Reasoning, Sampling, Text, Tool, ToolResult
+from modelyard.gateway.capabilities import (
+    CapabilityCache,
+    check_capabilities,
+    effective_capabilities,
+    has_images,
+    ignored_parameters,
+)
 from tests.gateway.stage import CALLER, Stage, asked, model, read
-from tests.strategies import requests
 
 EVERYTHING = Capabilities(
     modalities=("text", "image"), structured=True, lora=True, thinking_modes=("default", "enabled", "disabled")
@@ -38,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def held(can: Capabilities, request: dict[str, Any]) -> None:
-    check(asked(**request), can, "demo", images="messages" in request and PICTURE in request["messages"])
+    check_capabilities(asked(**request), can, "demo", images="messages" in request and PICTURE in request["messages"])
 
 
 @pytest.mark.parametrize("code", CASES)
@@ -68,7 +72,7 @@ def test_a_refused_form_is_named_as_the_client_wrote_it(kind: Any, param: str | 
 
 
 def test_an_engine_that_is_not_up_is_not_thought_ill_of() -> None:
-    can = capabilities(model())
+    can = effective_capabilities(model())
     assert (can.structured, can.lora, can.streaming) == (True, True, True)
     assert can.modalities == ("text",)
     assert can.thinking_modes == ("default", "enabled", "disabled")
@@ -76,30 +80,30 @@ def test_an_engine_that_is_not_up_is_not_thought_ill_of() -> None:
 
 def test_images_need_the_definition_and_the_engine() -> None:
     sees = msgspec.structs.replace(model(), modalities=("text", "image"))
-    assert capabilities(sees, EVERYTHING).modalities == ("text", "image")
-    assert capabilities(sees, Capabilities()).modalities == ("text",)
+    assert effective_capabilities(sees, EVERYTHING).modalities == ("text", "image")
+    assert effective_capabilities(sees, Capabilities()).modalities == ("text",)
 
 
 def test_where_the_engine_renders_it_knows_its_thinking_modes() -> None:
     elsewhere = msgspec.structs.replace(model(), text=None, kind="chat")
-    assert capabilities(elsewhere, Capabilities(thinking_modes=("default", "disabled"))).thinking_modes == (
+    assert effective_capabilities(elsewhere, Capabilities(thinking_modes=("default", "disabled"))).thinking_modes == (
         "default",
         "disabled",
     )
 
 
 def test_a_translating_model_has_one_turn_and_no_tools() -> None:
-    can = capabilities(msgspec.structs.replace(model(), translates=True), EVERYTHING)
+    can = effective_capabilities(msgspec.structs.replace(model(), translates=True), EVERYTHING)
     assert (can.multi_turn, can.tools) == (False, False)
 
 
 def test_abilities_follow_the_definition_and_the_engine() -> None:
     abilities, first = CapabilityCache(), model()
-    before = abilities.of(first, None)
-    assert abilities.of(first, None) is before
-    assert abilities.of(first, Capabilities()) == capabilities(first, Capabilities())
+    before = abilities.effective(first, None)
+    assert abilities.effective(first, None) is before
+    assert abilities.effective(first, Capabilities()) == effective_capabilities(first, Capabilities())
     changed = msgspec.structs.replace(first, translates=True)
-    assert not abilities.of(changed, Capabilities()).tools
+    assert not abilities.effective(changed, Capabilities()).tools
 
 
 # --- in the life of a request -----------------------------------------------------------------------------------------
@@ -124,9 +128,14 @@ async def test_an_engine_that_came_up_later_is_asked_before_it_is_given_the_job(
         assert (stage.engine.jobs, stage.running) == ([], 0)
 
 
-@settings(max_examples=100, deadline=None)
-@given(requests(images_in_results=True, references=True))
-def test_what_holds_only_text_has_no_images_and_nothing_but_texts(request: Request) -> None:
-    kinds = {type(part) for message in request.messages for part in message.parts}
-    assert holds_only_text(request) == (kinds <= {Text})
-    assert not (holds_only_text(request) and has_images(request))
+def test_a_request_has_images_in_messages_and_in_tool_results() -> None:
+    result = Message("tool", (ToolResult("c", (Image("data:image/png;base64,AAAA"),)),))
+    assert has_images(asked(messages=(PICTURE,)))
+    assert has_images(asked(messages=(result,)))
+    assert not has_images(asked(messages=TALK))
+
+
+def test_only_parameters_that_the_client_set_are_reported_as_ignored() -> None:
+    can = Capabilities(ignored=("top_k", "min_p", "beam_size"))
+    assert ignored_parameters(Sampling(top_k=5, temperature=1.0, min_p=0.0), can) == ("top_k", "min_p")
+    assert ignored_parameters(Sampling(), can) == ()

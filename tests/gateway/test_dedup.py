@@ -15,7 +15,7 @@ from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Sampling, Text
 from modelyard.gateway import ChoiceStream, SharedReader
 from modelyard.gateway.choices import MultiChoiceStream
-from modelyard.gateway.dedup import RequestDeduplicator, joins
+from modelyard.gateway.dedup import RequestDeduplicator, is_same_request
 from modelyard.gateway.prepared_request import PreparedRequest
 from tests.gateway.stage import CALLER, Stage, asked, read, until
 
@@ -49,11 +49,11 @@ class Table:
 
     @property
     def joined(self) -> float:
-        return sum(self.stage.gateway.metrics._joined.values())
+        return sum(self.stage.gateway.metrics._joined._series.values())
 
     @property
     def open(self) -> int:
-        return len(self.stage.gateway._joints)
+        return len(self.stage.gateway._dedup)
 
 
 @asynccontextmanager
@@ -326,7 +326,7 @@ async def test_a_server_that_stops_tells_every_reader_why() -> None:
 
 
 async def test_an_answer_that_grew_too_long_is_not_joined_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelyard.gateway.dedup._LONGEST", 3)
+    monkeypatch.setattr("modelyard.gateway.dedup._MAX_BATCHES", 3)
     async with table() as at:
         await at.ask()
         job = await at.stage.job()
@@ -337,7 +337,7 @@ async def test_an_answer_that_grew_too_long_is_not_joined_and_not_kept(monkeypat
         await asyncio.sleep(0)
         assert at.open == 0
         shared = at.answers[0]._shared  # type: ignore[union-attr]
-        assert len(shared.said) == 0
+        assert len(shared.batches) == 0
         await at.ask()
         assert at.joined == 0
         job.end()
@@ -368,11 +368,11 @@ def test_a_table_that_nobody_opened_has_no_seat() -> None:
         caller=CALLER,
         target=None,  # type: ignore[arg-type]
         model=None,  # type: ignore[arg-type]
-        runs=(),
+        prompts=(),
         sampling=GREEDY,
         constraint=None,
         created=0,
         tokenize_s=0.0,
     )
-    assert (job.is_repeatable(), job.may_be_joined(), joins(job, job)) == (True, True, True)
+    assert (job.is_deterministic(), job.is_shareable(), is_same_request(job, job)) == (True, True, True)
     assert RequestDeduplicator().find(job) is None

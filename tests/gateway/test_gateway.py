@@ -47,14 +47,14 @@ async def refused(stage: Stage, kind: type[ModelyardError], caller: Caller = CAL
 
 async def test_tools_are_offered() -> None:
     job = await Stage().gateway.prepare(asked(tools=(LOOK,)), CALLER)
-    assert "look_at" in job.runs[0].text
+    assert "look_at" in job.prompts[0].text
 
 
 async def test_tool_choice_none_hides_them() -> None:
     stage, none = Stage(), ToolChoice("none")
     job = await stage.gateway.prepare(asked(tools=(LOOK,), tool_choice=none), CALLER)
     assert job.request.tools == ()
-    assert job.runs[0].ids == (await stage.gateway.prepare(asked(), CALLER)).runs[0].ids
+    assert job.prompts[0].ids == (await stage.gateway.prepare(asked(), CALLER)).prompts[0].ids
 
 
 async def test_a_named_tool_must_be_on_offer() -> None:
@@ -115,7 +115,7 @@ async def test_a_tool_that_runs_on_its_makers_servers_is_left_out_and_the_log_sa
     tools = (Tool("now"), Tool("web_search", kind="server", type="web_search_20250305"))
     with caplog.at_level("INFO", "modelyard.gateway"):
         job = await Stage().gateway.prepare(asked(tools=tools), CALLER)
-    assert "web_search" not in job.runs[0].text
+    assert "web_search" not in job.prompts[0].text
     assert "tool_left_out: web_search_20250305 is not run here" in caplog.text
 
 
@@ -123,7 +123,7 @@ async def test_a_picture_that_a_tool_returned_is_a_word_to_a_model_that_reads_on
     """It stays in an agent's history: a refusal would be the end of the session."""
     message = Message("tool", (ToolResult("c", (Text("here"), Image("data:image/png;base64,AAAA"))),))
     job = await Stage().gateway.prepare(asked(messages=(message,)), CALLER)
-    assert "here\n[image: this model reads text only]" in job.runs[0].text
+    assert "here\n[image: this model reads text only]" in job.prompts[0].text
     assert job.request.warnings
 
 
@@ -181,7 +181,7 @@ async def test_counting_needs_no_engine_and_agrees_with_what_is_sent() -> None:
     stage = Stage()
     assert stage.scheduler.status()["demo"].state == "stopped"
     job = await stage.gateway.prepare(asked("one two three"), CALLER)
-    assert await stage.gateway.count(asked("one two three"), CALLER) == len(job.runs[0].ids)
+    assert await stage.gateway.count(asked("one two three"), CALLER) == len(job.prompts[0].ids)
 
 
 async def test_an_engine_elsewhere_that_is_not_up_cannot_count() -> None:

@@ -21,13 +21,13 @@ from tests.gateway.stage import asked, model
 from tests.serving import demo
 
 
-def job(request: Request, key: str = "", runs: int = 1) -> PreparedRequest:
+def job(request: Request, key: str = "", prompts: int = 1) -> PreparedRequest:
     return PreparedRequest(
         request=request,
         caller=Caller(trace="t", endpoint="/v1/completions", key=key),
         target=Target("demo", "main", 4096),
         model=model(),
-        runs=tuple(RenderedPrompt([number] * 3, "", OutputBudget(5, "max_tokens")) for number in range(runs)),
+        prompts=tuple(RenderedPrompt([number] * 3, "", OutputBudget(5, "max_tokens")) for number in range(prompts)),
         sampling=request.sampling,
         constraint=None,
         created=0,
@@ -81,37 +81,37 @@ def test_what_fits_never_exceeds_the_window_or_the_wish(prompt: int, wanted: int
 
 
 def test_a_demand_weighs_its_choices_and_counts_its_tokens() -> None:
-    demand = job(asked(n=3), key="ann", runs=2).demand()
+    demand = job(asked(n=3), key="ann", prompts=2).lease_request()
     assert (demand.model, demand.cache, demand.weight, demand.tokens, demand.key) == ("demo", "main", 6, 6, "ann")
     assert (demand.priority, demand.trace) == ("main", "t")
 
 
 def test_two_keys_that_name_the_same_session_do_not_meet() -> None:
     ann, bob = (job(asked(session="s"), key=key) for key in ("ann", "bob"))
-    assert ann.demand().session != bob.demand().session
-    assert ann.prompt(0).session == ann.demand().session
-    assert job(asked(), key="ann").demand().session is None
+    assert ann.lease_request().session != bob.lease_request().session
+    assert ann.engine_prompt(0).session == ann.lease_request().session
+    assert job(asked(), key="ann").lease_request().session is None
 
 
 def test_what_runs_in_the_background_of_a_session_does_not_take_its_conversations_place() -> None:
     main, side = (job(asked(session="s", priority=how), key="ann") for how in ("main", "background"))
-    assert main.session() == "ann/s"
-    assert side.session() != main.session()
-    assert side.demand().session == side.prompt(0).session == side.session()
-    assert (side.demand().priority, side.prompt(0).priority) == ("background", "background")
+    assert main.session_key() == "ann/s"
+    assert side.session_key() != main.session_key()
+    assert side.lease_request().session == side.engine_prompt(0).session == side.session_key()
+    assert (side.lease_request().priority, side.engine_prompt(0).priority) == ("background", "background")
 
 
 def test_choices_are_counted_prompt_by_prompt() -> None:
-    two = job(asked(n=2), runs=2)
+    two = job(asked(n=2), prompts=2)
     assert two.choices == 4
-    assert [two.prompt(choice).ids[0] for choice in range(4)] == [0, 0, 1, 1]
+    assert [two.engine_prompt(choice).ids[0] for choice in range(4)] == [0, 0, 1, 1]
 
 
 def test_the_answers_to_a_seeded_prompt_differ_and_repeat() -> None:
-    seeded = job(asked(n=3, sampling=Sampling(seed=7, temperature=0.5)), runs=2)
-    assert [seeded.prompt(choice).sampling.seed for choice in range(6)] == [7, 8, 9, 7, 8, 9]
-    assert {seeded.prompt(choice).sampling.temperature for choice in range(6)} == {0.5}
-    assert job(asked(n=2)).prompt(1).sampling.seed is None
+    seeded = job(asked(n=3, sampling=Sampling(seed=7, temperature=0.5)), prompts=2)
+    assert [seeded.engine_prompt(choice).sampling.seed for choice in range(6)] == [7, 8, 9, 7, 8, 9]
+    assert {seeded.engine_prompt(choice).sampling.temperature for choice in range(6)} == {0.5}
+    assert job(asked(n=2)).engine_prompt(1).sampling.seed is None
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_answers_to_a_seeded_prompt_differ_and_repeat() -> None:
     ],
 )
 def test_what_the_engine_must_know_reaches_its_prompt(request_fields: Any, prompt_field: str, value: object) -> None:
-    prompt = job(asked(**request_fields)).prompt(0)
+    prompt = job(asked(**request_fields)).engine_prompt(0)
     assert getattr(prompt, prompt_field) == value
     assert (prompt.max_tokens, prompt.cache, prompt.stop_ids) == (5, "main", model().pipeline.stop_ids)
 
@@ -131,10 +131,10 @@ def test_what_the_engine_must_know_reaches_its_prompt(request_fields: Any, promp
 def test_a_chat_engine_gets_one_answers_request_with_the_models_defaults_in_it() -> None:
     request = asked(n=3, stop=("END",), sampling=Sampling(seed=7))
     settled = replace(job(request), model=replace(model(), stop=("STOP",), max_tokens=11), sampling=Sampling(seed=7))
-    first, second = settled.chat(0), settled.chat(1)
+    first, second = settled.engine_request(0), settled.engine_request(1)
     assert (first.n, first.stop, first.max_tokens) == (1, ("STOP", "END"), 11)
     assert (first.sampling.seed, second.sampling.seed) == (7, 8)
-    assert job(asked(max_tokens=5)).chat(0).max_tokens == 5
+    assert job(asked(max_tokens=5)).engine_request(0).max_tokens == 5
 
 
 SEEING = (
@@ -150,13 +150,13 @@ def test_pictures_go_along_where_the_template_has_a_place_for_them(template: str
     loaded = load_config(env={}, overrides=demo(modalities=["text", "image"], chat_template=template)).config
     seeing = define(loaded.router().catalog.models["demo"], loaded.models["demo"]).model
     request = asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))
-    made = replace(job(request), model=seeing).prompt(0)
+    made = replace(job(request), model=seeing).engine_prompt(0)
     assert [each.data for each in made.parts if isinstance(each, Media)] == [b"a picture"] * shown
     assert made.ids == [0, 0, 0]
 
 
 def test_pictures_are_kept_from_a_model_that_reads_text() -> None:
-    made = job(asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))).prompt(0)
+    made = job(asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))).engine_prompt(0)
     assert len(made.parts) == 1
 
 
@@ -171,8 +171,8 @@ def test_pictures_are_kept_from_a_model_that_reads_text() -> None:
         ({"temperature": 0}, {"deadline": 4e9}, None),
     ],
 )
-def test_only_what_would_be_answered_alike_may_be_joined_by_another_gateway(
+def test_only_what_would_be_answered_alike_is_shareable_by_another_gateway(
     sampling: Any, caller: Any, name: str | None
 ) -> None:
     made = job(asked(n=2, sampling=Sampling(**sampling)), key="ann")
-    assert replace(made, caller=replace(made.caller, **caller)).prompt(1).joint == name
+    assert replace(made, caller=replace(made.caller, **caller)).engine_prompt(1).dedup_key == name

@@ -6,15 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from modelyard.core.request import Constraint, Message, Request, Text, Tool, ToolCall, ToolResult
-from modelyard.gateway.capabilities import holds_only_text
 from modelyard.gateway.priority import background_task_id, priority
 from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
 from tests.gateway.stage import CALLER, Stage, asked
-from tests.strategies import requests
 
 SCHEMA = Constraint("json_schema", '{"type": "object"}')
 BASH, SEARCH = Tool("Bash"), Tool("web_search", kind="server", type="web_search_20250305")
@@ -186,11 +182,4 @@ def test_what_the_agents_send_is_taken_for_what_it_is(name: str) -> None:
 async def test_the_queue_and_the_engine_hear_of_it(name: str, wanted: str) -> None:
     async with Stage() as stage:
         job = await stage.gateway.prepare(asked(model=name, session="s"), CALLER)
-    assert (job.demand().priority, job.prompt(0).priority) == (wanted, wanted)
-
-
-@settings(max_examples=50, deadline=None)
-@given(requests(server=True), st.sampled_from([None, "s"]))
-def test_who_knows_that_all_is_text_hears_the_same(asked: Request, session: str | None) -> None:
-    asked = msgspec.structs.replace(asked, session=session)
-    assert priority(asked, is_text=holds_only_text(asked)) == priority(asked)
+    assert (job.lease_request().priority, job.engine_prompt(0).priority) == (wanted, wanted)

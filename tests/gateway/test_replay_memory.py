@@ -10,7 +10,7 @@ import pytest
 from modelyard.core.errors import Unavailable
 from modelyard.core.events import Block, Finished, Reply, Started, Usage
 from modelyard.core.request import Message, Reasoning, Request, Text, Thinking, Tool, ToolCall
-from modelyard.gateway.answer import ChoiceStream
+from modelyard.gateway.gateway import ChoiceStream
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply
 from modelyard.store.memory import MemoryStore
 from tests.gateway.stage import Stage, read
@@ -28,7 +28,7 @@ def asked(id: str = "call_1", arguments: str = ECHO) -> Request:
 
 
 async def told(recall: ReplayMemory, key: str = "me", **call: str) -> tuple[str, ...]:
-    message = (await recall.restored(asked(**call), key)).messages[0]
+    message = (await recall.restore(asked(**call), key)).messages[0]
     return tuple(part.text if isinstance(part, Thinking) else part.arguments for part in message.parts)  # type: ignore[union-attr]
 
 
@@ -42,13 +42,13 @@ async def test_the_models_words_come_back_for_the_same_key_only() -> None:
 
 async def test_a_request_that_nothing_is_known_of_is_the_same_object() -> None:
     recall, request = ReplayMemory(), asked()
-    assert await recall.restored(request, "me") is request
+    assert await recall.restore(request, "me") is request
     recall.keep(reply("other"), "me")
-    assert await recall.restored(request, "me") is request
+    assert await recall.restore(request, "me") is request
 
 
 async def test_the_least_recently_used_words_leave_first() -> None:
-    recall = ReplayMemory(characters=1500)
+    recall = ReplayMemory(max_chars=1500)
     for number in range(5):
         recall.keep(reply(f"call_{number}", f'{{"a": "{"x" * 100}"}}'), "me")
         await told(recall, id="call_0", arguments=f'{{"a":"{"x" * 100}"}}')
@@ -61,7 +61,7 @@ async def test_the_least_recently_used_words_leave_first() -> None:
 
 
 async def test_what_is_larger_than_the_bound_is_not_kept() -> None:
-    recall = ReplayMemory(characters=100)
+    recall = ReplayMemory(max_chars=100)
     recall.keep(reply(), "me")
     assert await told(recall) == (ECHO,)
 
@@ -116,10 +116,10 @@ async def test_a_store_that_cannot_be_asked_costs_words_and_not_the_answer(caplo
 
 async def test_it_is_blank_until_something_was_said_or_others_could_have() -> None:
     recall = ReplayMemory()
-    assert recall.is_blank
+    assert recall.is_empty
     recall.keep(reply(), "me")
-    assert not recall.is_blank
-    assert not ReplayMemory(MemoryStore(10, 1 << 20, 60)).is_blank
+    assert not recall.is_empty
+    assert not ReplayMemory(MemoryStore(10, 1 << 20, 60)).is_empty
 
 
 # What was said is heard whole: with the reasoning that the client was not shown, and only where somebody listens.
@@ -137,7 +137,7 @@ async def said(**request: Any) -> tuple[Any, ...] | None:
         answer.close()
         assert isinstance(last, Finished)
         source = answer if isinstance(answer, ChoiceStream) else answer._shared.source  # type: ignore[union-attr]
-        reply = generated_reply(source, last.usage)
+        reply = generated_reply(source.prepared, source.events, source.output.ids, last.usage)
     return None if reply is None else as_message(reply).parts
 
 

@@ -223,4 +223,4 @@ def test_a_name_that_is_known_opens_no_door_for_another() -> None:
         doorkeeper.admit(visit(host=f"a{number}.localhost:8000"))
         with pytest.raises(Forbidden):
             doorkeeper.admit(visit(host=f"a{number}.localhost.evil.example"))
-    assert len(doorkeeper._familiar) == 64
+    assert len(doorkeeper._known_hosts) == 64

@@ -1,4 +1,4 @@
-"""Bytes that never become a request: too many, too slow, or not HTTP at all."""
+"""Limits on what a client may send before it gets a reply: size, time, and valid HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from modelyard.http.connection import BoundedHttp
+from modelyard.http.connection import LimitedConnection
 from tests.serving import Served, demo, serving
 
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
@@ -30,7 +30,7 @@ def connect(served: Served) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=60)
 
 
-def told(line: socket.socket) -> tuple[int, dict[str, str], Any]:
+def read_reply(line: socket.socket) -> tuple[int, dict[str, str], Any]:
     """The one reply on this connection, read until the server closes it."""
     got = b""
     while piece := line.recv(65536):
@@ -55,17 +55,17 @@ def is_alive(served: Served) -> bool:
         b"POST /v1/messages" + b"a" * 5000,
     ],
 )
-def test_headers_without_an_end_are_cut_off(served: Served, data: bytes) -> None:
+def test_headers_that_exceed_the_limit_before_they_end_are_refused(served: Served, data: bytes) -> None:
     with connect(served) as line:
         line.sendall(data)
-        status, headers, body = told(line)
+        status, headers, body = read_reply(line)
     assert (status, headers["connection"], headers["content-type"]) == (431, "close", "application/json")
     assert "http.max_header_bytes" in body["error"]["message"]
     assert ("request_id" in body) == data.startswith(b"POST")
     assert is_alive(served)
 
 
-def test_complete_headers_that_are_too_large_are_refused_in_the_protocols_shape(served: Served) -> None:
+def test_large_complete_headers_are_refused_in_the_shape_of_the_protocol(served: Served) -> None:
     for path, kind in (("/v1/messages", "request_too_large"), ("/v1/responses", "invalid_request_error")):
         reply = httpx.post(served.url + path, headers={"x-large": "a" * 5000}, json={})
         assert reply.status_code in (413, 431)
@@ -74,7 +74,7 @@ def test_complete_headers_that_are_too_large_are_refused_in_the_protocols_shape(
     assert is_alive(served)
 
 
-def test_headers_below_the_limit_are_fine(served: Served) -> None:
+def test_headers_below_the_limit_are_accepted(served: Served) -> None:
     assert httpx.get(served.url + "/", headers={"x-large": "a" * 3000}).status_code == 200
 
 
@@ -92,10 +92,10 @@ def test_headers_below_the_limit_are_fine(served: Served) -> None:
         POST + b"x: a\x00b\r\n\r\n",
     ],
 )
-def test_what_is_not_http_is_refused_in_json(served: Served, data: bytes) -> None:
+def test_invalid_http_is_refused_in_json(served: Served, data: bytes) -> None:
     with connect(served) as line:
         line.sendall(data)
-        status, headers, body = told(line)
+        status, headers, body = read_reply(line)
     assert (status, headers["connection"]) == (400, "close")
     assert body["error"]["type"] == "invalid_request_error"
     assert is_alive(served)
@@ -117,55 +117,69 @@ SILENCES = [
 
 
 @pytest.mark.parametrize("data", SILENCES)
-def test_a_client_that_falls_silent_before_its_request_is_complete_is_let_go(
+def test_a_client_that_stops_before_its_request_is_complete_is_disconnected(
     served: Served, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
-    monkeypatch.setattr(BoundedHttp, "patience_s", 0.05)
+    monkeypatch.setattr(LimitedConnection, "receive_timeout_s", 0.05)
     with connect(served) as line:
         line.sendall(data)
         while line.recv(65536):
-            pass  # a refusal may come first; what counts is that the connection ends
+            pass  # an error may come first; the connection must end
 
 
-# --- patience, on a clock of our own ----------------------------------------------------------------------------------
+# --- timeouts, with a simulated clock ---------------------------------------------------------------------------------
+
+
+class Task:
+    def add_done_callback(self, _: Any) -> None: ...
 
 
 class Clock:
-    """As much of a loop as a connection needs, with time that passes when the test says so."""
+    """The part of an event loop that a connection uses, with simulated time."""
 
     def __init__(self) -> None:
         self.now, self._timers = 0.0, list[tuple[float, Any, Any]]()
 
-    def call_later(self, delay: float, deed: Any) -> Any:
+    def call_later(self, delay: float, callback: Any, *_: Any) -> Any:
         handle = SimpleNamespace(cancel=lambda: self._timers.remove(timer) if timer in self._timers else None)
-        timer = (self.now + delay, deed, handle)
+        timer = (self.now + delay, callback, handle)
         self._timers.append(timer)
         return handle
 
-    def time(self) -> float:
-        return self.now
+    def create_task(self, coroutine: Any, **_: Any) -> Any:
+        """Requests are accepted and never answered."""
+        coroutine.close()
+        return Task()
+
+    def call_soon(self, callback: Any, *_: Any) -> None: ...
 
     @property
-    def is_still(self) -> bool:
-        return not self._timers
+    def has_timers(self) -> bool:
+        return bool(self._timers)
 
-    def pass_(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += seconds
         for timer in [timer for timer in self._timers if timer[0] <= self.now]:
             self._timers.remove(timer)
             timer[1]()
 
 
-class Line:
-    """The transport's side of a connection."""
-
+class Transport:
     def __init__(self) -> None:
-        self.closed = False
+        self.closed, self.reading = False, True
 
     def get_extra_info(self, _: str) -> None: ...
     def write(self, data: bytes) -> None: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def is_reading(self) -> bool:
+        return self.reading
+
     def is_closing(self) -> bool:
         return self.closed
 
@@ -173,150 +187,88 @@ class Line:
         self.closed = True
 
 
-class Nobody:
-    """Takes every request and never answers."""
-
-    def join(self, steps: Any, *_: Any) -> None:
-        steps.close()
+Made = tuple[LimitedConnection, Transport, Clock]
 
 
 @pytest.fixture
-def made() -> tuple[BoundedHttp, Line, Clock]:
+def made() -> Made:
     async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
     config = uvicorn.Config(app, log_config=None, ws="none", lifespan="off")
-    clock, line = Clock(), Line()
-    connection = BoundedHttp.bounded(4096)(config, ServerState(), {}, _loop=clock)
-    connection.parade = Nobody()  # type: ignore[assignment]
-    connection.connection_made(line)  # type: ignore[arg-type]
-    return connection, line, clock
+    clock, transport = Clock(), Transport()
+    connection = LimitedConnection.configured(4096)(config, ServerState(), {}, _loop=clock)
+    connection.connection_made(transport)  # type: ignore[arg-type]
+    return connection, transport, clock
 
 
-Made = tuple[BoundedHttp, Line, Clock]
-
-
-def test_headers_that_trickle_are_let_go_however_lively(made: Made) -> None:
-    connection, line, clock = made
+def test_headers_that_trickle_in_have_a_total_time_limit(made: Made) -> None:
+    connection, transport, clock = made
     connection.data_received(POST)
     for number in range(29):
-        clock.pass_(1)
+        clock.advance(1)
         connection.data_received(b"x: %d\r\n" % number)
-    assert not line.closed
-    clock.pass_(1)
-    assert line.closed
+    assert not transport.closed
+    clock.advance(1)
+    assert transport.closed
 
 
-def test_a_body_may_take_its_time_but_not_fall_silent(made: Made) -> None:
-    connection, line, clock = made
+def test_a_slow_body_is_accepted_but_a_silent_one_is_not(made: Made) -> None:
+    connection, transport, clock = made
     connection.data_received(POST + b"Content-Length: 100\r\n\r\n")
     for _ in range(50):
-        clock.pass_(29)
+        clock.advance(29)
         connection.data_received(b"a")
-    assert not line.closed
-    clock.pass_(30)
-    assert line.closed
+    assert not transport.closed
+    clock.advance(30)
+    assert transport.closed
 
 
-def test_a_silence_of_our_own_is_not_the_clients(made: Made) -> None:
-    connection, line, clock = made
+def test_time_in_which_the_server_does_not_read_does_not_count(made: Made) -> None:
+    connection, transport, clock = made
     connection.data_received(POST + b"Content-Length: 100\r\n\r\na")
-    connection.flow.pause_reading()
+    transport.pause_reading()
     for _ in range(5):
-        clock.pass_(30)
-    assert not line.closed
-    connection.flow.resume_reading()
-    clock.pass_(30)
-    assert line.closed
+        clock.advance(30)
+    assert not transport.closed
+    transport.resume_reading()
+    clock.advance(30)
+    assert transport.closed
 
 
-def test_patience_ends_with_the_request_and_not_with_the_answer(made: Made) -> None:
-    connection, line, clock = made
+def test_a_complete_request_has_no_time_limit_for_its_reply(made: Made) -> None:
+    connection, transport, clock = made
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
-    clock.pass_(10_000)
-    assert not line.closed
+    clock.advance(10_000)
+    assert not transport.closed
 
 
-def test_a_request_that_is_begun_on_an_old_connection_must_be_ended_too(made: Made) -> None:
-    connection, line, clock = made
+def test_a_second_request_on_a_connection_has_the_same_time_limit(made: Made) -> None:
+    connection, transport, clock = made
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
-    clock.pass_(100)
+    clock.advance(100)
     connection.data_received(b"GET /")
-    clock.pass_(30)
-    assert line.closed
+    clock.advance(30)
+    assert transport.closed
 
 
-def test_a_client_that_left_before_anybody_watched_is_not_forgotten(made: Made) -> None:
+def test_a_client_that_disconnects_before_its_handler_runs_is_noticed(made: Made) -> None:
     connection, _, _ = made
     connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
     scope: Any = connection.scope
-    assert (scope["modelyard.farewells"], connection.cycle.disconnected) == (set(), False)
+    assert scope["modelyard.on_disconnect"] == set()
     connection.connection_lost(None)
-    assert "modelyard.farewells" not in scope  # whoever watches now asks the connection, which says:
-    assert connection.cycle.disconnected
+    assert "modelyard.on_disconnect" not in scope  # so that the handler waits for http.disconnect
 
 
-def ask(connection: BoundedHttp) -> None:
-    connection.data_received(POST + b"Content-Length: 2\r\n\r\n{}")
-
-
-def answer(connection: BoundedHttp) -> None:
-    connection.cycle.response_complete = True
-    connection.on_response_complete()
-
-
-def test_a_connection_that_nobody_uses_is_closed_after_its_time_and_not_before(made: Made) -> None:
-    connection, line, clock = made
-    idle = connection.timeout_keep_alive
-    ask(connection)
-    clock.pass_(10 * idle)
-    answer(connection)
-    clock.pass_(idle - 1)
-    ask(connection)
-    answer(connection)  # its time begins anew
-    clock.pass_(idle - 1)
-    assert not line.closed
-    clock.pass_(1)
-    assert line.closed
-
-
-def test_a_connection_is_not_idle_while_its_client_waits(made: Made) -> None:
-    connection, line, clock = made
-    ask(connection)
-    answer(connection)
-    clock.pass_(1)
-    ask(connection)
-    clock.pass_(10 * connection.timeout_keep_alive)
-    assert not line.closed
-    answer(connection)
-    clock.pass_(connection.timeout_keep_alive)
-    assert line.closed
-
-
-def test_a_connection_that_ends_leaves_no_timer_behind(made: Made) -> None:
+def test_a_lost_connection_leaves_no_timer(made: Made) -> None:
     connection, _, clock = made
-    ask(connection)
-    answer(connection)
+    connection.data_received(POST + b"Content-Length: 10\r\n\r\n{")
+    assert clock.has_timers
     connection.connection_lost(None)
-    assert clock.is_still
+    assert not clock.has_timers
 
 
-@pytest.mark.parametrize(
-    ("url", "path", "raw", "query"),
-    [
-        (b"/v1/models?a=1&b", "/v1/models", b"/v1/models", b"a=1&b"),
-        (b"/models/a%2Fb%20c", "/models/a/b c", b"/models/a%2Fb%20c", b""),
-        (b"/?", "/", b"/", b""),
-    ],
-)
-def test_an_address_is_told_as_asgi_has_it(made: Made, url: bytes, path: str, raw: bytes, query: bytes) -> None:
-    connection, _, _ = made
-    connection.data_received(b"GET " + url + b" HTTP/1.0\r\nHost: x\r\n\r\n")
-    scope: Any = connection.scope
-    assert (scope["method"], scope["path"], scope["raw_path"], scope["query_string"]) == ("GET", path, raw, query)
-    assert (scope["http_version"], connection.cycle.keep_alive) == ("1.0", False)
-
-
-def test_a_connection_that_never_asked_ends_quietly(made: Made) -> None:
-    connection, line, _ = made
+def test_a_connection_without_a_request_closes_quietly(made: Made) -> None:
+    connection, transport, _ = made
     connection.connection_lost(None)
-    assert line.closed
+    assert transport.closed

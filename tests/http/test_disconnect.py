@@ -1,11 +1,11 @@
-"""A client that leaves is noticed under our own server and under any other."""
+"""A client disconnect cancels its work, under our server and under any other."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from modelyard.http.disconnect import Farewells, enlist, watch, withdraw
+from modelyard.http.disconnect import DisconnectCallbacks, cancel_on_disconnect, offer_callbacks, withdraw_callbacks
 
 
 class Work:
@@ -20,43 +20,43 @@ async def never() -> Any:
     await asyncio.Event().wait()
 
 
-async def test_our_own_connection_tells_those_who_listen_and_nobody_else():
-    farewells: Farewells = set()
+async def test_a_lost_connection_cancels_the_work_that_is_still_watched():
+    callbacks: DisconnectCallbacks = set()
     scope: dict[str, Any] = {}
-    enlist(scope, farewells)
+    offer_callbacks(scope, callbacks)
     here, gone = Work(), Work()
-    watch(scope, never, here)
-    watch(scope, never, gone)()
-    for cancel in tuple(farewells):
+    cancel_on_disconnect(scope, never, here)
+    cancel_on_disconnect(scope, never, gone)()
+    for cancel in tuple(callbacks):
         cancel()
     assert here.cancelled.is_set()
     assert not gone.cancelled.is_set()
 
 
-async def test_whoever_watches_after_the_client_has_left_hears_of_it() -> None:
+async def test_work_that_starts_after_the_disconnect_is_cancelled() -> None:
     async def receive() -> Any:
         return {"type": "http.disconnect"}
 
     scope: dict[str, Any] = {}
-    enlist(scope, set())
-    withdraw(scope)
+    offer_callbacks(scope, set())
+    withdraw_callbacks(scope)
     work = Work()
-    watch(scope, receive, work)
+    cancel_on_disconnect(scope, receive, work)
     await asyncio.wait_for(work.cancelled.wait(), 60)
 
 
-async def test_under_another_server_the_disconnect_message_does_it():
+async def test_under_another_server_the_disconnect_message_cancels_the_work():
     messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
 
     async def receive() -> Any:
         return next(messages)
 
     work = Work()
-    watch({}, receive, work)
+    cancel_on_disconnect({}, receive, work)
     await asyncio.wait_for(work.cancelled.wait(), 60)
 
 
-async def test_whoever_stops_watching_is_left_alone():
+async def test_work_that_is_no_longer_watched_is_not_cancelled():
     asked = asyncio.Event()
 
     async def receive() -> Any:
@@ -64,8 +64,8 @@ async def test_whoever_stops_watching_is_left_alone():
         await never()
 
     work = Work()
-    unwatch = watch({}, receive, work)
+    stop_watching = cancel_on_disconnect({}, receive, work)
     await asyncio.wait_for(asked.wait(), 60)
-    unwatch()
+    stop_watching()
     await asyncio.sleep(0)
     assert not work.cancelled.is_set()

@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from modelyard.core.errors import ContextOverflow, Internal, NotFound
-from modelyard.http.errors import dialect, ours, written
+from modelyard.http.errors import as_modelyard_error, protocol_of, write_error
 from modelyard.http.request_context import RequestContext
 
 
@@ -31,12 +31,14 @@ from modelyard.http.request_context import RequestContext
     ],
 )
 def test_the_path_and_the_version_header_choose_the_dialect(path: str, headers: dict[str, str], name: str) -> None:
-    assert name == dialect(RequestContext("t", path, headers)).NAME
+    assert name == protocol_of(RequestContext("t", path, headers)).NAME
 
 
 def test_the_same_error_in_two_shapes() -> None:
     error = NotFound("no such model", code="model_not_found")
-    anthropic, openai = (written(error, RequestContext("t", path, {})) for path in ("/v1/messages", "/v1/completions"))
+    anthropic, openai = (
+        write_error(error, RequestContext("t", path, {})) for path in ("/v1/messages", "/v1/completions")
+    )
     assert anthropic.status == openai.status == 404
     told = json.loads(anthropic.body)
     assert (told["type"], told["error"]["type"], told["request_id"]) == ("error", "not_found_error", "req_t")
@@ -45,7 +47,7 @@ def test_the_same_error_in_two_shapes() -> None:
 
 def test_an_overflow_names_the_field_of_its_wire() -> None:
     params = [
-        json.loads(written(ContextOverflow(9, 8), RequestContext("t", path, {})).body)["error"]["param"]
+        json.loads(write_error(ContextOverflow(9, 8), RequestContext("t", path, {})).body)["error"]["param"]
         for path in ("/v1/chat/completions", "/v1/responses")
     ]
     assert params == ["messages", "input"]
@@ -53,12 +55,12 @@ def test_an_overflow_names_the_field_of_its_wire() -> None:
 
 def test_our_own_errors_stay_what_they_are() -> None:
     error = NotFound("x")
-    assert ours(error) is error
+    assert as_modelyard_error(error) is error
 
 
 def test_a_foreign_error_is_logged_under_an_id_and_told_without_its_details(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        told = ours(ZeroDivisionError("the secret plan"))
+        told = as_modelyard_error(ZeroDivisionError("the secret plan"))
     assert isinstance(told, Internal)
     assert "secret" not in told.message
     assert told.id in told.message

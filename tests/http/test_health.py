@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.lease import ModelStatus
-from modelyard.http.health import judge
+from modelyard.http.health import health_status
 from tests.http.front import door
 from tests.serving import demo
 
@@ -31,7 +31,7 @@ from tests.serving import demo
     ],
 )
 def test_the_verdict_on_all_models_together(states: list[Any], verdict: str) -> None:
-    assert judge({str(number): ModelStatus(state) for number, state in enumerate(states)}) == verdict
+    assert health_status({str(number): ModelStatus(state) for number, state in enumerate(states)}) == verdict
 
 
 async def test_a_well_server_says_so_with_every_field() -> None:

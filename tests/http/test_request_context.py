@@ -9,13 +9,13 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
 from modelyard.core.protocol import WireError
-from modelyard.http.request_context import RequestContext, aside, read_body, respond, respond_error
+from modelyard.http.request_context import RequestContext, read_body, run_sized, send_error, send_json
 from modelyard.http.settings import HttpSettings
 
 SETTINGS = HttpSettings(max_body_bytes=1000, max_json_depth=5)
 
 
-def visit(**headers: str) -> RequestContext:
+def context(**headers: str) -> RequestContext:
     return RequestContext("abc", "/v1/messages", {name.replace("_", "-"): value for name, value in headers.items()})
 
 
@@ -36,8 +36,8 @@ class Client:
 
 
 @pytest.mark.parametrize("chunks", [(b"{}",), (b"{", b"}"), (b"", b"", b"{}"), (b"{}", b""), (b"x" * 1000,)])
-async def test_a_body_is_read_whole_however_it_was_cut(chunks: tuple[bytes, ...]) -> None:
-    assert await read_body(Client(*chunks), visit(), SETTINGS) == b"".join(chunks)
+async def test_a_body_is_read_whole_whatever_its_chunks(chunks: tuple[bytes, ...]) -> None:
+    assert await read_body(Client(*chunks), context(), SETTINGS) == b"".join(chunks)
 
 
 @pytest.mark.parametrize(
@@ -49,45 +49,45 @@ async def test_a_body_is_read_whole_however_it_was_cut(chunks: tuple[bytes, ...]
         ((b"x" * 1001,), {"content_length": "9" * 5000}, 0),
     ],
 )
-async def test_a_large_body_is_refused_as_soon_as_that_is_known(chunks: Any, headers: Any, taken: int) -> None:
+async def test_a_large_body_is_refused_as_early_as_possible(chunks: Any, headers: Any, taken: int) -> None:
     client = Client(*chunks)
     with pytest.raises(TooLarge, match=r"1000 bytes \(http.max_body_bytes\)"):
-        await read_body(client, visit(**headers), SETTINGS)
+        await read_body(client, context(**headers), SETTINGS)
     assert client.taken == taken
 
 
 @pytest.mark.parametrize("length", ["1000", "", "-1", "abc", "²"])
-async def test_only_a_true_length_is_believed(length: str) -> None:
-    assert await read_body(Client(b"{}"), visit(content_length=length), SETTINGS) == b"{}"
+async def test_an_invalid_content_length_is_ignored(length: str) -> None:
+    assert await read_body(Client(b"{}"), context(content_length=length), SETTINGS) == b"{}"
 
 
-async def test_a_client_that_leaves_in_its_body_is_noticed() -> None:
+async def test_a_client_that_disconnects_within_its_body_is_noticed() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        await read_body(Client(b"{", leaves=True), visit(), SETTINGS)
+        await read_body(Client(b"{", leaves=True), context(), SETTINGS)
     assert caught.value.code == "disconnected"
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP"])
-async def test_a_packed_body_is_not_unpacked(encoding: str) -> None:
+async def test_a_compressed_body_is_refused(encoding: str) -> None:
     with pytest.raises(InvalidRequest, match="compressed"):
-        await read_body(Client(b"{}"), visit(content_encoding=encoding), SETTINGS)
+        await read_body(Client(b"{}"), context(content_encoding=encoding), SETTINGS)
 
 
 @pytest.mark.parametrize("encoding", ["", "identity"])
-async def test_an_encoding_that_is_none_is_read(encoding: str) -> None:
-    assert await read_body(Client(b"{}"), visit(content_encoding=encoding), SETTINGS) == b"{}"
+async def test_the_identity_encoding_is_accepted(encoding: str) -> None:
+    assert await read_body(Client(b"{}"), context(content_encoding=encoding), SETTINGS) == b"{}"
 
 
 async def test_a_deep_body_is_refused_before_it_is_parsed() -> None:
-    assert await read_body(Client(b"[" * 5 + b"]" * 5), visit(), SETTINGS)
+    assert await read_body(Client(b"[" * 5 + b"]" * 5), context(), SETTINGS)
     with pytest.raises(InvalidRequest, match="more than 5 levels deep") as caught:
-        await read_body(Client(b"[" * 6 + b"]" * 6), visit(), SETTINGS)
+        await read_body(Client(b"[" * 6 + b"]" * 6), context(), SETTINGS)
     assert caught.value.code == "invalid_json"
 
 
 @pytest.mark.parametrize(("size", "here"), [(0, True), (1 << 18, True), ((1 << 18) + 1, False)])
-async def test_much_work_is_done_aside(size: int, here: bool) -> None:
-    assert (await aside(size, threading.get_ident) == threading.get_ident()) is here
+async def test_work_on_large_bodies_runs_in_a_thread(size: int, here: bool) -> None:
+    assert (await run_sized(size, threading.get_ident) == threading.get_ident()) is here
 
 
 async def sent(deed: Any, *args: Any) -> tuple[dict[str, Any], dict[bytes, bytes]]:
@@ -105,33 +105,41 @@ async def sent(deed: Any, *args: Any) -> tuple[dict[str, Any], dict[bytes, bytes
 
 
 async def test_a_reply_has_the_request_id_under_both_names() -> None:
-    start, headers = await sent(respond, visit(), 200, b"{}")
+    start, headers = await sent(send_json, context(), 200, b"{}")
     assert (start["status"], headers[b"content-type"]) == (200, b"application/json")
     assert headers[b"x-request-id"] == headers[b"request-id"] == b"req_abc"
 
 
 async def test_an_error_keeps_its_headers_and_its_status_is_noted() -> None:
-    seen = visit()
+    seen = context()
     error = WireError(503, b"{}", {"retry-after": "2", "x-request-id": "abc"})
-    start, headers = await sent(respond_error, seen, error)
+    start, headers = await sent(send_error, seen, error)
     assert (start["status"], seen.status, headers[b"retry-after"]) == (503, 503, b"2")
     assert b"connection" not in headers
 
 
-async def test_a_body_that_is_too_large_costs_the_connection() -> None:
-    _, headers = await sent(respond_error, visit(), WireError(413, b"{}"))
+async def test_a_body_that_is_too_large_closes_the_connection() -> None:
+    _, headers = await sent(send_error, context(), WireError(413, b"{}"))
     assert headers[b"connection"] == b"close"
 
 
 def test_the_first_failure_is_the_one_that_is_counted() -> None:
-    seen = visit()
+    seen = context()
     seen.failed(ModelyardError("x", code="first"))
     seen.failed(ModelyardError("x", code="second"))
     assert seen.error == "first"
 
 
 def test_a_caller_is_named_by_its_key_and_never_by_its_secret() -> None:
-    seen = visit(authorization="Bearer hush")
+    seen = context(authorization="Bearer hush")
     seen.key, seen.allow_remote = "ann", True
-    assert (seen.caller.key, seen.caller.endpoint, seen.caller.allow_remote) == ("ann", "/v1/messages", True)
-    assert "hush" not in repr(seen.caller)
+    caller = seen.caller()
+    assert (caller.key, caller.endpoint, caller.allow_remote) == ("ann", "/v1/messages", True)
+    assert "hush" not in repr(caller)
+
+
+async def test_ignored_parameters_and_cache_reuse_are_response_headers() -> None:
+    seen = context()
+    seen.ignored = ("top_k", "min_p")
+    _, headers = await sent(send_json, seen, 200, b"{}")
+    assert headers[b"x-modelyard-ignored"] == b"top_k, min_p"

@@ -194,7 +194,7 @@ async def test_a_fault_of_ours_is_told_once_in_shape_and_logged_once(
     def broken(_: object) -> None:
         raise ZeroDivisionError("the secret plan")
 
-    monkeypatch.setattr("modelyard.http.models.Models._cards", broken)
+    monkeypatch.setattr("modelyard.http.models.ModelEndpoints._cards", broken)
     async with door() as client:
         reply = await client.get("/v1/models", headers={"anthropic-version": "1"})
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "api_error")

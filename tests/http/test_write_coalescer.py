@@ -1,4 +1,4 @@
-"""A whole reply goes out in one write where nobody needs to see its messages, and in uvicorn's way everywhere else."""
+"""Writes are coalesced, and HTTP connections behave as clients expect."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Line:
         return not self._got and not self._socket.recv(65536)
 
 
-def test_a_connection_goes_on_after_a_whole_reply(plain: Served) -> None:
+def test_a_connection_is_kept_alive_after_a_reply(plain: Served) -> None:
     with Line(plain) as line:
         for _ in range(3):
             line.send(request())
@@ -87,7 +87,7 @@ def test_a_connection_goes_on_after_a_whole_reply(plain: Served) -> None:
             assert body["choices"][0]["message"]["content"] == "Hello there."
 
 
-def test_requests_that_come_together_are_answered_in_their_order(plain: Served) -> None:
+def test_pipelined_requests_are_answered_in_order(plain: Served) -> None:
     with Line(plain) as line:
         line.send(request(path="/apply-template") + request() + request(path="/apply-template"))
         kinds = [line.reply()[2].get("object", "prompt") for _ in range(3)]
@@ -95,7 +95,7 @@ def test_requests_that_come_together_are_answered_in_their_order(plain: Served) 
 
 
 @pytest.mark.parametrize("asked", [request("Connection: close"), request(version="1.0")])
-def test_a_client_that_wants_no_second_reply_sees_the_end(plain: Served, asked: bytes) -> None:
+def test_a_client_that_asks_to_close_sees_the_end(plain: Served, asked: bytes) -> None:
     with Line(plain) as line:
         line.send(asked)
         first, headers, body = line.reply()
@@ -104,20 +104,20 @@ def test_a_client_that_wants_no_second_reply_sees_the_end(plain: Served, asked: 
         assert line.is_over
 
 
-def test_a_client_that_asks_before_it_sends_is_told_to_go_on_first(plain: Served) -> None:
+def test_expect_100_continue_is_answered(plain: Served) -> None:
     with Line(plain) as line:
         line.send(request("Expect: 100-continue") + request())
         assert [line.reply()[0] for _ in range(2)] == ["HTTP/1.1 200 OK"] * 2
 
 
-def test_a_layer_in_between_still_adds_its_headers(served: Served) -> None:
+def test_a_middleware_in_between_adds_its_headers(served: Served) -> None:
     told = httpx.post(f"{served.url}/v1/chat/completions", content=ASKED, headers={"origin": ORIGIN})
     assert told.status_code == 200
     assert told.headers["access-control-allow-origin"] == ORIGIN
     assert told.json()["choices"][0]["message"]["content"] == "Hello there."
 
 
-class Wire:
+class Transport:
     def __init__(self) -> None:
         self.sent: list[bytes] = []
         self.closed = False
@@ -132,15 +132,15 @@ class Wire:
         self.closed = True
 
 
-def gathering(post: WriteCoalescer | None = None) -> tuple[Wire, CoalescingTransport]:
-    wire = Wire()
+def coalescing(coalescer: WriteCoalescer | None = None) -> tuple[Transport, CoalescingTransport]:
+    wire = Transport()
     return wire, CoalescingTransport(
-        cast(asyncio.Transport, wire), asyncio.get_running_loop(), post or WriteCoalescer()
+        cast(asyncio.Transport, wire), asyncio.get_running_loop(), coalescer or WriteCoalescer()
     )
 
 
-async def test_what_is_written_in_one_turn_goes_out_as_one_at_its_end() -> None:
-    wire, line = gathering()
+async def test_writes_of_one_loop_iteration_are_sent_as_one() -> None:
+    wire, line = coalescing()
     line.write(b"a")
     line.write(b"b")
     assert wire.sent == []
@@ -152,17 +152,17 @@ async def test_what_is_written_in_one_turn_goes_out_as_one_at_its_end() -> None:
 
 
 async def test_nothing_is_written_to_a_connection_that_closes() -> None:
-    wire, line = gathering()
+    wire, line = coalescing()
     line.close()
     line.write(b"late")
     await asyncio.sleep(0)
     assert (wire.sent, wire.closed) == ([], True)
 
 
-async def test_a_line_that_breaks_does_not_silence_the_others() -> None:
-    post, told = WriteCoalescer(), list[str]()
+async def test_a_broken_connection_does_not_block_the_others() -> None:
+    coalescer, told = WriteCoalescer(), list[str]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
-    (first, one), (broken, two), (last, three) = (gathering(post) for _ in range(3))
+    (first, one), (broken, two), (last, three) = (coalescing(coalescer) for _ in range(3))
     broken.write = _break  # type: ignore[method-assign]
     for line in (one, two, three):
         line.write(b"a")

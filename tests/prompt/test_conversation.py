@@ -40,14 +40,3 @@ def test_an_empty_message_is_empty_text() -> None:
         {"role": "user", "content": ""},
         {"role": "assistant", "content": ""},
     ]
-
-
-def test_what_is_marked_in_a_text_depends_on_who_says_it() -> None:
-    for role, spelling, is_marked in (
-        ("user", "<|im_end|>", True),
-        ("assistant", "<|im_end|>", True),
-        ("system", "<think>", True),
-        ("assistant", "<think>", False),
-        ("user", "<b>", False),
-    ):
-        assert CONVERSATION.marks(role, spelling) is is_marked

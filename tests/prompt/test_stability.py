@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from modelyard.core.events import Block, Finished, Reply, Started, Usage
 from modelyard.core.request import Message, Text, Thinking, ToolCall
+from modelyard.gateway.replay_memory import GeneratedCall, call_ids, generated_calls, restored, with_line_breaks
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.source import builtin
-from modelyard.prompt.stability import Spoken, call_ids, restored, spoken, with_breaks
 from modelyard.prompt.template import ChatTemplate
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.prompt.histories import TALKING, TOOL, ask, result, say
@@ -31,7 +31,7 @@ def call(arguments: str, id: str = "call_1") -> ToolCall:
     return ToolCall(id, "read_file", arguments)
 
 
-SAID = spoken(reply(Thinking("Look first."), Text("Looking."), call(OWN), call("{}", "call_2")))
+SAID = generated_calls(reply(Thinking("Look first."), Text("Looking."), call(OWN), call("{}", "call_2")))
 
 
 def one(*parts: Any) -> Message:
@@ -41,12 +41,12 @@ def one(*parts: Any) -> Message:
 
 def test_reasoning_is_kept_with_the_first_call_of_its_turn() -> None:
     assert set(SAID) == {"call_1", "call_2"}
-    assert (SAID["call_1"], SAID["call_2"]) == (Spoken(OWN, "Look first."), Spoken("{}"))
+    assert (SAID["call_1"], SAID["call_2"]) == (GeneratedCall(OWN, "Look first."), GeneratedCall("{}"))
 
 
 def test_a_call_that_was_cut_off_is_nothing_to_remember() -> None:
     cut = Reply(Started("r", "m", 0), (Block(call('{"pa'), complete=False),), Finished("max_tokens", Usage()))
-    assert spoken(cut) == {}
+    assert generated_calls(cut) == {}
 
 
 @pytest.mark.parametrize("echo", [OWN, '{"path": "a.txt", "timeout": 5000}', '{"path":"a.txt","timeout":5000.0}'])
@@ -85,16 +85,16 @@ def test_calls_of_others_and_other_roles_stay_as_they_are() -> None:
     ],
 )
 def test_line_breaks_behind_a_text_are_told_but_for_the_templates_own(raw: str, separator: str, expected: str) -> None:
-    assert with_breaks(reply(Text("Looking."), call("{}")), raw, separator) == expected
+    assert with_line_breaks(reply(Text("Looking."), call("{}")), raw, separator) == expected
 
 
 def test_several_texts_or_none_are_told_as_they_are() -> None:
-    assert with_breaks(reply(Text("a"), call("{}"), Text("b")), "a\n\n<call>b", "\n") == ""
-    assert with_breaks(reply(call("{}")), "\n\n<call>", "\n") == ""
+    assert with_line_breaks(reply(Text("a"), call("{}"), Text("b")), "a\n\n<call>b", "\n") == ""
+    assert with_line_breaks(reply(call("{}")), "\n\n<call>", "\n") == ""
 
 
 def test_a_text_is_told_with_its_line_breaks_where_it_is_the_same_text() -> None:
-    said = spoken(reply(Text("Looking."), call("{}")), "Looking.\n")
+    said = generated_calls(reply(Text("Looking."), call("{}")), "Looking.\n")
     same, other = (restored([say("assistant", text, call("{}"))], said)[0].parts[0] for text in ("Looking.", "No."))
     assert (same, other) == (Text("Looking.\n"), Text("No."))
 
@@ -133,7 +133,7 @@ def test_whatever_the_arguments_an_echo_renders_as_what_was_said(
     value: dict[str, Any], compact: bool, escaped: bool
 ) -> None:
     own = json.dumps(value, separators=(",", ":") if compact else None, ensure_ascii=escaped)
-    said = spoken(reply(call(own)))
+    said = generated_calls(reply(call(own)))
     echo = json.dumps(dict(reversed(value.items())), ensure_ascii=False)
     renderer = Renderer(ChatTemplate(builtin("generic")), VOCAB)
 

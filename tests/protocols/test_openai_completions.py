@@ -21,7 +21,7 @@ from modelyard.core.request import Request, Sampling
 from modelyard.protocols import openai_completions
 from modelyard.protocols.common.sse import SseParser
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_chat.streams import STARTED, USAGE, answer, call, text, thinking, token
+from tests.protocols.openai_chat.helpers import STARTED, USAGE, answer, call, text, thinking, token
 
 ONE = Request(model="tiny", prompts=("Say hi",))
 SCORED: list[Event] = [

@@ -14,7 +14,8 @@ from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSnapshot, ModelSpec
 from modelyard.scheduler.memory_planner import MemoryLimits, MemoryPlanner
 from modelyard.scheduler.rate_limit import KeyLimits
-from modelyard.scheduler.scheduler import Scheduler, SchedulerOptions
+from modelyard.scheduler.scheduler import Scheduler
+from modelyard.scheduler.settings import SchedulerOptions
 
 EPOCH = 1_700_000_000.0
 
@@ -41,7 +42,7 @@ class HandClock:
     def unix(self) -> float:
         return EPOCH + self._now
 
-    def later(self, delay: float, deed: Callable[[], None]) -> Timer:
+    def call_later(self, delay: float, deed: Callable[[], None]) -> Timer:
         timer = Timer(deed)
         heapq.heappush(self._due, (self._now + max(0.0, delay), next(self._order), timer))
         return timer
@@ -121,7 +122,7 @@ class Stage:
         self.acts: dict[str, Act] = {}
         self.blueprints: dict[str, ModelSpec] = {}
         self.scheduler = Scheduler(
-            SchedulerOptions(**bounds), limits=keys, appraiser=MemoryPlanner(MemoryLimits(ram=limit)), timers=self.clock
+            SchedulerOptions(**bounds), limits=keys, memory_planner=MemoryPlanner(MemoryLimits(ram=limit)), clock=self.clock
         )
 
     async def __aenter__(self) -> Stage:
@@ -133,7 +134,7 @@ class Stage:
 
     def model(self, name: str, *, size: int = 0, parallel: int = 1, **more: Any) -> Act:
         blueprint = self.blueprint(name, size=size, parallel=parallel, **more)
-        self.scheduler._depot.add(blueprint)
+        self.scheduler._manager.add(blueprint)
         return self.acts[name]
 
     def blueprint(self, name: str, *, size: int = 0, parallel: int = 1, **more: Any) -> ModelSpec:
@@ -149,7 +150,7 @@ class Stage:
     async def settle(self) -> None:
         """Let everything run that waits for nothing but its turn; surveys run in threads, and are waited for."""
         await turns()
-        while tasks := self.scheduler._depot._tasks:
+        while tasks := self.scheduler._manager._tasks:
             await asyncio.wait(tasks)
             await turns()
 

@@ -54,7 +54,7 @@ async def yard(folder: Path, *, n_ctx: int = 256) -> AsyncIterator[ServerApp]:
     """Room for one of them, however it is measured, and not for two."""
     env = {"MODELYARD_CACHE": str(folder)}
     free = compose(load_config(env={}, overrides=settings(None, n_ctx)).config, env)
-    estimate = free.scheduler._models["a"].blueprint.estimate
+    estimate = free.scheduler._models["a"].spec.estimate
     assert estimate is not None
     limit = estimate(AvailableMemory(2**40)).total * 7 // 4
     made = compose(load_config(env={}, overrides=settings(limit, n_ctx)).config, env)
@@ -121,7 +121,7 @@ async def test_what_a_load_took_is_remembered(tmp_path: Path):
         assert again.scheduler.snapshot().models["a"].load_s is None
         await again.scheduler.unload("b")
         await again.scheduler.load("a")
-        assert again.scheduler._appraiser._ledger.get(again.scheduler._models["a"].blueprint.identity) is not None
+        assert again.scheduler._memory_planner._measurements.get(again.scheduler._models["a"].spec.identity) is not None
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -173,7 +173,7 @@ async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind(tmp
         ends = [type(reply[-1]) for reply in replies]
         assert ends.count(Finished) >= 30
         assert ends.count(Finished) + ends.count(Failed) == 200
-        await made.scheduler.drain("a" if made.scheduler._models["a"].wanted else "b")
+        await made.scheduler.drain("a" if made.scheduler._models["a"].desired else "b")
         assert {(running, waiting) for _, running, waiting in counts(made)} == {(0, 0)}
         assert made.scheduler.requests() == ()
         engines = [engine for name in "ab" for engine in made.scheduler.engines(name)]

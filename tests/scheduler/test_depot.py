@@ -107,7 +107,7 @@ async def test_at_start_what_does_not_fit_sleeps_until_it_is_asked_for():
             stage.scheduler.preload(name)
         await until(lambda: stage.states() == {"a": "ready", "b": "stopped"})
         assert stage.of("b").loads_on_request
-        assert "no room" in stage.of("b").reason
+        assert "not enough free memory" in stage.of("b").reason
         await stage.clock.pass_(5)
         await stage.ask("b").lease()
         assert stage.states() == {"a": "stopped", "b": "ready"}
@@ -214,7 +214,7 @@ async def test_an_idle_model_is_put_to_sleep_and_comes_back_when_asked_for():
         assert stage.states() == {"a": "ready"}
         await stage.clock.pass_(2)
         assert stage.states() == {"a": "stopped"}
-        assert stage.of("a").reason == "nobody asked for it in 60 s"
+        assert stage.of("a").reason == "no requests for 60 s"
         assert (await stage.ask("a").lease()).engine is act.engines[1]
 
 
@@ -246,7 +246,7 @@ async def test_a_crash_of_one_replica_leaves_the_others_at_work():
 
 
 async def test_an_engine_that_dies_again_and_again_is_reopened_ever_later_and_then_given_up():
-    async with Stage(timeout=1000.0) as stage:
+    async with Stage(timeout_s=1000.0) as stage:
         act = stage.model("a")
         await stage.up("a")
         act.gate.set()

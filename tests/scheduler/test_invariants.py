@@ -83,17 +83,17 @@ class Storm:
         self.stage.scheduler.reconfigure(self.blueprints())
 
     def check(self) -> None:
-        depot = self.stage.scheduler._depot
-        self.tickets = [ticket for ticket in self.tickets if not ticket.over]
-        assert sum(sum(held.values()) for held in depot.held()) <= LIMIT
+        depot = self.stage.scheduler._manager
+        self.tickets = [ticket for ticket in self.tickets if not ticket.is_finished]
+        assert sum(sum(held.values()) for held in depot.held_bytes()) <= LIMIT
         for model in depot:
-            for one in model.up:
-                assert all(0 <= one.free[cache] <= info.parallel for cache, info in CACHES.items())
-                assert one.running <= one.most
-                assert one.running == sum(info.parallel - one.free[cache] for cache, info in CACHES.items())
+            for one in model.ready:
+                assert all(0 <= one.free_slots[cache] <= info.parallel for cache, info in CACHES.items())
+                assert one.running <= one.max_running
+                assert one.running == sum(info.parallel - one.free_slots[cache] for cache, info in CACHES.items())
             assert model.running == sum(t.weight for t in self.tickets if t.granted and t.model is model)
             assert model.waiting == sum(not t.granted for t in self.tickets if t.model is model)
-        assert set(self.tickets) == self.stage.scheduler._places
+        assert set(self.tickets) == self.stage.scheduler._leases
 
     async def calm(self) -> None:
         """Everybody who runs ends, again and again, until nobody is left."""
@@ -113,14 +113,14 @@ class Storm:
 @pytest.mark.parametrize("seed", range(25))
 async def test_a_storm_breaks_no_limit_and_leaves_nobody_waiting(seed: int):
     keys = {"ann": KeyLimits(max_concurrent=5), "bob": KeyLimits(requests_per_minute=60)}
-    async with Stage(limit=LIMIT, max_waiting=20, keys=keys, timeout=5.0) as stage:
+    async with Stage(limit=LIMIT, max_waiting=20, keys=keys, timeout_s=5.0) as stage:
         storm = Storm(stage, Random(seed))
         for _ in range(150):
             await storm.step()
             storm.check()
         await storm.calm()
         assert stage.scheduler.requests() == ()
-        assert stage.scheduler._allowances["ann"].active == 0
+        assert stage.scheduler._rate_limiters["ann"].active == 0
 
 
 @pytest.mark.parametrize("seed", range(5))

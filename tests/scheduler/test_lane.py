@@ -27,7 +27,7 @@ class Someone:
 def lane_of(*waiters: Someone, max_waiting: int = 1000, max_tokens: int | None = None) -> RequestQueue[Someone]:
     lane: RequestQueue[Someone] = RequestQueue(max_waiting, max_tokens)
     for waiter in waiters:
-        lane.join(waiter)
+        lane.add(waiter)
     return lane
 
 
@@ -51,7 +51,7 @@ def test_keys_take_turns_and_each_keeps_its_own_order():
 def test_a_key_that_comes_back_stands_behind_those_who_wait():
     lane = lane_of(*many("a1", key="a"), *many("b1 b2", key="b"))
     assert lane.pop().name == "a1"
-    lane.join(Someone("a2", key="a"))
+    lane.add(Someone("a2", key="a"))
     assert order(lane) == ["b1", "a2", "b2"]
 
 
@@ -81,7 +81,7 @@ def test_a_heavy_head_is_not_overtaken():
 def test_a_full_queue_refuses_and_says_how_long_it_is():
     lane = lane_of(*many("a b"), max_waiting=2)
     with pytest.raises(Overloaded) as refused:
-        lane.join(Someone("c"))
+        lane.add(Someone("c"))
     assert refused.value.position == 3
     assert refused.value.retry_after == 2.0
 
@@ -100,33 +100,33 @@ def test_a_full_queue_refuses_and_says_how_long_it_is():
 def test_when_to_come_back_follows_from_recent_service_times(served: list[float], places: int, retry: float):
     lane = lane_of(*many("a b c d e f g h i j"), max_waiting=10)
     for seconds in served:
-        lane.served(seconds)
+        lane.record_service(seconds)
     with pytest.raises(Overloaded) as refused:
-        lane.join(Someone("late"), places)
+        lane.add(Someone("late"), places)
     assert refused.value.retry_after == pytest.approx(retry)
 
 
 def test_the_queue_is_bounded_by_prompt_tokens_too():
     lane = lane_of(Someone("b", tokens=90), max_tokens=100)
     with pytest.raises(Overloaded, match="90 prompt tokens"):
-        lane.join(Someone("c", tokens=20))
-    lane.join(Someone("d", tokens=10))
+        lane.add(Someone("c", tokens=20))
+    lane.add(Someone("d", tokens=10))
     assert lane.waiting_tokens == 100
 
 
 def test_a_waiter_that_leaves_gives_its_tokens_back():
     b = Someone("b", tokens=100)
     lane = lane_of(b, max_tokens=100)
-    lane.leave(b)
+    lane.remove(b)
     assert (lane.waiting, lane.waiting_tokens) == (0, 0)
-    lane.join(Someone("c", tokens=100))
-    assert repr(lane) == "<Lane 1 waiting>"
+    lane.add(Someone("c", tokens=100))
+    assert repr(lane) == "<RequestQueue 1 waiting>"
 
 
 def test_whoever_leaves_from_the_middle_changes_nothing_for_the_others():
     a, b, c = many("a b c")
     lane = lane_of(a, b, c)
-    lane.leave(b)
+    lane.remove(b)
     assert order(lane) == ["a", "c"]
 
 

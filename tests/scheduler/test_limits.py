@@ -20,7 +20,7 @@ def ask(allowance: KeyRateLimiter, now: float, tokens: int = 0) -> float | None:
         allowance.check(tokens, now, None)
     except RateLimited as error:
         return error.retry_after
-    allowance.enter(tokens, now)
+    allowance.start_request(tokens, now)
     return None
 
 

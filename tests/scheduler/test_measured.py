@@ -49,4 +49,4 @@ def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path: Path, c
     (tmp_path / "file").write_text("in the way")
     ledger = MeasurementStore(tmp_path / "file" / "measured.json")
     ledger.save(b"{}")
-    assert "not remembered" in caplog.text
+    assert "cannot save memory measurements" in caplog.text

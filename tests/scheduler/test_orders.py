@@ -148,7 +148,7 @@ def overridable(stage: Stage) -> None:
             raise InvalidRequest("unknown")
         return replace(blueprint, caches={"main": CacheInfo(overrides["n_ctx"])})
 
-    stage.scheduler._depot.add(replace(blueprint, altered=altered))
+    stage.scheduler._manager.add(replace(blueprint, altered=altered))
 
 
 async def test_overrides_hold_until_the_next_unload():
@@ -183,7 +183,7 @@ async def test_bad_overrides_change_nothing():
         stage.model("b")
         with pytest.raises(InvalidRequest, match="unknown"):
             stage.scheduler.load("a", {"colour": "red"})
-        with pytest.raises(InvalidRequest, match="nothing can be overridden"):
+        with pytest.raises(InvalidRequest, match="allows no overrides"):
             stage.scheduler.load("b", {"n_ctx": 1})
         assert stage.states() == {"a": "stopped", "b": "stopped"}
 
@@ -319,7 +319,7 @@ async def test_a_model_that_is_gone_answers_those_who_came_before():
         stage.model("b")
         await stage.up("a", "b")
         held, waiting = await stage.ask("a").lease(), stage.ask("a")
-        stage.scheduler.reconfigure({"b": stage.scheduler._models["b"].blueprint})
+        stage.scheduler.reconfigure({"b": stage.scheduler._models["b"].spec})
         with pytest.raises(NotFound):
             stage.ask("a")
         await stage.settle()

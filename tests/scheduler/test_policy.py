@@ -30,13 +30,13 @@ def replica(id: int, state: Any = "ready", size: int = 6, **more: Any) -> Replic
 
 def model(name: str, *replicas: ReplicaView, need: int | None = 6, **more: Any) -> ModelView:
     needs = None if need is None else {"cpu": need} if need else {}
-    return ModelView(**{"name": name, "need": needs, "replicas": replicas, "wanted": len(replicas)} | more)
+    return ModelView(**{"name": name, "need": needs, "replicas": replicas, "target": len(replicas)} | more)
 
 
 def hungry(name: str, *replicas: ReplicaView, since: float | None = LONG_AGO, **more: Any) -> ModelView:
     """It should have one, and somebody waits for it."""
     waiting = 0 if since is None else 1
-    return model(name, *replicas, **{"wanted": 1, "asked_since": since, "waiting": waiting} | more)
+    return model(name, *replicas, **{"target": 1, "wanted_since": since, "waiting": waiting} | more)
 
 
 def decided(*models: ModelView, now: float = NOW, limit: int | None = 10, soft: int | None = None) -> tuple[Any, ...]:
@@ -55,29 +55,29 @@ IDLE = replica(1, idle_since=LONG_AGO)
 BUSY = replica(1, running=1, ready_since=LONG_AGO)
 
 TABLE: dict[str, tuple[tuple[ModelView, ...], tuple[Any, ...]]] = {
-    "nothing to do": ((model("a", IDLE), model("b", wanted=0)), ()),
+    "nothing to do": ((model("a", IDLE), model("b", target=0)), ()),
     # 1. surplus
     "too many: the idle one goes": (
-        (model("a", replica(1, running=1, size=2), replica(2, size=2), wanted=1),),
+        (model("a", replica(1, running=1, size=2), replica(2, size=2), target=1),),
         (StopReplica("a", 2),),
     ),
     "too many: the one still loading goes before one that answers": (
-        (model("a", replica(1, size=2), replica(2, "loading", size=2), wanted=1),),
+        (model("a", replica(1, size=2), replica(2, "loading", size=2), target=1),),
         (StopReplica("a", 2),),
     ),
     "too many: a claim goes first": (
-        (model("a", replica(1, size=2), replica(2, "placing", size=2), wanted=1),),
+        (model("a", replica(1, size=2), replica(2, "placing", size=2), target=1),),
         (StopReplica("a", 2),),
     ),
-    "none wanted: all go": ((model("a", replica(1, running=3), wanted=0),), (StopReplica("a", 1),)),
+    "none wanted: all go": ((model("a", replica(1, running=3), target=0),), (StopReplica("a", 1),)),
     "those who leave already are not told again": (
-        (model("a", replica(1, "draining", running=1), replica(2, "closing"), wanted=0),),
+        (model("a", replica(1, "draining", running=1), replica(2, "closing"), target=0),),
         (),
     ),
     # 2. idle
     "idle for its time: it sleeps": (
         (model("a", replica(1, idle_since=NOW - 60), idle_ttl_s=60.0),),
-        (SleepModel("a", "nobody asked for it in 60 s"),),
+        (SleepModel("a", "no requests for 60 s"),),
     ),
     "idle, but not for long enough: look again then": (
         (model("a", replica(1, idle_since=NOW - 50), idle_ttl_s=60.0),),
@@ -88,23 +88,23 @@ TABLE: dict[str, tuple[tuple[ModelView, ...], tuple[Any, ...]]] = {
         (model("a", replica(1, size=2), replica(2, size=2, running=1), idle_ttl_s=60.0),),
         (),
     ),
-    "nor one that an administrator waits for": ((model("a", IDLE, idle_ttl_s=60.0, asked_since=NOW),), ()),
+    "nor one that an administrator waits for": ((model("a", IDLE, idle_ttl_s=60.0, wanted_since=NOW),), ()),
     # 3. hungry
     "3.2 nobody knows what it takes": ((hungry("a", need=None),), (EstimateMemory("a"),)),
     "3.4 it fits": ((hungry("a"),), (StartReplica("a"),)),
     "3.4 it takes nothing": ((hungry("a", need=0), model("b", replica(1, size=10))), (StartReplica("a"),)),
-    "3.4 both replicas fit": ((hungry("a", need=5, wanted=2),), (StartReplica("a"), StartReplica("a"))),
-    "3.4 only one of two fits beside it": ((hungry("a", need=6, wanted=2, since=None),), (StartReplica("a"),)),
+    "3.4 both replicas fit": ((hungry("a", need=5, target=2),), (StartReplica("a"), StartReplica("a"))),
+    "3.4 only one of two fits beside it": ((hungry("a", need=6, target=2, since=None),), (StartReplica("a"),)),
     "3.5 nobody waits for it: it does not drive another out": (
         (model("a", IDLE), hungry("b", since=None)),
-        (SleepModel("b", "there is no room for it beside what is loaded"),),
+        (SleepModel("b", "not enough free memory beside the loaded models"),),
     ),
     "3.6 those who leave make room": (
-        (model("a", replica(1, "closing"), wanted=0), hungry("b")),
+        (model("a", replica(1, "closing"), target=0), hungry("b")),
         (ReserveMemory("b", "waiting for memory"),),
     ),
     "3.6 a claim waits on": (
-        (model("a", replica(1, "closing"), wanted=0), hungry("b", replica(2, "placing"))),
+        (model("a", replica(1, "closing"), target=0), hungry("b", replica(2, "placing"))),
         (),
     ),
     "3.7 an idle one goes": (
@@ -136,7 +136,7 @@ TABLE: dict[str, tuple[tuple[ModelView, ...], tuple[Any, ...]]] = {
         (StopReplica("a", 1, evict=True), ReserveMemory("b", "waiting for memory")),
     ),
     "3.8 one whose requests wait is busy too": (
-        (model("a", replica(1, idle_since=LONG_AGO, ready_since=NOW), waiting=1, asked_since=NOW), hungry("b")),
+        (model("a", replica(1, idle_since=LONG_AGO, ready_since=NOW), waiting=1, wanted_since=NOW), hungry("b")),
         (NOW + 10,),
     ),
     "3.8 an idle one is enough: the busy one stays": (
@@ -162,7 +162,7 @@ def test_a_model_larger_than_the_limit_is_rejected_with_the_numbers():
 
 
 def test_a_model_that_is_up_is_not_rejected_for_an_extra_replica_that_cannot_be():
-    assert decided(hungry("a", replica(1, running=1), need=11, wanted=2)) == ()
+    assert decided(hungry("a", replica(1, running=1), need=11, target=2)) == ()
 
 
 def test_room_that_was_made_for_one_is_not_taken_by_an_older_one():
@@ -177,7 +177,7 @@ def test_one_that_waits_for_room_does_not_keep_a_small_one_out():
 
 
 def test_a_claim_keeps_its_room_from_a_small_one():
-    leaving = model("a", replica(1, "draining", running=1, size=8), wanted=0)
+    leaving = model("a", replica(1, "draining", running=1, size=8), target=0)
     assert decided(leaving, hungry("b", replica(2, "placing"), need=9), hungry("c", need=2)) == ()
 
 
@@ -186,7 +186,7 @@ def test_those_who_wait_longest_are_first():
 
 
 def test_a_cancelled_waiter_leaves_no_claim_behind():
-    a, b = model("a", replica(1, "draining", running=1), wanted=0), model("b", replica(2, "placing"), wanted=0)
+    a, b = model("a", replica(1, "draining", running=1), target=0), model("b", replica(2, "placing"), target=0)
     assert decided(a, b) == (StopReplica("b", 2),)
 
 
@@ -218,7 +218,7 @@ def test_where_nobody_could_leave_the_engine_says_whether_it_fits():
 
 def test_what_the_machine_has_does_not_make_a_start_drive_others_out():
     assert decided(model("a", IDLE), hungry("b", since=None), limit=None, soft=10) == (
-        SleepModel("b", "there is no room for it beside what is loaded"),
+        SleepModel("b", "not enough free memory beside the loaded models"),
     )
 
 
@@ -230,8 +230,8 @@ def test_the_same_pool_always_gets_the_same_plan():
 # --- several machines -------------------------------------------------------------------------------------------------
 
 
-def across(*models: ModelView, sites: tuple[str, ...] = ("far", ""), **room: dict[str, int]) -> tuple[Any, ...]:
-    return plan(PoolView(models=models, sites=sites, **room), NOW).actions
+def across(*models: ModelView, nodes: tuple[str, ...] = ("far", ""), **room: dict[str, int]) -> tuple[Any, ...]:
+    return plan(PoolView(models=models, nodes=nodes, **room), NOW).actions
 
 
 def test_a_replica_goes_to_the_first_machine_that_has_room_for_it():
@@ -244,7 +244,7 @@ def test_what_is_held_on_one_machine_takes_nothing_from_another():
     there = ReplicaView(id=1, state="ready", bytes={"cpu@far": 6}, running=1, ready_since=NOW)
     soft = {"cpu": 10, "cpu@far": 10}
     assert across(model("b", there), hungry("a"), soft=soft) == (StartReplica("a", None, ""),)
-    assert across(model("b", there), hungry("a"), soft=soft, sites=("far",)) == ()
+    assert across(model("b", there), hungry("a"), soft=soft, nodes=("far",)) == ()
 
 
 def test_two_that_start_at_once_do_not_count_the_same_room_twice():
@@ -260,7 +260,7 @@ def test_room_is_made_on_the_machine_where_somebody_idles():
 
 
 def test_what_it_takes_on_another_machine_may_be_something_else():
-    on_gpu = hungry("a", abroad={"far": {"gpu": 6}})
+    on_gpu = hungry("a", need_by_node={"far": {"gpu": 6}})
     assert across(on_gpu, soft={"cpu@far": 1, "gpu@far": 8, "cpu": 1}) == (StartReplica("a", None, "far"),)
 
 
@@ -273,4 +273,4 @@ def test_a_model_is_too_large_only_where_no_machine_may_hold_it():
 
 
 def test_nobody_judges_what_fits_on_a_machine_that_nobody_knows():
-    assert across(hungry("a"), soft={"cpu": 1}, sites=("?",)) == (StartReplica("a", None, "?"),)
+    assert across(hungry("a"), soft={"cpu": 1}, nodes=("?",)) == (StartReplica("a", None, "?"),)

@@ -66,24 +66,24 @@ async def test_one_that_is_closed_while_it_opens_is_never_ready():
     await engine.begun.wait()
     replica.close()
     replica.close()
-    await replica.gone()
-    assert (reports.told, engine.closed) == (["closed"], 1)
+    await replica.wait_closed()
+    assert (reports.told, engine.closed) == (["on_closed"], 1)
 
 
 async def test_one_that_is_closed_while_its_lost_engine_closes_waits_for_that():
     replica, engine, reports = staged()
     engine.opening.set()
     replica.start()
-    await reports.until("ready")
+    await reports.until("on_ready")
     engine.lost.set_result(Unavailable("killed"))
     while replica.engine is not None:  # noqa: ASYNC110  nobody tells of it
         await asyncio.sleep(0)
     replica.close()
     await asyncio.sleep(0)
-    assert "closed" not in reports.told
+    assert "on_closed" not in reports.told
     engine.closing.set()
-    await replica.gone()
-    assert (reports.told, engine.closed) == (["ready", "closed"], 1)
+    await replica.wait_closed()
+    assert (reports.told, engine.closed) == (["on_ready", "on_closed"], 1)
 
 
 async def test_closing_leaves_the_engines_own_future_alone():
@@ -92,9 +92,9 @@ async def test_closing_leaves_the_engines_own_future_alone():
     engine.opening.set()
     engine.closing.set()
     replica.start()
-    await reports.until("ready")
+    await reports.until("on_ready")
     replica.close()
-    await replica.gone()
+    await replica.wait_closed()
     assert not engine.lost.done()
 
 
@@ -103,31 +103,31 @@ async def test_places_of_an_engine_that_is_gone_do_not_come_back_to_the_next():
     engine.opening.set()
     engine.closing.set()
     replica.start()
-    await reports.until("ready")
-    replica.take("main", 2)
-    replica.give("main", 2, Slow(), 1.0)  # type: ignore[arg-type]
-    assert (replica.free["main"], replica.running) == (0, 2)
-    replica.give("main", 2, engine, 2.0)
-    assert (replica.free["main"], replica.running, replica.idle_since) == (2, 0, 2.0)
+    await reports.until("on_ready")
+    replica.acquire("main", 2)
+    replica.release("main", 2, Slow(), 1.0)  # type: ignore[arg-type]
+    assert (replica.free_slots["main"], replica.running) == (0, 2)
+    replica.release("main", 2, engine, 2.0)
+    assert (replica.free_slots["main"], replica.running, replica.idle_since) == (2, 0, 2.0)
     replica.close()
-    await replica.gone()
+    await replica.wait_closed()
 
 
 async def test_what_opening_took_is_what_grew_in_between():
     readings = iter(({"cpu": 100}, {"cpu": 350, "gpu": 7}))
     replica, engine, reports = staged()
-    replica._gauge = lambda: next(readings)
+    replica._meter = lambda: next(readings)
     engine.opening.set()
     engine.closing.set()
     replica.start()
-    await reports.until("ready")
-    assert replica.took == {"cpu": 250, "gpu": 7}
+    await reports.until("on_ready")
+    assert replica.load_growth == {"cpu": 250, "gpu": 7}
     replica.close()
-    await replica.gone()
+    await replica.wait_closed()
 
 
 def test_room_is_bounded_by_the_cache_and_by_target_inflight():
     blueprint = ModelSpec(name="m", caches=CACHES, make=lambda: None, target_inflight=1)  # type: ignore[arg-type,return-value]
     replica = Replica(1, "m", blueprint, None, load_timeout_s=1.0)  # type: ignore[arg-type]
     assert not replica.has_room("main", 1)  # no engine
-    assert (replica.most, replica.free) == (1, {"main": 2, "fast": 1})
+    assert (replica.max_running, replica.free_slots) == (1, {"main": 2, "fast": 1})

@@ -22,7 +22,8 @@ from modelyard.core.errors import (
 )
 from modelyard.core.lease import LeaseRequest
 from modelyard.scheduler.rate_limit import KeyLimits
-from modelyard.scheduler.scheduler import Scheduler, SchedulerOptions
+from modelyard.scheduler.scheduler import Scheduler
+from modelyard.scheduler.settings import SchedulerOptions
 from tests.scheduler.stage import EPOCH
 from tests.scheduler.stage import Stage as Play
 
@@ -213,7 +214,7 @@ async def test_a_lost_engine_is_granted_to_nobody_even_before_its_replica_has_no
 
 
 async def test_a_lost_engine_that_does_not_come_back_in_time_is_unavailable():
-    stage = await Stage(bounds=SchedulerOptions(timeout=0.0)).up()
+    stage = await Stage(bounds=SchedulerOptions(timeout_s=0.0)).up()
     stage.gate.clear()
     await stage.ask().lease()
     waiting = stage.ask()
@@ -275,9 +276,9 @@ async def test_an_engine_that_cannot_be_closed_is_replaced_all_the_same():
 async def served_in_order(stage: Play, tickets: list[Any]) -> list[str]:
     """Give the one place back again and again: who gets it?"""
     order = []
-    while waiting := [ticket for ticket in tickets if not ticket.over]:
+    while waiting := [ticket for ticket in tickets if not ticket.is_finished]:
         (running,) = [ticket for ticket in waiting if ticket.granted]
-        order.append(running.demand.trace)
+        order.append(running.request.trace)
         running.cancel()
     return order
 
@@ -507,13 +508,13 @@ async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind():
         while tickets:
             for ticket in dice.sample(tickets, min(7, len(tickets))):
                 ticket.cancel()  # a waiter leaves, or one that runs is done
-            tickets = [ticket for ticket in tickets if not ticket.over]
+            tickets = [ticket for ticket in tickets if not ticket.is_finished]
             await stage.clock.pass_(0.5)
         await stage.settle()
         snapshot = stage.scheduler.snapshot().models.values()
         assert [(m.running, m.waiting, m.waiting_tokens) for m in snapshot] == [(0, 0, 0)] * 3
         assert [m.places for m in snapshot if m.state == "ready"] == [2] * sum(m.state == "ready" for m in snapshot)
         assert stage.scheduler.requests() == ()
-        assert stage.scheduler._allowances["k1"].active == 0
+        assert stage.scheduler._rate_limiters["k1"].active == 0
     assert stage.clock.pending == 0
     assert len(asyncio.all_tasks()) == 1

@@ -4,16 +4,15 @@ import pytest
 from pydantic import ValidationError
 
 from modelyard.scheduler.memory_planner import MemoryLimits
-from modelyard.scheduler.pooled_model import SchedulerOptions
-from modelyard.scheduler.settings import SchedulerSettings
+from modelyard.scheduler.settings import SchedulerOptions, SchedulerSettings
 
 
 def test_the_queue_is_bounded_by_default() -> None:
     settings = SchedulerSettings()
     assert (settings.endpoint, settings.timeout_ms, settings.max_waiting) == ("", 30_000, 1024)
     assert settings.max_waiting_tokens is None
-    assert settings.bounds() == SchedulerOptions(max_wait_s=600.0)
-    assert settings.limits() == MemoryLimits()
+    assert settings.options() == SchedulerOptions(max_wait_s=600.0)
+    assert settings.memory_limits() == MemoryLimits()
 
 
 @pytest.mark.parametrize(
@@ -35,4 +34,4 @@ def test_negative_bounds_are_refused(field: str) -> None:
     ],
 )
 def test_sizes_are_written_as_people_write_them(written: dict[str, object], limits: MemoryLimits) -> None:
-    assert SchedulerSettings.model_validate(written).limits() == limits
+    assert SchedulerSettings.model_validate(written).memory_limits() == limits

@@ -1,5 +1,3 @@
-"""Changes told to those who listen."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,43 +11,43 @@ def change(number: int) -> ModelStateChange:
     return ModelStateChange(model="m", state="loading", progress=number / 100)
 
 
-async def test_every_listener_hears_everything_from_its_beginning_on():
-    changes = ModelChangeBroadcast()
-    early = changes.listen()
-    changes.tell(change(1))
-    late = changes.listen()
-    changes.tell(change(2))
-    changes.end()
+async def test_a_subscription_receives_every_change_after_it_began():
+    broadcast = ModelChangeBroadcast()
+    early = broadcast.subscribe()
+    broadcast.publish(change(1))
+    late = broadcast.subscribe()
+    broadcast.publish(change(2))
+    broadcast.close()
     assert [c.progress async for c in early] == [0.01, 0.02]
     assert [c.progress async for c in late] == [0.02]
 
 
-async def test_one_who_lags_misses_the_oldest_and_is_told_how_many():
-    changes = ModelChangeBroadcast()
-    listener = changes.listen(kept=2)
+async def test_a_slow_subscription_loses_the_oldest_and_counts_them():
+    broadcast = ModelChangeBroadcast()
+    subscription = broadcast.subscribe(max_queued=2)
     for number in range(5):
-        changes.tell(change(number))
-    changes.end()
-    assert [(c.progress, c.missed) async for c in listener] == [(0.03, 3), (0.04, 0)]
+        broadcast.publish(change(number))
+    broadcast.close()
+    assert [(c.progress, c.missed) async for c in subscription] == [(0.03, 3), (0.04, 0)]
 
 
-async def test_a_listener_waits_for_what_comes():
-    changes = ModelChangeBroadcast()
-    listener = changes.listen()
-    reading = asyncio.create_task(anext(listener))
+async def test_a_subscription_waits_for_the_next_change():
+    broadcast = ModelChangeBroadcast()
+    subscription = broadcast.subscribe()
+    reading = asyncio.create_task(anext(subscription))
     await asyncio.sleep(0)
-    changes.tell(change(7))
+    broadcast.publish(change(7))
     assert (await reading).progress == 0.07
 
 
-async def test_a_listener_that_nobody_holds_is_forgotten():
-    changes = ModelChangeBroadcast()
-    changes.listen()
+async def test_an_unreferenced_subscription_is_dropped():
+    broadcast = ModelChangeBroadcast()
+    broadcast.subscribe()
     gc.collect()
-    assert len(changes._listeners) == 0
+    assert len(broadcast._subscriptions) == 0
 
 
-async def test_listening_after_the_end_hears_nothing():
-    changes = ModelChangeBroadcast()
-    changes.end()
-    assert [c async for c in changes.listen()] == []
+async def test_a_subscription_after_close_ends_at_once():
+    broadcast = ModelChangeBroadcast()
+    broadcast.close()
+    assert [c async for c in broadcast.subscribe()] == []

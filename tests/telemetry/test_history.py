@@ -1,5 +1,3 @@
-"""What was answered lately is remembered, bounded, and summed for plots."""
-
 from __future__ import annotations
 
 import pytest
@@ -12,16 +10,16 @@ def record(trace: str = "a", at: float = 1000.0, **more: object) -> RequestRecor
     return RequestRecord(trace=trace, model="m", cache="c", at=at, **{"status": "end", **more})  # type: ignore[arg-type]
 
 
-def test_a_request_is_found_by_its_trace_with_all_its_choices() -> None:
+def test_a_request_is_found_by_its_trace_with_all_choices() -> None:
     history = History(10)
     history.add(record("a", status="end"))
     history.add(record("b"))
     history.add(record("a", status="max_tokens"))
     assert [one.status for one in history.find("a")] == ["end", "max_tokens"]
-    assert history.find("nobody") == []
+    assert history.find("missing") == []
 
 
-def test_the_newest_come_first_and_the_oldest_leave() -> None:
+def test_recent_lists_the_newest_first_and_drops_the_oldest() -> None:
     history = History(3)
     for trace in "abcd":
         history.add(record(trace))
@@ -30,13 +28,13 @@ def test_the_newest_come_first_and_the_oldest_leave() -> None:
     assert history.find("a") == []
 
 
-def test_ten_seconds_are_summed_together() -> None:
+def test_requests_are_summed_by_interval() -> None:
     history = History(10)
     usage, timings = Usage(prompt=100, cached=60, output=11), Timings(first_token=0.5, decode=2.0)
     history.add(record(at=1000, usage=usage, timings=timings))
     history.add(record(at=1009.9, failed=True, status="unavailable"))
     history.add(record(at=1010, usage=usage))
-    first, second = history.slices(1010)
+    first, second = history.intervals(1010)
     assert (first.at, first.requests, first.failures, first.prompt, first.cached, first.output) == (
         1000,
         2,
@@ -50,31 +48,31 @@ def test_ten_seconds_are_summed_together() -> None:
     assert (second.at, second.requests, second.first_token_s) == (1010, 1, [])
 
 
-def test_samples_of_ten_seconds_are_bounded() -> None:
+def test_samples_of_an_interval_are_bounded() -> None:
     history = History(10)
     for _ in range(1000):
         history.add(record(usage=Usage(output=2), timings=Timings(first_token=0.1, decode=0.1)))
-    (only,) = history.slices(1000)
+    (only,) = history.intervals(1000)
     assert only.requests == 1000
     assert len(only.first_token_s) == len(only.inter_token_s) == 64
 
 
-def test_what_is_older_than_an_hour_is_not_shown() -> None:
+def test_intervals_older_than_an_hour_are_hidden() -> None:
     history = History(10)
     history.add(record(at=1000))
     history.add(record(at=5000))
-    assert [one.at for one in history.slices(5000)] == [5000]
+    assert [one.at for one in history.intervals(5000)] == [5000]
 
 
-def test_the_longest_queue_of_ten_seconds_is_kept() -> None:
+def test_an_interval_keeps_its_longest_queue() -> None:
     history = History(10)
     for now, waiting in ((1000, 3), (1001, 7), (1002, 1), (1011, 2)):
-        history.saw_queue(now, waiting)
-    assert [one.waiting for one in history.slices(1011)] == [7, 2]
+        history.add_queue_length(now, waiting)
+    assert [one.waiting for one in history.intervals(1011)] == [7, 2]
 
 
-def test_a_clock_that_goes_back_breaks_nothing() -> None:
+def test_a_clock_that_goes_back_is_harmless() -> None:
     history = History(10)
     history.add(record(at=2000))
     history.add(record(at=1000))
-    assert sum(one.requests for one in history.slices(2000)) == 2
+    assert sum(one.requests for one in history.intervals(2000)) == 2

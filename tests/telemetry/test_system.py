@@ -1,57 +1,58 @@
-"""Memory of the machine and of its GPUs; a machine without a driver has none."""
-
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pynvml  # type: ignore[import-untyped]
 import pytest
 
+from modelyard.telemetry import system
 from modelyard.telemetry.system import (
     GpuLoad,
     GpuMemory,
     MemoryGauge,
     SystemLoad,
     SystemMonitor,
+    free_memory,
     read_gpus,
     read_memory,
 )
 
 
-def test_this_process_uses_memory_and_has_a_start() -> None:
-    machine = SystemMonitor()
-    assert machine.read().memory > 1_000_000
-    assert machine.started == psutil.Process().create_time()
+def test_this_process_has_memory_and_a_start_time() -> None:
+    monitor = SystemMonitor()
+    assert monitor.read().memory > 1_000_000
+    assert monitor.started == psutil.Process().create_time()
 
 
-def test_children_count_and_keep_their_cpu_history_between_readings() -> None:
-    machine = SystemMonitor()
-    alone = machine.read().memory
+def test_children_are_included_and_keep_their_cpu_history() -> None:
+    monitor = SystemMonitor()
+    alone = monitor.read().memory
     script = "import sys; x = bytearray(64 << 20); sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.read(1)
-        assert machine.read().memory > alone + (48 << 20)
-        before = machine._children[child.pid]
-        machine.read()
-        assert machine._children[child.pid] is before
+        assert monitor.read().memory > alone + (48 << 20)
+        before = monitor._children[child.pid]
+        monitor.read()
+        assert monitor._children[child.pid] is before
         child.communicate()
-    machine.read()
-    assert child.pid not in machine._children
+    monitor.read()
+    assert child.pid not in monitor._children
 
 
-def test_a_child_that_ends_while_we_look_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = SystemMonitor()
+def test_a_child_that_exits_during_the_reading_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = SystemMonitor()
 
     def gone(self: psutil.Process) -> None:
         raise psutil.NoSuchProcess(self.pid)
 
     monkeypatch.setattr(psutil.Process, "memory_info", gone)
-    assert machine.read().memory == 0
+    assert monitor.read().memory == 0
 
 
 def _driver(monkeypatch: pytest.MonkeyPatch, init: object) -> None:
@@ -68,7 +69,7 @@ def test_a_gpu_is_reported_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SystemMonitor().read().gpus == (GpuLoad("GPU-1", 42.0, 1000),)
 
 
-def test_without_a_driver_there_is_no_gpu_and_nobody_asks_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_tried_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def no_driver() -> None:
@@ -76,12 +77,12 @@ def test_without_a_driver_there_is_no_gpu_and_nobody_asks_twice(monkeypatch: pyt
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     _driver(monkeypatch, no_driver)
-    machine = SystemMonitor()
-    assert (machine.read().gpus, machine.read().gpus) == ((), ())
+    monitor = SystemMonitor()
+    assert (monitor.read().gpus, monitor.read().gpus) == ((), ())
     assert len(asked) == 1
 
 
-def test_a_gpu_that_stops_answering_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost() -> int:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
@@ -90,11 +91,11 @@ def test_a_gpu_that_stops_answering_is_left_out(monkeypatch: pytest.MonkeyPatch)
     assert SystemMonitor().read().gpus == ()
 
 
-def test_the_memory_gauge_adds_all_gpus_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = SystemMonitor()
+def test_the_memory_gauge_sums_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = SystemMonitor()
     load = SystemLoad(memory=7, gpus=(GpuLoad("A", 0.0, 3), GpuLoad("B", 0.0, 4)))
-    monkeypatch.setattr(machine, "read", lambda: load)
-    assert MemoryGauge(machine).read() == {"cpu": 7, "gpu": 7}
+    monkeypatch.setattr(monitor, "read", lambda: load)
+    assert MemoryGauge(monitor).read() == {"cpu": 7, "gpu": 7}
 
 
 @pytest.fixture
@@ -104,12 +105,12 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}")
     monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "Some GPU")
-    held = [SimpleNamespace(total=100, used=30, free=70), SimpleNamespace(total=200, used=0, free=200)]
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda handle, version=None: held[handle])
+    memory = [SimpleNamespace(total=100, used=30, free=70), SimpleNamespace(total=200, used=0, free=200)]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda handle, version=None: memory[handle])
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_each_gpu_is_told_by_its_uuid() -> None:
+def test_the_memory_of_each_gpu_is_reported_by_its_uuid() -> None:
     assert read_gpus() == (
         GpuMemory(uuid="GPU-0", name="Some GPU", total=100, used=30, free=70),
         GpuMemory(uuid="GPU-1", name="Some GPU", total=200, used=0, free=200),
@@ -117,7 +118,7 @@ def test_each_gpu_is_told_by_its_uuid() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_what_the_driver_keeps_for_itself_does_not_count_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reserve_of_the_driver_does_not_count_as_used(monkeypatch: pytest.MonkeyPatch) -> None:
     older = SimpleNamespace(total=100, used=36, free=64)
     newer = SimpleNamespace(total=100, reserved=6, used=30, free=64)
     both = {None: older, pynvml.nvmlMemory_v2: newer}
@@ -126,7 +127,7 @@ def test_what_the_driver_keeps_for_itself_does_not_count_as_used(monkeypatch: py
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_driver_that_knows_the_older_figures_only_is_asked_for_those(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_driver_reports_its_older_memory_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(handle: int, version: int | None = None) -> SimpleNamespace:
         if version is not None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -144,7 +145,7 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch)
     assert read_gpus() == ()
 
 
-def test_a_process_that_ends_while_we_look_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_exits_during_the_reading_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone:
         def memory_info(self) -> None:
             raise psutil.NoSuchProcess(1)
@@ -153,3 +154,13 @@ def test_a_process_that_ends_while_we_look_counts_nothing(monkeypatch: pytest.Mo
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [Gone()])
     assert read_memory().ram_used_here == pytest.approx(alone, rel=0.2)
     assert read_memory().ram_total > read_memory().ram_free > 0
+
+
+def test_the_limit_of_a_container_bounds_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 100\nactive_file 300\n")
+    assert free_memory(with_gpus=False).ram_free == 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(with_gpus=False).ram_free > 1_000_000

@@ -65,7 +65,7 @@ def blueprint(crew: WorkerPool, name: str) -> ModelSpec:
 async def test_engines_go_to_the_machines_that_have_room_for_them(tmp_path: Path) -> None:
     """Two workers that say they are on machines of 100 bytes: the second model does not fit beside the first."""
     crew = WorkerPool(tmp_path, pace=PATIENT, launch=False)
-    scheduler = Scheduler(appraiser=MemoryPlanner(machine=lambda: AvailableMemory(0), sites=crew.sites))
+    scheduler = Scheduler(memory_planner=MemoryPlanner(available=lambda: AvailableMemory(0), nodes=crew.sites))
     scheduler.reconfigure({name: blueprint(crew, name) for name in ("a", "b")})
     async with working() as one, working() as two:
         crew.enlist("one", one.endpoint, [], Node("near", AvailableMemory(100)))

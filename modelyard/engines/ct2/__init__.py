@@ -1,12 +1,12 @@
-"""CTranslate2 in process: int8 on CPUs and GPUs, beam search, streams in micro-batches.
+"""CTranslate2 in process: int8 on CPUs and GPUs, beam search, micro-batches.
 
-What it cannot do, and what follows from it:
+Limits:
 
-- No KV outlives a job: every prompt is read in full, in one go. A job that is cancelled meanwhile ends after that.
-- Jobs share a batch when they start together, with the same sampling and prompts of nearly the same length. Nobody
-  joins a running batch: another one begins beside it (`inter_threads`).
-- A beam search says nothing before its end and cannot be stopped.
-- Nothing can reach into the logits: no constrained output, no seed of one's own, no logit bias.
+- No KV outlives a job: every prompt is read in full, in one pass. A job that is cancelled meanwhile ends after it.
+- Jobs share a batch if they start together, with the same sampling and prompts of nearly the same length. A running
+  batch takes no new jobs: another batch starts beside it (`inter_threads`).
+- A beam search returns nothing before its end and cannot be stopped.
+- Logits are not accessible: no constrained output, no seed per job, no logit bias.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.ct2 import model_folder
 from modelyard.engines.ct2.estimate import estimate
+from modelyard.engines.ct2.model_folder import find_folder
 from modelyard.engines.ct2.options import CAPABILITIES, LIVE_OVERRIDES
 from modelyard.engines.ct2.options import Ct2Options as Options
 from modelyard.plugins import MissingLibrary
@@ -49,7 +49,7 @@ def verify() -> None:
 
 
 def create(spec: EngineSpec) -> Engine:
-    """To be called on the loop that its answers are read on."""
+    """Call it on the event loop that reads the engine's generations."""
     verify()
     from modelyard.engines.ct2.engine import Ct2Engine
 
@@ -57,11 +57,11 @@ def create(spec: EngineSpec) -> Engine:
 
 
 def tokenizer_path(options: Options) -> Path:
-    """The folder itself: a conversion puts the tokenizer beside the weights."""
-    return model_folder.find_folder(options.path)
+    """A converted model has its tokenizer beside the weights."""
+    return find_folder(options.path)
 
 
 def chat_template(options: Options) -> str | None:
-    """None: it lies in the folder, where everybody looks."""
+    """None: it is in the folder, where the prompt renderer looks first."""
     del options
     return None

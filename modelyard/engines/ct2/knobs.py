@@ -1,4 +1,4 @@
-"""What the optimizer may turn of a CTranslate2 model, and what cannot go together."""
+"""The CTranslate2 options that `modelyard tune` may change."""
 
 from __future__ import annotations
 
@@ -14,37 +14,36 @@ _TYPES = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "flo
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
     del here
-    options: Ct2Options = spec.options
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8, 16), stage=1, place="cache")
     yield Knob(name="inter_threads", values=cores.thread_counts(), stage=2)
     yield Knob(name="intra_threads", values=cores.thread_counts(), stage=2)
-    yield Knob(name="compute_type", values=_types(options), stage=3, lossy=True)
+    yield Knob(name="compute_type", values=_supported_types(spec.options), stage=3, lossy=True)
 
 
-def _types(options: Ct2Options) -> tuple[str, ...]:
-    """Those that this machine computes with; the others would silently become one of these."""
+def _supported_types(options: Ct2Options) -> tuple[str, ...]:
+    """Those that the device supports; CTranslate2 silently replaces the others by one of these."""
     import ctranslate2
 
     device = "cuda" if options.device != "cpu" and ctranslate2.get_cuda_device_count() else "cpu"
-    able = ctranslate2.get_supported_compute_types(device)
-    return tuple(kind for kind in _TYPES if kind in able)
+    supported = ctranslate2.get_supported_compute_types(device)
+    return tuple(name for name in _TYPES if name in supported)
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
     options: Ct2Options = spec.options
-    places = sum(info.parallel for info in spec.caches.values())
+    capacity = sum(info.parallel for info in spec.caches.values())
     return {
         "parallel": spec.caches[cache].parallel,
-        "inter_threads": options.workers(places),
-        "intra_threads": options.threads(places),
+        "inter_threads": options.batch_workers(capacity),
+        "intra_threads": options.threads_per_batch(capacity),
         "compute_type": options.compute_type,
     }
 
 
 def forbids(setting: Setting) -> str | None:
-    told = setting.values
-    batches, each = int(told.get("inter_threads", 1)), int(told.get("intra_threads", 1))
-    if each > 1 and batches * each > cores.logical():
+    values = setting.values
+    batches, threads = int(values.get("inter_threads", 1)), int(values.get("intra_threads", 1))
+    if threads > 1 and batches * threads > cores.logical():
         return "more threads than the machine has cores"
     return None

@@ -1,4 +1,4 @@
-"""What a compute type of coarser numbers costs: the same text read through the same weights in two formats."""
+"""The quality loss of a coarser compute type: the same text, evaluated with the same weights in two formats."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ import numpy.typing as npt
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
-from modelyard.engines.ct2 import model_folder
+from modelyard.engines.ct2.model_folder import find_folder, read_vocabulary
 from modelyard.engines.ct2.options import Ct2Options
 
-_AT_ONCE = 256  # tokens of the text that are read without what stood before them: 256 MB with large vocabularies
+_CHUNK = 256  # tokens evaluated together, without context before them; 256 MB of logits with large vocabularies
 
-Odds = npt.NDArray[np.float32]
+LogProbs = npt.NDArray[np.float32]
 
 
 def loss(spec: EngineSpec, reference: EngineSpec, ids: Sequence[int]) -> Loss:
-    words = model_folder.read_vocabulary(model_folder.find_folder(spec.options.path))
-    pieces = [list(ids[start : start + _AT_ONCE]) for start in range(0, len(ids), _AT_ONCE)]
-    pieces = [piece for piece in pieces if len(piece) > 1]
-    surprise = surprise_before = apart = 0.0
-    ours, theirs = _generator(spec.options), _generator(reference.options)
-    for piece in pieces:
-        mine, before = _odds(ours, words, piece), _odds(theirs, words, piece)
-        rows, nexts = np.arange(len(piece) - 1), np.asarray(piece[1:])
-        surprise -= float(mine[rows, nexts].sum())
-        surprise_before -= float(before[rows, nexts].sum())
-        apart += float((np.exp(before[:-1]) * (before[:-1] - mine[:-1])).sum())
-    count = sum(len(piece) - 1 for piece in pieces)
-    return Loss(math.exp(surprise / count), math.exp(surprise_before / count), max(0.0, apart / count))
+    vocabulary = read_vocabulary(find_folder(spec.options.path))
+    chunks = [list(ids[start : start + _CHUNK]) for start in range(0, len(ids), _CHUNK)]
+    chunks = [chunk for chunk in chunks if len(chunk) > 1]
+    nll = reference_nll = divergence = 0.0
+    generator, reference_generator = _load_generator(spec.options), _load_generator(reference.options)
+    for chunk in chunks:
+        ours, theirs = _log_probs(generator, vocabulary, chunk), _log_probs(reference_generator, vocabulary, chunk)
+        rows, targets = np.arange(len(chunk) - 1), np.asarray(chunk[1:])
+        nll -= float(ours[rows, targets].sum())
+        reference_nll -= float(theirs[rows, targets].sum())
+        divergence += float((np.exp(theirs[:-1]) * (theirs[:-1] - ours[:-1])).sum())
+    count = sum(len(chunk) - 1 for chunk in chunks)
+    return Loss(math.exp(nll / count), math.exp(reference_nll / count), max(0.0, divergence / count))
 
 
-def _generator(options: Ct2Options) -> Any:
+def _load_generator(options: Ct2Options) -> Any:
     import ctranslate2
 
-    where = model_folder.find_folder(options.path)
+    folder = find_folder(options.path)
     try:
-        return ctranslate2.Generator(str(where), device=options.device, compute_type=options.compute_type)
+        return ctranslate2.Generator(str(folder), device=options.device, compute_type=options.compute_type)
     except (RuntimeError, ValueError) as error:
-        raise InvalidRequest(f"{where} cannot be loaded: {error}", code="model_unreadable") from error
+        raise InvalidRequest(f"{folder} cannot be loaded: {error}", code="model_unreadable") from error
 
 
-def _odds(generator: Any, words: list[str], ids: Sequence[int]) -> Odds:
+def _log_probs(generator: Any, vocabulary: list[str], ids: Sequence[int]) -> LogProbs:
     import ctranslate2
 
-    told = generator.forward_batch([[words[i] for i in ids]], return_log_probs=True)
-    odds: Odds = np.asarray(told.to_device(ctranslate2.Device.cpu).to(ctranslate2.DataType.float32))[0]
-    return odds
+    output = generator.forward_batch([[vocabulary[id] for id in ids]], return_log_probs=True)
+    on_cpu = output.to_device(ctranslate2.Device.cpu).to(ctranslate2.DataType.float32)
+    log_probs: LogProbs = np.asarray(on_cpu)[0]
+    return log_probs

@@ -75,6 +75,7 @@ from modelyard.tokenizer.hf import HuggingFaceTokenizer
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+EndReason = Literal["stop", "length", "window", "cancelled", "error"]
 
 CAPABILITIES = Capabilities(
     modalities=("text", "image"),
@@ -331,9 +332,7 @@ class TextJob(FakeJob[Chunk]):
     def _on_cancel(self) -> None:
         self._end("cancelled")
 
-    def _end(
-        self, reason: Literal["stop", "length", "window", "cancelled", "error"], error: ModelyardError | None = None
-    ) -> None:
+    def _end(self, reason: EndReason, error: ModelyardError | None = None) -> None:
         if self.queue.closed:
             return
         if self._deadline is not None:
@@ -357,7 +356,8 @@ class TextJob(FakeJob[Chunk]):
         room = info.window - total
         if room < 1:
             raise ContextOverflow(total, info.window)
-        limit, limit_reason = (room, "window") if room < max_tokens else (max_tokens, "length")
+        limit = min(room, max_tokens)
+        limit_reason: EndReason = "window" if room < max_tokens else "length"
         actions = iterate(self._engine.plan(self._prompt))
         action = next(actions, None)
         if isinstance(action, ScriptStep) and (error := action.error) is not None:
@@ -452,9 +452,9 @@ class PrefixCache:
     def take(self, ids: list[int], session: str | None) -> tuple[str | int, Accepted]:
         """Removes and returns the sequence that the prompt continues, until `put`. `divergence` is None if the prompt
         does not diverge from it."""
-        key, shared = session, 0
+        key: str | int | None
         if session is not None and session in self._sequences:
-            shared = common_prefix(self._sequences[session], ids)
+            key, shared = session, common_prefix(self._sequences[session], ids)
         else:
             key, shared = self._best_match(ids)
         if key is None:
@@ -522,10 +522,11 @@ class FakeChatEngine(FakeEngine):
 
     def count_tokens(self, request: Request) -> int:
         """An estimate, as a remote server's would be: the texts, and four tokens per message for the template."""
-        size = lambda text: len(self.tokenizer.encode_plain(text))  # noqa: E731
-        messages = sum(4 + size(_message_text(message)) for message in request.messages)
-        tools = sum(size(f"{tool.name}{tool.description}{tool.parameters}") for tool in request.tools)
-        return messages + tools + sum(len(p) if isinstance(p, tuple) else size(p) for p in request.prompts)
+        texts = [_message_text(message) for message in request.messages]
+        texts += [f"{tool.name}{tool.description}{tool.parameters}" for tool in request.tools]
+        texts += [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        tokens = sum(len(prompt) for prompt in request.prompts if isinstance(prompt, tuple))
+        return 4 * len(request.messages) + tokens + sum(len(self.tokenizer.encode_plain(text)) for text in texts)
 
     def steps(self, request: Request) -> Steps:
         choice, constraint = request.tool_choice, request.constraint

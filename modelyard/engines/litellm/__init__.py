@@ -1,12 +1,11 @@
-"""Any provider that the LiteLLM library knows: requests leave this machine, with consent."""
+"""Any provider that the LiteLLM library supports. Requests leave this machine, with consent."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
-from modelyard.engines.litellm.engine import CAPABILITIES, LiteLlmEngine
-from modelyard.engines.litellm.library import verify
+from modelyard.engines.litellm.engine import CAPABILITIES, LiteLlmEngine, verify
 from modelyard.engines.litellm.options import Options
 
 __all__ = [
@@ -32,11 +31,11 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 
 def create(spec: EngineSpec) -> Engine:
-    """To be called on the loop that its answers are read on."""
+    """Call it on the event loop that the engine will run on."""
     return LiteLlmEngine(spec)
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    """Nothing is loaded here but a library."""
+    """It loads no weights."""
     del spec, machine
     return MemoryEstimate()

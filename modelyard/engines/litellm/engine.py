@@ -1,10 +1,12 @@
-"""A model that LiteLLM reaches, as a ChatEngine: its chunks are read as an OpenAI upstream's would be."""
+"""The LiteLLM engine: calls `litellm.acompletion` and reads its chunks as those of an OpenAI upstream."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, cast
 
@@ -12,37 +14,65 @@ import msgspec
 from msgspec.structs import replace
 
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, EngineStats, Generation, OnProgress
-from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
+from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event
-from modelyard.core.request import Request, Sampling
-from modelyard.engines.litellm import library
+from modelyard.core.request import Reasoning, Request, Sampling
 from modelyard.engines.litellm.options import Options
-from modelyard.engines.litellm.outgoing import PASSED, arguments
-from modelyard.engines.upstream.faults import blameless
-from modelyard.engines.upstream.jobs import Jobs, Say
-from modelyard.engines.upstream.retry import Patience, Refused, patiently
+from modelyard.engines.upstream.client import UpstreamAddress
+from modelyard.engines.upstream.forwarding import (
+    RetryableError,
+    RetryPolicy,
+    map_auth_error,
+    read_api_key,
+    reject_bare_prompts,
+    with_retries,
+)
+from modelyard.engines.upstream.jobs import Emit, UpstreamJobs
+from modelyard.plugins import MissingLibrary
 from modelyard.protocols import openai_chat
 from modelyard.protocols.common.sse import frame
+
+_SAMPLING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "seed", "logit_bias")
+_GRAMMARS = frozenset({"gbnf", "regex", "lark"})
 
 CAPABILITIES = Capabilities(
     modalities=("text", "image"),
     structured=True,
     logprobs=True,
-    ignored=tuple(name for name in Sampling.__struct_fields__ if name not in PASSED),
+    ignored=tuple(name for name in Sampling.__struct_fields__ if name not in _SAMPLING),
 )
 
 
+def verify() -> None:
+    if find_spec("litellm") is None:
+        raise MissingLibrary(
+            "litellm needs the Python package 'litellm': install it with pip install 'modelyard[litellm]'"
+        )
+
+
+def _import_litellm() -> ModuleType:
+    """Takes seconds."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else the import downloads a price list
+    library = importlib.import_module("litellm")
+    vars(library).update(telemetry=False, suppress_debug_info=True)
+    return library
+
+
 class LiteLlmEngine:
-    """It is never lost: a provider that is away fails requests, one by one."""
+    """Create it on its event loop. It is never lost: an unreachable provider fails single requests."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._model, self._options = spec.model, cast(Options, spec.options)
-        self._name = f"the provider of {spec.model!r}"
+        self._address = UpstreamAddress(
+            name=f"the provider of {spec.model!r}",
+            base_url=self._options.litellm_api_base or "",
+            key_source=f"the environment variable {self._options.litellm_api_key_env!r}",
+        )
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        can = replace(CAPABILITIES, modalities=spec.modalities)
-        self.info = EngineInfo("litellm", dict(spec.caches), can, device="remote")
-        self._patience = Patience(self._options.litellm_max_retries, self._options.litellm_timeout_s)
-        self._jobs = Jobs()
+        capabilities = replace(CAPABILITIES, modalities=spec.modalities)
+        self.info = EngineInfo("litellm", dict(spec.caches), capabilities, device="remote")
+        self._retries = RetryPolicy(self._options.litellm_max_retries, self._options.litellm_timeout_s)
+        self._jobs = UpstreamJobs()
         self._library: ModuleType | None = None
         self._key: str | None = None
 
@@ -51,45 +81,50 @@ class LiteLlmEngine:
 
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "importing LiteLLM")
-        library.verify()
-        self._key = _key(self._model, self._options)
-        self._library = await asyncio.to_thread(library.load)
+        verify()
+        self._key = read_api_key(self._model, self._options.litellm_api_key_env)
+        self._library = await asyncio.to_thread(_import_litellm)
         progress(1.0, "ready")
 
     def chat(self, request: Request) -> Generation[Event]:
-        async def work(say: Say) -> None:
-            asked = arguments(request, self._options, self._key)
-            await patiently(lambda: self._once(asked, say), self._patience)
+        async def run(emit: Emit) -> None:
+            arguments = completion_arguments(request, self._options, self._key)
+            await with_retries(lambda: self._attempt(arguments, emit), self._retries)
 
-        return self._jobs.start(work)
+        return self._jobs.start(run)
 
-    async def _once(self, asked: Mapping[str, Any], say: Say) -> None:
+    async def _attempt(self, arguments: Mapping[str, Any], emit: Emit) -> None:
         if self._library is None:
-            raise RuntimeError("the engine was asked to work before it was opened")
+            raise RuntimeError("the engine is not open")
         try:
-            chunks = await self._library.acompletion(**asked)
-        except Exception as error:  # every provider has its own; all carry a status and a message
-            raise Refused(self._ours(error), library.retry_after(error) is not None) from error
+            chunks = await self._library.acompletion(**arguments)
+        except Exception as error:  # providers raise various types; all have a status and a message
+            raise RetryableError(self._map_error(error), _retry_after(error) is not None) from error
+        reader = openai_chat.reader()
         try:
-            await _follow(chunks, say)
+            async for chunk in chunks:
+                if await emit(reader.feed(frame(chunk.model_dump_json(exclude_none=True).encode()))):
+                    return
+            await emit(reader.finish())
         except ModelyardError:
             raise
         except Exception as error:
-            raise self._ours(error) from error
+            raise self._map_error(error) from error
         finally:
-            await _close(chunks)
+            # A stream that is not read to its end continues, and costs, until it is closed.
+            if (close := getattr(chunks, "aclose", None)) is not None:
+                await close()
 
-    def _ours(self, error: Exception) -> ModelyardError:
-        status = getattr(error, "status_code", None)
-        told = str(getattr(error, "message", "") or error)
-        pause = library.retry_after(error)
-        body = msgspec.json.encode({"error": {"message": told}})  # its `code` is the status once more
-        headers = {} if pause is None else {"retry-after": pause}
-        read = openai_chat.read_error(status if isinstance(status, int) else 502, headers, body)
-        return blameless(read, self._name, f"the environment variable {self._options.litellm_api_key_env!r}")
+    def _map_error(self, error: Exception) -> ModelyardError:
+        status, retry_after = getattr(error, "status_code", None), _retry_after(error)
+        message = str(getattr(error, "message", "") or error)
+        body = msgspec.json.encode({"error": {"message": message}})  # LiteLLM's `code` only repeats the status
+        headers = {} if retry_after is None else {"retry-after": retry_after}
+        mapped = openai_chat.read_error(status if isinstance(status, int) else 502, headers, body)
+        return map_auth_error(mapped, self._address)
 
     async def count(self, request: Request) -> int | None:
-        """The library guesses with other models' tokenizers; that is no count."""
+        """None: LiteLLM estimates with tokenizers of other models."""
         del request
         return None
 
@@ -97,30 +132,42 @@ class LiteLlmEngine:
         return EngineStats(running=len(self._jobs))
 
     async def close(self) -> None:
-        self._jobs.refuse(Unavailable("the engine was closed"))
-        await self._jobs.settled()
+        self._jobs.close(Unavailable("the engine was closed"))
+        await self._jobs.join()
 
 
-async def _follow(chunks: AsyncIterator[Any], say: Say) -> None:
-    reader = openai_chat.reader()
-    async for chunk in chunks:
-        if await say(reader.feed(frame(chunk.model_dump_json(exclude_none=True).encode()))):
-            return
-    await say(reader.finish())
+def _retry_after(error: Exception) -> str | None:
+    """From the provider's headers, if the exception has them."""
+    for headers in (getattr(error, "litellm_response_headers", None), getattr(error, "headers", None)):
+        if headers is not None and (value := headers.get("retry-after")) is not None:
+            return str(value)
+    return None
 
 
-async def _close(chunks: Any) -> None:
-    """What is not read to its end goes on, and costs, until it is closed."""
-    close = getattr(chunks, "aclose", None)
-    if close is not None:
-        await close()
-
-
-def _key(model: str, options: Options) -> str | None:
-    name = options.litellm_api_key_env
-    if name is not None and not os.environ.get(name):
-        raise InvalidRequest(
-            f"the model {model!r} takes its key from the environment variable {name!r}, which is not set",
-            code="remote_key_missing",
+def completion_arguments(request: Request, options: Options, key: str | None) -> dict[str, Any]:
+    """The arguments of `litellm.acompletion`: an OpenAI request, the address and the key."""
+    reject_bare_prompts(request)
+    if request.constraint is not None and request.constraint.kind in _GRAMMARS:
+        raise Unsupported(
+            f"this model takes JSON schemas, not a {request.constraint.kind} grammar", code="structured_unsupported"
         )
-    return os.environ[name] if name is not None else None
+    accepted = Request(
+        model=options.litellm_model,
+        messages=request.messages,
+        tools=request.tools,
+        tool_choice=request.tool_choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        sampling=Sampling(**{name: getattr(request.sampling, name) for name in _SAMPLING}),
+        max_tokens=request.max_tokens,
+        stop=request.stop,
+        logprobs=request.logprobs,
+        constraint=request.constraint,
+        reasoning=Reasoning(effort=request.reasoning.effort),
+        stream=True,
+        include_usage=True,
+        user=request.user,
+    )
+    body: dict[str, Any] = msgspec.json.decode(openai_chat.write_request(accepted))
+    connection = {"api_key": key, "api_base": options.litellm_api_base, "timeout": options.litellm_timeout_s}
+    set_ = {name: value for name, value in connection.items() if value is not None}
+    return body | set_ | {"drop_params": True, "num_retries": 0, "max_retries": 0} | options.litellm_params

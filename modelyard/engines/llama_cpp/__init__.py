@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from modelyard.core.engine import Engine, EngineSpec
-from modelyard.engines.llama_cpp import files, library, selftest
 from modelyard.engines.llama_cpp.estimate import estimate
+from modelyard.engines.llama_cpp.library import offloads_to_gpu
 from modelyard.engines.llama_cpp.options import CAPABILITIES, LIVE_OVERRIDES, Options
+from modelyard.library.model_files import locate_model_file
 
 __all__ = [
     "CAPABILITIES",
@@ -29,9 +30,8 @@ HOLDS_WEIGHTS = True
 
 
 def own_process(options: Mapping[str, Any]) -> bool:
-    """On a GPU a step takes half a millisecond: there every wait for the gateway's own work would be felt."""
-    layers = options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", -1))
-    return library.offloads_to_gpu(layers)
+    """On a GPU a step takes half a millisecond: the gateway's own work in the same process would slow it down."""
+    return offloads_to_gpu(options.get("n_gpu_layers", options.get("gguf_n_gpu_layers", -1)))
 
 
 def kind(options: Options) -> Literal["text", "chat"]:
@@ -40,12 +40,15 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 
 def verify() -> None:
-    """A library that this machine cannot run dies in a child process, before this one loads it."""
+    """Runs the self-test: a library that this machine cannot run dies in a child process."""
+    # Imported here: the child runs that module as its main program.
+    from modelyard.engines.llama_cpp import selftest
+
     selftest.require_working_library()
 
 
 def create(spec: EngineSpec) -> Engine:
-    """To be called on the loop that its answers are read on."""
+    """Call it on the event loop that reads the engine's answers."""
     verify()
     from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 
@@ -53,11 +56,11 @@ def create(spec: EngineSpec) -> Engine:
 
 
 def tokenizer_path(options: Options) -> Path:
-    """The file itself: its vocabulary is read without its weights."""
-    return files.find(options.path)
+    """The model file: its vocabulary is read without its weights."""
+    return locate_model_file(options.path)
 
 
 def chat_template(options: Options) -> str | None:
-    """None: the vocabulary brings the file's own."""
+    """None: the tokenizer has the template of the file."""
     del options
     return None

@@ -1,138 +1,225 @@
-"""The planner of one step: which rows of which sequences go into the next decode. Pure.
+"""What goes into the next decode: the plan of a mixed step, the batch of a uniform one, and llama.cpp's batch itself.
 
-Sequences that generate come first, one row each: a stream never waits longer than one step. What is left of the
-micro-batch goes to prompts, in the order they came, so that a long prompt is read in slices between tokens; and then to
-guessed tokens, one row each behind the stream's own. Rows are ordered by sequence: the engine computes neighbouring
-sequences together, and as many rows of each as all of them have, so guesses are of one length.
+A mixed step reads prompts and drafts beside the streams (`plan_batch`). A uniform step moves all jobs one token on
+(`DecodeBatch`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from ctypes import POINTER, c_int32
 from math import inf
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
+from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.numpy_sampler import BatchSampler
 from modelyard.engines.llama_cpp.sequences import SequenceSlot
 
+IntArray = npt.NDArray[np.int32]
+
+
+# --- a mixed step -----------------------------------------------------------------------------------------------------
+
 
 class SequenceWork(Struct, frozen=True):
-    """A sequence with work: `pending` tokens to read (1 while it generates). `arrived` orders the prompts; `guessed`
-    tokens may be read behind a stream's own."""
+    """A sequence with `pending` tokens to read (1 while it generates). `arrival` orders the prompts. `drafted` tokens
+    may be read after a stream's own; a prompt reads at most `limit` tokens before its next checkpoint."""
 
     sequence: int
     pending: int
     generating: bool
-    arrived: int
-    guessed: int = 0
-    most: int = 1 << 30  # of a prompt, before it is to pause
+    arrival: int
+    drafted: int = 0
+    limit: int = 1 << 30
 
 
 class BatchSlice(Struct, frozen=True):
-    """Read `count` of the sequence's pending tokens, and `guessed` behind them; `last` when nothing stays pending."""
+    """Read `count` of the sequence's pending tokens and `drafted` tokens after them; `last` if nothing stays pending."""
 
     sequence: int
     count: int
     last: bool
-    guessed: int = 0
+    drafted: int = 0
 
 
-def next_adapters(sets: Iterable[Hashable], last: Hashable) -> Any:
-    """Whose turn it is of the adapter sets that jobs ask for, oldest job first: the one after the last, in a ring. New
-    ones join at the end, so nobody is passed over for ever."""
+def next_adapters(sets: Iterable[Hashable], current: Hashable) -> Any:
+    """The adapter set of the next step: the one after the current, in a ring ordered by the oldest job. New sets join at
+    the end, so none waits forever."""
     order = list(dict.fromkeys(sets))
-    return order[(order.index(last) + 1) % len(order)] if last in order else order[0]
+    return order[(order.index(current) + 1) % len(order)] if current in order else order[0]
 
 
-def plan_batch(needs: Sequence[SequenceWork], budget: int) -> list[BatchSlice]:
-    streams = [need for need in needs if need.generating]
-    room = budget - sum(need.pending for need in streams)
-    # One row at least: streams as many as the budget must not keep prompts waiting until one of them ends.
-    slices = _prompts([need for need in needs if not need.generating], max(1, room))
-    guessed = _level([need.guessed for need in streams], room - sum(piece.count for piece in slices))
-    slices += [BatchSlice(need.sequence, need.pending, True, rows) for need, rows in zip(streams, guessed, strict=True)]
-    return sorted(slices, key=lambda piece: piece.sequence)
+def plan_batch(work: Sequence[SequenceWork], budget: int) -> list[BatchSlice]:
+    """Which rows of which sequences to decode, ordered by sequence.
+
+    Streams come first, one row each: a stream never waits longer than one step. The rest of the micro-batch goes to
+    prompts in the order of their arrival, so a long prompt is read in slices between tokens, and then to drafts.
+    llama.cpp computes neighbouring sequences together, as many rows of each as all of them have, so drafts have one
+    length.
+    """
+    streams = [each for each in work if each.generating]
+    room = budget - sum(each.pending for each in streams)
+    # At least one row: streams that fill the budget must not starve the prompts.
+    slices = _plan_prompts([each for each in work if not each.generating], max(1, room))
+    drafted = _equal_drafts([each.drafted for each in streams], room - sum(part.count for part in slices))
+    slices += [BatchSlice(each.sequence, each.pending, True, rows) for each, rows in zip(streams, drafted, strict=True)]
+    return sorted(slices, key=lambda part: part.sequence)
 
 
-def _prompts(needs: list[SequenceWork], rows: int) -> list[BatchSlice]:
+def _plan_prompts(work: list[SequenceWork], rows: int) -> list[BatchSlice]:
     slices = []
-    for need in sorted(needs, key=lambda n: n.arrived):
-        count = min(need.pending, need.most, rows)
+    for each in sorted(work, key=lambda w: w.arrival):
+        count = min(each.pending, each.limit, rows)
         if count > 0:
-            slices.append(BatchSlice(need.sequence, count, count == need.pending))
+            slices.append(BatchSlice(each.sequence, count, count == each.pending))
             rows -= count
     return slices
 
 
-def _level(wanted: Sequence[int], rows: int) -> list[int]:
-    """Guesses of one length, the one that lets most tokens be tried; shorter ones are let go."""
-    if not any(wanted):
-        return [0] * len(wanted)
-    _, least = max((length * sum(n >= length for n in wanted), length) for length in set(wanted))
-    length = min(least, max(0, rows) // sum(n >= least for n in wanted))
-    return [length if n >= least else 0 for n in wanted]
+def _equal_drafts(lengths: Sequence[int], rows: int) -> list[int]:
+    """Drafts of one length, the one that tries the most tokens; shorter drafts are dropped."""
+    if not any(lengths):
+        return [0] * len(lengths)
+    _, least = max((length * sum(n >= length for n in lengths), length) for length in set(lengths))
+    length = min(least, max(0, rows) // sum(n >= least for n in lengths))
+    return [length if n >= least else 0 for n in lengths]
 
 
-# The jobs of a cache while all of them speak, one token each a step: what stays the same from one step to the next.
-#
-# On a fast GPU a step takes less than a millisecond, and the GPU stands still from the moment a token is known until the
-# next step is given to it. So whatever can be known before is known here: what would end one of them, and when to stop.
+# --- a uniform step ---------------------------------------------------------------------------------------------------
 
 
 class DecodeBatch:
-    """Belongs to the engine's thread. It holds for as long as nobody comes or goes, and each says one token a step.
+    """The jobs of a cache while each generates one token per step. It is valid until a job joins or leaves.
 
-    `is_plain`: each says just what is drawn, and nobody asks for more; `takes_the_best`: and that is the likeliest;
-    `throw`: or it can be drawn for all of them together.
+    On a fast GPU a step takes less than a millisecond, and the GPU idles from the moment a token is known until the next
+    decode is launched. So everything that stays the same between steps is computed here, once.
     """
 
     def __init__(self, jobs: Mapping[int, LlamaCppJob], slots: Sequence[SequenceSlot]) -> None:
-        self.jobs = jobs  # by sequence, in order
-        self.singers = tuple(jobs.values())
-        self._held = [(slots[index], job) for index, job in jobs.items()]
-        self.is_plain = all(job.is_plain for job in self.singers)
-        self.takes_the_best = all(job.takes_the_best for job in self.singers)
-        self.throw = _throw(self.singers) if self.is_plain else None
-        self._stops = frozenset[int]().union(*(job.stops for job in self.singers))
-        self.look_ahead()
-        self._deadline = min((job.prompt.deadline or inf for job in self.singers), default=inf)
+        self.by_sequence = jobs  # in order
+        self.jobs = tuple(jobs.values())
+        self._slots = [(slots[index], job) for index, job in jobs.items()]
+        # No job has a mask, a script or logprobs: its sampler's tokens are its output.
+        self.is_simple = all(job.is_simple for job in self.jobs)
+        self.is_greedy = all(job.is_greedy for job in self.jobs)
+        self.sampler = _batch_sampler(self.jobs) if self.is_simple else None
+        self._stop_ids = frozenset[int]().union(*(job.stop_ids for job in self.jobs))
+        self._deadline = min((job.prompt.deadline or inf for job in self.jobs), default=inf)
+        self.check_limits()
 
     def __len__(self) -> int:
-        return len(self.singers)
+        return len(self.jobs)
 
-    def ends_with(self, tokens: Sequence[int]) -> bool:
-        """Whether one of them ends when each has said its token."""
-        return self._is_last or not self._stops.isdisjoint(tokens)
+    def finishes_with(self, tokens: Sequence[int]) -> bool:
+        """Whether these tokens, one per job, end a job."""
+        return self._reaches_limit or not self._stop_ids.isdisjoint(tokens)
 
     @property
-    def is_disturbed(self) -> bool:
-        """Somebody was cancelled or is late: the next step is not as this one."""
-        for job in self.singers:  # a generator costs as much as all the rest
+    def must_stop(self) -> bool:
+        """A job was cancelled or timed out; rebuild the batch."""
+        for job in self.jobs:  # a generator would cost as much as the rest of the step
             if job.cancelled:
                 return True
         return self._deadline is not inf and time.time() >= self._deadline
 
-    def say(self, tokens: Sequence[int]) -> None:
-        """Write down what was said; what was said before it is in the KV by now."""
-        for job, token in zip(self.singers, tokens, strict=True):
-            job.say(token)
-        self.look_ahead()
+    def append(self, tokens: Sequence[int]) -> None:
+        """One token per job; the token before it is in the KV by now."""
+        for job, token in zip(self.jobs, tokens, strict=True):
+            job.append_decoded(token)
+        self.check_limits()
 
-    def look_ahead(self) -> None:
-        """Whether one of them may say one token more only: to be asked whenever they have said something."""
-        self._is_last = any(job.length + 1 >= job.limit for job in self.singers)
+    def check_limits(self) -> None:
+        """Whether the next token is some job's last. Call it when tokens were appended."""
+        self._reaches_limit = any(job.length + 1 >= job.limit for job in self.jobs)
 
-    def hold(self) -> None:
-        """Each sequence holds all that its job has done."""
+    def update_slots(self) -> None:
         now = time.time()
-        for slot, job in self._held:
-            slot.tokens, slot.at = job.held, now
+        for slot, job in self._slots:
+            slot.tokens, slot.last_used = job.evaluated_ids, now
 
 
-def _throw(jobs: Sequence[LlamaCppJob]) -> BatchSampler | None:
-    dice = [job.chain.dice for job in jobs if job.chain.dice is not None and job.chain.dice.top_k]
-    return BatchSampler(dice) if len(dice) == len(jobs) > 1 else None
+def _batch_sampler(jobs: Sequence[LlamaCppJob]) -> BatchSampler | None:
+    samplers = [job.sampler.numpy_sampler for job in jobs]
+    usable = [sampler for sampler in samplers if sampler is not None and sampler.top_k]
+    return BatchSampler(usable) if len(usable) == len(jobs) > 1 else None
+
+
+# --- llama_batch ------------------------------------------------------------------------------------------------------
+
+
+class LlamaBatch:
+    """A `llama_batch` whose arrays are numpy's: filled by slices, not row by row."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.token: IntArray = np.zeros(capacity, np.int32)
+        self.pos: IntArray = np.zeros(capacity, np.int32)
+        self.seq: IntArray = np.zeros(capacity, np.int32)
+        self.output: npt.NDArray[np.int8] = np.zeros(capacity, np.int8)
+        self._ones: IntArray = np.ones(capacity, np.int32)
+        address = self.seq.ctypes.data
+        self._pointers = np.arange(address, address + 4 * capacity, 4, dtype=np.uint64)
+        self.raw = lib.llama_batch()
+        self.raw.token = self.token.ctypes.data_as(POINTER(c_int32))
+        self.raw.pos = self.pos.ctypes.data_as(POINTER(c_int32))
+        self.raw.n_seq_id = self._ones.ctypes.data_as(POINTER(c_int32))
+        self.raw.seq_id = self._pointers.ctypes.data_as(POINTER(POINTER(c_int32)))
+        self.raw.logits = self.output.ctypes.data_as(POINTER(ctypes.c_int8))
+
+        self._uniform: object = None  # the DecodeBatch whose rows are in it
+        self._last_tokens: Any = None  # ctypes assigns a short list in a fifth of numpy's time
+        self._positions = self.pos[:0]
+
+    @property
+    def size(self) -> int:
+        return int(self.raw.n_tokens)
+
+    def clear(self) -> None:
+        self.raw.n_tokens = 0
+        self._uniform = None
+
+    def fill_uniform(self, batch: DecodeBatch) -> None:
+        """One row per job. For the same batch as before only tokens and positions are written."""
+        if batch is not self._uniform:
+            count = len(batch)
+            self.seq[:count], self.output[:count] = list(batch.by_sequence), 1
+            self.raw.n_tokens, self._uniform = count, batch
+            self._last_tokens = (c_int32 * count).from_address(self.token.ctypes.data)
+            self._positions = self.pos[:count]
+        self._last_tokens[:] = [job.last_token for job in batch.jobs]
+        self._positions[:] = [job.n_past for job in batch.jobs]
+
+    def set_tokens(self, tokens: Sequence[int]) -> None:
+        """The next tokens of the uniform batch, at the positions that `advance` has set."""
+        self._last_tokens[:] = tokens
+
+    def advance(self) -> None:
+        """After a uniform decode: the next one is one position further. That is known before its tokens are."""
+        self._positions += 1
+
+    def add_token(self, token: int, position: int, sequence: int) -> int:
+        """A stream's row: `add` without slices, which cost ten times as much as single numbers."""
+        at = self.raw.n_tokens
+        self.token[at], self.pos[at], self.seq[at], self.output[at] = token, position, sequence, 1
+        self.raw.n_tokens = at + 1
+        return int(at)
+
+    def add(self, ids: IntArray, start: int, sequence: int, *, last: bool, drafted: int = 0) -> int:
+        """Rows of one sequence. `last` requests logits for the last row and for the `drafted` rows before it. Returns
+        the first row that has logits."""
+        at, end = self.size, self.size + len(ids)
+        self.token[at:end] = ids
+        self.pos[at:end] = np.arange(start, start + len(ids), dtype=np.int32)
+        self.seq[at:end] = sequence
+        self.output[at:end] = 0
+        first = end - 1 - drafted
+        self.output[first:end] = last
+        self.raw.n_tokens = end
+        return first

@@ -49,7 +49,7 @@ class DraftModel:
     def drafter(self, name: str, info: CacheInfo) -> ModelDrafter:
         raw = loading.create_context(self._raw, f"{name} of the draft model", info, self._options)
         self._attach(raw)
-        return ModelDrafter(raw, self._options.of(info).n_ubatch, info.parallel, self._options.draft_p_min)
+        return ModelDrafter(raw, self._options.for_cache(info).n_ubatch, info.parallel, self._options.draft_p_min)
 
     def close(self) -> None:
         raw, self._raw = self._raw, None

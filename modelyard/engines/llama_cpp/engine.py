@@ -114,7 +114,7 @@ class LlamaCppEngine:
         self._desk = Embedder(self._model, self._spec, shape, self._order, self._pool.attach)
         self._wardrobe = LoraAdapters(self._model, self.options.lora)
         self._masks = GrammarCompiler(self._vocab, self._n_vocab)
-        if self.options.drafts:
+        if self.options.uses_draft_model:
             self._draft = DraftModel(self.options, self._model, self._pool.attach, lambda _: self._over is None)
         for name, info in self._spec.caches.items():
             raw = loading.create_context(self._model, name, info, self.options)
@@ -124,7 +124,7 @@ class LlamaCppEngine:
                 info,
                 raw,
                 self._n_vocab,
-                self.options.of(info).n_ubatch,
+                self.options.for_cache(info).n_ubatch,
                 self._dispatch.put,
                 self._dispatch.put_batch,
                 self._wardrobe,

@@ -1,7 +1,8 @@
-"""One job in the engine's hands: its tokens, how far they are read, and its way out."""
+"""One generation: its tokens, how far they are evaluated, and how the next one is sampled."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -10,172 +11,147 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from modelyard.core.engine import Chunk, End, IdLogprob, Prompt
+from modelyard.core.engine import IdLogprob, Prompt
 from modelyard.core.errors import ModelyardError
-from modelyard.core.events import Timings, Usage
-from modelyard.engines.generation_queue import GenerationQueue
+from modelyard.core.events import Usage
+from modelyard.engines.in_process import InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
-from modelyard.engines.llama_cpp.sampler import JobSampler, logits_row, token_logprob
+from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob
 
-
-class LlamaCppJob:
-    """`ids` holds prompt and output in one growing array; `done` of them are in the KV cache.
-
-    Made on the reader's loop; from `admit` on it belongs to the engine's thread, except for `cancelled`, which anybody
-    may set and the thread reads at each step.
-    """
-
-    def __init__(self, prompt: Prompt, loop: Any, arrived: int) -> None:
-        self.prompt, self.arrived = prompt, arrived
-        self.queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=self.cancel, loop=loop)
-        self.cancelled = False
-        self.prompt_tokens = prompt.n_tokens
-        self._room = np.empty(self.prompt_tokens + min(prompt.max_tokens, 1024), np.int32)
-        ids = prompt.ids  # fewer than there are prompt tokens where media are: such a job is refused
-        self._room[: len(ids)] = ids
-        self.length = len(ids)
-        self.done = self.cached = 0
-        self.pauses: list[int] = []  # where its state is to be kept while it is read, in order; set by the thread
-        # Tokens at which it ends, if not before; `begin` may lower it.
-        self.limit = self.prompt_tokens + prompt.max_tokens
-        self.stops = frozenset(prompt.stop_ids)
-        self.chain: JobSampler  # set by the engine's thread
-        self.mask: GrammarMask | TriggeredMask | None = None  # set before the thread sees the job
-        self.scripted: Iterator[int] | None = None  # what it is to say instead of what is drawn; set by the thread
-        self.began = time.perf_counter()
-        self.first_at: float | None = None
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    @property
-    def is_plain(self) -> bool:
-        """It says what its samplers draw from the row's logits as they are, and nobody asks how likely that was."""
-        return self.mask is None and self.scripted is None and self.prompt.logprobs is None
-
-    @property
-    def takes_the_best(self) -> bool:
-        return self.is_plain and self.chain.takes_the_best
-
-    def is_late(self, now: float) -> bool:
-        """`now` is unix time, as deadlines are."""
-        return self.prompt.deadline is not None and now >= self.prompt.deadline
-
-    @property
-    def ids(self) -> Any:
-        return self._room[: self.length]
-
-    @property
-    def held(self) -> Any:
-        """What of it is in the KV cache."""
-        return self._room[: self.done]
-
-    @property
-    def newest(self) -> int:
-        return int(self._room[self.length - 1])
-
-    @property
-    def pending(self) -> int:
-        return self.length - self.done
-
-    @property
-    def until_pause(self) -> int:
-        return (self.pauses[0] if self.pauses else self.length) - self.done
-
-    @property
-    def generating(self) -> bool:
-        return self.first_at is not None
-
-    @property
-    def output(self) -> int:
-        return self.length - self.prompt_tokens
-
-    def begin(self, keep: int, window: int) -> None:
-        self.done = self.cached = keep
-        self.limit = min(self.limit, window)
-
-    def prefilled(self) -> None:
-        if self.first_at is None:
-            self.first_at = time.perf_counter()
-
-    def append(self, token: int) -> None:
-        if self.length == len(self._room):
-            self._room = np.concatenate([self._room, np.empty(max(1024, self.length // 2), np.int32)])
-        self._room[self.length] = token
-        self.length += 1
-
-    def say(self, token: int) -> None:
-        """The token after all that was read in this step."""
-        self.append(token)
-        self.done += 1
-
-    def close(self) -> None:
-        self.chain.close()
-
-
-# What a job says after a row of logits: the token, its odds where they are asked for, and whether it was the last.
-
-Finish = tuple[str, ModelyardError | None]  # as an End has it
+Finish = tuple[str, ModelyardError | None]  # why a job ends: reason and error of its End
 
 
 class StepOutput(Struct):
-    """What a job says in one step."""
+    """What a job generates in one step: several tokens if drafts are accepted."""
 
     ids: list[int]
     logprobs: list[IdLogprob] | None
 
 
-def new_output(job: LlamaCppJob) -> StepOutput:
-    """As yet."""
-    return StepOutput([], [] if job.prompt.logprobs is not None else None)
+class LlamaCppJob(InProcessJob):
+    """`ids` has prompt and output in one growing array; the first `n_past` of them are in the KV cache.
 
+    `sampler` is set by the engine's thread when it admits the job.
+    """
 
-def sample_token(context: Any, n_vocab: int, job: LlamaCppJob, row: int, said: StepOutput) -> Finish | None:
-    """The next token, or why there is none; and whether it was the last."""
-    wanted = job.prompt.logprobs
-    raw = logits_row(context, row, n_vocab).copy() if wanted is not None else None
-    try:
-        token = _pick(context, n_vocab, job, row)
-    except ModelyardError as error:
-        return "error", error
-    ending = append_token(job, token, said)
-    if raw is not None and said.logprobs is not None and len(said.logprobs) < len(said.ids):
-        said.logprobs.append(token_logprob(raw, token, wanted or 0))
-    return ending
+    sampler: JobSampler
 
+    def __init__(self, prompt: Prompt, loop: asyncio.AbstractEventLoop, arrival: int) -> None:
+        super().__init__(prompt, loop)
+        self.arrival = arrival
+        ids = prompt.ids  # fewer than prompt_tokens if the prompt has media; such a job is refused
+        self._ids = np.empty(self.prompt_tokens + min(prompt.max_tokens, 1024), np.int32)
+        self._ids[: len(ids)] = ids
+        self.length = len(ids)
+        self.n_past = 0
+        self.limit = self.prompt_tokens + prompt.max_tokens  # the length at which it ends
+        self.stop_ids = frozenset(prompt.stop_ids)
+        self.checkpoint_positions: list[int] = []  # where reading the prompt pauses for a checkpoint, in order
+        self.mask: GrammarMask | TriggeredMask | None = None
+        self.scripted: Iterator[int] | None = None  # replaces sampling, for tests
 
-def _pick(context: Any, n_vocab: int, job: LlamaCppJob, row: int) -> int:
-    if job.scripted is not None:
-        return next(job.scripted, next(iter(job.stops), -1))
-    if job.mask is None:
-        return job.chain.pick(context, row)
-    logits = logits_row(context, row, n_vocab)
-    return job.mask.pick(logits, partial(job.chain.pick, context, row, logits))
+    def __repr__(self) -> str:
+        return f"<LlamaCppJob {self.n_past} of {self.length} tokens evaluated, {self.n_output} generated>"
 
+    def limit_output(self, window: int) -> None:
+        super().limit_output(window)
+        self.limit = self.prompt_tokens + self.max_output
 
-def append_token(job: LlamaCppJob, token: int, said: StepOutput) -> Finish | None:
-    """The job says this token, unless it is one that ends it."""
-    if token in job.stops or token < 0:
-        return "stop", None
-    job.append(token)
-    said.ids.append(token)
-    if job.mask is not None and job.mask.is_complete:
-        return "stop", None
-    if job.output >= job.prompt.max_tokens:
-        return "length", None
-    return ("window", None) if job.length >= job.limit else None
+    def start(self, cached: int) -> None:
+        self.n_past = self.cached_tokens = cached
 
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.cached_tokens, self.n_output)
 
-def end(job: LlamaCppJob, reason: Any, error: ModelyardError | None) -> End:
-    return End(reason, Usage(job.prompt_tokens, job.cached, job.output), _timings(job), error)
+    def close(self) -> None:
+        self.sampler.close()
 
+    # --- tokens -------------------------------------------------------------------------------------------------------
 
-def _timings(job: LlamaCppJob) -> Timings:
-    now, first = time.perf_counter(), job.first_at
-    return Timings(
-        prefill=first - job.began if first else None,
-        first_token=first - job.began if first else None,
-        decode=now - first if first else None,
-        backend=now - job.began,
-        total=now - job.began,
-    )
+    @property
+    def ids(self) -> Any:
+        return self._ids[: self.length]
+
+    @property
+    def evaluated_ids(self) -> Any:
+        return self._ids[: self.n_past]
+
+    @property
+    def last_token(self) -> int:
+        return int(self._ids[self.length - 1])
+
+    @property
+    def pending(self) -> int:
+        return self.length - self.n_past
+
+    @property
+    def until_checkpoint(self) -> int:
+        return (self.checkpoint_positions[0] if self.checkpoint_positions else self.length) - self.n_past
+
+    @property
+    def n_output(self) -> int:
+        return self.length - self.prompt_tokens
+
+    @property
+    def generating(self) -> bool:
+        return self.first_token_at is not None
+
+    def mark_prefilled(self) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+
+    def append(self, token: int) -> None:
+        if self.length == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty(max(1024, self.length // 2), np.int32)])
+        self._ids[self.length] = token
+        self.length += 1
+
+    def append_decoded(self, token: int) -> None:
+        """The token that follows a decode of all tokens before it."""
+        self.append(token)
+        self.n_past += 1
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_simple(self) -> bool:
+        """The sampler alone decides, on unchanged logits, and no logprobs are requested."""
+        return self.mask is None and self.scripted is None and self.prompt.logprobs is None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.is_simple and self.sampler.is_greedy
+
+    def new_output(self) -> StepOutput:
+        return StepOutput([], [] if self.prompt.logprobs is not None else None)
+
+    def sample(self, context: Any, row: int, output: StepOutput) -> Finish | None:
+        """Adds the next token to the output. Returns why the job ends, if it does."""
+        top = self.prompt.logprobs
+        logits = self.sampler.logits(context, row).copy() if top is not None else None  # a mask changes them
+        try:
+            token = self._sample(context, row)
+        except ModelyardError as error:
+            return "error", error
+        finish = self.accept(token, output)
+        if logits is not None and output.logprobs is not None and len(output.logprobs) < len(output.ids):
+            output.logprobs.append(token_logprob(logits, token, top or 0))
+        return finish
+
+    def _sample(self, context: Any, row: int) -> int:
+        if self.scripted is not None:
+            return next(self.scripted, next(iter(self.stop_ids), -1))
+        if self.mask is None:
+            return self.sampler.sample(context, row)
+        logits = self.sampler.logits(context, row)
+        return self.mask.sample(logits, partial(self.sampler.sample, context, row, logits))
+
+    def accept(self, token: int, output: StepOutput) -> Finish | None:
+        """Appends the token, unless it is one that ends the job."""
+        if token in self.stop_ids or token < 0:
+            return "stop", None
+        self.append(token)
+        output.ids.append(token)
+        if self.mask is not None and self.mask.is_complete:
+            return "stop", None
+        return (self.limit_reason, None) if self.length >= self.limit else None

@@ -16,7 +16,7 @@ from modelyard.engines import cores
 from modelyard.engines.llama_cpp import library
 from modelyard.engines.llama_cpp.estimate import read_model_shape
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.engines.llama_server.fit import fitted_layers
+from modelyard.engines.llama_server.knobs import fitted_layers
 from modelyard.engines.llama_server.options import Options as ServerOptions
 from modelyard.library.model_files import locate_model_file
 
@@ -38,7 +38,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
     yield Knob(name="type_k", values=("f16", "q8_0", "q4_0"), stage=room + 1, lossy=True)
     yield Knob(name="type_v", values=("f16", "q8_0", "q4_0"), stage=room + 1, lossy=True)
     yield Knob(name="speculation", values=("auto", "off"), stage=7)
-    if options.drafts:
+    if options.uses_draft_model:
         yield Knob(name="draft_n_max", values=(2, 4, 8, 16), stage=8)
 
 
@@ -53,7 +53,7 @@ def _layers(spec: EngineSpec) -> tuple[int, ...]:
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
     info: CacheInfo = spec.caches[cache]
-    options: Options = spec.options.of(info)
+    options: Options = spec.options.for_cache(info)
     return {
         "n_gpu_layers": options.n_gpu_layers,
         "parallel": info.parallel,

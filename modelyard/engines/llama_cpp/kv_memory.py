@@ -1,6 +1,6 @@
-"""The KV of a context's sequences: cut, cleared, copied, and as bytes taken out and put in.
+"""The KV of a context's sequences: cut, clear, copy, and export or import as bytes.
 
-Only whole, verified prefixes come here: which tokens they are is the caller's to know.
+Callers pass only verified prefixes: which tokens the KV belongs to is theirs to know.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from modelyard.core.engine import CacheInfo
-from modelyard.engines.llama_cpp import loading, sequences
 from modelyard.engines.llama_cpp.binding import lib, short
 from modelyard.engines.llama_cpp.loading import uses_gpu
-from modelyard.engines.llama_cpp.options import Options
-from modelyard.engines.llama_cpp.sequences import CopyCosts, CopyMethod
+from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
+from modelyard.engines.llama_cpp.sequences import CopyCosts, CopyMethod, is_intact
 
 KvBytes = npt.NDArray[np.uint8]
 
-_ALL, _PARTIAL = 0, 1  # LLAMA_STATE_SEQ_FLAGS_*: the latter leaves out what a cut can restore
-_ENOUGH = 8  # measurements of a decode's speed
-_ROWS = 8  # fewer are read at the price of one
+_ALL, _PARTIAL = 0, 1  # LLAMA_STATE_SEQ_FLAGS_*: the latter omits what removing tokens can restore
+_MEASUREMENTS = 8
+_MIN_ROWS = 8  # a decode of fewer rows costs as much as one of a single row
 
 
 class KvLayout(Struct, frozen=True):
-    """What two contexts must have in common for KV of one to mean the same in the other."""
+    """What two contexts must have in common to exchange KV."""
 
     type_k: str
     type_v: str
@@ -41,7 +40,7 @@ def kv_layout(info: CacheInfo, options: Options) -> KvLayout:
     return KvLayout(
         info.type_k.lower(),
         info.type_v.lower(),
-        loading.flash_attention_mode(options.of(info), gpu=uses_gpu(options)),
+        flash_attention_mode(options.for_cache(info), gpu=uses_gpu(options)),
         info.parallel,
         options.swa_full,
     )
@@ -50,113 +49,116 @@ def kv_layout(info: CacheInfo, options: Options) -> KvLayout:
 class KvMemory:
     """Of one context. Belongs to the engine's thread."""
 
-    def __init__(self, raw: Any, window: int, layout: KvLayout) -> None:
+    def __init__(self, context: Any, window: int, layout: KvLayout) -> None:
         self.layout, self.window = layout, window
-        self._raw, self._memory = raw, lib.llama_get_memory(raw)
-        model = lib.llama_get_model(raw)
+        self._context, self._memory = context, lib.llama_get_memory(context)
+        model = lib.llama_get_model(context)
         self._n_swa: int = lib.llama_model_n_swa(model)
         self._only_forward: bool = lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model)
         self.costs = CopyCosts()
         self._measured = 0
-        # llama.cpp makes a stream copy with the next decode: until then the one has no data yet, and what is put into
-        # either would be copied or written over.
-        self._targets: set[int] = set()
-        self._sources: set[int] = set()
+        # llama.cpp executes a stream copy with the next decode. Until then its target has no data yet, and writing to
+        # either sequence would be copied or overwritten.
+        self._copy_targets: set[int] = set()
+        self._copy_sources: set[int] = set()
 
     @property
-    def can_cut(self) -> bool:
-        """False where a sequence goes back only by checkpoints."""
+    def can_rewind(self) -> bool:
+        """False if a sequence goes back only to checkpoints."""
         return not self._only_forward and (not self._n_swa or self.layout.swa_full)
 
-    # --- in place ---------------------------------------------------------------------------------------------------
+    # --- in place -----------------------------------------------------------------------------------------------------
 
     def clear(self, index: int) -> None:
         short.memory_seq_rm(self._memory, index, -1, -1)
 
     def cut(self, index: int, keep: int, held: int) -> bool:
-        """From `held` tokens to the first `keep`; False where the model cannot go back so far. llama.cpp says yes to a
-        cut although what a sliding window needs is gone: look at what is really there."""
+        """Cuts `held` tokens to the first `keep`; False if the model cannot go back so far. llama.cpp accepts a cut even
+        if what a sliding window needs is gone, so the positions are checked."""
         if keep <= 0 or not short.memory_seq_rm(self._memory, index, keep, -1):
             return False
         newest = short.memory_seq_pos_max(self._memory, index)
         if keep == held:
             return bool(newest == keep - 1)
         oldest = short.memory_seq_pos_min(self._memory, index)
-        return sequences.is_intact(oldest, newest, keep, n_swa=self._n_swa, only_forward=self._only_forward)
+        return is_intact(oldest, newest, keep, n_swa=self._n_swa, only_forward=self._only_forward)
 
-    # --- as bytes ---------------------------------------------------------------------------------------------------
+    # --- as bytes -----------------------------------------------------------------------------------------------------
 
     def size(self, index: int) -> int:
-        return int(lib.llama_state_seq_get_size_ext(self._raw, index, _ALL))
+        return int(lib.llama_state_seq_get_size_ext(self._context, index, _ALL))
 
-    def take(self, index: int, *, partial: bool = False) -> KvBytes | None:
-        """A copy; None where llama.cpp cannot give it, or not before the next decode."""
+    def export(self, index: int, *, partial: bool = False) -> KvBytes | None:
+        """A copy; None if llama.cpp cannot give it, or not before the next decode."""
         flags = _PARTIAL if partial else _ALL
-        size = lib.llama_state_seq_get_size_ext(self._raw, index, flags)
-        if index in self._targets or not size:
+        size = lib.llama_state_seq_get_size_ext(self._context, index, flags)
+        if index in self._copy_targets or not size:
             return None
         data = np.empty(size, np.uint8)
-        return data if lib.llama_state_seq_get_data_ext(self._raw, _bytes(data), size, index, flags) == size else None
+        written = lib.llama_state_seq_get_data_ext(self._context, _pointer(data), size, index, flags)
+        return data if written == size else None
 
-    def put(self, index: int, data: KvBytes, *, partial: bool = False) -> bool:
-        """Instead of what the sequence holds; after a False that is undefined, so clear it."""
-        if not self._can_put(index):
+    def restore(self, index: int, data: KvBytes, *, partial: bool = False) -> bool:
+        """Replaces the sequence's KV. After False it is undefined: clear it."""
+        if not self._is_writable(index):
             return False
         flags = _PARTIAL if partial else _ALL
-        return bool(lib.llama_state_seq_set_data_ext(self._raw, _bytes(data), data.nbytes, index, flags) == data.nbytes)
+        read = lib.llama_state_seq_set_data_ext(self._context, _pointer(data), data.nbytes, index, flags)
+        return bool(read == data.nbytes)
 
     @property
-    def can_cut_copies(self) -> bool:
-        """Whether what was taken out can be cut after it was put in: it lacks what lies behind a sliding window."""
-        return self.can_cut and not self._n_swa
+    def can_rewind_copies(self) -> bool:
+        """Whether exported KV can be cut after it is restored: it lacks what is behind a sliding window."""
+        return self.can_rewind and not self._n_swa
 
-    def _can_put(self, index: int) -> bool:
-        return index not in self._targets and index not in self._sources
+    def _is_writable(self, index: int) -> bool:
+        return index not in self._copy_targets and index not in self._copy_sources
 
-    # --- from another sequence --------------------------------------------------------------------------------------
+    # --- from another sequence ----------------------------------------------------------------------------------------
 
-    def ways(self, source: KvMemory, index: int, target: int) -> list[CopyMethod]:
-        """By which KV can come from a sequence there. A stream copy of a window would undo a checkpoint put on it; a
-        state copy leaves out what lies behind a window, so it cannot be cut afterwards."""
-        found: list[CopyMethod] = ["stream"] if source is self and self.can_cut else []
-        cuts = not (self.can_cut and self._n_swa)
-        if source.layout == self.layout and cuts and self._can_put(target) and index not in source._targets:
-            found.append("state")
-        return found
+    def copy_methods(self, source: KvMemory, index: int, target: int) -> list[CopyMethod]:
+        """How KV can be copied from sequence `index` of the source. A stream copy of a sliding window would undo a
+        checkpoint that is restored on it; a state copy omits what is behind a window, so it cannot be cut."""
+        methods: list[CopyMethod] = ["stream"] if source is self and self.can_rewind else []
+        can_cut = not (self.can_rewind and self._n_swa)
+        has_data = index not in source._copy_targets
+        if source.layout == self.layout and can_cut and self._is_writable(target) and has_data:
+            methods.append("state")
+        return methods
 
-    def copy(self, source: KvMemory, index: int, target: int, way: CopyMethod) -> bool:
-        """All that sequence `index` there holds into `target` here; the source stays as it is."""
-        if way == "state":
+    def copy(self, source: KvMemory, index: int, target: int, method: CopyMethod) -> bool:
+        """Copies all of the source's sequence `index` to `target`; the source stays as it is."""
+        if method == "state":
             return self._copy_state(source, index, target)
-        # A partial copy between streams is an assertion in llama.cpp: copy all, then cut.
+        # llama.cpp asserts that a copy between streams is not partial: copy all, then cut.
         self.clear(target)
         short.memory_seq_cp(self._memory, index, target, -1, -1)
-        self._sources.add(index)
-        self._targets.add(target)
+        self._copy_sources.add(index)
+        self._copy_targets.add(target)
         return True
 
     def _copy_state(self, source: KvMemory, index: int, target: int) -> bool:
-        began = time.perf_counter()
-        data = source.take(index)
-        if data is None or not self.put(target, data):
+        started = time.perf_counter()
+        data = source.export(index)
+        if data is None or not self.restore(target, data):
             return False
-        self.costs.byte = (self.costs.byte + (time.perf_counter() - began) / (2 * data.nbytes)) / 2
+        self.costs.byte = (self.costs.byte + (time.perf_counter() - started) / (2 * data.nbytes)) / 2
         return True
 
-    # --- with each decode -------------------------------------------------------------------------------------------
+    # --- with each decode ---------------------------------------------------------------------------------------------
 
-    def decoded(self, rows: int, began: float) -> None:
-        """A decode ran that read `rows` rows of prompts, and no others. The fastest of the first few counts: others
-        may have wanted the machine at the same time."""
-        self._sources.clear()
-        self._targets.clear()
-        if rows < _ROWS or self._measured >= _ENOUGH:
+    def after_decode(self, rows: int, started: float) -> None:
+        """Call it after each decode; `rows` if it read prompts only, else 0. The fastest of the first few decodes
+        counts: others may have used the machine at the same time."""
+        self._copy_sources.clear()
+        self._copy_targets.clear()
+        if rows < _MIN_ROWS or self._measured >= _MEASUREMENTS:
             return
-        lib.llama_synchronize(self._raw)  # a GPU may still be at it
-        took = (time.perf_counter() - began) / rows
-        self.costs.token = min(self.costs.token, took) if self._measured else took
+        lib.llama_synchronize(self._context)  # a GPU may still be computing
+        per_row = (time.perf_counter() - started) / rows
+        self.costs.token = min(self.costs.token, per_row) if self._measured else per_row
         self._measured += 1
 
 
-def _bytes(data: KvBytes) -> Any:
+def _pointer(data: KvBytes) -> Any:
     return data.ctypes.data_as(POINTER(c_uint8))

@@ -1,19 +1,17 @@
-"""Loads the weights and makes contexts, with the reason in llama.cpp's own words when that fails."""
+"""Loads models and creates contexts. Errors carry the reason that llama.cpp logs."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 from msgspec import structs
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
+from modelyard.engines import cores
 from modelyard.engines.llama_cpp import library
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import (
@@ -24,38 +22,16 @@ from modelyard.engines.llama_cpp.estimate import (
     gpu_share,
     read_model_shape,
 )
-from modelyard.engines.llama_cpp.options import FlashAttentionMode, Options, flash_attention_mode
+from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
 from modelyard.telemetry import system
 from modelyard.tokenizer import llama_log
 
-# Whether a context computes attention the flash way: the user's word, else what measured better on such a backend.
-#
-# On a CPU it is on: beside the plain way it reads prompts faster (1.1 times, 1.7 with AMX), decodes short contexts
-# faster, those of 512 tokens as fast, and needs no memory for the scores of whole micro-batches; at 4,000 tokens
-# the plain way decodes 1.5 times as fast without AMX (docs/performance.md has the table). One exception: where the CPU
-# has AVX512-FP16 the pinned release adds half-precision values up in blocks of 128, so heads of 64, 80 or 96 fall
-# to its loop over single numbers, and decoding at depth to less than half. `setup/llama_cpp_build.py` leaves those
-# instructions out; a library that was built in another way is recognized (`halves.py`), and the plain way taken.
-# On a GPU llama.cpp knows best whether all devices of the model can do it: `auto`.
-
-FLASH_ATTENTION_TYPES: dict[FlashAttentionMode, int] = {"on": 1, "off": 0, "auto": -1}  # llama_flash_attn_type
-
-
-def resolve_flash_attention(spec: EngineSpec, *, gpu: bool, slow: Callable[[], bool]) -> EngineSpec:
-    """The spec with flash attention off where nobody asked for it and it is `slow` here. It touches values of 16 bits
-    only, and those that are quantized cannot do without it."""
-    asked = spec.options.flash_attn is not None or any(info.flash_attn is not None for info in spec.caches.values())
-    halves = all(info.type_v.lower() == "f16" for info in spec.caches.values())
-    if gpu or asked or not halves or not slow():
-        return spec
-    return structs.replace(spec, options=spec.options.model_copy(update={"flash_attn": "off"}))
-
-
 log = logging.getLogger(__name__)
 
-_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
-_SCALINGS = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
-_ROPE = (
+_KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "bf16": 30}
+_FLASH_ATTENTION_TYPES = {"on": 1, "off": 0, "auto": -1}
+_ROPE_SCALING_TYPES = {"none": 0, "linear": 1, "yarn": 2, "longrope": 3}
+_ROPE_OPTIONS = (
     "rope_freq_base",
     "rope_freq_scale",
     "yarn_ext_factor",
@@ -64,18 +40,32 @@ _ROPE = (
     "yarn_beta_slow",
     "yarn_orig_ctx",
 )
+_NO_POOLING = 0
 
 lib.llama_backend_init()
 
 
+# --- before loading ---------------------------------------------------------------------------------------------------
+
+
 def check_before_loading(path: Path, spec: EngineSpec) -> ModelShape | None:
-    """Before the weights: refuse what cannot fit, warn of what may disappoint. A file that cannot be read is left to
-    llama.cpp, which says best what is wrong with it."""
+    """Refuses a model that cannot fit, warns about a window beyond the trained length. Returns None for a file that
+    cannot be read: llama.cpp explains best what is wrong with it."""
     try:
         model = read_model_shape(path)
     except InvalidRequest:
         return None
-    _warn_of_length(model.trained, spec)
+    if model.trained and not spec.options.scales_positions:
+        for name, info in spec.caches.items():
+            if info.window > model.trained:
+                log.warning(
+                    "the cache %r has a window of %d tokens, but the model %r was trained on %d: answers beyond that "
+                    "length may be nonsense; rope_scaling and rope_freq_scale can help",
+                    name,
+                    info.window,
+                    spec.model,
+                    model.trained,
+                )
     check_memory(model, spec.model, spec.options, spec.caches, draft_shape(spec.options))
     return model
 
@@ -83,48 +73,50 @@ def check_before_loading(path: Path, spec: EngineSpec) -> ModelShape | None:
 def check_memory(
     model: ModelShape, name: str, options: Options, caches: Mapping[str, CacheInfo], draft: ModelShape | None = None
 ) -> None:
-    on_gpus = uses_gpu(options)
-    machine = system.free_memory(with_gpus=on_gpus)
-    if options.overcommit or (on_gpus and not machine.gpus):  # a GPU that only llama.cpp can look into
+    gpu = uses_gpu(options)
+    free = system.free_memory(with_gpus=gpu)
+    if options.overcommit or (gpu and not free.gpus):  # only llama.cpp can see the memory of this GPU
         return
-    share = gpu_share(model, options, machine)
-    check_fits(name, estimate_memory(model, options, caches, machine, draft), share, machine)
-
-
-def resolve_options(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
-    """With what this machine and model decide where the user did not."""
-    slow = partial(library.is_flash_attention_slow, model.head if model is not None else 0, library.library_folder())
-    return resolve_flash_attention(spec, gpu=uses_gpu(spec.options), slow=slow)
+    memory = estimate_memory(model, options, caches, free, draft)
+    check_fits(name, memory, gpu_share(model, options, free), free)
 
 
 def uses_gpu(options: Options) -> bool:
     return bool(lib.llama_supports_gpu_offload()) and options.n_gpu_layers != 0
 
 
-def _warn_of_length(trained: int, spec: EngineSpec) -> None:
-    if not trained or spec.options.stretches:
-        return
-    for name, info in spec.caches.items():
-        if info.window > trained:
-            log.warning(
-                "the cache %r has a window of %d tokens and the model %r was trained on %d: beyond them answers may "
-                "be nonsense; rope_scaling and rope_freq_scale can help",
-                name,
-                info.window,
-                spec.model,
-                trained,
-            )
+def resolve_options(spec: EngineSpec, model: ModelShape | None) -> EngineSpec:
+    """Fills in what depends on the machine and the model."""
+    head_size = model.head_size if model is not None else 0
+    return resolve_flash_attention(
+        spec,
+        gpu=uses_gpu(spec.options),
+        is_slow=lambda: library.is_flash_attention_slow(head_size, library.library_folder()),
+    )
 
 
-def load_model(path: Path, options: Options, go_on: Callable[[float], bool]) -> Any:
-    """`go_on` hears how much is done; its False ends the loading."""
+def resolve_flash_attention(spec: EngineSpec, *, gpu: bool, is_slow: Callable[[], bool]) -> EngineSpec:
+    """Turns flash attention off if it is slow here and unset. Only fp16 values are slow, and quantized values cannot do
+    without it."""
+    is_set = spec.options.flash_attn is not None or any(info.flash_attn is not None for info in spec.caches.values())
+    is_fp16 = all(info.type_v.lower() == "f16" for info in spec.caches.values())
+    if gpu or is_set or not is_fp16 or not is_slow():
+        return spec
+    return structs.replace(spec, options=spec.options.model_copy(update={"flash_attn": "off"}))
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_model(path: Path, options: Options, report: Callable[[float], bool]) -> Any:
+    """`report` takes the fraction that is loaded; if it returns False, loading stops."""
     params = lib.llama_model_default_params()
     params.n_gpu_layers = options.n_gpu_layers
     params.load_mode = 1 if options.use_mmap else 0
-    params.progress_callback = report = lib.llama_progress_callback(lambda done, _: go_on(done))
+    params.progress_callback = callback = lib.llama_progress_callback(lambda fraction, _: report(fraction))
     llama_log.forget()
     model = lib.llama_model_load_from_file(str(path).encode(), params)
-    del report  # it had to live until here
+    del callback  # C needs it until here
     if not model:
         raise InvalidRequest(f"{path} cannot be loaded: {llama_log.reason()}", code="model_unreadable")
     return model
@@ -132,82 +124,70 @@ def load_model(path: Path, options: Options, go_on: Callable[[float], bool]) -> 
 
 def create_context(model: Any, name: str, info: CacheInfo, options: Options) -> Any:
     llama_log.forget()
-    raw = lib.llama_init_from_model(model, context_parameters(info, options))
-    if not raw:
-        raise InvalidRequest(f"the cache {name!r} cannot be made: {llama_log.reason()}", code="cache_unusable")
-    return raw
+    context = lib.llama_init_from_model(model, context_parameters(info, options))
+    if not context:
+        raise InvalidRequest(f"the cache {name!r} cannot be created: {llama_log.reason()}", code="cache_unusable")
+    return context
+
+
+def create_embedding_context(model: Any, options: Options, cells: int, sequences: int) -> Any:
+    """A context that returns the vector of each token. Its sequences share one pool of cells: they are read and
+    forgotten together."""
+    params = context_parameters(CacheInfo(cells), options)
+    params.n_seq_max, params.kv_unified = sequences, True
+    params.embeddings, params.pooling_type = True, _NO_POOLING
+    params.n_batch = params.n_ubatch
+    llama_log.forget()
+    context = lib.llama_init_from_model(model, params)
+    if not context:
+        raise InvalidRequest(
+            f"the context for embeddings cannot be created: {llama_log.reason()}", code="cache_unusable"
+        )
+    return context
 
 
 def can_rewind(model: Any, info: CacheInfo, options: Options) -> bool:
-    """Whether the last tokens of a sequence can be taken back: not where a model keeps one state, nor where the KV
-    behind a sliding window is thrown away."""
+    """Whether the last tokens of a sequence can be removed. Models that keep one state cannot; neither can contexts
+    that drop the KV outside of a sliding window."""
     if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
         return False
     return not lib.llama_model_n_swa(model) or bool(context_parameters(info, options).swa_full)
 
 
-def create_embedding_context(model: Any, options: Options, cells: int, places: int) -> Any:
-    """Gives the vector of each token that is read. One pool of cells: what shares it is read and forgotten together."""
-    params = context_parameters(CacheInfo(cells), options)
-    params.n_seq_max, params.kv_unified = places, True
-    params.embeddings, params.pooling_type = True, 0  # none: each token's own
-    params.n_batch = params.n_ubatch
-    llama_log.forget()
-    raw = lib.llama_init_from_model(model, params)
-    if not raw:
-        raise InvalidRequest(f"no context for embeddings: {llama_log.reason()}", code="cache_unusable")
-    return raw
-
-
 def context_parameters(info: CacheInfo, options: Options) -> Any:
-    options, params = options.of(info), lib.llama_context_default_params()
+    options, params = options.for_cache(info), lib.llama_context_default_params()
     params.n_ctx, params.n_seq_max = info.window * info.parallel, info.parallel
-    # A decode of more rows than n_batch is an assertion in llama.cpp, and each stream needs one.
+    # llama.cpp asserts that a decode has at most n_batch rows, and each stream needs one.
     params.n_batch = max(options.n_batch, options.n_ubatch, info.parallel)
     params.n_ubatch = options.n_ubatch
-    params.n_threads, params.n_threads_batch = threads(info, options), batch_threads(info, options)
-    params.flash_attn_type = FLASH_ATTENTION_TYPES[flash_attention_mode(options, gpu=uses_gpu(options))]
-    params.type_k, params.type_v = _type(info.type_k), _type(info.type_v)
+    params.n_threads, params.n_threads_batch = thread_counts(info, options)
+    params.flash_attn_type = _FLASH_ATTENTION_TYPES[flash_attention_mode(options, gpu=uses_gpu(options))]
+    params.type_k, params.type_v = _kv_type(info.type_k), _kv_type(info.type_v)
     params.kv_unified, params.no_perf = False, True
     params.swa_full = options.swa_full
-    _scale_positions(params, options)
+    if options.rope_scaling is not None:
+        params.rope_scaling_type = _ROPE_SCALING_TYPES[options.rope_scaling]
+    for name in _ROPE_OPTIONS:  # unset: as the file says
+        if (value := getattr(options, name)) is not None:
+            setattr(params, name, value)
     return params
 
 
-def _scale_positions(params: Any, options: Options) -> None:
-    """What is not set stays as llama.cpp has it: from the file."""
-    if options.rope_scaling is not None:
-        params.rope_scaling_type = _SCALINGS[options.rope_scaling]
-    for name in _ROPE:
-        if (value := getattr(options, name)) is not None:
-            setattr(params, name, value)
-
-
-def _type(name: str) -> int:
-    if name.lower() not in _TYPES:
+def _kv_type(name: str) -> int:
+    if name.lower() not in _KV_TYPES:
         raise InvalidRequest(
-            f"{name!r} is no number format of a KV cache; there are {', '.join(_TYPES)}", code="cache_unusable"
+            f"{name!r} is not a type of a KV cache; use one of {', '.join(_KV_TYPES)}", code="cache_unusable"
         )
-    return _TYPES[name.lower()]
+    return _KV_TYPES[name.lower()]
 
 
-def threads(info: CacheInfo, options: Options) -> int:
-    return options.of(info).n_threads or default_threads()
-
-
-def batch_threads(info: CacheInfo, options: Options) -> int:
-    """Where several tokens are computed at once, which is work for more cores than a single one."""
-    return options.n_threads_batch or threads(info, options)
+def thread_counts(info: CacheInfo, options: Options) -> tuple[int, int]:
+    """For single tokens and for batches. The default is the number of physical cores: llama.cpp's threads spin while
+    they wait for each other, so one too many costs more than it brings."""
+    single = options.for_cache(info).n_threads or cores.physical()
+    return single, options.n_threads_batch or single
 
 
 def max_threads(spec: EngineSpec) -> int:
-    """Of all contexts that a model may have; that for embeddings has no settings of its own."""
-    counts = (threads, batch_threads)
-    return max(count(info, spec.options) for info in (CacheInfo(1), *spec.caches.values()) for count in counts)
-
-
-def default_threads() -> int:
-    """The physical cores, as far as this process may use them: llama.cpp's threads spin while they wait for each
-    other, so one too many costs more than it brings."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(psutil.cpu_count(logical=False) or allowed, allowed))
+    """Of all contexts of a model; the one for embeddings has no settings of its own."""
+    return max(max(thread_counts(info, spec.options)) for info in (CacheInfo(1), *spec.caches.values()))

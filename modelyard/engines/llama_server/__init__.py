@@ -1,15 +1,17 @@
-"""A native llama-server, started and watched by us: GGUF models with vision, speculation and a build of one's own."""
+"""A llama-server that runs as a child process: GGUF models, vision, speculative decoding, any llama.cpp build."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from modelyard.core.engine import Engine, EngineSpec
+from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
+from modelyard.engines.llama_cpp import Options as LlamaCppOptions
 from modelyard.engines.llama_cpp import selftest
-from modelyard.engines.llama_server.engine import CAPABILITIES, LlamaServer
-from modelyard.engines.llama_server.estimate import estimate
+from modelyard.engines.llama_cpp.estimate import estimate_memory, read_model_shape
+from modelyard.engines.llama_server.engine import CAPABILITIES, LlamaServerEngine
 from modelyard.engines.llama_server.options import LIVE_OVERRIDES, Options
+from modelyard.engines.llama_server.server import combined_cache
 from modelyard.library.model_files import locate_model_file
 
 __all__ = [
@@ -25,7 +27,7 @@ __all__ = [
     "tokenizer_path",
 ]
 
-HOLDS_WEIGHTS = True  # every gateway process would start one of its own
+HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True
 
 
@@ -35,17 +37,42 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 
 def create(spec: EngineSpec) -> Engine:
-    """To be called on the loop that its answers are read on."""
-    return LlamaServer(spec)
+    """Call it on the event loop that the engine will run on."""
+    return LlamaServerEngine(spec)
 
 
 def tokenizer_path(options: Options) -> Path:
-    """The model's own file: what is counted is counted by its vocabulary, for which the llama.cpp library must work."""
+    """The model file: its vocabulary counts tokens, which needs the llama.cpp library."""
     selftest.require_working_library()
     return locate_model_file(options.path)
 
 
 def chat_template(options: Options) -> str | None:
-    """None: the vocabulary brings the file's own, which is also what llama-server uses."""
+    """None: the template of the model file, which llama-server uses as well."""
     del options
     return None
+
+
+def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
+    """The estimate of llama.cpp in process, plus the projector and the draft model."""
+    options: Options = spec.options
+    draft_path, projector = options.llama_server_draft_model_path, options.llama_server_mmproj_path
+    main = _estimate_file(options.path, options.llama_server_n_gpu_layers, spec, machine)
+    draft = MemoryEstimate()
+    if draft_path:
+        draft = _estimate_file(draft_path, options.llama_server_spec_draft_ngl, spec, machine)
+    weights = main.weights + draft.weights
+    # llama-server reports a missing projector itself.
+    if projector and (file := Path(projector).expanduser()).is_file():
+        weights += file.stat().st_size
+    return MemoryEstimate(weights, main.kv + draft.kv, main.compute + draft.compute, main.device)
+
+
+def _estimate_file(path: str, layers: str | None, spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
+    options = LlamaCppOptions(
+        path=path,
+        n_gpu_layers=-1 if layers in (None, "auto", "all") else int(layers),
+        flash_attn=spec.options.llama_server_flash_attn or "auto",
+    )
+    shape = read_model_shape(locate_model_file(path))
+    return estimate_memory(shape, options, {"all": combined_cache(spec.caches)}, machine)

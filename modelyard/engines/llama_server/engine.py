@@ -1,56 +1,85 @@
-"""A llama-server of our own, as a ChatEngine: watched, and forwarded to."""
+"""The llama-server engine: requests in llama-server's format, token counts by the server."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgress
+from modelyard.core.errors import ModelyardError, Unsupported
 from modelyard.core.request import Request
-from modelyard.engines.llama_server import outgoing
 from modelyard.engines.llama_server.options import Options
-from modelyard.engines.llama_server.server import is_healthy, program
-from modelyard.engines.managed.engine import ManagedEngine
-from modelyard.engines.managed.server import Server
+from modelyard.engines.llama_server.server import server_command
+from modelyard.engines.managed.engine import ManagedEngine, server_request
+from modelyard.engines.managed.server import ManagedServer
+from modelyard.engines.upstream.forwarding import append_fields, reject_bare_prompts
 from modelyard.protocols import openai_chat
 
 CAPABILITIES = Capabilities(
     modalities=("text", "image"),
     structured=True,
     logprobs=True,
-    ignored=outgoing.IGNORED,
+    ignored=("beam_size",),
     thinking_modes=("default", "enabled", "disabled"),
 )
 
 
-class LlamaServer(ManagedEngine):
-    """Made on the loop that it will run on."""
+class LlamaServerEngine(ManagedEngine):
+    """Create it on its event loop."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._options = cast(Options, spec.options)
-        can = msgspec.structs.replace(CAPABILITIES, modalities=spec.modalities)
-        info = EngineInfo("llama_server", dict(spec.caches), can)
+        capabilities = replace(CAPABILITIES, modalities=spec.modalities)
+        info = EngineInfo("llama_server", dict(spec.caches), capabilities)
         super().__init__(spec, info, self._options.llama_server_start_timeout_s)
 
-    async def _started(self, progress: OnProgress) -> Server:
+    async def _start_server(self, progress: OnProgress) -> ManagedServer:
         progress(0.0, "starting llama-server")
-        return await Server.start(program(self._spec))
+        return await ManagedServer.start(server_command(self._spec))
 
-    async def _is_ready(self, server: Server, progress: OnProgress) -> bool:
-        return await is_healthy(server, progress)
+    async def _is_ready(self, server: ManagedServer, progress: OnProgress) -> bool:
+        try:
+            status, _ = await server.upstream.request_json("GET", "/health")
+        except ModelyardError:
+            return False  # it does not listen yet
+        if status == 503:
+            progress(0.2, "loading the weights")
+        return status == 200
 
-    def _body(self, request: Request) -> bytes:
-        return outgoing.body(request, self._options)
+    def _request_body(self, request: Request) -> bytes:
+        return chat_body(request, self._options)
 
     async def count(self, request: Request) -> int | None:
-        """As the server itself would render it; None where it does not say."""
-        client = self._running.client
-        body = openai_chat.write_request(outgoing.written(request, self._options))
-        status, told = await client.ask("POST", "/apply-template", body)
-        if status != 200 or not isinstance(told, dict):
+        """Counts the prompt as the server renders it; None if the server does not answer."""
+        upstream = self.server.upstream
+        body = openai_chat.write_request(_llama_request(request, self._options))
+        status, reply = await upstream.request_json("POST", "/apply-template", body)
+        if status != 200 or not isinstance(reply, dict):
             return None
-        asked = {"content": told.get("prompt", ""), "add_special": True, "parse_special": True}
-        status, told = await client.ask("POST", "/tokenize", msgspec.json.encode(asked))
-        tokens: Any = told.get("tokens") if isinstance(told, dict) else None
+        text = {"content": reply.get("prompt", ""), "add_special": True, "parse_special": True}
+        status, reply = await upstream.request_json("POST", "/tokenize", msgspec.json.encode(text))
+        tokens: Any = reply.get("tokens") if isinstance(reply, dict) else None
         return len(tokens) if status == 200 and isinstance(tokens, list) else None
+
+
+def chat_body(request: Request, options: Options) -> bytes:
+    """The body of /v1/chat/completions: OpenAI Chat with llama-server's extensions. It is always a stream with usage.
+    `return_progress` keeps a long prefill from running into the timeout."""
+    reject_bare_prompts(request)
+    if request.constraint is not None and request.constraint.kind in ("regex", "lark"):
+        raise Unsupported(
+            f"llama-server takes JSON schemas and GBNF grammars, not {request.constraint.kind}",
+            code="structured_unsupported",
+        )
+    streamed = replace(_llama_request(request, options), n=1, stream=True, include_usage=True)
+    fields: dict[str, Any] = {"return_progress": True}
+    if request.sampling.repetition_penalty is not None:
+        fields["repeat_penalty"] = request.sampling.repetition_penalty
+    return append_fields(openai_chat.write_request(streamed), fields)
+
+
+def _llama_request(request: Request, options: Options) -> Request:
+    sampling = replace(request.sampling, repetition_penalty=None, beam_size=None)
+    return replace(server_request(request, enable_thinking=options.enable_thinking), sampling=sampling)

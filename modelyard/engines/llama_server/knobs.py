@@ -1,23 +1,26 @@
-"""What the optimizer may turn of a model that a native llama-server runs, and what cannot go together.
+"""The llama-server engine's knobs for the optimizer.
 
-Where a number is not set llama-server fits it to the machine by itself; what it then takes is its default, so that is
-what the search starts from.
+llama-server fits an unset number to the machine by itself. The search starts from the default that it then takes.
 """
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 
 from modelyard.core.engine import AvailableMemory, EngineSpec
+from modelyard.core.errors import NotFound
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines import cores
-from modelyard.engines.llama_server.command import shared
-from modelyard.engines.llama_server.fit import fitted_layers
 from modelyard.engines.llama_server.options import Options
+from modelyard.engines.llama_server.server import combined_cache, find_binary, flash_attention
 from modelyard.library.model_files import locate_model_file
 
-_BATCH, _UBATCH = 2048, 512  # llama-server's own
-_FULL = ("f32", "f16", "bf16")
+_BATCH, _UBATCH, _DRAFT_TOKENS = 2048, 512, 16  # llama-server's defaults
+_UNQUANTIZED = ("f32", "f16", "bf16")
+_FIT_TIMEOUT_S = 120.0
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
@@ -39,38 +42,50 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
     options: Options = spec.options
-    own, all_of_it = spec.caches[cache], shared(spec.caches)
-    threads = all_of_it.n_threads or options.llama_server_n_threads or cores.physical()
+    combined = combined_cache(spec.caches)
+    threads = combined.n_threads or options.llama_server_n_threads or cores.physical()
     return {
         "llama_server_n_gpu_layers": options.llama_server_n_gpu_layers or "auto",
-        "parallel": own.parallel,
+        "parallel": spec.caches[cache].parallel,
         "llama_server_n_threads": threads,
         "llama_server_n_threads_batch": options.llama_server_n_threads_batch or threads,
-        "n_batch": all_of_it.n_batch or _BATCH,
-        "n_ubatch": all_of_it.n_ubatch or _UBATCH,
-        "llama_server_flash_attn": _flash(options, all_of_it.flash_attn),
-        "type_k": all_of_it.type_k.lower(),
-        "type_v": all_of_it.type_v.lower(),
-        "llama_server_spec_draft_n_max": options.llama_server_spec_draft_n_max or 16,
+        "n_batch": combined.n_batch or _BATCH,
+        "n_ubatch": combined.n_ubatch or _UBATCH,
+        "llama_server_flash_attn": flash_attention(options, combined) or "auto",
+        "type_k": combined.type_k.lower(),
+        "type_v": combined.type_v.lower(),
+        "llama_server_spec_draft_n_max": options.llama_server_spec_draft_n_max or _DRAFT_TOKENS,
     }
 
 
-def _flash(options: Options, own: bool | None) -> str:
-    if own is not None:
-        return "on" if own else "off"
-    return options.llama_server_flash_attn or "auto"
+def forbids(setting: Setting) -> str | None:
+    values = setting.values
+    if values.get("llama_server_flash_attn") == "off" and values.get("type_v", "f16") not in _UNQUANTIZED:
+        return "a quantized V cache needs flash attention"
+    if int(values.get("n_ubatch", 0)) > int(values.get("n_batch", _BATCH)):
+        return "n_ubatch must not exceed n_batch"
+    return None
 
 
 def fitted(spec: EngineSpec) -> dict[str, Value] | None:
-    """By llama.cpp's own program; llama-server does the same by itself where nothing is set."""
-    told = fitted_layers(spec.options, locate_model_file(spec.options.path))
-    return None if told is None else {"llama_server_n_gpu_layers": "all" if told == "-1" else told}
+    layers = fitted_layers(spec.options, locate_model_file(spec.options.path))
+    return None if layers is None else {"llama_server_n_gpu_layers": "all" if layers == "-1" else layers}
 
 
-def forbids(setting: Setting) -> str | None:
-    told = setting.values
-    if told.get("llama_server_flash_attn") == "off" and told.get("type_v", "f16") not in _FULL:
-        return "rounded values in the cache need flash attention"
-    if int(told.get("n_ubatch", 0)) > int(told.get("n_batch", _BATCH)):
-        return "no more is computed at a time than is handed over"
-    return None
+def fitted_layers(options: Options, model: Path) -> str | None:
+    """The number of GPU layers that llama-fit-params chooses for this machine; -1: all. None without that program,
+    which is expected beside llama-server."""
+    try:
+        program = Path(find_binary(options)).with_name("llama-fit-params")
+    except NotFound:
+        return None
+    if not program.is_file():
+        return None
+    try:
+        done = subprocess.run(  # noqa: S603
+            [str(program), "-m", str(model)], capture_output=True, check=False, timeout=_FIT_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    words = done.stdout.decode("utf-8", "replace").split() if done.returncode == 0 else []
+    return next((value for flag, value in pairwise(words) if flag in ("-ngl", "--n-gpu-layers")), None)

@@ -1,4 +1,4 @@
-"""The fields of a model that a native llama-server runs, and those of them that may be set for one load."""
+"""The llama-server engine's fields of a model definition, and those that one load may override."""
 
 from __future__ import annotations
 
@@ -6,44 +6,40 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-# What other fields set: a second word for it would make the settings lie.
-_OURS = {
+# flags that other fields set: llama_server_extra_args must not contradict them
+_RESERVED_FLAGS = {
     **dict.fromkeys(("-m", "--model"), "path"),
     **dict.fromkeys(("-c", "--ctx-size"), "llama_server_n_ctx"),
     **dict.fromkeys(("-np", "--parallel"), "parallel"),
     "--host": "llama_server_host",
     "--port": "llama_server_port",
-    **dict.fromkeys(("--api-key", "--api-key-file"), "nothing: the gateway makes a key of its own"),
+    **dict.fromkeys(("--api-key", "--api-key-file"), "nothing: the gateway creates a key"),
 }
-_SPEC_TYPES = r"^[a-z0-9-]+(,[a-z0-9-]+)*$"
+_SPEC_TYPE_PATTERN = r"^[a-z0-9-]+(,[a-z0-9-]+)*$"
 
 
-def _texts(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _text(value: Any) -> Any:
+def _int_to_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _switch(value: Any) -> Any:
-    """A bare on or off is a boolean in some files; seen in the wild as «none», too."""
+    """YAML reads on and off as booleans; some configurations say "none" for off."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return "off" if value == "none" else value
 
 
-Texts = Annotated[list[str], BeforeValidator(_texts)]
-Layers = Annotated[str, BeforeValidator(_text), Field(pattern=r"^(-1|\d+|auto|all)$")]
+TextList = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
+Layers = Annotated[str, BeforeValidator(_int_to_text), Field(pattern=r"^(-1|\d+|auto|all)$")]
 Switch = Annotated[Literal["on", "off", "auto"], BeforeValidator(_switch)]
 
 Window = Annotated[int, Field(ge=1, le=1 << 24)]
 ImageTokens = Annotated[int, Field(ge=1, le=1 << 16)]
-SpecType = Annotated[str, Field(pattern=_SPEC_TYPES)]
+SpecType = Annotated[str, Field(pattern=_SPEC_TYPE_PATTERN)]
 DraftTokens = Annotated[int, Field(ge=1, le=6)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
-# field → its type with its range: what one load may set for itself, through the admin API
+# field → type with range: what the admin API may set for one load
 LIVE_OVERRIDES: dict[str, Any] = {
     "llama_server_n_ctx": Window,
     "llama_server_image_max_tokens": ImageTokens,
@@ -58,66 +54,68 @@ class Options(BaseModel):
 
     path: str = Field(description="The GGUF file, its folder, or the first file of a split model.")
     chat_template: str | None = Field(default=None, description="The Jinja chat template, as text or as a file's path.")
-    enable_thinking: bool | None = Field(default=None, description="Thinking where the client asks for none.")
+    enable_thinking: bool | None = Field(default=None, description="Thinking if the request does not say.")
     llama_server_binary: str | None = Field(
         default=None,
-        description="The program. Unset: llama-server on the PATH, else the one that setup/llama_server.py fetched.",
+        description="The program. Unset: llama-server on the PATH, else the one that setup/llama_server.py downloaded.",
     )
     llama_server_host: str | None = Field(
         default=None,
-        description="Address to listen on. Unset: a unix socket in a private folder, or loopback with a port.",
+        description="Address to listen on. Unset: a unix socket in a private folder, or loopback if a port is set.",
     )
     llama_server_port: int | None = Field(
-        default=None, ge=0, le=65535, description="Port to listen on; 0, and unset with a host: a free one."
+        default=None, ge=0, le=65535, description="Port to listen on; 0, or unset with a host: a free one."
     )
-    llama_server_library_path: Texts = Field(
-        default_factory=list, description="Folders put before LD_LIBRARY_PATH for the program."
+    llama_server_library_path: TextList = Field(
+        default_factory=list, description="Folders to put before LD_LIBRARY_PATH for the program."
     )
     llama_server_env: dict[str, str] = Field(
         default_factory=dict, description="Environment variables for the program, such as CUDA_VISIBLE_DEVICES."
     )
     llama_server_n_gpu_layers: Layers | None = Field(
         default=None,
-        description="Layers on the GPU: a number, -1 or all for all of them, auto; unset: its own default.",
+        description="Layers on the GPU: a number, -1 or all, or auto; unset: llama-server's default.",
     )
-    llama_server_n_threads: int | None = Field(default=None, gt=0, description="CPU threads; unset: its own default.")
+    llama_server_n_threads: int | None = Field(
+        default=None, gt=0, description="CPU threads; unset: llama-server's default."
+    )
     llama_server_n_threads_batch: int | None = Field(
-        default=None, gt=0, description="CPU threads while prompts are read; unset: as many as for the rest."
+        default=None, gt=0, description="CPU threads during prefill; unset: the same as for decoding."
     )
     llama_server_flash_attn: Switch | None = Field(default=None, description="Flash attention: on, off or auto.")
-    llama_server_mmproj_path: str | None = Field(
-        default=None, description="The multimodal projector, which lets the model see images."
-    )
-    llama_server_image_max_tokens: ImageTokens | None = Field(
-        default=None, description="Most tokens that one image may take of the window."
-    )
+    llama_server_mmproj_path: str | None = Field(default=None, description="The multimodal projector for images.")
+    llama_server_image_max_tokens: ImageTokens | None = Field(default=None, description="Maximum tokens of one image.")
     llama_server_draft_model_path: str | None = Field(
         default=None, description="A small model with the same vocabulary, for speculative decoding."
     )
     llama_server_spec_type: SpecType | None = Field(
         default=None,
-        description="Kinds of speculative decoding, as llama-server calls them; draft and mtp are understood, too.",
+        description="Kinds of speculative decoding by llama-server's names; draft and mtp are aliases.",
     )
-    llama_server_spec_draft_n_max: int | None = Field(default=None, ge=1, description="Most tokens drafted at a time.")
+    llama_server_spec_draft_n_max: int | None = Field(
+        default=None, ge=1, description="Maximum number of drafted tokens."
+    )
     llama_server_spec_draft_p_min: Probability | None = Field(
-        default=None, description="Drafting stops at a token less likely than this."
+        default=None, description="Minimum probability of a drafted token."
     )
     llama_server_spec_draft_ngl: Layers | None = Field(default=None, description="The draft model's layers on the GPU.")
     llama_server_reasoning: Switch | None = Field(
-        default=None, description="Reasoning as llama-server's own switch: on, off (or none) or auto."
+        default=None, description="llama-server's reasoning switch: on, off (or none) or auto."
     )
-    llama_server_start_timeout_s: float = Field(default=600.0, gt=0, description="Longest time to load, in seconds.")
+    llama_server_start_timeout_s: float = Field(default=600.0, gt=0, description="Maximum time to load in seconds.")
     llama_server_timeout_s: float = Field(
-        default=600.0, gt=0, description="Longest silence during an answer in seconds; reading a prompt is no silence."
+        default=600.0,
+        gt=0,
+        description="Maximum seconds without data during an answer; the prefill reports progress and does not count.",
     )
-    llama_server_extra_args: Texts = Field(
-        default_factory=list, description="Further arguments, put at the end of the command line as they are."
+    llama_server_extra_args: TextList = Field(
+        default_factory=list, description="Further arguments, appended to the command line verbatim."
     )
 
     @field_validator("llama_server_extra_args")
     @classmethod
-    def _not_ours(cls, extra: list[str]) -> list[str]:
+    def _check_reserved_flags(cls, extra: list[str]) -> list[str]:
         for argument in extra:
-            if field := _OURS.get(argument.partition("=")[0]):
-                raise ValueError(f"{argument.partition('=')[0]} is set by {field}; leave it out here")
+            if field := _RESERVED_FLAGS.get(argument.partition("=")[0]):
+                raise ValueError(f"{argument.partition('=')[0]} is set by {field}; remove it here")
         return extra

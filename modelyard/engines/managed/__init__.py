@@ -1,1 +1,1 @@
-"""What engines share that start a server of their own, watch it and forward to it."""
+"""Shared by engines that start a server as a child process and forward to it."""

@@ -1,4 +1,4 @@
-"""A ChatEngine in front of a server of our own: started, watched, forwarded to, and its death explained."""
+"""A ChatEngine in front of a server that runs as a child process: life cycle, forwarding, and diagnosis of its exit."""
 
 from __future__ import annotations
 
@@ -7,155 +7,168 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import cast
 
+from msgspec.structs import replace
+
 from modelyard.core.engine import EngineInfo, EngineSpec, EngineStats, Generation, OnProgress
 from modelyard.core.errors import Incomplete, ModelyardError, Unavailable
 from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
-from modelyard.engines.managed.server import Server
-from modelyard.engines.upstream.faults import LOST, UNREACHABLE
-from modelyard.engines.upstream.jobs import Jobs, Say
+from modelyard.engines.managed.server import ManagedServer
+from modelyard.engines.upstream.client import UPSTREAM_LOST, UPSTREAM_UNREACHABLE
+from modelyard.engines.upstream.jobs import Emit, UpstreamJobs
 from modelyard.protocols import openai_chat
 
-_WIRE = cast(WireProtocol, openai_chat)
+_PROTOCOL = cast(WireProtocol, openai_chat)
 _PATH = "/v1/chat/completions"
 
 
-class ManagedEngine(ABC):
-    """Made on the loop that it will run on. `verdict_s`: how long a broken answer may take to prove a death."""
+def server_request(request: Request, *, enable_thinking: bool | None) -> Request:
+    """Removes the fields that are for this gateway only. `enable_thinking` is the model's default."""
+    reasoning = request.reasoning
+    if reasoning.enabled is None and enable_thinking is not None:
+        reasoning = replace(reasoning, enabled=enable_thinking)
+    return replace(
+        request,
+        reasoning=reasoning,
+        lora_adapter=None,
+        priority=None,
+        session=None,
+        user=None,
+        metadata=None,
+        store=None,
+        previous=None,
+    )
 
-    verdict_s = 5.0
+
+class ManagedEngine(ABC):
+    """Create it on its event loop. `exit_grace_s`: how long a failed answer waits for the exit of the server."""
+
+    exit_grace_s = 5.0
 
     def __init__(self, spec: EngineSpec, info: EngineInfo, start_timeout_s: float) -> None:
         self._spec, self._start_timeout_s, self.info = spec, start_timeout_s, info
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self._jobs = Jobs()
-        self._server: Server | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._reused = self._evaluated = 0
+        self._jobs = UpstreamJobs()
+        self._server: ManagedServer | None = None
+        self._watch_task: asyncio.Task[None] | None = None
+        self._reused_tokens = self._evaluated_tokens = 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._spec.model} pid {self.pid} {len(self._jobs)} running>"
 
-    # --- what each kind says ------------------------------------------------------------------------------------------
+    # --- to be defined by each engine ---------------------------------------------------------------------------------
 
     @abstractmethod
-    async def _started(self, progress: OnProgress) -> Server: ...
+    async def _start_server(self, progress: OnProgress) -> ManagedServer: ...
 
     @abstractmethod
-    async def _is_ready(self, server: Server, progress: OnProgress) -> bool: ...
+    async def _is_ready(self, server: ManagedServer, progress: OnProgress) -> bool: ...
 
     @abstractmethod
-    def _body(self, request: Request) -> bytes: ...
+    def _request_body(self, request: Request) -> bytes: ...
 
     @abstractmethod
     async def count(self, request: Request) -> int | None: ...
 
-    def _is_ominous(self, error: ModelyardError) -> bool:
-        """Whether the error may be the first sign of the server's death."""
-        return isinstance(error, Incomplete) or error.code in (LOST, UNREACHABLE)
+    def _may_be_exit(self, error: ModelyardError) -> bool:
+        """Whether the error may be the first sign that the server exits."""
+        return isinstance(error, Incomplete) or error.code in (UPSTREAM_LOST, UPSTREAM_UNREACHABLE)
 
-    async def _let_go(self, server: Server) -> None:
+    async def _release_server(self, server: ManagedServer) -> None:
         await server.stop()
 
-    # --- its process --------------------------------------------------------------------------------------------------
+    # --- process ------------------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int | None:
         return self._server.child.pid if self._server is not None else None
 
     def log_tail(self, count: int = 100) -> list[str]:
-        """The last lines that it wrote."""
+        """The last lines of its output."""
         return self._server.child.log.lines()[-count:] if self._server is not None else []
 
     @property
-    def _running(self) -> Server:
+    def server(self) -> ManagedServer:
         if self._server is None:
-            raise RuntimeError("the engine was asked to work before it was opened")
+            raise RuntimeError("the engine is not open")
         return self._server
 
-    # --- its life -----------------------------------------------------------------------------------------------------
+    # --- life cycle ---------------------------------------------------------------------------------------------------
 
     async def open(self, progress: OnProgress) -> None:
         try:
-            self._server = server = await self._started(progress)
-            await server.until(lambda: self._is_ready(server, progress), self._start_timeout_s)
+            self._server = server = await self._start_server(progress)
+            await server.wait_ready(lambda: self._is_ready(server, progress), self._start_timeout_s)
         except BaseException:
-            await self._stop()
+            await self._stop_jobs()
+            if self._server is not None:
+                await self._server.stop()
             raise
-        self._watching = asyncio.get_running_loop().create_task(self._watch(server))
+        self._watch_task = asyncio.get_running_loop().create_task(self._watch(server))
         progress(1.0, "ready")
 
-    async def _watch(self, server: Server) -> None:
-        await asyncio.shield(server.child.ended)
-        self._die(server)
+    async def _watch(self, server: ManagedServer) -> None:
+        await server.wait_exited()
+        self._set_lost(server)
 
-    def _die(self, server: Server) -> None:
-        """Idempotent. `lost` first: who hears of it from a job asks at once for another engine."""
+    def _set_lost(self, server: ManagedServer) -> None:
+        """Idempotent. Sets `lost` before it fails the jobs: their clients ask for another engine at once."""
         if not self.lost.done():
-            self.lost.set_result(death := server.death())
-            self._jobs.refuse(death)
+            self.lost.set_result(error := server.exit_error())
+            self._jobs.close(error)
 
     async def close(self) -> None:
         """Idempotent."""
-        was_open = await self._ended_work()
+        was_open = await self._stop_jobs()
         if self._server is not None:
-            await (self._let_go(self._server) if was_open else self._server.stop())
+            await (self._release_server(self._server) if was_open else self._server.stop())
 
-    async def _stop(self) -> None:
-        await self._ended_work()
-        if self._server is not None:
-            await self._server.stop()
+    async def _stop_jobs(self) -> bool:
+        """Returns whether the engine was open and well until now."""
+        watch_task, self._watch_task = self._watch_task, None
+        if watch_task is not None:
+            watch_task.cancel()
+        self._jobs.close(Unavailable("the engine was closed"))
+        await self._jobs.join()
+        return watch_task is not None and not self.lost.done()
 
-    async def _ended_work(self) -> bool:
-        """Whether the engine was open and well until now."""
-        watching, self._watching = self._watching, None
-        if watching is not None:
-            watching.cancel()
-        self._jobs.refuse(Unavailable("the engine was closed"))
-        await self._jobs.settled()
-        return watching is not None and not self.lost.done()
-
-    # --- its work -----------------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def chat(self, request: Request) -> Generation[Event]:
-        async def work(say: Say) -> None:
-            server = self._running
+        async def run(emit: Emit) -> None:
+            server = self.server
+
+            async def inspect(events: Sequence[Event]) -> bool:
+                """Counts the tokens and diagnoses a failure before it is passed on."""
+                last = events[-1] if events else None
+                if isinstance(last, Finished):
+                    self._reused_tokens += last.usage.cached
+                    self._evaluated_tokens += last.usage.prompt - last.usage.cached
+                elif isinstance(last, Failed):
+                    events = [*events[:-1], Failed(await self._diagnose(last.error, server, request))]
+                return await emit(events)
+
             try:
-                await server.client.stream(_PATH, self._body(request), _WIRE, self._heard(server, request, say))
+                await server.upstream.stream_chat(_PATH, self._request_body(request), _PROTOCOL, inspect)
             except ModelyardError as error:
-                raise await self._explained(error, server, request) from error
+                raise await self._diagnose(error, server, request) from error
 
-        return self._jobs.start(work)
+        return self._jobs.start(run)
 
-    def _heard(self, server: Server, request: Request, say: Say) -> Say:
-        """What the server says, counted; its last word is weighed before it is passed on."""
-
-        async def hear(events: Sequence[Event]) -> bool:
-            last = events[-1] if events else None
-            if isinstance(last, Finished):
-                self._reused += last.usage.cached
-                self._evaluated += last.usage.prompt - last.usage.cached
-            elif isinstance(last, Failed):
-                events = [*events[:-1], Failed(await self._explained(last.error, server, request))]
-            return await say(events)
-
-        return hear
-
-    async def _explained(
+    async def _diagnose(
         self,
         error: ModelyardError,
-        server: Server,
-        request: Request,  # noqa: ARG002 - for those that can tell more when they ask again
+        server: ManagedServer,
+        request: Request,  # noqa: ARG002 - for subclasses
     ) -> ModelyardError:
-        """A connection breaks a moment before its process is known to be dead; the process's own words say why."""
-        if not self._is_ominous(error):
+        """A connection breaks just before the exit of the process is known; the log of the process has the reason."""
+        if not self._may_be_exit(error) or not await server.wait_exited(self.exit_grace_s):
             return error
-        await asyncio.wait({server.child.ended}, timeout=self.verdict_s)
-        if not server.child.ended.done():
-            return error
-        self._die(server)
-        return server.death()
+        self._set_lost(server)
+        return server.exit_error()
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self._jobs), reused_tokens=self._reused, evaluated_tokens=self._evaluated)
+        return EngineStats(
+            running=len(self._jobs), reused_tokens=self._reused_tokens, evaluated_tokens=self._evaluated_tokens
+        )

@@ -1,4 +1,5 @@
-"""Upstreams that speak Chat Completions, Responses or Anthropic Messages: requests leave this machine, with consent."""
+"""Another server with a Chat Completions, Responses or Anthropic Messages API. Requests leave this machine, with
+consent."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 
 def create(spec: EngineSpec) -> Engine:
-    """To be called on the loop that its answers are read on."""
+    """Call it on the event loop that the engine will run on."""
     return RemoteEngine(spec)
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
-    """Nothing is loaded here."""
+    """It loads nothing."""
     del spec, machine
     return MemoryEstimate()

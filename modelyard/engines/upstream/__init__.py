@@ -1,1 +1,1 @@
-"""What engines share that forward to another server: jobs, an HTTP client, its faults as our errors, second tries."""
+"""Shared by engines that forward to another server: HTTP client, retries, error mapping, jobs."""

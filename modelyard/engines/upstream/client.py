@@ -1,160 +1,110 @@
-"""Where an upstream lives and how it is spoken to: one HTTP client, requests streamed, everything bounded.
+"""The HTTP client of engines that forward to another server. Only this module imports httpx.
 
-Replies are always asked for as streams: a server that is asked for a whole reply does not notice that nobody waits for
-it any more. Leaving the stream early closes its connection, which is how an upstream learns of a cancelled request.
+An answer is always requested as a stream: a server does not notice that the client of a complete reply has left.
+Leaving the stream early closes its connection, which tells the upstream that the request was cancelled.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 import httpx
-import msgspec
 from msgspec import Struct
 
-from modelyard.core.errors import Incomplete
-from modelyard.core.events import reply_events
-from modelyard.core.protocol import WireProtocol
-from modelyard.engines.upstream.faults import blameless, transport_fault
-from modelyard.engines.upstream.jobs import Say
-from modelyard.engines.upstream.retry import Patience, Refused, patiently
+from modelyard.core.errors import Incomplete, ModelyardError, Timeout, Unavailable
 
-_MAX_BODY = 32 << 20  # of a reply that came whole, and of an error
-_CONNECT = 10.0  # seconds
-_FAREWELL = 1.0  # seconds for the end of a stream whose answer is over: read to its end a connection can be used again
+UPSTREAM_LOST, UPSTREAM_UNREACHABLE = "upstream_lost", "upstream_unreachable"  # error codes
+
+_MAX_BODY = 32 << 20  # bytes of a reply that is not a stream
+_CONNECT_TIMEOUT_S = 10.0
+_KEEPALIVE_S = 15.0
+_MAX_IDLE_CONNECTIONS = 32
+_JSON = {"content-type": "application/json"}
 
 
-class Place(Struct, frozen=True, kw_only=True):
-    """`name` is how people know it; `key` names where its secret is set, never the secret."""
+class UpstreamAddress(Struct, frozen=True, kw_only=True):
+    """`name` stands in error messages. `key_source` says where the key is set; it is never the key itself."""
 
     name: str
     base_url: str
     headers: Mapping[str, str] = {}
-    key: str = "its key"
-    socket: str | None = None
-    timeout: float | None = None  # seconds of silence; None where the upstream's life is watched in another way
-    loopback: bool = False  # a child of ours: no proxy, and no idle connections to guess about
+    key_source: str = "its key"
+    socket: str | None = None  # path of a unix socket
+    timeout: float | None = None  # seconds without data; None if the life of the upstream is watched otherwise
+    is_child: bool = False  # a child process of ours: no proxy, no idle connections
 
 
-class Client:
-    """To be made on the loop that it is used on."""
+class HttpClient:
+    """Create it on the event loop that uses it. It raises transport errors as ModelyardError."""
 
-    def __init__(self, place: Place, patience: Patience = Patience()) -> None:
-        self.place, self._patience = place, patience
-        idle = 0 if place.loopback else 32
+    def __init__(self, address: UpstreamAddress) -> None:
+        self.address = address
+        idle = 0 if address.is_child else _MAX_IDLE_CONNECTIONS
         self._http = httpx.AsyncClient(
-            base_url=place.base_url,
-            headers=dict(place.headers),
-            timeout=httpx.Timeout(place.timeout, connect=_CONNECT, pool=_CONNECT),
-            transport=httpx.AsyncHTTPTransport(uds=place.socket) if place.socket else None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=idle, keepalive_expiry=15.0),
-            trust_env=not place.loopback,
+            base_url=address.base_url,
+            headers=dict(address.headers),
+            timeout=httpx.Timeout(address.timeout, connect=_CONNECT_TIMEOUT_S, pool=_CONNECT_TIMEOUT_S),
+            transport=httpx.AsyncHTTPTransport(uds=address.socket) if address.socket else None,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=idle, keepalive_expiry=_KEEPALIVE_S),
+            trust_env=not address.is_child,
         )
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    # --- an answer --------------------------------------------------------------------------------------------------
-
-    async def stream(self, path: str, body: bytes, wire: WireProtocol, say: Say) -> None:
-        """Says the upstream's answer event by event. Raises what kept it from answering; a second try comes before
-        the first byte only."""
-
-        async def attempt() -> None:
-            async with self._open(path, body, wire) as response:
-                await self._read(response, wire, say)
-
-        await patiently(attempt, self._patience)
-
-    def _open(self, path: str, body: bytes, wire: WireProtocol) -> _Opening:
+    async def post(self, path: str, body: bytes) -> HttpReply:
+        """Posts JSON; returns when the headers of the reply have arrived."""
         request = self._http.build_request("POST", path, content=body, headers=_JSON)
-        return _Opening(self._http, request, wire, self.place)
-
-    async def _read(self, response: httpx.Response, wire: WireProtocol, say: Say) -> None:
         try:
-            if response.headers.get("content-type", "").startswith("application/json"):
-                await say(list(reply_events(wire.read_reply(await _whole(response)))))
-                return
-            await _follow(response.aiter_bytes(), wire, say)
+            return HttpReply(await self._http.send(request, stream=True), self.address.name)
         except httpx.HTTPError as error:
-            raise transport_fault(error, self.place.name) from error
+            raise transport_error(error, self.address.name) from error
 
-    # --- side questions -----------------------------------------------------------------------------------------------
-
-    async def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
-        """Status and JSON of a short question; None where the reply is no JSON."""
+    async def request(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Status and body of a short request."""
         try:
             reply = await self._http.request(method, path, content=body, headers=_JSON if body else None)
         except httpx.HTTPError as error:
-            raise transport_fault(error, self.place.name) from error
-        try:
-            return reply.status_code, msgspec.json.decode(reply.content)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return reply.status_code, None
+            raise transport_error(error, self.address.name) from error
+        return reply.status_code, reply.content
 
 
-_JSON = {"content-type": "application/json"}
+class HttpReply:
+    """A reply as a stream. Leaving its context before its end closes the connection."""
 
+    def __init__(self, response: httpx.Response, upstream: str) -> None:
+        self._response, self._upstream = response, upstream
+        self.status = response.status_code
+        self.headers: Mapping[str, str] = response.headers
 
-class _Opening:
-    """A request on its way until its reply begins; leaving closes the reply."""
-
-    def __init__(self, http: httpx.AsyncClient, request: httpx.Request, wire: WireProtocol, place: Place) -> None:
-        self._http, self._request, self._wire, self._place = http, request, wire, place
-        self._response: httpx.Response | None = None
-
-    async def __aenter__(self) -> httpx.Response:
-        try:
-            self._response = response = await self._http.send(self._request, stream=True)
-        except httpx.HTTPError as error:
-            raise Refused(transport_fault(error, self._place.name)) from error
-        if response.is_success:
-            return response
-        try:
-            raise await self._refusal(response)
-        finally:
-            await response.aclose()
-
-    async def _refusal(self, response: httpx.Response) -> Refused:
-        try:
-            body = await _whole(response)
-        except httpx.HTTPError:
-            body = b""  # its status says enough
-        told = self._wire.read_error(response.status_code, response.headers, body)
-        return Refused(blameless(told, self._place.name, self._place.key), "retry-after" in response.headers)
+    async def __aenter__(self) -> HttpReply:
+        return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._response is not None:
-            await self._response.aclose()
+        await self._response.aclose()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._response.aiter_bytes():
+                yield chunk
+        except httpx.HTTPError as error:
+            raise transport_error(error, self._upstream) from error
+
+    async def read(self) -> bytes:
+        body = bytearray()
+        async for chunk in self.chunks():
+            body += chunk
+            if len(body) > _MAX_BODY:
+                raise Incomplete(f"the reply of {self._upstream} is longer than {_MAX_BODY} bytes")
+        return bytes(body)
 
 
-async def _follow(data: AsyncIterator[bytes], wire: WireProtocol, say: Say) -> None:
-    reader = wire.reader()
-    async for some in data:
-        if (events := reader.feed(some)) and await say(events):
-            break
-    else:
-        await say(reader.finish())
-        return
-    try:
-        async with asyncio.timeout(_FAREWELL):
-            async for _ in data:
-                pass
-    except (TimeoutError, httpx.HTTPError):
-        return  # the answer is whole: how its connection ends is nobody's concern
-
-
-async def _whole(response: httpx.Response) -> bytes:
-    got = bytearray()
-    async for some in response.aiter_bytes():
-        got += some
-        if len(got) > _MAX_BODY:
-            raise Incomplete(f"the upstream's reply is longer than {_MAX_BODY} bytes")
-    return bytes(got)
-
-
-def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """A written JSON object with more fields at its end: a long conversation is not parsed again for them."""
-    return body[:-1] + b"," + msgspec.json.encode(fields)[1:] if fields else body
+def transport_error(error: httpx.HTTPError, upstream: str) -> ModelyardError:
+    reason = str(error) or type(error).__name__
+    if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
+        return Unavailable(f"{upstream} did not accept the connection in time", code=UPSTREAM_UNREACHABLE)
+    if isinstance(error, httpx.TimeoutException):
+        return Timeout(f"{upstream} sent nothing for too long", code="upstream_timeout")
+    if isinstance(error, httpx.ConnectError | httpx.UnsupportedProtocol | httpx.ProxyError):
+        return Unavailable(f"{upstream} cannot be reached: {reason}", code=UPSTREAM_UNREACHABLE)
+    return Unavailable(f"{upstream} closed the connection: {reason}", code=UPSTREAM_LOST)

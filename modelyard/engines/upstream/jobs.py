@@ -1,7 +1,7 @@
-"""Jobs that are somebody else's work: each is one task that reads elsewhere and says here what it hears.
+"""The jobs of an engine that forwards: one task per job, which reads the upstream and emits events.
 
-A job ends in exactly one Finished or Failed, however its task ends. That last word is put in the task's callback: a
-task that is cancelled before its first step runs nothing of its own.
+A job ends with exactly one Finished or Failed. A callback of the task adds a missing Failed, because a task that is
+cancelled before its first step does not run at all.
 """
 
 from __future__ import annotations
@@ -19,65 +19,65 @@ from modelyard.engines.generation_queue import GenerationQueue
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[Sequence[Event]], Awaitable[bool]]  # True once the answer is over: what comes after it is not heard
-Work = Callable[[Say], Coroutine[Any, Any, None]]
+Emit = Callable[[Sequence[Event]], Awaitable[bool]]  # returns True once the answer has ended; later events are dropped
+RunJob = Callable[[Emit], Coroutine[Any, Any, None]]
 
 
-class Jobs:
-    """All jobs of one engine. Made and used on the loop's thread; only `Generation.cancel` may come from elsewhere."""
+class UpstreamJobs:
+    """All jobs of one engine. Use it on the thread of the event loop; only `Generation.cancel` is thread-safe."""
 
     def __init__(self) -> None:
-        self._jobs: set[Job] = set()  # also those whose answer is over and whose connection is not
-        self._refusal: ModelyardError | None = None
+        self._jobs: set[_UpstreamJob] = set()  # includes jobs that have ended but still hold a connection
+        self._closed: ModelyardError | None = None
 
     def __len__(self) -> int:
-        """How many answers are under way."""
-        return sum(not job.box.closed for job in self._jobs)
+        """The number of answers that have not ended."""
+        return sum(not job.queue.closed for job in self._jobs)
 
-    def start(self, work: Work) -> Generation[Event]:
-        job = Job(self._jobs.discard)
-        if self._refusal is not None:
-            job.end(Failed(self._refusal))
+    def start(self, run: RunJob) -> Generation[Event]:
+        job = _UpstreamJob(self._jobs.discard)
+        if self._closed is not None:
+            job.queue.put_many([Failed(self._closed)], last=True)
         else:
             self._jobs.add(job)
-            job.begin(work)
-        return job.box
+            job.start(run)
+        return job.queue
 
-    def refuse(self, error: ModelyardError) -> None:
-        """Whatever runs ends with this error, and nothing new begins."""
-        self._refusal = error
+    def close(self, error: ModelyardError) -> None:
+        """Fails all jobs, the running ones and later ones, with this error."""
+        self._closed = error
         for job in tuple(self._jobs):
             job.stop(error)
 
-    async def settled(self) -> None:
-        """Returns when no task of a job is left."""
+    async def join(self) -> None:
+        """Waits until the tasks of all jobs have ended."""
         await asyncio.gather(*(job.task for job in tuple(self._jobs) if job.task), return_exceptions=True)
 
 
-class Job:
-    def __init__(self, on_over: Callable[[Job], None]) -> None:
+class _UpstreamJob:
+    def __init__(self, on_end: Callable[[_UpstreamJob], None]) -> None:
         self.task: asyncio.Task[None] | None = None
-        self._room = asyncio.Event()
-        self._room.set()
-        self.box: GenerationQueue[Event] = GenerationQueue(on_cancel=self._cancel, on_drained=self._room.set)
-        self._why: ModelyardError = Cancelled("the job was cancelled")
-        self._on_over = on_over
+        self._is_drained = asyncio.Event()
+        self._is_drained.set()
+        self.queue: GenerationQueue[Event] = GenerationQueue(on_cancel=self._cancel, on_drained=self._is_drained.set)
+        self._stop_error: ModelyardError = Cancelled("the job was cancelled")
+        self._on_end = on_end
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
-    def begin(self, work: Work) -> None:
-        self.task = self._loop.create_task(work(self._say))
-        self.task.add_done_callback(self._ended)
+    def start(self, run: RunJob) -> None:
+        self.task = self._loop.create_task(run(self._emit))
+        self.task.add_done_callback(self._on_task_done)
 
-    async def _say(self, events: Sequence[Event]) -> bool:
-        if events and not self.box.closed:
-            over = isinstance(events[-1], Finished | Failed)
-            if not self.box.put_many(events, last=over) and not over:
-                self._room.clear()
-        await self._room.wait()
-        return self.box.closed
+    async def _emit(self, events: Sequence[Event]) -> bool:
+        if events and not self.queue.closed:
+            is_last = isinstance(events[-1], Finished | Failed)
+            if not self.queue.put_many(events, last=is_last) and not is_last:
+                self._is_drained.clear()
+        await self._is_drained.wait()
+        return self.queue.closed
 
     def stop(self, error: ModelyardError) -> None:
-        self._why = error
+        self._stop_error = error
         if self.task is not None:
             self.task.cancel()
 
@@ -89,21 +89,15 @@ class Job:
         else:
             self._loop.call_soon_threadsafe(self.task.cancel)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._on_over(self)
-        error = self._why if task.cancelled() else task.exception()
-        if not self.box.closed:
-            self.end(Failed(_ours(error)))
-
-    def end(self, last: Failed) -> None:
-        self.box.put_many([last], last=True)
-
-
-def _ours(error: BaseException | None) -> ModelyardError:
-    if isinstance(error, ModelyardError):
-        return error
-    if error is None:
-        return Incomplete("the upstream's stream ended without a last word")
-    internal = Internal(f"{type(error).__name__} while a request was forwarded")
-    log.error("a forwarded request failed (id %s)", internal.id, exc_info=error)
-    return internal
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._on_end(self)
+        error = self._stop_error if task.cancelled() else task.exception()
+        if self.queue.closed:
+            return
+        if error is None:
+            error = Incomplete("the stream of the upstream ended without a final event")
+        elif not isinstance(error, ModelyardError):
+            internal = Internal(f"{type(error).__name__} while a request was forwarded")
+            log.error("a forwarded request failed (id %s)", internal.id, exc_info=error)
+            error = internal
+        self.queue.put_many([Failed(error)], last=True)

@@ -8,12 +8,12 @@ from typing import Literal
 
 from modelyard.core.engine import Capabilities, Engine, EngineSpec
 from modelyard.core.errors import ModelyardError
-from modelyard.engines.vllm import folder, library
-from modelyard.engines.vllm.call import IGNORED
+from modelyard.engines.vllm import async_llm, model_folder
+from modelyard.engines.vllm.errors import with_cause
 from modelyard.engines.vllm.estimate import estimate
-from modelyard.engines.vllm.faults import explained
-from modelyard.engines.vllm.settings import LIVE_OVERRIDES
-from modelyard.engines.vllm.settings import VllmSettings as Options
+from modelyard.engines.vllm.options import LIVE_OVERRIDES
+from modelyard.engines.vllm.options import VllmOptions as Options
+from modelyard.engines.vllm.request import IGNORED
 
 __all__ = [
     "CAPABILITIES",
@@ -40,14 +40,14 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 def create(spec: EngineSpec) -> Engine:
     """To be called on the loop that its answers are read on."""
-    library.check()
+    async_llm.check_installed()
     from modelyard.engines.vllm.engine import VllmEngine
 
     return VllmEngine(spec)
 
 
 def tokenizer_path(options: Options) -> Path:
-    return folder.require(options.vllm_tokenizer or options.model_name)
+    return model_folder.require_folder(options.vllm_tokenizer or options.model_name)
 
 
 def chat_template(options: Options) -> str | None:
@@ -58,6 +58,6 @@ def chat_template(options: Options) -> str | None:
 
 def explain(error: ModelyardError, lines: Sequence[str]) -> ModelyardError:
     """vLLM's own words are often only that a process of its own has failed: why stands in what that one wrote."""
-    from modelyard.engines.vllm_serve.reason import reason  # which itself builds on this package
+    from modelyard.engines.vllm_serve.log_parser import failure_reason  # which itself builds on this package
 
-    return explained(error, reason(lines))
+    return with_cause(error, failure_reason(lines))

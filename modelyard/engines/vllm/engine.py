@@ -28,16 +28,55 @@ from modelyard.core.engine import (
     Prompt,
 )
 from modelyard.core.errors import ContextOverflow, InvalidRequest, ModelyardError, NotFound, Unavailable, Unsupported
-from modelyard.engines.vllm import folder, library, weights
-from modelyard.engines.vllm.adapters import Adapters
-from modelyard.engines.vllm.arguments import engine_arguments
-from modelyard.engines.vllm.call import IGNORED, arguments
-from modelyard.engines.vllm.core import Asked, Core, Parcel
-from modelyard.engines.vllm.form import BACKEND, form
-from modelyard.engines.vllm.home import Home
-from modelyard.engines.vllm.job import Job
-from modelyard.engines.vllm.settings import VllmSettings
-from modelyard.engines.vllm.tally import Speculation, Tally
+from modelyard.engines.vllm import async_llm, model_folder
+from modelyard.engines.vllm.async_llm import AsyncLlmRunner, EventLoopThread, Parcel, VllmJob, VllmRequest
+from modelyard.engines.vllm.options import VllmOptions, engine_arguments
+from modelyard.engines.vllm.request import (
+    IGNORED,
+    STRUCTURED_OUTPUTS_CONFIG,
+    LoraAdapters,
+    sampling_arguments,
+    structured_output_arguments,
+)
+
+# What a cache has saved, and what speculation has brought: counted as vLLM tells it.
+
+
+class CacheCounters:
+    """Prompt tokens of one cache: `reused` had been read before."""
+
+    def __init__(self) -> None:
+        self.reused = self.evaluated = 0
+
+    def read(self, tokens: int, cached: int) -> None:
+        self.reused += cached
+        self.evaluated += tokens - cached
+
+
+class SpeculationCounters:
+    """vLLM tells of guesses to those who log its statistics, so this poses as such a logger."""
+
+    def __init__(self) -> None:
+        self.guessed = self.accepted = 0
+
+    def logger(self, vllm_config: Any, engine_index: int = 0) -> SpeculationCounters:
+        del vllm_config, engine_index
+        return self
+
+    def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **more: Any) -> None:
+        del iteration_stats, more
+        told = getattr(scheduler_stats, "spec_decoding_stats", None)
+        if told is not None:
+            self.guessed += told.num_draft_tokens
+            self.accepted += told.num_accepted_tokens
+
+    def log_engine_initialized(self) -> None: ...
+
+    def log(self) -> None: ...
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        del is_awake, level
+
 
 _MODALITIES = ("text", "image")
 _BLOCK = 16  # tokens that vLLM keeps and finds again at a time, unless it is told otherwise
@@ -46,22 +85,22 @@ _SWITCH_S = 0.0005  # vLLM's thread waits this long at most for a busy gateway t
 
 class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
-        self.options: VllmSettings = spec.options
+        self.options: VllmOptions = spec.options
         self._spec = spec
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
-        self._adapters = Adapters(self.options.lora)
+        self._adapters = LoraAdapters(self.options.lora)
         self.info = EngineInfo("vllm", dict(spec.caches), self._capabilities(), page=_BLOCK)
-        self._home = Home(f"vllm:{spec.model}")
-        self._core: Core | None = None
+        self._home = EventLoopThread(f"vllm:{spec.model}")
+        self._core: AsyncLlmRunner | None = None
         self._opening: asyncio.Task[None] | None = None
         self._is_open = False
         self._over: ModelyardError | None = None  # why nothing can run here any more
         self._numbers = itertools.count()
         self._evictions = dict.fromkeys(spec.caches, 0)
-        self._jobs: set[Job] = set()
-        self._tallies = {name: Tally() for name in spec.caches}
-        self._speculation = Speculation()
+        self._jobs: set[VllmJob] = set()
+        self._tallies = {name: CacheCounters() for name in spec.caches}
+        self._speculation = SpeculationCounters()
 
     def __repr__(self) -> str:
         return f"<VllmEngine {self._spec.model}: {len(self._jobs)} running>"
@@ -89,18 +128,20 @@ class VllmEngine:
     def _where(self) -> str:
         """A model that lies here is checked here: in vLLM's words a missing file is a missing name on the hub."""
         name = self.options.model_name
-        found = folder.require(name) if name.startswith(("/", "~", ".")) else folder.find(name)
+        found = (
+            model_folder.require_folder(name) if name.startswith(("/", "~", ".")) else model_folder.find_folder(name)
+        )
         if found is None:
             return name
-        folder.config(found)
-        weights.check(found)
+        model_folder.read_folder_config(found)
+        model_folder.check_weights(found)
         return str(found)
 
     async def _open(self, where: str, progress: OnProgress) -> None:
         self._home.start()
-        lib = await asyncio.to_thread(library.load)
+        lib = await asyncio.to_thread(async_llm.load_library)
         progress(0.1, "loading weights")
-        self._core = core = Core(lib, self._loop.call_soon_threadsafe, self._hand_out, self._lose)
+        self._core = core = AsyncLlmRunner(lib, self._loop.call_soon_threadsafe, self._hand_out, self._lose)
         loggers = [self._speculation.logger] if self.options.speculates else []
         await self._home.ask(core.make(self._arguments(where), loggers))
         self._is_open = True
@@ -108,11 +149,11 @@ class VllmEngine:
     def _arguments(self, where: str) -> dict[str, Any]:
         """Ours first: whoever sets them in vllm_engine_args has the last word."""
         ours = {
-            "structured_outputs_config": BACKEND,
+            "structured_outputs_config": STRUCTURED_OUTPUTS_CONFIG,
             "scheduling_policy": "priority",
             "disable_log_stats": not self.options.speculates,
         }
-        return ours | engine_arguments(folder.placed(self.options), self._spec.caches, where)
+        return ours | engine_arguments(model_folder.resolve_companions(self.options), self._spec.caches, where)
 
     async def close(self) -> None:
         """Idempotent."""
@@ -136,7 +177,7 @@ class VllmEngine:
     # --- jobs -------------------------------------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        job = Job(f"{self._spec.model}-{next(self._numbers)}", prompt, self._loop, self._on_cancel)
+        job = VllmJob(f"{self._spec.model}-{next(self._numbers)}", prompt, self._loop, self._on_cancel)
         try:
             core = self._there()
             asked = self._asked(job, core)
@@ -147,14 +188,14 @@ class VllmEngine:
             self._home.call(core.start, job, asked)
         return job.queue
 
-    def _there(self) -> Core:
+    def _there(self) -> AsyncLlmRunner:
         if self._over is not None:
             raise self._over
         if self._core is None or not self._is_open:
             raise Unavailable("the engine is not open")
         return self._core
 
-    def _asked(self, job: Job, core: Core) -> Asked:
+    def _asked(self, job: VllmJob, core: AsyncLlmRunner) -> VllmRequest:
         prompt = job.prompt
         job.cache = self._cache_name(prompt.cache)
         cache = self._spec.caches[job.cache]
@@ -162,14 +203,14 @@ class VllmEngine:
             raise ContextOverflow(job.prompt_tokens, cache.window)
         self._check(job, core.n_vocab)
         job.fit(cache)
-        return Asked(
+        return VllmRequest(
             {"prompt_token_ids": job.ids, "cache_salt": f"{job.cache}/{self._evictions[job.cache]}"},
-            arguments(prompt, job.most, core.n_vocab),
-            None if prompt.constraint is None else form(prompt.constraint, core.markers),
+            sampling_arguments(prompt, job.most, core.n_vocab),
+            None if prompt.constraint is None else structured_output_arguments(prompt.constraint, core.markers),
             self._adapters.worn(prompt.adapters),
         )
 
-    def _check(self, job: Job, n_vocab: int) -> None:
+    def _check(self, job: VllmJob, n_vocab: int) -> None:
         if job.media and "image" not in self.info.capabilities.modalities:
             raise Unsupported("this model reads text only", code="modality_unsupported")
         if not job.ids:
@@ -185,7 +226,7 @@ class VllmEngine:
             raise NotFound(f"the engine has no cache {name!r}; it has {', '.join(known)}")
         return name
 
-    def _on_cancel(self, job: Job) -> None:
+    def _on_cancel(self, job: VllmJob) -> None:
         """From any thread."""
         if (core := self._core) is not None:
             self._home.call(core.cancel, job)

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
-from modelyard.engines.vllm.arguments import places, window
-from modelyard.engines.vllm.settings import VllmSettings
+from modelyard.engines.vllm.options import VllmOptions, max_model_len, max_num_seqs
 
-STEP = 2048  # tokens that vLLM computes in one step where nobody says
-_STEPS = {"batch": (512, STEP, 8192), "memory": (512, STEP)}
+DEFAULT_BATCHED_TOKENS = 2048  # tokens that vLLM computes in one step where nobody says
+_STEPS = {"batch": (512, DEFAULT_BATCHED_TOKENS, 8192), "memory": (512, DEFAULT_BATCHED_TOKENS)}
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
-    options: VllmSettings = spec.options
+    options: VllmOptions = spec.options
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8, 16, *((32, 64) if here.gpus else ())), stage=1, place="cache")
         if options.vllm_max_num_seqs is not None:  # else it is as many as there are places
@@ -31,17 +30,18 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
-    return held(spec, cache, STEP)
+    return current_values(spec, cache, DEFAULT_BATCHED_TOKENS)
 
 
-def held(spec: EngineSpec, cache: str, step: int) -> dict[str, Value]:
+def current_values(spec: EngineSpec, cache: str, step: int) -> dict[str, Value]:
     """`step` is what vLLM takes by itself, and never more than all windows together."""
-    options: VllmSettings = spec.options
-    at_once = places(options, spec.caches)
+    options: VllmOptions = spec.options
+    at_once = max_num_seqs(options, spec.caches)
     return {
         "parallel": spec.caches[cache].parallel,
         "vllm_max_num_seqs": at_once,
-        "vllm_max_num_batched_tokens": options.vllm_max_num_batched_tokens or min(step, at_once * window(spec.caches)),
+        "vllm_max_num_batched_tokens": options.vllm_max_num_batched_tokens
+        or min(step, at_once * max_model_len(spec.caches)),
         "vllm_enforce_eager": options.vllm_enforce_eager,
         "vllm_kv_cache_dtype": options.vllm_kv_cache_dtype or "auto",
     }

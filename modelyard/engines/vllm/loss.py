@@ -22,28 +22,28 @@ import msgspec
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
-from modelyard.engines.vllm import folder, library
-from modelyard.engines.vllm.arguments import engine_arguments
-from modelyard.engines.vllm_serve.reason import reason
+from modelyard.engines.vllm import async_llm, model_folder
+from modelyard.engines.vllm.options import engine_arguments
+from modelyard.engines.vllm_serve.log_parser import failure_reason
 from modelyard.processes.child_process import ChildProcess, describe_exit
 
-Odds = Sequence[Mapping[int, float]]  # log probabilities by token, for each token of the text but the first
+PromptLogprobs = Sequence[Mapping[int, float]]  # log probabilities by token, for each token of the text but the first
 
-RIVALS = 100  # the likeliest tokens that are told at each place; all others count as one
+TOP_LOGPROBS = 100  # the likeliest tokens that are told at each place; all others count as one
 _AT_ONCE = 128  # tokens read at a time: what stands before them comes out of the cache, however it rounds
 _ROOM = 8
 _LEAST = 1e-6  # odds below it are the rounding of a sum
-_SCRIPT = str(Path(__file__).with_name("odds.py"))
+_SCRIPT = str(Path(__file__).with_name("prompt_logprobs.py"))
 
 
 def loss(spec: EngineSpec, reference: EngineSpec, ids: Sequence[int]) -> Loss:
-    ours, theirs = (asyncio.run(_odds(reading(each, len(ids)), ids)) for each in (spec, reference))
-    return compared(ours, theirs, ids)
+    ours, theirs = (asyncio.run(_odds(evaluation_spec(each, len(ids)), ids)) for each in (spec, reference))
+    return compare(ours, theirs, ids)
 
 
-def reading(spec: EngineSpec, count: int) -> EngineSpec:
+def evaluation_spec(spec: EngineSpec, count: int) -> EngineSpec:
     """The model made to read one text of so many tokens, and nothing beside it."""
-    more = spec.options.vllm_engine_args | {"max_logprobs": RIVALS, "enable_chunked_prefill": True}
+    more = spec.options.vllm_engine_args | {"max_logprobs": TOP_LOGPROBS, "enable_chunked_prefill": True}
     changes: dict[str, Any] = {
         "vllm_max_num_seqs": 1,
         "vllm_max_num_batched_tokens": _AT_ONCE,
@@ -57,19 +57,23 @@ def reading(spec: EngineSpec, count: int) -> EngineSpec:
     return EngineSpec(spec.model, options, {"text": CacheInfo(count + _ROOM)}, python=spec.python)
 
 
-async def _odds(spec: EngineSpec, ids: Sequence[int]) -> Odds:
-    arguments = engine_arguments(folder.placed(spec.options), spec.caches, folder.written(spec.options))
+async def _odds(spec: EngineSpec, ids: Sequence[int]) -> PromptLogprobs:
+    arguments = engine_arguments(
+        model_folder.resolve_companions(spec.options), spec.caches, model_folder.resolve_model(spec.options)
+    )
     with tempfile.TemporaryDirectory(prefix="modelyard-odds-") as place:
         order, answer = Path(place) / "order.json", Path(place) / "answer.json"
-        order.write_bytes(msgspec.json.encode({"arguments": arguments, "ids": list(ids), "rivals": RIVALS}))
-        child = await ChildProcess.start(_command(spec.python, order, answer), library.DEFAULTS | dict(os.environ))
+        order.write_bytes(msgspec.json.encode({"arguments": arguments, "ids": list(ids), "rivals": TOP_LOGPROBS}))
+        child = await ChildProcess.start(
+            _command(spec.python, order, answer), async_llm.ENVIRONMENT_DEFAULTS | dict(os.environ)
+        )
         try:
             code = await asyncio.shield(child.ended)
         finally:
             await child.stop(0.0)
         if not answer.is_file():
             raise InvalidRequest(
-                f"vLLM could not read the text: {reason(child.log.lines()) or f'it {describe_exit(code)}'}"
+                f"vLLM could not read the text: {failure_reason(child.log.lines()) or f'it {describe_exit(code)}'}"
             )
         return msgspec.json.decode(answer.read_bytes(), type=list[dict[int, float]])
 
@@ -79,7 +83,7 @@ def _command(python: str | None, order: Path, answer: Path) -> list[str]:
     return [os.path.expanduser(python or sys.executable), "-P", _SCRIPT, str(order), str(answer)]
 
 
-def compared(ours: Odds, theirs: Odds, ids: Sequence[int]) -> Loss:
+def compare(ours: PromptLogprobs, theirs: PromptLogprobs, ids: Sequence[int]) -> Loss:
     count = len(ids) - 1
     if not count == len(ours) == len(theirs):
         raise InvalidRequest(f"vLLM told the odds of {len(ours)} and {len(theirs)} tokens of {count}")

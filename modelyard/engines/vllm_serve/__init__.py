@@ -1,4 +1,4 @@
-"""A `vllm serve`, started and watched by us: vLLM with its own environment, CUDA libraries and build."""
+"""A `vllm serve` that runs as a child process: vLLM with its own environment, CUDA libraries and build."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Literal
 
 from modelyard.core.engine import Engine, EngineSpec
 from modelyard.engines.vllm import chat_template, estimate
-from modelyard.engines.vllm import folder as _folder
-from modelyard.engines.vllm.settings import LIVE_OVERRIDES
-from modelyard.engines.vllm_serve.engine import CAPABILITIES, VllmServe
+from modelyard.engines.vllm import model_folder as _folder
+from modelyard.engines.vllm.options import LIVE_OVERRIDES
+from modelyard.engines.vllm_serve.engine import CAPABILITIES, VllmServeEngine
 from modelyard.engines.vllm_serve.options import Options
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "tokenizer_path",
 ]
 
-HOLDS_WEIGHTS = True  # every gateway process would start one of its own
+HOLDS_WEIGHTS = True  # every gateway process would start its own server
 COUNTS_LOCALLY = True
 
 
@@ -35,9 +35,9 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 
 def create(spec: EngineSpec) -> Engine:
-    """To be called on the loop that its answers are read on."""
-    return VllmServe(spec)
+    """Call it on the event loop that the engine will run on."""
+    return VllmServeEngine(spec)
 
 
 def tokenizer_path(options: Options) -> Path:
-    return _folder.require(options.vllm_tokenizer or options.model_name)
+    return _folder.require_folder(options.vllm_tokenizer or options.model_name)

@@ -1,101 +1,170 @@
-"""A `vllm serve` of our own, as a ChatEngine: watched, forwarded to, and put to sleep where that is wanted."""
+"""The vllm serve engine: requests in vLLM's format, readiness by a trial request, and sleep after unloading."""
 
 from __future__ import annotations
 
 from typing import Any, cast
 
+import msgspec
 from msgspec.structs import replace
 
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgress
-from modelyard.core.errors import ContextOverflow, ModelyardError
+from modelyard.core.errors import ContextOverflow, ModelyardError, NotFound
 from modelyard.core.request import Request
-from modelyard.engines.managed.engine import ManagedEngine
-from modelyard.engines.managed.server import Server
-from modelyard.engines.vllm.arguments import window
-from modelyard.engines.vllm_serve import outgoing
-from modelyard.engines.vllm_serve.command import tools
-from modelyard.engines.vllm_serve.dormitory import dormitory
+from modelyard.engines.managed.engine import ManagedEngine, server_request
+from modelyard.engines.managed.server import ManagedServer
+from modelyard.engines.upstream.forwarding import append_fields, reject_bare_prompts
+from modelyard.engines.vllm.options import max_model_len
+from modelyard.engines.vllm_serve.log_parser import startup_stage
 from modelyard.engines.vllm_serve.options import Options
-from modelyard.engines.vllm_serve.reason import stage
-from modelyard.engines.vllm_serve.server import answers, lists_models, program, served
+from modelyard.engines.vllm_serve.server import lists_models, model_template, server_command, tool_call_parser
+from modelyard.engines.vllm_serve.sleep import sleeping_servers
+from modelyard.protocols import openai_chat
+
+_IGNORED = (
+    *("typical_p", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    *("xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "beam_size"),
+)
+_GRAMMARS = {"gbnf": "grammar", "lark": "grammar", "regex": "regex"}
 
 CAPABILITIES = Capabilities(
     modalities=("text", "image"),
     structured=True,
     logprobs=True,
     lora=True,
-    ignored=outgoing.IGNORED,
+    ignored=_IGNORED,
     thinking_modes=("default", "enabled", "disabled"),
 )
 
 
-class VllmServe(ManagedEngine):
-    """Made on the loop that it will run on."""
+class VllmServeEngine(ManagedEngine):
+    """Create it on its event loop."""
 
-    verdict_s = 15.0  # its HTTP side looks every five seconds whether the engine behind it is dead
+    exit_grace_s = 15.0  # the HTTP server checks every five seconds whether the engine behind it is alive
 
     def __init__(self, spec: EngineSpec) -> None:
         self._options = cast(Options, spec.options)
-        can = replace(
+        capabilities = replace(
             CAPABILITIES,
             modalities=spec.modalities,
             lora=bool(self._options.lora),
-            tools=tools(self._options, served(spec).template) is not None,
+            tools=tool_call_parser(self._options, model_template(self._options)) is not None,
         )
-        info = EngineInfo("vllm_serve", dict(spec.caches), can)
+        info = EngineInfo("vllm_serve", dict(spec.caches), capabilities)
         super().__init__(spec, info, self._options.vllm_serve_start_timeout_s)
-        self._far = 0.0
+        self._progress = 0.0
 
     @property
-    def _kind(self) -> str:
-        """Servers of one kind are started in the same way: a sleeper of it does for this model."""
+    def _sleep_key(self) -> str:
+        """Servers with equal keys are interchangeable: they were started in the same way."""
         return f"{self._spec.model}\n{self._options.model_dump_json()}\n{dict(self._spec.caches)!r}"
 
-    async def _started(self, progress: OnProgress) -> Server:
-        if self._options.vllm_serve_sleep_s and (woken := await dormitory().wake(self._kind)) is not None:
-            progress(0.9, "woken up")
-            self._far = 0.9
-            return woken
+    async def _start_server(self, progress: OnProgress) -> ManagedServer:
+        if self._options.vllm_serve_sleep_s:
+            server = await sleeping_servers().wake_up(self._sleep_key)
+            if server is not None:
+                self._report(0.9, "woken up", progress)
+                return server
         progress(0.0, "starting vllm serve")
-        return await Server.start(program(self._spec))
+        return await ManagedServer.start(server_command(self._spec))
 
-    async def _is_ready(self, server: Server, progress: OnProgress) -> bool:
+    async def _is_ready(self, server: ManagedServer, progress: OnProgress) -> bool:
         if not await lists_models(server):
-            self._tell(*stage(server.child.log.lines()), progress)
+            self._report(*startup_stage(server.child.log.lines()), progress)
             return False
         if not self._options.vllm_serve_trial:
             return True
-        self._tell(0.95, "asking for a first token", progress)
-        return await answers(server, outgoing.trial(self._spec.model))
+        self._report(0.95, "requesting a first token", progress)
+        trial = {"model": self._spec.model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        try:
+            status, _ = await server.upstream.request_json("POST", "/v1/chat/completions", msgspec.json.encode(trial))
+        except ModelyardError:
+            return False
+        return status < 500  # a refusal is an answer too
 
-    def _tell(self, far: float, what: str, progress: OnProgress) -> None:
-        if far > self._far:  # a log is read from its end: what has left it is not taken back
-            self._far = far
-            progress(far, what)
+    def _report(self, done: float, stage: str, progress: OnProgress) -> None:
+        if done > self._progress:  # old lines leave the log, so a later look may see less
+            self._progress = done
+            progress(done, stage)
 
-    def _is_ominous(self, error: ModelyardError) -> bool:
-        """Its HTTP side outlives the engine behind it by some seconds, and speaks of it."""
-        return super()._is_ominous(error) or "EngineCore" in error.message or "EngineDead" in error.message
+    def _may_be_exit(self, error: ModelyardError) -> bool:
+        """The HTTP server outlives the engine behind it by some seconds; its errors name the engine."""
+        return super()._may_be_exit(error) or "EngineCore" in error.message or "EngineDead" in error.message
 
-    async def _let_go(self, server: Server) -> None:
+    async def _release_server(self, server: ManagedServer) -> None:
         if self._options.vllm_serve_sleep_s and self._server is not None:
-            self._server = None  # another engine may have it from now on
-            await dormitory().lay_down(self._kind, server, self._options.vllm_serve_sleep_s)
+            self._server = None  # another engine may take it now
+            await sleeping_servers().put_to_sleep(self._sleep_key, server, self._options.vllm_serve_sleep_s)
         else:
             await server.stop()
 
-    def _body(self, request: Request) -> bytes:
-        return outgoing.body(request, self._options, self._spec.model, window(self._spec.caches))
+    def _request_body(self, request: Request) -> bytes:
+        return chat_body(request, self._options, self._spec.model, max_model_len(self._spec.caches))
 
-    async def _explained(self, error: ModelyardError, server: Server, request: Request) -> ModelyardError:
-        """It stops to count where the window ends; asked for nothing else, it tells how long the prompt really is."""
+    async def _diagnose(self, error: ModelyardError, server: ManagedServer, request: Request) -> ModelyardError:
+        """vLLM stops counting at the end of the window; its tokenizer endpoint knows the true length of the prompt."""
         if isinstance(error, ContextOverflow) and (counted := await self.count(request)) is not None:
             return ContextOverflow(max(counted, error.prompt_tokens), error.window)
-        return await super()._explained(error, server, request)
+        return await super()._diagnose(error, server, request)
 
     async def count(self, request: Request) -> int | None:
-        """As the server itself would render it; None where it does not say."""
-        body = outgoing.counting(request, self._options, self._spec.model)
-        status, told = await self._running.client.ask("POST", "/tokenize", body)
-        count: Any = told.get("count") if status == 200 and isinstance(told, dict) else None
+        """Counts the prompt as the server renders it; None if the server does not answer."""
+        body = tokenize_body(request, self._options, self._spec.model)
+        status, reply = await self.server.upstream.request_json("POST", "/tokenize", body)
+        count: Any = reply.get("count") if status == 200 and isinstance(reply, dict) else None
         return count if isinstance(count, int) else None
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def chat_body(request: Request, options: Options, model: str, window: int) -> bytes:
+    """The body of /v1/chat/completions: OpenAI Chat with vLLM's extensions. It is always a stream with usage.
+
+    `model` is the name that the server knows. vLLM ends an answer at the end of the window, but it refuses a
+    `max_tokens` larger than the window.
+    """
+    reject_bare_prompts(request)
+    max_tokens = min(request.max_tokens, window) if request.max_tokens is not None else None
+    streamed = replace(
+        _vllm_request(request, options, model), max_tokens=max_tokens, n=1, stream=True, include_usage=True
+    )
+    fields: dict[str, Any] = {}
+    if request.constraint is not None and (grammar := _GRAMMARS.get(request.constraint.kind)):
+        fields["structured_outputs"] = {grammar: request.constraint.text}
+    return append_fields(openai_chat.write_request(streamed), fields | _continuation(request))
+
+
+def tokenize_body(request: Request, options: Options, model: str) -> bytes:
+    """The body of /tokenize: only the fields that add tokens to the prompt."""
+    full = _vllm_request(request, options, model)
+    prompt = Request(
+        model=full.model,
+        messages=full.messages,
+        tools=full.tools,
+        reasoning=replace(full.reasoning, effort=None, budget=None, visible=None),
+        chat_template_kwargs=full.chat_template_kwargs,
+    )
+    return append_fields(openai_chat.write_request(prompt), _continuation(request))
+
+
+def _vllm_request(request: Request, options: Options, model: str) -> Request:
+    adapter, tools = request.lora_adapter, request.tools
+    if adapter is not None and adapter not in options.lora:
+        raise NotFound(f"the model {model!r} has no LoRA adapter {adapter!r}", code="adapter_not_found")
+    if request.tool_choice.mode in ("required", "named"):
+        # vLLM enforces the schema of a forced call for strict tools only.
+        tools = tuple(replace(tool, strict=True) if tool.strict is None else tool for tool in tools)
+    return replace(
+        server_request(request, enable_thinking=options.enable_thinking),
+        model=adapter or model,  # vLLM serves an adapter under its own model name
+        tools=tools,
+        sampling=replace(request.sampling, **dict.fromkeys(_IGNORED)),
+        constraint=None if request.constraint and request.constraint.kind in _GRAMMARS else request.constraint,
+    )
+
+
+def _continuation(request: Request) -> dict[str, Any]:
+    """A conversation that ends with an assistant message is continued."""
+    if request.messages and request.messages[-1].role == "assistant":
+        return {"continue_final_message": True, "add_generation_prompt": False}
+    return {}

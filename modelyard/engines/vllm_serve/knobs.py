@@ -1,10 +1,10 @@
-"""What the optimizer may turn of a model that a `vllm serve` runs: the same as of one that vLLM runs in process."""
+"""The vllm serve engine's knobs for the optimizer: those of vLLM in process, with the server's defaults."""
 
 from __future__ import annotations
 
 from modelyard.core.engine import EngineSpec
 from modelyard.core.knobs import Value
-from modelyard.engines.vllm.knobs import STEP, forbids, held, knobs
+from modelyard.engines.vllm.knobs import DEFAULT_BATCHED_TOKENS, current_values, forbids, knobs
 from modelyard.telemetry.system import GpuMemory, read_gpus
 
 __all__ = ["current", "forbids", "knobs"]
@@ -14,16 +14,13 @@ _GIB = 2**30
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
     gpus = read_gpus()
-    return held(spec, cache, step(gpus[0]) if gpus else STEP * _ranks(spec))
+    # Without GPUs every rank adds its own step.
+    ranks = (spec.options.vllm_tensor_parallel_size or 1) * (spec.options.vllm_pipeline_parallel_size or 1)
+    return current_values(spec, cache, default_step(gpus[0]) if gpus else DEFAULT_BATCHED_TOKENS * ranks)
 
 
-def step(gpu: GpuMemory) -> int:
-    """Tokens that the server computes at a time where nobody says: more on a large GPU, but for one family."""
+def default_step(gpu: GpuMemory) -> int:
+    """The server's default of max_num_batched_tokens: more on a large GPU, except on an A100."""
     if gpu.total >= 160 * _GIB:
         return 16384
-    return 8192 if gpu.total >= 70 * _GIB and "a100" not in gpu.name.lower() else STEP
-
-
-def _ranks(spec: EngineSpec) -> int:
-    """Without GPUs every rank brings a step of its own."""
-    return (spec.options.vllm_tensor_parallel_size or 1) * (spec.options.vllm_pipeline_parallel_size or 1)
+    return 8192 if gpu.total >= 70 * _GIB and "a100" not in gpu.name.lower() else DEFAULT_BATCHED_TOKENS

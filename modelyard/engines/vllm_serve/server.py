@@ -1,92 +1,203 @@
-"""The `vllm serve` program: where it is found, how it is started for a model, and whether it is ready."""
+"""The `vllm serve` program: its executable, command line and environment.
+
+Every argument of vLLM's engine has the same name on its command line. A flag in the extra arguments of a definition
+replaces ours.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from modelyard.core.engine import EngineSpec
+from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import ModelyardError, NotFound
-from modelyard.engines.managed.listening import listening, private
-from modelyard.engines.managed.server import Program, Server
-from modelyard.engines.vllm import folder
-from modelyard.engines.vllm_serve.command import Served, command, environment
-from modelyard.engines.vllm_serve.options import Options
-from modelyard.engines.vllm_serve.reason import reason
+from modelyard.engines.managed.server import ListenAddress, ManagedServer, ServerCommand, child_environment
+from modelyard.engines.vllm import model_folder
+from modelyard.engines.vllm.options import engine_arguments
+from modelyard.engines.vllm_serve.log_parser import failure_reason
+from modelyard.engines.vllm_serve.options import Options, flag_name
 from modelyard.library import vllm_env
 
 log = logging.getLogger(__name__)
 
+Flag = tuple[str, list[str]]
+_DEFAULT_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
 
-def program(spec: EngineSpec) -> Program:
+
+def server_command(spec: EngineSpec) -> ServerCommand:
     options = cast(Options, spec.options)
     if len(spec.caches) > 1:
         log.warning("%s: vLLM has one KV cache for the caches %s", spec.model, ", ".join(spec.caches))
-    binary, model = find_binary(options), served(spec)
-    home = private("modelyard-vllm-") if options.is_private else None
-    at = listening(home, options.vllm_serve_host, options.vllm_serve_port, options.vllm_serve_api_key)
-    return Program(
+    binary, model = find_binary(options), model_folder.resolve_model(options)
+    private = tempfile.TemporaryDirectory(prefix="modelyard-vllm-") if options.is_private else None
+    address = ListenAddress.choose(
+        private, options.vllm_serve_host, options.vllm_serve_port, options.vllm_serve_api_key
+    )
+    served = ServedModel(spec.model, model, model_template(options))
+    return ServerCommand(
         name="vllm serve",
-        loads=model.model,
-        argv=command(binary, model, folder.placed(options), spec.caches, at),
-        env=environment(options, at, os.environ),
-        place=at.place(f"the vllm serve of {spec.model!r}", options.vllm_serve_timeout_s),
-        reason=reason,
-        folder=home,
+        model=model,
+        argv=command_line(binary, served, model_folder.resolve_companions(options), spec.caches, address),
+        env=environment(options, address, os.environ),
+        address=address.upstream(f"the vllm serve of {spec.model!r}", options.vllm_serve_timeout_s),
+        failure_reason=failure_reason,
+        folder=private,
     )
 
 
-def served(spec: EngineSpec) -> Served:
-    options = cast(Options, spec.options)
-    return Served(spec.model, folder.written(options), _template(folder.find(options.model_name)))
+def find_binary(options: Options) -> str:
+    if options.vllm_serve_binary is not None:
+        path = Path(options.vllm_serve_binary).expanduser()
+        if found := shutil.which(str(path)):
+            return found
+        raise NotFound(f"vllm_serve_binary: there is no program {str(path)!r}", code="program_missing")
+    if found := shutil.which("vllm") or shutil.which(str(vllm_env.program())):
+        return found
+    raise NotFound(
+        "there is no vllm on the PATH: set vllm_serve_binary, or build one that runs without a GPU with make vllm-env",
+        code="program_missing",
+    )
 
 
-def _template(place: Path | None) -> str | None:
-    """Of the model's folder: a file of its own, or a field of the tokenizer's settings."""
-    if place is None:
-        return None
+async def lists_models(server: ManagedServer) -> bool:
     try:
-        if (file := place / "chat_template.jinja").is_file():
-            return file.read_text("utf-8")
-        told: Any = msgspec.json.decode((place / "tokenizer_config.json").read_bytes())
-    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
-        return None
-    template = told.get("chat_template") if isinstance(told, dict) else None
-    return template if isinstance(template, str) else None
-
-
-async def lists_models(server: Server) -> bool:
-    try:
-        status, _ = await server.client.ask("GET", "/v1/models")
+        status, _ = await server.upstream.request_json("GET", "/v1/models")
     except ModelyardError:
         return False  # it does not listen yet
     return status == 200
 
 
-async def answers(server: Server, body: bytes) -> bool:
-    """Whether it lives through a request. That it refuses one is an answer, too."""
+# --- command line -----------------------------------------------------------------------------------------------------
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """`name` is for requests; `path` is a folder or a hub name; `template` is the text of its chat template."""
+
+    name: str
+    path: str
+    template: str | None = None
+
+
+def command_line(
+    binary: str, model: ServedModel, options: Options, caches: Mapping[str, CacheInfo], address: ListenAddress
+) -> list[str]:
+    arguments = engine_arguments(options, caches, model.path)
+    path = arguments.pop("model")
+    replaced = {flag_name(argument) for argument in options.vllm_serve_extra_args if argument.startswith("--")}
+    flags = [*_http_flags(options, model, address), *map(_engine_flag, arguments.items())]
+    ours = [text for flag, values in flags if flag not in replaced for text in (flag, *values)]
+    return [binary, "serve", path, *ours, *options.vllm_serve_extra_args]
+
+
+def _http_flags(options: Options, model: ServedModel, address: ListenAddress) -> Iterator[Flag]:
+    if address.port is None:
+        yield "--uds", [address.host]
+    else:
+        yield from (("--host", [address.host]), ("--port", [str(address.port)]))
+    yield "--served-model-name", [model.name]
+    yield "--enable-prompt-tokens-details", []  # else usage has no cached tokens
+    yield "--disable-uvicorn-access-log", []  # keeps the log for errors
+    if options.chat_template is not None:
+        is_text = _is_template_text(options.chat_template)
+        yield "--chat-template", [options.chat_template if is_text else str(Path(options.chat_template).expanduser())]
+    if parser := tool_call_parser(options, model.template):
+        yield from (("--enable-auto-tool-choice", []), ("--tool-call-parser", [parser]))
+    if parser := reasoning_parser(options, model.template):
+        yield "--reasoning-parser", [parser]
+    if options.lora:
+        yield "--lora-modules", [f"{name}={Path(path).expanduser()}" for name, path in options.lora.items()]
+    if options.vllm_serve_sleep_s:
+        yield "--enable-sleep-mode", []
+
+
+def _engine_flag(argument: tuple[str, Any]) -> Flag:
+    name, value = argument
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return (f"--{flag}" if value else f"--no-{flag}"), []
+    if isinstance(value, dict):
+        return f"--{flag}", [msgspec.json.encode(value).decode()]
+    return f"--{flag}", [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
+
+
+def environment(options: Options, address: ListenAddress, inherited: Mapping[str, str]) -> dict[str, str]:
+    key = ("VLLM_API_KEY", address.key)
+    own, library_path = options.vllm_serve_env, options.vllm_serve_library_path
+    env = child_environment({**_DEFAULT_ENV, **inherited}, own, library_path, key)
+    return env | {"VLLM_SERVER_DEV_MODE": "1"} if options.vllm_serve_sleep_s else env
+
+
+# --- parsers ----------------------------------------------------------------------------------------------------------
+
+NO_PARSER = "none"
+
+# (mark in a chat template, vLLM's parser); the first match wins, so a mark that contains another one comes before it
+_TOOL_PARSERS = (
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
+    ("<|tool_call>", "gemma4"),
+    ("<|python_tag|>", "llama3_json"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<|channel|>", "openai"),
+)
+_REASONING_PARSERS = (
+    ("<|channel|>", "openai_gptoss"),
+    ("<|channel>", "gemma4"),
+    ("[THINK]", "mistral"),
+    ("<arg_key>", "glm45"),
+    ("enable_thinking", "qwen3"),
+    ("<think>", "deepseek_r1"),
+)
+
+
+def tool_call_parser(options: Options, template: str | None) -> str | None:
+    """vLLM's parser of tool calls: from the extra arguments, the options or the template; None: no tools."""
+    for at, argument in enumerate(extra := options.vllm_serve_extra_args):
+        if flag_name(argument) == "--tool-call-parser":
+            return argument.partition("=")[2] or next(iter(extra[at + 1 :]), None)
+    return _choose_parser(options.vllm_serve_tool_parser, _TOOL_PARSERS, options, template)
+
+
+def reasoning_parser(options: Options, template: str | None) -> str | None:
+    return _choose_parser(options.vllm_serve_reasoning_parser, _REASONING_PARSERS, options, template)
+
+
+def _choose_parser(
+    configured: str | None, parsers: tuple[tuple[str, str], ...], options: Options, template: str | None
+) -> str | None:
+    if configured is not None:
+        return None if configured == NO_PARSER else configured
+    if options.chat_template and _is_template_text(options.chat_template):
+        template = options.chat_template
+    return next((parser for mark, parser in parsers if mark in (template or "")), None)
+
+
+def _is_template_text(value: str) -> bool:
+    """Tells a template from the path of a template: it has braces."""
+    return "{" in value or "\n" in value
+
+
+def model_template(options: Options) -> str | None:
+    """The chat template in the folder of the model: a file, or a field of tokenizer_config.json."""
+    path = model_folder.find_folder(options.model_name)
+    if path is None:
+        return None
     try:
-        status, _ = await server.client.ask("POST", "/v1/chat/completions", body)
-    except ModelyardError:
-        return False
-    return status < 500
-
-
-def find_binary(options: Options) -> str:
-    if options.vllm_serve_binary is not None:
-        named = Path(options.vllm_serve_binary).expanduser()
-        if found := shutil.which(str(named)):
-            return found
-        raise NotFound(f"vllm_serve_binary: there is no program {str(named)!r}", code="program_missing")
-    if found := shutil.which("vllm") or shutil.which(str(vllm_env.program())):
-        return found
-    raise NotFound(
-        "there is no vllm on the PATH: name yours in vllm_serve_binary, or build one that runs without a GPU with "
-        "make vllm-env",
-        code="program_missing",
-    )
+        if (file := path / "chat_template.jinja").is_file():
+            return file.read_text("utf-8")
+        config: Any = msgspec.json.decode((path / "tokenizer_config.json").read_bytes())
+    except (OSError, UnicodeDecodeError, msgspec.MsgspecError):
+        return None
+    template = config.get("chat_template") if isinstance(config, dict) else None
+    return template if isinstance(template, str) else None

@@ -189,14 +189,14 @@ class AdminRoutes:
 
     async def history(self) -> Response:
         context = self._context
-        told = schemas.history(context.gateway.history.slices(context.clock()))
-        return _json({**told, "texts": context.captures.on})
+        told = schemas.history(context.gateway.history.intervals(context.clock()))
+        return _json({**told, "texts": context.captures.enabled})
 
     async def keep(self, asked: StarletteRequest, body: Overrides = None, own: bool = False) -> Response:
         on = (body or {}).get("texts")
         if not isinstance(on, bool):
             raise InvalidRequest('the body is {"texts": true} or {"texts": false}', param="texts")
-        self._context.captures.switch(on)
+        self._context.captures.set_enabled(on)
         if not own:
             await self._context.peers.ask("POST", "history", asked.headers, msgspec.json.encode({"texts": on}))
         return _json({"texts": on})

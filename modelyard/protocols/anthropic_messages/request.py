@@ -103,14 +103,14 @@ class AnthropicThinking(Struct):
     display: str | None = None
 
 
-class OutputFormat(Struct):
+class AnthropicOutputFormat(Struct):
     type: str = ""
     schema: Raw = field(default_factory=Raw)
 
 
-class OutputConfig(Struct):
+class AnthropicOutputConfig(Struct):
     effort: str | None = None
-    format: OutputFormat | None = None
+    format: AnthropicOutputFormat | None = None
 
 
 class MessagesBody(ExtensionFields, kw_only=True):
@@ -123,8 +123,8 @@ class MessagesBody(ExtensionFields, kw_only=True):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | str | None = None
     thinking: AnthropicThinking | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the older beta name of output_config.format
+    output_config: AnthropicOutputConfig | None = None
+    output_format: AnthropicOutputFormat | None = None  # the older beta name of output_config.format
     metadata: dict[str, Any] | None = None
 
 

@@ -127,9 +127,7 @@ def write_usage(prompts: Sequence[Usage], answers: Sequence[Usage]) -> OpenAIUsa
         prompt, cached = prompt + usage.prompt, cached + usage.cached
     for usage in answers:
         output, reasoning = output + usage.output, reasoning + usage.reasoning
-    return OpenAIUsage(
-        prompt, output, prompt + output, PromptTokensDetails(cached), CompletionTokensDetails(reasoning)
-    )
+    return OpenAIUsage(prompt, output, prompt + output, PromptTokensDetails(cached), CompletionTokensDetails(reasoning))
 
 
 def read_usage(body: OpenAIUsage | None) -> Usage:

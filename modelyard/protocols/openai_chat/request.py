@@ -519,7 +519,8 @@ def _string(value: Any, path: str) -> str:
 
 
 def _read_image(part: ChatContentPart, path: str) -> Image:
-    url, detail = part.image_url, part.detail
+    url: Any = part.image_url
+    detail: Any = part.detail
     if isinstance(url, dict):
         url, detail = url.get("url"), url.get("detail", detail)
     if not isinstance(url, str) or not url:

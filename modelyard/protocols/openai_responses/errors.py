@@ -1,28 +1,67 @@
-"""Errors on the Responses wire: OpenAI's HTTP body, except for an overflow on a stream, which is a failed response."""
+"""`response.error`, the error of a failed response, both ways; HTTP errors have OpenAI's common body."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Any
 
-from modelyard.core.errors import ContextOverflow, ModelyardError
-from modelyard.core.events import Failed
-from modelyard.core.protocol import WireError
+from modelyard.core.errors import ContextOverflow, ModelyardError, Overloaded, RateLimited
 from modelyard.core.request import Request
-from modelyard.protocols.common.openai_errors import read_http_error, write_http_error
-from modelyard.protocols.openai_responses.writer import ResponsesWriter
+from modelyard.protocols.common.errors import overflow_hint
+from modelyard.protocols.common.openai_errors import SMALLER_CLIENT, error_from_fields, read_http_error
 
-_UNREAD = Request(model="")  # an error from before the body was read
+read_error = read_http_error
 
+# Codex compacts the conversation and retries when it finds exactly these words.
+OVERFLOW = "Your input exceeds the context window of this model. Please adjust your input and try again."
 
-def write_error(
-    error: ModelyardError, *, trace: str, streaming: bool = False, request: Request | None = None
-) -> WireError:
-    """Codex does not take HTTP 400 for an overflow: on a stream it must be `response.failed`."""
-    if streaming and isinstance(error, ContextOverflow):
-        events = ResponsesWriter(request or _UNREAD, trace).write(Failed(error))
-        return WireError(200, events, {"x-request-id": trace}, "text/event-stream")
-    return write_http_error(error, trace, overflow_param="input", request=request)
+_CLIENT_ERRORS = frozenset({"invalid", "unauthenticated", "forbidden", "not_found", "conflict", "too_large"})
 
 
-def read_error(status: int, headers: Mapping[str, str], body: bytes) -> ModelyardError:
-    return read_http_error(status, headers, body)
+def write_failure(error: ModelyardError, request: Request | None = None) -> dict[str, str]:
+    """Every error that is not the client's is a `server_error`: clients retry those."""
+    if isinstance(error, ContextOverflow):
+        message = OVERFLOW
+        if hint := overflow_hint(error, request, SMALLER_CLIENT):
+            message += f" It has {error.prompt_tokens} tokens, and the window {error.window}.{hint}"
+        return {"code": "context_length_exceeded", "message": message}
+    if error.kind in _CLIENT_ERRORS:
+        return {"code": error.code or "invalid_prompt", "message": error.message}
+    if isinstance(error, RateLimited):  # Codex parses the delay out of the message
+        return {"code": "rate_limit_exceeded", "message": f"{error.message} Please try again in {error.retry_after}s."}
+    if isinstance(error, Overloaded):
+        return {"code": "server_is_overloaded", "message": error.message}
+    return {"code": "server_error", "message": error.message}
+
+
+# --- reading an upstream's failure ----------------------------------------------------------------------------------
+
+# code → the HTTP status with the same meaning
+_STATUS_BY_CODE: Mapping[str, int] = {
+    "context_length_exceeded": 400,
+    "invalid_prompt": 400,
+    "unsupported": 400,
+    "invalid_api_key": 401,
+    "forbidden": 403,
+    "not_found": 404,
+    "conflict": 409,
+    "request_too_large": 413,
+    "rate_limit_exceeded": 429,
+    "server_is_overloaded": 529,
+    "slow_down": 529,
+    "server_error": 502,
+}
+_RETRY_AFTER = re.compile(r"[Pp]lease try again in (?P<seconds>\d+(?:\.\d+)?)s\.?")
+
+
+def read_failure(error: object) -> ModelyardError:
+    fields: dict[str, Any] = dict(error) if isinstance(error, Mapping) else {}
+    message = str(fields.get("message") or "")
+    delay = _RETRY_AFTER.search(message)
+    if delay and delay.end() == len(message):
+        fields["message"] = message[: delay.start()].rstrip()
+    fields.setdefault("message", "the upstream failed without a message")
+    code = str(fields.get("code") or fields.get("type") or "")
+    status = _STATUS_BY_CODE.get(code, 400 if code.startswith(("invalid_", "image_")) else 502)
+    return error_from_fields(status, fields, float(delay["seconds"]) if delay else None, b"")

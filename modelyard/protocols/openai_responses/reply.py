@@ -1,19 +1,217 @@
-"""A whole reply as one `response` object: the same items that the stream would have closed with."""
+"""Writes the `response` object and its output items, for the stream, the whole reply and stored responses alike."""
 
 from __future__ import annotations
 
-from modelyard.core.events import Block, Reply
-from modelyard.core.request import Request, Text
-from modelyard.protocols.common.json import encode
-from modelyard.protocols.openai_responses.response import ResponseObject, write_item
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any, Literal
 
-_NOTHING = (Block(Text("")),)  # a reply without a block is one empty message, here as in the stream
+import msgspec
+from msgspec import Raw
+
+from modelyard.core.events import Block, BlockKind, Finished, Reply, Started, TokenLogprob, Usage
+from modelyard.core.request import Constraint, Message, Request, Text, Tool, ToolCall, ToolChoice
+from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
+from modelyard.protocols.common.response_metrics import write_metrics
+
+JsonObject = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+_EMPTY_LIST = Raw(b"[]")
+_EMPTY_REPLY = (Block(Text("")),)  # a reply without blocks is one empty message, as in the stream
 
 
 def write_reply(replies: list[Reply], request: Request) -> bytes:
-    """This wire has one choice: the first reply."""
+    """This protocol has one choice: the first reply."""
     reply = replies[0]
-    started, key = reply.started, reply.started.id
-    output = [write_item(block, key, index, request) for index, block in enumerate(reply.blocks or _NOTHING)]
-    response = ResponseObject(request, key).finished(reply.finished, started.created, started.model, output)
-    return encode(response)
+    key = reply.started.id
+    output = [write_item(block, key, index, request) for index, block in enumerate(reply.blocks or _EMPTY_REPLY)]
+    return encode(ResponseObject(request, key).finished(reply.started, reply.finished, output))
+
+
+class ResponseObject:
+    """The `response` object: the request's fields echoed, plus the state so far. `key` is its id without prefix."""
+
+    def __init__(self, request: Request, key: str) -> None:
+        self._id = f"resp_{key}"
+        self._echo = _echo(request)
+
+    def at(self, status: Status, started: Started, **state: Any) -> JsonObject:
+        """The object now; `state` has output, usage, error, incomplete_details, output_text, metrics."""
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": started.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": started.model,
+            "output": _EMPTY_LIST,
+            "usage": None,
+            **self._echo,
+            **state,
+        }
+
+    def finished(self, started: Started, finished: Finished, output: list[JsonObject]) -> JsonObject:
+        """`output_text` is the text of all messages in one string, as the SDKs have it."""
+        reason = None
+        if finished.reason in ("max_tokens", "window"):
+            reason = "max_output_tokens"
+        elif finished.reason == "content_filter":
+            reason = "content_filter"
+        text = "".join(part["text"] for item in output if item["type"] == "message" for part in item["content"])
+        return self.at(
+            "incomplete" if reason else "completed",
+            started,
+            output=output,
+            usage=_write_usage(finished.usage),
+            incomplete_details={"reason": reason} if reason else None,
+            output_text=text,
+            metrics=write_metrics(finished),
+        )
+
+
+def _echo(request: Request) -> JsonObject:
+    """The fields of the request. The tools are encoded once: they may be large."""
+    sampling, reasoning = request.sampling, request.reasoning
+    return {
+        "instructions": split_instructions(request)[0],
+        "max_output_tokens": request.max_tokens,
+        "max_tool_calls": None,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "store": request.store is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": write_text_format(request.constraint)},
+        "tool_choice": write_tool_choice(request.tool_choice, request.tools),
+        "tools": Raw(encode(write_tools(request.tools))) if request.tools else _EMPTY_LIST,
+        "top_logprobs": request.logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "user": request.user,
+    }
+
+
+def split_instructions(request: Request) -> tuple[str | None, tuple[Message, ...]]:
+    """The text that came as `instructions`, and the messages without it."""
+    if request.instructions and request.messages:
+        match request.messages[0]:
+            case Message(role="system", parts=(Text(text=text),)):
+                return text, request.messages[1:]
+    return None, request.messages
+
+
+def write_text_format(constraint: Constraint | None) -> JsonObject:
+    """`text.format`. Upstreams require a name, so a schema without one gets one."""
+    if constraint is None or constraint.kind not in ("json_object", "json_schema"):
+        return {"type": "text"}
+    if constraint.kind == "json_object":
+        return {"type": "json_object"}
+    return {
+        "type": "json_schema",
+        "name": constraint.name or "answer",
+        "description": constraint.description,
+        "schema": msgspec.json.decode(constraint.text),
+        "strict": constraint.strict,
+    }
+
+
+def write_tools(tools: tuple[Tool, ...]) -> list[JsonObject]:
+    """Neighbouring tools of one namespace share its entry."""
+    out: list[JsonObject] = []
+    for namespace, group in groupby(tools, key=lambda tool: tool.namespace):
+        written = [_write_tool(tool) for tool in group]
+        if namespace is None:
+            out += written
+        else:
+            out.append({"type": "namespace", "name": namespace, "description": "", "tools": written})
+    return out
+
+
+def _write_tool(tool: Tool) -> JsonObject:
+    if tool.kind == "server":
+        return {"type": tool.type or tool.name} | tool.parameters
+    body: JsonObject = {"type": tool.kind, "name": tool.name, "description": tool.description}
+    if tool.kind == "custom":
+        body["format"] = {"type": "text"} if tool.grammar is None else {"type": "grammar"} | tool.grammar
+    else:
+        body |= {"parameters": tool.parameters, "strict": tool.strict}
+    return body | {"defer_loading": True} if tool.deferred else body
+
+
+def write_tool_choice(choice: ToolChoice, tools: tuple[Tool, ...]) -> str | JsonObject:
+    if choice.mode != "named":
+        return choice.mode
+    custom = any(tool.kind == "custom" and tool.name == choice.name for tool in tools)
+    return {"type": "custom" if custom else "function", "name": choice.name}
+
+
+def _write_usage(usage: Usage) -> JsonObject:
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.output,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.output,
+    }
+
+
+# --- output items ---------------------------------------------------------------------------------------------------
+
+
+def item_id(key: str, index: int, kind: BlockKind, custom: bool = False) -> str:
+    """Built from the response's key and the item's index, so that a stream and the whole reply agree."""
+    prefix = {"text": "msg", "thinking": "rs", "tool_call": "ctc" if custom else "fc"}[kind]
+    return f"{prefix}_{key}_{index}"
+
+
+def write_item(block: Block, key: str, index: int, request: Request) -> JsonObject:
+    part = block.part
+    if isinstance(part, Text):
+        return message_item(item_id(key, index, "text"), "completed", [text_part(part.text, block.logprobs)])
+    if isinstance(part, ToolCall):
+        status: Status = "completed" if block.complete else "incomplete"
+        return call_item(item_id(key, index, "tool_call", part.custom), status, part)
+    item: JsonObject = {
+        "id": item_id(key, index, "thinking"),
+        "type": "reasoning",
+        "status": "completed",
+        "summary": [{"type": "summary_text", "text": part.text}] if wants_summary(request) else [],
+        "content": [{"type": "reasoning_text", "text": part.text}],
+    }
+    if request.encrypted_reasoning:  # an upstream's own signature must return to that upstream unchanged
+        item["encrypted_content"] = part.signature or pack_reasoning(part.text)
+    return item
+
+
+def message_item(id: str, status: Status, content: list[JsonObject]) -> JsonObject:
+    return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+def call_item(id: str, status: Status, call: ToolCall) -> JsonObject:
+    kind, field = ("custom_tool_call", "input") if call.custom else ("function_call", "arguments")
+    item: JsonObject = {"id": id, "type": kind, "status": status, "call_id": call.id, "name": call.name}
+    if call.namespace is not None:
+        item["namespace"] = call.namespace
+    item[field] = call.arguments
+    return item
+
+
+def text_part(text: str, logprobs: Iterable[TokenLogprob] = ()) -> JsonObject:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": write_logprobs(logprobs)}
+
+
+def write_logprobs(tokens: Iterable[TokenLogprob]) -> list[JsonObject]:
+    return [_write_logprob(t) | {"top_logprobs": [_write_logprob(other) for other in t.top]} for t in tokens]
+
+
+def _write_logprob(token: TokenLogprob) -> JsonObject:
+    return {"token": token.token, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+
+def wants_summary(request: Request) -> bool:
+    return request.reasoning.summary not in (None, "none")

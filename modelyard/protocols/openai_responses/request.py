@@ -1,118 +1,452 @@
-"""The Responses request read: the body and a few headers to a core Request."""
+"""Reads a Responses request body into a core request.
+
+The input lists the reasoning, calls and text of a turn as separate items. Neighbouring assistant items become one
+assistant message with parts in order, neighbouring outputs one tool message. What cannot be carried over is dropped and
+named in `Request.warnings`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 from modelyard.core.errors import InvalidRequest, Unsupported
-from modelyard.core.request import Constraint, Message, Reasoning, Request, Text
-from modelyard.protocols.common.extensions import check_positive, read_constraint, read_priority, read_sampling
+from modelyard.core.request import (
+    Constraint,
+    Image,
+    Message,
+    Part,
+    Reasoning,
+    Request,
+    ResultPart,
+    Role,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolChoice,
+    ToolResult,
+)
+from modelyard.protocols.common.extensions import (
+    ExtensionFields,
+    check_positive,
+    read_constraint,
+    read_priority,
+    read_sampling,
+)
 from modelyard.protocols.common.json import dumps
-from modelyard.protocols.openai_responses.body import Format, ResponsesBody
-from modelyard.protocols.openai_responses.items import read_items
-from modelyard.protocols.openai_responses.tools import read_choice, read_tools
+from modelyard.protocols.common.openai_fields import check_range
+from modelyard.protocols.common.reasoning_signature import unpack_reasoning
+from modelyard.protocols.pool_responses.request import ITEM_TYPES as POOL_ITEM_TYPES
 
-ENCRYPTED = "reasoning.encrypted_content"
-LOGPROBS = "message.output_text.logprobs"
-MOST_LOGPROBS = 20
-# A Codex sub-agent is a thread of its own in its parent's session: the thread is the conversation.
-SESSION_HEADERS = ("thread-id", "session-id", "x-session-id", "x-session-affinity")
+JsonObject = dict[str, Any]
 
 
-def read_asked(asked: ResponsesBody, headers: Mapping[str, str]) -> Request:
-    model = _check(asked)
+# --- the body -------------------------------------------------------------------------------------------------------
+
+
+class InputImageUrl(Struct):
+    """Chat's form of an image, which some clients send here too."""
+
+    url: str = ""
+    detail: str | None = None
+
+
+class InputPart(Struct, gc=False):
+    """A content part of any type; `type` says which fields count."""
+
+    type: str = ""
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | InputImageUrl | None = None
+    detail: str | None = None
+
+
+class InputItem(Struct, gc=False):
+    """An input item of any type. Item ids are not read: nothing depends on them.
+
+    `Any` where unknown item types use the same field name for another shape.
+    """
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[InputPart] | JsonObject | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: Any = None
+    output: str | list[InputPart] | JsonObject | None = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+
+
+class TextFormat(Struct):
+    type: str = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: JsonObject | None = None
+    strict: bool | None = None
+
+
+class TextSettings(Struct):
+    format: TextFormat | None = None
+
+
+class ReasoningSettings(Struct):
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None  # the older name of `summary`
+
+
+class ResponsesBody(ExtensionFields):
+    model: str | None = None
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    stop: str | list[str] | None = None  # not OpenAI's; the same extension as on Chat
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    prompt_cache_key: str | None = None
+    metadata: JsonObject | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    # Keys of the pool dialect: only their presence matters here.
+    decoding: Raw | UnsetType = UNSET
+    messages: Raw | UnsetType = UNSET
+    thinking: Raw | UnsetType = UNSET
+    source_lang_code: Raw | UnsetType = UNSET
+    target_lang_code: Raw | UnsetType = UNSET
+
+
+body_decoder = msgspec.json.Decoder(ResponsesBody)
+
+
+def is_pool_dialect(body: ResponsesBody) -> bool:
+    """Whether a key or an item type that only the pool dialect has is present.
+
+    A `thinking` that is an object is Anthropic's, sent by mistake.
+    """
+    keys = (body.decoding, body.messages, body.source_lang_code, body.target_lang_code)
+    if any(key is not UNSET for key in keys):
+        return True
+    if body.thinking is not UNSET and bytes(body.thinking).startswith(b'"'):
+        return True
+    items = body.input
+    return isinstance(items, list) and not POOL_ITEM_TYPES.isdisjoint([item.type for item in items])
+
+
+# --- the request ----------------------------------------------------------------------------------------------------
+
+INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+_MAX_TOP_LOGPROBS = 20
+# A Codex subagent is a thread in its parent's session: the thread is the conversation.
+_SESSION_HEADERS = ("thread-id", "session-id", "x-session-id", "x-session-affinity")
+
+
+def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
+    if not body.model:
+        raise InvalidRequest("model is required: name the model that shall answer", param="model")
+    if not body.input and not body.previous_response_id:
+        raise InvalidRequest("input is empty: send a text or a list of items", param="input")
+    if body.background:
+        raise Unsupported("background must be false: stream the answer instead", param="background")
+    check_positive("max_output_tokens", body.max_output_tokens)
+    check_range("top_logprobs", body.top_logprobs, 0, _MAX_TOP_LOGPROBS)
     warnings: list[str] = []
-    choice, tools = read_choice(asked.tool_choice, read_tools(asked.tools or []), warnings)
+    include = body.include or ()
+    tool_choice, tools = read_tool_choice(body.tool_choice, read_tools(body.tools or []), warnings)
     return Request(
-        model=model,
-        messages=_read_messages(asked, warnings),
-        instructions=asked.instructions is not None,
+        model=body.model,
+        messages=_read_messages(body, warnings),
+        instructions=body.instructions is not None,
         tools=tools,
-        tool_choice=choice,
-        parallel_tool_calls=asked.parallel_tool_calls,
-        sampling=read_sampling(asked),
-        max_tokens=asked.max_output_tokens,
-        stop=_read_stop(asked.stop),
-        logprobs=_read_logprobs(asked),
-        constraint=_read_format(asked, warnings) or read_constraint(asked),
-        reasoning=_read_reasoning(asked),
-        stream=bool(asked.stream),
-        lora_adapter=asked.lora_adapter,
-        chat_template_kwargs=asked.chat_template_kwargs or {},
-        documents=asked.documents or (),
-        priority=read_priority(asked),
-        session=_read_session(asked, headers),
-        user=asked.safety_identifier if asked.user is None else asked.user,
-        metadata=asked.metadata,
-        previous=asked.previous_response_id,
-        store=asked.store,
-        encrypted_reasoning=ENCRYPTED in (asked.include or ()),
+        tool_choice=tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        sampling=read_sampling(body),
+        max_tokens=body.max_output_tokens,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        logprobs=(body.top_logprobs or 0) if INCLUDE_LOGPROBS in include else None,
+        constraint=_read_text_format(body, warnings) or read_constraint(body),
+        reasoning=_read_reasoning(body.reasoning),
+        stream=bool(body.stream),
+        lora_adapter=body.lora_adapter,
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        documents=body.documents or (),
+        priority=read_priority(body),
+        session=next((value for name in _SESSION_HEADERS if (value := headers.get(name))), body.prompt_cache_key),
+        user=body.safety_identifier if body.user is None else body.user,
+        metadata=body.metadata,
+        previous=body.previous_response_id,
+        store=body.store,
+        encrypted_reasoning=INCLUDE_ENCRYPTED in include,
         warnings=tuple(warnings),
     )
 
 
-def _check(asked: ResponsesBody) -> str:
-    """What no later step could put into words; the model's name, because it is the one field that must be there."""
-    if not asked.model:
-        raise InvalidRequest("model is missing: name the model that shall answer", param="model")
-    if not asked.input and not asked.previous_response_id:
-        raise InvalidRequest("input is empty: give a text or a list of items", param="input")
-    if asked.background:
-        raise Unsupported(
-            "background must be false: stream the answer instead of asking for it later", param="background"
-        )
-    check_positive("max_output_tokens", asked.max_output_tokens)
-    if asked.top_logprobs is not None and not 0 <= asked.top_logprobs <= MOST_LOGPROBS:
-        raise InvalidRequest(
-            f"top_logprobs must lie between 0 and {MOST_LOGPROBS}, got {asked.top_logprobs}", param="top_logprobs"
-        )
-    return asked.model
+def _read_messages(body: ResponsesBody, warnings: list[str]) -> tuple[Message, ...]:
+    warnings += [f"{name} is not stored here: ignored" for name in ("conversation", "prompt") if getattr(body, name)]
+    system = [] if body.instructions is None else [Message("system", (Text(body.instructions),))]
+    if isinstance(body.input, str):
+        return (*system, Message("user", (Text(body.input),)))
+    turns = (_read_item(item, f"input[{index}]", warnings) for index, item in enumerate(body.input or ()))
+    return (*system, *join_turns(turn for turn in turns if turn is not None))
 
 
-def _read_messages(asked: ResponsesBody, warnings: list[str]) -> tuple[Message, ...]:
-    warnings += [
-        f"{name} is not kept here: it is left out" for name in ("conversation", "prompt") if getattr(asked, name)
-    ]
-    lead = [] if asked.instructions is None else [Message("system", (Text(asked.instructions),))]
-    if isinstance(asked.input, str):
-        return (*lead, Message("user", (Text(asked.input),)))
-    return (*lead, *read_items(asked.input or [], warnings))
-
-
-def _read_stop(stop: str | list[str] | None) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def _read_logprobs(asked: ResponsesBody) -> int | None:
-    return (asked.top_logprobs or 0) if LOGPROBS in (asked.include or ()) else None
-
-
-def _read_format(asked: ResponsesBody, warnings: list[str]) -> Constraint | None:
-    shape = asked.text.format if asked.text else None
-    if shape is None or shape.type == "text":
+def _read_text_format(body: ResponsesBody, warnings: list[str]) -> Constraint | None:
+    text_format = body.text.format if body.text else None
+    if text_format is None or text_format.type == "text":
         return None
-    if shape.type == "json_object":
+    if text_format.type == "json_object":
         return Constraint("json_object")
-    if shape.type == "json_schema":
-        return _read_schema(shape)
-    warnings.append(f"text.format of type {shape.type!r} is left out")
-    return None
+    if text_format.type != "json_schema":
+        warnings.append(f"text.format of type {text_format.type!r} is ignored")
+        return None
+    if text_format.schema is None:
+        raise InvalidRequest("text.format.schema is required for json_schema", param="text.format.schema")
+    schema = dumps(text_format.schema)
+    return Constraint("json_schema", schema, text_format.name, text_format.description, text_format.strict)
 
 
-def _read_schema(shape: Format) -> Constraint:
-    if shape.schema is None:
-        raise InvalidRequest("text.format.schema is missing: json_schema needs one", param="text.format.schema")
-    return Constraint("json_schema", dumps(shape.schema), shape.name, shape.description, shape.strict)
-
-
-def _read_reasoning(asked: ResponsesBody) -> Reasoning:
-    if asked.reasoning is None:
+def _read_reasoning(settings: ReasoningSettings | None) -> Reasoning:
+    if settings is None:
         return Reasoning()
-    effort, told = asked.reasoning.effort, asked.reasoning
     return Reasoning(
-        enabled=False if effort == "none" else None, effort=effort, summary=told.summary or told.generate_summary
+        enabled=False if settings.effort == "none" else None,
+        effort=settings.effort,
+        summary=settings.summary or settings.generate_summary,
     )
 
 
-def _read_session(asked: ResponsesBody, headers: Mapping[str, str]) -> str | None:
-    return next((value for name in SESSION_HEADERS if (value := headers.get(name))), asked.prompt_cache_key)
+# --- input items ----------------------------------------------------------------------------------------------------
+
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_TYPES = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
+_IMAGE_TYPES = frozenset({"input_image", "image_url"})
+
+Turn = tuple[Role, tuple[Part, ...]]
+
+
+def join_turns(turns: Iterable[Turn]) -> list[Message]:
+    """Join neighbouring turns of the assistant, and of tools, into one message each."""
+    joined: list[tuple[Role, list[Part]]] = []
+    for role, parts in turns:
+        if role in ("assistant", "tool") and joined and joined[-1][0] == role:
+            joined[-1][1].extend(parts)
+        else:
+            joined.append((role, list(parts)))
+    return [Message(role, tuple(parts)) for role, parts in joined]
+
+
+def _read_item(item: InputItem, path: str, warnings: list[str]) -> Turn | None:
+    kind = item.type or ("message" if item.role is not None else None)
+    if kind is None:
+        raise InvalidRequest(f"{path} needs a type or a role", param=path)
+    read = _ITEM_READERS.get(kind)
+    if read is None:
+        warnings.append(f"{path}: items of type {kind!r} are ignored")
+        return None
+    return read(item, path, warnings)
+
+
+def _read_message(item: InputItem, path: str, warnings: list[str]) -> Turn:
+    if item.role not in _ROLES:
+        problem = "is missing" if item.role is None else f"{item.role!r} is unknown"
+        raise InvalidRequest(f"{path}.role {problem}; the roles are {', '.join(_ROLES)}", param=f"{path}.role")
+    return cast("Role", item.role), tuple(_read_content(item.content, f"{path}.content", warnings))
+
+
+def _read_content(content: object, path: str, warnings: list[str]) -> Iterator[ResultPart]:
+    if isinstance(content, str):
+        yield Text(content)
+    elif isinstance(content, list):
+        for index, part in enumerate(content):
+            yield from _read_part(part, f"{path}[{index}]", warnings)
+    elif isinstance(content, dict):
+        yield Text(dumps(content))
+
+
+def _read_part(part: InputPart, path: str, warnings: list[str]) -> Iterator[ResultPart]:
+    if part.type in _TEXT_TYPES:
+        yield Text(part.text or "")
+    elif part.type == "refusal":
+        yield Text(part.refusal or "")
+    elif part.type in _IMAGE_TYPES:
+        url, detail = part.image_url, part.detail
+        if isinstance(url, InputImageUrl):
+            detail = url.detail or detail
+            url = url.url
+        if url:
+            yield Image(url, detail)
+        else:
+            warnings.append(f"{path}: an image without image_url is ignored; uploaded files are not stored here")
+    else:
+        warnings.append(f"{path}: content of type {part.type!r} is ignored")
+
+
+def _read_reasoning_item(item: InputItem, _path: str, _warnings: list[str]) -> Turn:
+    """The reasoning itself where it is present, else its summary."""
+    if isinstance(item.content, str):
+        text = item.content
+    elif isinstance(item.content, list) and item.content:
+        text = "".join(part.text or "" for part in item.content)
+    else:
+        text = "\n\n".join(part.text or "" for part in item.summary or ())
+    return "assistant", (read_thinking(item.encrypted_content or "", text),)
+
+
+def read_thinking(signature: str, text: str) -> Thinking:
+    """The text packed in our signature wins over the visible one, which the client may have shortened.
+
+    A foreign signature is only carried along.
+    """
+    packed = unpack_reasoning(signature)
+    if packed is not None:
+        return Thinking(packed, signature)
+    return Thinking(text, signature, redacted=bool(signature) and not text)
+
+
+def _read_call(item: InputItem, path: str, _warnings: list[str]) -> Turn:
+    custom = item.type == "custom_tool_call"
+    value = item.input if custom else item.arguments
+    arguments = value if isinstance(value, str) else "" if value is None else dumps(value)
+    call_id, name = _required(item, "call_id", path), _required(item, "name", path)
+    return "assistant", (ToolCall(call_id, name, arguments, item.namespace, custom=custom),)
+
+
+def _read_output(item: InputItem, path: str, warnings: list[str]) -> Turn:
+    content = tuple(_read_content(item.output, f"{path}.output", warnings))
+    custom = item.type == "custom_tool_call_output"
+    return "tool", (ToolResult(_required(item, "call_id", path), content, custom=custom),)
+
+
+def _required(item: InputItem, field: str, path: str) -> str:
+    value: str | None = getattr(item, field)
+    if not value:
+        raise InvalidRequest(f"{path}: a {item.type} needs {field}", param=f"{path}.{field}")
+    return value
+
+
+_ITEM_READERS: dict[str, Callable[[InputItem, str, list[str]], Turn]] = {
+    "message": _read_message,
+    "reasoning": _read_reasoning_item,
+    "function_call": _read_call,
+    "function_call_output": _read_output,
+    "custom_tool_call": _read_call,
+    "custom_tool_call_output": _read_output,
+}
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+_TOOL_CHOICE_MODES = ("auto", "none", "required")
+
+
+def read_tools(tools: list[JsonObject]) -> tuple[Tool, ...]:
+    return tuple(tool for index, body in enumerate(tools) for tool in _read_tool(body, f"tools[{index}]", None))
+
+
+def _read_tool(body: JsonObject, path: str, namespace: str | None) -> Iterator[Tool]:
+    kind = _string(body, "type", path) or "function"
+    if kind == "function":
+        yield _read_function(body, path, namespace)
+    elif kind == "custom":
+        yield _read_custom(body, path, namespace)
+    elif kind == "namespace":
+        yield from _read_namespace(body, path)
+    else:  # a server tool keeps its settings, so that an upstream which knows the tool gets all of it
+        settings = {name: value for name, value in body.items() if name != "type"}
+        yield Tool(kind, parameters=settings, kind="server", type=kind, namespace=namespace)
+
+
+def _read_function(body: JsonObject, path: str, namespace: str | None) -> Tool:
+    parameters, strict = body.get("parameters"), body.get("strict")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise InvalidRequest(f"{path}.parameters must be a JSON schema object", param=f"{path}.parameters")
+    return Tool(
+        _tool_name(body, path),
+        _string(body, "description", path) or "",
+        parameters or {},
+        namespace=namespace,
+        strict=strict if isinstance(strict, bool) else None,
+        deferred=body.get("defer_loading") is True,
+    )
+
+
+def _read_custom(body: JsonObject, path: str, namespace: str | None) -> Tool:
+    tool_format, grammar = body.get("format"), None
+    if isinstance(tool_format, dict) and tool_format.get("type") == "grammar":
+        grammar = {name: value for name, value in tool_format.items() if name != "type"}
+    return Tool(
+        _tool_name(body, path),
+        _string(body, "description", path) or "",
+        kind="custom",
+        namespace=namespace,
+        deferred=body.get("defer_loading") is True,
+        grammar=grammar,
+    )
+
+
+def _read_namespace(body: JsonObject, path: str) -> Iterator[Tool]:
+    name, tools = _tool_name(body, path), body.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequest(f"{path}.tools must be a list of tools", param=f"{path}.tools")
+    for index, tool in enumerate(tools):
+        tool_path = f"{path}.tools[{index}]"
+        if tool.get("type") == "namespace":
+            raise InvalidRequest(f"{tool_path}: a namespace cannot contain another one", param=tool_path)
+        yield from _read_tool(tool, tool_path, name)
+
+
+def _tool_name(body: JsonObject, path: str) -> str:
+    name = _string(body, "name", path)
+    if not name:
+        raise InvalidRequest(f"{path}.name is required; in this protocol it is a field beside type", param=path)
+    return name
+
+
+def _string(body: JsonObject, field: str, path: str) -> str | None:
+    value = body.get(field)
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequest(f"{path}.{field} must be a string", param=f"{path}.{field}")
+    return value
+
+
+def read_tool_choice(
+    choice: str | JsonObject | None, tools: tuple[Tool, ...], warnings: list[str]
+) -> tuple[ToolChoice, tuple[Tool, ...]]:
+    """The choice, and the tools that it allows."""
+    if choice is None or isinstance(choice, str):
+        return _read_choice_mode(choice, warnings), tools
+    kind = choice.get("type")
+    if kind in ("function", "custom") and isinstance(choice.get("name"), str):
+        return ToolChoice("named", choice["name"]), tools
+    if kind == "allowed_tools" and isinstance(choice.get("tools"), list):
+        allowed = [tool.get("name") or tool.get("type") for tool in choice["tools"] if isinstance(tool, dict)]
+        return _read_choice_mode(choice.get("mode"), warnings), tuple(tool for tool in tools if tool.name in allowed)
+    warnings.append(f"tool_choice of type {kind!r} is read as 'auto'")
+    return ToolChoice(), tools
+
+
+def _read_choice_mode(mode: object, warnings: list[str]) -> ToolChoice:
+    if mode is None or mode == "auto":
+        return ToolChoice()
+    if mode in _TOOL_CHOICE_MODES:
+        return ToolChoice(cast("Any", mode))
+    warnings.append(f"tool_choice {mode!r} is read as 'auto'")
+    return ToolChoice()

@@ -1,4 +1,4 @@
-"""Stored responses, pure: what is kept of a conversation, how it is continued, and how it is shown again."""
+"""Stored responses: what is kept of a conversation, how the next request continues it, and how it is listed."""
 
 from __future__ import annotations
 
@@ -9,46 +9,41 @@ from msgspec.structs import replace
 from modelyard.core.events import Reply
 from modelyard.core.request import Message, Request, ToolCall
 from modelyard.protocols.common.json import encode
-from modelyard.protocols.openai_responses.outgoing import split_instructions, write_items
-from modelyard.protocols.openai_responses.reply import write_reply
+from modelyard.protocols.openai_responses.client import write_items
+from modelyard.protocols.openai_responses.reply import split_instructions, write_reply
 
 
 class StoredResponse(Struct, frozen=True):
-    """`messages` ends with the assistant's answer; `response` is the object that the client was given."""
+    """`messages` ends with the assistant's answer; `response` is the object that the client received."""
 
     messages: tuple[Message, ...]
     response: bytes
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(StoredResponse)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(StoredResponse)
 
 
 def encode_stored(request: Request, reply: Reply) -> bytes:
-    """`instructions` hold for one response only and are not kept."""
-    _, asked = split_instructions(request)
-    return _ENCODER.encode(StoredResponse((*asked, _answer(reply)), write_reply([reply], request)))
-
-
-def _answer(reply: Reply) -> Message:
-    """A call that was cut off was never made: the next turn has no result for it."""
-    kept = (block.part for block in reply.blocks if block.complete or not isinstance(block.part, ToolCall))
-    return Message("assistant", tuple(kept))
+    """`instructions` apply to one response only and are not kept. Neither is an incomplete call: it has no result."""
+    _, messages = split_instructions(request)
+    parts = (block.part for block in reply.blocks if block.complete or not isinstance(block.part, ToolCall))
+    stored = StoredResponse((*messages, Message("assistant", tuple(parts))), write_reply([reply], request))
+    return _encoder.encode(stored)
 
 
 def decode_stored(stored: bytes) -> StoredResponse:
-    return _DECODER.decode(stored)
+    return _decoder.decode(stored)
 
 
 def prepend_stored(stored: StoredResponse, request: Request) -> Request:
-    """The request with the stored conversation before its own messages; its own instructions stay at the head."""
-    own = request.messages
-    lead = own[:1] if request.instructions else ()
-    return replace(request, messages=(*lead, *stored.messages, *own[len(lead) :]))
+    """The request with the stored conversation before its messages; its own instructions stay first."""
+    system = request.messages[:1] if request.instructions else ()
+    return replace(request, messages=(*system, *stored.messages, *request.messages[len(system) :]))
 
 
 def write_input_items(stored: StoredResponse, *, newest_first: bool = True) -> bytes:
-    """What the model was given for this response, in one page."""
+    """The input of a stored response, in one page."""
     items = [{"id": f"item_{index}"} | item for index, item in enumerate(write_items(stored.messages[:-1]))]
     if newest_first:
         items.reverse()
@@ -60,5 +55,5 @@ def write_deleted(id: str) -> bytes:
     return encode({"id": id, "object": "response", "deleted": True})
 
 
-def write_input_tokens(n: int) -> bytes:
-    return encode({"object": "response.input_tokens", "input_tokens": n})
+def write_input_tokens(tokens: int) -> bytes:
+    return encode({"object": "response.input_tokens", "input_tokens": tokens})

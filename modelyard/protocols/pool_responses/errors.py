@@ -1,4 +1,4 @@
-"""Errors in the pool dialect: Chat's body, in which `code` is always a word; in a stream, too."""
+"""Errors of the pool dialect: Chat's error body, in which `code` is never null; in a stream too."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from modelyard.protocols.common.errors import write_retry_headers
 from modelyard.protocols.common.json import encode
 from modelyard.protocols.common.openai_errors import STATUS, error_body
 
-_UNNAMED = "invalid_request"
-
 
 def coded_body(error: ModelyardError) -> dict[str, Any]:
     body = error_body(error)
-    return body | {"code": body["code"] or (_UNNAMED if error.kind == "invalid" else error.kind)}
+    return body | {"code": body["code"] or ("invalid_request" if error.kind == "invalid" else error.kind)}
 
 
 def write_error(
     error: ModelyardError,
     *,
     trace: str,
-    streaming: bool = False,  # noqa: ARG001 - before the first byte both are told alike
+    streaming: bool = False,  # noqa: ARG001 - before the first byte a stream fails like any other request
     request: Request | None = None,  # noqa: ARG001
 ) -> WireError:
     headers = {"x-request-id": trace} | write_retry_headers(error)

@@ -1,131 +1,177 @@
-"""The pool dialect's request read: one `input` or several `messages`, and the settings in `decoding`."""
+"""Reads a body in the pool dialect into a core request: one `input` or several `messages`, settings in `decoding`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, cast
 
+import msgspec
+from msgspec import Struct
+
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Reasoning, Request, Role, Sampling, Text
-from modelyard.protocols.common.extensions import check_positive, read_constraint, read_priority, read_sampling
+from modelyard.protocols.common.extensions import (
+    ExtensionFields,
+    check_positive,
+    present,
+    read_constraint,
+    read_priority,
+    read_sampling,
+)
 from modelyard.protocols.common.json import decode
 from modelyard.protocols.common.openai_fields import read_session, read_stop, require_model
-from modelyard.protocols.pool_responses.body import BODY, Decoding, ImageUrl, Item, PoolResponsesBody, Turn
 
 DIALECT = "pool_responses"
-ROLES = ("user", "assistant")
-THINKING = {"default": None, "enabled": True, "disabled": False}
-_NONE = Decoding()
+ITEM_TYPES = frozenset({"text", "image_url"})  # of `input`; OpenAI's own types are input_text and input_image
+
+
+class PoolImageUrl(Struct):
+    url: str = ""
+    detail: str | None = None
+
+
+class PoolContentItem(Struct):
+    """A content item; `type` says which field counts."""
+
+    type: str = ""
+    text: str | None = None
+    image_url: PoolImageUrl | str | None = None
+
+
+class PoolMessage(Struct):
+    role: str = ""
+    content: str | list[PoolContentItem] | None = None
+
+
+class PoolDecoding(ExtensionFields):
+    """The dialect has seven fields here; the extension fields of every protocol are valid too."""
+
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+
+
+class PoolResponsesBody(ExtensionFields):
+    model: str | None = None
+    input: str | list[PoolContentItem] | None = None
+    messages: list[PoolMessage] | None = None
+    instructions: str | None = None
+    source_lang_code: str | None = None
+    target_lang_code: str | None = None
+    allow_remote: bool | None = None
+    stream: bool | None = None
+    thinking: str | None = None
+    decoding: PoolDecoding | None = None
+    tools: Any = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+_decoder = msgspec.json.Decoder(PoolResponsesBody)
+_THINKING_MODES = {"default": None, "enabled": True, "disabled": False}
+_DEFAULT_DECODING = PoolDecoding()
 
 
 def read_request(body: bytes, headers: Mapping[str, str]) -> Request:
     """`headers` has lower-case names."""
-    asked = decode(BODY, body)
-    warnings = ["tools are left out: this dialect has none"] if asked.tools else []
-    decoding = asked.decoding or _NONE
+    parsed = decode(_decoder, body)
+    warnings = ["tools are ignored: this dialect has none"] if parsed.tools else []
+    decoding = parsed.decoding or _DEFAULT_DECODING
+    languages = present(source_lang_code=parsed.source_lang_code, target_lang_code=parsed.target_lang_code)
     return Request(
-        model=require_model(asked.model),
-        messages=_read_messages(asked),
-        instructions=bool(asked.instructions),
-        sampling=_read_decoding(decoding).over(read_sampling(asked)),
+        model=require_model(parsed.model),
+        messages=_read_messages(parsed),
+        instructions=bool(parsed.instructions),
+        sampling=_read_decoding(decoding).over(read_sampling(parsed)),
         max_tokens=decoding.max_tokens,
         stop=read_stop(decoding.stop, warnings),
-        constraint=read_constraint(decoding) or read_constraint(asked),
-        reasoning=_read_thinking(asked.thinking),
-        stream=bool(asked.stream),
-        lora_adapter=decoding.lora_adapter or asked.lora_adapter,
-        chat_template_kwargs=_read_kwargs(asked),
-        documents=asked.documents or (),
-        priority=read_priority(asked),
+        constraint=read_constraint(decoding) or read_constraint(parsed),
+        reasoning=_read_thinking(parsed.thinking),
+        stream=bool(parsed.stream),
+        lora_adapter=decoding.lora_adapter or parsed.lora_adapter,
+        chat_template_kwargs=(parsed.chat_template_kwargs or {}) | languages,
+        documents=parsed.documents or (),
+        priority=read_priority(parsed),
         session=read_session(headers, None),
-        user=asked.user,
-        metadata=asked.metadata,
+        user=parsed.user,
+        metadata=parsed.metadata,
         store=False,
-        allow_remote=bool(asked.allow_remote),
+        allow_remote=bool(parsed.allow_remote),
         dialect=DIALECT,
         warnings=tuple(warnings),
     )
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
-
-
-def _read_messages(asked: PoolResponsesBody) -> tuple[Message, ...]:
-    lead = (Message("system", (Text(asked.instructions),)),) if asked.instructions else ()
-    if asked.messages is None:
-        return (*lead, Message("user", _read_content(asked.input, "input")))
-    if asked.input is not None:
+def _read_messages(body: PoolResponsesBody) -> tuple[Message, ...]:
+    system = (Message("system", (Text(body.instructions),)),) if body.instructions else ()
+    if body.messages is None:
+        return (*system, Message("user", _read_content(body.input, "input")))
+    if body.input is not None:
         raise InvalidRequest(
-            "input and messages are both there: send the one or the other", param="messages", code="input_and_messages"
+            "input and messages are both set: send only one of them", param="messages", code="input_and_messages"
         )
-    return (*lead, *_read_turns(asked.messages))
-
-
-def _read_turns(turns: list[Turn]) -> list[Message]:
-    if not turns:
+    messages = body.messages
+    if not messages:
         raise InvalidRequest("messages is empty: the last one must be the user's", param="messages", code="no_messages")
-    for at, turn in enumerate(turns):
-        if turn.role not in ROLES:
-            told = f"messages[{at}].role is {turn.role[:40]!r}; it may be user or assistant. instructions hold the rest"
-            raise InvalidRequest(told, param=f"messages[{at}].role", code="role_unsupported")
-    if turns[-1].role != "user":
-        told = "the last message must be the user's: there is nothing to answer"
-        raise InvalidRequest(told, param=f"messages[{len(turns) - 1}].role", code="last_message_not_user")
-    return [
-        Message(cast("Role", turn.role), _read_content(turn.content, f"messages[{at}].content"))
-        for at, turn in enumerate(turns)
-    ]
+    for index, message in enumerate(messages):
+        if message.role not in ("user", "assistant"):
+            path = f"messages[{index}].role"
+            problem = f"{path} is {message.role[:40]!r}; it must be user or assistant. Put system text in instructions"
+            raise InvalidRequest(problem, param=path, code="role_unsupported")
+    if messages[-1].role != "user":
+        path = f"messages[{len(messages) - 1}].role"
+        raise InvalidRequest("the last message must be the user's", param=path, code="last_message_not_user")
+    return (
+        *system,
+        *(
+            Message(cast("Role", message.role), _read_content(message.content, f"messages[{index}].content"))
+            for index, message in enumerate(messages)
+        ),
+    )
 
 
-def _read_content(content: str | list[Item] | None, path: str) -> tuple[Part, ...]:
+def _read_content(content: str | list[PoolContentItem] | None, path: str) -> tuple[Part, ...]:
     if not content:
         raise InvalidRequest(
-            f"{path} is missing or empty: give a text or a list of items", param=path, code="input_required"
+            f"{path} is missing or empty: send a text or a list of items", param=path, code="input_required"
         )
     if isinstance(content, str):
         return (Text(content),)
-    parts = [_read_item(item, f"{path}[{at}]") for at, item in enumerate(content)]
+    parts = [_read_item(item, f"{path}[{index}]") for index, item in enumerate(content)]
     texts = [part.text for part in parts if isinstance(part, Text)]
     return (Text("".join(texts)),) if len(texts) == len(parts) else tuple(parts)
 
 
-def _read_item(item: Item, path: str) -> Text | Image:
+def _read_item(item: PoolContentItem, path: str) -> Text | Image:
     if item.type == "text":
         if item.text is None:
             raise InvalidRequest(f"{path}.text is missing", param=f"{path}.text", code="text_required")
         return Text(item.text)
     if item.type == "image_url":
-        image = item.image_url if isinstance(item.image_url, ImageUrl) else ImageUrl(item.image_url or "")
+        image = item.image_url if isinstance(item.image_url, PoolImageUrl) else PoolImageUrl(item.image_url or "")
         if not image.url:
             raise InvalidRequest(f"{path}.image_url.url is missing", param=f"{path}.image_url", code="image_required")
         return Image(image.url, image.detail)
-    told = f"{path} is of type {item.type[:40]!r}; known are text and image_url"
-    raise InvalidRequest(told, param=f"{path}.type", code="modality_unsupported")
+    problem = f"{path} is of type {item.type[:40]!r}; the types are text and image_url"
+    raise InvalidRequest(problem, param=f"{path}.type", code="modality_unsupported")
 
 
-# --- how it is to be answered -----------------------------------------------------------------------------------------
-
-
-def _read_decoding(decoding: Decoding) -> Sampling:
+def _read_decoding(decoding: PoolDecoding) -> Sampling:
     try:
         check_positive("max_tokens", decoding.max_tokens)
         check_positive("beam_size", decoding.beam_size)
         return read_sampling(decoding)
     except InvalidRequest as error:
-        told, param = f"decoding.{error.message}", f"decoding.{error.param}"
-        raise InvalidRequest(told, param=param, code="invalid_decoding") from None
+        message, param = f"decoding.{error.message}", f"decoding.{error.param}"
+        raise InvalidRequest(message, param=param, code="invalid_decoding") from None
 
 
 def _read_thinking(mode: str | None) -> Reasoning:
-    """Only the answer goes out on this wire. A mode that was named is a demand."""
+    """This dialect writes only the answer. A mode other than the default must be available: `strict`."""
     if mode is None or mode == "default":
         return Reasoning(visible=False)
-    if mode not in THINKING:
-        known = ", ".join(THINKING)
-        raise InvalidRequest(f"thinking is {mode[:40]!r}; known are {known}", param="thinking", code="invalid_thinking")
-    return Reasoning(enabled=THINKING[mode], visible=False, strict=True)
-
-
-def _read_kwargs(asked: PoolResponsesBody) -> dict[str, Any]:
-    codes = {"source_lang_code": asked.source_lang_code, "target_lang_code": asked.target_lang_code}
-    return (asked.chat_template_kwargs or {}) | {name: code for name, code in codes.items() if code is not None}
+    if mode not in _THINKING_MODES:
+        modes = ", ".join(_THINKING_MODES)
+        raise InvalidRequest(
+            f"thinking is {mode[:40]!r}; the modes are {modes}", param="thinking", code="invalid_thinking"
+        )
+    return Reasoning(enabled=_THINKING_MODES[mode], visible=False, strict=True)

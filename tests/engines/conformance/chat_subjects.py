@@ -11,9 +11,9 @@ import pytest
 from modelyard.core.engine import CacheInfo, ChatEngine, EngineSpec
 from modelyard.engines import fake, openai_remote
 from modelyard.engines.openai_remote.options import ApiKind
-from tests.engines.llama_server import stage as llama_stage
-from tests.engines.vllm_serve import real as vllm_real
-from tests.engines.vllm_serve import stage as vllm_stage
+from tests.engines.llama_server import helpers as llama_stage
+from tests.engines.vllm_serve import helpers as vllm_stage
+from tests.engines.vllm_serve import real_server as vllm_real
 from tests.serving import serving
 
 CACHES = {"main": CacheInfo(2048, 2)}

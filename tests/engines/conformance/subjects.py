@@ -15,7 +15,7 @@ from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import ct2, fake, llama_cpp, vllm
 from modelyard.workers.process_engine import create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
-from tests.engines.ct2 import stage as ct2_stage
+from tests.engines.ct2 import support as ct2_stage
 from tests.engines.exllamav3 import support as exl3_stage
 from tests.engines.fake import helpers as fake_helpers
 from tests.engines.llama_cpp import stage as llama_stage
@@ -99,7 +99,7 @@ class Ct2:
     tolerance = TOLERANCE
     reuses = tells_progress = False
     vocabulary = property(lambda self: ct2_stage.vocabulary())
-    file = property(lambda self: ct2_stage.model_folder() / "model.bin")
+    file = property(lambda self: ct2_stage.tiny_folder() / "model.bin")
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
         return cast(TextEngine, ct2.create(self.spec(caches, slow=slow, file=file)))
@@ -107,7 +107,7 @@ class Ct2:
     def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         if file is not None and file.exists():  # the one file that is broken, among others that are not
             for name in ("config.json", "vocabulary.json"):
-                copyfile(ct2_stage.model_folder() / name, file.parent / name)
+                copyfile(ct2_stage.tiny_folder() / name, file.parent / name)
         options = {"path": str(file)} if file is not None else {}
         return ct2_stage.spec(caches, **options)
 

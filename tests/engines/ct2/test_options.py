@@ -1,18 +1,27 @@
+"""The engine's options, and sampling as arguments of `generate_batch`."""
+
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec.structs import fields
 from pydantic import ValidationError
 
-from modelyard.engines.ct2 import options as module
-from modelyard.engines.ct2.options import Ct2Options
+from modelyard.core.engine import Prompt
+from modelyard.core.request import Sampling
+from modelyard.engines import cores
+from modelyard.engines.ct2.options import IGNORED, Ct2Options, generate_arguments
+
+HONOURED = {"temperature", "top_p", "top_k", "repetition_penalty", "beam_size"}
 
 
-def test_compute_type_is_int8_where_nothing_is_said():
+def test_compute_type_is_int8_by_default() -> None:
     assert Ct2Options(path="x").compute_type == "int8"
 
 
 @pytest.mark.parametrize(
-    ("cores", "capacity", "own", "expected"),
+    ("physical", "capacity", "options", "expected"),
     [
         (8, 1, {}, (1, 8)),
         (8, 4, {}, (4, 2)),
@@ -22,17 +31,63 @@ def test_compute_type_is_int8_where_nothing_is_said():
         (8, 0, {}, (1, 8)),
     ],
 )
-def test_cores_are_shared_between_the_batches(
-    cores: int, capacity: int, own: dict[str, int], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(module, "_cores", lambda: cores)
-    options = Ct2Options(path="x", **own)
-    assert (options.workers(capacity), options.threads(capacity)) == expected
+def test_physical_cores_are_shared_between_the_batches(
+    physical: int, capacity: int, options: dict[str, int], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cores, "physical", lambda: physical)
+    parsed = Ct2Options(path="x", **options)
+    assert (parsed.batch_workers(capacity), parsed.threads_per_batch(capacity)) == expected
 
 
 @pytest.mark.parametrize(
     "wrong", [{"device": "tpu"}, {"compute_type": "int4"}, {"inter_threads": 0}, {"n_gpu_layers": 1}]
 )
-def test_what_it_does_not_know_is_refused(wrong: dict[str, object]):
+def test_unknown_options_and_values_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Ct2Options(path="x", **wrong)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def arguments(sampling: Sampling, **options: Any) -> dict[str, Any]:
+    return generate_arguments(Prompt(parts=(), sampling=sampling, stop_ids=(2, 0)), 10, Ct2Options(path="x", **options))
+
+
+def test_every_sampling_field_is_either_honoured_or_listed_as_ignored() -> None:
+    assert {field.name for field in fields(Sampling)} == HONOURED | set(IGNORED)
+    assert not HONOURED & set(IGNORED)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=1), Sampling(temperature=0, top_p=0.5)])
+def test_greedy_sampling_takes_the_best_token(sampling: Sampling) -> None:
+    made = arguments(sampling)
+    assert made["sampling_topk"] == 1
+    assert "sampling_temperature" not in made
+
+
+def test_default_sampling_draws_from_all_tokens() -> None:
+    made = arguments(Sampling())
+    assert (made["sampling_topk"], made["sampling_topp"], made["sampling_temperature"]) == (0, 1.0, 1.0)
+
+
+def test_sampling_fields_are_passed_on() -> None:
+    made = arguments(Sampling(temperature=0.7, top_k=40, top_p=0.9, repetition_penalty=1.2))
+    assert (made["sampling_topk"], made["sampling_topp"], made["sampling_temperature"]) == (40, 0.9, 0.7)
+    assert made["repetition_penalty"] == 1.2
+
+
+def test_top_p_outside_its_range_truncates_nothing() -> None:
+    assert [arguments(Sampling(top_p=top_p))["sampling_topp"] for top_p in (0.0, -1.0, 7.0)] == [1.0] * 3
+
+
+def test_beam_search_has_its_own_limit_and_stop_tokens() -> None:
+    made = arguments(Sampling(beam_size=4, temperature=0.7), length_penalty=0.8, patience=2.0)
+    assert (made["beam_size"], made["max_length"], made["end_token"]) == (4, 10, (2, 0))
+    assert (made["length_penalty"], made["patience"]) == (0.8, 2.0)
+    assert "sampling_topk" not in made
+
+
+def test_minimum_length_and_ngram_size_are_passed_on() -> None:
+    made = arguments(Sampling(), min_length=50, no_repeat_ngram_size=3)
+    assert (made["min_length"], made["no_repeat_ngram_size"]) == (10, 3), "no more than the output limit"

@@ -176,15 +176,6 @@ def test_scaled_positions_need_no_warning_and_reach_the_context(caplog: pytest.L
     assert (plain.rope_scaling_type, plain.rope_freq_base, plain.yarn_ext_factor) == (-1, 0.0, -1.0)
 
 
-def test_a_containers_limit_is_all_the_memory_there_is(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 100\nactive_file 300\n")
-    assert system._allowed(tmp_path) == 700
-    (tmp_path / "memory.max").write_text("max\n")
-    assert system._allowed(tmp_path) > 2**60
-
-
 def test_draft_model_counts_with_its_weights_and_a_context_for_each_cache() -> None:
     caches = {"main": CacheInfo(1024, 2), "fast": CacheInfo(512, 1)}
     alone = llama_cpp.estimate(spec(caches), NO_GPU)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from modelyard.engines.openai_remote.kinds import KINDS
 
 from modelyard.config.engine_options import engine_options
 from modelyard.config.load import load_config
@@ -21,8 +22,7 @@ from modelyard.core.request import Message, Request, Text
 from modelyard.engines import openai_remote
 from modelyard.engines.openai_remote import outgoing
 from modelyard.engines.openai_remote.engine import RemoteEngine
-from modelyard.engines.openai_remote.kinds import KINDS
-from tests.engines.upstream.server import Answer, Upstream, chat, refusal, upstream
+from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
 
 REQUEST = Request(model="frontier", messages=(Message("user", (Text("Hello"),)),))
 KEY = "MODELYARD_TEST_REMOTE_KEY"
@@ -36,7 +36,7 @@ def engine(url: str, **options: Any) -> RemoteEngine:
 
 
 @asynccontextmanager
-async def opened(at: Upstream, **options: Any) -> AsyncIterator[RemoteEngine]:
+async def opened(at: FakeUpstream, **options: Any) -> AsyncIterator[RemoteEngine]:
     it = engine(at.url, **options)
     await it.open(lambda *_: None)
     try:
@@ -103,7 +103,7 @@ async def test_it_is_a_chat_engine_that_holds_nothing_here() -> None:
 
 
 async def test_an_answer_comes_through_with_its_usage() -> None:
-    async with upstream(Answer(body=chat("Hi", " you"))) as up, opened(up) as it:
+    async with fake_upstream(Answer(body=chat_stream("Hi", " you"))) as up, opened(up) as it:
         reply = collect_reply(await read(it))
     assert reply.text == "Hi you"
     assert (reply.finished.usage.prompt, reply.finished.usage.output) == (3, 2)
@@ -122,7 +122,7 @@ async def test_the_key_of_the_environment_is_shown_as_the_api_wants_it(
 ) -> None:
     monkeypatch.setenv(KEY, "s3cret")
     options = {"remote_api_kind": kind, "remote_api_key_env": KEY, "remote_headers": {"x-team": "a"}}
-    async with upstream(refusal(500)) as up, opened(up, **options) as it:
+    async with fake_upstream(error_answer(500)) as up, opened(up, **options) as it:
         await read(it)
     assert up.asked[0].headers.items() >= (headers | {"x-team": "a"}).items()
 
@@ -135,27 +135,27 @@ async def test_a_key_that_is_not_set_keeps_the_model_from_loading() -> None:
 
 
 async def test_without_a_health_check_nothing_is_sent() -> None:
-    async with upstream(refusal(500)) as up, opened(up):
+    async with fake_upstream(error_answer(500)) as up, opened(up):
         pass
     assert up.asked == []
 
 
 async def test_the_list_of_models_is_looked_at_where_asked(caplog: pytest.LogCaptureFixture) -> None:
     listed = Answer(200, [b'{"data": [{"id": "theirs"}]}'], {"content-type": "application/json"})
-    async with upstream(listed) as up, opened(up, remote_health_check="models"):
+    async with fake_upstream(listed) as up, opened(up, remote_health_check="models"):
         pass
     assert [(asked.method, asked.path) for asked in up.asked] == [("GET", "/models")]
     assert caplog.records == []
     other = Answer(200, [b'{"data": []}'], {"content-type": "application/json"})
     with caplog.at_level(logging.WARNING):
-        async with upstream(other) as up, opened(up, remote_health_check="models"):
+        async with fake_upstream(other) as up, opened(up, remote_health_check="models"):
             pass
     assert "does not list the model 'theirs'" in caplog.text
 
 
 @pytest.mark.parametrize("status", [401, 403, 500, 404])
 async def test_an_upstream_that_is_not_well_keeps_the_model_from_loading(status: int) -> None:
-    async with upstream(refusal(status)) as up:
+    async with fake_upstream(error_answer(status)) as up:
         it = engine(up.url, remote_health_check="models")
         with pytest.raises(ModelyardError):
             await it.open(lambda *_: None)
@@ -163,7 +163,7 @@ async def test_an_upstream_that_is_not_well_keeps_the_model_from_loading(status:
 
 
 async def test_a_refused_key_is_ours_to_put_right() -> None:
-    async with upstream(refusal(401, code="invalid_api_key")) as up, opened(up, remote_max_retries=3) as it:
+    async with fake_upstream(error_answer(401, code="invalid_api_key")) as up, opened(up, remote_max_retries=3) as it:
         (last,) = await read(it)
     assert isinstance(last, Failed)
     assert isinstance(last.error, Unavailable)
@@ -172,7 +172,7 @@ async def test_a_refused_key_is_ours_to_put_right() -> None:
 
 
 async def test_cancelling_closes_the_upstreams_stream_and_frees_the_place() -> None:
-    async with upstream(Answer(body=chat("Hi")[:1], hangs=True)) as up, opened(up) as it:
+    async with fake_upstream(Answer(body=chat_stream("Hi")[:1], hangs=True)) as up, opened(up) as it:
         generation = it.chat(REQUEST)
         got: list[Event] = []
         while not any(isinstance(event, BlockDelta) for event in got):
@@ -189,7 +189,7 @@ async def test_cancelling_closes_the_upstreams_stream_and_frees_the_place() -> N
 
 
 async def test_closing_ends_what_runs() -> None:
-    async with upstream(Answer(body=[], hangs=True)) as up:
+    async with fake_upstream(Answer(body=[], hangs=True)) as up:
         it = engine(up.url)
         await it.open(lambda *_: None)
         running = it.chat(REQUEST)
@@ -202,7 +202,7 @@ async def test_closing_ends_what_runs() -> None:
 
 
 async def test_an_upstream_without_a_counter_says_nothing() -> None:
-    async with upstream(refusal(404)) as up:
+    async with fake_upstream(error_answer(404)) as up:
         async with opened(up) as it:
             assert await it.count(REQUEST) is None
         assert up.asked == []
@@ -215,19 +215,19 @@ async def test_an_upstream_without_a_counter_says_nothing() -> None:
 )
 async def test_the_upstreams_own_counter_is_asked(kind: str, path: str) -> None:
     counted = Answer(200, [b'{"input_tokens": 42}'], {"content-type": "application/json"})
-    async with upstream(counted) as up, opened(up, remote_api_kind=kind) as it:
+    async with fake_upstream(counted) as up, opened(up, remote_api_kind=kind) as it:
         assert await it.count(REQUEST) == 42
     assert up.asked[0].path == path
 
 
 async def test_a_counter_that_fails_is_an_error_and_no_zero() -> None:
-    async with upstream(refusal(500)) as up, opened(up, remote_api_kind="responses") as it:
+    async with fake_upstream(error_answer(500)) as up, opened(up, remote_api_kind="responses") as it:
         with pytest.raises(Unavailable, match="cannot count"):
             await it.count(REQUEST)
 
 
 async def test_an_upstream_that_is_away_is_never_the_death_of_the_engine() -> None:
-    async with upstream() as up:
+    async with fake_upstream() as up:
         pass
     it = engine(up.url)
     await it.open(lambda *_: None)

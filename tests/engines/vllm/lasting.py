@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from modelyard.engines.vllm import core, engine, home
+from modelyard.engines.vllm import async_llm, engine
 from modelyard.processes.descendant_reaper import DescendantReaper
 from modelyard.workers.__main__ import main
 
 WINDOW, PLACES = 2048, 8
 
 
-class LastingHome(home.Home):
+class LastingHome(async_llm.EventLoopThread):
     """One thread for all."""
 
-    _one: home.Home | None = None
+    _one: async_llm.EventLoopThread | None = None
 
     def __init__(self, name: str) -> None:
         if LastingHome._one is None:
-            LastingHome._one = home.Home(name)
+            LastingHome._one = async_llm.EventLoopThread(name)
             LastingHome._one.start()
         self.loop, self._thread = LastingHome._one.loop, LastingHome._one._thread
 
@@ -46,21 +46,23 @@ class Lasting:
     def shutdown(self, timeout: float | None = None) -> None: ...
 
 
-class LastingCore(core.Core):
+class LastingCore(async_llm.AsyncLlmRunner):
     _first: LastingCore | None = None
 
     async def make(self, arguments: dict[str, Any], loggers: list[Any]) -> None:
         if LastingCore._first is None:
             maker = LastingCore(self._library, self._post, self._hand_out, self._lost)
-            await core.Core.make(maker, arguments | {"max_model_len": WINDOW, "max_num_seqs": PLACES}, loggers)
+            await async_llm.AsyncLlmRunner.make(
+                maker, arguments | {"max_model_len": WINDOW, "max_num_seqs": PLACES}, loggers
+            )
             LastingCore._first = maker
         first = LastingCore._first
-        self._llm, self._brood = Lasting(first._llm), DescendantReaper()
+        self._llm, self._reaper = Lasting(first._llm), DescendantReaper()
         self.n_vocab, self.markers = first.n_vocab, first.markers
         if not await first._llm.reset_prefix_cache():
             raise RuntimeError("a request of the engine before this one still runs")
 
 
 if __name__ == "__main__":
-    engine.Home, engine.Core = LastingHome, LastingCore  # type: ignore[misc,attr-defined]
+    engine.EventLoopThread, engine.AsyncLlmRunner = LastingHome, LastingCore  # type: ignore[misc,attr-defined]
     main()

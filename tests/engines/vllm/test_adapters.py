@@ -7,23 +7,23 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.errors import InvalidRequest, NotFound, Unsupported
-from modelyard.engines.vllm.adapters import Adapters
+from modelyard.engines.vllm.request import LoraAdapters
 from tests.engines.vllm.stage import adapter
 
 
 @pytest.fixture
-def adapters(tmp_path: Path) -> Adapters:
-    return Adapters({"law": str(adapter(tmp_path / "law"))})
+def adapters(tmp_path: Path) -> LoraAdapters:
+    return LoraAdapters({"law": str(adapter(tmp_path / "law"))})
 
 
-def test_adapter_is_known_by_its_name(adapters: Adapters) -> None:
+def test_adapter_is_known_by_its_name(adapters: LoraAdapters) -> None:
     worn = adapters.worn((("law", 1.0),))
     assert worn is not None
     assert (worn.name, worn.number) == ("law", 1)
     assert adapters.worn(()) is None
 
 
-def test_namesake_is_another_to_vllm(adapters: Adapters, tmp_path: Path) -> None:
+def test_namesake_is_another_to_vllm(adapters: LoraAdapters, tmp_path: Path) -> None:
     """Else it would be given the KV of the one before it."""
     first = adapters.worn((("law", 1.0),))
     adapters.load(f"law={adapter(tmp_path / 'other')}")
@@ -34,7 +34,7 @@ def test_namesake_is_another_to_vllm(adapters: Adapters, tmp_path: Path) -> None
     assert first.number != second.number
 
 
-def test_unloaded_adapter_is_unknown(adapters: Adapters) -> None:
+def test_unloaded_adapter_is_unknown(adapters: LoraAdapters) -> None:
     adapters.unload("law")
     with pytest.raises(NotFound, match="law"):
         adapters.worn((("law", 1.0),))
@@ -42,7 +42,7 @@ def test_unloaded_adapter_is_unknown(adapters: Adapters) -> None:
         adapters.unload("law")
 
 
-def test_several_at_once_and_half_strengths_are_refused(adapters: Adapters) -> None:
+def test_several_at_once_and_half_strengths_are_refused(adapters: LoraAdapters) -> None:
     with pytest.raises(Unsupported, match="one adapter"):
         adapters.worn((("law", 1.0), ("law", 1.0)))
     with pytest.raises(Unsupported, match="full strength"):
@@ -51,16 +51,16 @@ def test_several_at_once_and_half_strengths_are_refused(adapters: Adapters) -> N
 
 def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=str(tmp_path)):
-        Adapters({"law": str(tmp_path)})
+        LoraAdapters({"law": str(tmp_path)})
 
 
 def test_model_that_was_loaded_without_room_for_adapters_says_so(tmp_path: Path) -> None:
-    none = Adapters({})
+    none = LoraAdapters({})
     for act in (lambda: none.worn((("law", 1.0),)), lambda: none.load(f"law={adapter(tmp_path / 'law')}")):
         with pytest.raises(Unsupported, match="lora setting"):
             act()
 
 
-def test_order_without_a_name_is_refused(adapters: Adapters) -> None:
+def test_order_without_a_name_is_refused(adapters: LoraAdapters) -> None:
     with pytest.raises(InvalidRequest, match="name=folder"):
         adapters.load("law")

@@ -9,8 +9,7 @@ from typing import Any
 from modelyard.config.engine_options import engine_spec
 from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, EngineSpec
-from modelyard.engines.vllm.arguments import engine_arguments
-from modelyard.engines.vllm.settings import VllmSettings
+from modelyard.engines.vllm.options import VllmOptions, engine_arguments
 from tests.config.test_pool_definitions import DEFINITIONS
 
 ONE = {"m": CacheInfo(4096)}
@@ -25,8 +24,8 @@ def defined(folder: Path, name: str) -> EngineSpec:
 
 def told(**fields: Any) -> dict[str, Any]:
     """What the fields add to the arguments of a bare definition."""
-    bare = engine_arguments(VllmSettings(vllm_model="m"), ONE)
-    got = engine_arguments(VllmSettings(vllm_model="m", **fields), ONE)
+    bare = engine_arguments(VllmOptions(vllm_model="m"), ONE)
+    got = engine_arguments(VllmOptions(vllm_model="m", **fields), ONE)
     return {name: value for name, value in got.items() if bare.get(name) != value}
 
 
@@ -46,7 +45,7 @@ def test_the_whole_definition_of_a_pool_becomes_these_arguments(tmp_path: Path) 
 
 
 def test_a_bare_definition_leaves_everything_else_to_vllm() -> None:
-    assert engine_arguments(VllmSettings(path="/models/m"), ONE) == {
+    assert engine_arguments(VllmOptions(path="/models/m"), ONE) == {
         "model": "/models/m",
         "max_model_len": 4096,
         "max_num_seqs": 1,
@@ -56,9 +55,9 @@ def test_a_bare_definition_leaves_everything_else_to_vllm() -> None:
 
 def test_all_caches_are_one_of_the_widest_window_and_all_their_places() -> None:
     caches = {"main": CacheInfo(8192, 3), "fast": CacheInfo(2048, 2)}
-    got = engine_arguments(VllmSettings(vllm_model="m"), caches, "/found/m")
+    got = engine_arguments(VllmOptions(vllm_model="m"), caches, "/found/m")
     assert (got["model"], got["max_model_len"], got["max_num_seqs"]) == ("/found/m", 8192, 5)
-    assert engine_arguments(VllmSettings(vllm_model="m", vllm_max_num_seqs=9), caches)["max_num_seqs"] == 9
+    assert engine_arguments(VllmOptions(vllm_model="m", vllm_max_num_seqs=9), caches)["max_num_seqs"] == 9
 
 
 def test_each_field_has_its_argument() -> None:

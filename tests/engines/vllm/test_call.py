@@ -8,13 +8,13 @@ from msgspec.structs import fields
 
 from modelyard.core.engine import Prompt, TokenRun
 from modelyard.core.request import Constraint, Sampling
-from modelyard.engines.vllm.call import IGNORED, PRIORITIES, arguments
+from modelyard.engines.vllm.request import IGNORED, PRIORITIES, sampling_arguments
 
 VOCABULARY = 1000
 
 
 def asked(sampling: Sampling = Sampling(), **more: Any) -> dict[str, Any]:
-    return arguments(Prompt(parts=(TokenRun([1]),), sampling=sampling, **more), 7, VOCABULARY)
+    return sampling_arguments(Prompt(parts=(TokenRun([1]),), sampling=sampling, **more), 7, VOCABULARY)
 
 
 def test_what_nobody_asked_for_changes_nothing() -> None:

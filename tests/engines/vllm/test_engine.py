@@ -224,8 +224,8 @@ async def test_death_of_an_idle_engine_is_told() -> None:
 async def test_close_ends_processes_that_vllm_leaves_behind() -> None:
     async with running(standin={"spawns": True, "lingers": True}) as engine:
         assert engine._core is not None
-        brood, (child,) = engine._core._brood, engine._core._children
-        assert brood.pids == [child.pid]
+        reaper, (child,) = engine._core._reaper, engine._core._children
+        assert reaper.pids == [child.pid]
     await asyncio.to_thread(child.join, PATIENCE_S)
     assert child.exitcode == -signal.SIGKILL
 

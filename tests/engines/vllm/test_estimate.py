@@ -11,7 +11,7 @@ import pytest
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import NotFound
 from modelyard.engines.vllm import estimate
-from modelyard.engines.vllm.settings import VllmSettings
+from modelyard.engines.vllm.options import VllmOptions
 
 CACHES = {"main": CacheInfo(1000, 2), "fast": CacheInfo(500, 1)}
 HERE = AvailableMemory(1 << 40)
@@ -34,7 +34,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def of(model: Path, machine: AvailableMemory = HERE, **options: Any) -> MemoryEstimate:
-    return estimate(EngineSpec("m", VllmSettings(vllm_model=str(model), **options), CACHES), machine)
+    return estimate(EngineSpec("m", VllmOptions(vllm_model=str(model), **options), CACHES), machine)
 
 
 def test_weights_are_the_files_in_the_format_that_is_computed_in(model: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.engine import Accepted, CacheInfo, End, IdLogprob, Media, Prompt, TokenRun, Tokens
-from modelyard.engines.vllm.job import Job
+from modelyard.engines.vllm.async_llm import VllmJob
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def loop() -> Any:
     made.close()
 
 
-def job(loop: Any, **fields: Any) -> Job:
+def job(loop: Any, **fields: Any) -> VllmJob:
     prompt = Prompt(parts=(TokenRun([1, 2, 3]),), **{"max_tokens": 9} | fields)
-    made = Job("a", prompt, loop, lambda _: None)
+    made = VllmJob("a", prompt, loop, lambda _: None)
     made.fit(CacheInfo(100))
     return made
 
@@ -82,7 +82,7 @@ def test_chosen_token_is_told_even_where_it_is_none_of_the_best(loop: Any) -> No
 
 def test_picture_counts_as_many_tokens_as_its_processor_says(loop: Any) -> None:
     prompt = Prompt(parts=(TokenRun([1]), Media("image", "ab", b"", 5)), max_tokens=9)
-    it = Job("a", prompt, loop, lambda _: None)
+    it = VllmJob("a", prompt, loop, lambda _: None)
     it.fit(CacheInfo(100))
     it.heard(delta([7], prompt=list(range(64))))
     assert it.prompt_tokens == 64

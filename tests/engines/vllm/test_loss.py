@@ -11,8 +11,8 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.vllm.arguments import engine_arguments
-from modelyard.engines.vllm.loss import RIVALS, compared, divergence, loss, reading
+from modelyard.engines.vllm.loss import TOP_LOGPROBS, compare, divergence, evaluation_spec, loss
+from modelyard.engines.vllm.options import engine_arguments
 from modelyard.tune.text import TEXT
 from tests.engines.vllm import real
 from tests.engines.vllm.stage import spec
@@ -55,19 +55,19 @@ def test_the_reader_is_made_for_one_text_and_nothing_beside_it(tmp_path: Path) -
         "lora": {"a": str(tmp_path)},
         "vllm_max_num_seqs": 64,
     }
-    told = reading(spec({"main": CacheInfo(32_768, 8)}, **options), 700)
+    told = evaluation_spec(spec({"main": CacheInfo(32_768, 8)}, **options), 700)
     arguments = engine_arguments(told.options, told.caches)
     assert arguments["kv_cache_dtype"] == "fp8"
     assert arguments["block_size"] == 16
     assert (arguments["max_model_len"], arguments["max_num_seqs"]) == (708, 1)
-    assert arguments["max_logprobs"] == RIVALS
+    assert arguments["max_logprobs"] == TOP_LOGPROBS
     assert not arguments["enable_prefix_caching"]
     assert arguments.keys().isdisjoint({"speculative_config", "enable_lora"})
 
 
 def test_most_of_the_text_is_read_out_of_the_cache() -> None:
     """Kernels may use exact numbers for what they read in the same step: the steps must be short."""
-    told = reading(spec(), 700)
+    told = evaluation_spec(spec(), 700)
     arguments = engine_arguments(told.options, told.caches)
     assert arguments["enable_chunked_prefill"]
     assert arguments["max_num_batched_tokens"] < 700 / 4
@@ -99,7 +99,7 @@ def test_divergence_stays_finite_where_the_others_have_no_odds_at_all() -> None:
 
 def test_an_answer_of_another_length_than_the_text_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="1 and 2 tokens of 2"):
-        compared([row(0.5)], [row(0.5), row(0.5)], [0, 0, 0])
+        compare([row(0.5)], [row(0.5), row(0.5)], [0, 0, 0])
 
 
 @pytest.mark.vllm

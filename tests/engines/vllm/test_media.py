@@ -12,7 +12,7 @@ import pytest
 
 from modelyard.core.engine import Media, TokenRun
 from modelyard.core.errors import InvalidRequest, Unsupported
-from modelyard.engines.vllm.media import multi_modal
+from modelyard.engines.vllm.request import multi_modal_data
 from tests.engines.reading import end, read
 from tests.engines.vllm.stage import prompt, running
 
@@ -43,11 +43,11 @@ def picture(data: bytes = b"IMG", hash: str = "ab") -> Media:
 
 
 def test_text_alone_has_nothing_beside_it() -> None:
-    assert multi_modal([]) == {}
+    assert multi_modal_data([]) == {}
 
 
 def test_pictures_go_along_in_order_and_known_by_their_hashes() -> None:
-    assert multi_modal([picture(b"IMG1", "aa"), picture(b"IMG2", "bb")]) == {
+    assert multi_modal_data([picture(b"IMG1", "aa"), picture(b"IMG2", "bb")]) == {
         "multi_modal_data": {"image": [("RGB", b"IMG1"), ("RGB", b"IMG2")]},
         "multi_modal_uuids": {"image": ["aa", "bb"]},
     }
@@ -56,13 +56,13 @@ def test_pictures_go_along_in_order_and_known_by_their_hashes() -> None:
 @pytest.mark.parametrize(("data", "words"), [(b"GIF", "cannot be read"), (b"IMGhuge", "too large")])
 def test_picture_that_cannot_be_used_is_the_clients_fault(data: bytes, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        multi_modal([picture(data)])
+        multi_modal_data([picture(data)])
     assert caught.value.code == "invalid_image"
 
 
 def test_sound_is_refused() -> None:
     with pytest.raises(Unsupported):
-        multi_modal([Media("audio", "ab", b"", 0)])
+        multi_modal_data([Media("audio", "ab", b"", 0)])
 
 
 async def test_prompt_with_a_picture_is_vllms_to_prepare() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from modelyard.engines.vllm.settings import LIVE_OVERRIDES, VllmSettings
+from modelyard.engines.vllm.options import LIVE_OVERRIDES, VllmOptions
 
 
 def test_nine_fields_may_be_set_for_one_load() -> None:
@@ -74,12 +74,12 @@ def test_values_outside_are_refused_with_the_range(field: str, value: Any, told:
 )
 def test_nonsense_is_refused_with_the_field_at_fault(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
-        VllmSettings(**fields)
+        VllmOptions(**fields)
 
 
-def speculating(method: str | None, **fields: Any) -> VllmSettings:
+def speculating(method: str | None, **fields: Any) -> VllmOptions:
     chosen = {f"vllm_speculative_{name}": value for name, value in fields.items() if name != "n"}
-    return VllmSettings(
+    return VllmOptions(
         vllm_model="m", vllm_speculative_method=method, vllm_num_speculative_tokens=fields.get("n"), **chosen
     )
 

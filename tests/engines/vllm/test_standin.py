@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from modelyard.core.engine import CacheInfo
-from modelyard.engines.vllm.arguments import engine_arguments
-from modelyard.engines.vllm.settings import VllmSettings
+from modelyard.engines.vllm.options import VllmOptions, engine_arguments
 from tests.engines.vllm import real
 
 HERE = Path(__file__).parent
@@ -54,7 +53,7 @@ def test_real_vllm_takes_every_call_that_the_standin_takes() -> None:
 
 @pytest.mark.vllm
 def test_real_vllm_knows_every_argument_that_our_fields_become() -> None:
-    settings = VllmSettings(
+    settings = VllmOptions(
         vllm_model="m",
         vllm_tokenizer="t",
         vllm_revision="main",

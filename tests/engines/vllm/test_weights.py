@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.vllm.weights import check
+from modelyard.engines.vllm.model_folder import check_weights
 from tests.engines.vllm.stage import weights
 
 
 def test_whole_file_passes(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(weights(10))
-    check(tmp_path)
+    check_weights(tmp_path)
 
 
 def test_folder_of_another_format_is_left_to_vllm(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
-    check(tmp_path)
+    check_weights(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -30,4 +30,4 @@ def test_broken_file_is_named(tmp_path: Path, broken: bytes) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(broken)
     with pytest.raises(InvalidRequest, match=str(file)):
-        check(tmp_path)
+        check_weights(tmp_path)

@@ -8,7 +8,7 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.engines.vllm import knobs as in_process
 from modelyard.engines.vllm_serve import knobs
 from modelyard.telemetry.system import GpuMemory
-from tests.engines.vllm_serve.stage import options
+from tests.engines.vllm_serve.helpers import options
 
 GIB = 2**30
 

@@ -21,9 +21,9 @@ from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.engines.vllm_serve.engine import VllmServe
 from tests.engines.conformance.test_chat import NO_END
 from tests.engines.vllm.real import write_adapter
-from tests.engines.vllm_serve import real
-from tests.engines.vllm_serve.real import running
-from tests.engines.vllm_serve.stage import asked, read
+from tests.engines.vllm_serve import real_server
+from tests.engines.vllm_serve.helpers import asked, read
+from tests.engines.vllm_serve.real_server import running
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -150,7 +150,7 @@ def _core(everybody: Sequence[psutil.Process]) -> psutil.Process:
     ],
 )
 async def test_what_keeps_it_from_loading_is_told_in_its_own_words(chosen: dict[str, object], told: str) -> None:
-    it = real.engine({"main": CacheInfo(2048, 2)}, **chosen)
+    it = real_server.engine({"main": CacheInfo(2048, 2)}, **chosen)
     with pytest.raises(ModelyardError) as caught:
         await it.open(lambda *_: None)
     await it.close()
@@ -175,7 +175,7 @@ asyncio.run(main())
 
 
 async def test_nothing_of_it_outlives_a_gateway_that_is_killed() -> None:
-    real.fields()
+    real_server.fields()
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", ORPHANS, cwd=ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     try:

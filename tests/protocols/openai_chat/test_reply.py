@@ -9,12 +9,13 @@ from msgspec.structs import replace
 
 from modelyard.core.errors import Incomplete, Overloaded
 from modelyard.core.events import Block, Event, Reply, TokenLogprob, Usage, collect_reply, reply_events
+from modelyard.core.protocol import ModelCard
 from modelyard.core.request import Request, Text, Thinking, ToolCall
 from modelyard.protocols import openai_chat
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_chat.streams import carried, stream
-from tests.protocols.openai_chat.streams import read as read_stream
-from tests.protocols.openai_chat.test_writer import CASES
+from tests.protocols.openai_chat.helpers import carried, stream
+from tests.protocols.openai_chat.helpers import read as read_stream
+from tests.protocols.openai_chat.test_stream import CASES
 from tests.strategies import replies
 
 WHOLE = {name: case for name, case in CASES.items() if name != "error_mid_stream"}
@@ -114,3 +115,20 @@ def test_streamed_and_whole_say_the_same(reply: Reply) -> None:
     events: list[Event] = read_stream(stream(reply_events(reply), Request(model="m", stream=True, include_usage=True)))
     whole = openai_chat.read_reply(openai_chat.write_reply([carried(reply)], Request(model="m")))
     assert in_chats_order(collect_reply(events)) == whole
+
+
+CARD = ModelCard("tiny", 17, 4096, state="loading", aliases=("gpt-small",))
+
+
+def test_a_model_tells_its_window_and_state() -> None:
+    told = msgspec.json.decode(openai_chat.write_model(CARD))
+    assert told["object"] == "model"
+    assert (told["id"], told["name"], told["created"], told["owned_by"]) == ("tiny", "tiny", 17, "modelyard")
+    assert (told["context_length"], told["max_model_len"], told["state"]) == (4096, 4096, "loading")
+    assert told["aliases"] == ["gpt-small"]
+
+
+def test_the_list_holds_every_model_in_order() -> None:
+    told = msgspec.json.decode(openai_chat.write_models([CARD, ModelCard("other", 1, None)]))
+    assert told["object"] == "list"
+    assert [model["id"] for model in told["data"]] == ["tiny", "other"]

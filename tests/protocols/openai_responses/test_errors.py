@@ -3,11 +3,22 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from modelyard.core.errors import ContextOverflow, InvalidRequest, NotFound, OutputOverflow, Overloaded
+from modelyard.core.errors import (
+    ContextOverflow,
+    Forbidden,
+    Internal,
+    InvalidRequest,
+    ModelyardError,
+    NotFound,
+    OutputOverflow,
+    Overloaded,
+    RateLimited,
+    Timeout,
+)
 from modelyard.protocols import openai_responses as wire
-from modelyard.protocols.openai_responses.failure import OVERFLOW
+from modelyard.protocols.openai_responses.errors import OVERFLOW, read_failure, write_failure
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_responses.cases import CODEX, TRACE, data_of
+from tests.protocols.openai_responses.helpers import CODEX, TRACE, data_of
 
 
 def test_a_streamed_overflow_is_a_failed_response() -> None:
@@ -53,3 +64,39 @@ def test_an_output_that_cannot_fit_is_400_even_on_a_stream() -> None:
 def test_an_upstream_of_our_kind_is_understood(error: InvalidRequest) -> None:
     told = wire.write_error(error, trace=TRACE)
     assert wire.read_error(told.status, told.headers, told.body) == error
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequest("x"), "invalid_prompt"),
+        (InvalidRequest("x", code="invalid_image"), "invalid_image"),
+        (Forbidden("x", code="remote_not_allowed"), "remote_not_allowed"),
+        (Overloaded("x"), "server_is_overloaded"),
+        (Timeout("x"), "server_error"),
+        (Internal("x", id="i"), "server_error"),
+    ],
+)
+def test_each_error_has_its_code(error: ModelyardError, code: str) -> None:
+    assert write_failure(error) == {"code": code, "message": "x"}
+
+
+def test_the_pause_of_a_rate_limit_survives() -> None:
+    error = RateLimited("Too many requests.", retry_after=1.5)
+    assert read_failure(write_failure(error)) == error
+
+
+def test_a_pause_in_the_middle_of_a_sentence_is_found() -> None:
+    told = {"code": "rate_limit_exceeded", "message": "Limit reached. Please try again in 11.054s. See the docs."}
+    error = read_failure(told)
+    assert (error.retry_after, error.message) == (11.054, told["message"])
+
+
+@pytest.mark.parametrize("told", [None, {}, "broken", {"message": None}])
+def test_a_failure_without_words_is_still_an_error(told: object) -> None:
+    assert read_failure(told).message
+
+
+@pytest.mark.parametrize(("code", "kind"), [("forbidden", Forbidden), ("image_too_large", InvalidRequest)])
+def test_the_meaning_of_a_code_is_kept(code: str, kind: type) -> None:
+    assert type(read_failure({"code": code, "message": "m"})) is kind

@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from modelyard.core.errors import RateLimited
-from modelyard.core.events import Block, Finished, Reply, Started, StopReason, collect_reply
-from modelyard.core.request import Request, Text
+from modelyard.core.events import Block, Finished, Reply, Started, StopReason, Usage, collect_reply
+from modelyard.core.request import Message, Request, Text, Thinking, ToolCall
 from modelyard.protocols import openai_responses as wire
+from modelyard.protocols.openai_responses.reply import ResponseObject, write_item
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_responses.cases import ASKED, CASES
+from tests.protocols.openai_responses.helpers import ASKED, CASES, CODEX
 from tests.strategies import replies
 
 SCORED = replace(ASKED, logprobs=2)
@@ -66,3 +67,32 @@ def test_the_request_is_echoed() -> None:
     told = msgspec.json.decode(wire.write_reply([collect_reply(CASES["text"][1])], request))
     assert (told["max_output_tokens"], told["metadata"], len(told["tools"])) == (5, {"a": "b"}, 3)
     assert (told["object"], told["status"], told["output_text"]) == ("response", "completed", "Hello.")
+
+
+def test_every_stop_reason_has_its_status() -> None:
+    reasons: list[StopReason] = ["end", "tool_calls", "stop_string", "max_tokens", "window", "content_filter"]
+    told = [incomplete_reason(Finished(reason, Usage())) for reason in reasons]
+    assert told == [None, None, None, "max_output_tokens", "max_output_tokens", "content_filter"]
+
+
+def test_item_ids_say_their_kind_and_place() -> None:
+    parts: list[Text | Thinking | ToolCall] = [
+        Text("a"),
+        Thinking("b"),
+        ToolCall("c", "f", "{}"),
+        ToolCall("d", "g", "x", custom=True),
+    ]
+    ids = [write_item(Block(part), "key", index, ASKED)["id"] for index, part in enumerate(parts)]
+    assert ids == ["msg_key_0", "rs_key_1", "fc_key_2", "ctc_key_3"]
+
+
+def test_an_upstreams_own_seal_goes_out_instead_of_ours() -> None:
+    assert write_item(Block(Thinking("b", "theirs")), "key", 0, CODEX)["encrypted_content"] == "theirs"
+    assert "encrypted_content" not in write_item(Block(Thinking("b", "theirs")), "key", 0, ASKED)
+
+
+def test_instructions_are_echoed_only_where_they_were_given() -> None:
+    asked = replace(ASKED, messages=(Message("system", (Text("orders"),)), *ASKED.messages))
+    assert ResponseObject(asked, "k").at("in_progress", 0)["instructions"] is None
+    given = replace(asked, instructions=True)
+    assert ResponseObject(given, "k").at("in_progress", 0)["instructions"] == "orders"

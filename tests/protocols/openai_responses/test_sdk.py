@@ -8,7 +8,7 @@ import pytest
 
 from modelyard.core.events import collect_reply
 from modelyard.protocols import openai_responses as wire
-from tests.protocols.openai_responses.cases import CASES, TRACE, stream
+from tests.protocols.openai_responses.helpers import CASES, TRACE, stream
 
 COMPLETE = sorted(CASES.keys() - {"failed", "length", "cut_call", "cut_custom_call", "content_filter"})
 

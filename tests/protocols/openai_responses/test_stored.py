@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from modelyard.core.events import Reply, collect_reply
 from modelyard.core.request import Message, Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.protocols import openai_responses as wire
-from tests.protocols.openai_responses.cases import CASES
+from tests.protocols.openai_responses.helpers import CASES
 from tests.strategies import replies, requests
 
 USER = Message("user", (Text("hi"),))

@@ -1,0 +1,108 @@
+"""The load generator's HTTP client: keep-alive, bodies of every framing, proxies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from modelyard.benchmark.http_client import HttpClient
+from tests.benchmark.raw_server import responding
+
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        OK + b"content-length: 5\r\n\r\nhello",
+        OK + b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",
+        OK + b"connection: close\r\n\r\nhello",
+    ],
+    ids=["content-length", "chunked", "until the connection ends"],
+)
+async def test_a_body_is_read_whatever_its_framing(reply: bytes) -> None:
+    async with responding(reply) as url:
+        client = HttpClient(url)
+        response = await client.send(client.request("POST", "/", b"{}"), 10.0)
+    assert (response.status, response.body, response.error) == (200, b"hello", None)
+    assert response.sent <= response.parts[0][0] <= response.ended
+
+
+@pytest.mark.parametrize("reply", [OK + b"content-length: 5\r\n\r\nhe", OK, b"nonsense\r\n\r\n"])
+async def test_an_incomplete_response_has_an_error(reply: bytes) -> None:
+    async with responding(reply) as url:
+        client = HttpClient(url)
+        response = await client.send(client.request("GET", "/"), 10.0)
+    assert (response.error or "").startswith("the connection broke: ")
+
+
+@asynccontextmanager
+async def counting_server() -> AsyncIterator[tuple[str, list[int]]]:
+    """A keep-alive server; the number of requests on each connection."""
+    counts: list[int] = []
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        place = len(counts)
+        counts.append(0)
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                counts[place] += 1
+                writer.write(OK + b"content-length: 2\r\n\r\nok")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", counts
+
+
+@pytest.mark.parametrize(("keep_alive", "expected"), [(True, [3]), (None, [1, 1, 1])])
+async def test_plain_connections_are_reused_only_on_request(keep_alive: bool | None, expected: list[int]) -> None:
+    async with counting_server() as (url, counts):
+        client = HttpClient(url, keep_alive=keep_alive)
+        for _ in range(3):
+            assert (await client.send(client.request("GET", "/"), 10.0)).body == b"ok"
+        await client.aclose()
+        assert counts == expected
+
+
+async def test_a_request_over_the_time_limit_is_not_followed_by_another_on_its_connection() -> None:
+    async with responding(b"") as url:
+        client = HttpClient(url, keep_alive=True)
+        response = await client.send(client.request("GET", "/"), 0.05)
+        assert response.error == "not finished within 0.05 s"
+        assert not client._idle
+        assert not client.connections
+
+
+async def test_a_plain_request_goes_to_the_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[bytes] = []
+    async with responding(OK + b"content-length: 2\r\n\r\nok", heads) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.replace("http://", "http://me:secret@"))
+        monkeypatch.setenv("no_proxy", "")
+        client = HttpClient("http://example.invalid:81/v1")
+        response = await client.send(client.request("GET", "/v1/models"), 10.0)
+    assert response.body == b"ok"
+    assert heads[0].startswith(b"GET http://example.invalid:81/v1/models HTTP/1.1\r\nHost: example.invalid:81\r\n")
+    assert b"Proxy-Authorization: Basic bWU6c2VjcmV0\r\n" in heads[0]
+
+
+async def test_tls_goes_through_a_tunnel_and_a_refused_tunnel_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[bytes] = []
+    async with responding(b"HTTP/1.1 403 Forbidden\r\n\r\n", heads) as proxy:
+        monkeypatch.setenv("https_proxy", proxy)
+        monkeypatch.setenv("no_proxy", "")
+        client = HttpClient("https://example.invalid/v1")
+        response = await client.send(client.request("GET", "/v1/models"), 10.0)
+    assert heads[0].startswith(b"CONNECT example.invalid:443 HTTP/1.1\r\n")
+    assert response.error == "cannot connect: the proxy refused the connection: HTTP/1.1 403 Forbidden"
+
+
+def test_this_machine_is_reached_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "")
+    assert HttpClient("http://127.0.0.1:8000")._proxy is None
+    assert HttpClient("http://elsewhere.invalid")._proxy is not None

@@ -1,0 +1,195 @@
+"""The exact command line and environment of a definition."""
+
+from __future__ import annotations
+
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import pytest
+from modelyard.engines.managed.listening import Listening
+from modelyard.engines.vllm_serve.command import Served, command, environment, tools
+from modelyard.engines.vllm_serve.parsers import reasoning_parser, tool_parser
+
+from modelyard.core.engine import CacheInfo
+from modelyard.engines.vllm_serve import Options
+from tests.engines.vllm.test_arguments import defined
+
+SOCKET = Listening("/run/vllm.sock")
+BARE = [
+    *("vllm", "serve", "/found/m", "--uds", "/run/vllm.sock", "--served-model-name", "m"),
+    *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+    *("--max-model-len", "4096", "--max-num-seqs", "1", "--dtype", "auto"),
+]
+
+
+def line(at: Listening = SOCKET, template: str | None = None, **options: Any) -> list[str]:
+    served = Served("m", "/found/m", template)
+    return command("vllm", served, Options(vllm_model="m", **options), {"m": CacheInfo(4096)}, at)
+
+
+def added(**options: Any) -> list[str]:
+    """What the fields add to the command line of a bare definition."""
+    got = line(**options)
+    steps = SequenceMatcher(None, BARE, got, autojunk=False).get_opcodes()
+    return [argument for what, _, _, begin, end in steps if what != "equal" for argument in got[begin:end]]
+
+
+def test_the_definition_of_a_pool_with_an_assistant_that_guesses_becomes_this_command_line(tmp_path: Path) -> None:
+    spec = defined(tmp_path, "gemma4-nvfp4-vllm-serve")
+    options = spec.options
+    served = Served(spec.model, options.model_name)
+    assert command(options.vllm_serve_binary, served, options, spec.caches, SOCKET) == [
+        *("/opt/vllm/bin/vllm", "serve", "/models/nvidia/Gemma-4-26B-A4B-NVFP4", "--uds", "/run/vllm.sock"),
+        *("--served-model-name", "gemma4-nvfp4-vllm-serve"),
+        *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+        *("--max-model-len", "8192", "--dtype", "auto"),
+        *("--gpu-memory-utilization", "0.01", "--kv-cache-memory-bytes", "2147483648"),
+        *("--limit-mm-per-prompt", '{"image":1}', "--mm-processor-kwargs", '{"max_pixels":4014080}'),
+        "--speculative-config",
+        '{"method":"mtp","model":"google/gemma-4-26B-A4B-it-assistant","num_speculative_tokens":8}',
+        *("--max-num-seqs", "1"),
+    ]
+    env = environment(options, SOCKET, {"LD_LIBRARY_PATH": "/usr/lib", "HOME": "/h"})
+    assert env["LD_LIBRARY_PATH"] == "/opt/cuda/lib64:/usr/lib"
+    assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    assert env["HOME"] == "/h"
+
+
+def test_the_definition_of_a_pool_with_a_model_that_guesses_by_itself_becomes_this_command_line(tmp_path: Path) -> None:
+    spec = defined(tmp_path, "qwen3.6-35b-a3b-nvfp4-vllm-serve")
+    options = spec.options
+    served = Served(spec.model, options.model_name, "… {{ enable_thinking }} <think> <tool_call> <function=")
+    assert command(options.vllm_serve_binary, served, options, spec.caches, SOCKET) == [
+        *("/opt/vllm-qwen/bin/vllm", "serve", "/models/nvidia/Qwen3.6-35B-A3B-NVFP4", "--uds", "/run/vllm.sock"),
+        *("--served-model-name", "qwen3.6-35b-a3b-nvfp4-vllm-serve"),
+        *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+        *("--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder"),
+        *("--max-model-len", "8192", "--dtype", "auto"),
+        *("--gpu-memory-utilization", "0.01", "--kv-cache-memory-bytes", "1073741824", "--kv-cache-dtype", "fp8"),
+        "--trust-remote-code",
+        *("--limit-mm-per-prompt", '{"image":1}', "--mm-processor-kwargs", '{"max_pixels":4014080}'),
+        "--speculative-config",
+        '{"method":"mtp","num_speculative_tokens":1,"moe_backend":"triton","attention_backend":"triton_attn"}',
+        *("--quantization", "modelopt", "--attention-backend", "triton_attn", "--moe-backend", "marlin"),
+        *("--load-format", "fastsafetensors", "--max-num-seqs", "1", "--max-num-batched-tokens", "2048"),
+        *("--reasoning-parser", "qwen3", "--default-chat-template-kwargs", '{"enable_thinking": false}'),
+        *("--linear-backend", "cutlass"),
+    ]
+    assert options.vllm_serve_start_timeout_s == 900.0
+    assert options.enable_thinking is False
+    env = environment(options, SOCKET, {})
+    assert env["LD_LIBRARY_PATH"].count("/opt/vllm-qwen/lib/python3.12/site-packages/nvidia/") == 2
+    assert env["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] == "0"
+
+
+def test_a_bare_definition_leaves_everything_else_to_the_program() -> None:
+    assert line() == BARE
+
+
+def test_a_port_is_named_with_its_host_and_the_key_is_not() -> None:
+    at = Listening("127.0.0.1", 8123, "secret")
+    assert line(at)[3:7] == ["--host", "127.0.0.1", "--port", "8123"]
+    assert "secret" not in " ".join(line(at)), "every user of the machine can read a command line"
+    assert environment(Options(vllm_model="m"), at, {"VLLM_API_KEY": "foreign"})["VLLM_API_KEY"] == "secret"
+    assert "VLLM_API_KEY" not in environment(Options(vllm_model="m"), SOCKET, {"VLLM_API_KEY": "foreign"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"vllm_enable_prefix_caching": False}, ["--no-enable-prefix-caching"]),
+        ({"vllm_enforce_eager": True}, ["--enforce-eager"]),
+        ({"vllm_tensor_parallel_size": 2}, ["--tensor-parallel-size", "2"]),
+        ({"vllm_engine_args": {"cudagraph_capture_sizes": [1, 2]}}, ["--cudagraph-capture-sizes", "1", "2"]),
+        ({"vllm_serve_extra_args": "--swap-space=4"}, ["--swap-space=4"]),
+        ({"chat_template": "{{ messages }}"}, ["--chat-template", "{{ messages }}"]),
+        ({"chat_template": "~/t.jinja"}, ["--chat-template", str(Path.home() / "t.jinja")]),
+        ({"lora": {"law": "/l"}}, ["--lora-modules", "law=/l", "--enable-lora", "--max-loras", "1"]),
+        ({"vllm_serve_sleep_s": 60}, ["--enable-sleep-mode"]),
+        (
+            {"vllm_serve_tool_parser": "pythonic"},
+            ["--enable-auto-tool-choice", "--tool-call-parser", "pythonic"],
+        ),
+        ({"vllm_serve_reasoning_parser": "qwen3"}, ["--reasoning-parser", "qwen3"]),
+        ({"template": "<tool_call>", "vllm_serve_tool_parser": "none"}, []),
+        (
+            {"template": "[THINK] [TOOL_CALLS]"},
+            ["--enable-auto-tool-choice", "--tool-call-parser", "mistral", "--reasoning-parser", "mistral"],
+        ),
+    ],
+)
+def test_each_field_has_its_flag(fields: dict[str, Any], told: list[str]) -> None:
+    assert added(**fields) == told
+
+
+@pytest.mark.parametrize("extra", [["--dtype", "half"], ["--dtype=half"]])
+def test_what_the_extra_arguments_name_is_not_said_twice(extra: list[str]) -> None:
+    told = line(vllm_serve_extra_args=extra)
+    assert [argument for argument in told if argument.startswith("--dtype")] == extra[:1]
+    assert told[-len(extra) :] == extra
+
+
+@pytest.mark.parametrize(
+    ("fields", "template", "parser"),
+    [
+        ({}, None, None),
+        ({}, "<tool_call>", "hermes"),
+        ({"vllm_serve_extra_args": ["--tool-call-parser", "xlam"]}, None, "xlam"),
+        ({"vllm_serve_extra_args": ["--tool_call_parser=xlam"]}, "<tool_call>", "xlam"),
+    ],
+)
+def test_tools_are_offered_where_somebody_can_read_calls(
+    fields: dict[str, Any], template: str | None, parser: str | None
+) -> None:
+    assert tools(Options(vllm_model="m", **fields), template) == parser
+
+
+def test_variables_of_the_definition_reach_the_program_and_nobody_is_told_of_its_use() -> None:
+    options = Options(vllm_model="m", vllm_serve_env={"A": "1"}, vllm_serve_library_path="/a", vllm_serve_sleep_s=1)
+    assert environment(options, SOCKET, {"A": "0", "DO_NOT_TRACK": "0"}) == {
+        "A": "1",
+        "LD_LIBRARY_PATH": "/a",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "0",
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+
+
+# Which parsers fit a model's template.
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        (None, None),
+        ("{{ messages }}", None),
+        ("<tool_call>{…}</tool_call>", "hermes"),
+        ("<tool_call><function=name>", "qwen3_coder"),
+        ("<|python_tag|>", "llama3_json"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("<tool_call>name<arg_key>", "glm45"),
+    ],
+)
+def test_calls_are_read_by_the_marks_of_the_template(template: str | None, parser: str | None) -> None:
+    assert tool_parser(None, template) == parser
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        (None, None),
+        ("<think>", "deepseek_r1"),
+        ("{% if enable_thinking %}<think>", "qwen3"),
+        ("<|channel|>analysis", "openai_gptoss"),
+    ],
+)
+def test_reasoning_too(template: str | None, parser: str | None) -> None:
+    assert reasoning_parser(None, template) == parser
+
+
+def test_what_is_told_goes_before_and_none_means_none() -> None:
+    assert tool_parser("xlam", "<tool_call>") == "xlam"
+    assert tool_parser("none", "<tool_call>") is None
+    assert reasoning_parser("none", "<think>") is None

@@ -1,0 +1,198 @@
+"""Streams that wait, stall or fail; handlers that run in a task; a log record for every request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from modelyard.core.errors import Internal
+from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Started
+from modelyard.core.request import Message, Request, Text
+from modelyard.http.inference import EventStream
+from modelyard.http.middleware import RequestMiddleware
+from modelyard.http.request_context import RequestContext
+from modelyard.http.settings import HttpSettings
+from modelyard.protocols import openai_chat
+from tests.http.front import door
+from tests.serving import demo, serving
+
+REQUEST = Request(model="m", messages=(Message("user", (Text("hi"),)),), stream=True)
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+class Source:
+    """A stream of events without a gateway; `hook` runs before each batch."""
+
+    reuse = None
+    ignored: tuple[str, ...] = ()
+
+    def __init__(self, *batches: list[Event], hook: Any = None) -> None:
+        self._batches, self._hook = list(batches), hook
+        self.cancelled = self.closed = False
+
+    def __aiter__(self) -> Source:
+        return self
+
+    async def __anext__(self) -> tuple[int, list[Event]]:
+        if not self._batches:
+            raise StopAsyncIteration
+        if self._hook is not None:
+            self._hook()
+        return 0, self._batches.pop(0)
+
+    def cancel(self, reason: Any = None) -> None:
+        self.cancelled = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def stream_of(source: Source, **settings: Any) -> EventStream:
+    return EventStream(
+        cast(Any, source),
+        openai_chat.writer(REQUEST, "t"),
+        lambda error: openai_chat.write_error(error, trace="t"),
+        RequestContext("t", "/v1/chat/completions", {}),
+        HttpSettings(**settings),
+        None,
+    )
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+async def test_a_ping_that_is_due_is_sent_before_the_failure_and_nothing_after_it() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    def make_ping_due() -> None:
+        stream._last_sent = 0.0
+        stream._tick()
+
+    source = Source([Failed(Internal("out of memory", id="x"))], hook=make_ping_due)
+    stream = stream_of(source, keepalive_s=10)
+    await stream.run({}, never, send)
+
+    start, ping, failure, end = sent
+    assert (start["type"], start["status"]) == ("http.response.start", 200)
+    assert ping["body"] == b": keep-alive\n\n"
+    assert b"out of memory" in failure["body"]
+    assert (end["body"], end["more_body"]) == (b"", False)
+
+
+async def test_a_client_that_reads_nothing_for_stall_s_is_cancelled() -> None:
+    started = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        started.set()
+        await never()
+
+    text: list[Event] = [Started("t", "m", 1), BlockStart(0, "text"), BlockDelta(0, "Hello")]
+    source = Source(text, text)
+    stream = stream_of(source, keepalive_s=0.01, stall_s=0.02)
+    running = asyncio.create_task(stream.run({}, never, send))
+    await asyncio.wait_for(started.wait(), 60)
+    assert not source.cancelled
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(running, 60)
+    assert (source.cancelled, source.closed) == (True, True)
+
+
+def test_a_stalled_client_on_a_socket_frees_its_slot() -> None:
+    """http.stall_s, end to end: the client sends a request for an endless stream and never reads."""
+    endless = [{"steps": [{"repeat": 100_000, "steps": [{"text": "word " * 2000}]}]}]
+    config = demo(endless) | {"http": {"stall_s": 0.2, "keepalive_s": 0.05}}
+    config["caches"] = {"main": {"model": "demo", "n_ctx": 100_000_000, "parallel": 1}}
+    config["routes"] = [{"match": "*", "cache": "main"}]
+    body = httpx.Request("POST", "http://x", json=BODY | {"stream": True}).read()
+    with serving(config) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
+            line.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(body), body))
+            _until(lambda: served.status("demo").running == 1)
+            _until(lambda: served.status("demo").running == 0)
+
+
+def _until(condition: Any) -> None:
+    import time
+
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen within a minute"
+        time.sleep(0.01)
+
+
+async def test_a_handler_runs_in_a_task_so_that_asyncio_timeout_works() -> None:
+    """Also for inference endpoints, on a real connection."""
+    seen: list[Any] = []
+    original = RequestMiddleware.__call__
+
+    async def with_timeout(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        async with asyncio.timeout(60):
+            seen.append(asyncio.current_task())
+            await original(self, scope, receive, send)
+
+    with pytest.MonkeyPatch.context() as patch, serving(demo()) as served:
+        patch.setattr(RequestMiddleware, "__call__", with_timeout)
+        reply = await asyncio.to_thread(httpx.post, f"{served.url}/v1/chat/completions", json=BODY)
+    assert reply.status_code == 200
+    assert seen
+    assert None not in seen
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def records() -> Iterator[list[logging.LogRecord]]:
+    handler, logger = Records(), logging.getLogger("modelyard.http")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield handler.records
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+async def test_a_standard_logging_handler_receives_every_request(records: list[logging.LogRecord]) -> None:
+    async with door(loaded=True) as client:
+        for path, body in (("/v1/chat/completions", BODY), ("/v1/messages", {}), ("/nowhere", {})):
+            await client.post(path, json=body)
+        await client.get("/health")
+    fields: list[Any] = [vars(r)["fields"] for r in records if r.getMessage() == "request"]
+    assert [(f["path"], f["status"]) for f in fields] == [
+        ("/v1/chat/completions", 200),
+        ("/v1/messages", 400),
+        ("/nowhere", 404),
+        ("/health", 200),
+    ]
+    assert all(record.name == "modelyard.http" for record in records)
+
+
+async def test_parameters_that_the_engine_ignores_are_reported_in_a_header_and_a_metric() -> None:
+    async with door(loaded=True) as client:
+        plain = await client.post("/v1/chat/completions", json=BODY)
+        whole = await client.post("/v1/chat/completions", json=BODY | {"top_p": 0.5, "temperature": 1})
+        streamed = await client.post("/v1/chat/completions", json=BODY | {"top_p": 0.5, "stream": True})
+        metrics = (await client.get("/metrics")).text
+    assert "x-modelyard-ignored" not in plain.headers
+    assert whole.headers["x-modelyard-ignored"] == "temperature, top_p"
+    assert streamed.headers["x-modelyard-ignored"] == "top_p"
+    assert 'request_warnings_total{kind="parameter_ignored"} 2.0' in metrics

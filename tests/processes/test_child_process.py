@@ -1,0 +1,193 @@
+"""A child program: its words are kept, its end is known at once, and it is gone when it was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.processes.child_process import ChildProcess, OutputTail, describe_exit
+
+
+def test_only_the_last_lines_are_kept_and_the_others_counted() -> None:
+    tail = OutputTail(max_lines=2)
+    tail.feed(b"a\nb\nc\nd\n")
+    assert tail.lines() == ["c", "d"]
+    assert tail.dropped == 2
+    assert len(tail) == 2
+
+
+def test_a_line_that_has_not_ended_is_shown_last() -> None:
+    tail = OutputTail(max_lines=2)
+    tail.feed(b"one\ntwo\nerror: no mem")
+    assert tail.lines() == ["one", "two", "error: no mem"]
+    tail.feed(b"ory\n")
+    assert tail.tail(1) == "error: no memory"
+
+
+def test_a_line_without_end_is_cut_and_the_next_one_is_whole() -> None:
+    tail = OutputTail(max_line=5)
+    for _ in range(1000):
+        tail.feed(b"xyz")
+    tail.feed(b"\nnext\n")
+    assert tail.lines() == ["xyzxy", "next"]
+
+
+def test_carriage_returns_and_broken_characters_do_no_harm() -> None:
+    tail = OutputTail()
+    tail.feed(b"windows\r\n\xff\xfe\n\n")
+    assert tail.lines() == ["windows", "\ufffd\ufffd", ""]
+
+
+def test_tail_of_nothing_is_empty() -> None:
+    tail = OutputTail()
+    tail.feed(b"a\n")
+    assert (tail.tail(0), OutputTail().tail(5)) == ("", "")
+
+
+@given(st.lists(st.binary(max_size=12), max_size=12))
+@settings(deadline=None, max_examples=100)
+def test_where_the_bytes_are_cut_makes_no_difference(bits: list[bytes]) -> None:
+    cut, whole = OutputTail(3, 6), OutputTail(3, 6)
+    for bit in bits:
+        cut.feed(bit)
+    whole.feed(b"".join(bits))
+    assert cut.lines() == whole.lines()
+    assert cut.dropped == whole.dropped
+
+
+PATIENT = "import signal, sys; print('up', flush=True); signal.pause()"
+STUBBORN = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\nwhile 1: signal.pause()"
+)
+
+
+async def started(code: str) -> ChildProcess:
+    return await ChildProcess.start([sys.executable, "-c", code])
+
+
+async def until_up(child: ChildProcess) -> None:
+    async with asyncio.timeout(60):
+        while "up" not in child.log.lines():  # noqa: ASYNC110  a ring has no bell
+            await asyncio.sleep(0.001)
+
+
+async def test_its_output_and_its_exit_code_are_known_when_it_has_ended() -> None:
+    child = await started("import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
+    assert await child.ended == 3
+    assert sorted(child.log.lines()) == ["one", "two"]
+
+
+async def test_it_is_given_its_environment_and_no_more() -> None:
+    child = await ChildProcess.start(
+        [sys.executable, "-c", "import os; print(os.environ.get('A'), os.environ.get('HOME'))"], {"A": "b"}
+    )
+    await child.ended
+    assert child.log.lines() == ["b None"]
+
+
+async def test_stopping_asks_first_and_can_be_done_twice() -> None:
+    child = await started(PATIENT)
+    await until_up(child)
+    assert await child.stop() == -signal.SIGTERM
+    assert await child.stop() == -signal.SIGTERM
+    assert not psutil.pid_exists(child.pid)
+
+
+async def test_one_that_does_not_listen_is_killed() -> None:
+    child = await started(STUBBORN)
+    await until_up(child)
+    assert await child.stop(grace=0.01) == -signal.SIGKILL
+
+
+async def test_a_death_is_known_without_asking() -> None:
+    child = await started(PATIENT)
+    await until_up(child)
+    os.kill(child.pid, signal.SIGKILL)
+    assert await child.ended == -signal.SIGKILL
+    assert repr(child) == f"<ChildProcess {child.pid} ended>"
+
+
+HEIR = """
+import subprocess, sys
+heir = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session={apart})
+print(heir.pid, flush=True)
+print("up", flush=True)
+"""
+
+
+async def test_what_it_leaves_behind_ends_with_it() -> None:
+    child = await started(HEIR.format(apart=False) + "import signal; signal.pause()")
+    await until_up(child)
+    heir = psutil.Process(int(child.log.lines()[0]))
+    os.kill(child.pid, signal.SIGKILL)
+    assert await child.ended == -signal.SIGKILL
+    await asyncio.to_thread(heir.wait, 60)
+
+
+async def test_its_end_is_known_although_an_heir_in_another_group_holds_its_output_open() -> None:
+    child = await started(HEIR.format(apart=True))
+    assert await child.ended == 0
+    heir = psutil.Process(int(child.log.lines()[0]))
+    try:
+        assert heir.is_running()
+    finally:
+        heir.kill()
+        await asyncio.to_thread(heir.wait, 60)
+
+
+async def test_a_program_that_is_not_there_says_so_in_its_output() -> None:
+    child = await ChildProcess.start(["/no/such/program"])
+    assert await child.ended == 1
+    assert child.log.lines() == ["cannot start /no/such/program: No such file or directory"]
+
+
+async def test_giving_up_the_wait_for_its_end_does_not_end_the_watch() -> None:
+    child = await started(PATIENT)
+    waiting = asyncio.create_task(asyncio.wait({child.ended}))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    assert await child.stop() < 0
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (0, "ended with exit code 0"),
+        (3, "ended with exit code 3"),
+        (-9, "was killed by SIGKILL"),
+        (-99, "was killed by signal 99"),
+    ],
+)
+def test_an_exit_code_has_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+PARENT = f"""
+import asyncio, sys
+from modelyard.processes.child_process import ChildProcess
+
+async def main():
+    child = await ChildProcess.start([sys.executable, "-c", {PATIENT!r}])
+    while "up" not in child.log.lines():
+        await asyncio.sleep(0.001)
+    print(child.pid, flush=True)
+    await child.ended
+
+asyncio.run(main())
+"""
+
+
+def test_none_is_orphaned_when_its_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    child.wait(60)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import psutil
+
+from modelyard.processes import parent_death
+
+
+def test_a_tethered_program_runs_with_its_arguments_and_exit_code() -> None:
+    argv = parent_death.die_with_parent(
+        [sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(5)", "a b", "--c"]
+    )
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (5, "['a b', '--c']\n")
+
+
+def test_a_program_that_does_not_exist_is_named() -> None:
+    done = subprocess.run(
+        parent_death.die_with_parent(["/no/such/program"]), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "cannot start /no/such/program: No such file or directory\n"
+
+
+def test_a_program_whose_parent_is_gone_already_does_not_start() -> None:
+    argv = parent_death.die_with_parent([sys.executable, "-c", "print('started')"])
+    argv[argv.index(str(os.getpid()))] = "1"
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+PROGRAM = """
+import subprocess, sys
+heir = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], env={})
+print(heir.pid, flush=True)
+import signal; signal.pause()
+"""
+OWNER = f"""
+import subprocess, sys
+from modelyard.processes.parent_death import die_with_parent
+subprocess.Popen(die_with_parent([sys.executable, "-c", {PROGRAM!r}], group=True), start_new_session=True).wait()
+"""
+
+
+def test_what_a_program_has_started_ends_with_it_when_its_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        heir = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+    heir.wait(60)
+
+
+def test_a_signal_to_the_group_is_not_taken_for_the_programs_death() -> None:
+    code = "import os, signal; signal.signal(15, signal.SIG_IGN); os.killpg(0, 15); print('alive')"
+    argv = parent_death.die_with_parent([sys.executable, "-c", code], group=True)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, start_new_session=True)
+    assert (done.returncode, done.stdout) == (0, "alive\n")

@@ -1,0 +1,273 @@
+"""Writing requests: what the wire can express comes back as it was; the rest is written the same way twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from modelyard.core.errors import Incomplete, InvalidRequest, Overloaded
+from modelyard.core.events import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Reply,
+    Started,
+    Usage,
+    collect_reply,
+    reply_events,
+)
+from modelyard.core.request import Message, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolChoice
+from modelyard.protocols.anthropic_messages import read_reply, read_request, reader, write_reply, write_request, writer
+from modelyard.protocols.common.reasoning_signature import pack_reasoning
+from modelyard.protocols.common.sse import frame
+from tests import strategies
+from tests.strategies import merged
+
+ANYTHING = strategies.requests(
+    redacted=True,
+    custom=True,
+    server=True,
+    deferred=True,
+    namespaces=True,
+    broken=True,
+    details=True,
+    errors=True,
+    references=True,
+    images_in_results=True,
+    developer=True,
+    named_constraints=True,
+    logprobs=True,
+    n=True,
+)
+EXPRESSIBLE = strategies.requests(
+    redacted=True,
+    server=True,
+    deferred=True,
+    broken=True,
+    errors=True,
+    references=True,
+    images_in_results=True,
+    json_object=False,
+)
+
+
+def normal(request: Request) -> Request:
+    """Without what this wire has no place for, and with what reading adds."""
+    messages, reasoning = request.messages, request.reasoning
+    if messages[0].role == "system" and all(part == Text("") for part in messages[0].parts):
+        messages = messages[1:]
+    if not reasoning.enabled:
+        reasoning = replace(reasoning, budget=None)
+    return replace(
+        request,
+        messages=messages,
+        reasoning=reasoning,
+        parallel_tool_calls=None if request.tool_choice.mode == "none" else request.parallel_tool_calls,
+        metadata={"user_id": request.user} if request.user else None,
+        session=request.user,
+    )
+
+
+@settings(deadline=None, max_examples=100)
+@given(EXPRESSIBLE)
+def test_what_the_wire_can_express_comes_back_as_it_was(request: Request) -> None:
+    expected = normal(request)
+    assert read_request(write_request(expected), {}) == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(ANYTHING)
+def test_everything_else_is_written_the_same_way_twice(request: Request) -> None:
+    written = write_request(request)
+    assert write_request(read_request(written, {})) == written
+
+
+def test_an_empty_system_message_is_not_written() -> None:
+    messages = (
+        Message("system"),
+        Message("system", (Text(""),)),
+        Message("developer", (Text("a"),)),
+        Message("user", (Text("b"),)),
+    )
+    body = msgspec.json.decode(write_request(Request(model="m", messages=messages)))
+    assert body == {"model": "m", "system": "a", "messages": [{"role": "user", "content": "b"}]}
+
+
+def test_free_text_tools_become_functions_of_one_string() -> None:
+    call = Message("assistant", (ToolCall("c", "patch", "*** Begin", custom=True),))
+    request = Request(model="m", messages=(call,), tools=(Tool("patch", kind="custom"),))
+    body = msgspec.json.decode(write_request(request))
+    assert body["tools"][0]["input_schema"]["required"] == ["input"]
+    assert body["messages"][0]["content"][0]["input"] == {"input": "*** Begin"}
+
+
+def test_words_of_other_wires_are_not_passed_on() -> None:
+    reasoning = Reasoning(enabled=True, effort="minimal", summary="detailed")
+    request = Request(model="m", messages=(Message("user"),), reasoning=reasoning, tool_choice=ToolChoice("required"))
+    body = msgspec.json.decode(write_request(request))
+    assert body["thinking"] == {"type": "adaptive"}
+    assert body["output_config"] == {"effort": "low"}
+    assert body["tool_choice"] == {"type": "any"}
+
+
+# Reading an upstream's stream: any cut, any order that upstreams really send, and what breaks off.
+
+REQUEST = Request(model="m")
+
+
+def written(events: list[Event], request: Request = REQUEST) -> bytes:
+    out = writer(request, "t")
+    return b"".join(out.write(event) for event in events)
+
+
+def read(*chunks: bytes) -> list[Event]:
+    into = reader()
+    events = [event for chunk in chunks for event in into.feed(chunk)]
+    return [*events, *into.finish()]
+
+
+def expected(events: list[Event]) -> list[Event]:
+    """Every thought comes back signed; the time of creation is not on this wire."""
+    out: list[Event] = []
+    for event in merged(events):
+        if isinstance(event, Started):
+            event = replace(event, created=0)
+        elif isinstance(event, BlockEnd) and isinstance(before := out[-1], BlockDelta):
+            start = out[-2]
+            if isinstance(start, BlockStart) and start.kind == "thinking":
+                event = replace(event, signature=event.signature or pack_reasoning(before.text))
+        out.append(event)
+    return out
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), strategies.events(failing=True, incomplete=True))
+def test_events_survive_the_wire_however_it_is_cut(data: st.DataObject, events: list[Event]) -> None:
+    chunks = data.draw(strategies.chunkings(written(events)))
+    assert merged(read(*chunks)) == expected(events)
+
+
+@settings(deadline=None, max_examples=50)
+@given(strategies.replies())
+def test_the_folded_stream_is_the_reply(reply: Reply) -> None:
+    assert collect_reply(read(written(list(reply_events(reply))))) == read_reply(write_reply([reply], REQUEST))
+
+
+def sse(*bodies: dict[str, Any], named: bool = True) -> bytes:
+    return b"".join(frame(msgspec.json.encode(body), body["type"] if named else None) for body in bodies)
+
+
+START = {"type": "message_start", "message": {"id": "msg_1", "model": "m", "usage": {"input_tokens": 3}}}
+END = {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}}
+STOP = {"type": "message_stop"}
+
+
+def start(index: int, **block: Any) -> dict[str, Any]:
+    return {"type": "content_block_start", "index": index, "content_block": block}
+
+
+def delta(index: int, **delta: Any) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
+
+
+def stop(index: int) -> dict[str, Any]:
+    return {"type": "content_block_stop", "index": index}
+
+
+TEXT = [start(0, type="text", text=""), delta(0, type="text_delta", text="hi"), stop(0)]
+
+
+def test_missing_pings_event_lines_and_message_stop_do_not_matter() -> None:
+    whole: list[Event] = [
+        Started("1", "m", 0, Usage(3)),
+        BlockStart(0, "text"),
+        BlockDelta(0, "hi"),
+        BlockEnd(0),
+        Finished("end", Usage(3, 0, 2)),
+    ]
+    assert read(sse(START, *TEXT, END, STOP)) == whole
+    assert read(sse(START, *TEXT, END, STOP, named=False)) == whole
+    assert read(sse(START, *TEXT, END)) == whole
+
+
+def test_unknown_events_and_blocks_are_passed_over() -> None:
+    odd = [start(0, type="server_tool_use", id="s"), delta(0, type="input_json_delta", partial_json="{}"), stop(0)]
+    text = [start(1, type="text", text=""), delta(1, type="text_delta", text="hi"), delta(1, type="smell"), stop(1)]
+    reply = collect_reply(read(sse(START, {"type": "news", "index": "x"}, *odd, *text, END, STOP)))
+    assert [block.part for block in reply.blocks] == [Text("hi")]
+
+
+def test_interleaved_calls_come_out_one_after_the_other() -> None:
+    calls = [start(i, type="tool_use", id=f"c{i}", name=f"f{i}", input={}) for i in (0, 1, 2)]
+    pieces = [delta(i, type="input_json_delta", partial_json=text) for text in ('{"a":', "1}") for i in (0, 1, 2)]
+    events = read(sse(START, *calls, *pieces, stop(1), stop(0), stop(2), END, STOP))
+    assert [type(event) for event in merged(events)[1:-1]] == [BlockStart, BlockDelta, BlockEnd] * 3
+    assert collect_reply(events).calls == tuple(ToolCall(f"c{i}", f"f{i}", '{"a":1}') for i in (0, 1, 2))
+
+
+def test_blocks_that_were_never_closed_are_settled_at_the_end() -> None:
+    open_blocks = [TEXT[0], TEXT[1], start(1, type="tool_use", id="c", name="f", input={})]
+    reply = collect_reply(read(sse(START, *open_blocks, END, STOP)))
+    assert reply.text == "hi"
+    assert reply.calls == ()
+
+
+def test_a_call_with_its_input_in_the_first_event_is_whole() -> None:
+    reply = collect_reply(
+        read(sse(START, start(0, type="tool_use", id="c", name="f", input={"a": 1}), stop(0), END, STOP))
+    )
+    assert reply.calls == (ToolCall("c", "f", '{"a":1}'),)
+
+
+def test_a_call_without_input_has_empty_arguments() -> None:
+    reply = collect_reply(read(sse(START, start(0, type="tool_use", id="c", name="f", input={}), stop(0), END, STOP)))
+    assert reply.calls == (ToolCall("c", "f", "{}"),)
+
+
+def test_omitted_thinking_is_recovered_from_our_seal() -> None:
+    request = Request(model="m", reasoning=Reasoning(summary="omitted"))
+    events: list[Event] = [
+        Started("1", "m", 0),
+        BlockStart(0, "thinking"),
+        BlockDelta(0, "hm"),
+        BlockEnd(0),
+        Finished("end", Usage()),
+    ]
+    assert collect_reply(read(written(events, request))).blocks[0].part == Thinking("hm", pack_reasoning("hm"))
+
+
+def test_cumulative_usage_keeps_what_a_later_event_leaves_out() -> None:
+    usage = {"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 5}
+    first = {"type": "message_start", "message": {"id": "msg_1", "model": "m", "usage": usage}}
+    assert collect_reply(read(sse(first, *TEXT, END, STOP))).finished.usage == Usage(12, 4, 2)
+
+
+# --- broken streams -------------------------------------------------------------------------------------------------
+
+
+def test_an_error_event_fails_with_its_meaning() -> None:
+    error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
+    assert read(sse(START, error, END, STOP))[1:] == [Failed(Overloaded("Overloaded"))]
+    refused = {"type": "error", "error": {"type": "invalid_request_error", "message": "no", "param": "x"}}
+    assert read(sse(refused)) == [Failed(InvalidRequest("no", param="x"))]
+
+
+@pytest.mark.parametrize("told", [0, 1, 2, 3])
+def test_a_stream_that_breaks_off_fails(told: int) -> None:
+    last = read(sse(*[START, *TEXT][:told]))[-1]
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, Incomplete)
+
+
+@pytest.mark.parametrize("bad", [b"{", b"[]", b'{"index":"x","delta":{}}', b'{"delta":{"text":"\xff"}}'])
+def test_a_stream_that_cannot_be_read_fails_once(bad: bytes) -> None:
+    broken = sse(START, TEXT[0]) + frame(bad, "content_block_delta") + sse(*TEXT[1:], END, STOP)
+    assert [type(event) for event in read(broken)] == [Started, BlockStart, Failed]

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.errors import Incomplete, InvalidRequest, Overloaded
+from modelyard.core.events import (
+    BlockDelta,
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Started,
+    Usage,
+    collect_reply,
+)
+from modelyard.core.request import Request, Text, Thinking, ToolCall
+from modelyard.protocols import openai_chat
+from modelyard.protocols.common.sse import frame
+from tests.protocols.openai_chat.helpers import answer, carried, check_grammar, read, stream, text
+from tests.strategies import chunkings, events
+
+COUNTED = Request(model="m", stream=True, include_usage=True)
+DONE = b"data: [DONE]\n\n"
+
+
+def chunk(delta: dict[str, Any] | None = None, finish: str | None = None, **fields: Any) -> bytes:
+    choice = {"index": 0, "delta": delta or {}, "finish_reason": finish}
+    return frame(msgspec.json.encode({"id": "chatcmpl-a", "created": 1, "model": "m", "choices": [choice]} | fields))
+
+
+def calling(index: int, arguments: str = "", **fields: Any) -> bytes:
+    function = {"arguments": arguments} | ({"name": fields.pop("name")} if "name" in fields else {})
+    return chunk({"tool_calls": [{"index": index, "function": function} | fields]})
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    events(custom=True, logprobs=True, incomplete=True, signatures=False, empty=True),
+    st.data(),
+)
+def test_a_stream_cut_anywhere_reads_back_as_it_was(written: list[Event], data: st.DataObject) -> None:
+    found = read(*data.draw(chunkings(stream(written, COUNTED))))
+    check_grammar(found)
+    assert collect_reply(found) == carried(collect_reply(written))
+
+
+@settings(max_examples=60, deadline=None)
+@given(events(custom=True, failing=True, signatures=False))
+def test_a_failure_reads_back_as_the_same_failure(written: list[Event]) -> None:
+    last = read(stream(written, COUNTED))[-1]
+    assert isinstance(last, Failed) == isinstance(written[-1], Failed)
+    assert not isinstance(last, Failed) or last == written[-1]
+
+
+def test_text_is_live() -> None:
+    reader = openai_chat.reader()
+    assert reader.feed(chunk({"role": "assistant", "content": ""})) == [Started("a", "m", 1)]
+    assert reader.feed(chunk({"content": "Hi"})) == [BlockStart(0, "text"), BlockDelta(0, "Hi")]
+    assert reader.feed(chunk({"content": "!"})) == [BlockDelta(0, "!")]
+    assert reader.feed(chunk(finish="stop")) == [BlockEnd(0)]
+    assert reader.feed(DONE) == [Finished("end", Usage())]
+    assert reader.finish() == []
+
+
+def test_finished_waits_for_the_usage_and_not_longer() -> None:
+    reader = openai_chat.reader()
+    reader.feed(chunk({"content": "Hi"}, "stop"))
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+    assert reader.feed(chunk(choices=[], usage=usage)) == [Finished("end", Usage(3, 1, 2, 0))]
+    assert reader.feed(DONE) == []
+
+
+def test_usage_in_every_chunk_does_not_end_the_answer() -> None:
+    counted = {"prompt_tokens": 3, "completion_tokens": 1}
+    found = read(chunk({"content": "a"}, usage=counted), chunk({"content": "b"}, "stop", usage=counted), DONE)
+    assert collect_reply(found).text == "ab"
+
+
+def test_interleaved_calls_come_out_one_after_the_other() -> None:
+    reader = openai_chat.reader()
+    reader.feed(calling(0, id="a", name="f"))
+    assert reader.feed(calling(1, '{"y"', id="b", name="g")) == []
+    assert reader.feed(calling(0, '{"x":')) == [BlockDelta(0, '{"x":')]
+    assert reader.feed(calling(1, ":2}")) == []
+    assert reader.feed(calling(0, "1}")) == [
+        BlockDelta(0, "1}"),
+        BlockEnd(0),
+        BlockStart(1, "tool_call", "b", "g"),
+        BlockDelta(1, '{"y":2}'),
+    ]
+    assert reader.feed(calling(0, "\n")) == []
+    assert reader.feed(chunk(finish="tool_calls")) == [BlockEnd(1)]
+
+
+def test_a_later_call_is_live_once_the_earlier_is_whole() -> None:
+    reader = openai_chat.reader()
+    reader.feed(calling(0, "{}", id="a", name="f"))
+    assert reader.feed(calling(1, '{"y', id="b", name="g")) == [
+        BlockEnd(0),
+        BlockStart(1, "tool_call", "b", "g"),
+        BlockDelta(1, '{"y'),
+    ]
+
+
+def test_more_arguments_for_a_closed_call_are_a_broken_stream() -> None:
+    found = read(calling(0, "{}", id="a", name="f"), calling(1, "{", id="b", name="g"), calling(0, "x"), DONE)
+    assert isinstance(found[-1], Failed)
+    assert isinstance(found[-1].error, Incomplete)
+
+
+def test_text_waits_behind_a_call_that_is_not_whole() -> None:
+    found = read(calling(0, "{", id="a", name="f"), chunk({"content": "Hi"}), calling(0, "}"), chunk(finish="stop"))
+    check_grammar(found)
+    assert [block.part for block in collect_reply(found).blocks] == [ToolCall("a", "f", "{}"), Text("Hi")]
+
+
+def test_a_call_waits_for_its_name() -> None:
+    reader = openai_chat.reader()
+    reader.feed(chunk({"role": "assistant"}))
+    assert reader.feed(calling(0, "{", id="a")) == []
+    assert reader.feed(calling(0, "}", name="f")) == [
+        BlockStart(0, "tool_call", "a", "f"),
+        BlockDelta(0, "{"),
+        BlockDelta(0, "}"),
+    ]
+
+
+def test_calls_that_all_claim_index_0_are_told_apart_by_their_ids() -> None:
+    found = read(
+        calling(0, "{}", id="a", name="f"), calling(0, '{"x":1}', id="b", name="f"), chunk(finish="stop"), DONE
+    )
+    assert [call.id for call in collect_reply(found).calls] == ["a", "b"]
+
+
+def test_missing_ids_and_old_function_calls_get_an_id() -> None:
+    old = chunk({"function_call": {"name": "f", "arguments": "{}"}})
+    assert collect_reply(read(old, chunk(finish="function_call"), DONE)).calls == (ToolCall("call_a_0", "f", "{}"),)
+
+
+def test_a_limit_leaves_only_whole_calls_complete() -> None:
+    cut = collect_reply(read(calling(0, '{"x":', id="a", name="f"), chunk(finish="length"), DONE))
+    assert (cut.finished.reason, cut.calls) == ("max_tokens", ())
+    whole = collect_reply(read(calling(0, '{"x":1}', id="a", name="f"), chunk(finish="length"), DONE))
+    assert len(whole.calls) == 1
+
+
+def test_a_turn_with_calls_that_ends_in_stop_ends_in_tool_calls() -> None:
+    found = collect_reply(read(calling(0, "{}", id="a", name="f"), chunk(finish="stop"), DONE))
+    assert found.finished.reason == "tool_calls"
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_is_thinking(field: str) -> None:
+    found = collect_reply(read(chunk({field: "hm"}), chunk({field: "m", "content": "Hi"}), chunk(finish="stop"), DONE))
+    assert [block.part for block in found.blocks] == [Thinking("hmm"), Text("Hi")]
+
+
+def test_other_choices_are_not_ours() -> None:
+    other = [{"index": 1, "delta": {"content": "no"}, "finish_reason": "stop"}]
+    assert collect_reply(read(chunk({"content": "Hi"}), chunk(choices=other), chunk(finish="stop"), DONE)).text == "Hi"
+
+
+def test_an_abrupt_end_is_a_failure() -> None:
+    for data in (b"", chunk({"content": "Hi"}), stream(answer(text(0, "Hi")))[:-100]):
+        last = read(data)[-1]
+        assert isinstance(last, Failed)
+        assert isinstance(last.error, Incomplete)
+
+
+def test_done_is_a_clean_end_but_not_of_nothing() -> None:
+    assert read(chunk({"content": "Hi"}), DONE)[-1] == Finished("end", Usage())
+    assert isinstance(read(DONE)[-1], Failed)
+
+
+def test_a_finish_without_done_is_an_end() -> None:
+    assert read(chunk({"content": "Hi"}, "length"))[-1] == Finished("max_tokens", Usage())
+
+
+def test_error_chunks_fail_and_end_the_stream() -> None:
+    busy = frame(b'{"error":{"message":"busy","code":"server_is_overloaded","queue_position":3}}')
+    found = read(chunk({"content": "Hi"}), busy, chunk(finish="stop"), DONE)
+    assert found[-1] == Failed(Overloaded("busy", position=3))
+    assert read(frame(b'{"error":{"message":"bad","type":"invalid_request_error","code":400}}')) == [
+        Failed(InvalidRequest("bad"))
+    ]
+    assert isinstance(read(frame(b'{"error":"broken"}'))[-1], Failed)
+    assert isinstance(read(chunk(finish="error"))[-1], Failed)
+
+
+@pytest.mark.parametrize("data", [b"{", b"[]", b'{"choices":5}', b"\xff", b"[" * 5000])
+def test_an_unreadable_chunk_fails(data: bytes) -> None:
+    found = read(frame(data), chunk({"content": "Hi"}), DONE)
+    assert len(found) == 1
+    assert isinstance(found[0], Failed)
+
+
+def test_the_matched_stop_string_survives() -> None:
+    written = answer(text(0, "Hi"), reason="stop_string", stop="END")
+    assert collect_reply(read(stream(written, COUNTED))).finished == collect_reply(written).finished

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from modelyard.core.errors import ContextOverflow, Unavailable
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage
+from modelyard.core.protocol import EventWriter
+from modelyard.core.request import Request
+from modelyard.protocols import openai_chat
+from modelyard.protocols.common.sse import SseParser
+from tests.protocols.golden import check_golden
+from tests.protocols.openai_chat.helpers import ASKED, STARTED, USAGE, answer, call, stream, text, thinking, token
+
+SUM = '{"a": 1, "b": 2}'
+COUNTED = Request(model="tiny", stream=True, include_usage=True)
+LOST = Failed(Unavailable("the engine was lost", retry_after=2.0))
+SCORED = BlockDelta(0, "Hi", (token("H", "J"), token("i")))
+
+
+def chunks(data: bytes) -> list[Any]:
+    return [e.data if e.data == b"[DONE]" else msgspec.json.decode(e.data) for e in SseParser().feed(data)]
+
+
+CASES: dict[str, tuple[list[Event], Request]] = {
+    "text": (answer(text(0, "Hello", ' "world"\n')), ASKED),
+    "thinking_and_text": (answer(thinking(0, "Let me", " see"), text(1, "Yes")), ASKED),
+    "one_tool": (answer(call(0, "call_1", "add", '{"a": 1,', ' "b": 2}'), reason="tool_calls"), ASKED),
+    "parallel_tools": (
+        answer(
+            text(0, "Both:"),
+            call(1, "call_1", "add", SUM),
+            call(2, "call_2", "patch", "*** Begin", custom=True),
+            reason="tool_calls",
+        ),
+        ASKED,
+    ),
+    "length": (answer(call(0, "call_1", "add", '{"a": 1,', complete=False), reason="max_tokens"), ASKED),
+    "window": (answer(text(0, "To be"), reason="window"), ASKED),
+    "stop_string": (answer(text(0, "One"), reason="stop_string", stop="Two"), ASKED),
+    "content_filter": (answer(text(0, "I"), reason="content_filter"), ASKED),
+    "logprobs": (
+        [STARTED, BlockStart(0, "text"), SCORED, BlockEnd(0), Finished("end", USAGE)],
+        Request(model="tiny", stream=True, logprobs=2),
+    ),
+    "include_usage": (answer(text(0, "Hello")), COUNTED),
+    "error_mid_stream": ([STARTED, BlockStart(0, "text"), BlockDelta(0, "Hel"), LOST], ASKED),
+    "empty": (answer(), ASKED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_stream_is_written_to_the_letter(name: str) -> None:
+    events, request = CASES[name]
+    check_golden("openai_chat", f"stream_{name}", stream(events, request))
+
+
+def test_several_answers_interleave_and_share_one_prompt() -> None:
+    writer: EventWriter = openai_chat.writer(Request(model="tiny", stream=True, include_usage=True, n=2), "trace")
+    first = [STARTED, *text(0, "One"), Finished("end", Usage(9, 4, 6, 2))]
+    second = [Started("other", "tiny", 5), *text(0, "Two"), Finished("max_tokens", Usage(9, 9, 3, 1))]
+    pairs = [pair for row in zip(first, second, strict=True) for pair in zip(row, (0, 1), strict=True)]
+    data = b"".join(writer.write(event, choice) for event, choice in pairs) + writer.end()
+    check_golden("openai_chat", "stream_two_answers", data)
+    usage = chunks(data)[-2]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (9, 9, 18)
+    assert {chunk["id"] for chunk in chunks(data)[:-1]} == {"chatcmpl-abc123"}
+
+
+def test_only_the_first_chunk_has_a_role_and_only_the_last_a_finish_reason() -> None:
+    told = chunks(stream(answer(thinking(0, "a"), text(1, "b"))))
+    assert ["role" in chunk["choices"][0]["delta"] for chunk in told[:-1]] == [True, False, False, False]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in told[:-1]] == [None, None, None, "stop"]
+    assert told[-2]["choices"][0]["delta"] == {}
+
+
+def test_after_an_error_nothing_follows() -> None:
+    writer = openai_chat.writer(COUNTED, "trace")
+    writer.write(STARTED)
+    writer.write(BlockStart(0, "text"))
+    error = chunks(writer.write(LOST))[0]["error"]
+    assert error == {
+        "message": "the engine was lost",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_unavailable",
+    }
+    assert writer.write(BlockDelta(0, "more")) == b""
+    assert writer.end() == b""
+
+
+def test_a_stream_that_broke_off_never_looks_done() -> None:
+    writer = openai_chat.writer(ASKED, "trace")
+    writer.write(STARTED)
+    ending = chunks(writer.end())
+    assert ending[0]["error"]["code"] == "incomplete_stream"
+    assert b"[DONE]" not in ending
+    assert chunks(openai_chat.writer(ASKED, "trace").end())[0]["error"]["code"] == "incomplete_stream"
+
+
+def test_logprobs_stay_with_text_and_empty_deltas_are_not_sent() -> None:
+    writer = openai_chat.writer(ASKED, "trace")
+    writer.write(STARTED)
+    writer.write(BlockStart(0, "thinking"))
+    assert b'"logprobs":null' in writer.write(BlockDelta(0, "hm", (token("hm"),)))
+    assert writer.write(BlockDelta(0, "")) == b""
+    writer.write(BlockStart(1, "text"))
+    half = chunks(writer.write(BlockDelta(1, "", (token("x"),))))[0]["choices"][0]
+    assert half["delta"] == {"content": ""}
+    assert half["logprobs"]["content"][0]["token"] == "x"
+
+
+def test_a_keepalive_is_a_comment() -> None:
+    assert openai_chat.writer(ASKED, "trace").keepalive().startswith(b": ")
+
+
+def test_overflow_is_told_before_the_stream() -> None:
+    told = openai_chat.write_error(ContextOverflow(40123, 32768), trace="t1", streaming=True, request=ASKED)
+    assert (told.status, told.headers["x-request-id"], told.content_type) == (400, "t1", "application/json")
+    check_golden("openai_chat", "overflow", told.body)

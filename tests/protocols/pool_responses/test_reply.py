@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import pytest
+
+from modelyard.core.events import collect_reply
+from modelyard.protocols import pool_responses as wire
+from tests.protocols.golden import check_golden
+from tests.protocols.pool_responses.helpers import ASKED, CASES
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed"}))
+def test_the_reply_is_as_the_golden_file_has_it(name: str) -> None:
+    check_golden("pool_responses", f"{name}.json", wire.write_reply([collect_reply(CASES[name])], ASKED))

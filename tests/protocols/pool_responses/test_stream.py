@@ -1,0 +1,47 @@
+"""The stream, held against golden files and against the whole reply."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from modelyard.core.errors import ContextOverflow
+from modelyard.core.events import Failed, Reply, reply_events
+from modelyard.protocols import pool_responses as wire
+from tests.protocols.golden import check_golden
+from tests.protocols.pool_responses.helpers import ASKED, CASES, TRACE, stream, told
+from tests.strategies import replies
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_stream_is_as_the_golden_file_has_it(name: str) -> None:
+    check_golden("pool_responses", f"{name}.sse", stream(CASES[name]))
+
+
+def test_the_four_events_in_their_order() -> None:
+    names = [data["type"].removeprefix("response.") for data in told(stream(CASES["text"]))]
+    assert names == ["created", "output_text.delta", "output_text.delta", "metrics", "completed"]
+
+
+@settings(deadline=None, max_examples=100)
+@given(replies(custom=True, incomplete=True, empty=True))
+def test_a_stream_ends_with_what_the_whole_reply_would_be(reply: Reply) -> None:
+    writer = wire.writer(ASKED, reply.started.id)
+    *deltas, metrics, completed = told(b"".join(writer.write(event) for event in reply_events(reply)))[1:]
+    whole = msgspec.json.decode(wire.write_reply([reply], ASKED))
+    assert completed["response"] == whole
+    assert metrics["metrics"] == whole["metrics"]
+    assert "".join(delta["delta"] for delta in deltas) == whole["output_text"] == reply.text
+    assert whole["output"] == [{"type": "output_text", "text": reply.text}]
+
+
+def test_an_error_before_the_first_event_still_has_its_response() -> None:
+    created, failed = told(stream([Failed(ContextOverflow(9, 8))]))
+    assert created["type"] == "response.created"
+    assert failed["response"]["error"]["code"] == "context_length_exceeded"
+    assert failed["response"]["id"] == created["response"]["id"] == "resp_abc123"
+
+
+def test_silence_is_filled_with_a_comment() -> None:
+    assert wire.writer(ASKED, TRACE).keepalive().startswith(b": ")
