@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from modelyard.config.load import LoadedConfig
+from modelyard.config.settings import LoadedConfig
 
 if TYPE_CHECKING:
     from modelyard.benchmark.results import BenchmarkResults

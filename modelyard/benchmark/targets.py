@@ -21,8 +21,7 @@ from modelyard.benchmark.load import ChatTarget, EngineTarget, LoadTarget, UrlTa
 from modelyard.benchmark.plan import Plan, parse_duration
 from modelyard.benchmark.results import BenchmarkResults, TargetInfo
 from modelyard.benchmark.workload import Workload, get_workload
-from modelyard.config.load import LoadedConfig
-from modelyard.config.settings import Config
+from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.engine import TextEngine
 from modelyard.core.errors import InvalidRequest, NotFound, Timeout, Unavailable
 from modelyard.library import default_model

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from modelyard.config.load import LoadedConfig
 from modelyard.config.load import load_config as read
+from modelyard.config.settings import LoadedConfig
 
 Load = Callable[[Path | None], LoadedConfig]  # or it has said what is wrong, and the command is over
 Guarded = Callable[..., Any]  # likewise

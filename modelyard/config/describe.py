@@ -1,4 +1,4 @@
-"""What a configuration comes to, as rows: the routes resolved, the caches with their sizes, advice and problems."""
+"""The effective configuration as rows for `modelyard check`: resolved routes, caches with sizes, and problems."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from modelyard.config.load import LoadedConfig
 from modelyard.config.problems import ConfigProblem
+from modelyard.config.settings import LoadedConfig
 from modelyard.router.catalog import CacheEntry, Catalog, ModelEntry
 from modelyard.router.routes import Router
 
 
 class RouteRow(Struct, frozen=True):
-    """`match` is what the client asks for; `endpoint` is `*` where every path fits."""
+    """`match` is the requested model name; `endpoint` is `*` if every path matches."""
 
     match: str
     endpoint: str
@@ -25,7 +25,7 @@ class RouteRow(Struct, frozen=True):
 
 
 class CacheRow(Struct, frozen=True):
-    """`tokens` is what the cache holds in all: window × parallel."""
+    """`tokens` is the capacity of the cache: window × parallel."""
 
     name: str
     model: str
@@ -49,7 +49,7 @@ class ConfigDescription(Struct, frozen=True):
     models: list[ModelRow]
     caches: list[CacheRow]
     routes: list[RouteRow]
-    problems: list[ConfigProblem]  # of the file, with advice that only the whole picture gives
+    problems: list[ConfigProblem]  # of the sources, and advice about the whole
 
 
 def describe_config(loaded: LoadedConfig) -> ConfigDescription:
@@ -57,26 +57,26 @@ def describe_config(loaded: LoadedConfig) -> ConfigDescription:
     catalog = router.catalog
     return ConfigDescription(
         sources=[str(source) for source in loaded.source],
-        models=[_model(entry) for entry in catalog.models.values()],
-        caches=[_cache(cache) for cache in catalog.caches.values()],
-        routes=[*_configured(loaded, catalog), *_by_name(router)],
+        models=[_model_row(entry) for entry in catalog.models.values()],
+        caches=[_cache_row(cache) for cache in catalog.caches.values()],
+        routes=[*_configured_routes(loaded, catalog), *_routes_by_name(router)],
         problems=[*loaded.problems, *_advice(catalog)],
     )
 
 
-def _model(entry: ModelEntry) -> ModelRow:
+def _model_row(entry: ModelEntry) -> ModelRow:
     starts = "at start" if entry.enabled else "on demand" if entry.autoload else "by hand"
     return ModelRow(entry.name, entry.backend, entry.aliases, starts, entry.description)
 
 
-def _cache(cache: CacheEntry) -> CacheRow:
+def _cache_row(cache: CacheEntry) -> CacheRow:
     info = cache.info
     overflow = "strict" if cache.strict else "clamp"
     tokens = info.window * info.parallel
     return CacheRow(cache.name, cache.model, info.window, info.parallel, tokens, overflow, info.description)
 
 
-def _configured(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:
+def _configured_routes(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:
     for route in loaded.config.routes:
         cache = catalog.caches[route.cache] if route.cache else catalog.find(route.model or "")
         if cache is not None:
@@ -84,8 +84,8 @@ def _configured(loaded: LoadedConfig, catalog: Catalog) -> Iterator[RouteRow]:
             yield RouteRow(match, endpoint, cache.model, cache.name, cache.info.window, route.allow_remote)
 
 
-def _by_name(router: Router) -> Iterator[RouteRow]:
-    """Ids and aliases that their own names still lead to: a route may have taken them."""
+def _routes_by_name(router: Router) -> Iterator[RouteRow]:
+    """Ids and aliases, except those that a route overrides."""
     for name in router.names():
         target, own = router.resolve(name, "/"), router.catalog.find(name)
         if own is not None and target.cache == own.name:

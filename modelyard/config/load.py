@@ -1,6 +1,6 @@
-"""Loads the configuration: default below files, files below environment, environment below the command line.
+"""Loads the configuration from its sources: embedded default < files < environment < command line.
 
-find and read files → our names → merge → settle → validate → check across sections
+find and read sources → convert to our names → merge → resolve defaults → validate → check
 """
 
 from __future__ import annotations
@@ -9,32 +9,47 @@ import os
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from msgspec import Struct
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
-from modelyard.config import sources
-from modelyard.config import sources as environment
 from modelyard.config.checks import check_config
-from modelyard.config.engine_options import check_engine_options
 from modelyard.config.normalize import normalize_layer, resolve_defaults
 from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, suggest, validation_message
-from modelyard.config.settings import EMBEDDED_DEFAULTS, Config, accepted_keys, type_at
-from modelyard.config.sources import ConfigLayer, Table, merge_layers, path_exists, problem_at
+from modelyard.config.settings import Config, LoadedConfig, accepted_keys, type_at
+from modelyard.config.sources import (
+    ENVIRONMENT,
+    ConfigLayer,
+    DefinedNames,
+    Table,
+    environment_keys,
+    find_files,
+    merge_tables,
+    path_exists,
+    problem_at,
+    read_environment,
+    read_file,
+)
+from modelyard.library.default_model import DEFAULT_MODEL
 
+# Used if no source defines a model. The model's file is fetched when the server starts.
+EMBEDDED_DEFAULTS: Final[dict[str, Any]] = {
+    "models": {
+        "smollm2": {
+            "backend": "llama_cpp",
+            "path": DEFAULT_MODEL.path,
+            "description": "A small model that runs anywhere",
+        }
+    },
+    "caches": {
+        "main": {"model": "smollm2", "n_ctx": 8192, "parallel": 2, "description": "Conversations"},
+        "fast": {"model": "smollm2", "n_ctx": 4096, "parallel": 2, "description": "Background tasks"},
+    },
+    "routes": [{"match": "*haiku*", "cache": "fast"}, {"match": "*", "cache": "main"}],
+}
 EMBEDDED_SOURCE = "embedded default"
 COMMAND_LINE = "command line"
-_ROUNDS = 3  # taking out a bad value may leave its table without a value that it needs
-
-
-class LoadedConfig(Struct):
-    """A usable configuration, the sources it came from (lowest first), and what its owner should know."""
-
-    config: Config
-    source: list[Path | str]
-    problems: list[ConfigProblem]
+_VALIDATION_ROUNDS = 3  # removing an invalid value may leave its table without a required one
 
 
 def load_config(
@@ -44,19 +59,24 @@ def load_config(
     cwd: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """The configuration in force. Raises ConfigError with every error; lesser problems come with the result.
+    """Load the configuration. Raises ConfigError with all errors; warnings are in the result.
 
-    `overrides` are the command line's values in our own names, such as `{"http": {"port": 9000}}`.
+    `overrides` are values of the command line under our names, such as `{"http": {"port": 9000}}`.
     """
-    files = sources.find_files(path, env, cwd or Path.cwd())
-    layers, problems = _layers(files, env, overrides or {})
-    merged = merge_layers(layers)
+    files = find_files(path, env, cwd or Path.cwd())
+    layers, problems = _read_layers(files, env, overrides or {})
+    merged: Table = {}
+    for layer in layers:
+        merged = merge_tables(merged, layer.data)
     problems += resolve_defaults(merged, layers)
-    if added := environment.environment_keys(env):
-        merged["keys"] = [*_listed(merged.get("keys")), *added]
+    if added := environment_keys(env):
+        keys = merged.get("keys")
+        merged["keys"] = [*(keys if isinstance(keys, list) else []), *added]
     config = _validate(merged, layers, problems)
     if config is not None:
-        _check(config, merged, layers, env, problems)
+        models, caches = (table if isinstance(table := merged.get(key), dict) else {} for key in ("models", "caches"))
+        findings = check_config(config, models, caches, env)
+        problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]
     problems = list(dict.fromkeys(problems))
     errors = [problem for problem in problems if problem.level == "error"]
     if config is None or errors:
@@ -65,26 +85,23 @@ def load_config(
     return LoadedConfig(config, [by_name.get(layer.source, layer.source) for layer in layers], problems)
 
 
-def _listed(keys: Any) -> list[Any]:
-    return keys if isinstance(keys, list) else []
-
-
-def _layers(
+def _read_layers(
     files: list[Path], env: Mapping[str, str], overrides: Mapping[str, Any]
 ) -> tuple[list[ConfigLayer], list[ConfigProblem]]:
-    """Every source under our names, lowest first. The embedded model is there only where nobody defines another."""
-    pairs = [normalize_layer(str(file), sources.read_file(file)) for file in files]
-    names = {key: [n for layer, _ in pairs for n in _table(layer, key)] for key in ("models", "caches")}
+    """All sources under our names, lowest priority first. The embedded model is added if no other is defined."""
+    found = [normalize_layer(str(file), read_file(file)) for file in files]
+    names = {key: [n for layer, _ in found for n in _table(layer, key)] for key in ("models", "caches")}
     if not names["models"]:
         names = {key: list(EMBEDDED_DEFAULTS[key]) for key in names}
-    variables = environment.read_environment(env, environment.DefinedNames(**names))
-    for source, raw in ((environment.ENVIRONMENT, variables.raw), (COMMAND_LINE, _given(overrides))):
-        if raw:
-            pairs.append(normalize_layer(source, raw, variables.names if source == environment.ENVIRONMENT else {}))
-    layers, problems = [layer for layer, _ in pairs], [p for _, found in pairs for p in found]
-    if _needs_embedded(layers):
+    environment = read_environment(env, DefinedNames(**names))
+    if environment.data:
+        found.append(normalize_layer(ENVIRONMENT, environment.data, environment.variables))
+    if given := _without_none(overrides):
+        found.append(normalize_layer(COMMAND_LINE, given))
+    layers, problems = [layer for layer, _ in found], [p for _, problems in found for p in problems]
+    if _needs_embedded_model(layers):
         layers.insert(0, ConfigLayer(EMBEDDED_SOURCE, deepcopy(EMBEDDED_DEFAULTS)))
-    return layers, problems + variables.problems
+    return layers, problems + environment.problems
 
 
 def _table(layer: ConfigLayer, key: str) -> Table:
@@ -92,58 +109,50 @@ def _table(layer: ConfigLayer, key: str) -> Table:
     return table if isinstance(table, dict) else {}
 
 
-def _given(overrides: Mapping[str, Any]) -> Table:
-    """What was really said on the command line: options left out come as None."""
-    told = {k: _given(v) if isinstance(v, Mapping) else v for k, v in overrides.items() if v is not None}
-    return {k: v for k, v in told.items() if v != {}}
+def _without_none(overrides: Mapping[str, Any]) -> Table:
+    """The options that were given: omitted ones are None."""
+    given = {k: _without_none(v) if isinstance(v, Mapping) else v for k, v in overrides.items() if v is not None}
+    return {k: v for k, v in given.items() if v != {}}
 
 
-def _needs_embedded(layers: list[ConfigLayer]) -> bool:
+def _needs_embedded_model(layers: list[ConfigLayer]) -> bool:
+    """No file defines models, and the environment and command line change at most the embedded one."""
     if any(layer.names_model for layer in layers):
         return False
-    tables = [layer.data.get("models") for layer in layers if layer.data.get("models") is not None]
-    over = {environment.ENVIRONMENT, COMMAND_LINE}
-    files = any(layer.data.get("models") is not None for layer in layers if layer.source not in over)
-    return not files and all(isinstance(t, dict) and t.keys() <= EMBEDDED_DEFAULTS["models"].keys() for t in tables)
+    tables = [(layer.source, layer.data["models"]) for layer in layers if layer.data.get("models") is not None]
+    return all(
+        source in (ENVIRONMENT, COMMAND_LINE)
+        and isinstance(table, dict)
+        and table.keys() <= EMBEDDED_DEFAULTS["models"].keys()
+        for source, table in tables
+    )
 
 
 def _validate(merged: Table, layers: list[ConfigLayer], problems: list[ConfigProblem]) -> Config | None:
-    """The Config; with faults, the Config of what is left without them, so that later checks still find theirs."""
-    left, told = deepcopy(merged), set[ConfigPath]()
-    for _ in range(_ROUNDS):
+    """The Config. Invalid values are reported and removed, so that the checks can still run on the rest."""
+    rest, reported = deepcopy(merged), set[ConfigPath]()
+    for _ in range(_VALIDATION_ROUNDS):
         try:
-            return Config.model_validate(left)
+            return Config.model_validate(rest)
         except ValidationError as error:
-            faults = [fault for fault in error.errors() if fault["loc"] not in told]
-            problems += [_problem(fault, layers) for fault in faults]
-            told.update(fault["loc"] for fault in faults)
-            for fault in error.errors():
-                _drop(left, fault["loc"], whole=fault["type"] == "missing")
+            for details in error.errors():
+                path = details["loc"]
+                if path not in reported:
+                    message = validation_message(details, secret=path[:1] == ("keys",))
+                    if details["type"] == "extra_forbidden":
+                        message += suggest(str(path[-1]), accepted_keys(type_at(path[:-1])))
+                    problems.append(problem_at(layers, path, message))
+                _remove(rest, path, parent=details["type"] == "missing")
+            reported.update(details["loc"] for details in error.errors())
     return None
 
 
-def _problem(fault: ErrorDetails, layers: list[ConfigLayer]) -> ConfigProblem:
-    loc = fault["loc"]
-    message = validation_message(fault, secret=loc[:1] == ("keys",))
-    if fault["type"] == "extra_forbidden":
-        message += suggest(str(loc[-1]), accepted_keys(type_at(loc[:-1])))
-    return problem_at(layers, loc, message)
-
-
-def _drop(data: Any, loc: ConfigPath, *, whole: bool) -> None:
-    """Take out what is at fault, or its table where something is missing. A list goes as a whole: numbers must hold."""
-    path = loc[:-1] if whole else loc
-    while path and (isinstance(path[-1], int) or path[-1] == "[key]"):  # pydantic's word for «the key itself»
+def _remove(data: Any, path: ConfigPath, *, parent: bool) -> None:
+    """Remove the value, or its table if a required one is missing. A list is removed whole: indexes must not shift."""
+    path = path[:-1] if parent else path
+    while path and (isinstance(path[-1], int) or path[-1] == "[key]"):  # pydantic's location of a dict key
         path = path[:-1]
     if path and path_exists(data, path):
         for key in path[:-1]:
             data = data[key]
         del data[path[-1]]
-
-
-def _check(
-    config: Config, merged: Table, layers: list[ConfigLayer], env: Mapping[str, str], problems: list[ConfigProblem]
-) -> None:
-    models, caches = (table if isinstance(table := merged.get(key), dict) else {} for key in ("models", "caches"))
-    findings = [*check_engine_options(config.models), *check_config(config, models, caches, env)]
-    problems += [problem_at(layers, loc, message, level) for loc, message, level in findings]

@@ -1,11 +1,11 @@
-"""What is wrong with a configuration: every problem has a file, a path in it, and a sentence."""
+"""Configuration problems: each has a source, a path in it, and a message."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec import Struct
 from pydantic_core import ErrorDetails
@@ -15,7 +15,8 @@ from modelyard.core.errors import InvalidRequest
 ProblemLevel = Literal["error", "unavailable", "warning"]
 ConfigPath = tuple[str | int, ...]
 
-_BARE = re.compile(r"[\w/@:+-]+")
+_BARE_KEY = re.compile(r"[\w/@:+-]+")
+_MAX_QUOTED = 60
 
 
 class ConfigProblem(Struct, frozen=True):
@@ -31,7 +32,7 @@ class ConfigProblem(Struct, frozen=True):
 
 
 class ConfigError(InvalidRequest):
-    """The configuration cannot be used. `problems` holds every reason, not only the first."""
+    """The configuration cannot be used. `problems` holds every error, not only the first."""
 
     default_code = "invalid_config"
 
@@ -41,42 +42,32 @@ class ConfigError(InvalidRequest):
 
 
 def suggest(word: str, candidates: Iterable[str]) -> str:
-    """A question to append to a message, or nothing where nothing is near."""
+    """` Did you mean …?` to append to a message; empty if no candidate is similar."""
     close = get_close_matches(word, list(candidates), 1)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def format_path(loc: ConfigPath) -> str:
+def format_path(path: ConfigPath) -> str:
     """`("routes", 0, "match")` as `routes[0].match`; keys that TOML would quote are quoted."""
     text = ""
-    for key in loc:
+    for key in path:
         if isinstance(key, int):
             text += f"[{key}]"
         else:
-            text += ("." if text else "") + (key if _BARE.fullmatch(key) else f'"{key}"')
+            text += ("." if text else "") + (key if _BARE_KEY.fullmatch(key) else f'"{key}"')
     return text
 
 
-# Pydantic's findings as sentences.
-
-_LONGEST = 60
-
-
-def validation_message(fault: ErrorDetails, *, secret: bool = False) -> str:
-    """What is wrong with a value. A `secret` value is not quoted."""
-    match fault["type"]:
+def validation_message(error: ErrorDetails, *, secret: bool = False) -> str:
+    """One of pydantic's validation errors as a sentence. A `secret` value is not quoted."""
+    match error["type"]:
         case "missing":
             return "is missing; it has no default."
         case "extra_forbidden":
             return "unknown key."
         case "value_error" | "assertion_error":
-            return fault["msg"].split(", ", 1)[-1] + "."
-        case _:
-            said = fault["msg"].removeprefix("Input should be ")
-            got = "" if secret else f", got {_quote_value(fault['input'])}"
-            return f"must be {said}{got}." if said != fault["msg"] else f"{said}{got}."
-
-
-def _quote_value(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+            return error["msg"].split(", ", 1)[-1] + "."
+    expected = error["msg"].removeprefix("Input should be ")
+    value = repr(error["input"])
+    got = "" if secret else f", got {value if len(value) <= _MAX_QUOTED else f'{value[:_MAX_QUOTED]}…'}"
+    return f"must be {expected}{got}." if expected != error["msg"] else f"{expected}{got}."

@@ -1,4 +1,4 @@
-"""Which files hold the settings, and reading them."""
+"""Sources of the configuration, files and environment variables, and the layers of raw settings made from them."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, Pr
 from modelyard.config.settings import FOREIGN_SECTIONS, accepted_keys, keys_by_section, type_at
 from modelyard.router.settings import ModelSettings
 
-# Layers of raw settings: merging them, and finding the layer that a value came from.
-
 Table = dict[str, Any]
+
+# --- layers -----------------------------------------------------------------------------------------------------------
 
 
 class ConfigLayer(Struct):
-    """One source. `written` tells what its author called a value that now has our name."""
+    """The settings of one source under our names. `original_paths` maps our paths to the ones that the source uses."""
 
     source: str
     data: Table
-    written: dict[ConfigPath, ConfigPath] = field(default_factory=dict)
-    pool_models: set[str] = field(default_factory=set)  # models defined under engine.models: not enabled by default
-    variables: dict[ConfigPath, str] = field(default_factory=dict)  # by the path that each variable spells
-    names_model: bool = False  # it said model.model_name, which also brings that model into being
+    original_paths: dict[ConfigPath, ConfigPath] = field(default_factory=dict)
+    pool_models: set[str] = field(default_factory=set)  # defined under engine.models: not enabled by default
+    variables: dict[ConfigPath, str] = field(default_factory=dict)  # environment variables by original path
+    names_model: bool = False  # it sets model.model_name, which also defines that model
 
-    def holds(self, loc: ConfigPath) -> bool:
-        return path_exists(self.data, loc)
+    def has(self, path: ConfigPath) -> bool:
+        return path_exists(self.data, path)
 
-    def original(self, loc: ConfigPath) -> ConfigPath:
-        for cut in range(len(loc), 0, -1):
-            if (old := self.written.get(loc[:cut])) is not None:
-                return old + loc[cut:]
-        return loc
+    def original_path(self, path: ConfigPath) -> ConfigPath:
+        for length in range(len(path), 0, -1):
+            if (original := self.original_paths.get(path[:length])) is not None:
+                return original + path[length:]
+        return path
 
-    def spell(self, loc: ConfigPath) -> str:
-        """The place in its author's words: a path in a file, the name of a variable."""
-        path = self.original(loc)
-        cuts = (path[:cut] for cut in range(len(path), 0, -1))
-        return next((self.variables[cut] for cut in cuts if cut in self.variables), format_path(path))
+    def describe_path(self, path: ConfigPath) -> str:
+        """The path as its author wrote it: a path in a file or the name of a variable."""
+        original = self.original_path(path)
+        prefixes = (original[:length] for length in range(len(original), 0, -1))
+        return next((self.variables[p] for p in prefixes if p in self.variables), format_path(original))
 
 
-def path_exists(data: Any, loc: ConfigPath) -> bool:
-    for key in loc:
-        inside = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
-        if key not in inside:
+def path_exists(data: Any, path: ConfigPath) -> bool:
+    for key in path:
+        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+        if key not in keys:
             return False
         data = data[key]
     return True
 
 
 def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """Tables merge key by key; anything else, lists too, is replaced as a whole."""
+    """Tables are merged by key; all other values, including lists, are replaced."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
@@ -68,34 +68,29 @@ def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
     return merged
 
 
-def merge_layers(layers: Iterable[ConfigLayer]) -> Table:
-    merged: Table = {}
-    for layer in layers:
-        merged = merge_tables(merged, layer.data)
-    return merged
-
-
 def problem_at(
-    layers: Sequence[ConfigLayer], loc: ConfigPath, message: str, level: ProblemLevel = "error"
+    layers: Sequence[ConfigLayer], path: ConfigPath, message: str, level: ProblemLevel = "error"
 ) -> ConfigProblem:
-    """A problem in the words of the layer that holds `loc`, or the nearest place above it; the last layer wins."""
-    for cut in range(len(loc), 0, -1):
+    """A problem with the source and the path of the last layer that sets `path`, or its nearest parent."""
+    for length in range(len(path), 0, -1):
         for layer in reversed(layers):
-            if layer.holds(loc[:cut]):
-                return ConfigProblem(layer.source, layer.spell(loc), message, level)
-    return ConfigProblem(layers[-1].source if layers else "", format_path(loc), message, level)
+            if layer.has(path[:length]):
+                return ConfigProblem(layer.source, layer.describe_path(path), message, level)
+    return ConfigProblem(layers[-1].source if layers else "", format_path(path), message, level)
 
+
+# --- files ------------------------------------------------------------------------------------------------------------
 
 SETTINGS_VARIABLE = "LLM_POOL_SETTINGS_PATH"
 LOCAL_VARIABLE = "LLM_POOL_LOCAL_SETTINGS_PATH"
 
 
 def find_files(path: Path | None, env: Mapping[str, str], cwd: Path) -> list[Path]:
-    """The files to read, later ones over earlier ones. Those that were named must exist; the others are looked for.
+    """The files to read; later ones override earlier ones. Only files named by the user must exist.
 
     1. `path`, alone
-    2. the file that LLM_POOL_SETTINGS_PATH names, else config/settings.json; over it the one that
-       LLM_POOL_LOCAL_SETTINGS_PATH names, else local.json beside it
+    2. $LLM_POOL_SETTINGS_PATH or config/settings.json, overridden by $LLM_POOL_LOCAL_SETTINGS_PATH or local.json in
+       the same folder
     3. modelyard.toml
     """
     if path is not None:
@@ -103,66 +98,63 @@ def find_files(path: Path | None, env: Mapping[str, str], cwd: Path) -> list[Pat
     named, local = env.get(SETTINGS_VARIABLE), env.get(LOCAL_VARIABLE)
     base = cwd / Path(named or "config/settings.json").expanduser()
     over = cwd / Path(local).expanduser() if local else base.with_name("local.json")
-    pool = [file for file, must in ((base, named), (over, local)) if must or file.is_file()]
-    return pool or [file for file in [cwd / "modelyard.toml"] if file.is_file()]
-
-
-def read_file(path: Path) -> Table:
-    """The file's table, or a ConfigError that says what is wrong with it."""
-    parse = _PARSERS.get(path.suffix.lower())
-    if parse is None:
-        raise _broken(path, "a configuration is a .toml or a .json file")
-    try:
-        table = parse(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise _broken(path, "there is no such file") from None
-    except OSError as error:
-        raise _broken(path, f"cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise _broken(path, f"is not valid {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(table, dict):
-        raise _broken(path, f"must hold a table at its top, found {type(table).__name__}")
-    return table
+    files = [file for file, required in ((base, named), (over, local)) if required or file.is_file()]
+    return files or [file for file in [cwd / "modelyard.toml"] if file.is_file()]
 
 
 _PARSERS: dict[str, Any] = {".toml": tomllib.loads, ".json": json.loads}
 
 
-def _broken(path: Path, message: str) -> ConfigError:
-    return ConfigError([ConfigProblem(str(path), "", message)])
+def read_file(path: Path) -> Table:
+    def error(message: str) -> ConfigError:
+        return ConfigError([ConfigProblem(str(path), "", message)])
+
+    parse = _PARSERS.get(path.suffix.lower())
+    if parse is None:
+        raise error("a configuration is a .toml or a .json file")
+    try:
+        table = parse(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise error("there is no such file") from None
+    except OSError as cause:
+        raise error(f"cannot be read: {cause.strerror}") from None
+    except (ValueError, RecursionError) as cause:
+        raise error(f"is not valid {path.suffix[1:].upper()}: {cause}") from None
+    if not isinstance(table, dict):
+        raise error(f"must be a table at the top level, found {type(table).__name__}")
+    return table
 
 
-# Settings from environment variables: `MODELYARD_HTTP_PORT`, `MODELYARD_MODELS__DEMO__N_CTX`.
+# --- environment variables --------------------------------------------------------------------------------------------
 #
-# A name without `__` is a section and a field (or a top-level field); with `__` every part is a level. Lists are JSON or
-# separated by commas, tables are JSON. An empty value counts as not set.
+# `MODELYARD_HTTP_PORT`, `MODELYARD_MODELS__DEMO__N_CTX`: a name without `__` is a section and a field (or a top-level
+# field); with `__` every part is a level. Lists are JSON or separated by commas, tables are JSON. Empty means not set.
 
 PREFIX = "MODELYARD_"
 ENVIRONMENT = "environment"
 _NOT_SETTINGS = re.compile(r"MODELYARD_(GOLDEN|CACHE|WORKER_.*|URL|API_KEY|ADMIN_KEY)")
-_NAMED = ("models", "caches")  # tables whose keys are chosen by the user
 
 
 class DefinedNames(Struct, frozen=True):
-    """The models and caches that files define: a variable's name cannot spell their case and punctuation."""
+    """Models and caches defined by files: a variable's name cannot spell their case and punctuation."""
 
     models: Iterable[str] = ()
     caches: Iterable[str] = ()
 
     def find(self, section: str, spelled: str) -> str:
-        known = self.caches if section == "caches" else self.models
-        return next((name for name in known if _plain(name) == _plain(spelled)), spelled)
+        names = self.caches if section == "caches" else self.models
+        return next((name for name in names if _as_variable(name) == _as_variable(spelled)), spelled)
 
 
-def _plain(name: str) -> str:
+def _as_variable(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "_", name.lower())
 
 
 class EnvironmentSettings(Struct):
-    """What the variables say, in the names they use."""
+    """The settings of all variables, under the names that they use."""
 
-    raw: Table
-    names: dict[ConfigPath, str]
+    data: Table
+    variables: dict[ConfigPath, str]
     problems: list[ConfigProblem]
 
 
@@ -171,24 +163,24 @@ def read_environment(env: Mapping[str, str], names: DefinedNames) -> Environment
     for name, value in sorted(env.items()):
         if not name.startswith(PREFIX) or _NOT_SETTINGS.fullmatch(name) or value == "":
             continue
-        if (loc := _locate(name.removeprefix(PREFIX).lower(), names)) is None:
+        if (path := _variable_path(name.removeprefix(PREFIX).lower(), names)) is None:
             message = f"unknown setting.{suggest(name, _known_variables())}"
             found.problems.append(ConfigProblem(ENVIRONMENT, name, message))
         else:
-            _put(found.raw, loc, _decode(value, _type_at(loc)))
-            found.names[loc] = name
+            _set_value(found.data, path, _parse_value(value, _variable_type(path)))
+            found.variables[path] = name
     return found
 
 
 def _known_variables() -> list[str]:
     sections = keys_by_section()
-    single = [f"{section}_{key}" for section, keys in sections.items() for key in keys]
-    return [PREFIX + name.upper() for name in [*single, *sections]]
+    fields = [f"{section}_{key}" for section, keys in sections.items() for key in keys]
+    return [PREFIX + name.upper() for name in [*fields, *sections]]
 
 
-def _locate(name: str, names: DefinedNames) -> ConfigPath | None:
+def _variable_path(name: str, names: DefinedNames) -> ConfigPath | None:
     if "__" in name:
-        return _locate_levels(tuple(name.split("__")), names)
+        return _path_of_levels(tuple(name.split("__")), names)
     sections = keys_by_section()
     if name in sections:
         return (name,)
@@ -198,59 +190,56 @@ def _locate(name: str, names: DefinedNames) -> ConfigPath | None:
     return None
 
 
-def _locate_levels(levels: tuple[str, ...], names: DefinedNames) -> ConfigPath | None:
-    if levels[0] == "engine" and levels[1] in ("models", "decoding"):
-        inner = _locate_levels(levels[1:], names)  # these two are built like our own sections
+def _path_of_levels(levels: tuple[str, ...], names: DefinedNames) -> ConfigPath | None:
+    if levels[0] == "engine" and levels[1] in ("models", "decoding"):  # they have the structure of our sections
+        inner = _path_of_levels(levels[1:], names)
         return ("engine", *inner) if inner else None
     if levels[0] in FOREIGN_SECTIONS:
         return levels if len(levels) == 2 and levels[1] in FOREIGN_SECTIONS[levels[0]] else None
-    if levels[0] in _NAMED and len(levels) > 1:
+    if levels[0] in ("models", "caches") and len(levels) > 1:
         levels = (levels[0], names.find(levels[0], levels[1]), *levels[2:])
-    return levels if _exists(levels) else None
-
-
-def _exists(loc: ConfigPath) -> bool:
-    for depth, key in enumerate(loc):
-        kind = type_at(loc[:depth])
+    for depth, key in enumerate(levels):
+        kind = type_at(levels[:depth])
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            if str(key) not in accepted_keys(kind):
-                return kind is ModelSettings  # the engine's own field, checked with the engine's Options
+            if key not in accepted_keys(kind):
+                # In a model: a field of its engine, which is checked with the engine's options.
+                return levels if kind is ModelSettings else None
         elif get_origin(kind) is not dict:
-            return False
-    return True
+            return None
+    return levels
 
 
-def _type_at(loc: ConfigPath) -> Any:
-    """None for what has no fixed type: a foreign section's value, an engine's own field."""
-    if loc[0] in FOREIGN_SECTIONS:
-        target = FOREIGN_SECTIONS[str(loc[0])].get(str(loc[1])) if len(loc) > 1 else None
-        return _type_at((*target, *loc[2:])) if target else None
-    return type_at(loc)
+def _variable_type(path: ConfigPath) -> Any:
+    """None if the type is not fixed: some values of foreign sections, fields of engines."""
+    if path[0] in FOREIGN_SECTIONS:
+        target = FOREIGN_SECTIONS[str(path[0])].get(str(path[1])) if len(path) > 1 else None
+        return _variable_type((*target, *path[2:])) if target else None
+    return type_at(path)
 
 
-def _decode(value: str, kind: Any) -> Any:
+def _parse_value(value: str, kind: Any) -> Any:
     if value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
         except ValueError:
-            return value  # a template or other text that happens to start like JSON
+            return value  # a template or other text that starts like JSON
     if get_origin(kind) is list:
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
 
 
-def _put(raw: Table, loc: ConfigPath, value: Any) -> None:
-    place = raw
-    for key in loc[:-1]:
-        if not isinstance(place.get(str(key)), dict):
-            place[str(key)] = {}
-        place = place[str(key)]
-    last = str(loc[-1])
-    held = place.get(last)
-    place[last] = held | value if isinstance(held, dict) and isinstance(value, dict) else value
+def _set_value(data: Table, path: ConfigPath, value: Any) -> None:
+    table = data
+    for key in path[:-1]:
+        if not isinstance(table.get(str(key)), dict):
+            table[str(key)] = {}
+        table = table[str(key)]
+    last = str(path[-1])
+    old = table.get(last)
+    table[last] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
 
 
 def environment_keys(env: Mapping[str, str]) -> list[Table]:
-    """The keys that two variables hold themselves. They add to the files' keys, where any other list replaces."""
+    """API keys from MODELYARD_API_KEY and MODELYARD_ADMIN_KEY. They are added to those of the files."""
     found = [("env", "MODELYARD_API_KEY", False), ("env-admin", "MODELYARD_ADMIN_KEY", True)]
     return [{"name": name, "env": variable, "admin": admin} for name, variable, admin in found if env.get(variable)]

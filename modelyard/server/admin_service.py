@@ -9,9 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from modelyard.config.load import LoadedConfig
 from modelyard.config.problems import ConfigError
-from modelyard.config.settings import Config
+from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.pool import Pool

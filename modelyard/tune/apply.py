@@ -11,10 +11,10 @@ from typing import Any
 from msgspec import Struct
 
 from modelyard.config import sources
-from modelyard.config.load import LoadedConfig, load_config
+from modelyard.config.load import EMBEDDED_DEFAULTS, load_config
 from modelyard.config.normalize import normalize_layer
 from modelyard.config.problems import ConfigPath, format_path
-from modelyard.config.settings import EMBEDDED_DEFAULTS
+from modelyard.config.settings import LoadedConfig
 from modelyard.config.sources import ConfigLayer, path_exists
 from modelyard.core.errors import Conflict, Unavailable
 from modelyard.core.knobs import Value
@@ -60,11 +60,11 @@ def _home(
     """The file that says it, else the one that has its section, else the last; and the path in its author's words."""
     for file, layer in reversed(list(zip(files, layers, strict=True))):
         for known in _spellings(loc, backends):
-            if layer.holds(known):
-                return file, tuple(map(str, layer.original(known)))
+            if layer.has(known):
+                return file, tuple(map(str, layer.original_path(known)))
     for file, layer in reversed(list(zip(files, layers, strict=True))):
-        if layer.holds(loc[:-1]):
-            return file, tuple(map(str, layer.original(loc)))
+        if layer.has(loc[:-1]):
+            return file, tuple(map(str, layer.original_path(loc)))
     return files[-1], tuple(map(str, loc))
 
 

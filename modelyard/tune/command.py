@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from modelyard.config.load import LoadedConfig
+from modelyard.config.settings import LoadedConfig
 
 Load = Callable[[Path | None], LoadedConfig]  # or it has said what is wrong, and the command is over
 Guarded = Callable[..., Any]  # likewise

@@ -15,7 +15,7 @@ from rich.markup import escape
 from modelyard.benchmark.drawing import check_file as can_draw
 from modelyard.benchmark.drawing import save as draw
 from modelyard.benchmark.plan import parse_duration as seconds
-from modelyard.config.load import LoadedConfig
+from modelyard.config.settings import LoadedConfig
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.library.cache_dir import cache_dir

@@ -15,7 +15,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from modelyard.benchmark.workload import conversation, get_workload
-from modelyard.cli import main
+from modelyard.cli import app
 from tests import commands
 from tests.e2e.servers import until
 from tests.serving import Served, demo, serving
@@ -37,7 +37,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def bench(*arguments: str, **env: str) -> Result:
-    return CliRunner().invoke(main.app, ["bench", *arguments], env=env)
+    return CliRunner().invoke(app.app, ["bench", *arguments], env=env)
 
 
 def run_json(*arguments: str, **env: str) -> dict[str, Any]:

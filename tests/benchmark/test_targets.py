@@ -24,8 +24,8 @@ from modelyard.benchmark.targets import (
     url_target,
 )
 from modelyard.benchmark.workload import get_workload
-from modelyard.config.load import LoadedConfig, load_config
-from modelyard.config.settings import Config
+from modelyard.config.load import load_config
+from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
 from tests.benchmark.fakes import run_round
 from tests.serving import demo, serving

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from modelyard.cli import main
+from modelyard.cli import app
 from modelyard.cli.request_history import COLUMNS, rows
 from modelyard.core.errors import Forbidden, NotFound, Unavailable
 from tests.serving import demo, serving
@@ -27,7 +27,7 @@ def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
         ask(served.url, "talk-2", "something else")
         heading, one = rows(served.url, None, "talk-1", 20)
         newest, _ = rows(served.url, None, None, 1)
-        shown = CliRunner().invoke(main.app, ["explain", "talk-1", "--url", served.url])
+        shown = CliRunner().invoke(app.app, ["explain", "talk-1", "--url", served.url])
     assert [dict(zip(COLUMNS, row, strict=True))["cause"] for row in one] == ["new_session", "system_changed"]
     last = dict(zip(COLUMNS, one[-1], strict=True))
     assert (heading, newest) == ("session talk-1, cache main", "session talk-2, cache main")

@@ -11,7 +11,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from modelyard import plugins
-from modelyard.config.load import LoadedConfig, load_config
+from modelyard.config.load import load_config
+from modelyard.config.settings import LoadedConfig
 from modelyard.core.errors import InvalidRequest
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from modelyard.config.load import LoadedConfig, load_config
+from modelyard.config.load import load_config
 from modelyard.config.normalize import normalize_layer
 from modelyard.config.problems import ConfigError
+from modelyard.config.settings import LoadedConfig
 from modelyard.library import model_files
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from modelyard import plugins
-from modelyard.config.load import LoadedConfig, load_config
+from modelyard.config.load import load_config
+from modelyard.config.settings import LoadedConfig
 from modelyard.router.settings import MODEL_KEYS, ModelSettings
 
 GEMMA = "gemma-4-26b-a4b-it-ud-q5ks-llama-server"

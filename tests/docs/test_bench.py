@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from modelyard.benchmark.workload import WORKLOADS, Workload
-from modelyard.cli.main import app
+from modelyard.cli.app import app
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "bench.md").read_text(encoding="utf-8")
 COMMAND = typer.main.get_command(app).commands["bench"]  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
-from modelyard.cli import main
+from modelyard.cli import app
 from modelyard.core.errors import InvalidRequest
 from modelyard.scanner.command import read_tools
 from modelyard.scanner.formats import names
@@ -22,11 +22,11 @@ SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "err", Console(width=200, stderr=True))
+    monkeypatch.setattr(app, "err", Console(width=200, stderr=True))
 
 
 def _run(raw: str | bytes, *arguments: str) -> Result:
-    return CliRunner().invoke(main.app, ["parse", *arguments], input=raw)
+    return CliRunner().invoke(app.app, ["parse", *arguments], input=raw)
 
 
 def _parsed(raw: str | bytes, *arguments: str) -> Any:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from modelyard.benchmark.intervals import Interval
 from rich.console import Console
 
-from modelyard.benchmark.intervals import Interval
 from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound
 from modelyard.http.admin.routes import tuning_runs
@@ -227,7 +227,7 @@ def test_wishes_become_a_plan():
 def test_the_command_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from typer.testing import CliRunner
 
-    from modelyard.cli.main import app
+    from modelyard.cli.app import app
 
     seen: list[Wishes] = []
     monkeypatch.setattr(session, "optimize", lambda loaded, wishes, out, err: seen.append(wishes) or 3)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import modelyard.engines.fake
 from modelyard import __version__
-from modelyard.cli import main
+from modelyard.cli import app
 from modelyard.config.load import load_config
 from modelyard.core.errors import Unavailable
 from modelyard.library import default_model
@@ -53,12 +53,12 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("modelyard.server.serve.log.setup", lambda settings: None)
-    monkeypatch.setattr(main, "out", Console(width=200))
-    monkeypatch.setattr(main, "err", Console(width=200, stderr=True))
+    monkeypatch.setattr(app, "out", Console(width=200))
+    monkeypatch.setattr(app, "err", Console(width=200, stderr=True))
 
 
 def invoke(*arguments: str) -> Result:
-    return CliRunner().invoke(main.app, arguments)
+    return CliRunner().invoke(app.app, arguments)
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -67,7 +67,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
         yield from commands(inner, (*path, name))
 
 
-COMMANDS = dict(commands(typer.main.get_command(main.app)))
+COMMANDS = dict(commands(typer.main.get_command(app.app)))
 
 
 def test_the_commands_are_those_that_are_promised():
@@ -182,7 +182,7 @@ def test_the_chats_own_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="module")
 def validator() -> Any:
-    schema = json.loads(CliRunner().invoke(main.app, ["schema"]).stdout)
+    schema = json.loads(CliRunner().invoke(app.app, ["schema"]).stdout)
     jsonschema.Draft202012Validator.check_schema(schema)
     return jsonschema.Draft202012Validator(schema)
 
@@ -229,7 +229,7 @@ def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):
     assert "tiny a local file" in " ".join(invoke("models", "list").stdout.split())
     shown = invoke("models", "show", "tiny").stdout
     assert all(word in shown for word in ("toy, 2 layers", "600", "Q4_K_M", "512 tokens"))
-    asked = CliRunner().invoke(main.app, ["models", "remove", "tiny"], input="n\n")
+    asked = CliRunner().invoke(app.app, ["models", "remove", "tiny"], input="n\n")
     assert (asked.exit_code, "the file stays" in asked.stderr) == (1, True)
     assert invoke("models", "remove", "tiny", "--yes").exit_code == 0
     assert "tiny" not in invoke("models", "list").stdout

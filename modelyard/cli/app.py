@@ -17,9 +17,10 @@ from modelyard import __version__
 from modelyard.benchmark import command as bench_command
 from modelyard.cli import cluster as stations
 from modelyard.config.describe import ConfigDescription, describe_config
-from modelyard.config.load import LoadedConfig, load_config
+from modelyard.config.load import load_config
 from modelyard.config.problems import ConfigError, ConfigProblem
 from modelyard.config.schema import json_schema
+from modelyard.config.settings import LoadedConfig
 from modelyard.core.errors import ModelyardError
 from modelyard.tune import command as tune_command
 
