@@ -13,7 +13,7 @@ import httpx
 from msgspec import Struct
 
 from bench import peers
-from modelyard.prompt.source import builtin
+from modelyard.prompt.template_source import builtin
 
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _GENERATION = re.compile(r"\{%-? (?:end)?generation -?%\}")  # a mark for training that only some renderers know

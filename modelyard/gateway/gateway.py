@@ -76,7 +76,7 @@ from modelyard.gateway.priority import priority
 from modelyard.gateway.replay_memory import ReplayMemory, as_message, generated_reply, text_before_calls
 from modelyard.gateway.request_record import gateway_timings, request_record
 from modelyard.gateway.stored_responses import StoredResponses
-from modelyard.prompt.media import Images
+from modelyard.prompt.images import Images
 from modelyard.prompt.translation import translated
 from modelyard.router.routes import Router, Target
 from modelyard.scanner.scanner import Scanner

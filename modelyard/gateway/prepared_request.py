@@ -14,7 +14,7 @@ from modelyard.core.lease import LeaseRequest
 from modelyard.core.request import Caller, Constraint, Priority, Request, Sampling
 from modelyard.gateway.model import Model
 from modelyard.gateway.priority import background_task_id
-from modelyard.prompt.media import pictures
+from modelyard.prompt.images import pictures
 from modelyard.router.routes import Target
 
 

@@ -5,23 +5,203 @@ Needs no running engine: prompts are counted, checked and cut off before anythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Request
+from modelyard.core.request import (
+    Image,
+    Message,
+    Part,
+    Request,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolReference,
+    ToolResult,
+)
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.prompt.conversation import Conversation, Entry
-from modelyard.prompt.sandbox import Frozen
-from modelyard.prompt.steps import tools_as_text
-from modelyard.prompt.taming import TamedTemplate, used_tool
-from modelyard.prompt.template import ChatTemplate, TemplateFailed
-from modelyard.prompt.tools import Toolbox, instructions
+from modelyard.prompt.template import ChatTemplate, Frozen, TemplateFailed, spelled, tojson
+from modelyard.prompt.template_adapter import AdaptedTemplate, tools_as_text, used_tool
 from modelyard.prompt.translation import SOURCE, TARGET, translated
 from modelyard.tokenizer.prefix import Cuttable, PrefixTokens
 from modelyard.tokenizer.shield import Shield, unshield
+
+# The tools on offer, in the shape that templates expect, and in words where a template has no place for them.
+
+_REMEMBERED = 4 << 20  # bytes of JSON: an agent sends the same list with each request
+_encode = msgspec.json.Encoder().encode
+_FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+
+def definition(tool: Tool, shield: Shield) -> Frozen:
+    """OpenAI's function shape. A custom tool is a function with one string, `input`."""
+    parameters = _FREE_TEXT if tool.kind == "custom" else tool.parameters or {"type": "object", "properties": {}}
+    function: dict[str, Any] = {
+        "name": shield(tool.name),
+        "description": shield(_description(tool)),
+        "parameters": shield.deep(parameters),
+    }
+    return Frozen(type="function", function=Frozen(function))
+
+
+def _description(tool: Tool) -> str:
+    """A custom tool's grammar is told in words, too: a model that is only held to it would not know what it writes."""
+    rules = tool.grammar.get("definition") if tool.kind == "custom" and tool.grammar else None
+    if not isinstance(rules, str) or not rules:
+        return tool.description
+    syntax = tool.grammar.get("syntax", "lark") if tool.grammar else ""
+    return f"{tool.description}\nThe input is text of this form ({syntax}):\n{rules.strip()}".lstrip()
+
+
+class ToolDefinitions:
+    """Definitions of the tools that stand at the head of a prompt: neither deferred nor run by somebody else."""
+
+    def __init__(self, shield: Shield) -> None:
+        self._shield = shield
+        self._known: dict[bytes, list[Frozen]] = {}
+        self._held = 0
+
+    def offered(self, tools: Sequence[Tool]) -> list[Frozen]:
+        shown = [tool for tool in tools if not tool.deferred and tool.kind != "server"]
+        if not shown:
+            return []
+        key = _encode(shown)
+        found = self._known.get(key)
+        if found is None:
+            self._held += len(key)
+            if self._held > _REMEMBERED:
+                self._known, self._held = {}, len(key)
+            found = self._known[key] = [definition(tool, self._shield) for tool in shown]
+        return found
+
+    def announce(self, name: str, tools: Iterable[Tool]) -> str:
+        """The text that stands where a deferred tool was discovered."""
+        for tool in tools:
+            if tool.name == name:
+                return f"From here on this tool can be called too:\n{tojson(definition(tool, self._shield))}"
+        return f"[the tool {self._shield(name)} was found here]"
+
+
+def instructions(tools: Sequence[Frozen]) -> str:
+    """For templates that know no tools: the list in words, with the most common way to call one."""
+    listed = "\n".join(tojson(tool) for tool in tools)
+    return (
+        f"You can call these tools. Each line defines one as JSON:\n<tools>\n{listed}\n</tools>\n"
+        "To call a tool, write its name and arguments as one JSON object between these tags, and nothing after them:\n"
+        '<tool_call>\n{"name": "the tool", "arguments": {"parameter": "value"}}\n</tool_call>'
+    )
+
+
+# Messages of a request as the dictionaries that chat templates read.
+#
+# Client text is shielded on the way: a spelling of a control token in it stays text. What an assistant said is shielded
+# too (a model may have quoted one), except for reasoning tags, which templates look for in its text.
+
+RAW = "__raw"  # holds arguments that are no JSON object: every template can print a dictionary
+_decode = msgspec.json.Decoder().decode
+
+Entry = dict[str, Any]
+
+
+class MessageConverter:
+    """Turns requests into entries. `images`: the template has a place for them; else a word stands there."""
+
+    def __init__(self, specials: Sequence[str], toolbox: ToolDefinitions, shield: Shield, *, images: bool) -> None:
+        self._shield = shield
+        self._shield_reply = Shield(text for text in specials if not _is_reasoning_tag(text))
+        self._toolbox = toolbox
+        self._images = images
+
+    def entries(self, request: Request) -> list[Entry]:
+        out: list[Entry] = []
+        names: dict[str, str] = {}
+        for message in request.messages:
+            if message.role == "assistant":
+                out.append(self._assistant(message, names))
+            elif message.role == "tool":
+                out.extend(self._results(message, names, request.tools))
+            else:
+                out.append(self._said(message, request.tools))
+        return out
+
+    def _said(self, message: Message, tools: Sequence[Tool]) -> Entry:
+        entry: Entry = {"role": message.role, "content": self._content(message.parts, tools)}
+        if message.name:
+            entry["name"] = self._shield(message.name)
+        return entry
+
+    def _content(self, parts: Sequence[Part], tools: Sequence[Tool]) -> str | list[Entry]:
+        if len(parts) == 1 and isinstance(part := parts[0], Text):
+            return self._shield(part.text)
+        items = list(self._items(parts, tools))
+        if self._images and any(item["type"] == "image" for item in items):
+            return items
+        return self._shield("\n".join(item.get("text", "[image]") for item in items))
+
+    def _items(self, parts: Sequence[Part], tools: Sequence[Tool]) -> Iterator[Entry]:
+        for part in parts:
+            if isinstance(part, Text):
+                yield {"type": "text", "text": self._shield(part.text)}
+            elif isinstance(part, Image):
+                yield {"type": "image"}
+            elif isinstance(part, ToolReference):
+                yield {"type": "text", "text": self._toolbox.announce(part.name, tools)}
+
+    def _results(self, message: Message, names: dict[str, str], tools: Sequence[Tool]) -> Iterator[Entry]:
+        for part in message.parts:
+            if isinstance(part, ToolResult):
+                yield {
+                    "role": "tool",
+                    "name": names.get(part.call_id, ""),
+                    "tool_call_id": self._shield(part.call_id),
+                    "content": self._content(part.content, tools),
+                }
+            else:
+                yield {"role": "tool", "name": "", "tool_call_id": "", "content": self._content((part,), tools)}
+
+    def _assistant(self, message: Message, names: dict[str, str]) -> Entry:
+        shield = self._shield_reply
+        entry: Entry = {"role": "assistant", "content": ""}
+        texts = [part.text for part in message.parts if isinstance(part, Text)]
+        if texts:
+            entry["content"] = shield(texts[0] if len(texts) == 1 else "".join(texts))
+        thoughts = [part.text for part in message.parts if isinstance(part, Thinking) and part.text]
+        if thoughts:
+            entry["reasoning_content"] = shield("\n".join(thoughts))
+        calls = [part for part in message.parts if isinstance(part, ToolCall)]
+        if calls:
+            names.update((call.id, self._shield(call.name)) for call in calls)
+            entry["tool_calls"] = [self._call(call) for call in calls]
+        return entry
+
+    def _call(self, call: ToolCall) -> Entry:
+        function = {"name": self._shield(call.name), "arguments": self._arguments(call)}
+        return {"id": self._shield(call.id), "type": "function", "function": function}
+
+    def _arguments(self, call: ToolCall) -> Entry:
+        text = call.arguments
+        if call.custom:
+            return {"input": self._shield(text)}
+        try:
+            value = _decode(text or "{}")
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            return {RAW: self._shield(text)}
+        if call.verbatim:
+            return spelled(self._shield.deep(value), self._shield(text))
+        escaped = "\\u" in text or "\\/" in text  # a spelling may hide behind JSON's escapes
+        return self._shield.deep(value) if escaped or self._shield(text) is not text else value
+
+
+def _is_reasoning_tag(text: str) -> bool:
+    return "think" in text.lower() or "reasoning" in text.lower()
+
 
 _HERE = "\ufdd1"  # marks where a prefilled reply ends; a noncharacter like the shield's own
 # Switches by which templates keep the reasoning of earlier turns: one that drops it changes the prompt from the first
@@ -63,8 +243,8 @@ class Renderer:
         cache_bytes: int = 32 << 20,
     ) -> None:
         self.vocab = vocab
-        self._plain = TamedTemplate(template)
-        self._with_tools = TamedTemplate(tools_template) if tools_template is not None else self._plain
+        self._plain = AdaptedTemplate(template)
+        self._with_tools = AdaptedTemplate(tools_template) if tools_template is not None else self._plain
         knows_tools = self._with_tools.template.mentions("tools")
         self._keeps = {tamed.template: _kept(tamed.template) for tamed in (self._plain, self._with_tools)}
         self._overrules = tools_prompt == "always"
@@ -73,10 +253,10 @@ class Renderer:
         self.thinking_modes = _thinking_modes(self._plain)
         self.translates = template.mentions(SOURCE)
         self._shield = Shield(vocab.specials)
-        self._toolbox = Toolbox(self._shield)
+        self._toolbox = ToolDefinitions(self._shield)
         self.shows_images = any(template.mentions(word) for word in ("image", "image_url"))
         specials = tuple(vocab.specials)
-        self._conversation = Conversation(specials, self._toolbox, self._shield, images=self.shows_images)
+        self._conversation = MessageConverter(specials, self._toolbox, self._shield, images=self.shows_images)
         sources = template.source + (tools_template.source if tools_template else "")
         self._tokens = PrefixTokens(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
         self._opening, self._bare = self._find_opening(template)
@@ -208,7 +388,7 @@ def _switched(template: ChatTemplate, enabled: bool) -> dict[str, Any]:
     return {name: enabled for name in ("enable_thinking", "thinking") if template.mentions(name)}
 
 
-def _thinking_modes(tamed: TamedTemplate) -> tuple[str, ...]:
+def _thinking_modes(tamed: AdaptedTemplate) -> tuple[str, ...]:
     """The template has a switch where a small prompt comes out differently with it on and off."""
     entries: list[Entry] = [{"role": "user", "content": "probe one"}]
     variables: dict[str, Any] = {"tools": None, "add_generation_prompt": True}
@@ -229,7 +409,7 @@ def _is_empty_reply(entry: Entry) -> bool:
     return entry["role"] == "assistant" and len(entry) == 2 and not entry["content"]
 
 
-def _continued(tamed: TamedTemplate, entries: list[Entry], variables: dict[str, Any]) -> str:
+def _continued(tamed: AdaptedTemplate, entries: list[Entry], variables: dict[str, Any]) -> str:
     """The prompt cut after the last message's text, so that the model goes on where it ends."""
     reply = entries[-1]["content"]
     marked = entries[-1] | {"content": reply + _HERE, "prefix": True}

@@ -2,16 +2,199 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from types import TracebackType
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.runtime import Context
+from jinja2.exceptions import SecurityError, TemplateRuntimeError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.prompt.sandbox import Refusal, Steps, environment
+
+# The Jinja environment that chat templates run in: Hugging Face's dialect, sandboxed, with guards against bombs.
+#
+# A template comes with a model, so it is code from somewhere else. The sandbox keeps it from Python's insides; the guards
+# here keep an honest mistake or a crude bomb from eating the machine: loops over `range` share one budget a render,
+# repetition and padding are limited, and the caller caps the output.
+
+MAX_STEPS = 1_000_000
+MAX_REPEAT = 1_000_000
+MAX_BUILT = 100_000
+_BUILDING = frozenset({"append", "extend", "insert", "pop", "remove", "setdefault", "update"})
+_PADDING = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill", "format_map"})
+_WIDE = re.compile(
+    r"%[^a-zA-Z%]*(?:\d{5}|\*)|\{[^{}]*:[^{}]*(?:\d{5}|\{)"
+)  # widths of five digits, or given by an argument
+
+
+class Refusal(TemplateRuntimeError):
+    """The template's own `raise_exception`."""
+
+
+def raise_exception(message: object) -> None:
+    raise Refusal(str(message))
+
+
+class Steps:
+    """The budget of one render for `range`: nested loops spend it together."""
+
+    def __init__(self) -> None:
+        self._left = MAX_STEPS
+
+    def range(self, *arguments: int) -> range:
+        asked = range(*arguments)
+        self._left -= len(asked)
+        if self._left < 0:
+            raise SecurityError(f"the template loops more than {MAX_STEPS} times")
+        return asked
+
+
+class GenerationBlocks(Extension):
+    """`{% generation %}…{% endgeneration %}` marks what a model wrote, for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it as a plain set
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+_OF_EVERY_DICT = frozenset(dir(dict))
+_OF_A_LOOP = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
+
+
+class PromptEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """`message.role` and `loop.first`, which is most of what templates do, without the long way of checks."""
+        if type(obj) is dict and attribute not in _OF_EVERY_DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is LoopContext and attribute in _OF_A_LOOP:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "*":
+            _check_repeat(left, right)
+            _check_repeat(right, left)
+        elif operator == "**" and abs(right) > 64:
+            raise SecurityError("the exponent is too large")
+        elif operator == "%" and isinstance(left, str):
+            _check_width(left)
+        return super().call_binop(context, operator, left, right)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if attr in _PADDING and isinstance(obj, str):
+            return False
+        if attr in _BUILDING and type(obj) in (list, dict):
+            return True  # some families keep a queue of call ids in a list; what they are given is theirs to change
+        return super().is_safe_attribute(obj, attr, value)
+
+    def is_safe_callable(self, obj: Any) -> bool:
+        """A list that a loop walks while it grows would never end."""
+        owner = getattr(obj, "__self__", None)
+        if isinstance(owner, list | dict) and len(owner) > MAX_BUILT:
+            raise SecurityError(f"the template builds a collection of more than {MAX_BUILT} items")
+        return super().is_safe_callable(obj)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        owner = getattr(value, "__self__", None)
+        if isinstance(owner, str) and getattr(value, "__name__", "") == "format":
+            _check_width(owner)
+        return super().wrap_str_format(value)
+
+
+def _check_repeat(value: Any, times: Any) -> None:
+    if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > MAX_REPEAT:
+        raise SecurityError("the template repeats a text too often")
+
+
+def _check_width(text: str) -> None:
+    if _WIDE.search(text):
+        raise SecurityError("the template formats with a width that is too large or unknown")
+
+
+_plain_json = json.JSONEncoder(ensure_ascii=False).encode
+
+
+class Frozen(dict[str, Any]):
+    """A dictionary that never changes and has one spelling as JSON: a tool's definition, which is written again and
+    again, or arguments in the words in which a model wrote them."""
+
+    __slots__ = ("_json",)
+    _json: str
+
+
+def spelled(value: dict[str, Any], text: str) -> Frozen:
+    """`text` is how this value is written as JSON."""
+    made = Frozen(value)
+    made._json = text
+    return made
+
+
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As Hugging Face defines it: no HTML escapes, and characters as they are."""
+    if ensure_ascii or indent is not None or separators is not None or sort_keys:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if type(value) is not Frozen:
+        return _around(value) if _holds_frozen(value) else _plain_json(value)
+    try:
+        return value._json
+    except AttributeError:
+        value._json = _plain_json(value)
+        return value._json
+
+
+def _holds_frozen(value: Any) -> bool:
+    return type(value) is dict and any(type(item) is Frozen for item in value.values())
+
+
+def _around(value: dict[str, Any]) -> str:
+    """As `_plain_json` writes it, with each spelling as it is: templates put arguments beside a call's name."""
+    return "{" + ", ".join(f"{_plain_json(str(key))}: {tojson(item)}" for key, item in value.items()) + "}"
+
+
+def _center(value: str, width: int = 80) -> str:
+    _check_repeat(" ", width)
+    return str(value).center(width)
+
+
+def _indent(value: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    pad = width if isinstance(width, str) else " " * min(width, 100)
+    head, *rest = str(value).split("\n")
+    lines = [(pad if first else "") + head] + [pad + line if line or blank else line for line in rest]
+    return "\n".join(lines)
+
+
+def _format(value: str, *arguments: Any, **named: Any) -> str:
+    _check_width(str(value))
+    return str(value) % (named or arguments)
+
+
+def environment() -> PromptEnvironment:
+    made = PromptEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlocks], autoescape=False
+    )
+    made.filters |= {"tojson": tojson, "center": _center, "indent": _indent, "format": _format}
+    del made.filters["slice"], made.globals["lipsum"]  # both make as much as they are asked for
+    made.globals["raise_exception"] = raise_exception
+    return made
+
 
 MAX_OUTPUT = 64 << 20  # characters: many times the longest window
 

@@ -26,7 +26,7 @@ from modelyard.http.admin.peers import PeerGateways
 from modelyard.http.auth import Key, check_bind, read_keys
 from modelyard.library.cache_dir import cache_dir
 from modelyard.processes.supervisor import INDEX_VARIABLE, SOCKET_VARIABLE
-from modelyard.prompt.media import Images
+from modelyard.prompt.images import Images
 from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
 from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
@@ -112,7 +112,9 @@ def make_scheduler(
     gauge = MemoryGauge()
     ledger = MeasurementStore(cache_dir(env) / "measured.json")
     settings = config.scheduler
-    planner = MemoryPlanner(settings.memory_limits(), available=machine, meter=gauge.read, measurements=ledger, nodes=sites)
+    planner = MemoryPlanner(
+        settings.memory_limits(), available=machine, meter=gauge.read, measurements=ledger, nodes=sites
+    )
     return Scheduler(settings.options(), limits=key_limits(config), memory_planner=planner)
 
 

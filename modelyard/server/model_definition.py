@@ -15,8 +15,8 @@ from modelyard.config.engine_options import engine_options
 from modelyard.core.errors import ModelyardError
 from modelyard.gateway.model import Model, TextPipeline
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.source import TemplateSource, builtin, find_template
 from modelyard.prompt.template import ChatTemplate
+from modelyard.prompt.template_source import TemplateSource, builtin, find_template
 from modelyard.prompt.translation import SOURCE
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings

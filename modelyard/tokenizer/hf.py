@@ -88,7 +88,7 @@ class HuggingFaceTokenizer:
 
     @property
     def template(self) -> str | None:
-        """A folder's template lies beside the tokenizer: `prompt/source.py` looks for it."""
+        """A folder's template lies beside the tokenizer: `prompt/template_source.py` looks for it."""
         return None
 
     def _bos(self, ends: Ends) -> int | None:

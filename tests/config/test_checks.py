@@ -46,7 +46,7 @@ n_ctx = 100
         ('[http]\nssl_certfile = "c"\nssl_keyfile = "k"', "http.ssl_certfile: there is no file 'c'."),
     ],
 )
-def test_what_cannot_work_is_an_error(text: str, message: str, toml: Loader) -> None:
+def test_an_inconsistency_is_an_error(text: str, message: str, toml: Loader) -> None:
     with pytest.raises(ConfigError) as error:
         toml(BASE + text)
     assert message in str(error.value)
@@ -58,7 +58,7 @@ def test_a_default_model_must_exist(toml: Loader) -> None:
     assert toml('default_model = "big"\n' + BASE).config.default_model == "big"
 
 
-def test_two_keys_of_one_name_are_an_error(toml: Loader) -> None:
+def test_duplicate_key_names_are_an_error(toml: Loader) -> None:
     digest = hashlib.sha256(b"x").hexdigest()
     key = f'[[keys]]\nname = "a"\nhash = "sha256:{digest}"\n'
     with pytest.raises(ConfigError, match=r"keys\[1\]\.name: two keys are named 'a'"):
@@ -68,7 +68,7 @@ def test_two_keys_of_one_name_are_an_error(toml: Loader) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[[keys]]\nname = "a"\nkey = "plain"', "keys[0].key: stands in the file in plain text."),
+        ('[[keys]]\nname = "a"\nkey = "plain"', "keys[0].key: is plain text in the file."),
         ('[[routes]]\ncache = "main"\n[[routes]]\nmatch = "X*"\nmodel = "n"', "routes[1]: is never reached: routes[0]"),
         (
             '[[routes]]\nmatch = ["*a*", "b"]\ncache = "main"\n[[routes]]\nmatch = ["B", "xA"]\nmodel = "n"',
@@ -77,7 +77,7 @@ def test_two_keys_of_one_name_are_an_error(toml: Loader) -> None:
         ('[caches.two]\nmodel = "n"\nn_ctx = 1\n[models.n]\nn_ctx = 5', "models.n.n_ctx: is not used"),
     ],
 )
-def test_what_is_odd_is_a_warning(text: str, message: str, toml: Loader) -> None:
+def test_a_useless_or_unsafe_setting_is_a_warning(text: str, message: str, toml: Loader) -> None:
     base = BASE.replace('[models.n]\nbackend = "toy"\n', "") if "[models.n]" in text else BASE
     text = text.replace("[models.n]", '[models.n]\nbackend = "toy"')
     (problem,) = toml(base + text).problems
@@ -86,19 +86,19 @@ def test_what_is_odd_is_a_warning(text: str, message: str, toml: Loader) -> None
     assert 'plain"' not in problem.message
 
 
-def test_a_route_with_another_endpoint_is_not_shadowed(toml: Loader) -> None:
+def test_a_route_with_another_endpoint_is_reachable(toml: Loader) -> None:
     routes = '[[routes]]\nendpoint = "/v1/messages*"\ncache = "main"\n[[routes]]\nmodel = "n"'
     assert toml(BASE + routes).problems == []
 
 
-def test_an_address_of_the_scheduler_that_is_none_is_an_error(toml: Loader) -> None:
+def test_an_invalid_scheduler_endpoint_is_an_error(toml: Loader) -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.endpoint: .*is no address"):
         toml(BASE + '[scheduler]\nendpoint = "5555"')
     assert toml(BASE + '[scheduler]\nendpoint = "tcp://127.0.0.1:5555"').problems == []
 
 
-def test_interpreter_that_is_not_here_is_told_and_nothing_worse(toml: Loader) -> None:
-    """The file may be for several machines."""
+def test_a_missing_interpreter_makes_a_model_unavailable(toml: Loader) -> None:
+    """The file may be meant for several machines."""
     loaded = toml(BASE + '[models.o]\nbackend = "toy"\npython = "/nowhere/python"\n')
     (problem,) = [each for each in loaded.problems if each.path == "models.o.python"]
     assert problem.level == "unavailable"

@@ -31,7 +31,7 @@ allow_remote = true
 """
 
 
-def test_rows_show_what_the_configuration_comes_to(toml: Loader) -> None:
+def test_rows_show_the_effective_configuration(toml: Loader) -> None:
     rows = describe_config(toml(TEXT))
     assert rows.models == [ModelRow("m", "toy", ("big",), "at start"), ModelRow("n", "toy", (), "on demand")]
     assert rows.caches == [
@@ -48,7 +48,7 @@ def test_rows_show_what_the_configuration_comes_to(toml: Loader) -> None:
     ]
 
 
-def test_two_caches_of_a_model_come_with_their_cost(toml: Loader) -> None:
+def test_two_caches_of_a_model_are_not_batched_together(toml: Loader) -> None:
     (advice,) = describe_config(toml(TEXT)).problems
     assert advice.level == "warning"
     assert str(advice) == (

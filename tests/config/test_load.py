@@ -18,7 +18,7 @@ from tests.config.conftest import Loader
 TOY = '[models.m]\nbackend = "toy"\n'
 
 
-def told(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
+def messages(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
     return [f"{problem.path}: {problem.message}" for problem in error.value.problems]
 
 
@@ -31,7 +31,7 @@ def test_without_files_the_embedded_default_is_loaded(tmp_path: Path) -> None:
     assert (model.backend, model.path) == ("llama_cpp", DEFAULT_MODEL.path)
 
 
-def test_the_embedded_default_stands_aside_for_a_file_with_models(toml: Loader) -> None:
+def test_a_file_with_models_replaces_the_embedded_default(toml: Loader) -> None:
     config = toml(TOY).config
     assert (list(config.models), config.caches, config.routes) == (["m"], {}, [])
 
@@ -42,18 +42,18 @@ def test_a_file_without_models_keeps_the_embedded_default(toml: Loader) -> None:
     assert list(loaded.config.models) == ["smollm2"]
 
 
-def test_environment_goes_over_files_and_the_command_line_over_both(tmp_path: Path) -> None:
+def test_the_environment_overrides_files_and_the_command_line_overrides_both(tmp_path: Path) -> None:
     (tmp_path / "modelyard.toml").write_text('[http]\nport = 1\nhost = "a"\n[log]\nlevel = "error"\n')
     env = {"MODELYARD_HTTP_PORT": "2", "MODELYARD_HTTP_HOST": "b"}
     config = load_config(env=env, cwd=tmp_path, overrides={"http": {"port": 3, "workers": None}}).config
     assert (config.http.port, config.http.host, config.log.level, config.http.workers) == (3, "b", "error", 1)
 
 
-def test_options_left_out_on_the_command_line_are_no_layer(tmp_path: Path) -> None:
+def test_omitted_options_of_the_command_line_are_not_a_source(tmp_path: Path) -> None:
     assert load_config(env={}, cwd=tmp_path, overrides={"http": {"port": None}}).source == ["embedded default"]
 
 
-def test_every_error_is_told_at_once_with_file_path_and_suggestion(toml: Loader, tmp_path: Path) -> None:
+def test_all_errors_are_reported_with_file_path_and_suggestion(toml: Loader, tmp_path: Path) -> None:
     text = """
         htpp = 1
         [http]
@@ -71,19 +71,19 @@ def test_every_error_is_told_at_once_with_file_path_and_suggestion(toml: Loader,
     """
     with pytest.raises(ConfigError) as error:
         toml(text)
-    assert told(error) == [
+    assert messages(error) == [
         "htpp: unknown key. Did you mean 'http'?",
         "http.port: must be a valid integer, unable to parse string as an integer, got 'abc'.",
         "http.prot: unknown key. Did you mean 'port'?",
         "caches.c.n_ctx: must be greater than 0, got 0.",
-        "models.m.spede: unknown key; neither common to all models nor toy's own. Did you mean 'speed'?",
+        "models.m.spede: unknown key; it is neither common to all models nor an option of toy. Did you mean 'speed'?",
         "routes[0].cache: there is no cache 'd'; known: c, m.",
     ]
     assert {problem.source for problem in error.value.problems} == {str(tmp_path / "c.toml")}
     assert str(error.value).splitlines()[0] == f"{tmp_path / 'c.toml'}: htpp: unknown key. Did you mean 'http'?"
 
 
-def test_an_error_speaks_the_style_of_the_file_that_caused_it(tmp_path: Path) -> None:
+def test_an_error_uses_the_names_of_its_source(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(
         json.dumps({"service": {"port": "x"}, "engine": {"models": {"m": {"backend": "toy", "model_path": 5}}}})
     )
@@ -98,7 +98,7 @@ def test_an_error_speaks_the_style_of_the_file_that_caused_it(tmp_path: Path) ->
     }
 
 
-def test_an_error_names_the_one_of_two_files_that_holds_the_value(tmp_path: Path) -> None:
+def test_an_error_names_the_file_that_sets_the_value(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config/settings.json").write_text('{"service": {"port": 1}}')
     (tmp_path / "config/local.json").write_text('{"service": {"port": -1}}')
@@ -113,7 +113,7 @@ def test_a_secret_is_never_quoted(toml: Loader) -> None:
     assert "hush" not in str(error.value)
 
 
-def test_local_settings_win_key_by_key(tmp_path: Path) -> None:
+def test_local_settings_override_single_keys(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     base = {"engine": {"backend": "toy", "models": {"m": {"model_path": "/x", "replicas": 2}, "n": {}}}}
     (tmp_path / "config/settings.json").write_text(json.dumps(base))
@@ -130,7 +130,7 @@ def test_keys_of_the_environment_add_to_those_of_the_file(toml: Loader) -> None:
     assert [(key.name, key.env, key.admin) for key in config.keys] == [("env-admin", "MODELYARD_ADMIN_KEY", True)]
 
 
-def test_an_engine_that_the_build_lacks_is_one_problem_and_no_error(toml: Loader) -> None:
+def test_a_missing_engine_is_one_problem_and_not_an_error(toml: Loader) -> None:
     loaded = toml('[models.m]\nbackend = "llama_cpp"\ngguf_n_ctx = 8\nany = "thing"\n')
     assert [(p.path, p.level) for p in loaded.problems] == [("models.m.backend", "unavailable")]
     assert loaded.problems[0].message == "'llama_cpp' is not one of the engines of this build: bare, toy."
@@ -138,37 +138,33 @@ def test_an_engine_that_the_build_lacks_is_one_problem_and_no_error(toml: Loader
     assert loaded.config.models["m"].n_ctx == 8
 
 
-@pytest.mark.parametrize("name", ["claude-code.toml", "demo.toml", "pool-settings.json"])
-def test_each_example_loads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()  # with the engines that really exist
+def test_each_example_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # use the real engines
     folder = Path(__file__).parents[2] / "configs"
-    assert {file.name for file in folder.iterdir()} >= {name}
-    loaded = load_config(folder / name, env={})
-    lacking = [n for n, model in loaded.config.models.items() if model.backend not in plugins.names("engines")]
-    assert [p.path for p in loaded.problems] == [f"models.{name}.backend" for name in lacking]
-    assert loaded.config.router().resolve("demo-small" if "pool" in name else "claude-haiku", "/v1/messages")
+    names = sorted(file.name for file in folder.iterdir())
+    assert names == ["claude-code.toml", "demo.toml", "pool-settings.json"]
+    for name in names:
+        loaded = load_config(folder / name, env={})
+        missing = [n for n, model in loaded.config.models.items() if model.backend not in plugins.names("engines")]
+        assert [p.path for p in loaded.problems] == [f"models.{model}.backend" for model in missing]
+        assert loaded.config.router().resolve("demo-small" if "pool" in name else "claude-haiku", "/v1/messages")
 
 
-def test_every_file_in_configs_is_tested() -> None:
-    folder = Path(__file__).parents[2] / "configs"
-    assert sorted(file.name for file in folder.iterdir()) == ["claude-code.toml", "demo.toml", "pool-settings.json"]
-
-
-def test_the_example_for_claude_code_sends_haiku_to_the_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_for_claude_code_sends_haiku_to_the_small_cache() -> None:
     router = load_config(Path(__file__).parents[2] / "configs/claude-code.toml", env={}).config.router()
     haiku, sonnet = (router.resolve(name, "/v1/messages") for name in ("claude-3-5-haiku", "claude-sonnet-4"))
     assert (haiku.cache, haiku.window, sonnet.cache, sonnet.window) == ("fast", 8192, "main", 32768)
 
 
-TREES: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
+TABLES: st.SearchStrategy[dict[str, Any]] = st.dictionaries(
     st.sampled_from("abc"),
     st.recursive(st.integers() | st.lists(st.integers()), lambda c: st.dictionaries(st.sampled_from("abc"), c)),
 )
 
 
-@given(TREES, TREES, TREES)
-@settings(deadline=None, max_examples=60)
-def test_the_later_layer_wins_and_merging_again_changes_nothing(a: Any, b: Any, c: Any) -> None:
+@given(TABLES, TABLES, TABLES)
+@settings(deadline=None, max_examples=40)
+def test_later_tables_override_earlier_ones(a: Any, b: Any, c: Any) -> None:
     assert merge_tables(merge_tables(a, b), {}) == merge_tables(a, b)
     assert merge_tables(b, b) == b
     for key, value in c.items():

@@ -18,7 +18,7 @@ def loaded(raw: Any, folder: Path, **env: str) -> LoadedConfig:
     return load_config(Path("c.json"), env=env, cwd=folder)
 
 
-def test_two_spellings_of_one_thing_in_one_file_are_an_error() -> None:
+def test_two_names_of_one_setting_in_one_file_are_an_error() -> None:
     _, (problem,) = normalize_layer("f", {"http": {"port": 1}, "service": {"port": 2}})
     assert str(problem) == "f: service.port: is given twice: http.port means the same. Keep one of them."
     _, (problem,) = normalize_layer("f", {"models": {"m": {"path": "a", "model_path": "b"}}})
@@ -38,17 +38,17 @@ def test_two_spellings_of_one_thing_in_one_file_are_an_error() -> None:
         ({"route": []}, "route: unknown key. Did you mean 'routes'?"),
     ],
 )
-def test_an_unknown_key_says_where_it_may_belong(raw: Any, message: str) -> None:
+def test_an_unknown_key_gets_a_suggestion(raw: Any, message: str) -> None:
     _, (problem,) = normalize_layer("f", raw)
     assert f"{problem.path}: {problem.message}" == message
 
 
-def test_a_reference_to_the_schema_is_no_key() -> None:
+def test_the_schema_reference_of_an_editor_is_ignored() -> None:
     layer, problems = normalize_layer("f", {"$schema": "https://x", "http": {}})
     assert (layer.data, problems) == ({"http": {}}, [])
 
 
-def test_the_named_model_comes_into_being_with_its_tokenizer(tmp_path: Path) -> None:
+def test_model_name_defines_a_model_with_its_tokenizer(tmp_path: Path) -> None:
     raw = {"engine": {"backend": "toy"}, "model": {"model_name": "llama3-8b", "tokenizer_path": "tok"}}
     config = loaded(raw, tmp_path).config
     assert config.default_model == "llama3-8b"
@@ -62,13 +62,13 @@ def test_name_and_tokenizer_may_come_from_different_sources(tmp_path: Path) -> N
     assert (list(config.models), config.models["m"].tokenizer_path) == (["m"], "tok")
 
 
-def test_a_tokenizer_of_nobody_is_an_error(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_model_is_an_error(tmp_path: Path) -> None:
     raw = {"models": {"a": {"backend": "toy"}, "b": {"backend": "toy"}}, "model": {"tokenizer_path": "tok"}}
-    with pytest.raises(ConfigError, match=r"model\.tokenizer_path: whose tokenizer is it"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path: applies to no model"):
         loaded(raw, tmp_path)
 
 
-def test_models_are_enabled_by_where_they_are_defined(tmp_path: Path) -> None:
+def test_the_section_of_a_model_decides_whether_it_is_enabled(tmp_path: Path) -> None:
     raw = {"engine": {"backend": "toy", "models": {"pool": {}, "on": {"enabled": True}}}, "models": {"own": {}}}
     env = {"MODELYARD_ENGINE__MODELS__OWN__REPLICAS": "2", "MODELYARD_MODELS__POOL__REPLICAS": "2"}
     models = loaded(raw, tmp_path, **env).config.models
@@ -95,13 +95,13 @@ def test_a_name_in_the_library_means_llama_cpp(tmp_path: Path, monkeypatch: pyte
     assert loaded({"models": {"m": {"path": "mine"}}}, tmp_path).config.models["m"].backend == "llama_cpp"
 
 
-def test_a_model_without_any_engine_says_what_to_set(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"models\.m\.backend: no engine is named .* Set backend"):
+def test_a_model_without_an_engine_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"models\.m\.backend: no engine is set, .* Set backend"):
         loaded({"models": {"m": {"path": "x"}}}, tmp_path)
 
 
 @pytest.mark.parametrize("raw", [{"models": 5}, {"models": {"m": 5}}, {"caches": []}, {"http": 1}, {"routes": {}}])
-def test_a_section_of_the_wrong_kind_is_an_error_with_its_path(raw: Any, tmp_path: Path) -> None:
+def test_a_section_of_the_wrong_type_is_an_error_with_its_path(raw: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         loaded(raw, tmp_path)
     assert error.value.problems[0].path.startswith(next(iter(raw)))

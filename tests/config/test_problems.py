@@ -6,7 +6,7 @@ from modelyard.config.problems import ConfigPath, ConfigProblem, format_path, su
 
 
 @pytest.mark.parametrize(
-    ("loc", "text"),
+    ("path", "text"),
     [
         (("http", "port"), "http.port"),
         (("routes", 0, "match"), "routes[0].match"),
@@ -14,15 +14,15 @@ from modelyard.config.problems import ConfigPath, ConfigProblem, format_path, su
         ((), ""),
     ],
 )
-def test_a_place_is_spelled_as_in_toml(loc: ConfigPath, text: str) -> None:
-    assert format_path(loc) == text
+def test_a_path_is_written_as_in_toml(path: ConfigPath, text: str) -> None:
+    assert format_path(path) == text
 
 
-def test_a_problem_leaves_out_what_it_does_not_have() -> None:
+def test_a_problem_omits_empty_parts() -> None:
     assert str(ConfigProblem("f", "a.b", "is wrong.")) == "f: a.b: is wrong."
     assert str(ConfigProblem("f", "", "is wrong.")) == "f: is wrong."
 
 
-def test_nothing_near_gives_no_suggestion() -> None:
+def test_no_similar_word_gives_no_suggestion() -> None:
     assert suggest("zzz", ["port", "host"]) == ""
     assert suggest("prt", ["port", "host"]) == " Did you mean 'port'?"

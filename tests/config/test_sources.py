@@ -17,17 +17,17 @@ def write(folder: Path, *names: str) -> list[Path]:
     return files
 
 
-def test_a_named_file_stands_alone(tmp_path: Path) -> None:
+def test_a_named_file_is_the_only_one(tmp_path: Path) -> None:
     write(tmp_path, "config/settings.json", "modelyard.toml", "mine.toml")
     assert find_files(Path("mine.toml"), {"LLM_POOL_SETTINGS_PATH": "x.json"}, tmp_path) == [tmp_path / "mine.toml"]
 
 
-def test_pool_files_go_before_modelyard_toml(tmp_path: Path) -> None:
+def test_pool_files_replace_modelyard_toml(tmp_path: Path) -> None:
     files = write(tmp_path, "config/settings.json", "config/local.json", "modelyard.toml")
     assert find_files(None, {}, tmp_path) == files[:2]
 
 
-def test_modelyard_toml_is_found_last(tmp_path: Path) -> None:
+def test_modelyard_toml_is_found_without_pool_files(tmp_path: Path) -> None:
     assert find_files(None, {}, tmp_path) == []
     files = write(tmp_path, "modelyard.toml")
     assert find_files(None, {}, tmp_path) == files
@@ -43,47 +43,46 @@ def test_variables_replace_the_pool_files(tmp_path: Path) -> None:
     assert find_files(None, env, tmp_path) == [tmp_path / "config/settings.json", tmp_path / "l.json"]
 
 
-def test_a_file_that_a_variable_names_must_exist(tmp_path: Path) -> None:
+def test_a_file_named_by_a_variable_must_exist(tmp_path: Path) -> None:
     (missing, *_) = find_files(None, {"LLM_POOL_SETTINGS_PATH": "gone.json"}, tmp_path)
     with pytest.raises(ConfigError, match=r"gone\.json: there is no such file"):
         read_file(missing)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_an_invalid_file_is_reported_by_name(tmp_path: Path) -> None:
+    cases = [
         ("a.toml", b"[http\n", "is not valid TOML"),
         ("a.json", b'{"a": }', "is not valid JSON: Expecting value: line 1 column 7"),
-        ("a.json", b"[1]", "must hold a table at its top, found list"),
+        ("a.json", b"[1]", "must be a table at the top level, found list"),
         ("a.json", b"\xff\xfe\x00", "is not valid JSON"),
         ("a.json", b"[" * 100_000, "is not valid JSON"),
         ("a.yaml", b"a: 1", r"a configuration is a \.toml or a \.json file"),
-    ],
-)
-def test_a_broken_file_is_told_by_its_name(name: str, content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=message) as error:
-        read_file(tmp_path / name)
-    assert error.value.problems[0].source == str(tmp_path / name)
+    ]
+    for name, content, message in cases:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=message) as error:
+            read_file(tmp_path / name)
+        assert error.value.problems[0].source == str(tmp_path / name)
 
 
-def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+def test_a_folder_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.toml").mkdir()
     with pytest.raises(ConfigError, match="cannot be read"):
         read_file(tmp_path / "a.toml")
 
 
-def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
     assert read_file(tmp_path / "a.json") == {"a": 1}
 
 
+# --- environment variables --------------------------------------------------------------------------------------------
+
 NAMES = DefinedNames(models=["Qwen2.5-7B", "m"], caches=["main"])
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "raw"),
-    [
+def test_a_variable_sets_the_setting_that_its_name_spells() -> None:
+    cases: list[tuple[str, str, Any]] = [
         ("HTTP_PORT", "9", {"http": {"port": "9"}}),
         ("HTTP__PORT", "9", {"http": {"port": "9"}}),
         ("LOG_DEBUG_MAX_BYTES", "9", {"log": {"debug_max_bytes": "9"}}),
@@ -102,16 +101,14 @@ NAMES = DefinedNames(models=["Qwen2.5-7B", "m"], caches=["main"])
         ("MODELS__M__CHAT_TEMPLATE", "{% if x %}", {"models": {"m": {"chat_template": "{% if x %}"}}}),
         ("ROUTES", '[{"cache": "main"}]', {"routes": [{"cache": "main"}]}),
         ("CACHES__MAIN__CACHE_TYPE_K", "q8_0", {"caches": {"main": {"cache_type_k": "q8_0"}}}),
-    ],
-)
-def test_a_name_finds_its_place(name: str, value: str, raw: Any) -> None:
-    found = read_environment({f"MODELYARD_{name}": value}, NAMES)
-    assert (found.raw, found.problems) == (raw, [])
+    ]
+    for name, value, data in cases:
+        found = read_environment({f"MODELYARD_{name}": value}, NAMES)
+        assert (found.data, found.problems) == (data, []), name
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
+def test_an_unknown_variable_is_a_problem() -> None:
+    cases = [
         ("MODELYARD_HTPP_PORT", "Did you mean 'MODELYARD_HTTP_PORT'?"),
         ("MODELYARD_HTTP__PRT", "Did you mean"),
         ("MODELYARD_HTTP__PORT__X", ""),
@@ -120,28 +117,27 @@ def test_a_name_finds_its_place(name: str, value: str, raw: Any) -> None:
         ("MODELYARD_ZZZ", ""),
         ("MODELYARD_", ""),
         ("MODELYARD___", ""),
-    ],
-)
-def test_an_unknown_name_is_a_problem(name: str, hint: str) -> None:
-    found = read_environment({name: "1"}, NAMES)
-    (problem,) = found.problems
-    assert (problem.source, problem.path, problem.level, found.raw) == ("environment", name, "error", {})
-    assert hint in problem.message
+    ]
+    for name, hint in cases:
+        found = read_environment({name: "1"}, NAMES)
+        (problem,) = found.problems
+        assert (problem.source, problem.path, problem.level, found.data) == ("environment", name, "error", {})
+        assert hint in problem.message
 
 
-def test_names_that_are_no_settings_and_empty_values_are_left_alone() -> None:
+def test_other_variables_and_empty_values_are_ignored() -> None:
     others = ["GOLDEN", "CACHE", "WORKER_INDEX", "WORKER_SOCKET", "API_KEY", "ADMIN_KEY"]
     env = {f"MODELYARD_{name}": "x" for name in others} | {"MODELYARD_HTTP_PORT": "", "PATH": "/bin"}
     found = read_environment(env, NAMES)
-    assert (found.raw, found.problems) == ({}, [])
+    assert (found.data, found.problems) == ({}, [])
 
 
-def test_json_for_a_table_joins_values_of_its_fields() -> None:
+def test_a_table_as_json_is_merged_with_variables_of_its_fields() -> None:
     env = {"MODELYARD_MODELS__M": '{"n_ctx": 1}', "MODELYARD_MODELS__M__PARALLEL": "2"}
-    assert read_environment(env, NAMES).raw == {"models": {"m": {"n_ctx": 1, "parallel": "2"}}}
+    assert read_environment(env, NAMES).data == {"models": {"m": {"n_ctx": 1, "parallel": "2"}}}
 
 
-def test_keys_stay_in_their_variables() -> None:
+def test_api_keys_refer_to_their_variables() -> None:
     assert environment_keys({"MODELYARD_API_KEY": "s3cret", "MODELYARD_ADMIN_KEY": ""}) == [
         {"name": "env", "env": "MODELYARD_API_KEY", "admin": False}
     ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.source import builtin, find_template, formats
 from modelyard.prompt.template import ChatTemplate
+from modelyard.prompt.template_source import builtin, find_template, formats
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.docs.pages import DOCS
 from tests.tokenizer import tokenizers_made as made

@@ -151,7 +151,7 @@ async def test_an_upstreams_refusal_keeps_its_meaning_and_is_asked_for_once(
         replies = [await client.post(wire.path, json=wire.body("text")) for wire in WIRES.values()]
     assert tuple(reply.status_code for reply in replies) == statuses
     assert {reply.headers.get("retry-after") for reply in replies} == {retry_after}
-    assert len(up.asked) == 3
+    assert len(up.requests) == 3
 
 
 async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> None:
@@ -161,7 +161,7 @@ async def test_an_upstream_that_breaks_off_is_an_error_in_each_protocol() -> Non
     assert messages[-1].event == "error"
     assert "error" in chat_[-1].data
     assert responses[-1].event == "response.failed"
-    assert len(up.asked) == 3
+    assert len(up.requests) == 3
 
 
 async def test_an_image_arrives_as_data() -> None:
@@ -174,19 +174,19 @@ async def test_an_image_arrives_as_data() -> None:
     ):
         reply = await client.post("/v1/chat/completions", json=body)
         assert reply.json()["choices"][0]["message"]["content"] == "A dot."
-    assert up.asked[0].body["messages"][0]["content"] == content
+    assert up.requests[0].body["messages"][0]["content"] == content
 
 
 async def test_only_what_somebody_chose_is_sampled_with() -> None:
     """An upstream has its own defaults: ours for local models are not forced upon it."""
     async with fake_upstream(Answer(body=chat_stream("Hi"))) as up, gateway(up, decoding={"top_p": 0.5}) as client:
         await client.post("/v1/chat/completions", json=WIRES["chat"].body("text"))
-    assert "temperature" not in up.asked[0].body
-    assert up.asked[0].body["top_p"] == 0.5
+    assert "temperature" not in up.requests[0].body
+    assert up.requests[0].body["top_p"] == 0.5
 
 
 async def test_several_answers_are_several_requests() -> None:
     async with fake_upstream(Answer(body=chat_stream("Hi"))) as up, gateway(up) as client:
         reply = await client.post("/v1/chat/completions", json=WIRES["chat"].body("text", n=2))
     assert [choice["message"]["content"] for choice in reply.json()["choices"]] == ["Hi", "Hi"]
-    assert ["n" in asked.body for asked in up.asked] == [False, False]
+    assert ["n" in asked.body for asked in up.requests] == [False, False]

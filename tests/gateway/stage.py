@@ -17,7 +17,7 @@ from modelyard.core.request import Caller, Message, Request, Text
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.gateway import ChoiceStream, Gateway, Model
 from modelyard.gateway.choices import MultiChoiceStream
-from modelyard.prompt.media import Images
+from modelyard.prompt.images import Images
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.model_definition import define
 from modelyard.telemetry.metrics import Metrics

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from modelyard.http.connection import LimitedConnection
+from modelyard.http.connection import (
+    CoalescingTransport,
+    DisconnectCallbacks,
+    LimitedConnection,
+    WriteCoalescer,
+    cancel_on_disconnect,
+    offer_callbacks,
+    withdraw_callbacks,
+)
 from tests.serving import Served, demo, serving
 
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
@@ -272,3 +281,231 @@ def test_a_connection_without_a_request_closes_quietly(made: Made) -> None:
     connection, transport, _ = made
     connection.connection_lost(None)
     assert transport.closed
+
+
+# Writes are coalesced, and HTTP connections behave as clients expect.
+
+ORIGIN = "https://chat.example"
+ASKED = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]}).encode()
+
+
+@pytest.fixture(scope="module")
+def served_write_coalescer() -> Iterator[Served]:
+    with serving(demo() | {"http": {"cors_enabled": True, "cors_origins": [ORIGIN]}}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Served]:
+    with serving(demo()) as running:
+        yield running
+
+
+def request(*headers: str, version: str = "1.1", path: str = "/v1/chat/completions") -> bytes:
+    lines = [f"POST {path} HTTP/{version}", "Host: localhost", f"Content-Length: {len(ASKED)}", *headers]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + ASKED
+
+
+class Line:
+    """A connection that is read reply by reply."""
+
+    def __init__(self, served_write_coalescer: Served) -> None:
+        host, port = served_write_coalescer.url.removeprefix("http://").split(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
+        self._got = b""
+
+    def __enter__(self) -> Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def reply(self) -> tuple[str, dict[str, str], Any]:
+        while b"\r\n\r\n" not in self._got:
+            self._more()
+        head, _, self._got = self._got.partition(b"\r\n\r\n")
+        first, *rest = head.decode().split("\r\n")
+        if first.startswith("HTTP/1.1 100"):
+            return self.reply()
+        headers = dict(line.split(": ", 1) for line in rest)
+        size = int(headers["content-length"])
+        while len(self._got) < size:
+            self._more()
+        body, self._got = self._got[:size], self._got[size:]
+        return first, headers, json.loads(body)
+
+    def _more(self) -> None:
+        data = self._socket.recv(65536)
+        assert data, "the server closed the connection in the middle of a reply"
+        self._got += data
+
+    @property
+    def is_over(self) -> bool:
+        return not self._got and not self._socket.recv(65536)
+
+
+def test_a_connection_is_kept_alive_after_a_reply(plain: Served) -> None:
+    with Line(plain) as line:
+        for _ in range(3):
+            line.send(request())
+            first, headers, body = line.reply()
+            assert first == "HTTP/1.1 200 OK"
+            assert headers["x-request-id"] == headers["request-id"] == f"req_{body['id'].removeprefix('chatcmpl-')}"
+            assert headers["content-type"] == "application/json"
+            assert body["choices"][0]["message"]["content"] == "Hello there."
+
+
+def test_pipelined_requests_are_answered_in_order(plain: Served) -> None:
+    with Line(plain) as line:
+        line.send(request(path="/apply-template") + request() + request(path="/apply-template"))
+        kinds = [line.reply()[2].get("object", "prompt") for _ in range(3)]
+    assert kinds == ["prompt", "chat.completion", "prompt"]
+
+
+@pytest.mark.parametrize("asked", [request("Connection: close"), request(version="1.0")])
+def test_a_client_that_asks_to_close_sees_the_end(plain: Served, asked: bytes) -> None:
+    with Line(plain) as line:
+        line.send(asked)
+        first, headers, body = line.reply()
+        assert (first, headers["connection"]) == ("HTTP/1.1 200 OK", "close")
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert line.is_over
+
+
+def test_expect_100_continue_is_answered(plain: Served) -> None:
+    with Line(plain) as line:
+        line.send(request("Expect: 100-continue") + request())
+        assert [line.reply()[0] for _ in range(2)] == ["HTTP/1.1 200 OK"] * 2
+
+
+def test_a_middleware_in_between_adds_its_headers(served_write_coalescer: Served) -> None:
+    told = httpx.post(f"{served_write_coalescer.url}/v1/chat/completions", content=ASKED, headers={"origin": ORIGIN})
+    assert told.status_code == 200
+    assert told.headers["access-control-allow-origin"] == ORIGIN
+    assert told.json()["choices"][0]["message"]["content"] == "Hello there."
+
+
+class TransportWriteCoalescer:
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.closed = False
+
+    def write(self, data: bytes) -> None:
+        self.sent.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def coalescing(coalescer: WriteCoalescer | None = None) -> tuple[TransportWriteCoalescer, CoalescingTransport]:
+    wire = TransportWriteCoalescer()
+    return wire, CoalescingTransport(
+        cast(asyncio.Transport, wire), asyncio.get_running_loop(), coalescer or WriteCoalescer()
+    )
+
+
+async def test_writes_of_one_loop_iteration_are_sent_as_one() -> None:
+    wire, line = coalescing()
+    line.write(b"a")
+    line.write(b"b")
+    assert wire.sent == []
+    await asyncio.sleep(0)
+    line.write(b"c")
+    assert wire.sent == [b"ab"]
+    line.close()
+    assert (wire.sent, wire.closed) == ([b"ab", b"c"], True)
+
+
+async def test_nothing_is_written_to_a_connection_that_closes() -> None:
+    wire, line = coalescing()
+    line.close()
+    line.write(b"late")
+    await asyncio.sleep(0)
+    assert (wire.sent, wire.closed) == ([], True)
+
+
+async def test_a_broken_connection_does_not_block_the_others() -> None:
+    coalescer, told = WriteCoalescer(), list[str]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+    (first, one), (broken, two), (last, three) = (coalescing(coalescer) for _ in range(3))
+    broken.write = _break  # type: ignore[method-assign]
+    for line in (one, two, three):
+        line.write(b"a")
+    await asyncio.sleep(0)
+    assert (first.sent, last.sent, told) == ([b"a"], [b"a"], ["no line"])
+
+
+def _break(data: bytes) -> None:
+    raise OSError("no line")
+
+
+# A client disconnect cancels its work, under our server and under any other.
+
+
+class Work:
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+
+
+async def test_a_lost_connection_cancels_the_work_that_is_still_watched():
+    callbacks: DisconnectCallbacks = set()
+    scope: dict[str, Any] = {}
+    offer_callbacks(scope, callbacks)
+    here, gone = Work(), Work()
+    cancel_on_disconnect(scope, never, here)
+    cancel_on_disconnect(scope, never, gone)()
+    for cancel in tuple(callbacks):
+        cancel()
+    assert here.cancelled.is_set()
+    assert not gone.cancelled.is_set()
+
+
+async def test_work_that_starts_after_the_disconnect_is_cancelled() -> None:
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    scope: dict[str, Any] = {}
+    offer_callbacks(scope, set())
+    withdraw_callbacks(scope)
+    work = Work()
+    cancel_on_disconnect(scope, receive, work)
+    await asyncio.wait_for(work.cancelled.wait(), 60)
+
+
+async def test_under_another_server_the_disconnect_message_cancels_the_work():
+    messages = iter([{"type": "http.request"}, {"type": "http.disconnect"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    work = Work()
+    cancel_on_disconnect({}, receive, work)
+    await asyncio.wait_for(work.cancelled.wait(), 60)
+
+
+async def test_work_that_is_no_longer_watched_is_not_cancelled():
+    asked = asyncio.Event()
+
+    async def receive() -> Any:
+        asked.set()
+        await never()
+
+    work = Work()
+    stop_watching = cancel_on_disconnect({}, receive, work)
+    await asyncio.wait_for(asked.wait(), 60)
+    stop_watching()
+    await asyncio.sleep(0)
+    assert not work.cancelled.is_set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from modelyard.core.request import Message, Part, Request, Text, Tool, ToolCall, ToolResult
-from modelyard.prompt.source import builtin, formats
+from modelyard.prompt.template_source import builtin, formats
 from modelyard.prompt.translation import SOURCE
 
 TALKING = tuple(name for name in formats() if SOURCE not in builtin(name))  # one that translates takes no conversation

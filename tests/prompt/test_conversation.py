@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 from modelyard.core.request import Message, Text
-from modelyard.prompt.conversation import Conversation
-from modelyard.prompt.tools import Toolbox
+from modelyard.prompt.render import MessageConverter, ToolDefinitions
 from modelyard.tokenizer.shield import SENTINEL, Shield
 from tests.prompt.histories import ask, call, say
 
 SPECIALS = ("<|im_end|>", "<think>", "</think>")
 SHIELD = Shield(SPECIALS)
-CONVERSATION = Conversation(SPECIALS, Toolbox(SHIELD), SHIELD, images=False)
+CONVERSATION = MessageConverter(SPECIALS, ToolDefinitions(SHIELD), SHIELD, images=False)
 
 
 def test_a_reply_keeps_its_reasoning_tags_and_nothing_else_that_steers() -> None:
@@ -25,7 +24,7 @@ def test_a_spelling_behind_json_escapes_is_found() -> None:
 
 def test_a_spelling_across_two_blocks_is_found() -> None:
     shield = Shield(["a\nb"])
-    conversation = Conversation(("a\nb",), Toolbox(shield), shield, images=False)
+    conversation = MessageConverter(("a\nb",), ToolDefinitions(shield), shield, images=False)
     (entry,) = conversation.entries(ask(say("user", "a", "b")))
     assert entry["content"] == f"a{SENTINEL}\nb"
 

@@ -4,7 +4,7 @@ from ipaddress import ip_address
 
 import pytest
 
-from modelyard.prompt.fetch import is_public, sniff
+from modelyard.prompt.images import is_public, sniff
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])

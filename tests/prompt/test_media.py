@@ -10,7 +10,7 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Request, Text, ToolResult
-from modelyard.prompt.media import Images, pictures
+from modelyard.prompt.images import Images, pictures
 from modelyard.prompt.settings import ImageSettings
 from tests.prompt.picture_server import PNG, PictureServer, serve
 

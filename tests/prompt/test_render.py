@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolReference, ToolResult
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate
+from modelyard.prompt.template_source import builtin
 from modelyard.tokenizer.folder import Ends
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.prompt.histories import TALKING, TOOL, ask, call, result, say

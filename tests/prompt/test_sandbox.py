@@ -5,7 +5,7 @@ import json
 import pytest
 from jinja2.exceptions import SecurityError
 
-from modelyard.prompt.sandbox import MAX_STEPS, Frozen, Steps, environment, spelled, tojson
+from modelyard.prompt.template import MAX_STEPS, Frozen, Steps, environment, spelled, tojson
 
 
 def test_ordinary_arithmetic_and_formatting_still_work() -> None:

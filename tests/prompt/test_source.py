@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.prompt.source import builtin, find_template, formats
 from modelyard.prompt.template import ChatTemplate
+from modelyard.prompt.template_source import builtin, find_template, formats
 
 
 def test_the_order_of_the_sources(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from modelyard.core.events import Block, Finished, Reply, Started, Usage
 from modelyard.core.request import Message, Text, Thinking, ToolCall
 from modelyard.gateway.replay_memory import GeneratedCall, call_ids, generated_calls, restored, with_line_breaks
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate
+from modelyard.prompt.template_source import builtin
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.prompt.histories import TALKING, TOOL, ask, result, say
 from tests.tokenizer import tokenizers_made as made

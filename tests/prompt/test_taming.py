@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.source import builtin
-from modelyard.prompt.taming import TamedTemplate
 from modelyard.prompt.template import ChatTemplate, TemplateRefused
+from modelyard.prompt.template_adapter import AdaptedTemplate
+from modelyard.prompt.template_source import builtin
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from tests.prompt.histories import HISTORIES, TALKING, ask, say
 
@@ -46,7 +46,7 @@ def test_no_template_fails_on_a_history_or_loses_a_word(
 
 
 def steps(source: str) -> list[str]:
-    return [step.__name__ for step in TamedTemplate(ChatTemplate(source)).steps]
+    return [step.__name__ for step in AdaptedTemplate(ChatTemplate(source)).steps]
 
 
 def test_what_a_template_needs_is_found_by_probes() -> None:
@@ -57,7 +57,7 @@ def test_what_a_template_needs_is_found_by_probes() -> None:
 
 
 def test_repr_tells_the_steps() -> None:
-    assert repr(TamedTemplate(ChatTemplate(NINE))) == "<TamedTemplate [short_call_ids]>"
+    assert repr(AdaptedTemplate(ChatTemplate(NINE))) == "<TamedTemplate [short_call_ids]>"
 
 
 def test_a_late_system_message_stays_in_its_place_as_a_reminder(vocab: HuggingFaceTokenizer) -> None:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 from modelyard.core.request import Tool
-from modelyard.prompt.tools import Toolbox, definition, instructions
+from modelyard.prompt.render import ToolDefinitions, definition, instructions
 from modelyard.tokenizer.shield import SENTINEL, Shield
 
-BOX = Toolbox(Shield(["<|im_end|>"]))
+BOX = ToolDefinitions(Shield(["<|im_end|>"]))
 
 
 def test_only_tools_that_the_model_can_call_are_offered() -> None:
@@ -21,7 +21,7 @@ def test_the_same_tools_are_made_once() -> None:
 
 
 def test_memory_of_tool_lists_is_bounded() -> None:
-    box = Toolbox(Shield([]))
+    box = ToolDefinitions(Shield([]))
     first = box.offered([Tool("a")])
     for number in range(100):
         box.offered([Tool(f"tool{number}", "d" * 100_000)])

@@ -7,8 +7,8 @@ import pytest
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Request, Text
 from modelyard.prompt.render import Renderer
-from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate, TemplateRefused
+from modelyard.prompt.template_source import builtin
 from modelyard.prompt.translation import translated
 from modelyard.tokenizer.hf import HuggingFaceTokenizer
 from modelyard.tokenizer.shield import unshield

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from modelyard.core.request import Tool
-from modelyard.prompt.source import builtin
 from modelyard.prompt.template import ChatTemplate
+from modelyard.prompt.template_source import builtin
 from modelyard.scanner.detect import detect
 from modelyard.scanner.formats import load
 from tests.scanner.reading import Heard, calls_of, pieces, scan, text_of, tokens

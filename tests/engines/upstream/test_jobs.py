@@ -1,4 +1,4 @@
-"""Jobs that are somebody else's work: each ends once, whatever becomes of its task."""
+"""Jobs of a forwarding engine: each ends once, however its task ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 from modelyard.core.errors import Cancelled, Incomplete, Internal, Timeout, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, Usage
-from modelyard.engines.upstream.jobs import Jobs, Say
+from modelyard.engines.upstream.jobs import Emit, UpstreamJobs
 
 DONE = Finished("end", Usage())
 
@@ -16,57 +16,57 @@ async def read(generation: object) -> list[Event]:
     return [event async for batch in generation for event in batch]  # type: ignore[attr-defined]
 
 
-async def test_what_is_said_is_heard_and_nothing_after_the_end() -> None:
-    over: list[bool] = []
+async def hang(_: Emit) -> None:
+    await asyncio.Event().wait()
 
-    async def work(say: Say) -> None:
-        over.append(await say([BlockDelta(0, "a")]))
-        over.append(await say([DONE]))
-        over.append(await say([BlockDelta(0, "late")]))
 
-    jobs = Jobs()
-    assert await read(jobs.start(work)) == [BlockDelta(0, "a"), DONE]
-    await jobs.settled()
-    assert over == [False, True, True]
+async def test_events_after_the_end_are_dropped() -> None:
+    has_ended: list[bool] = []
+
+    async def run(emit: Emit) -> None:
+        has_ended.append(await emit([BlockDelta(0, "a")]))
+        has_ended.append(await emit([DONE]))
+        has_ended.append(await emit([BlockDelta(0, "late")]))
+
+    jobs = UpstreamJobs()
+    assert await read(jobs.start(run)) == [BlockDelta(0, "a"), DONE]
+    await jobs.join()
+    assert has_ended == [False, True, True]
     assert len(jobs) == 0
 
 
-async def test_an_answer_that_is_over_no_longer_counts_though_its_task_goes_on() -> None:
-    go = asyncio.Event()
+async def test_finished_answer_does_not_count_while_its_task_continues() -> None:
+    release = asyncio.Event()
 
-    async def work(say: Say) -> None:
-        await say([DONE])
-        await go.wait()
+    async def run(emit: Emit) -> None:
+        await emit([DONE])
+        await release.wait()
 
-    jobs = Jobs()
-    assert await read(jobs.start(work)) == [DONE]
+    jobs = UpstreamJobs()
+    assert await read(jobs.start(run)) == [DONE]
     assert len(jobs) == 0
-    go.set()
-    await jobs.settled()
+    release.set()
+    await jobs.join()
 
 
-async def test_a_silent_end_and_every_kind_of_error_become_a_last_word() -> None:
-    async def silent(say: Say) -> None:
+async def test_missing_end_and_every_kind_of_error_become_a_final_event() -> None:
+    async def silent(_: Emit) -> None:
         pass
 
-    async def ours(say: Say) -> None:
+    async def known(_: Emit) -> None:
         raise Timeout("late")
 
-    async def foreign(say: Say) -> None:
+    async def unknown(_: Emit) -> None:
         raise KeyError("x")
 
-    jobs = Jobs()
-    lasts = [(await read(jobs.start(work)))[-1] for work in (silent, ours, foreign)]
+    jobs = UpstreamJobs()
+    lasts = [(await read(jobs.start(run)))[-1] for run in (silent, known, unknown)]
     errors = [last.error for last in lasts if isinstance(last, Failed)]
     assert [type(error) for error in errors] == [Incomplete, Timeout, Internal]
 
 
-async def hang(say: Say) -> None:
-    await asyncio.Event().wait()
-
-
-async def test_cancelling_before_the_first_step_in_the_middle_and_from_a_thread() -> None:
-    jobs = Jobs()
+async def test_cancel_works_before_the_first_step_later_and_from_a_thread() -> None:
+    jobs = UpstreamJobs()
     early, late, threaded = jobs.start(hang), jobs.start(hang), jobs.start(hang)
     early.cancel()
     await asyncio.sleep(0)
@@ -80,26 +80,26 @@ async def test_cancelling_before_the_first_step_in_the_middle_and_from_a_thread(
     assert len(jobs) == 0
 
 
-async def test_a_refusal_ends_what_runs_and_keeps_the_rest_out() -> None:
-    jobs = Jobs()
+async def test_close_fails_running_and_later_jobs() -> None:
+    jobs = UpstreamJobs()
     running = jobs.start(hang)
     await asyncio.sleep(0)
-    jobs.refuse(Unavailable("gone"))
+    jobs.close(Unavailable("gone"))
     assert await read(running) == await read(jobs.start(hang)) == [Failed(Unavailable("gone"))]
-    await jobs.settled()
+    await jobs.join()
 
 
-async def test_a_reader_that_lags_holds_the_upstream_back() -> None:
-    said: list[int] = []
+async def test_slow_reader_holds_the_upstream_back() -> None:
+    emitted: list[int] = []
 
-    async def work(say: Say) -> None:
+    async def run(emit: Emit) -> None:
         for n in range(5000):
-            await say([BlockDelta(0, str(n))])
-            said.append(n)
-        await say([DONE])
+            await emit([BlockDelta(0, str(n))])
+            emitted.append(n)
+        await emit([DONE])
 
-    generation = Jobs().start(work)
+    generation = UpstreamJobs().start(run)
     for _ in range(10):
         await asyncio.sleep(0)
-    assert len(said) < 1100
+    assert len(emitted) < 1100
     assert len(await read(generation)) == 5001

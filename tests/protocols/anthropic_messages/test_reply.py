@@ -1,4 +1,4 @@
-"""Whole replies: written for clients, read from upstreams."""
+"""Whole replies, written for clients and read from upstreams; token counts and the list of models."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def written(of: Reply, request: Request = REQUEST) -> dict[str, Any]:
     return body
 
 
-def normal(reply: Reply) -> Reply:
-    """What comes back: no time of creation, every thought signed, no call that was cut off."""
+def readable(reply: Reply) -> Reply:
+    """What reads back: no creation time, a signature on all thinking, no incomplete call."""
     blocks = tuple(
         replace(block, part=replace(block.part, signature=block.part.signature or pack_reasoning(block.part.text)))
         if isinstance(block.part, Thinking)
@@ -43,18 +43,18 @@ def normal(reply: Reply) -> Reply:
 
 @settings(deadline=None, max_examples=100)
 @given(strategies.replies(incomplete=True, empty=True))
-def test_a_reply_comes_back_as_it_was(reply: Reply) -> None:
-    assert read_reply(write_reply([reply], REQUEST)) == normal(reply)
+def test_a_reply_reads_back_equal(reply: Reply) -> None:
+    assert read_reply(write_reply([reply], REQUEST)) == readable(reply)
 
 
 @settings(deadline=None, max_examples=50)
 @given(strategies.replies(incomplete=True, empty=True, custom=True, namespaces=True, logprobs=True))
-def test_any_reply_is_written_the_same_way_twice(reply: Reply) -> None:
+def test_writing_a_reply_that_was_read_back_changes_nothing(reply: Reply) -> None:
     once = write_reply([reply], REQUEST)
     assert write_reply([read_reply(once)], REQUEST) == once
 
 
-def test_input_tokens_are_the_uncached_part_only() -> None:
+def test_input_tokens_count_only_uncached_tokens() -> None:
     usage = written(reply(usage=Usage(100, 60, 20, 5)))["usage"]
     assert usage == {
         "input_tokens": 40,
@@ -65,24 +65,22 @@ def test_input_tokens_are_the_uncached_part_only() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("reason", "word"),
-    [
-        ("end", "end_turn"),
-        ("tool_calls", "tool_use"),
-        ("stop_string", "stop_sequence"),
-        ("max_tokens", "max_tokens"),
-        ("window", "model_context_window_exceeded"),
-        ("content_filter", "refusal"),
-    ],
-)
-def test_every_stop_reason_has_its_word(reason: StopReason, word: str) -> None:
-    body = written(reply(reason=reason))
-    assert body["stop_reason"] == word
-    assert read_reply(msgspec.json.encode(body)).finished.reason == reason
+def test_every_stop_reason_has_its_name() -> None:
+    names: dict[StopReason, str] = {
+        "end": "end_turn",
+        "tool_calls": "tool_use",
+        "stop_string": "stop_sequence",
+        "max_tokens": "max_tokens",
+        "window": "model_context_window_exceeded",
+        "content_filter": "refusal",
+    }
+    for reason, name in names.items():
+        body = written(reply(reason=reason))
+        assert body["stop_reason"] == name
+        assert read_reply(msgspec.json.encode(body)).finished.reason == reason
 
 
-def test_the_stop_string_is_named() -> None:
+def test_the_stop_string_is_written() -> None:
     assert written(reply(reason="stop_string", stop="END"))["stop_sequence"] == "END"
     assert written(reply())["stop_sequence"] is None
 
@@ -91,7 +89,7 @@ def test_an_empty_reply_is_one_empty_text() -> None:
     assert written(reply())["content"] == [{"type": "text", "text": ""}]
 
 
-def test_a_call_that_was_cut_off_is_left_out() -> None:
+def test_an_incomplete_call_is_left_out() -> None:
     cut = Block(ToolCall("c", "f", '{"a'), (), complete=False)
     body = written(reply(Block(Text("so")), cut, reason="max_tokens"))
     assert body["content"] == [{"type": "text", "text": "so"}]
@@ -105,12 +103,12 @@ def test_omitted_thinking_travels_in_its_signature() -> None:
     assert read_reply(msgspec.json.encode(body)).thinking == "secret"
 
 
-def test_free_text_calls_are_wrapped_in_an_object() -> None:
+def test_custom_calls_are_wrapped_in_an_object() -> None:
     body = written(reply(Block(ToolCall("c", "patch", 'a "b"', custom=True)), reason="tool_calls"))
     assert body["content"][0]["input"] == {"input": 'a "b"'}
 
 
-def test_an_upstream_reply_with_new_words_is_read() -> None:
+def test_an_upstream_reply_with_unknown_values_is_read() -> None:
     body = {"id": "x", "stop_reason": "bored", "content": [{"type": "smell"}, {"type": "text", "text": "a"}]}
     assert read_reply(msgspec.json.encode(body)) == Reply(
         Started("x", "", 0), (Block(Text("a")),), Finished("end", Usage())
@@ -118,28 +116,28 @@ def test_an_upstream_reply_with_new_words_is_read() -> None:
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"content":5}'])
-def test_an_unreadable_upstream_reply_is_not_the_clients_fault(body: bytes) -> None:
+def test_an_unreadable_upstream_reply_is_incomplete(body: bytes) -> None:
     with pytest.raises(Incomplete, match="the upstream's reply cannot be read"):
         read_reply(body)
 
 
-# Token counts and the list of models.
+# --- token counts and models ----------------------------------------------------------------------------------------
 
 CARDS = [ModelCard(name, 0, 4096) for name in "abcde"]
 
 
-def page(**how: Any) -> tuple[list[str], bool]:
-    body = msgspec.json.decode(write_models(CARDS, **how))
+def page(**query: Any) -> tuple[list[str], bool]:
+    body = msgspec.json.decode(write_models(CARDS, **query))
     ids = [model["id"] for model in body["data"]]
     assert (body["first_id"], body["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
     return ids, body["has_more"]
 
 
-def test_a_count_is_one_number() -> None:
+def test_a_token_count_is_one_number() -> None:
     assert write_count(42) == b'{"input_tokens":42}'
 
 
-def test_a_model_shows_its_window_and_when_it_was_made() -> None:
+def test_a_model_has_its_window_state_and_creation_time() -> None:
     card = ModelCard("org/m", 1_700_000_000, 32768, 4096, "loading", "M", aliases=("x",))
     model = msgspec.json.decode(write_model(card))
     assert (model["type"], model["id"], model["display_name"]) == ("model", "org/m", "M")
@@ -148,7 +146,7 @@ def test_a_model_shows_its_window_and_when_it_was_made() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "ids", "has_more"),
+    ("query", "ids", "has_more"),
     [
         ({}, "abcde", False),
         ({"limit": 1000}, "abcde", False),
@@ -160,11 +158,11 @@ def test_a_model_shows_its_window_and_when_it_was_made() -> None:
         ({"limit": 5, "before_id": "c"}, "ab", False),
     ],
 )
-def test_pages_are_turned_by_id(how: dict[str, Any], ids: str, has_more: bool) -> None:
-    assert page(**how) == (list(ids), has_more)
+def test_models_are_paged_by_id(query: dict[str, Any], ids: str, has_more: bool) -> None:
+    assert page(**query) == (list(ids), has_more)
 
 
-@pytest.mark.parametrize("how", [{"limit": 0}, {"limit": 1001}, {"after_id": "z"}, {"before_id": "z"}])
-def test_a_page_that_cannot_be_found_is_refused(how: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest, match=next(iter(how))):
-        page(**how)
+@pytest.mark.parametrize("query", [{"limit": 0}, {"limit": 1001}, {"after_id": "z"}, {"before_id": "z"}])
+def test_an_invalid_page_is_refused(query: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=next(iter(query))):
+        page(**query)

@@ -1,0 +1,275 @@
+"""Forwarding over a real socket: streams, errors, retries, and clients that leave early."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from modelyard.core.errors import (
+    ContextOverflow,
+    Forbidden,
+    Incomplete,
+    Internal,
+    InvalidRequest,
+    ModelyardError,
+    Overloaded,
+    RateLimited,
+    Timeout,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+from modelyard.core.events import BlockDelta, Event, Failed, Finished
+from modelyard.core.protocol import WireProtocol
+from modelyard.core.request import Request
+from modelyard.engines.upstream import forwarding
+from modelyard.engines.upstream.client import UpstreamAddress
+from modelyard.engines.upstream.forwarding import (
+    RetryableError,
+    RetryPolicy,
+    Upstream,
+    append_fields,
+    map_auth_error,
+    reject_bare_prompts,
+)
+from modelyard.protocols import openai_chat
+from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
+
+PROTOCOL = cast(WireProtocol, openai_chat)
+ADDRESS = UpstreamAddress(name="the upstream of 'm'", base_url="http://x", key_source="the variable 'KEY'")
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    async def emit(self, events: Sequence[Event]) -> bool:
+        self.events += events
+        return isinstance(self.events[-1], Finished | Failed)
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, BlockDelta))
+
+
+def connect(upstream: FakeUpstream, retries: RetryPolicy = RetryPolicy(), **fields: Any) -> Upstream:
+    address = UpstreamAddress(name="the upstream", base_url=upstream.url, **{"timeout": 60.0} | fields)
+    return Upstream(address, retries)
+
+
+async def forward(upstream: FakeUpstream, retries: RetryPolicy = RetryPolicy(), **fields: Any) -> Collector:
+    collector, connected = Collector(), connect(upstream, retries, **fields)
+    try:
+        await connected.stream_chat("/chat/completions", b'{"model":"m"}', PROTOCOL, collector.emit)
+    finally:
+        await connected.close()
+    return collector
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The delays between retries, which do not pass."""
+    found: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        found.append(seconds)
+
+    monkeypatch.setattr(forwarding.asyncio, "sleep", sleep)
+    return found
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+async def test_stream_becomes_events() -> None:
+    async with fake_upstream(Answer(body=chat_stream("Hi", " you"))) as upstream:
+        collector = await forward(upstream, headers={"authorization": "Bearer k"})
+    assert collector.text == "Hi you"
+    assert isinstance(collector.events[-1], Finished)
+    (request,) = upstream.requests
+    assert (request.method, request.path, request.body) == ("POST", "/chat/completions", {"model": "m"})
+    assert request.headers["authorization"] == "Bearer k"
+
+
+async def test_connection_is_reused_after_a_complete_answer() -> None:
+    async with fake_upstream(Answer(body=chat_stream("Hi"))) as upstream:
+        connected = connect(upstream)
+        for _ in range(3):
+            await connected.stream_chat("/x", b"{}", PROTOCOL, Collector().emit)
+        await connected.close()
+    assert (len(upstream.requests), upstream.connections) == (3, 1)
+
+
+async def test_stream_that_stays_open_after_its_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "_DRAIN_S", 0.01)
+    async with fake_upstream(Answer(body=chat_stream("Hi"), hangs=True)) as upstream:
+        collector = await forward(upstream)
+        await upstream.client_left.wait()
+    assert isinstance(collector.events[-1], Finished)
+
+
+async def test_reply_that_is_not_a_stream_becomes_events() -> None:
+    choice = {"index": 0, "message": {"role": "assistant", "content": "whole"}, "finish_reason": "stop"}
+    body = json.dumps({"id": "1", "model": "m", "choices": [choice]}).encode()
+    async with fake_upstream(Answer(body=[body], headers={"content-type": "application/json"})) as upstream:
+        assert (await forward(upstream)).text == "whole"
+
+
+async def test_stream_without_a_final_event_is_incomplete() -> None:
+    async with fake_upstream(Answer(body=chat_stream("Hi")[:1])) as upstream:
+        (last,) = (await forward(upstream)).events[-1:]
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, Incomplete)
+
+
+@pytest.mark.parametrize(
+    "answer", [Answer(body=chat_stream("Hi")[:1], hangs=True), Answer(body=[b": nothing yet\n\n"], hangs=True)]
+)
+async def test_cancelling_closes_the_connection_at_once(answer: Answer) -> None:
+    async with fake_upstream(answer) as upstream:
+        task = asyncio.create_task(forward(upstream))
+        await upstream.hanging.wait()
+        task.cancel()
+        async with asyncio.timeout(60):
+            await upstream.client_left.wait()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_short_request_returns_json() -> None:
+    async with fake_upstream(Answer(200, [b'{"a": 1}']), Answer(404, [b"what?"])) as upstream:
+        connected = connect(upstream)
+        assert await connected.request_json("GET", "/a") == (200, {"a": 1})
+        assert await connected.request_json("POST", "/b", b"[]") == (404, None)
+        await connected.close()
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (error_answer(400), InvalidRequest),
+        (
+            error_answer(
+                400, message="This model's maximum context length is 10 tokens. However, it resulted in 20 tokens"
+            ),
+            ContextOverflow,
+        ),
+        (error_answer(401), Unavailable),
+        (error_answer(403), Unavailable),
+        (error_answer(429, {"retry-after": "9"}), RateLimited),
+        (error_answer(500), Internal),
+        (error_answer(503), Unavailable),
+        (error_answer(504), Timeout),
+        (error_answer(529), Overloaded),
+        (Answer(502, [b"<html>bad gateway</html>"]), Unavailable),
+    ],
+)
+async def test_error_of_the_upstream_keeps_its_meaning(answer: Answer, kind: type[ModelyardError]) -> None:
+    async with fake_upstream(answer) as upstream:
+        with pytest.raises(kind) as caught:
+            await forward(upstream)
+    assert len(upstream.requests) == 1
+    if kind is RateLimited:
+        assert caught.value.retry_after == 9.0
+
+
+async def test_unreachable_upstream_is_named() -> None:
+    async with fake_upstream() as upstream:
+        pass
+    with pytest.raises(Unavailable, match="the upstream cannot be reached"):
+        await forward(upstream)
+
+
+async def test_silent_upstream_times_out() -> None:
+    async with fake_upstream(Answer(body=chat_stream("Hi")[:1], hangs=True)) as upstream:
+        with pytest.raises(Timeout, match="sent nothing for too long"):
+            await forward(upstream, timeout=0.05)
+
+
+def test_rejected_key_is_not_an_error_of_the_client() -> None:
+    for refused in (Unauthenticated("bad key sk-123"), Forbidden("no funds")):
+        error = map_auth_error(refused, ADDRESS)
+        assert isinstance(error, Unavailable)
+        assert error.code == "upstream_auth_failed"
+        assert "sk-123" not in error.message
+    other = RateLimited("slow", retry_after=3)
+    assert map_auth_error(other, ADDRESS) is other
+
+
+# --- retries ----------------------------------------------------------------------------------------------------------
+
+LATER = RateLimited("slow down", retry_after=7.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "has_retry_after", "attempts", "max_retries", "delay"),
+    [
+        (LATER, True, 1, 1, 7.0),
+        (LATER, False, 1, 1, 0.5),
+        (Unavailable("down"), False, 3, 3, 2.0),
+        (Overloaded("full", retry_after=3), True, 1, 2, 3.0),
+        (Timeout("late"), False, 1, 1, 0.5),
+        (LATER, True, 1, 0, None),
+        (LATER, True, 3, 2, None),
+        (RateLimited("much later", retry_after=3600), True, 1, 5, None),
+        (InvalidRequest("bad"), False, 1, 5, None),
+        (Unavailable("key", code="upstream_auth_failed"), False, 1, 5, None),
+    ],
+)
+def test_retry_delay(
+    error: ModelyardError, has_retry_after: bool, attempts: int, max_retries: int, delay: float | None
+) -> None:
+    assert RetryPolicy(max_retries).delay(RetryableError(error, has_retry_after), attempts) == delay
+
+
+async def test_failure_before_the_first_byte_is_retried_after_the_delay_of_the_upstream(delays: list[float]) -> None:
+    busy = error_answer(429, {"retry-after": "4"})
+    async with fake_upstream(busy, busy, Answer(body=chat_stream("Hi"))) as upstream:
+        assert (await forward(upstream, RetryPolicy(2))).text == "Hi"
+    assert len(upstream.requests) == 3
+    assert delays == [4.0, 4.0]
+
+
+async def test_last_error_is_raised_when_the_retries_are_used_up(delays: list[float]) -> None:
+    async with fake_upstream(error_answer(503)) as upstream:
+        with pytest.raises(Unavailable):
+            await forward(upstream, RetryPolicy(2))
+    assert len(upstream.requests) == 3
+    assert delays == [0.5, 1.0]
+
+
+async def test_unreachable_upstream_is_retried(delays: list[float]) -> None:
+    async with fake_upstream() as upstream:
+        pass
+    with pytest.raises(Unavailable):
+        await forward(upstream, RetryPolicy(1))
+    assert delays == [0.5]
+
+
+async def test_failure_after_the_first_byte_is_not_retried(delays: list[float]) -> None:
+    async with fake_upstream(Answer(body=chat_stream("Hi")[:1], breaks=True)) as upstream:
+        with pytest.raises(Unavailable, match="closed the connection"):
+            await forward(upstream, RetryPolicy(3))
+    assert len(upstream.requests) == 1
+    assert delays == []
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+def test_fields_are_appended_to_a_json_body() -> None:
+    assert json.loads(append_fields(b'{"a":1}', {"b": [2], "c": None})) == {"a": 1, "b": [2], "c": None}
+    assert append_fields(b'{"a":1}', {}) == b'{"a":1}'
+
+
+def test_bare_prompts_are_rejected() -> None:
+    reject_bare_prompts(Request(model="m"))
+    with pytest.raises(Unsupported, match="conversations only"):
+        reject_bare_prompts(Request(model="m", prompts=("Once",)))
