@@ -51,7 +51,7 @@ class ModelEndpoints:
         catalog = self._gateway.router.catalog
         entry = catalog.models.get(name) or catalog.models[catalog.aliases[name]]
         state = status[entry.name].state if entry.name in status else "stopped"
-        unknown = self._gateway.models[entry.name].remote and not entry.sized
+        unknown = self._gateway.models[entry.name].remote and not entry.has_window
         window = None if unknown else self._gateway.target(name, "/v1/models").window
         aliases = tuple(entry.aliases) if name == entry.name else ()
         return ModelCard(

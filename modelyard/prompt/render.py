@@ -25,10 +25,10 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.prompt.template import ChatTemplate, Frozen, TemplateFailed, spelled, tojson
+from modelyard.prompt.template import ChatTemplate, Frozen, TemplateFailed, TemplateMessage, spelled, tojson
 from modelyard.prompt.template_adapter import AdaptedTemplate, tools_as_text, used_tool
 from modelyard.prompt.translation import SOURCE, TARGET, translated
-from modelyard.tokenizer.prefix import Cuttable, PrefixTokens
+from modelyard.tokenizer.prefix_cache import Cuttable, PrefixTokens
 from modelyard.tokenizer.shield import Shield, unshield
 
 # The tools on offer, in the shape that templates expect, and in words where a template has no place for them.
@@ -105,8 +105,6 @@ def instructions(tools: Sequence[Frozen]) -> str:
 RAW = "__raw"  # holds arguments that are no JSON object: every template can print a dictionary
 _decode = msgspec.json.Decoder().decode
 
-Entry = dict[str, Any]
-
 
 class MessageConverter:
     """Turns requests into entries. `images`: the template has a place for them; else a word stands there."""
@@ -117,8 +115,8 @@ class MessageConverter:
         self._toolbox = toolbox
         self._images = images
 
-    def entries(self, request: Request) -> list[Entry]:
-        out: list[Entry] = []
+    def entries(self, request: Request) -> list[TemplateMessage]:
+        out: list[TemplateMessage] = []
         names: dict[str, str] = {}
         for message in request.messages:
             if message.role == "assistant":
@@ -129,13 +127,13 @@ class MessageConverter:
                 out.append(self._said(message, request.tools))
         return out
 
-    def _said(self, message: Message, tools: Sequence[Tool]) -> Entry:
-        entry: Entry = {"role": message.role, "content": self._content(message.parts, tools)}
+    def _said(self, message: Message, tools: Sequence[Tool]) -> TemplateMessage:
+        entry: TemplateMessage = {"role": message.role, "content": self._content(message.parts, tools)}
         if message.name:
             entry["name"] = self._shield(message.name)
         return entry
 
-    def _content(self, parts: Sequence[Part], tools: Sequence[Tool]) -> str | list[Entry]:
+    def _content(self, parts: Sequence[Part], tools: Sequence[Tool]) -> str | list[TemplateMessage]:
         if len(parts) == 1 and isinstance(part := parts[0], Text):
             return self._shield(part.text)
         items = list(self._items(parts, tools))
@@ -143,7 +141,7 @@ class MessageConverter:
             return items
         return self._shield("\n".join(item.get("text", "[image]") for item in items))
 
-    def _items(self, parts: Sequence[Part], tools: Sequence[Tool]) -> Iterator[Entry]:
+    def _items(self, parts: Sequence[Part], tools: Sequence[Tool]) -> Iterator[TemplateMessage]:
         for part in parts:
             if isinstance(part, Text):
                 yield {"type": "text", "text": self._shield(part.text)}
@@ -152,7 +150,7 @@ class MessageConverter:
             elif isinstance(part, ToolReference):
                 yield {"type": "text", "text": self._toolbox.announce(part.name, tools)}
 
-    def _results(self, message: Message, names: dict[str, str], tools: Sequence[Tool]) -> Iterator[Entry]:
+    def _results(self, message: Message, names: dict[str, str], tools: Sequence[Tool]) -> Iterator[TemplateMessage]:
         for part in message.parts:
             if isinstance(part, ToolResult):
                 yield {
@@ -164,9 +162,9 @@ class MessageConverter:
             else:
                 yield {"role": "tool", "name": "", "tool_call_id": "", "content": self._content((part,), tools)}
 
-    def _assistant(self, message: Message, names: dict[str, str]) -> Entry:
+    def _assistant(self, message: Message, names: dict[str, str]) -> TemplateMessage:
         shield = self._shield_reply
-        entry: Entry = {"role": "assistant", "content": ""}
+        entry: TemplateMessage = {"role": "assistant", "content": ""}
         texts = [part.text for part in message.parts if isinstance(part, Text)]
         if texts:
             entry["content"] = shield(texts[0] if len(texts) == 1 else "".join(texts))
@@ -179,11 +177,11 @@ class MessageConverter:
             entry["tool_calls"] = [self._call(call) for call in calls]
         return entry
 
-    def _call(self, call: ToolCall) -> Entry:
+    def _call(self, call: ToolCall) -> TemplateMessage:
         function = {"name": self._shield(call.name), "arguments": self._arguments(call)}
         return {"id": self._shield(call.id), "type": "function", "function": function}
 
-    def _arguments(self, call: ToolCall) -> Entry:
+    def _arguments(self, call: ToolCall) -> TemplateMessage:
         text = call.arguments
         if call.custom:
             return {"input": self._shield(text)}
@@ -357,7 +355,7 @@ class Renderer:
     def _find_opening(self, template: ChatTemplate) -> tuple[str, str]:
         """What opens an assistant's turn, from a small prompt with and without it: the token that begins it, and all
         of it where it is no more than that token, a role and a line break."""
-        entries: list[Entry] = [{"role": "user", "content": "probe one"}]
+        entries: list[TemplateMessage] = [{"role": "user", "content": "probe one"}]
         try:
             with_it = template.render({"messages": entries, "tools": None, "add_generation_prompt": True})
             without = template.render({"messages": entries, "tools": None, "add_generation_prompt": False})
@@ -390,7 +388,7 @@ def _switched(template: ChatTemplate, enabled: bool) -> dict[str, Any]:
 
 def _thinking_modes(tamed: AdaptedTemplate) -> tuple[str, ...]:
     """The template has a switch where a small prompt comes out differently with it on and off."""
-    entries: list[Entry] = [{"role": "user", "content": "probe one"}]
+    entries: list[TemplateMessage] = [{"role": "user", "content": "probe one"}]
     variables: dict[str, Any] = {"tools": None, "add_generation_prompt": True}
     if not _switched(tamed.template, True):
         return ("default",)
@@ -401,15 +399,15 @@ def _thinking_modes(tamed: AdaptedTemplate) -> tuple[str, ...]:
     return ("default",) if on == off else ("default", "enabled", "disabled")
 
 
-def _is_prefill(entry: Entry) -> bool:
+def _is_prefill(entry: TemplateMessage) -> bool:
     return entry["role"] == "assistant" and "tool_calls" not in entry and bool(entry["content"])
 
 
-def _is_empty_reply(entry: Entry) -> bool:
+def _is_empty_reply(entry: TemplateMessage) -> bool:
     return entry["role"] == "assistant" and len(entry) == 2 and not entry["content"]
 
 
-def _continued(tamed: AdaptedTemplate, entries: list[Entry], variables: dict[str, Any]) -> str:
+def _continued(tamed: AdaptedTemplate, entries: list[TemplateMessage], variables: dict[str, Any]) -> str:
     """The prompt cut after the last message's text, so that the model goes on where it ends."""
     reply = entries[-1]["content"]
     marked = entries[-1] | {"content": reply + _HERE, "prefix": True}

@@ -24,6 +24,8 @@ from modelyard.core.errors import InvalidRequest
 # here keep an honest mistake or a crude bomb from eating the machine: loops over `range` share one budget a render,
 # repetition and padding are limited, and the caller caps the output.
 
+TemplateMessage = dict[str, Any]  # a message as templates read it: role, content, tool_calls, …
+
 MAX_STEPS = 1_000_000
 MAX_REPEAT = 1_000_000
 MAX_BUILT = 100_000

@@ -9,22 +9,21 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from modelyard.prompt.render import Entry
-from modelyard.prompt.template import ChatTemplate, TemplateFailed, tojson
+from modelyard.prompt.template import ChatTemplate, TemplateFailed, TemplateMessage, tojson
 
-Step = Callable[[list[Entry]], list[Entry]]
+Step = Callable[[list[TemplateMessage]], list[TemplateMessage]]
 
 
-def developer_as_system(entries: list[Entry]) -> list[Entry]:
+def developer_as_system(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     return [entry | {"role": "system"} if entry["role"] == "developer" else entry for entry in entries]
 
 
-def short_call_ids(entries: list[Entry]) -> list[Entry]:
+def short_call_ids(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     """Some templates insist on nine letters and digits."""
     return [_with_short_ids(entry) for entry in entries]
 
 
-def _with_short_ids(entry: Entry) -> Entry:
+def _with_short_ids(entry: TemplateMessage) -> TemplateMessage:
     if "tool_call_id" in entry:
         return entry | {"tool_call_id": _short(entry["tool_call_id"])}
     if "tool_calls" in entry:
@@ -38,10 +37,10 @@ def _short(id: str) -> str:
     return hashlib.blake2b(id.encode("utf-8", "replace"), digest_size=5).hexdigest()[:9]
 
 
-def one_system_first(entries: list[Entry]) -> list[Entry]:
+def one_system_first(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     """Leading system messages become one; later ones stay in their place as a reminder in the user's turn."""
     start = _after_systems(entries)
-    head: list[Entry] = []
+    head: list[TemplateMessage] = []
     for entry in entries[:start]:
         head = [_joined(head[0], entry)] if head else [entry]
     return head + [_reminder(entry) if entry["role"] in _SYSTEM else entry for entry in entries[start:]]
@@ -50,23 +49,23 @@ def one_system_first(entries: list[Entry]) -> list[Entry]:
 _SYSTEM = ("system", "developer")
 
 
-def _after_systems(entries: Sequence[Entry]) -> int:
+def _after_systems(entries: Sequence[TemplateMessage]) -> int:
     return next((at for at, entry in enumerate(entries) if entry["role"] not in _SYSTEM), len(entries))
 
 
-def _reminder(entry: Entry) -> Entry:
+def _reminder(entry: TemplateMessage) -> TemplateMessage:
     return {"role": "user", "content": f"<system-reminder>\n{_text(entry['content'])}\n</system-reminder>"}
 
 
-def user_opens(entries: list[Entry]) -> list[Entry]:
+def user_opens(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     start = _after_systems(entries)
     if start < len(entries) and entries[start]["role"] == "user":
         return entries
     return [*entries[:start], {"role": "user", "content": "(the conversation goes on)"}, *entries[start:]]
 
 
-def one_message_a_turn(entries: list[Entry]) -> list[Entry]:
-    out: list[Entry] = []
+def one_message_a_turn(entries: list[TemplateMessage]) -> list[TemplateMessage]:
+    out: list[TemplateMessage] = []
     for entry in entries:
         if out and entry["role"] == out[-1]["role"] and entry["role"] in ("user", "assistant"):
             out[-1] = _joined(out[-1], entry)
@@ -75,11 +74,11 @@ def one_message_a_turn(entries: list[Entry]) -> list[Entry]:
     return out
 
 
-def tools_as_text(entries: list[Entry]) -> list[Entry]:
+def tools_as_text(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     return [_told(entry) for entry in entries]
 
 
-def _told(entry: Entry) -> Entry:
+def _told(entry: TemplateMessage) -> TemplateMessage:
     if entry["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{_text(entry['content'])}\n</tool_response>"}
     if "tool_calls" not in entry:
@@ -89,7 +88,7 @@ def _told(entry: Entry) -> Entry:
     return {key: value for key, value in entry.items() if key != "tool_calls"} | {"content": content}
 
 
-def system_in_first_user(entries: list[Entry]) -> list[Entry]:
+def system_in_first_user(entries: list[TemplateMessage]) -> list[TemplateMessage]:
     head = one_system_first(entries)
     if not head or head[0]["role"] not in _SYSTEM:
         return head
@@ -119,7 +118,7 @@ LADDER: tuple[Step, ...] = (
 )
 
 
-def _joined(first: Entry, second: Entry) -> Entry:
+def _joined(first: TemplateMessage, second: TemplateMessage) -> TemplateMessage:
     """Two messages of one role as one; nothing of either is lost."""
     both = first | second | {"content": _joined_content(first["content"], second["content"])}
     if "tool_calls" in both:
@@ -129,19 +128,21 @@ def _joined(first: Entry, second: Entry) -> Entry:
     return both
 
 
-def _joined_content(first: str | list[Entry], second: str | list[Entry]) -> str | list[Entry]:
+def _joined_content(
+    first: str | list[TemplateMessage], second: str | list[TemplateMessage]
+) -> str | list[TemplateMessage]:
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}" if first and second else first or second
     return _listed(first) + _listed(second)
 
 
-def _listed(content: str | list[Entry]) -> list[Entry]:
+def _listed(content: str | list[TemplateMessage]) -> list[TemplateMessage]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     return content
 
 
-def _text(content: str | list[Entry]) -> str:
+def _text(content: str | list[TemplateMessage]) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(item.get("text", "[image]") for item in content)
@@ -157,11 +158,11 @@ def _text(content: str | list[Entry]) -> str:
 # by one until it renders.
 
 
-def _say(role: str, content: str) -> Entry:
+def _say(role: str, content: str) -> TemplateMessage:
     return {"role": role, "content": content}
 
 
-def used_tool(call_id: str) -> list[Entry]:
+def used_tool(call_id: str) -> list[TemplateMessage]:
     function = {"name": "probename", "arguments": {"probekey": "probevalue"}}
     call = {"id": call_id, "type": "function", "function": function}
     return [
@@ -181,7 +182,7 @@ _ONE, _TWO, _THREE = _say("user", "probe one"), _say("assistant", "probe two"), 
 _CALLED = ("probe one", "probename", "probevalue", "probe result", "probe two", "probe three")
 
 # step → conversations that need no such step where they come out whole: (entries, texts in their order)
-_PROBES: Mapping[Step, tuple[tuple[list[Entry], tuple[str, ...]], ...]] = {
+_PROBES: Mapping[Step, tuple[tuple[list[TemplateMessage], tuple[str, ...]], ...]] = {
     developer_as_system: (
         ([_say("developer", "probe rule"), _ONE], ("probe rule", "probe one")),
         ([_ONE, _TWO, _say("developer", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),
@@ -214,7 +215,7 @@ class AdaptedTemplate:
     def __repr__(self) -> str:
         return f"<TamedTemplate [{', '.join(step.__name__ for step in self.steps)}]>"
 
-    def _takes(self, entries: list[Entry], texts: Sequence[str]) -> bool:
+    def _takes(self, entries: list[TemplateMessage], texts: Sequence[str]) -> bool:
         used = [_TOOL] if any(entry["role"] == "tool" for entry in entries) else None
         try:
             text = self.template.render({"messages": entries, "tools": used, "add_generation_prompt": True})
@@ -227,13 +228,13 @@ class AdaptedTemplate:
             at += len(wanted)
         return True
 
-    def render(self, entries: list[Entry], variables: Mapping[str, Any]) -> str:
+    def render(self, entries: list[TemplateMessage], variables: Mapping[str, Any]) -> str:
         try:
             return self._render(entries, variables, self.steps)
         except TemplateFailed as error:
             return self._climb(entries, variables, error)
 
-    def _climb(self, entries: list[Entry], variables: Mapping[str, Any], error: TemplateFailed) -> str:
+    def _climb(self, entries: list[TemplateMessage], variables: Mapping[str, Any], error: TemplateFailed) -> str:
         on = set(self.steps)
         for step in LADDER:
             if step in on:
@@ -245,7 +246,7 @@ class AdaptedTemplate:
                 continue
         raise error  # the first one: it is about the conversation as it was sent
 
-    def _render(self, entries: list[Entry], variables: Mapping[str, Any], steps: Sequence[Step]) -> str:
+    def _render(self, entries: list[TemplateMessage], variables: Mapping[str, Any], steps: Sequence[Step]) -> str:
         for step in steps:
             entries = step(entries)
         return self.template.render({**variables, "messages": entries})

@@ -80,7 +80,7 @@ def _model(
         kind=kind,
         remote=remote,
         text=text,
-        sampling=entry.chosen if remote else entry.sampling,
+        sampling=entry.configured_sampling if remote else entry.sampling,
         max_tokens=entry.max_tokens,
         stop=entry.stop,
         show_thinking=entry.show_thinking,

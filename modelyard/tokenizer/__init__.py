@@ -24,7 +24,7 @@ def open_tokenizer(path: Path) -> FileTokenizer:
     """From a GGUF file through llama.cpp, from everything else through `tokenizers`."""
     if path.suffix.lower() == ".gguf":
         return _through_llama(path)
-    from modelyard.tokenizer.hf import HuggingFaceTokenizer
+    from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer.load(path)
 

@@ -1,1 +1,1 @@
-"""The optimizer: measures a model's settings on this machine, explains what it found, and writes the best back."""
+"""`modelyard optimize`: measures a model's settings on this machine, reports the best, and writes them to the file."""

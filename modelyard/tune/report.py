@@ -1,31 +1,37 @@
-"""What a run has found, as values: for the table, the JSON that the workbench shows, and the recommendation."""
+"""The report of an optimization as values for JSON and the workbench, and as text for the terminal."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 
 from modelyard.benchmark.statistics import Interval, ratio_interval
 from modelyard.core.errors import Unavailable
 from modelyard.core.knobs import Goal, Setting, Value
-from modelyard.tune import edit, goals
-from modelyard.tune.goals import Standing
-from modelyard.tune.order import Benched
-from modelyard.tune.run import Run
-from modelyard.tune.search import Found
+from modelyard.tune import goals
+from modelyard.tune.config_writer import toml_fragment
+from modelyard.tune.goals import RankedSetting
+from modelyard.tune.optimizer import Optimizer
+from modelyard.tune.search import ScoreRequest, SearchResult
+from modelyard.tune.trial import EngineBenchResult, Measurement, Outcome, QualityResult
 
 
-class Row(Struct, frozen=True, kw_only=True):
-    """One setting of the table: what it is called, how it did, and how often it was tried."""
+class ReportRow(Struct, frozen=True, kw_only=True):
+    """One setting: its name if it is the best or a baseline, its changes from the current setting, and its means."""
 
     name: str
-    changes: dict[str, Value]  # from the current setting
+    changes: dict[str, Value]
     trials: int
     score: float
     speed: float
@@ -35,13 +41,13 @@ class Row(Struct, frozen=True, kw_only=True):
     slow: bool = False  # for memory: slower than the slack allows
 
 
-class Failed(Struct, frozen=True):
+class FailedSetting(Struct, frozen=True):
     changes: dict[str, Value]
     reason: str
 
 
-class Lost(Struct, frozen=True):
-    """What a way of rounding costs in quality, and whether that is within the bound."""
+class QualityLoss(Struct, frozen=True):
+    """What a kind of rounding costs in quality, and whether that is within the bound."""
 
     values: dict[str, Value]
     perplexity: float
@@ -62,126 +68,125 @@ class Report(Struct, frozen=True, kw_only=True):
     spent_s: float
     trials: int
     grid: int
-    noise: float | None  # of one trial; None where nothing was measured twice
+    noise: float | None  # of one trial; None if nothing was measured twice
     finished: bool
     better: bool
     verdict: str
-    gain: str  # what the best brings, in words; empty where that is not known
+    gain: str  # what the best brings, in words; empty if unknown
     ratio: Interval | None
-    ratios: dict[str, Interval]  # of the best to each baseline, from the proof's rounds
+    ratios: dict[str, Interval]  # of the best to each baseline, from the confirmation
     best: dict[str, Value]
     baselines: dict[str, dict[str, Value]]
     changes: dict[str, Value]
     toml: str
-    rows: tuple[Row, ...]
-    failures: tuple[Failed, ...]
-    losses: tuple[Lost, ...]
+    rows: tuple[ReportRow, ...]
+    failures: tuple[FailedSetting, ...]
+    losses: tuple[QualityLoss, ...]
     left_out: tuple[str, ...]
-    bench: dict[str, Benched] = {}
+    bench: dict[str, EngineBenchResult] = {}
     applied: tuple[str, ...] = ()
 
 
-def report(run: Run, found: Found, *, finished: bool = True) -> Report:
-    subject, plan = run.subject, run.plan
-    names = {setting: name for name, setting in reversed(subject.baselines.items())} | _best(found)
-    changed = subject.changes(found.best)
-    standings = goals.standings(plan.goal, run.figures, run.floor)
-    ratios = _ratios(run, found)
-    gained = gain(plan.goal, found, standings, ratios.get("current"))
+def make_report(run: Optimizer, result: SearchResult, *, finished: bool = True) -> Report:
+    model, plan = run.model, run.plan
+    names = {setting: name for name, setting in reversed(model.baselines.items())}
+    if result.best != result.current:
+        names[result.best] = "best"
+    ranking = goals.rank(plan.goal, run.measurements, run.floor)
+    ratios = _ratios(run, result)
+    gained = gain(plan.goal, result, ranking, ratios.get("current"))
     return Report(
-        model=subject.model,
-        backend=subject.backend,
+        model=model.name,
+        backend=model.backend,
         goal=plan.goal,
         about=goals.ABOUT[plan.goal],
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         machine={"system": platform.system(), "cpu": platform.processor() or platform.machine()},
         budget_s=plan.budget_s,
         spent_s=round(run.spent_s, 1),
-        trials=sum(map(len, run.figures.values())) + len(run.failures),
-        grid=subject.space.size,
-        noise=found.ledger.noise()[0] if found.ledger.knows_noise else None,
+        trials=sum(map(len, run.measurements.values())) + len(run.failures),
+        grid=model.space.size,
+        noise=result.table.noise()[0] if result.table.has_repeats else None,
         finished=finished,
-        better=found.better,
-        verdict=verdict(found, gained, finished=finished, least=plan.rules.least),
+        better=result.better,
+        verdict=verdict(result, gained, finished=finished, min_rounds=plan.rules.min_rounds),
         gain=gained,
         ratio=ratios.get("current"),
         ratios=ratios,
-        best=found.best.values,
-        baselines={name: setting.values for name, setting in subject.baselines.items()},
-        changes=found.best.changes(found.current),
-        toml=edit.fragment({tuple(map(str, loc)): value for loc, value in changed.items()}),
-        rows=tuple(_row(one, names, found.current) for one in standings),
-        failures=tuple(Failed(s.changes(found.current), str(why)) for s, why in run.failures.items()),
-        losses=tuple(_lost(run, rounding) for rounding in run.losses),
-        left_out=tuple(subject.left_out),
-        bench={names.get(setting, "current"): benched for setting, benched in run.benched.items()},
+        best=result.best.values,
+        baselines={name: setting.values for name, setting in model.baselines.items()},
+        changes=result.best.changes(result.current),
+        toml=toml_fragment({tuple(map(str, path)): value for path, value in model.changes(result.best).items()}),
+        rows=tuple(_row(one, names.get(one.setting, ""), result.current) for one in ranking),
+        failures=tuple(FailedSetting(s.changes(result.current), str(why)) for s, why in run.failures.items()),
+        losses=tuple(_quality_loss(run, rounding) for rounding in run.losses),
+        left_out=tuple(model.left_out),
+        bench={names.get(setting, "current"): found for setting, found in run.engine_bench.items()},
     )
 
 
-def _best(found: Found) -> dict[Setting, str]:
-    return {} if found.best == found.current else {found.best: "best"}
-
-
-def gain(goal: Goal, found: Found, standings: Sequence[Standing], ratio: Interval | None) -> str:
-    """What the best brings over the current setting. Less memory may cost speed, within the slack: both are told."""
-    if found.best == found.current:
+def gain(goal: Goal, result: SearchResult, ranking: Sequence[RankedSetting], ratio: Interval | None) -> str:
+    """What the best brings over the current setting. Less memory may cost speed within the slack: both are shown."""
+    if result.best == result.current:
         return ""
-    known = {one.setting: one for one in standings}
-    best, current = known.get(found.best), known.get(found.current)
+    ranked = {one.setting: one for one in ranking}
+    best, current = ranked.get(result.best), ranked.get(result.current)
     if goal == "memory" and best is not None and current is not None:
-        told = f"{best.memory / current.memory:.2f} times the memory, {best.speed / current.speed:.2f} times the speed"
-        return f"{told}; the current settings are slower than --slack allows" if current.slow else told
+        text = f"{best.memory / current.memory:.2f} times the memory, {best.speed / current.speed:.2f} times the speed"
+        return f"{text}; the current settings are slower than --slack allows" if current.slow else text
     return f"{ratio.middle:.2f} times as good" if ratio is not None else ""
 
 
-def verdict(found: Found, gained: str, *, finished: bool, least: int) -> str:
-    if found.best == found.current:
-        return _unchanged(found) if finished else "broken off before anything better"
+def verdict(result: SearchResult, gained: str, *, finished: bool, min_rounds: int) -> str:
+    table = result.table
+    if result.best == result.current:
+        if not finished:
+            return "interrupted before anything better was found"
+        if table.failures and not table.scores:
+            return f"nothing could be measured: {next(iter(table.failures.values()))}"
+        nothing = "nothing better than the current settings was found"
+        return f"{nothing} before the time was up: a longer --budget tries more" if table.out_of_time else nothing
     if not finished:
-        return "broken off: the best so far was not proved"
-    if found.better:
-        return f"better than the current settings beyond the noise: {gained or 'runs where the current does not'}"
-    rounds = len(found.rounds.get(found.best, []))
-    if found.ratio is None or rounds < least:
-        return f"not proved: {rounds} of at least {least} rounds fitted into the time; a longer --budget may show it"
-    return "no difference to the current settings beyond the noise"
+        return "interrupted: the best so far is not confirmed"
+    if result.better:
+        return f"better than the current settings beyond the noise: {gained or 'it runs, the current setting does not'}"
+    rounds = len(result.rounds.get(result.best, []))
+    if result.ratio is None or rounds < min_rounds:
+        return (
+            f"not confirmed: {rounds} of at least {min_rounds} rounds fitted into the time; "
+            "a longer --budget may confirm it"
+        )
+    return "no difference from the current settings beyond the noise"
 
 
-def _unchanged(found: Found) -> str:
-    if found.ledger.failures and not found.ledger.scores:
-        return f"nothing could be measured: {next(iter(found.ledger.failures.values()))}"
-    nothing = "nothing better than the current settings was found"
-    return f"{nothing} before the time was up: a longer --budget tries more" if found.ledger.out_of_time else nothing
+def _ratios(run: Optimizer, result: SearchResult) -> dict[str, Interval]:
+    """Of scores. The ratio to the current setting is the (wider) interval that decided. For memory, ratios are of
+    memory: a score that also penalizes slow settings is not a readable ratio."""
+    found = {name: _ratio(run, result, setting) for name, setting in run.model.baselines.items()}
+    if found.get("current") is not None and run.plan.goal != "memory":
+        found["current"] = _finite(result.ratio)
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
 
 
-def _ratios(run: Run, found: Found) -> dict[str, Interval]:
-    """Of scores; to the current setting it is the interval that was decided by, which is the wider one. Where the goal
-    is memory, of memory: a score that also counts what is too slow is no ratio that anybody could read."""
-    told = {name: _over(run, found, setting) for name, setting in run.subject.baselines.items()}
-    if told.get("current") is not None and run.plan.goal != "memory":
-        told["current"] = _finite(found.ratio)
-    return {name: ratio for name, ratio in told.items() if ratio is not None}
-
-
-def _over(run: Run, found: Found, other: Setting) -> Interval | None:
-    """Round by round; a round that was cut short has no pair."""
-    ours, theirs = found.rounds.get(found.best, []), found.rounds.get(other, [])
+def _ratio(run: Optimizer, result: SearchResult, other: Setting) -> Interval | None:
+    """Round by round; an incomplete round has no counterpart."""
+    ours, theirs = result.rounds.get(result.best, []), result.rounds.get(other, [])
     rounds = min(len(ours), len(theirs))
-    if other == found.best or not rounds:
+    if other == result.best or not rounds:
         return None
     if run.plan.goal == "memory":
-        ours, theirs = ([1 / one.memory for one in run.figures[each][-rounds:]] for each in (found.best, other))
+        ours, theirs = ([1 / one.memory for one in run.measurements[each][-rounds:]] for each in (result.best, other))
     return _finite(ratio_interval(ours[:rounds], theirs[:rounds]))
 
 
 def _finite(ratio: Interval | None) -> Interval | None:
-    """One round alone says nothing of its noise, and JSON knows no infinity."""
+    """The interval of a single round is infinite, which JSON cannot express."""
     return ratio if ratio is not None and ratio.high < float("inf") else None
 
 
-def _row(one: Standing, names: dict[Setting, str], current: Setting) -> Row:
-    return Row(
-        name=names.get(one.setting, ""),
+def _row(one: RankedSetting, name: str, current: Setting) -> ReportRow:
+    return ReportRow(
+        name=name,
         changes=one.setting.changes(current),
         trials=one.trials,
         score=one.score,
@@ -193,23 +198,152 @@ def _row(one: Standing, names: dict[Setting, str], current: Setting) -> Row:
     )
 
 
-def _lost(run: Run, rounding: Setting) -> Lost:
+def _quality_loss(run: Optimizer, rounding: Setting) -> QualityLoss:
     loss = run.losses[rounding]
     within = run.plan.bounds.objection(loss) is None
-    return Lost(rounding.values, loss.perplexity, loss.reference, loss.rise, loss.divergence, within)
+    return QualityLoss(rounding.values, loss.perplexity, loss.reference, loss.rise, loss.divergence, within)
 
 
-def save(told: Report, folder: Path) -> Path:
-    """Where the workbench looks; its newest is the last by name."""
-    stamp = told.at.replace("-", "").replace(":", "")[:15]
-    file = folder / f"{stamp}-{told.model.replace('/', '_')}-{told.goal}.json"
-    write(told, file)
+def save(report: Report, folder: Path) -> Path:
+    """Where the workbench reads reports; the newest is the last by name."""
+    stamp = report.at.replace("-", "").replace(":", "")[:15]
+    file = folder / f"{stamp}-{report.model.replace('/', '_')}-{report.goal}.json"
+    write(report, file)
     return file
 
 
-def write(told: Report, file: Path) -> None:
+def write(report: Report, file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=2) + b"\n")
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     except OSError as error:
         raise Unavailable(f"{file} cannot be written: {error.strerror}") from error
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+_ROWS = 12
+_MIN_WIDTH = 140
+_PHASES = {"baselines": "baseline", "stage": "trying", "pairs": "trying", "confirmation": "confirming"}
+
+
+class TerminalReport:
+    """An `OptimizerObserver`: `err` gets the progress, `out` the result."""
+
+    def __init__(self, goal: Goal, current: Setting, budget_s: float, out: Console, err: Console) -> None:
+        self._goal, self._current, self._budget, self._out, self._err = goal, current, budget_s, out, err
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[left]} left at most · {task.fields[trials]} trials · best: {task.fields[best]}"),
+            console=err,
+            transient=True,
+        )
+        left = format_duration(budget_s)
+        self._task = self._progress.add_task("", total=budget_s, left=left, trials=0, best="not known yet")
+        self._trials = 0
+
+    @contextmanager
+    def progress(self) -> Iterator[None]:
+        with self._progress:
+            yield
+
+    def trial_started(self, request: ScoreRequest, left_s: float) -> None:
+        what = "quality of" if request.quality else _PHASES[request.phase]
+        description = f"{what} {format_changes(request.setting.changes(self._current))}"[:60]
+        done = max(0.0, self._budget - left_s)
+        self._progress.update(self._task, description=description, completed=done, left=format_duration(left_s))
+
+    def trial_ended(self, request: ScoreRequest, outcome: Outcome, best: Setting, *, replayed: bool) -> None:
+        self._trials += not request.quality
+        self._progress.update(self._task, trials=self._trials, best=format_changes(best.changes(self._current)))
+        setting = format_changes(request.setting.changes(self._current))
+        line = f"{request.reason or request.phase}: {setting}: {_outcome_text(outcome)}"
+        line += " (from the history)" if replayed else ""
+        self._err.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True, highlight=False)
+
+    def warning(self, text: str) -> None:
+        self._err.print(f"[yellow]warning[/yellow] {escape(text)}", soft_wrap=True, highlight=False)
+
+    def show(self, report: Report) -> None:
+        out = self._out
+        if not out.is_terminal:  # do not wrap lines in a file
+            out.width = max(out.width, _MIN_WIDTH)
+        out.print(_table(report))
+        for failed in report.failures:
+            out.print(f"[yellow]failed[/yellow] {escape(format_changes(failed.changes))}: {escape(failed.reason)}")
+        for loss in report.losses:
+            bound = "[green]within the bound[/green]" if loss.within else "[yellow]too much: not recommended[/yellow]"
+            rounding = escape(format_changes(loss.values))
+            out.print(f"quality of {rounding}: {_loss_text(loss.rise, loss.divergence)}: {bound}")
+        for name, found in report.bench.items():
+            rates = f"prompt {found.prefill:.0f} tok/s, output {found.decode:.1f} tok/s"
+            out.print(f"llama-bench, {escape(name)}: {rates}")
+        for left in report.left_out:
+            out.print(f"[dim]not tried: {escape(left)}[/dim]")
+        noise = "" if report.noise is None else f" The noise of a trial is {report.noise:.1%}."
+        out.print(
+            f"[dim]{report.trials} trials in {format_duration(report.spent_s)}; a full grid has {report.grid}.{noise} "
+            f"The goal: {goals.ABOUT[report.goal]}.[/dim]",
+            soft_wrap=True,
+        )
+        for name, ratio in report.ratios.items():
+            out.print(f"the best against {name}: {ratio.middle:.2f}× [{ratio.low:.2f}, {ratio.high:.2f}]")
+        colour = "green" if report.better else "yellow"
+        out.print(f"[{colour}]{escape(report.verdict)}[/{colour}]", soft_wrap=True)
+        if report.toml:
+            if not report.better:
+                out.print("[dim]the best so far, not confirmed:[/dim]")
+            out.print(report.toml, markup=False, highlight=False, soft_wrap=True)
+
+
+def format_changes(changes: dict[str, Value]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in changes.items()) or "current settings"
+
+
+def format_duration(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def _outcome_text(outcome: Outcome) -> str:
+    if isinstance(outcome, Measurement):
+        ttft, memory = outcome.ttft_s * 1000, outcome.memory / 2**20
+        return f"{outcome.speed:.1f} tok/s, first token {ttft:.0f} ms, {memory:.0f} MiB"
+    if isinstance(outcome, QualityResult):
+        return _loss_text(outcome.loss.rise, outcome.loss.divergence)
+    return str(outcome)
+
+
+def _loss_text(rise: float, divergence: float | None) -> str:
+    text = f"perplexity {rise:+.2%}"
+    return text if divergence is None else f"{text}, divergence {divergence:.4f}"
+
+
+def _table(report: Report) -> Table:
+    """The best settings, those with names, and the Pareto front."""
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("setting", f"{report.goal}: against current", "tok/s", "first token", "memory", "trials", "front"):
+        table.add_column(column)
+    current = next((row for row in report.rows if row.name == "current" or not row.changes), None)
+    for place, row in enumerate(report.rows):
+        if place < _ROWS or row.name or row.front:
+            name = f"[bold]{escape(row.name)}[/bold] " if row.name else ""
+            table.add_row(
+                name + escape(format_changes(row.changes) if row.changes or not row.name else ""),
+                against_current(row, current, report.goal),
+                f"{row.speed:.1f}",
+                f"{row.ttft_s * 1000:.0f} ms",
+                f"{row.memory / 2**20:.0f} MiB",
+                str(row.trials),
+                "•" if row.front else "",
+            )
+    return table
+
+
+def against_current(row: ReportRow, current: ReportRow | None, goal: Goal) -> str:
+    if row.slow:
+        return "too slow"
+    if current is None:
+        return ""
+    return f"{current.memory / row.memory if goal == 'memory' else row.score / current.score:.2f}×"

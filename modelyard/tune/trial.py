@@ -1,4 +1,7 @@
-"""A trial from the outside: a child process with a limit of time and of memory. Whatever it does, it is a result."""
+"""A trial: one setting measured by a child process with limits of time and memory. Every outcome is a result.
+
+`python -m modelyard.tune.trial_process` is the child; job and outcome cross the process boundary as JSON files.
+"""
 
 from __future__ import annotations
 
@@ -10,83 +13,139 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 import psutil
+from msgspec import Struct
 
+from modelyard.benchmark.workload import Workload
+from modelyard.core.knobs import Loss
 from modelyard.processes.child_process import ChildProcess, describe_exit
-from modelyard.tune.order import Failure, Order, Outcome
 
-_LOOK_S = 0.05  # between two looks at what it takes: about the time in which 100 MB can be filled
-_WORDS = 3  # of its last lines, to explain a death
+FailureKind = Literal["crash", "hang", "memory", "refused", "errors"]
+
+_POLL_S = 0.05  # between two looks at the memory: about the time in which 100 MB can be filled
+_LOG_LINES = 3  # of the child's output that explain a crash
+_KIND_TEXTS: dict[FailureKind, str] = {
+    "crash": "the process died",
+    "hang": "not finished in time",
+    "memory": "out of memory",
+    "refused": "it cannot be loaded",
+    "errors": "its requests failed",
+}
 
 
-class Limits(msgspec.Struct, frozen=True):
+class TrialJob(Struct, frozen=True, kw_only=True):
+    """Measure one model with this workload; with a `reference`, the quality loss against it instead.
+
+    `config` and `reference` hold this one model and its caches.
+    """
+
+    config: dict[str, Any]
+    model: str
+    workload: Workload
+    conversations: int = 1
+    seed: int = 0
+    key: str = ""
+    answer_s: float = 600.0  # time limit of one answer
+    reference: dict[str, Any] | None = None
+    bench: bool = False  # run the engine's own benchmark program instead
+
+
+class TrialLimits(Struct, frozen=True):
     seconds: float
     memory: int | None = None
 
 
-def command(order: Path, answer: Path) -> list[str]:
-    return [sys.executable, "-m", "modelyard.tune.child", str(order), str(answer)]
+class Measurement(Struct, frozen=True, kw_only=True, tag="figures"):
+    """`speed` is tokens per second: of one stream, or of all streams together if there are several."""
+
+    speed: float
+    ttft_s: float
+    answer_s: float
+    memory: int
+    load_s: float = 0.0
+    wall_s: float = 0.0  # of all answers of the trial
 
 
-async def run(
-    order: Order,
-    limits: Limits,
-    command: Callable[[Path, Path], list[str]] = command,
+class TrialFailure(Struct, frozen=True, tag="failure"):
+    kind: FailureKind
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{_KIND_TEXTS[self.kind]}: {self.reason}"
+
+
+class QualityResult(Struct, frozen=True, tag="loss"):
+    loss: Loss
+
+
+class EngineBenchResult(Struct, frozen=True, tag="bench"):
+    """What the engine's own benchmark reports: prompt and output tokens per second."""
+
+    prefill: float
+    decode: float
+
+
+Outcome = Measurement | TrialFailure | QualityResult | EngineBenchResult
+
+
+def child_command(job: Path, outcome: Path) -> list[str]:
+    return [sys.executable, "-m", "modelyard.tune.trial_process", str(job), str(outcome)]
+
+
+async def run_trial(
+    job: TrialJob,
+    limits: TrialLimits,
+    command: Callable[[Path, Path], list[str]] = child_command,
     clock: Callable[[], float] = time.monotonic,
 ) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="modelyard-trial-") as folder:
-        told, answer = Path(folder) / "order.json", Path(folder) / "answer.json"
-        told.write_bytes(msgspec.json.encode(order))
-        child = await ChildProcess.start(command(told, answer), dict(os.environ))
+        job_file, outcome_file = Path(folder) / "job.json", Path(folder) / "outcome.json"
+        job_file.write_bytes(msgspec.json.encode(job))
+        child = await ChildProcess.start(command(job_file, outcome_file), dict(os.environ))
         try:
-            failure = await _watch(child, limits, clock)
+            failure = await _wait(child, limits, clock)
         finally:
-            _kill(child)
+            if not child.ended.done():
+                _kill_group(child.pid)
             code = await asyncio.shield(child.ended)
         if failure is not None:
             return failure
-        return _read(answer) or _death(child, code)
+        if outcome_file.is_file():
+            return msgspec.json.decode(outcome_file.read_bytes(), type=Outcome)
+        if code == -signal.SIGKILL:
+            return TrialFailure("memory", "the system killed it, as it does when memory runs out")
+        output = child.log.tail(_LOG_LINES)
+        return TrialFailure("crash", f"it {describe_exit(code)}" + (f": {output}" if output else ""))
 
 
-async def _watch(child: ChildProcess, limits: Limits, clock: Callable[[], float]) -> Failure | None:
-    """Until it ends by itself, or for too long, or with too much memory."""
+async def _wait(child: ChildProcess, limits: TrialLimits, clock: Callable[[], float]) -> TrialFailure | None:
+    """Until it ends, or exceeds a limit."""
     deadline = clock() + limits.seconds
     while not child.ended.done():
         if clock() > deadline:
-            return Failure("hang", f"stopped after {limits.seconds:.0f} s")
-        taken = resident(child.pid)
-        if limits.memory is not None and taken > limits.memory:
-            return Failure("memory", f"stopped at {taken / 2**20:.0f} MiB")
-        await asyncio.wait({child.ended}, timeout=_LOOK_S)
+            return TrialFailure("hang", f"stopped after {limits.seconds:.0f} s")
+        used = resident_bytes(child.pid)
+        if limits.memory is not None and used > limits.memory:
+            return TrialFailure("memory", f"stopped at {used / 2**20:.0f} MiB")
+        await asyncio.wait({child.ended}, timeout=_POLL_S)
     return None
 
 
-def resident(pid: int) -> int:
-    """Bytes of RAM that a process and its children hold."""
+def resident_bytes(pid: int) -> int:
+    """Of a process and its children; 0 if it has ended."""
     try:
         process = psutil.Process(pid)
         return sum(one.memory_info().rss for one in [process, *process.children(recursive=True)])
     except psutil.Error:
-        return 0  # it ended while we looked
+        return 0
 
 
-def _kill(child: ChildProcess) -> None:
-    """With all that it started: it has a session of its own."""
-    if not child.ended.done():
-        try:
-            os.killpg(child.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-
-
-def _read(answer: Path) -> Outcome | None:
-    return msgspec.json.decode(answer.read_bytes(), type=Outcome) if answer.is_file() else None
-
-
-def _death(child: ChildProcess, code: int) -> Failure:
-    words = child.log.tail(_WORDS)
-    if code == -signal.SIGKILL:
-        return Failure("memory", "the system killed it, as it does when memory runs out")
-    return Failure("crash", f"it {describe_exit(code)}" + (f": {words}" if words else ""))
+def _kill_group(pid: int) -> None:
+    """With its children: it leads a process group."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from bench.smollm import build_tokenizer, write_folder
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 
 
 def metadata(**changed: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import re
 from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin, find_template, formats
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.docs.pages import DOCS
 from tests.tokenizer import tokenizers_made as made
 

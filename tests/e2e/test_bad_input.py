@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from modelyard.prompt.render import Renderer
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
-from modelyard.tokenizer.prefix import PrefixTokens
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from modelyard.tokenizer.prefix_cache import PrefixTokens
 from tests.e2e.shapes import VALID, refusal
 from tests.serving import Served, demo, serving
 

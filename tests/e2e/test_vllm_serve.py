@@ -16,7 +16,7 @@ from tests.e2e.servers import is_idle, streaming, until
 from tests.e2e.test_llama_server import count, is_content, kill, serving_well
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
-from tests.engines.vllm_serve.helpers import fake_vllm, mood, noted
+from tests.engines.vllm_serve.helpers import behaviour, fake_vllm, recorded
 from tests.serving import Served
 
 WINDOW = 64
@@ -104,7 +104,7 @@ def _pids(served: Served) -> list[Any]:
 
 def test_one_load_may_have_settings_of_its_own(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    with serving_well(config(vllm_serve_env=mood("", notes), enabled=False)) as served:
+    with serving_well(config(vllm_serve_env=behaviour("", notes), enabled=False)) as served:
         wrong = httpx.post(served.url + "/v1/admin/models/demo/load", json={"vllm_serve_binary": "/bin/sh"})
         assert wrong.status_code == 400
         assert wrong.json()["error"]["code"] == "override_not_allowed"
@@ -112,13 +112,13 @@ def test_one_load_may_have_settings_of_its_own(tmp_path: Path) -> None:
         reply = httpx.post(served.url + "/v1/admin/models/demo/load", json=asked, timeout=60)
         assert reply.status_code < 300, reply.text
         until(lambda: served.status("demo").state == "ready", "the model is loaded")
-        (argv,) = noted(notes, "argv")
+        (argv,) = recorded(notes, "argv")
         told = {"--max-model-len": "48", "--kv-cache-dtype": "fp8", "--speculative-config": '{"method":"mtp"}'}
         assert {flag: argv[argv.index(flag) + 1] for flag in told} == told
 
 
 def test_a_model_that_cannot_be_loaded_fails_alone_with_the_programs_reason() -> None:
-    with serving_well(config(vllm_serve_env=mood("stillborn"))) as served:
+    with serving_well(config(vllm_serve_env=behaviour("stillborn"))) as served:
         until(lambda: served.status("demo").state == "failed", "the load has failed")
         reply = httpx.post(served.url + "/v1/chat/completions", json=CHAT.body("Hello!"))
         assert reply.status_code == 503

@@ -7,12 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.core.request import Image, Reasoning, Request, Text, Thinking, Tool, ToolCall, ToolReference, ToolResult
-from modelyard.prompt.render import Renderer
+from modelyard.core.request import (
+    Image,
+    Message,
+    Reasoning,
+    Request,
+    Text,
+    Thinking,
+    Tool,
+    ToolCall,
+    ToolReference,
+    ToolResult,
+)
+from modelyard.prompt.render import MessageConverter, Renderer, ToolDefinitions, definition, instructions
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin
 from modelyard.tokenizer.folder import Ends
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
+from modelyard.tokenizer.shield import SENTINEL, Shield
 from tests.prompt.histories import TALKING, TOOL, ask, call, result, say
 from tests.tokenizer import tokenizers_made as made
 
@@ -296,3 +308,86 @@ def test_what_stands_between_a_text_and_its_call_is_known(name: str) -> None:
     rest = renderer.apply(history).text.partition("Looking.")[2]
     assert rest.startswith(renderer.separator)
     assert not rest.removeprefix(renderer.separator)[0].isspace()
+
+
+SPECIALS = ("<|im_end|>", "<think>", "</think>")
+SHIELD = Shield(SPECIALS)
+CONVERSATION = MessageConverter(SPECIALS, ToolDefinitions(SHIELD), SHIELD, images=False)
+
+
+def test_a_reply_keeps_its_reasoning_tags_and_nothing_else_that_steers() -> None:
+    (entry,) = CONVERSATION.entries(ask(say("assistant", "<think>a</think>b<|im_end|>")))
+    assert entry["content"] == f"<think>a</think>b<{SENTINEL}|im_end|>"
+    (entry,) = CONVERSATION.entries(ask(say("user", "<think>")))
+    assert entry["content"] == f"<{SENTINEL}think>"
+
+
+def test_a_spelling_behind_json_escapes_is_found() -> None:
+    (entry,) = CONVERSATION.entries(ask(say("assistant", call(arguments='{"path": "\\u003c|im_end|>"}'))))
+    assert entry["tool_calls"][0]["function"]["arguments"] == {"path": f"<{SENTINEL}|im_end|>"}
+
+
+def test_a_spelling_across_two_blocks_is_found() -> None:
+    shield = Shield(["a\nb"])
+    conversation = MessageConverter(("a\nb",), ToolDefinitions(shield), shield, images=False)
+    (entry,) = conversation.entries(ask(say("user", "a", "b")))
+    assert entry["content"] == f"a{SENTINEL}\nb"
+
+
+def test_blocks_of_a_message_are_lines_and_its_name_goes_along() -> None:
+    message = Message("user", (Text("one"), Text("two")), name="Ann")
+    assert CONVERSATION.entries(ask(message)) == [{"role": "user", "content": "one\ntwo", "name": "Ann"}]
+
+
+def test_an_empty_message_is_empty_text() -> None:
+    assert CONVERSATION.entries(ask(say("user"), say("assistant"))) == [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+BOX = ToolDefinitions(Shield(["<|im_end|>"]))
+
+
+def test_only_tools_that_the_model_can_call_are_offered() -> None:
+    tools = [Tool("a"), Tool("b", deferred=True), Tool("c", kind="server"), Tool("d", kind="custom")]
+    offered = BOX.offered(tools)
+    assert [tool["function"]["name"] for tool in offered] == ["a", "d"]
+    assert offered[0]["function"]["parameters"] == {"type": "object", "properties": {}}
+    assert offered[1]["function"]["parameters"]["required"] == ["input"]
+
+
+def test_the_same_tools_are_made_once() -> None:
+    assert BOX.offered([Tool("a", "x")]) is BOX.offered([Tool("a", "x")])
+    assert BOX.offered([Tool("a", "x")]) is not BOX.offered([Tool("a", "y")])
+
+
+def test_memory_of_tool_lists_is_bounded() -> None:
+    box = ToolDefinitions(Shield([]))
+    first = box.offered([Tool("a")])
+    for number in range(100):
+        box.offered([Tool(f"tool{number}", "d" * 100_000)])
+    assert box.offered([Tool("a")]) == first
+    assert box.offered([Tool("a")]) is not first
+
+
+def test_definitions_are_shielded_everywhere() -> None:
+    tool = Tool("a", "say <|im_end|>", {"properties": {"<|im_end|>": {"enum": ["<|im_end|>"]}}})
+    text = instructions(BOX.offered([tool]))
+    assert "<|im_end|>" not in text
+    assert text.count(SENTINEL) == 3
+
+
+def test_a_reference_to_a_tool_that_nobody_sent_is_told() -> None:
+    assert "missing" in BOX.announce("missing", [])
+    assert '"name": "late"' in BOX.announce("late", [Tool("late", deferred=True)])
+
+
+def test_a_custom_tools_grammar_is_told_in_words() -> None:
+    told = definition(
+        Tool("d", "Edits.", kind="custom", grammar={"syntax": "lark", "definition": "start: A\n"}), Shield([])
+    )
+    assert told["function"]["description"] == "Edits.\nThe input is text of this form (lark):\nstart: A"
+    for grammar in (None, {}, {"definition": 7}):
+        plain = definition(Tool("d", "Edits.", kind="custom", grammar=grammar), Shield([]))
+        assert plain["function"]["description"] == "Edits."

@@ -10,7 +10,7 @@ from modelyard.prompt.render import Renderer
 from modelyard.prompt.template import ChatTemplate, TemplateRefused
 from modelyard.prompt.template_source import builtin
 from modelyard.prompt.translation import translated
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.shield import unshield
 
 

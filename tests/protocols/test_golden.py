@@ -16,7 +16,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_missing_file_fails_with_what_to_do() -> None:
+def test_a_missing_file_fails_with_a_remedy() -> None:
     with pytest.raises(pytest.fail.Exception, match="MODELYARD_GOLDEN=write"):
         golden.check_golden("p", "a", b"x")
 

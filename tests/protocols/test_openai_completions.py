@@ -60,7 +60,7 @@ def test_every_field_is_read() -> None:
     assert request.constraint is not None
 
 
-def test_what_cannot_be_done_is_a_warning() -> None:
+def test_unsupported_fields_are_warnings() -> None:
     request = read(prompt=[1, 2], echo=True, best_of=3)
     assert request.echo
     assert [warning.split(":")[0] for warning in request.warnings] == ["best_of_ignored", "echo_ignored"]
@@ -80,23 +80,23 @@ def test_what_cannot_be_done_is_a_warning() -> None:
         ({"max_tokens": -5}, "max_tokens"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read(**fields)
     assert caught.value.param == param
 
 
-def test_the_reply_is_written_to_the_letter() -> None:
+def test_the_reply_matches_its_golden_file() -> None:
     events = answer(text(0, "Hi"), reason="stop_string", stop="END")
     check_golden("openai_completions", "reply_text", openai_completions.write_reply([collect_reply(events)], ONE))
 
 
-def test_the_stream_is_written_to_the_letter() -> None:
+def test_the_stream_matches_its_golden_file() -> None:
     asked = Request(model="tiny", prompts=("Say hi",), stream=True, include_usage=True, echo=True)
     check_golden("openai_completions", "stream_text", stream(answer(text(0, "Hi", "!"), reason="max_tokens"), asked))
 
 
-def test_logprobs_have_their_old_shape_and_count_from_the_echo() -> None:
+def test_logprob_offsets_start_after_the_echo() -> None:
     asked = Request(model="tiny", prompts=("abc",), echo=True, logprobs=2)
     choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(SCORED)], asked))["choices"][0]
     assert choice["text"] == "abcHi!"
@@ -108,14 +108,14 @@ def test_logprobs_have_their_old_shape_and_count_from_the_echo() -> None:
     }
 
 
-def test_streamed_logprobs_go_on_counting() -> None:
+def test_streamed_logprob_offsets_continue() -> None:
     data = stream(SCORED, Request(model="tiny", prompts=("abc",), stream=True, logprobs=0))
     told = [msgspec.json.decode(e.data)["choices"][0] for e in SseParser().feed(data)[:-1]]
     assert [choice["logprobs"] and choice["logprobs"]["text_offset"] for choice in told] == [[0, 1], [2], None]
     assert told[0]["logprobs"]["top_logprobs"] is None
 
 
-def test_choices_count_over_prompts_and_answers() -> None:
+def test_choices_are_indexed_over_prompts_and_answers() -> None:
     asked = Request(model="tiny", prompts=("a", "b"), n=2, echo=True)
     prompts = (Usage(1, 0, 5), Usage(1, 0, 6), Usage(10, 0, 7), Usage(10, 0, 8))
     replies = [collect_reply([STARTED, *text(0, str(i)), Finished("end", usage)]) for i, usage in enumerate(prompts)]
@@ -124,7 +124,7 @@ def test_choices_count_over_prompts_and_answers() -> None:
     assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (11, 26)
 
 
-def test_several_streams_share_one_id_and_add_up_their_usage() -> None:
+def test_choices_share_one_id_and_their_usage_is_added() -> None:
     asked = Request(model="tiny", prompts=("a", "b"), stream=True, include_usage=True)
     writer = openai_completions.writer(asked, "trace")
     data = b""
@@ -136,7 +136,7 @@ def test_several_streams_share_one_id_and_add_up_their_usage() -> None:
     assert (told[-1]["usage"]["prompt_tokens"], told[-1]["usage"]["completion_tokens"]) == (11, 4)
 
 
-def test_whatever_kind_a_block_is_its_text_is_the_answer() -> None:
+def test_the_text_of_every_block_kind_is_part_of_the_answer() -> None:
     events = answer(thinking(0, "hm "), text(1, "Hi "), call(2, "a", "f", "{}"), reason="tool_calls")
     choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(events)], ONE))["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("hm Hi {}", "stop")
@@ -144,12 +144,12 @@ def test_whatever_kind_a_block_is_its_text_is_the_answer() -> None:
     assert "".join(part["text"] for part in told) == "hm Hi {}"
 
 
-def test_after_an_error_nothing_follows() -> None:
+def test_nothing_follows_an_error() -> None:
     data = stream([STARTED, BlockStart(0, "text"), Failed(Unavailable("lost")), BlockDelta(0, "x")], ONE)
     assert [msgspec.json.decode(e.data)["error"]["code"] for e in SseParser().feed(data)] == ["engine_unavailable"]
 
 
-def test_a_stream_that_broke_off_never_looks_done() -> None:
+def test_an_incomplete_stream_ends_with_an_error() -> None:
     assert b"incomplete_stream" in stream([STARTED], ONE)
     assert b"incomplete_stream" in stream([], ONE)
     assert b"[DONE]" not in stream([STARTED], ONE)
@@ -159,7 +159,7 @@ def test_a_keepalive_is_a_comment() -> None:
     assert openai_completions.writer(ONE, "t").keepalive().startswith(b": ")
 
 
-def test_overflow_blames_the_prompt() -> None:
+def test_an_overflow_names_the_prompt_field() -> None:
     told = openai_completions.write_error(ContextOverflow(40, 32), trace="t")
     assert told.status == 400
     assert msgspec.json.decode(told.body)["error"]["param"] == "prompt"

@@ -44,7 +44,7 @@ def test_inputs_are_texts_or_token_ids() -> None:
         ({"input": 5}, "input", "got `int`"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], param: str, words: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         read(**fields)
     assert caught.value.param == param
@@ -67,7 +67,7 @@ def test_base64_holds_little_endian_floats() -> None:
     assert list(struct.unpack("<3f", base64.b64decode(packed))) == VECTOR
 
 
-def test_fewer_dimensions_keep_length_one() -> None:
+def test_truncated_vectors_are_normalized() -> None:
     assert written(read(dimensions=2), VECTOR)["data"][0]["embedding"] == [0.6, 0.8]
     assert written(read(dimensions=1), [0.0, 1.0])["data"][0]["embedding"] == [0.0]
 
@@ -78,6 +78,6 @@ def test_more_dimensions_than_the_model_has_are_refused() -> None:
     assert caught.value.param == "dimensions"
 
 
-def test_overflow_blames_the_input() -> None:
+def test_an_overflow_names_the_input_field() -> None:
     told = openai_embeddings.write_error(ContextOverflow(40, 32), trace="t")
     assert msgspec.json.decode(told.body)["error"]["param"] == "input"

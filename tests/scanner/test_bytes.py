@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer as HfTokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as HfTokenizer
 
 import modelyard.engines.fake
 from modelyard.core.engine import Piece
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.scanner.formats import load, names
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.scanner.reading import Heard, calls_of, scan, tokens
 from tests.scanner.test_cases import CASES, expected, options_of, read_cases, summary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.tokenizer import tokenizers_made as made
 
 

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 
 from modelyard.core.engine import IdLogprob
 from modelyard.core.tokenizer import Detokenizer
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer import detokenize
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.tokenizer import tokenizers_made as made
 
 BYTES = HuggingFaceTokenizer.from_text(made.byte_level())
@@ -84,3 +89,32 @@ def test_the_slow_path_flags_control_tokens_and_keeps_the_words_apart() -> None:
     pieces = WORDS.detokenizer().feed(ids)
     assert [p.text for p in pieces if p.special] == ["[SEP]"]
     assert "".join(p.text for p in pieces if not p.special) == WORDS.decode(ids, specials=False)
+
+
+def test_the_alphabet_has_a_character_for_each_byte() -> None:
+    assert sorted(detokenize.BYTE_OF.values()) == list(range(256))
+    assert set(detokenize.BYTE_OF) == set(pre_tokenizers.ByteLevel.alphabet())
+
+
+def test_spellings_become_bytes() -> None:
+    assert detokenize.byte_level("Ġfox") == b" fox"
+    assert detokenize.byte_level("｜x") == "｜x".encode()
+    assert detokenize.sentencepiece("▁fox", True) == b" fox"
+    assert detokenize.sentencepiece("<0xE2>", True) == b"\xe2"
+    assert detokenize.sentencepiece("<0xE2>", False) == b"<0xE2>"
+
+
+@pytest.mark.parametrize(
+    ("decoder", "family"),
+    [
+        (None, "other"),
+        ({"type": "ByteLevel"}, "byte_level"),
+        ({"type": "WordPiece"}, "other"),
+        ({"type": "Metaspace", "replacement": "▁"}, "sentencepiece"),
+        ({"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}, "sentencepiece"),
+        ({"type": "Replace", "pattern": {"String": "_"}, "content": " "}, "other"),
+        ({"type": "Sequence", "decoders": []}, "other"),
+    ],
+)
+def test_the_family_is_told_by_the_decoder(decoder: dict[str, Any] | None, family: str) -> None:
+    assert detokenize.family_of(decoder) == family

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -16,9 +17,9 @@ from bench.smollm import build_tokenizer
 from modelyard.core.errors import InvalidRequest
 from modelyard.library.default_model import fetch
 from modelyard.library.gguf import read_metadata
-from modelyard.tokenizer import open_tokenizer
+from modelyard.tokenizer import gguf, open_tokenizer
 from modelyard.tokenizer.gguf import GgufTokenizer
-from modelyard.tokenizer.prefix import PrefixTokens
+from modelyard.tokenizer.prefix_cache import PrefixTokens
 from modelyard.tokenizer.shield import shield, unshield
 
 
@@ -182,3 +183,37 @@ def test_no_device_is_looked_at_for_a_vocabulary(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(lib, "llama_model_load_from_file", load)
     GgufTokenizer(fetch())
     assert lists == [None], "a list with no device in it, not the absence of a list, which means all"
+
+
+# llama.cpp's complaints reach the thread that asked, and nobody else.
+
+ERROR, INFO, CONTINUED = 4, 2, 5
+
+
+def test_first_complaint_is_the_reason_without_its_speaker() -> None:
+    gguf.forget()
+    gguf._listen(INFO, b"load: all fine\n", None)
+    gguf._listen(ERROR, b"llama_model_load: error loading model: unknown model architecture: 'x'\n", None)
+    gguf._listen(CONTINUED, b" more", None)
+    gguf._listen(ERROR, b"llama_model_load_from_file_impl: failed to load model\n", None)
+    assert gguf.reason() == "unknown model architecture: 'x'"
+
+
+def test_what_was_forgotten_is_no_reason() -> None:
+    gguf._listen(ERROR, b"old: bad\n", None)
+    gguf.forget()
+    assert gguf.reason() == "llama.cpp gave no reason"
+
+
+def test_threads_do_not_hear_each_other() -> None:
+    gguf.forget()
+    other = Thread(target=lambda: gguf._listen(ERROR, b"other: bad \xff\n", None))
+    other.start()
+    other.join()
+    assert gguf.reason() == "llama.cpp gave no reason"
+
+
+def test_no_text_at_all_is_survived() -> None:
+    gguf.forget()
+    gguf._listen(ERROR, None, None)
+    assert gguf.reason() == "llama.cpp gave no reason"

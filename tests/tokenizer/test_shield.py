@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelyard.tokenizer.shield import SENTINEL, Shield, shield, unshield
+from modelyard.tokenizer.shield import SENTINEL, Shield, Spellings, shield, spelling_pattern, unshield
 
 SPECIALS = ("<|im_end|>", "<|im_start|>", "<a>", ">b<", "[/INST]")
 
@@ -35,3 +37,35 @@ def test_deep_values_are_shielded_with_their_keys() -> None:
 
 def test_a_vocabulary_without_control_tokens_shields_nothing() -> None:
     assert Shield(())("<|im_end|>") == "<|im_end|>"
+
+
+WORDS = st.text(alphabet="<ab|>.", min_size=1, max_size=5)
+
+
+@given(st.lists(WORDS, min_size=1, max_size=6), st.text(alphabet="<ab|>.", max_size=30))
+def test_the_pattern_finds_what_an_alternation_of_the_longest_first_finds(words: list[str], text: str) -> None:
+    pattern = spelling_pattern(words)
+    plain = re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)))
+    assert pattern is not None
+    assert pattern.findall(text) == plain.findall(text)
+
+
+def test_no_spellings_make_no_pattern() -> None:
+    assert spelling_pattern([]) is None
+
+
+def test_thousands_of_long_spellings_compile() -> None:
+    pattern = spelling_pattern([f"<unused{n}>" for n in range(5000)] + ["x" * 3000])
+    assert pattern is not None
+    assert pattern.findall("a<unused42><unused4x>") == ["<unused42>"]
+
+
+@given(st.lists(WORDS, max_size=6), st.text(alphabet="<ab|>.", max_size=30))
+def test_a_text_holds_a_spelling_or_not(words: list[str], text: str) -> None:
+    assert Spellings(words).are_in(text) == any(word in text for word in words)
+
+
+def test_many_beginnings_are_left_to_the_pattern() -> None:
+    spellings = Spellings(["<a>", "[b]", "(c)", "{d}", "|e|", "/f/"])
+    assert spellings.are_in("x /f/")
+    assert not spellings.are_in("x /f and |e")

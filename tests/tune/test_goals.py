@@ -6,14 +6,14 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Setting
-from modelyard.tune.goals import GOALS, goal_named, load, pace, scaled, score, smallest, standings
-from modelyard.tune.order import Figures
+from modelyard.tune.goals import GOALS, answer_rate, parse_goal, rank, scale_load, score, smallest_load, trial_load
+from modelyard.tune.trial import Measurement
 
-SLOW = Figures(speed=10, ttft_s=1.0, answer_s=4.0, memory=1000)
-FAST = Figures(speed=40, ttft_s=0.2, answer_s=1.0, memory=2000)
+SLOW = Measurement(speed=10, ttft_s=1.0, answer_s=4.0, memory=1000)
+FAST = Measurement(speed=40, ttft_s=0.2, answer_s=1.0, memory=2000)
 
 
-def named(n: int) -> Setting:
+def setting(n: int) -> Setting:
     return Setting((("n", n),))
 
 
@@ -29,13 +29,13 @@ def test_for_memory_the_smaller_one_scores_more_as_long_as_it_is_fast_enough():
 
 
 def test_for_memory_one_noisy_trial_does_not_make_a_setting_too_slow():
-    noisy = Figures(speed=36, ttft_s=0.2, answer_s=1.1, memory=2000)
-    floor, paced = 0.95, pace([FAST, FAST, FAST, noisy])
-    assert score("memory", noisy, floor, paced) == score("memory", FAST, floor, paced) > score("memory", noisy, floor)
+    noisy = Measurement(speed=36, ttft_s=0.2, answer_s=1.1, memory=2000)
+    floor, rate = 0.95, answer_rate([FAST, FAST, FAST, noisy])
+    assert score("memory", noisy, floor, rate) == score("memory", FAST, floor, rate) > score("memory", noisy, floor)
 
 
 def test_for_memory_what_is_slower_than_allowed_is_marked():
-    rows = standings("memory", {named(1): [SLOW], named(2): [FAST]}, 0.9)
+    rows = rank("memory", {setting(1): [SLOW], setting(2): [FAST]}, 0.9)
     assert {row.setting["n"]: row.slow for row in rows} == {1: True, 2: False}
 
 
@@ -45,8 +45,8 @@ def test_before_the_best_speed_is_known_memory_looks_for_that():
 
 @pytest.mark.parametrize("goal", GOALS)
 def test_every_goal_has_a_load(goal):
-    assert load(goal).workload.prompt_tokens > 0
-    assert load(goal).conversations > 0
+    assert trial_load(goal).workload.prompt_tokens > 0
+    assert trial_load(goal).conversations > 0
 
 
 @pytest.mark.parametrize(
@@ -54,36 +54,36 @@ def test_every_goal_has_a_load(goal):
     [(100.0, 3, 64), (12.5, 3, 64), (9.0, 2, 64), (5.6, 1, 64), (4.5, 1, 43), (0.1, 1, 16)],
 )
 def test_a_load_shrinks_to_the_wanted_time(want_s, conversations, tokens):
-    seen = Figures(speed=1, ttft_s=1, answer_s=3, memory=1, load_s=1.0, wall_s=9.0)
-    small = scaled(load("chat"), seen, want_s)
+    measured = Measurement(speed=1, ttft_s=1, answer_s=3, memory=1, load_s=1.0, wall_s=9.0)
+    small = scale_load(trial_load("chat"), measured, want_s)
     assert small.conversations == conversations
     assert small.workload.output_tokens == pytest.approx(tokens, abs=4)
 
 
 def test_a_load_stays_large_where_nearly_all_of_a_trial_is_the_start_of_its_engine():
-    seen = Figures(speed=1, ttft_s=1, answer_s=3, memory=1, load_s=40.0, wall_s=9.0)
-    assert scaled(load("chat"), seen, 4.0) == load("chat")
+    measured = Measurement(speed=1, ttft_s=1, answer_s=3, memory=1, load_s=40.0, wall_s=9.0)
+    assert scale_load(trial_load("chat"), measured, 4.0) == trial_load("chat")
 
 
 def test_the_smallest_load_is_a_quarter_of_one_conversation():
-    small = smallest(load("chat"))
+    small = smallest_load(trial_load("chat"))
     assert (small.conversations, small.workload.prompt_tokens, small.workload.output_tokens) == (1, 48, 16)
 
 
 def test_batch_takes_as_many_streams_as_are_asked_for():
-    assert load("batch", 16).workload.streams == 16
+    assert trial_load("batch", 16).workload.streams == 16
 
 
 def test_an_unknown_goal_names_those_there_are():
     with pytest.raises(InvalidRequest, match="chat, agent, batch, memory"):
-        goal_named("speed")
+        parse_goal("speed")
 
 
 def test_the_front_has_whom_nobody_beats_in_everything():
-    worst = Figures(speed=9, ttft_s=1.5, answer_s=5.0, memory=2500)
-    rows = standings("chat", {named(1): [SLOW], named(2): [FAST, FAST], named(3): [worst], named(4): []})
+    worst = Measurement(speed=9, ttft_s=1.5, answer_s=5.0, memory=2500)
+    rows = rank("chat", {setting(1): [SLOW], setting(2): [FAST, FAST], setting(3): [worst], setting(4): []})
     assert [(row.setting["n"], row.front, row.trials) for row in rows] == [(2, True, 2), (1, True, 1), (3, False, 1)]
 
 
 def test_of_two_that_are_alike_both_are_on_the_front():
-    assert all(row.front for row in standings("chat", {named(1): [FAST], named(2): [FAST]}))
+    assert all(row.front for row in rank("chat", {setting(1): [FAST], setting(2): [FAST]}))

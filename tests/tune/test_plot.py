@@ -1,43 +1,45 @@
-"""A run as a drawing."""
+"""The report as a drawing."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from modelyard.benchmark.drawing import Dot, svg
-from modelyard.tune.plot import Scale, front, gain, plot
-from modelyard.tune.report import Row, report
-from tests.tune.test_run import Lab, run
+from modelyard.benchmark.drawing import Circle, svg
+from modelyard.tune.plot import Scale, chart_value, pareto_front, plot
+from modelyard.tune.report import ReportRow, make_report
+from tests.tune.fakes import FormulaTrials, optimizer
 
 
 async def test_every_setting_is_a_dot_and_the_named_ones_have_names(tmp_path):
-    made = run(Lab(), tmp_path)
-    told = report(made, await made.go())
-    drawing = plot(told)
-    assert len([shape for shape in drawing.shapes if isinstance(shape, Dot)]) == len(told.rows) + 1  # and the key's
+    made = optimizer(FormulaTrials(), tmp_path)
+    report = make_report(made, await made.run())
+    drawing = plot(report)
+    assert (
+        len([shape for shape in drawing.shapes if isinstance(shape, Circle)]) == len(report.rows) + 1
+    )  # and the key's
     text = svg(drawing)
     assert ">best<" in text
     assert ">current<" in text
-    assert told.verdict in text
+    assert report.verdict in text
 
 
 async def test_dots_stay_inside_the_drawing(tmp_path):
-    made = run(Lab(), tmp_path)
-    drawing = plot(report(made, await made.go()))
-    dots = [shape.at for shape in drawing.shapes if isinstance(shape, Dot)]
+    made = optimizer(FormulaTrials(), tmp_path)
+    drawing = plot(make_report(made, await made.run()))
+    dots = [shape.at for shape in drawing.shapes if isinstance(shape, Circle)]
     assert all(0 <= x <= drawing.width and 0 <= y <= drawing.height for x, y in dots)
 
 
 def test_a_run_that_has_measured_nothing_can_be_drawn(tmp_path):
-    made = run(Lab(), tmp_path)
-    told = report(made, made.so_far(), finished=False)
-    assert svg(plot(msgspec.structs.replace(told, rows=()))).startswith("<svg")
+    made = optimizer(FormulaTrials(), tmp_path)
+    report = make_report(made, made.interim_result(), finished=False)
+    assert svg(plot(msgspec.structs.replace(report, rows=()))).startswith("<svg")
 
 
 def test_the_joined_line_never_goes_down_to_the_right():
     points = [(1.0, 9.0), (2.0, 5.0), (3.0, 7.0), (4.0, 5.0), (5.0, 2.0)]
-    assert front(points) == [(1.0, 9.0), (2.0, 5.0), (5.0, 2.0)]
+    assert pareto_front(points) == [(1.0, 9.0), (2.0, 5.0), (5.0, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -56,13 +58,13 @@ def test_an_axis_has_round_numbers_and_room_for_noise(values, ticks):
 
 
 def test_memory_stands_on_one_axis_only():
-    row = Row(name="", changes={}, trials=1, score=2.0, speed=30.0, ttft_s=1.0, memory=1, front=True)
-    assert [gain(row, goal) for goal in ("chat", "agent", "batch", "memory")] == [2.0, 2.0, 2.0, 30.0]
+    row = ReportRow(name="", changes={}, trials=1, score=2.0, speed=30.0, ttft_s=1.0, memory=1, front=True)
+    assert [chart_value(row, goal) for goal in ("chat", "agent", "batch", "memory")] == [2.0, 2.0, 2.0, 30.0]
 
 
 async def test_where_the_current_settings_do_not_run_the_best_is_the_measure(tmp_path):
-    made = run(Lab(), tmp_path)
-    told = report(made, await made.go())
-    rows = tuple(msgspec.structs.replace(row, changes={"n": 1}) for row in told.rows if row.name != "current")
-    assert "the best = 1" in svg(plot(msgspec.structs.replace(told, rows=rows)))
-    assert "current = 1" in svg(plot(told))
+    made = optimizer(FormulaTrials(), tmp_path)
+    report = make_report(made, await made.run())
+    rows = tuple(msgspec.structs.replace(row, changes={"n": 1}) for row in report.rows if row.name != "current")
+    assert "the best = 1" in svg(plot(msgspec.structs.replace(report, rows=rows)))
+    assert "current = 1" in svg(plot(report))

@@ -1,61 +1,74 @@
-"""What a run has found: the verdict in words, the rows, and a file that JSON can hold."""
+"""The report: the verdict, the rows, the JSON file, and the text on the terminal."""
 
 from __future__ import annotations
 
+import io
 import math
 
 import msgspec
 import pytest
+from msgspec.structs import replace
+from rich.console import Console
 
-from modelyard.benchmark.intervals import Interval
-from modelyard.core.knobs import Setting
-from modelyard.tune.ledger import Ledger
-from modelyard.tune.report import gain, report, save, verdict
-from modelyard.tune.search import Found
-from tests.tune.test_run import Lab, run
+from modelyard.benchmark.statistics import Interval
+from modelyard.core.knobs import Loss, Setting
+from modelyard.tune.report import (
+    ReportRow,
+    TerminalReport,
+    against_current,
+    format_changes,
+    format_duration,
+    gain,
+    make_report,
+    save,
+    verdict,
+)
+from modelyard.tune.search import ScoreRequest, ScoreTable, SearchResult
+from modelyard.tune.trial import EngineBenchResult, Measurement, QualityResult, TrialFailure
+from tests.tune.fakes import FormulaTrials, optimizer
 
 A, B = Setting((("n", 1),)), Setting((("n", 2),))
 
 
-def failing() -> Ledger:
-    ledger = Ledger()
-    ledger.failures[A] = "out of memory"
-    return ledger
+def failing() -> ScoreTable:
+    table = ScoreTable()
+    table.failures[A] = "out of memory"
+    return table
 
 
-def hurried() -> Ledger:
-    ledger = Ledger()
-    ledger.out_of_time = True
-    return ledger
+def hurried() -> ScoreTable:
+    table = ScoreTable()
+    table.out_of_time = True
+    return table
 
 
 @pytest.mark.parametrize(
     ("found", "finished", "words"),
     [
-        (Found(A, A, Ledger(), {}), True, "nothing better"),
-        (Found(A, A, hurried(), {}), True, "before the time was up: a longer --budget"),
-        (Found(A, A, failing(), {}), True, "nothing could be measured: out of memory"),
-        (Found(A, A, Ledger(), {}), False, "broken off before"),
-        (Found(B, A, Ledger(), {}), False, "broken off: the best so far"),
-        (Found(B, A, Ledger(), {}, Interval(2.0, 1.5, 2.5), True), True, "2.00 times as good"),
-        (Found(B, A, Ledger(), {}, None, True), True, "runs where the current does not"),
-        (Found(B, A, Ledger(), {}, None, False), True, "not proved: 0 of at least 4 rounds"),
+        (SearchResult(A, A, ScoreTable(), {}), True, "nothing better"),
+        (SearchResult(A, A, hurried(), {}), True, "before the time was up: a longer --budget"),
+        (SearchResult(A, A, failing(), {}), True, "nothing could be measured: out of memory"),
+        (SearchResult(A, A, ScoreTable(), {}), False, "interrupted before"),
+        (SearchResult(B, A, ScoreTable(), {}), False, "interrupted: the best so far"),
+        (SearchResult(B, A, ScoreTable(), {}, Interval(2.0, 1.5, 2.5), True), True, "2.00 times as good"),
+        (SearchResult(B, A, ScoreTable(), {}, None, True), True, "it runs, the current setting does not"),
+        (SearchResult(B, A, ScoreTable(), {}, None, False), True, "not confirmed: 0 of at least 4 rounds"),
         (
-            Found(B, A, Ledger(), {B: [2.0] * 3}, Interval(2.0, 1.9, 2.1), False),
+            SearchResult(B, A, ScoreTable(), {B: [2.0] * 3}, Interval(2.0, 1.9, 2.1), False),
             True,
-            "not proved: 3 of at least 4 rounds",
+            "not confirmed: 3 of at least 4 rounds",
         ),
-        (Found(B, A, Ledger(), {B: [1.0] * 4}, Interval(1.0, 0.9, 1.1), False), True, "no difference"),
+        (SearchResult(B, A, ScoreTable(), {B: [1.0] * 4}, Interval(1.0, 0.9, 1.1), False), True, "no difference"),
     ],
 )
 def test_the_verdict_says_what_was_proved_and_what_was_not(found, finished, words):
     gained = gain("chat", found, [], found.ratio)
-    assert words in verdict(found, gained, finished=finished, least=4)
+    assert words in verdict(found, gained, finished=finished, min_rounds=4)
 
 
 async def test_a_report_has_everything_and_can_be_written(tmp_path):
-    made = run(Lab(), tmp_path)
-    told = report(made, await made.go())
+    made = optimizer(FormulaTrials(), tmp_path)
+    told = make_report(made, await made.run())
     assert told.better
     assert told.changes == {"flash_attn": "on", "type_k": "q8_0", "type_v": "q8_0"}
     assert {row.name for row in told.rows} >= {"best", "current", "engine default"}
@@ -69,36 +82,36 @@ async def test_a_report_has_everything_and_can_be_written(tmp_path):
 
 
 async def test_names_of_models_make_no_folders(tmp_path):
-    made = run(Lab(), tmp_path)
-    told = msgspec.structs.replace(report(made, made.so_far(), finished=False), model="org/name")
+    made = optimizer(FormulaTrials(), tmp_path)
+    told = msgspec.structs.replace(make_report(made, made.interim_result(), finished=False), model="org/name")
     assert save(told, tmp_path).parent == tmp_path
 
 
 async def test_a_ratio_of_one_round_is_left_out_since_json_knows_no_infinity(tmp_path):
-    made = run(Lab(), tmp_path)
-    found = await made.go()
+    made = optimizer(FormulaTrials(), tmp_path)
+    found = await made.run()
     once = {setting: scores[:1] for setting, scores in found.rounds.items()}
-    one = Found(found.best, found.current, found.ledger, once, Interval(2.0, 0.0, math.inf), False)
-    told = report(made, one)
+    one = SearchResult(found.best, found.current, found.table, once, Interval(2.0, 0.0, math.inf), False)
+    told = make_report(made, one)
     assert told.ratio is None
     assert told.ratios == {}
 
 
 async def test_the_ratio_that_is_shown_is_the_one_that_was_decided_by(tmp_path):
-    made = run(Lab(), tmp_path)
-    told = report(made, await made.go())
+    made = optimizer(FormulaTrials(), tmp_path)
+    told = make_report(made, await made.run())
     assert told.ratios["current"] == told.ratio
 
 
 async def test_noise_that_was_never_seen_is_not_told(tmp_path):
-    made = run(Lab(), tmp_path)
-    assert report(made, made.so_far(), finished=False).noise is None
-    assert report(made, await made.go()).noise is not None
+    made = optimizer(FormulaTrials(), tmp_path)
+    assert make_report(made, made.interim_result(), finished=False).noise is None
+    assert make_report(made, await made.run()).noise is not None
 
 
 async def test_for_memory_ratios_are_of_memory_and_the_gain_tells_of_speed_too(tmp_path):
-    made = run(Lab(), tmp_path, "memory")
-    told = report(made, await made.go())
+    made = optimizer(FormulaTrials(), tmp_path, "memory")
+    told = make_report(made, await made.run())
     assert told.better
     assert told.ratios["current"].middle == pytest.approx(1000 / 600)
     assert (
@@ -110,3 +123,84 @@ async def test_for_memory_ratios_are_of_memory_and_the_gain_tells_of_speed_too(t
         "current": True,
         "engine default": True,
     }
+
+
+NOW = Setting((("n_threads", 1), ("flash_attn", "off")))
+NEW = NOW.but({"n_threads": 2})
+
+
+def terminal() -> tuple[TerminalReport, io.StringIO, io.StringIO]:
+    out, err = io.StringIO(), io.StringIO()
+    return TerminalReport("chat", NOW, 600.0, Console(file=out, width=160), Console(file=err, width=160)), out, err
+
+
+@pytest.mark.parametrize(
+    ("outcome", "told"),
+    [
+        (
+            Measurement(speed=12.34, ttft_s=0.5, answer_s=1.0, memory=100 << 20),
+            "12.3 tok/s, first token 500 ms, 100 MiB",
+        ),
+        (TrialFailure("memory", "stopped at 3 MiB"), "out of memory: stopped at 3 MiB"),
+        (QualityResult(Loss(10.2, 10.0, 0.01)), "perplexity +2.00%, divergence 0.0100"),
+        (QualityResult(Loss(10.2, 10.0)), "perplexity +2.00%"),
+        (EngineBenchResult(1.0, 2.0), "EngineBenchResult"),
+    ],
+)
+def test_every_outcome_is_a_line(outcome, told):
+    terminal_report, _, err = terminal()
+    with terminal_report.progress():
+        terminal_report.trial_started(ScoreRequest(NEW, "stage", "n_threads"), 300.0)
+        terminal_report.trial_ended(ScoreRequest(NEW, "stage", "n_threads"), outcome, NOW, replayed=False)
+    assert "n_threads = 2" in err.getvalue()
+    assert told in err.getvalue()
+
+
+def test_what_comes_from_the_journal_is_said_to():
+    terminal_report, _, err = terminal()
+    terminal_report.trial_ended(ScoreRequest(NOW, "stage"), TrialFailure("hang", "late"), NOW, replayed=True)
+    assert "current settings: not finished in time: late (from the history)" in err.getvalue()
+
+
+async def test_the_end_has_a_table_the_losses_the_failures_and_the_recommendation(tmp_path):
+    made = optimizer(FormulaTrials(), tmp_path)
+    told = make_report(made, await made.run())
+    terminal_report, out, _ = terminal()
+    terminal_report.show(told)
+    said = out.getvalue()
+    assert "2.60×" in said
+    assert "too much: not recommended" in said
+    assert "within the bound" in said
+    assert "failed n_ubatch = 1024" in said
+    assert "not confirmed" not in said
+    assert "[models.m]" in said
+    assert 'flash_attn = "on"' in said
+
+
+async def test_what_did_best_but_was_not_proved_is_said_to_be_so(tmp_path):
+    made = optimizer(FormulaTrials(), tmp_path)
+    terminal_report, out, _ = terminal()
+    terminal_report.show(replace(make_report(made, await made.run()), better=False, noise=None))
+    assert "not confirmed" in out.getvalue()
+    assert "The noise of a trial" not in out.getvalue()
+
+
+def test_a_setting_is_held_against_the_current_one_by_what_the_goal_counts():
+    one = ReportRow(name="", changes={"n": 1}, trials=1, score=2.0, speed=1.0, ttft_s=1.0, memory=100, front=True)
+    now = replace(one, changes={}, score=1.0, memory=150)
+    assert (against_current(one, now, "chat"), against_current(one, now, "memory")) == ("2.00×", "1.50×")
+    assert against_current(replace(one, slow=True), now, "memory") == "too slow"
+    assert against_current(one, None, "chat") == ""
+
+
+def test_a_warning_is_for_people():
+    terminal_report, out, err = terminal()
+    terminal_report.warning("only 3 [trials] fit")
+    assert "warning only 3 [trials] fit" in err.getvalue()
+    assert not out.getvalue()
+
+
+def test_spans_and_changes_are_told_in_words():
+    assert (format_duration(59.4), format_duration(61), format_duration(-3)) == ("59s", "1m 01s", "0s")
+    assert format_changes({}) == "current settings"
+    assert format_changes({"a": 1, "b": "x"}) == "a = 1, b = x"

@@ -1,16 +1,170 @@
-"""The search on synthetic machines: what it finds beside the best there is, and how few trials that takes."""
+"""The search: its space, scores and noise, the selection among settings, and whole searches on synthetic machines."""
 
 from __future__ import annotations
 
 import math
+import random
+from collections import Counter
 
 import pytest
 
 from modelyard.core.knobs import Knob, Setting
-from modelyard.tune.race import Ask, Told
-from modelyard.tune.search import Found, Search, sides
-from modelyard.tune.space import Space
-from tests.tune.landscapes import BAD, DEFAULT, SPACE, Cliff, Heavy, Landscape, explore
+from modelyard.tune.search import (
+    ScoreRequest,
+    ScoreTable,
+    Search,
+    SearchResult,
+    SearchRules,
+    SearchSpace,
+    TrialScore,
+    alternating,
+    is_numeric_scale,
+    leader,
+    select_best,
+    sides,
+)
+from tests.tune.fakes import BAD, DEFAULT, KNOBS, SPACE, Cliff, Heavy, Landscape, explore
+
+KV = next(knob for knob in KNOBS if knob.name == "kv")
+FLASH = next(knob for knob in KNOBS if knob.name == "flash")
+
+
+def test_the_grid_leaves_out_what_cannot_run():
+    assert SPACE.size == len(list(SPACE.grid())) == 6 * 6 * 3 * 4
+    assert all(SPACE.allows(setting) for setting in SPACE.grid())
+
+
+def test_what_is_around_a_setting_differs_in_one_stage_only():
+    around = SPACE.neighbours(BAD.but({"flash": "on"}), (KV,))
+    assert [setting["kv"] for setting in around] == ["q8_0", "q4_0"]
+    assert all(len(setting.changes(BAD.but({"flash": "on"}))) == 1 for setting in around)
+
+
+def test_a_value_that_needs_another_brings_it_along():
+    around = SPACE.neighbours(BAD, (KV,))
+    assert [(setting["kv"], setting["flash"]) for setting in around] == [("q8_0", "on"), ("q4_0", "on")]
+
+
+def test_knobs_of_one_stage_are_turned_together():
+    both = SearchSpace([Knob(name="a", values=(1, 2), stage=1), Knob(name="b", values=(1, 2, 3), stage=1)])
+    assert len(both.stages) == 1
+    assert len(both.neighbours(Setting((("a", 1), ("b", 1))), both.stages[0])) == 5
+
+
+def test_a_value_that_nothing_can_help_is_left_out():
+    stuck = SearchSpace([Knob(name="a", values=(1, 2), stage=1)], lambda setting: "no" if setting["a"] == 2 else None)
+    assert stuck.neighbours(Setting((("a", 1),)), stuck.stages[0]) == []
+
+
+def test_stages_come_in_order_whatever_the_knobs_order_is():
+    space = SearchSpace([KV, FLASH])
+    assert [stage[0].name for stage in space.stages] == ["flash", "kv"]
+
+
+def test_words_and_switches_are_no_scale():
+    assert is_numeric_scale(True, (1, 2.5))
+    assert not is_numeric_scale(True, ("on", "off"))
+    assert not is_numeric_scale(True, (False, True))
+    assert not is_numeric_scale(False, (-1, 0, 8))
+
+
+A, B = Setting((("n", 1),)), Setting((("n", 2),))
+
+
+def test_before_anything_is_measured_some_noise_is_believed():
+    spread, freedom = ScoreTable().noise()
+    assert 0.01 < spread < 0.1
+    assert freedom > 0
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
+def test_many_repeats_tell_the_noise_whatever_the_settings_are_worth(noise):
+    rng, table = random.Random(1), ScoreTable()
+    for n in range(20):
+        for _ in range(10):
+            table.add(Setting((("n", n),)), (n + 1) * math.exp(rng.gauss(0, noise)))
+    assert table.noise()[0] == pytest.approx(noise, rel=0.2)
+
+
+def test_more_measurements_reach_less_far():
+    table = ScoreTable()
+    assert table.margin(1, 1, 0.9) > table.margin(4, 4, 0.9)
+    assert table.margin(4, 4, 0.99) > table.margin(4, 4, 0.9)
+
+
+def test_the_leader_has_the_highest_mean():
+    assert leader({A: [1.0, 4.0], B: [3.0, 3.0]}) == B
+
+
+def test_what_was_last_behind_stands_last():
+    table = ScoreTable()
+    for setting in (A, B, A):
+        table.set_gap(setting, 0.5)
+    assert list(table.gaps) == [B, A]
+
+
+def test_failures_count_as_trials():
+    table = ScoreTable()
+    table.add(A, 1.0)
+    table.failures[B] = "died"
+    assert table.trials == 2
+
+
+A, B, C = (Setting((("n", n),)) for n in (1, 2, 3))
+
+
+def run(scores, table: ScoreTable | None = None, **more) -> tuple[Setting, Counter]:
+    table = table or ScoreTable()
+    steps, count = select_best([A, B, C], table, SearchRules(), "stage", **more), Counter()
+    request = next(steps)
+    while True:
+        count[request.setting] += 1
+        try:
+            request = steps.send(scores(request.setting, count[request.setting]))
+        except StopIteration as stop:
+            return stop.value, count
+
+
+def test_a_hopeless_loser_is_measured_once():
+    winner, count = run(lambda setting, _: TrialScore({A: 100.0, B: 102.0, C: 50.0}[setting]))
+    assert count[C] == 1
+    assert count[A] > 1
+    assert winner in (A, B)
+
+
+def test_what_is_clearly_better_takes_the_place_of_what_holds_now():
+    assert run(lambda setting, _: TrialScore({A: 50.0, B: 100.0, C: 60.0}[setting]))[0] == B
+
+
+def test_a_gain_within_the_margin_changes_nothing():
+    assert run(lambda setting, _: TrialScore({A: 100.0, B: 100.5, C: 99.9}[setting]))[0] == A
+
+
+def test_a_failure_costs_only_the_one_that_failed():
+    table = ScoreTable()
+    scores = {A: TrialScore(10.0), B: TrialScore(None, "it died"), C: TrialScore(20.0)}
+    winner, count = run(lambda setting, _: scores[setting], table)
+    assert winner == C
+    assert count[B] == 1
+    assert table.failures == {B: "it died"}
+
+
+def test_a_race_that_time_cuts_short_before_all_are_measured_keeps_what_holds():
+    table = ScoreTable()
+    winner, _ = run(lambda setting, _: None, table)
+    assert winner == A
+    assert table.out_of_time
+
+
+def test_scores_of_a_moment_ago_count_as_the_first_round():
+    _, count = run(lambda setting, _: TrialScore({A: 100.0, B: 10.0, C: 10.0}[setting]), measured={B: 10.0, C: 10.0})
+    assert count == {A: 1}
+
+
+def test_rounds_go_there_and_back():
+    assert alternating([A, B, C], 0) == [A, B, C]
+    assert alternating([A, B, C], 1) == [C, B, A]
+
 
 SEEDS = range(40)
 QUARTER = SPACE.size // 4
@@ -78,19 +232,19 @@ def test_a_gain_far_beyond_the_noise_is_proved_in_few_rounds():
     assert len(found.rounds[found.best]) == len(found.rounds[BAD]) == 4
 
 
-def answered(search: Search, answer) -> tuple[Found, list[Ask]]:
+def answered(search: Search, answer) -> tuple[SearchResult, list[ScoreRequest]]:
     """A search driven by a function of its questions; also what it asked."""
     steps, asked = search.run(), []
-    ask = next(steps)
+    request = next(steps)
     while True:
-        asked.append(ask)
+        asked.append(request)
         try:
-            ask = steps.send(answer(ask))
-        except StopIteration as over:
-            return over.value, asked
+            request = steps.send(answer(request))
+        except StopIteration as stop:
+            return stop.value, asked
 
 
-TWO = Space(
+TWO = SearchSpace(
     [
         Knob(name="threads", values=(1, 2, 4, 8, 16, 32), stage=1),
         Knob(name="kv", values=("f16", "q8_0", "q4_0"), stage=2, lossy=True),
@@ -100,51 +254,67 @@ START = Setting((("threads", 4), ("kv", "f16")))
 
 
 def test_the_same_answers_lead_to_the_same_questions():
-    def answer(ask: Ask) -> Told:
-        return Told(1.0) if ask.loss else Told(float(ask.setting["threads"]))
+    def answer(request: ScoreRequest) -> TrialScore:
+        return TrialScore(1.0) if request.quality else TrialScore(float(request.setting["threads"]))
 
     assert answered(Search(TWO, [START]), answer)[1] == answered(Search(TWO, [START]), answer)[1]
 
 
 def test_a_value_beyond_one_that_fails_is_not_tried():
-    def answer(ask: Ask) -> Told:
-        threads = int(ask.setting["threads"])
-        return Told(1.0) if ask.loss else Told(None, "it died") if threads >= 8 else Told(threads + 10.0)
+    def answer(request: ScoreRequest) -> TrialScore:
+        threads = int(request.setting["threads"])
+        return (
+            TrialScore(1.0)
+            if request.quality
+            else TrialScore(None, "it died")
+            if threads >= 8
+            else TrialScore(threads + 10.0)
+        )
 
     found, asked = answered(Search(TWO, [START]), answer)
-    assert max(int(ask.setting["threads"]) for ask in asked) == 8
+    assert max(int(request.setting["threads"]) for request in asked) == 8
     assert found.best["threads"] == 4
-    assert set(found.ledger.failures.values()) == {"it died"}
+    assert set(found.table.failures.values()) == {"it died"}
 
 
 def test_a_value_clearly_below_its_neighbour_ends_that_direction():
-    def answer(ask: Ask) -> Told:
-        return Told(1.0) if ask.loss else Told(100 / (1 + abs(math.log2(int(ask.setting["threads"]) / 4))))
+    def answer(request: ScoreRequest) -> TrialScore:
+        return (
+            TrialScore(1.0)
+            if request.quality
+            else TrialScore(100 / (1 + abs(math.log2(int(request.setting["threads"]) / 4))))
+        )
 
     _, asked = answered(Search(TWO, [START]), answer)
-    assert {ask.setting["threads"] for ask in asked} == {2, 4, 8}
+    assert {request.setting["threads"] for request in asked} == {2, 4, 8}
 
 
 def test_what_rounds_too_much_is_never_measured():
-    def answer(ask: Ask) -> Told:
-        if ask.loss:
-            return Told(None, "too much") if ask.setting["kv"] == "q4_0" else Told(1.0)
-        return Told({"f16": 10.0, "q8_0": 12.0, "q4_0": 20.0}[str(ask.setting["kv"])])
+    def answer(request: ScoreRequest) -> TrialScore:
+        if request.quality:
+            return TrialScore(None, "too much") if request.setting["kv"] == "q4_0" else TrialScore(1.0)
+        return TrialScore({"f16": 10.0, "q8_0": 12.0, "q4_0": 20.0}[str(request.setting["kv"])])
 
     found, asked = answered(Search(TWO, [START]), answer)
     assert found.best["kv"] == "q8_0"
-    assert not [ask for ask in asked if ask.setting["kv"] == "q4_0" and not ask.loss]
-    assert list(found.ledger.refused.values()) == ["too much"]
+    assert not [request for request in asked if request.setting["kv"] == "q4_0" and not request.quality]
+    assert list(found.table.rejected.values()) == ["too much"]
 
 
 @pytest.mark.parametrize(("gain", "kept"), [(1.0, "f16"), (1.5, "q4_0")])
 def test_coarser_numbers_that_only_looked_faster_give_way_to_a_baseline_without_them(gain: float, kept: str):
     bad, default = Setting((("threads", 1), ("kv", "f16"))), START
 
-    def answer(ask: Ask) -> Told:
-        luck = 1.0 if ask.phase == "proof" or ask.setting["kv"] != "q4_0" else 1.05  # while it is explored
-        speed = 100.0 if int(ask.setting["threads"]) > 1 else 50.0
-        return Told(1.0) if ask.loss else Told(speed * luck * (gain if ask.setting["kv"] == "q4_0" else 1.0))
+    def answer(request: ScoreRequest) -> TrialScore:
+        luck = (
+            1.0 if request.phase == "confirmation" or request.setting["kv"] != "q4_0" else 1.05
+        )  # while it is explored
+        speed = 100.0 if int(request.setting["threads"]) > 1 else 50.0
+        return (
+            TrialScore(1.0)
+            if request.quality
+            else TrialScore(speed * luck * (gain if request.setting["kv"] == "q4_0" else 1.0))
+        )
 
     found, _ = answered(Search(TWO, [bad, default]), answer)
     assert found.better
@@ -152,14 +322,16 @@ def test_coarser_numbers_that_only_looked_faster_give_way_to_a_baseline_without_
 
 
 def test_each_way_of_rounding_is_judged_once():
-    _, asked = answered(Search(TWO, [START]), lambda ask: Told(1.0) if ask.loss else Told(5.0))
-    assert len([ask for ask in asked if ask.loss]) == 2
+    _, asked = answered(Search(TWO, [START]), lambda request: TrialScore(1.0) if request.quality else TrialScore(5.0))
+    assert len([request for request in asked if request.quality]) == 2
 
 
 def test_what_the_user_has_chosen_himself_is_not_judged():
     rounded = START.but({"kv": "q4_0"})
-    _, asked = answered(Search(TWO, [rounded], START), lambda ask: Told(1.0) if ask.loss else Told(5.0))
-    assert {ask.setting["kv"] for ask in asked if ask.loss} == {"q8_0"}
+    _, asked = answered(
+        Search(TWO, [rounded], START), lambda request: TrialScore(1.0) if request.quality else TrialScore(5.0)
+    )
+    assert {request.setting["kv"] for request in asked if request.quality} == {"q8_0"}
 
 
 def test_without_time_the_search_ends_with_what_holds_now():
@@ -170,9 +342,9 @@ def test_without_time_the_search_ends_with_what_holds_now():
 
 
 def test_a_search_cut_short_keeps_what_it_has_won_and_proves_nothing():
-    told = iter([Told(10.0), *[Told(30.0)] * 3])
+    told = iter([TrialScore(10.0), *[TrialScore(30.0)] * 3])
 
-    def answer(ask: Ask) -> Told | None:
+    def answer(request: ScoreRequest) -> TrialScore | None:
         return next(told, None)
 
     found, _ = answered(Search(TWO, [START]), answer)
@@ -181,10 +353,10 @@ def test_a_search_cut_short_keeps_what_it_has_won_and_proves_nothing():
 
 
 def test_a_current_setting_that_cannot_run_loses_to_any_that_can():
-    def answer(ask: Ask) -> Told:
-        if ask.loss:
-            return Told(1.0)
-        return Told(None, "it cannot be loaded") if ask.setting["threads"] == 4 else Told(7.0)
+    def answer(request: ScoreRequest) -> TrialScore:
+        if request.quality:
+            return TrialScore(1.0)
+        return TrialScore(None, "it cannot be loaded") if request.setting["threads"] == 4 else TrialScore(7.0)
 
     found, _ = answered(Search(TWO, [START]), answer)
     assert found.best["threads"] != 4
@@ -194,10 +366,10 @@ def test_a_current_setting_that_cannot_run_loses_to_any_that_can():
 def test_a_current_setting_that_fails_only_in_the_proof_proves_nothing():
     """It has run before: what broke it may not have been its settings."""
 
-    def answer(ask: Ask) -> Told:
-        if ask.phase == "proof" and ask.setting == START:
-            return Told(None, "it died")
-        return Told(1.0 if ask.loss else float(ask.setting["threads"]))
+    def answer(request: ScoreRequest) -> TrialScore:
+        if request.phase == "confirmation" and request.setting == START:
+            return TrialScore(None, "it died")
+        return TrialScore(1.0 if request.quality else float(request.setting["threads"]))
 
     found, _ = answered(Search(TWO, [START]), answer)
     assert found.best != START
@@ -205,7 +377,7 @@ def test_a_current_setting_that_fails_only_in_the_proof_proves_nothing():
 
 
 def test_where_everything_fails_nothing_is_recommended():
-    found, _ = answered(Search(TWO, [START]), lambda ask: Told(None, "out of memory"))
+    found, _ = answered(Search(TWO, [START]), lambda request: TrialScore(None, "out of memory"))
     assert found.best == START
     assert not found.better
 

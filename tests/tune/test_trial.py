@@ -11,53 +11,60 @@ from typing import Any
 import psutil
 
 from modelyard.benchmark.workload import Workload
-from modelyard.tune.order import Failure, Figures, Judged, Order
-from modelyard.tune.trial import Limits, resident, run
+from modelyard.tune.trial import (
+    Measurement,
+    QualityResult,
+    TrialFailure,
+    TrialJob,
+    TrialLimits,
+    resident_bytes,
+    run_trial,
+)
 from tests.engines.llama_cpp.stage import model_file
 from tests.serving import demo
 
-LONG = Limits(300.0)
+LONG = TrialLimits(300.0)
 SHORT = Workload(name="chat", prompt_tokens=24, output_tokens=6)
 ABSURD = 1 << 24  # tokens of a window: hundreds of GiB
 
 
-def order(config: dict[str, Any], **more: Any) -> Order:
+def job(config: dict[str, Any], **more: Any) -> TrialJob:
     raw = {key: config[key] for key in ("models", "caches")}
-    return Order(config=raw, model=next(iter(raw["models"])), workload=SHORT, **more)
+    return TrialJob(config=raw, model=next(iter(raw["models"])), workload=SHORT, **more)
 
 
-def fake(*steps: dict[str, Any], **more: Any) -> Order:
-    return order(demo([{"steps": list(steps)}]), **more)
+def fake(*steps: dict[str, Any], **more: Any) -> TrialJob:
+    return job(demo([{"steps": list(steps)}]), **more)
 
 
-def llama(**model: Any) -> Order:
+def llama(**model: Any) -> TrialJob:
     chosen = {"backend": "llama_cpp", "path": str(model_file()), "n_threads": 1, "n_ctx": 256, "speculation": "off"}
-    return order({"models": {"real": chosen | model}, "caches": {}})
+    return job({"models": {"real": chosen | model}, "caches": {}})
 
 
 def python(code: str):
     """A trial's process that does something else."""
-    return lambda order, answer: [sys.executable, "-c", code, str(order), str(answer)]
+    return lambda job, outcome: [sys.executable, "-c", code, str(job), str(outcome)]
 
 
-def failure(outcome: object) -> Failure:
-    assert isinstance(outcome, Failure), outcome
+def failure(outcome: object) -> TrialFailure:
+    assert isinstance(outcome, TrialFailure), outcome
     return outcome
 
 
 async def test_a_real_load_on_an_engine_in_a_child_gives_figures():
-    seen = await run(fake({"tokens": 50}, conversations=2), LONG)
-    assert isinstance(seen, Figures), seen
-    assert seen.speed > 0
-    assert seen.memory > 1 << 20
+    found = await run_trial(fake({"tokens": 50}, conversations=2), LONG)
+    assert isinstance(found, Measurement), found
+    assert found.speed > 0
+    assert found.memory > 1 << 20
 
 
 async def test_an_engine_that_dies_costs_its_trial():
-    assert failure(await run(fake({"text": "one"}, {"die": "segmentation fault"}), LONG)).kind == "errors"
+    assert failure(await run_trial(fake({"text": "one"}, {"die": "segmentation fault"}), LONG)).kind == "errors"
 
 
 async def test_an_engine_that_hangs_is_stopped():
-    hung = failure(await run(fake({"hang": True}), Limits(4.0)))
+    hung = failure(await run_trial(fake({"hang": True}), TrialLimits(4.0)))
     assert hung.kind in ("hang", "errors")
 
 
@@ -70,7 +77,7 @@ async def test_a_process_that_never_answers_is_killed_with_what_it_started(tmp_p
         f"os.rename({str(pids)!r} + '.part', {str(pids)!r})\n"
         "time.sleep(600)\n"
     )
-    outcome = await run(fake(), Limits(1.0), python(code), clock=lambda: 10.0 if pids.exists() else 0.0)
+    outcome = await run_trial(fake(), TrialLimits(1.0), python(code), clock=lambda: 10.0 if pids.exists() else 0.0)
     assert failure(outcome).kind == "hang"
     found = [psutil.Process(int(pid)) for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
     _, alive = await asyncio.to_thread(psutil.wait_procs, found, 60)
@@ -78,7 +85,7 @@ async def test_a_process_that_never_answers_is_killed_with_what_it_started(tmp_p
 
 
 async def test_a_process_that_crashes_is_told_with_its_last_words():
-    died = failure(await run(fake(), LONG, python("import os; print('all lost', flush=True); os.abort()")))
+    died = failure(await run_trial(fake(), LONG, python("import os; print('all lost', flush=True); os.abort()")))
     assert died.kind == "crash"
     assert "SIGABRT" in died.reason
     assert "all lost" in died.reason
@@ -86,36 +93,36 @@ async def test_a_process_that_crashes_is_told_with_its_last_words():
 
 async def test_a_process_that_takes_too_much_memory_is_stopped():
     code = "import time; held = bytearray(b'x') * (400 << 20); time.sleep(600)"
-    assert failure(await run(fake(), Limits(120.0, 200 << 20), python(code))).kind == "memory"
+    assert failure(await run_trial(fake(), TrialLimits(120.0, 200 << 20), python(code))).kind == "memory"
 
 
 async def test_a_process_that_the_system_kills_ran_out_of_memory():
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert failure(await run(fake(), LONG, python(code))).kind == "memory"
+    assert failure(await run_trial(fake(), LONG, python(code))).kind == "memory"
 
 
 async def test_llama_cpp_with_a_window_beyond_all_memory_is_a_result():
-    assert failure(await run(llama(n_ctx=ABSURD), LONG)).kind == "memory"
+    assert failure(await run_trial(llama(n_ctx=ABSURD), LONG)).kind == "memory"
 
 
 async def test_llama_cpp_that_is_made_to_try_it_all_the_same_is_a_result():
-    seen = failure(await run(llama(n_ctx=ABSURD, overcommit=True), Limits(300.0, 2 << 30)))
-    assert seen.kind in ("memory", "refused", "crash")
+    found = failure(await run_trial(llama(n_ctx=ABSURD, overcommit=True), TrialLimits(300.0, 2 << 30)))
+    assert found.kind in ("memory", "refused", "crash")
 
 
 async def test_llama_cpp_with_a_nonsensical_number_format_is_refused():
-    refused = failure(await run(llama(type_k="q3_k"), LONG))
+    refused = failure(await run_trial(llama(type_k="q3_k"), LONG))
     assert refused.kind == "refused"
     assert "q3_k" in refused.reason
 
 
 async def test_a_loss_is_judged_in_a_child_too():
     exact, rounded = llama(n_ctx=1024), llama(n_ctx=1024, type_k="q8_0", type_v="q8_0")
-    judged = await run(Order(config=rounded.config, model="real", workload=SHORT, reference=exact.config), LONG)
-    assert isinstance(judged, Judged), judged
-    assert abs(judged.loss.rise) < 0.05
-    assert judged.loss.divergence is not None
-    assert 0 < judged.loss.divergence < 0.05
+    found = await run_trial(TrialJob(config=rounded.config, model="real", workload=SHORT, reference=exact.config), LONG)
+    assert isinstance(found, QualityResult), found
+    assert abs(found.loss.rise) < 0.05
+    assert found.loss.divergence is not None
+    assert 0 < found.loss.divergence < 0.05
 
 
 async def test_a_trial_that_is_cancelled_leaves_no_process():
@@ -125,7 +132,7 @@ async def test_a_trial_that_is_cancelled_leaves_no_process():
         started.set()
         return 0.0
 
-    task = asyncio.create_task(run(fake({"hang": True}), LONG, clock=clock))
+    task = asyncio.create_task(run_trial(fake({"hang": True}), LONG, clock=clock))
     await asyncio.wait_for(started.wait(), 60)
     assert children() > before
     task.cancel()
@@ -138,5 +145,5 @@ def children() -> set[int]:
 
 
 def test_a_process_that_is_gone_holds_nothing():
-    assert resident(os.getpid()) > 0
-    assert resident(2**22 - 1) == 0
+    assert resident_bytes(os.getpid()) > 0
+    assert resident_bytes(2**22 - 1) == 0

@@ -70,7 +70,7 @@ from modelyard.engines.fake.script import (
     unroll,
 )
 from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,9 @@
-"""Which weights a file holds, by a hash that is cheap and honest: its size, its head, and a sample from all over it.
+"""A sequence's KV as the bytes of a file: a header that says what it was computed from, and a checksum over all of it.
 
-Two models of one shape differ nearly everywhere, so a sample every few tensors tells them apart; reading every byte of
-a large model would take longer than what is saved by knowing it.
+    magic · version · length of the header · header (JSON) · token ids · state · checkpoints · checksum
+
+Nothing of a file reaches llama.cpp before every field of its header agrees with the running engine and the checksum is
+right.
 """
 
 from __future__ import annotations
@@ -20,88 +22,54 @@ from msgspec import Struct
 
 from modelyard.core.request import Priority
 from modelyard.engines.llama_cpp.kv_memory import KvBytes, KvLayout
-from modelyard.engines.llama_cpp.sequences import AdapterSet, Checkpoint, Checkpoints, Ids
-
-_HEAD = 8 << 20  # names, shapes and most of the vocabulary
-_SAMPLES, _SAMPLE = 1024, 4096
-
-
-def file_identity(files: Iterable[Path]) -> str:
-    """Of all files of one model, in order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        size = file.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
-        with file.open("rb") as data:
-            digest.update(data.read(_HEAD))
-            for place in sample_offsets(size):
-                data.seek(place)
-                digest.update(data.read(_SAMPLE))
-    return digest.hexdigest()
-
-
-def sample_offsets(size: int) -> list[int]:
-    """Where samples begin behind the head; the last one ends the file."""
-    rest = size - _HEAD
-    if rest <= 0:
-        return []
-    apart = max(_SAMPLE, rest // _SAMPLES)
-    return [*range(_HEAD, size - _SAMPLE, apart), max(_HEAD, size - _SAMPLE)]
-
-
-# A sequence's KV as the bytes of a file: a head that says what it was computed from, and a checksum over all of it.
-#
-#     magic · version · length of the head · head (JSON) · token ids · state · checkpoints · checksum
-#
-# Nothing of a file reaches llama.cpp before every field of its head was found to agree with what runs here and the
-# checksum was found to be right.
+from modelyard.engines.llama_cpp.sequences import AdapterSet, Checkpoint, Checkpoints, TokenIds
 
 _MAGIC, _VERSION = b"MYARD-KV", 1
-_FRONT = struct.Struct("<8sII")
-_LONGEST_HEAD = 1 << 20
+_PREFIX = struct.Struct("<8sII")
+_MAX_HEADER = 1 << 20
 _CHECKSUM = 32
 _PIECE = 64 << 20
 
-Bytes = bytes | memoryview
-AdapterVersions = tuple[tuple[str, float, str], ...]  # name, strength in effect, identity of the adapter's file
+Buffer = bytes | memoryview
+AdapterVersions = tuple[tuple[str, float, str], ...]  # name, effective scale, identity of the adapter's file
 
 
 class KvOrigin(Struct, frozen=True):
-    """What the KV of a cache is computed from, but for tokens and adapters: all of it must agree."""
+    """What the KV of a cache is computed from, besides tokens and adapters. All of it must agree."""
 
     release: str
-    model: str  # the identity of its files
+    model: str  # identity of its files
     cache: str
     window: int
     layout: KvLayout
-    positions: dict[str, Any]  # as far as settings change them
+    positions: dict[str, Any]  # RoPE options that are set
 
 
 class KvSnapshot(Struct, frozen=True):
-    """One sequence. `session` is a hash: the name may hold what is nobody's to read."""
+    """One sequence. `session` is a hash, because session names may be private."""
 
-    tokens: Ids
+    tokens: TokenIds
     state: KvBytes
     checkpoints: Checkpoints = ()
     session: str | None = None
     adapters: AdapterSet = ()
     priority: Priority = "main"
-    worn: AdapterVersions = ()
+    adapter_versions: AdapterVersions = ()
 
     @property
     def size(self) -> int:
-        return int(self.tokens.nbytes + self.state.nbytes) + sum(one.size for one in self.checkpoints)
+        return int(self.tokens.nbytes + self.state.nbytes) + sum(each.size for each in self.checkpoints)
 
 
 class SnapshotHeader(Struct, frozen=True):
     origin: KvOrigin
     adapters: AdapterSet
-    worn: AdapterVersions
+    adapter_versions: AdapterVersions = msgspec.field(name="worn")  # its name in files of version 1
     session: str | None
     priority: Priority
     tokens: int
-    state: int  # bytes, as the second number of each checkpoint
-    checkpoints: tuple[tuple[int, int], ...]
+    state: int  # bytes
+    checkpoints: tuple[tuple[int, int], ...]  # tokens and bytes of each
 
     @property
     def payload(self) -> int:
@@ -118,43 +86,40 @@ def hash_session(session: str | None) -> str | None:
     return hashlib.blake2b(session.encode("utf-8", "surrogatepass"), digest_size=16, person=b"modelyard-kv").hexdigest()
 
 
-def origin_differences(there: KvOrigin, here: KvOrigin) -> list[str]:
-    """What does not agree, in words."""
-    old, new = _flat(there), _flat(here)
+def origin_differences(stored: KvOrigin, current: KvOrigin) -> list[str]:
+    old, new = _flatten(stored), _flatten(current)
     return [
         f"{name} was {old.get(name)} and is {new.get(name)}" for name in new | old if old.get(name) != new.get(name)
     ]
 
 
-def _flat(origin: KvOrigin) -> dict[str, Any]:
-    facts: dict[str, Any] = msgspec.to_builtins(origin)
-    layout, positions = facts.pop("layout"), facts.pop("positions")
-    return {**facts, **layout, **positions}
+def _flatten(origin: KvOrigin) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(origin)
+    layout, positions = fields.pop("layout"), fields.pop("positions")
+    return {**fields, **layout, **positions}
 
 
-# --- the bytes of a file ----------------------------------------------------------------------------------------------
+# --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def encode_snapshot(origin: KvOrigin, image: KvSnapshot) -> Iterator[Bytes]:
-    """A file's bytes, in pieces."""
-    sizes = tuple((one.tokens, one.size) for one in image.checkpoints)
-    tokens = np.ascontiguousarray(image.tokens, np.int32)
-    head = msgspec.json.encode(
-        SnapshotHeader(
-            origin,
-            image.adapters,
-            image.worn,
-            image.session,
-            image.priority,
-            len(tokens),
-            image.state.nbytes,
-            sizes,
-        )
+def encode_snapshot(origin: KvOrigin, snapshot: KvSnapshot) -> Iterator[Buffer]:
+    """The bytes of a file, in pieces."""
+    tokens = np.ascontiguousarray(snapshot.tokens, np.int32)
+    header = SnapshotHeader(
+        origin,
+        snapshot.adapters,
+        snapshot.adapter_versions,
+        snapshot.session,
+        snapshot.priority,
+        len(tokens),
+        snapshot.state.nbytes,
+        tuple((each.tokens, each.size) for each in snapshot.checkpoints),
     )
+    encoded = msgspec.json.encode(header)
+    arrays = (tokens.view(np.uint8), snapshot.state, *(each.data for each in snapshot.checkpoints))
+    head: list[Buffer] = [_PREFIX.pack(_MAGIC, _VERSION, len(encoded)), encoded]
     digest = hashlib.blake2b(digest_size=_CHECKSUM)
-    whole = (tokens.view(np.uint8), image.state, *(one.data for one in image.checkpoints))
-    front: list[Bytes] = [_FRONT.pack(_MAGIC, _VERSION, len(head)), head]
-    for piece in chain(front, *map(_pieces, whole)):
+    for piece in chain(head, *map(_pieces, arrays)):
         digest.update(piece)
         yield piece
     yield digest.digest()
@@ -166,36 +131,47 @@ def _pieces(data: KvBytes) -> Iterator[memoryview]:
 
 
 def decode_snapshot(file: BufferedReader, size: int, check: Callable[[SnapshotHeader], None]) -> KvSnapshot:
-    """`check` raises where the head does not fit: then the rest is not even read."""
-    front = file.read(_FRONT.size)
-    if len(front) < _FRONT.size or not front.startswith(_MAGIC):
-        raise SnapshotMismatch("it is no file of saved KV")
-    _, version, length = _FRONT.unpack(front)
+    """`check` raises if the header does not fit: then the rest is not read."""
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
+        raise SnapshotMismatch("it is not a file of saved KV")
+    _, version, length = _PREFIX.unpack(prefix)
     if version != _VERSION:
-        raise SnapshotMismatch(f"it is of version {version} and this program writes {_VERSION}")
-    if length > _LONGEST_HEAD:
-        raise SnapshotMismatch("it is damaged: its head is too long")
-    raw = file.read(length)
-    head = _head(raw)
-    if size != _FRONT.size + length + head.payload + _CHECKSUM:
-        raise SnapshotMismatch("it is damaged: it has another size than its head says")
-    check(head)
-    return _image(head, _verified(file, front + raw, head.payload))
+        raise SnapshotMismatch(f"it has version {version}, and this program writes version {_VERSION}")
+    if length > _MAX_HEADER:
+        raise SnapshotMismatch("it is damaged: its header is too long")
+    encoded = file.read(length)
+    header = _decode_header(encoded)
+    if size != _PREFIX.size + length + header.payload + _CHECKSUM:
+        raise SnapshotMismatch("it is damaged: its size differs from its header")
+    check(header)
+    payload = _read_payload(file, prefix + encoded, header.payload)
+    sizes = [4 * header.tokens, header.state, *(size for _, size in header.checkpoints)]
+    tokens, state, *states = np.split(payload, np.cumsum(sizes)[:-1])
+    return KvSnapshot(
+        tokens.view(np.int32),
+        state,
+        tuple(Checkpoint(at, data) for (at, _), data in zip(header.checkpoints, states, strict=True)),
+        header.session,
+        header.adapters,
+        header.priority,
+        header.adapter_versions,
+    )
 
 
-def _head(raw: bytes) -> SnapshotHeader:
+def _decode_header(encoded: bytes) -> SnapshotHeader:
     try:
-        head = msgspec.json.decode(raw, type=SnapshotHeader)
+        header = msgspec.json.decode(encoded, type=SnapshotHeader)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise SnapshotMismatch(f"it is damaged: its head cannot be read ({error})") from error
-    if min(head.tokens - 1, head.state - 1, *(min(pair) for pair in head.checkpoints), 0) < 0:
-        raise SnapshotMismatch("it is damaged: its head tells of nothing")
-    return head
+        raise SnapshotMismatch(f"it is damaged: its header cannot be read ({error})") from error
+    if min(header.tokens - 1, header.state - 1, *(min(pair) for pair in header.checkpoints), 0) < 0:
+        raise SnapshotMismatch("it is damaged: its header has no tokens or no state")
+    return header
 
 
-def _verified(file: BufferedReader, before: bytes, size: int) -> KvBytes:
+def _read_payload(file: BufferedReader, head: bytes, size: int) -> KvBytes:
     data = np.empty(size, np.uint8)
-    digest = hashlib.blake2b(before, digest_size=_CHECKSUM)
+    digest = hashlib.blake2b(head, digest_size=_CHECKSUM)
     for piece in _pieces(data):
         if file.readinto(piece) != len(piece):
             raise SnapshotMismatch("it is damaged: it ends too early")
@@ -205,9 +181,33 @@ def _verified(file: BufferedReader, before: bytes, size: int) -> KvBytes:
     return data
 
 
-def _image(head: SnapshotHeader, data: KvBytes) -> KvSnapshot:
-    sizes = [4 * head.tokens, head.state, *(size for _, size in head.checkpoints)]
-    tokens, state, *states = np.split(data, np.cumsum(sizes)[:-1])
-    places = (place for place, _ in head.checkpoints)
-    held = tuple(Checkpoint(place, state_) for place, state_ in zip(places, states, strict=True))
-    return KvSnapshot(tokens.view(np.int32), state, held, head.session, head.adapters, head.priority, head.worn)
+# --- identity of weights ----------------------------------------------------------------------------------------------
+#
+# A hash of each file's size, its head, and a sample from all over it. Two models of one shape differ nearly everywhere,
+# so samples tell them apart; reading every byte of a large model would take longer than the KV saves.
+
+_HEAD = 8 << 20  # names, shapes and most of the vocabulary
+_SAMPLES, _SAMPLE = 1024, 4096
+
+
+def file_identity(files: Iterable[Path]) -> str:
+    """Of all files of one model, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as data:
+            digest.update(data.read(_HEAD))
+            for offset in sample_offsets(size):
+                data.seek(offset)
+                digest.update(data.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def sample_offsets(size: int) -> list[int]:
+    """Of the samples after the head; the last one ends the file."""
+    rest = size - _HEAD
+    if rest <= 0:
+        return []
+    step = max(_SAMPLE, rest // _SAMPLES)
+    return [*range(_HEAD, size - _SAMPLE, step), max(_HEAD, size - _SAMPLE)]

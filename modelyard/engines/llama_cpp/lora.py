@@ -1,7 +1,7 @@
-"""LoRA adapters by name: loaded beside the weights, put on a context when the jobs of a step ask for them.
+"""LoRA adapters by name: loaded beside the weights, applied to a context when the jobs of a step use them.
 
-A context wears one set of adapters at a time, so the jobs of a cache take turns by their set (`step.turn`); KV that was
-computed under one set is never used under another (`sequences`).
+A context has one set of adapters at a time, so the jobs of a cache take turns by their set (`batch.next_adapters`). KV
+that was computed with one set is never used with another (`sequences.py`).
 """
 
 from __future__ import annotations
@@ -14,73 +14,73 @@ from typing import Any
 from msgspec import Struct
 
 from modelyard.core.errors import Conflict, InvalidRequest
-from modelyard.engines.llama_cpp import files
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_snapshot import AdapterVersions, file_identity
 from modelyard.engines.llama_cpp.options import Lora
 from modelyard.engines.llama_cpp.sequences import AdapterSet
+from modelyard.library.model_files import locate_model_file
 from modelyard.tokenizer import llama_log
 
 
-class _Held(Struct, frozen=True):
+class _Adapter(Struct, frozen=True):
     raw: Any
     scale: float
     path: Path
 
 
 class LoraAdapters:
-    """All adapters of one model. Belongs to the engine's thread, as the contexts that wear them do."""
+    """All adapters of one model. Belongs to the engine's thread, like the contexts that use them."""
 
-    def __init__(self, model: Any, known: Mapping[str, Lora]) -> None:
+    def __init__(self, model: Any, configured: Mapping[str, Lora]) -> None:
         self._model = model
-        self._held: dict[str, _Held] = {}
-        for name, lora in known.items():
+        self._adapters: dict[str, _Adapter] = {}
+        for name, lora in configured.items():
             self.load(name, lora)
 
     def load(self, name: str, lora: Lora) -> None:
-        if name in self._held:
-            raise Conflict(f"there is an adapter {name!r} already; unload it first")
-        path = files.find(lora.path)
+        if name in self._adapters:
+            raise Conflict(f"the adapter {name!r} exists already; unload it first")
+        path = locate_model_file(lora.path)
         llama_log.forget()
         raw = lib.llama_adapter_lora_init(self._model, str(path).encode())
         if not raw:
             raise InvalidRequest(
                 f"the adapter {name!r} in {path} cannot be loaded: {llama_log.reason()}", code="adapter_unreadable"
             )
-        self._held[name] = _Held(raw, lora.scale, path)
+        self._adapters[name] = _Adapter(raw, lora.scale, path)
 
     def unload(self, name: str) -> None:
-        """No context may wear it any more."""
+        """No context may use it any more."""
         self.check(((name, 1.0),))
-        lib.llama_adapter_lora_free(self._held.pop(name).raw)
+        lib.llama_adapter_lora_free(self._adapters.pop(name).raw)
 
-    def check(self, asked: AdapterSet) -> None:
-        for name, _ in asked:
-            if name not in self._held:
-                known = f"there are {', '.join(map(repr, self._held))}" if self._held else "this model has none"
-                raise InvalidRequest(
-                    f"there is no adapter {name!r}; {known}", code="adapter_unknown", param="lora_adapter"
-                )
+    def check(self, adapters: AdapterSet) -> None:
+        for name, _ in adapters:
+            if name not in self._adapters:
+                names = ", ".join(map(repr, self._adapters))
+                known = f"use one of {names}" if names else "this model has none"
+                raise InvalidRequest(f"unknown adapter {name!r}; {known}", code="adapter_unknown", param="lora_adapter")
 
-    def worn(self, asked: AdapterSet) -> AdapterVersions:
-        """What KV that was computed under them is bound to: their strengths in effect, and which files they are."""
-        return tuple(self._worn(name, scale) for name, scale in asked)
+    def versions(self, adapters: AdapterSet) -> AdapterVersions:
+        """What KV that was computed with them depends on: their effective scales and the identity of their files."""
+        return tuple(
+            (name, held.scale * scale, file_identity([held.path]))
+            if (held := self._adapters.get(name)) is not None
+            else (name, scale, "gone")
+            for name, scale in adapters
+        )
 
-    def _worn(self, name: str, scale: float) -> tuple[str, float, str]:
-        held = self._held.get(name)
-        return (name, held.scale * scale, file_identity([held.path])) if held is not None else (name, scale, "gone")
-
-    def put_on(self, context: Any, asked: AdapterSet) -> None:
-        """Exactly these, at the request's scale times the adapter's own."""
-        count = len(asked)
-        held = [self._held[name] for name, _ in asked]
-        raws = (POINTER(c_void_p) * count)(*(one.raw for one in held))
-        scales = (c_float * count)(*(one.scale * scale for one, (_, scale) in zip(held, asked, strict=True)))
+    def apply(self, context: Any, adapters: AdapterSet) -> None:
+        """Replaces the context's set. A request's scale is multiplied with the adapter's own."""
+        count = len(adapters)
+        held = [self._adapters[name] for name, _ in adapters]
+        raws = (POINTER(c_void_p) * count)(*(each.raw for each in held))
+        scales = (c_float * count)(*(each.scale * scale for each, (_, scale) in zip(held, adapters, strict=True)))
         lib.llama_set_adapters_lora(context, raws, count, scales)
 
 
 def parse_adapter_argument(argument: str | None) -> tuple[str, Lora]:
-    """`name=path`, as `load_adapter` is told it."""
+    """`name=path`, the argument of `load_adapter`."""
     name, equals, path = (argument or "").partition("=")
     if not (name and equals and path):
         raise InvalidRequest(f"load_adapter takes name=path, not {argument!r}", code="invalid_argument")

@@ -205,13 +205,28 @@ def id_logprob(id: int, candidates: Mapping[int, Any], top: int) -> IdLogprob:
 # --- running jobs ---------------------------------------------------------------------------------------------------
 
 
+class CacheCounters:
+    """Prompt tokens of one named cache since the engine was opened."""
+
+    def __init__(self) -> None:
+        self.reused = self.evaluated = 0
+
+
 class AsyncLlmRunner:
-    """The AsyncLLM, and one task per job that reads its outputs. `on_lost` is called on vLLM's loop."""
+    """The AsyncLLM, and one task per job that reads its outputs. `on_lost` is called on vLLM's loop.
+
+    The gateway's loop adds jobs to `running` and reads it and the counters.
+    """
 
     def __init__(
-        self, library: VllmLibrary, dispatch: TokenDispatch, on_lost: Callable[[ModelyardError], None]
+        self,
+        library: VllmLibrary,
+        dispatch: TokenDispatch,
+        counters: Mapping[str, CacheCounters],
+        on_lost: Callable[[ModelyardError], None],
     ) -> None:
-        self._library, self._dispatch, self._on_lost = library, dispatch, on_lost
+        self._library, self._dispatch, self._counters, self._on_lost = library, dispatch, counters, on_lost
+        self.running: set[VllmJob] = set()
         self._reaper = DescendantReaper()
         self._llm: Any = None
         self._children: list[Any] = []  # processes that vLLM started through multiprocessing
@@ -324,7 +339,11 @@ class AsyncLlmRunner:
             priority=PRIORITIES[job.prompt.priority],
         )
         async for output in outputs:
-            self._emit(job, job.handle_output(output))
+            chunks = job.handle_output(output)
+            if isinstance(chunks[0], Accepted):
+                self._counters[job.cache].reused += job.cached_tokens
+                self._counters[job.cache].evaluated += job.prompt_tokens - job.cached_tokens
+            self._emit(job, chunks)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         """Every job ends with an End, however its task ended."""
@@ -352,7 +371,9 @@ class AsyncLlmRunner:
     def _emit(self, job: VllmJob, chunks: list[Chunk]) -> None:
         """One step wakes the tasks of all its jobs in the same iteration of this loop: their chunks are flushed together
         and wake the gateway's loop once."""
-        self._dispatch.put(job, chunks, isinstance(chunks[-1], End))
+        if last := isinstance(chunks[-1], End):
+            self.running.discard(job)
+        self._dispatch.put(job, chunks, last)
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)

@@ -24,11 +24,17 @@ from modelyard.core.engine import (
     OnProgress,
     Prompt,
 )
-from modelyard.core.errors import Unavailable, Unsupported
+from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
 from modelyard.engines.in_process import InProcessEngine
 from modelyard.engines.token_dispatch import TokenDispatch
-from modelyard.engines.vllm.async_llm import AsyncLlmRunner, EventLoopThread, VllmJob, load_library
-from modelyard.engines.vllm.model_folder import check_weights, find_folder, read_config, require_folder, resolve_companions
+from modelyard.engines.vllm.async_llm import AsyncLlmRunner, CacheCounters, EventLoopThread, VllmJob, load_library
+from modelyard.engines.vllm.model_folder import (
+    check_weights,
+    find_folder,
+    read_config,
+    require_folder,
+    resolve_companions,
+)
 from modelyard.engines.vllm.options import VllmOptions, engine_arguments
 from modelyard.engines.vllm.request import (
     IGNORED,
@@ -61,12 +67,11 @@ class VllmEngine(InProcessEngine[VllmJob]):
         self._runner: AsyncLlmRunner | None = None
         self._job_numbers = itertools.count()
         self._evictions = dict.fromkeys(spec.caches, 0)
-        self._jobs: set[VllmJob] = set()
-        self._counters = {name: _CacheCounters() for name in spec.caches}
+        self._counters = {name: CacheCounters() for name in spec.caches}
         self._speculation = SpeculationCounters()
 
     def __repr__(self) -> str:
-        return f"<VllmEngine {self.spec.model}: {len(self._jobs)} running>"
+        return f"<VllmEngine {self.spec.model}: {len(self._running())} running>"
 
     # --- opening and closing ------------------------------------------------------------------------------------------
 
@@ -76,7 +81,7 @@ class VllmEngine(InProcessEngine[VllmJob]):
         self._thread.start()
         library = await asyncio.to_thread(load_library)
         progress(0.1, "loading weights")
-        self._runner = runner = AsyncLlmRunner(library, TokenDispatch(self._loop), self._on_lost)
+        self._runner = runner = AsyncLlmRunner(library, TokenDispatch(self._loop), self._counters, self._on_lost)
         stat_loggers = [self._speculation.create_logger] if self.options.speculates else []
         await self._thread.run(runner.start(self._engine_arguments(model), stat_loggers))
         self.n_vocab = runner.n_vocab
@@ -100,7 +105,7 @@ class VllmEngine(InProcessEngine[VllmJob]):
         }
         return ours | engine_arguments(resolve_companions(self.options), self.spec.caches, model)
 
-    def _on_lost(self, error: Any) -> None:
+    def _on_lost(self, error: ModelyardError) -> None:
         """On vLLM's loop."""
         self._loop.call_soon_threadsafe(self._report_lost, error)
 
@@ -132,9 +137,9 @@ class VllmEngine(InProcessEngine[VllmJob]):
         )
 
     def _submit(self, job: VllmJob) -> None:
-        self._jobs.add(job)
-        job.on_end = self._job_ended
-        self._thread.call(self._open_runner().start_job, job)
+        runner = self._open_runner()
+        runner.running.add(job)
+        self._thread.call(runner.start_job, job)
 
     def _open_runner(self) -> AsyncLlmRunner:
         self._require_open()
@@ -146,3 +151,59 @@ class VllmEngine(InProcessEngine[VllmJob]):
         """From any thread."""
         if (runner := self._runner) is not None:
             self._thread.call(runner.cancel_job, job)
+
+    def _running(self) -> list[VllmJob]:
+        """A copy: vLLM's thread removes jobs."""
+        return [] if self._runner is None else list(self._runner.running)
+
+    # --- the rest of the interface ------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        running, counters = self._running(), self._counters.values()
+        return EngineStats(
+            running=len(running),
+            sequences=self.info.capacity,
+            occupied_tokens=sum(job.prompt_tokens + job.output_tokens for job in running),
+            reused_tokens=sum(each.reused for each in counters),
+            evaluated_tokens=sum(each.evaluated for each in counters),
+            guessed_tokens=self._speculation.guessed,
+            accepted_tokens=self._speculation.accepted,
+            caches={name: CacheStats(each.reused, each.evaluated) for name, each in self._counters.items()},
+        )
+
+    async def control(self, op: Control) -> None:
+        if op.op == "evict":
+            for name in [self._cache_name(op.cache)] if op.cache is not None else self._evictions:
+                self._evictions[name] += 1
+        elif op.op == "load_adapter":
+            self._adapters.load(op.argument)
+        elif op.op == "unload_adapter":
+            runner = self._open_runner()
+            await self._thread.run(runner.remove_adapter(self._adapters.unload(op.argument)))
+        else:
+            raise self._unsupported_control(op)
+
+
+class SpeculationCounters:
+    """vLLM reports speculation to its statistics loggers only, so this implements one."""
+
+    def __init__(self) -> None:
+        self.guessed = self.accepted = 0
+
+    def create_logger(self, vllm_config: Any, engine_index: int = 0) -> SpeculationCounters:
+        del vllm_config, engine_index
+        return self
+
+    def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: Any, **more: Any) -> None:
+        del iteration_stats, more
+        stats = getattr(scheduler_stats, "spec_decoding_stats", None)
+        if stats is not None:
+            self.guessed += stats.num_draft_tokens
+            self.accepted += stats.num_accepted_tokens
+
+    def log_engine_initialized(self) -> None: ...
+
+    def log(self) -> None: ...
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None:
+        del is_awake, level

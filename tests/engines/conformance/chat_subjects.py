@@ -110,7 +110,7 @@ class RemoteLlamaServer:
 
     @asynccontextmanager
     async def made(self) -> AsyncIterator[ChatEngine]:
-        async with llama_stage.running(CACHES, llama_server_host="127.0.0.1") as there:
+        async with llama_stage.running_engine(CACHES, llama_server_host="127.0.0.1") as there:
             place = there._running.client.place
             options = openai_remote.Options(
                 remote_base_url=f"{place.base_url}/v1", remote_model="smollm2", remote_headers=dict(place.headers)

@@ -20,7 +20,7 @@ from modelyard.engines import ct2
 from modelyard.engines.ct2.engine import Ct2Engine
 from modelyard.engines.ct2.model_folder import read_vocabulary
 from modelyard.library.convert import convert
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.engines.reading import ids
 
 GREEDY = Sampling(temperature=0)

@@ -21,7 +21,7 @@ from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import exllamav3, fake
 from modelyard.engines.exllamav3 import model
 from modelyard.engines.exllamav3.engine import ExllamaEngine
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.engines.exllamav3.fake_library import FakeLibrary, in_step_with
 from tests.engines.reading import ids
 

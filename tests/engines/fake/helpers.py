@@ -7,7 +7,7 @@ from modelyard.core.engine import CacheInfo, Chunk, EngineSpec, Prompt, TokenRun
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import fake
 from modelyard.engines.fake.engine import FakeChatEngine, FakeTextEngine
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.engines.reading import ids, read
 
 WEATHER = (

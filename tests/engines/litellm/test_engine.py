@@ -1,4 +1,4 @@
-"""The LiteLLM engine with a stand-in for its library, which answers the same calls in the same shapes."""
+"""The LiteLLM engine with a fake library that answers the same calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from modelyard.engines.litellm.outgoing import arguments
 
 from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory, CacheInfo, ChatEngine, EngineSpec, MemoryEstimate
@@ -28,7 +27,8 @@ from modelyard.core.events import BlockDelta, Event, Failed, collect_reply
 from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text, Tool
 from modelyard.engines import litellm
 from modelyard.engines.litellm import Options
-from modelyard.engines.litellm.engine import LiteLlmEngine
+from modelyard.engines.litellm.engine import LiteLlmEngine, completion_arguments
+from modelyard.engines.upstream import forwarding
 from modelyard.plugins import MissingLibrary
 from modelyard.server.model_definition import define
 
@@ -37,11 +37,11 @@ REQUEST = Request(model="any", messages=(Message("user", (Text("Hello"),)),), ma
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent / "standin"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake_library"))
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    import litellm as standin
+    import litellm as fake_library
 
-    yield standin
+    yield fake_library
     del sys.modules["litellm"]
 
 
@@ -66,7 +66,7 @@ async def read(it: LiteLlmEngine) -> list[Event]:
     return [event async for batch in it.chat(REQUEST) for event in batch]
 
 
-async def test_an_answer_comes_through_with_its_usage(library: ModuleType) -> None:
+async def test_answer_arrives_with_its_usage(library: ModuleType) -> None:
     async with opened("says/Hi you") as it:
         assert isinstance(it, ChatEngine)
         reply = collect_reply(await read(it))
@@ -90,7 +90,7 @@ async def test_an_answer_comes_through_with_its_usage(library: ModuleType) -> No
     assert (library.telemetry, library.suppress_debug_info) == (False, True)
 
 
-async def test_key_address_and_further_arguments_are_handed_on(
+async def test_key_address_and_further_arguments_are_passed(
     library: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MODELYARD_TEST_KEY", "s3cret")
@@ -109,7 +109,7 @@ async def test_key_address_and_further_arguments_are_handed_on(
     }
 
 
-async def test_a_key_that_is_not_set_keeps_it_from_loading(library: ModuleType) -> None:
+async def test_missing_key_fails_the_load(library: ModuleType) -> None:
     with pytest.raises(InvalidRequest, match="'NO_SUCH_VARIABLE_HERE', which is not set"):
         await engine("says/x", litellm_api_key_env="NO_SUCH_VARIABLE_HERE").open(lambda *_: None)
 
@@ -125,7 +125,7 @@ async def test_a_key_that_is_not_set_keeps_it_from_loading(library: ModuleType) 
         (503, Unavailable),
     ],
 )
-async def test_a_providers_refusal_keeps_its_meaning(
+async def test_error_of_the_provider_keeps_its_meaning(
     library: ModuleType, status: int, kind: type[ModelyardError]
 ) -> None:
     async with opened(f"refuses/{status}") as it:
@@ -136,13 +136,14 @@ async def test_a_providers_refusal_keeps_its_meaning(
     assert len(library.asked) == 1
 
 
-async def test_a_refusal_is_tried_again_where_that_is_allowed(library: ModuleType) -> None:
+async def test_error_before_the_first_byte_is_retried(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "_FIRST_DELAY_S", 0.0)
     async with opened("refuses/503once", litellm_max_retries=1) as it:
         assert collect_reply(await read(it)).text == "503once"
     assert len(library.asked) == 2
 
 
-async def test_a_stream_that_breaks_is_an_error_and_not_begun_again(library: ModuleType) -> None:
+async def test_broken_stream_is_not_retried(library: ModuleType) -> None:
     async with opened("breaks/half", litellm_max_retries=5) as it:
         last = (await read(it))[-1]
     assert isinstance(last, Failed)
@@ -150,7 +151,7 @@ async def test_a_stream_that_breaks_is_an_error_and_not_begun_again(library: Mod
     assert len(library.asked) == 1
 
 
-async def test_cancelling_closes_the_providers_stream(library: ModuleType) -> None:
+async def test_cancel_closes_the_stream_of_the_provider(library: ModuleType) -> None:
     async with opened("hangs/half") as it:
         generation = it.chat(REQUEST)
         got: list[Event] = []
@@ -163,8 +164,8 @@ async def test_cancelling_closes_the_providers_stream(library: ModuleType) -> No
     assert library.closed == ["half"]
 
 
-def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelyard.engines.litellm.library.find_spec", lambda _: None)
+def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelyard.engines.litellm.engine.find_spec", lambda _: None)
     with pytest.raises(MissingLibrary, match=r"pip install 'modelyard\[litellm\]'"):
         litellm.verify()
     model = {"backend": "litellm", "litellm_model": "openai/gpt"}
@@ -174,7 +175,7 @@ def test_a_missing_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     assert "modelyard[litellm]" in made.model.fault.message
 
 
-def test_it_is_remote_and_holds_nothing() -> None:
+def test_litellm_is_remote_and_holds_no_weights() -> None:
     assert litellm.REMOTE
     assert not litellm.HOLDS_WEIGHTS
     assert litellm.estimate(EngineSpec("m", None, {}), AvailableMemory(1)) == MemoryEstimate()
@@ -188,7 +189,7 @@ PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 def sent(**fields: Any) -> dict[str, Any]:
     messages = (Message("user", (Text("Look"), Image(PIXEL))),)
-    return arguments(Request(model="any", **{"messages": messages} | fields), OPTIONS, None)
+    return completion_arguments(Request(model="any", **{"messages": messages} | fields), OPTIONS, None)
 
 
 def test_images_tools_schemas_and_effort_pass() -> None:
@@ -204,13 +205,13 @@ def test_images_tools_schemas_and_effort_pass() -> None:
     assert "chat_template_kwargs" not in got
 
 
-def test_samplers_that_providers_share_pass_and_the_others_do_not() -> None:
+def test_only_common_sampling_fields_are_sent() -> None:
     got = sent(sampling=Sampling(temperature=0.3, top_k=5, min_p=0.1, mirostat=2), session="s", n=4)
     assert (got["temperature"], got["top_k"]) == (0.3, 5)
     assert not got.keys() & {"min_p", "mirostat", "prompt_cache_key", "n"}
 
 
 @pytest.mark.parametrize("fields", [{"prompts": ("Once",), "messages": ()}, {"constraint": Constraint("regex", "a+")}])
-def test_what_it_cannot_do_is_refused(fields: dict[str, Any]) -> None:
+def test_unsupported_requests_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(Unsupported):
         sent(**fields)

@@ -1,4 +1,4 @@
-"""What the llama_server engine's tests share: the real program and the default model, one thread, small windows."""
+"""Helpers for tests of the llama-server engine: the real program, the default model, one thread, small windows."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from contextlib import asynccontextmanager
 from functools import cache
 from typing import Any
 
-from modelyard.core.engine import CacheInfo, EngineSpec
-from modelyard.core.events import Event
+from modelyard.core.engine import CacheInfo, EngineSpec, Generation
+from modelyard.core.events import BlockDelta, Event
 from modelyard.core.request import Message, Request, Sampling, Text
 from modelyard.engines import llama_server
-from modelyard.engines.llama_server.engine import LlamaServer
+from modelyard.engines.llama_server.engine import LlamaServerEngine
 from modelyard.library.default_model import fetch
 from modelyard.library.llama_server import fetch_binary
 
 
 @cache
 def program() -> str:
-    """Fetched where this machine does not have it yet."""
+    """Downloaded on the first use."""
     return str(fetch_binary())
 
 
@@ -27,26 +27,37 @@ def options(**chosen: Any) -> llama_server.Options:
     return llama_server.Options(**base | chosen)
 
 
-def engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> LlamaServer:
+def engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> LlamaServerEngine:
     made = llama_server.create(EngineSpec("smollm2", options(**chosen), caches or {"main": CacheInfo(512, 2)}))
-    assert isinstance(made, LlamaServer)
+    assert isinstance(made, LlamaServerEngine)
     return made
 
 
 @asynccontextmanager
-async def running(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[LlamaServer]:
-    it = engine(caches, **chosen)
+async def running_engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[LlamaServerEngine]:
+    made = engine(caches, **chosen)
     try:
-        await it.open(lambda *_: None)
-        yield it
+        await made.open(lambda *_: None)
+        yield made
     finally:
-        await it.close()
+        await made.close()
 
 
-def asked(text: str = "Say hello.", **fields: Any) -> Request:
+def chat_request(text: str = "Say hello.", **fields: Any) -> Request:
     chosen: dict[str, Any] = {"max_tokens": 8, "sampling": Sampling(temperature=0)}
     return Request(model="smollm2", messages=(Message("user", (Text(text),)),), **chosen | fields)
 
 
-async def read(it: LlamaServer, request: Request) -> list[Event]:
-    return [event async for batch in it.chat(request) for event in batch]
+async def read_events(engine_: LlamaServerEngine, request: Request) -> list[Event]:
+    return await read_rest(engine_.chat(request))
+
+
+async def read_rest(generation: Generation[Event]) -> list[Event]:
+    return [event async for batch in generation for event in batch]
+
+
+async def read_until_delta(generation: Generation[Event]) -> list[Event]:
+    events: list[Event] = []
+    while not any(isinstance(event, BlockDelta) for event in events):
+        events += await anext(generation)
+    return events

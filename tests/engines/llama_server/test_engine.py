@@ -31,15 +31,15 @@ from modelyard.engines.llama_server.server import find_binary
 from modelyard.library.default_model import fetch
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_server import helpers
-from tests.engines.llama_server.helpers import asked, engine, read, running
+from tests.engines.llama_server.helpers import chat_request, engine, read_events, running_engine
 
 
 async def test_it_answers_counts_and_tells_its_log_and_its_process() -> None:
-    async with running() as it:
+    async with running_engine() as it:
         assert isinstance(it, ChatEngine)
-        reply = collect_reply(await read(it, asked("What is the capital of France?", max_tokens=12)))
+        reply = collect_reply(await read_events(it, chat_request("What is the capital of France?", max_tokens=12)))
         assert reply.text
-        assert reply.finished.usage.prompt == await it.count(asked("What is the capital of France?"))
+        assert reply.finished.usage.prompt == await it.count(chat_request("What is the capital of France?"))
         assert reply.finished.usage.output <= 12
         assert any("listening" in line for line in it.log_tail())
         assert len(it.log_tail(2)) == 2
@@ -49,37 +49,39 @@ async def test_it_answers_counts_and_tells_its_log_and_its_process() -> None:
 
 
 async def test_it_counts_as_the_models_own_vocabulary_does() -> None:
-    async with running() as it:
+    async with running_engine() as it:
         rendered = (
             "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
             "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
         )
-        assert await it.count(asked()) == len(GgufTokenizer(fetch()).encode(rendered))
+        assert await it.count(chat_request()) == len(GgufTokenizer(fetch()).encode(rendered))
 
 
 async def test_a_port_works_as_well_as_a_socket_and_lets_nobody_else_in() -> None:
-    async with running(llama_server_host="127.0.0.1") as it:
-        assert collect_reply(await read(it, asked())).text
+    async with running_engine(llama_server_host="127.0.0.1") as it:
+        assert collect_reply(await read_events(it, chat_request())).text
         (told,) = [line for line in it.log_tail() if "listening" in line]
     assert "127.0.0.1" in told
 
 
 async def test_a_schema_is_kept() -> None:
-    async with running() as it:
+    async with running_engine() as it:
         schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
         reply = collect_reply(
-            await read(it, asked("Give a number.", constraint=Constraint("json_schema", schema), max_tokens=40))
+            await read_events(
+                it, chat_request("Give a number.", constraint=Constraint("json_schema", schema), max_tokens=40)
+            )
         )
     assert reply.text.replace(" ", "").replace("\n", "").startswith('{"n":')
 
 
 async def test_a_prompt_beyond_its_window_is_an_overflow_with_true_numbers() -> None:
-    async with running({"main": CacheInfo(256, 2)}) as it:
-        (last,) = await read(it, asked("word " * 400))
+    async with running_engine({"main": CacheInfo(256, 2)}) as it:
+        (last,) = await read_events(it, chat_request("word " * 400))
         assert isinstance(last, Failed)
         assert isinstance(last.error, ContextOverflow)
         assert last.error.window == 256
-        assert last.error.prompt_tokens == await it.count(asked("word " * 400))
+        assert last.error.prompt_tokens == await it.count(chat_request("word " * 400))
 
 
 async def until_it_speaks(generation: object) -> list[Event]:
@@ -90,19 +92,19 @@ async def until_it_speaks(generation: object) -> list[Event]:
 
 
 async def test_cancelling_stops_it_and_frees_its_slot_for_the_next() -> None:
-    async with running({"main": CacheInfo(512, 1)}) as it:
-        generation = it.chat(asked("Count to a thousand.", max_tokens=400))
+    async with running_engine({"main": CacheInfo(512, 1)}) as it:
+        generation = it.chat(chat_request("Count to a thousand.", max_tokens=400))
         got = await until_it_speaks(generation)
         generation.cancel()
         got += [event async for batch in generation for event in batch]
         assert isinstance(got[-1], Failed)
         assert isinstance(got[-1].error, Cancelled)
-        assert collect_reply(await read(it, asked())).text
+        assert collect_reply(await read_events(it, chat_request())).text
 
 
 async def test_a_kill_ends_its_streams_and_resolves_lost_with_the_reason() -> None:
-    async with running() as it:
-        generation = it.chat(asked("Count to a thousand.", max_tokens=400))
+    async with running_engine() as it:
+        generation = it.chat(chat_request("Count to a thousand.", max_tokens=400))
         await until_it_speaks(generation)
         os.kill(it.pid or 0, signal.SIGKILL)
         last = [event async for batch in generation for event in batch][-1]
@@ -110,11 +112,11 @@ async def test_a_kill_ends_its_streams_and_resolves_lost_with_the_reason() -> No
         assert isinstance(death, Unavailable)
         assert "was killed by SIGKILL" in death.message
         assert last == Failed(death)
-        assert await read(it, asked()) == [Failed(death)]
+        assert await read_events(it, chat_request()) == [Failed(death)]
 
 
 async def test_a_kill_while_nothing_runs_is_noticed_without_asking() -> None:
-    async with running() as it:
+    async with running_engine() as it:
         os.kill(it.pid or 0, signal.SIGKILL)
         assert "SIGKILL" in (await it.lost).message
 
@@ -192,8 +194,8 @@ async def test_opening_can_be_given_up() -> None:
 
 async def test_several_caches_are_one_set_of_slots_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        async with running({"main": CacheInfo(256, 1), "fast": CacheInfo(128, 1)}) as it:
-            assert collect_reply(await read(it, asked())).text
+        async with running_engine({"main": CacheInfo(256, 1), "fast": CacheInfo(128, 1)}) as it:
+            assert collect_reply(await read_events(it, chat_request())).text
     assert "one set of slots for the caches main, fast" in caplog.text
 
 
@@ -208,7 +210,7 @@ def sent(request: Request, **options: Any) -> dict[str, Any]:
 
 
 def test_it_is_always_a_stream_that_tells_its_usage_and_how_far_it_has_read() -> None:
-    assert sent(asked("Hello", sampling=Sampling(), max_tokens=None)) == {
+    assert sent(chat_request("Hello", sampling=Sampling(), max_tokens=None)) == {
         "model": "smollm2",
         "messages": [{"role": "user", "content": "Hello"}],
         "stream": True,
@@ -219,7 +221,7 @@ def test_it_is_always_a_stream_that_tells_its_usage_and_how_far_it_has_read() ->
 
 def test_samplers_have_its_names() -> None:
     sampling = Sampling(temperature=0.5, top_k=3, min_p=0.1, repetition_penalty=1.2, beam_size=4, dry_multiplier=0.8)
-    got = sent(asked(sampling=sampling))
+    got = sent(chat_request(sampling=sampling))
     names = ("temperature", "top_k", "min_p", "repeat_penalty", "dry_multiplier")
     assert [got[name] for name in names] == [0.5, 3, 0.1, 1.2, 0.8]
     assert not got.keys() & {"repetition_penalty", "beam_size"}
@@ -227,7 +229,7 @@ def test_samplers_have_its_names() -> None:
 
 def test_what_is_the_gateways_own_stays_here() -> None:
     mine: dict[str, Any] = {"session": "s", "user": "u", "metadata": {"a": 1}, "store": True, "previous": "resp_1"}
-    got = sent(asked(**mine, priority="background", n=4))
+    got = sent(chat_request(**mine, priority="background", n=4))
     assert not got.keys() & {"prompt_cache_key", "user", "metadata", "store", "priority", "n"}
 
 
@@ -237,7 +239,7 @@ def test_what_is_the_gateways_own_stays_here() -> None:
 def test_the_models_own_switch_holds_where_the_client_has_no_wish(
     setting: bool | None, wish: bool | None, sent_as: bool | None
 ) -> None:
-    got = sent(asked(reasoning=Reasoning(enabled=wish)), enable_thinking=setting)
+    got = sent(chat_request(reasoning=Reasoning(enabled=wish)), enable_thinking=setting)
     assert got.get("chat_template_kwargs", {}).get("enable_thinking") == sent_as
 
 
@@ -250,11 +252,11 @@ def test_images_arrive_as_data() -> None:
 
 
 def test_schemas_and_gbnf_pass_and_other_grammars_are_refused() -> None:
-    assert sent(asked(constraint=Constraint("gbnf", "root ::= [a]")))["grammar"] == "root ::= [a]"
-    schema = sent(asked(constraint=Constraint("json_schema", '{"type":"object"}')))
+    assert sent(chat_request(constraint=Constraint("gbnf", "root ::= [a]")))["grammar"] == "root ::= [a]"
+    schema = sent(chat_request(constraint=Constraint("json_schema", '{"type":"object"}')))
     assert schema["response_format"]["json_schema"]["schema"] == {"type": "object"}
     with pytest.raises(Unsupported, match="not lark"):
-        sent(asked(constraint=Constraint("lark", "start: A")))
+        sent(chat_request(constraint=Constraint("lark", "start: A")))
 
 
 def test_bare_prompts_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""A remote model over a real socket: its key, its health check, its errors, its counter."""
+"""The remote engine over a real socket: key, health check, errors, token counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modelyard.engines.openai_remote.kinds import KINDS
 
 from modelyard.config.engine_options import engine_options
 from modelyard.config.load import load_config
@@ -20,9 +19,16 @@ from modelyard.core.errors import Cancelled, InvalidRequest, ModelyardError, Una
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
 from modelyard.core.request import Message, Request, Text
 from modelyard.engines import openai_remote
-from modelyard.engines.openai_remote import outgoing
 from modelyard.engines.openai_remote.engine import RemoteEngine
-from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
+from modelyard.engines.openai_remote.request import APIS, chat_body
+from tests.engines.upstream.fake_upstream import (
+    Answer,
+    FakeUpstream,
+    chat_stream,
+    error_answer,
+    fake_upstream,
+    json_answer,
+)
 
 REQUEST = Request(model="frontier", messages=(Message("user", (Text("Hello"),)),))
 KEY = "MODELYARD_TEST_REMOTE_KEY"
@@ -71,7 +77,7 @@ POOL = {
 }
 
 
-def test_the_whole_definition_of_a_pool_becomes_these_options_and_this_request(tmp_path: Path) -> None:
+def test_complete_definition_becomes_options_and_a_request(tmp_path: Path) -> None:
     (tmp_path / "pool.json").write_text(json.dumps(POOL))
     settings = load_config(tmp_path / "pool.json", env={}).config.models["frontier-large"]
     options = engine_options(settings)
@@ -81,7 +87,7 @@ def test_the_whole_definition_of_a_pool_becomes_these_options_and_this_request(t
         remote_model="provider-model",
         remote_thinking="disabled",
     )
-    assert json.loads(outgoing.body(REQUEST, options, KINDS["chat_completions"])) == {
+    assert json.loads(chat_body(REQUEST, options, APIS["chat_completions"])) == {
         "model": "provider-model",
         "messages": [{"role": "user", "content": "Hello"}],
         "stream": True,
@@ -90,7 +96,7 @@ def test_the_whole_definition_of_a_pool_becomes_these_options_and_this_request(t
     }
 
 
-async def test_it_is_a_chat_engine_that_holds_nothing_here() -> None:
+async def test_remote_engine_is_a_chat_engine_without_memory() -> None:
     it = engine("http://127.0.0.1:1")
     assert isinstance(it, ChatEngine)
     assert openai_remote.REMOTE
@@ -102,7 +108,7 @@ async def test_it_is_a_chat_engine_that_holds_nothing_here() -> None:
     await it.close()
 
 
-async def test_an_answer_comes_through_with_its_usage() -> None:
+async def test_answer_arrives_with_its_usage() -> None:
     async with fake_upstream(Answer(body=chat_stream("Hi", " you"))) as up, opened(up) as it:
         reply = collect_reply(await read(it))
     assert reply.text == "Hi you"
@@ -117,61 +123,61 @@ async def test_an_answer_comes_through_with_its_usage() -> None:
         ("anthropic_messages", {"x-api-key": "s3cret", "anthropic-version": "2023-06-01"}),
     ],
 )
-async def test_the_key_of_the_environment_is_shown_as_the_api_wants_it(
+async def test_key_is_sent_in_the_headers_of_the_api(
     kind: str, headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY, "s3cret")
     options = {"remote_api_kind": kind, "remote_api_key_env": KEY, "remote_headers": {"x-team": "a"}}
     async with fake_upstream(error_answer(500)) as up, opened(up, **options) as it:
         await read(it)
-    assert up.asked[0].headers.items() >= (headers | {"x-team": "a"}).items()
+    assert up.requests[0].headers.items() >= (headers | {"x-team": "a"}).items()
 
 
-async def test_a_key_that_is_not_set_keeps_the_model_from_loading() -> None:
+async def test_missing_key_fails_the_load() -> None:
     it = engine("http://127.0.0.1:1", remote_api_key_env="NO_SUCH_VARIABLE_HERE")
     with pytest.raises(InvalidRequest, match="'NO_SUCH_VARIABLE_HERE', which is not set"):
         await it.open(lambda *_: None)
     await it.close()
 
 
-async def test_without_a_health_check_nothing_is_sent() -> None:
+async def test_load_without_health_check_sends_nothing() -> None:
     async with fake_upstream(error_answer(500)) as up, opened(up):
         pass
-    assert up.asked == []
+    assert up.requests == []
 
 
-async def test_the_list_of_models_is_looked_at_where_asked(caplog: pytest.LogCaptureFixture) -> None:
-    listed = Answer(200, [b'{"data": [{"id": "theirs"}]}'], {"content-type": "application/json"})
+async def test_health_check_reads_the_list_of_models(caplog: pytest.LogCaptureFixture) -> None:
+    listed = json_answer('{"data": [{"id": "theirs"}]}')
     async with fake_upstream(listed) as up, opened(up, remote_health_check="models"):
         pass
-    assert [(asked.method, asked.path) for asked in up.asked] == [("GET", "/models")]
+    assert [(request.method, request.path) for request in up.requests] == [("GET", "/models")]
     assert caplog.records == []
-    other = Answer(200, [b'{"data": []}'], {"content-type": "application/json"})
+    other = json_answer('{"data": []}')
     with caplog.at_level(logging.WARNING):
         async with fake_upstream(other) as up, opened(up, remote_health_check="models"):
             pass
     assert "does not list the model 'theirs'" in caplog.text
 
 
-@pytest.mark.parametrize("status", [401, 403, 500, 404])
-async def test_an_upstream_that_is_not_well_keeps_the_model_from_loading(status: int) -> None:
-    async with fake_upstream(error_answer(status)) as up:
-        it = engine(up.url, remote_health_check="models")
-        with pytest.raises(ModelyardError):
-            await it.open(lambda *_: None)
-        await it.close()
+async def test_failed_health_check_fails_the_load() -> None:
+    for status in (401, 403, 500, 404):
+        async with fake_upstream(error_answer(status)) as up:
+            it = engine(up.url, remote_health_check="models")
+            with pytest.raises(ModelyardError):
+                await it.open(lambda *_: None)
+            await it.close()
 
 
-async def test_a_refused_key_is_ours_to_put_right() -> None:
+async def test_rejected_key_is_an_error_of_the_gateway() -> None:
     async with fake_upstream(error_answer(401, code="invalid_api_key")) as up, opened(up, remote_max_retries=3) as it:
         (last,) = await read(it)
     assert isinstance(last, Failed)
     assert isinstance(last.error, Unavailable)
     assert last.error.code == "upstream_auth_failed"
-    assert len(up.asked) == 1
+    assert len(up.requests) == 1
 
 
-async def test_cancelling_closes_the_upstreams_stream_and_frees_the_place() -> None:
+async def test_cancel_closes_the_stream_of_the_upstream() -> None:
     async with fake_upstream(Answer(body=chat_stream("Hi")[:1], hangs=True)) as up, opened(up) as it:
         generation = it.chat(REQUEST)
         got: list[Event] = []
@@ -182,13 +188,13 @@ async def test_cancelling_closes_the_upstreams_stream_and_frees_the_place() -> N
         got += [event async for batch in generation for event in batch]
         assert it.stats().running == 0
         async with asyncio.timeout(60):
-            await up.gone.wait()
+            await up.client_left.wait()
     last = got[-1]
     assert isinstance(last, Failed)
     assert isinstance(last.error, Cancelled)
 
 
-async def test_closing_ends_what_runs() -> None:
+async def test_close_fails_running_requests() -> None:
     async with fake_upstream(Answer(body=[], hangs=True)) as up:
         it = engine(up.url)
         await it.open(lambda *_: None)
@@ -201,11 +207,11 @@ async def test_closing_ends_what_runs() -> None:
         assert isinstance(last.error, Unavailable)
 
 
-async def test_an_upstream_without_a_counter_says_nothing() -> None:
+async def test_count_is_none_without_a_count_endpoint() -> None:
     async with fake_upstream(error_answer(404)) as up:
         async with opened(up) as it:
             assert await it.count(REQUEST) is None
-        assert up.asked == []
+        assert up.requests == []
         async with opened(up, remote_api_kind="responses") as it:
             assert await it.count(REQUEST) is None
 
@@ -213,20 +219,20 @@ async def test_an_upstream_without_a_counter_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "path"), [("responses", "/responses/input_tokens"), ("anthropic_messages", "/v1/messages/count_tokens")]
 )
-async def test_the_upstreams_own_counter_is_asked(kind: str, path: str) -> None:
-    counted = Answer(200, [b'{"input_tokens": 42}'], {"content-type": "application/json"})
+async def test_count_uses_the_count_endpoint(kind: str, path: str) -> None:
+    counted = json_answer('{"input_tokens": 42}')
     async with fake_upstream(counted) as up, opened(up, remote_api_kind=kind) as it:
         assert await it.count(REQUEST) == 42
-    assert up.asked[0].path == path
+    assert up.requests[0].path == path
 
 
-async def test_a_counter_that_fails_is_an_error_and_no_zero() -> None:
+async def test_failed_count_is_an_error() -> None:
     async with fake_upstream(error_answer(500)) as up, opened(up, remote_api_kind="responses") as it:
         with pytest.raises(Unavailable, match="cannot count"):
             await it.count(REQUEST)
 
 
-async def test_an_upstream_that_is_away_is_never_the_death_of_the_engine() -> None:
+async def test_unreachable_upstream_does_not_lose_the_engine() -> None:
     async with fake_upstream() as up:
         pass
     it = engine(up.url)

@@ -1,4 +1,4 @@
-"""What of a request leaves this machine, and in which form."""
+"""The request for each kind of upstream API."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from modelyard.engines.openai_remote.kinds import KINDS, base_url
-from modelyard.engines.openai_remote.outgoing import body, counting
 from msgspec.structs import replace
 
 from modelyard.core.errors import Unsupported
@@ -26,6 +24,7 @@ from modelyard.core.request import (
 )
 from modelyard.engines.openai_remote import Options
 from modelyard.engines.openai_remote.options import ApiKind
+from modelyard.engines.openai_remote.request import APIS, base_url, chat_body, count_body
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
@@ -50,11 +49,11 @@ def sent(request: Request = REQUEST, kind: ApiKind = "chat_completions", **optio
     chosen = Options(
         remote_base_url="https://api.example.com/v1", remote_model="theirs", remote_api_kind=kind, **options
     )
-    decoded: dict[str, Any] = json.loads(body(request, chosen, KINDS[kind]))
+    decoded: dict[str, Any] = json.loads(chat_body(request, chosen, APIS[kind]))
     return decoded
 
 
-def test_chat_is_sent_what_its_maker_knows_and_nothing_else() -> None:
+def test_chat_gets_only_official_fields() -> None:
     assert sent() == {
         "model": "theirs",
         "messages": [{"role": "user", "content": "Hello"}],
@@ -68,7 +67,7 @@ def test_chat_is_sent_what_its_maker_knows_and_nothing_else() -> None:
     }
 
 
-def test_responses_are_sent_what_their_maker_knows_and_are_not_stored() -> None:
+def test_responses_get_only_official_fields_and_are_not_stored() -> None:
     assert sent(kind="responses") == {
         "model": "theirs",
         "input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
@@ -81,7 +80,7 @@ def test_responses_are_sent_what_their_maker_knows_and_are_not_stored() -> None:
     }
 
 
-def test_messages_are_sent_what_their_maker_knows() -> None:
+def test_messages_get_only_official_fields() -> None:
     assert sent(kind="anthropic_messages") == {
         "model": "theirs",
         "messages": [{"role": "user", "content": "Hello"}],
@@ -95,7 +94,7 @@ def test_messages_are_sent_what_their_maker_knows() -> None:
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-def test_a_server_that_takes_our_extensions_is_sent_them(kind: ApiKind) -> None:
+def test_upstream_with_extensions_gets_all_fields(kind: ApiKind) -> None:
     got = sent(kind=kind, remote_extensions=True)
     assert {name: got[name] for name in ("min_p", "dry_multiplier", "priority", "chat_template_kwargs")} == {
         "min_p": 0.1,
@@ -107,12 +106,12 @@ def test_a_server_that_takes_our_extensions_is_sent_them(kind: ApiKind) -> None:
     assert "previous_response_id" not in got
 
 
-def test_an_anthropic_upstream_is_always_told_how_much_it_may_say() -> None:
-    endless = replace(REQUEST, max_tokens=None)
-    assert sent(endless, "anthropic_messages")["max_tokens"] == 8192
-    assert sent(endless, "anthropic_messages", remote_max_tokens=500)["max_tokens"] == 500
-    assert "max_tokens" not in sent(endless)
-    assert sent(endless, remote_max_tokens=500)["max_tokens"] == 500
+def test_anthropic_upstream_always_gets_max_tokens() -> None:
+    unlimited = replace(REQUEST, max_tokens=None)
+    assert sent(unlimited, "anthropic_messages")["max_tokens"] == 8192
+    assert sent(unlimited, "anthropic_messages", remote_max_tokens=500)["max_tokens"] == 500
+    assert "max_tokens" not in sent(unlimited)
+    assert sent(unlimited, remote_max_tokens=500)["max_tokens"] == 500
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_an_anthropic_upstream_is_always_told_how_much_it_may_say() -> None:
         ("enabled", False, {"type": "disabled"}),
     ],
 )
-def test_thinking_of_a_chat_provider(setting: str, asked: bool | None, field: Any) -> None:
+def test_thinking_field_of_chat(setting: str, asked: bool | None, field: Any) -> None:
     request = replace(REQUEST, reasoning=Reasoning(enabled=asked, effort="low", budget=5))
     got = sent(request, remote_thinking=setting)
     assert got.get("thinking") == field
@@ -135,7 +134,7 @@ def test_thinking_of_a_chat_provider(setting: str, asked: bool | None, field: An
     assert "chat_template_kwargs" not in got
 
 
-def test_thinking_of_the_other_kinds_is_in_their_own_words() -> None:
+def test_thinking_fields_of_messages_and_responses() -> None:
     assert sent(kind="anthropic_messages", remote_thinking="disabled")["thinking"] == {"type": "disabled"}
     assert sent(kind="anthropic_messages", remote_thinking="enabled")["thinking"] == {"type": "adaptive"}
     assert sent(kind="responses", remote_thinking="disabled")["reasoning"] == {"effort": "none"}
@@ -148,7 +147,7 @@ def turns(*thoughts: Thinking) -> Request:
 
 
 @pytest.mark.parametrize("kind", ["responses", "anthropic_messages"])
-def test_reasoning_goes_back_only_to_who_signed_it(kind: ApiKind) -> None:
+def test_reasoning_is_sent_only_to_the_upstream_that_signed_it(kind: ApiKind) -> None:
     request = turns(Thinking("mine", pack_reasoning("mine")), Thinking("unsigned"), Thinking("theirs", "EqQB-foreign"))
     text = json.dumps(sent(request, kind))
     assert "EqQB-foreign" in text
@@ -156,14 +155,14 @@ def test_reasoning_goes_back_only_to_who_signed_it(kind: ApiKind) -> None:
     assert "unsigned" not in text
 
 
-def test_reasoning_of_earlier_turns_is_shown_to_a_chat_provider_that_thinks() -> None:
+def test_earlier_reasoning_is_sent_to_a_chat_provider_with_thinking() -> None:
     request = turns(Thinking("hm"))
     assert "reasoning_content" not in sent(request)["messages"][1]
     assert sent(request, remote_thinking="enabled")["messages"][1]["reasoning_content"] == "hm"
     assert sent(request, remote_extensions=True)["messages"][1]["reasoning_content"] == "hm"
 
 
-def test_a_turn_that_was_nothing_but_reasoning_does_not_vanish() -> None:
+def test_turn_with_only_reasoning_stays() -> None:
     request = replace(REQUEST, messages=(Message("assistant", (Thinking("hm"),)), *REQUEST.messages))
     assert [message["role"] for message in sent(request)["messages"]] == ["assistant", "user"]
 
@@ -181,7 +180,7 @@ def test_images_tools_and_results_pass(kind: ApiKind) -> None:
         assert part in got
 
 
-def test_schemas_pass_and_grammars_are_refused_unless_the_server_takes_them() -> None:
+def test_grammars_need_an_upstream_with_extensions() -> None:
     schema = replace(REQUEST, constraint=Constraint("json_schema", '{"type":"object"}', "answer"))
     assert sent(schema)["response_format"]["json_schema"]["schema"] == {"type": "object"}
     grammar = replace(REQUEST, constraint=Constraint("gbnf", 'root ::= "a"'))
@@ -195,9 +194,9 @@ def test_bare_prompts_are_refused() -> None:
         sent(Request(model="m", prompts=("Once",)))
 
 
-def test_only_what_has_tokens_is_counted() -> None:
+def test_count_body_has_only_fields_with_tokens() -> None:
     options = Options(remote_base_url="https://x", remote_model="theirs", remote_api_kind="anthropic_messages")
-    got = json.loads(counting(REQUEST, options, KINDS["anthropic_messages"]))
+    got = json.loads(count_body(REQUEST, options, APIS["anthropic_messages"]))
     assert got == {"model": "theirs", "messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -212,11 +211,11 @@ def test_only_what_has_tokens_is_counted() -> None:
         ("anthropic_messages", "https://a.b/claude", "https://a.b/claude/v1"),
     ],
 )
-def test_where_the_paths_begin(kind: ApiKind, url: str, base: str) -> None:
+def test_base_url(kind: ApiKind, url: str, base: str) -> None:
     assert base_url(kind, url) == base
 
 
 @pytest.mark.parametrize("url", ["api.example.com", "ftp://a.b", "https://", "file:///etc"])
-def test_an_address_must_be_one(url: str) -> None:
+def test_invalid_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="http"):
         Options(remote_base_url=url, remote_model="m")

@@ -25,7 +25,7 @@ from modelyard.library import vllm_env
 from modelyard.library.cache_dir import cache_dir
 from modelyard.library.convert import convert
 from modelyard.processes.parent_death import die_with_parent
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.workers.client import WorkerSession, remote_engine
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig

@@ -13,7 +13,7 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.engines.vllm.loss import TOP_LOGPROBS, compare, divergence, evaluation_spec, loss
 from modelyard.engines.vllm.options import engine_arguments
-from modelyard.tune.text import TEXT
+from modelyard.tune.trial_process import QUALITY_TEXT
 from tests.engines.vllm import real
 from tests.engines.vllm.stage import spec
 
@@ -104,7 +104,7 @@ def test_an_answer_of_another_length_than_the_text_is_refused() -> None:
 
 @pytest.mark.vllm
 def test_a_real_vllm_reads_the_built_in_text_in_both_number_formats() -> None:
-    ids = real.vocabulary().encode_plain(TEXT)
+    ids = real.vocabulary().encode_plain(QUALITY_TEXT)
     lost = loss(real.spec(vllm_kv_cache_dtype="fp8"), real.spec(), ids)
     assert 5 < lost.reference < 50
     assert abs(lost.rise) < 0.2

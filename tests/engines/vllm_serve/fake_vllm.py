@@ -1,8 +1,8 @@
-"""A program that behaves like `vllm serve` as far as we use it: run as a script, it serves words instead of tokens.
+"""A fake `vllm serve`: run as a script, it serves words instead of tokens.
 
-STANDIN in its environment says how it is to behave: `stillborn`, `slow`, `dies_at_request`, `engine_dies_at_request`,
-`cannot_sleep`, `cannot_read`, `forks`. What it was started with and what it was asked stand in the file that
-STANDIN_NOTES names.
+FAKE_VLLM in its environment chooses its behaviour: `fails_to_start`, `slow`, `dies_at_request`,
+`engine_dies_at_request`, `cannot_sleep`, `cannot_read`, `forks`. It writes its arguments and requests to the file that
+FAKE_VLLM_NOTES names.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import subprocess
 import sys
 from typing import Any
 
-MOOD = os.environ.get("STANDIN", "")
-NOTES = os.environ.get("STANDIN_NOTES")
-SAYS = "one two three four five six seven eight nine ten"
+BEHAVIOUR = os.environ.get("FAKE_VLLM", "")
+NOTES = os.environ.get("FAKE_VLLM_NOTES")
+FILLER = "one two three four five six seven eight nine ten"
 CRASH = "(EngineCore pid=7) ERROR 11-15 09:51:02 [core.py:1101] ValueError: this machine has no such instruction"
 
 
@@ -69,16 +69,16 @@ async def route(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     elif path == "/v1/completions":
         note(text=body)
         read(writer, body)
-    elif path.startswith(("/sleep", "/wake_up")) and MOOD != "cannot_sleep" and os.environ.get("VLLM_SERVER_DEV_MODE"):
-        note(told=path)
+    elif path.startswith(("/sleep", "/wake_up")) and BEHAVIOUR != "cannot_sleep" and os.environ.get("VLLM_SERVER_DEV_MODE"):
+        note(control=path)
         reply(writer, 200, {"status": "done"})
     else:
         reply(writer, 404, {"detail": "Not Found"})
 
 
 def read(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-    """The odds of each token of a prompt: a half, and less by the error that rounded numbers make."""
-    if MOOD == "cannot_read":
+    """The probability of each token of a prompt: a half, and less with a quantized cache."""
+    if BEHAVIOUR == "cannot_read":
         reply(writer, 400, {"error": {"message": "no log probabilities today", "type": "x", "code": 400}})
         return
     share = 0.4 if "fp8" in sys.argv else 0.5
@@ -93,41 +93,41 @@ def reply(writer: asyncio.StreamWriter, status: int, body: dict[str, Any], kind:
 
 
 async def chat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-    if MOOD == "dies_at_request":
+    if BEHAVIOUR == "dies_at_request":
         print(CRASH, flush=True)
         os.kill(os.getpid(), signal.SIGILL)
-    if MOOD == "engine_dies_at_request":
+    if BEHAVIOUR == "engine_dies_at_request":
         print(CRASH, flush=True)
-        told = "EngineCore encountered an issue. See stack trace (above) for the root cause."
-        reply(writer, 500, {"error": {"message": told, "type": "InternalServerError", "param": None, "code": 500}})
+        message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+        reply(writer, 500, {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}})
         await writer.drain()
         writer.close()
         ENDED.set()
         return
     prompt = counted(body)
     if prompt > WINDOW:
-        told = f"This model's maximum context length is {WINDOW} tokens."
-        told += f" However, your prompt contains {prompt} input tokens, which exceeds this limit"
+        message = f"This model's maximum context length is {WINDOW} tokens."
+        message += f" However, your prompt contains {prompt} input tokens, which exceeds this limit"
         reply(
-            writer, 400, {"error": {"message": told, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
+            writer, 400, {"error": {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
         )
         return
     if not body.get("stream"):
         reply(writer, 200, {"choices": [{"message": {"role": "assistant", "content": "Hi"}, "finish_reason": "stop"}]})
         return
     writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nconnection: close\r\n\r\n")
-    said, limit = words(body), body.get("max_tokens") or 100
-    if said[0] == "Endless":
+    prompt_words, limit = words(body), body.get("max_tokens") or 100
+    if prompt_words[0] == "Endless":
         chunk(writer, {"role": "assistant", "content": "so far"})
         await writer.drain()
         await reader.read()  # until the client leaves
         return
-    told = (said + SAYS.split())[:limit]
-    for at, word in enumerate(told):
+    output = (prompt_words + FILLER.split())[:limit]
+    for at, word in enumerate(output):
         chunk(writer, {"role": "assistant", "content": word + " "} if at == 0 else {"content": word + " "})
         await writer.drain()
-    chunk(writer, {}, "length" if len(told) == limit else "stop")
-    usage = {"prompt_tokens": prompt, "completion_tokens": len(told), "total_tokens": prompt + len(told)}
+    chunk(writer, {}, "length" if len(output) == limit else "stop")
+    usage = {"prompt_tokens": prompt, "completion_tokens": len(output), "total_tokens": prompt + len(output)}
     event(writer, {"choices": [], "usage": usage | {"prompt_tokens_details": {"cached_tokens": 3}}})
     writer.write(b"data: [DONE]\n\n")
 
@@ -143,7 +143,7 @@ def event(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
 
 async def main(argv: list[str]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ENDED.set)
-    if MOOD == "forks":
+    if BEHAVIOUR == "forks":
         child = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220
         note(child=child.pid)
     print("INFO 11-15 09:50:00 [core.py:10] Initializing a V1 LLM engine", flush=True)
@@ -161,13 +161,13 @@ if __name__ == "__main__":
     note(argv=sys.argv[1:], pid=os.getpid())
     if sys.argv[1] != "serve" or "--nonsense" in sys.argv:
         sys.exit("vllm: error: unrecognized arguments: --nonsense")
-    if MOOD == "stillborn":
+    if BEHAVIOUR == "fails_to_start":
         print(CRASH)
         print("RuntimeError: Engine core initialization failed. See root cause above.")
         sys.exit(1)
     NAME = value("--served-model-name", sys.argv) or ""
     WINDOW = int(value("--max-model-len", sys.argv) or 0)
     ENDED = asyncio.Event()
-    if MOOD == "slow":
+    if BEHAVIOUR == "slow":
         signal.pause()
     asyncio.run(main(sys.argv))

@@ -1,4 +1,4 @@
-"""What the vllm_serve engine's tests share: programs that stand in for `vllm`, and small windows."""
+"""Helpers for tests of the vllm serve engine: fake `vllm` programs, and small windows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.events import Event
 from modelyard.core.request import Message, Request, Sampling, Text
 from modelyard.engines import vllm_serve
-from modelyard.engines.vllm_serve.engine import VllmServe
+from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.library.default_model import fetch
 from tests.engines.llama_server.helpers import program as llama_server
+from tests.engines.llama_server.helpers import read_rest
 
 _BINS = tempfile.TemporaryDirectory(prefix="modelyard-test-vllm-")
 
@@ -33,14 +34,14 @@ def _script(name: str, text: str) -> str:
 @cache
 def fake_vllm() -> str:
     """The program `vllm`, which only echoes."""
-    script = Path(__file__).with_name("standin.py")
+    script = Path(__file__).with_name("fake_vllm.py")
     return _script("vllm", f'#!/bin/sh\nexec {shlex.join([sys.executable, "-I", str(script)])} "$@"\n')
 
 
 @cache
 def over_llama_server() -> str:
-    """A program that takes the command line of `vllm serve` and becomes a real llama-server of it."""
-    told = {"--uds": "--host", "--host": "--host", "--port": "--port", "--max-num-seqs": "--parallel"}
+    """A program with the command line of `vllm serve` that runs a real llama-server."""
+    flags = {"--uds": "--host", "--host": "--host", "--port": "--port", "--max-num-seqs": "--parallel"}
     text = f"""#!{sys.executable}
 import os, sys
 argv = sys.argv[1:]
@@ -48,7 +49,7 @@ def value(flag): return argv[argv.index(flag) + 1] if flag in argv else None
 assert argv[0] == "serve", argv
 line = [{llama_server()!r}, "--model", argv[1], "--jinja", "--threads", "1", "--alias", value("--served-model-name")]
 line += ["--ctx-size", str(int(value("--max-model-len")) * int(value("--max-num-seqs")))]
-for flag, other in {told!r}.items():
+for flag, other in {flags!r}.items():
     if flag in argv:
         line += [other, value(flag)]
 if key := os.environ.pop("VLLM_API_KEY", None):
@@ -63,41 +64,41 @@ def options(**chosen: Any) -> vllm_serve.Options:
     return vllm_serve.Options(**base | chosen)
 
 
-def mood(name: str, notes: Path | None = None) -> dict[str, str]:
-    """The environment that makes the stand-in behave like this."""
-    return {"STANDIN": name} | ({"STANDIN_NOTES": str(notes)} if notes is not None else {})
+def behaviour(name: str, notes: Path | None = None) -> dict[str, str]:
+    """The environment that makes the fake vllm behave in this way."""
+    return {"FAKE_VLLM": name} | ({"FAKE_VLLM_NOTES": str(notes)} if notes is not None else {})
 
 
-def noted(notes: Path, what: str) -> list[Any]:
+def recorded(notes: Path, what: str) -> list[Any]:
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
     return [line[what] for line in lines if what in line]
 
 
 def real_model() -> dict[str, Any]:
-    """The fields that have a real model answer: llama-server behind vLLM's command line."""
+    """Fields for a real model: llama-server behind vLLM's command line."""
     return {"vllm_model": str(fetch()), "vllm_serve_binary": over_llama_server()}
 
 
-def engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> VllmServe:
+def engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> VllmServeEngine:
     made = vllm_serve.create(EngineSpec("echo", options(**chosen), caches or {"main": CacheInfo(512, 2)}))
-    assert isinstance(made, VllmServe)
+    assert isinstance(made, VllmServeEngine)
     return made
 
 
 @asynccontextmanager
-async def running(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[VllmServe]:
-    it = engine(caches, **chosen)
+async def running_engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[VllmServeEngine]:
+    made = engine(caches, **chosen)
     try:
-        await it.open(lambda *_: None)
-        yield it
+        await made.open(lambda *_: None)
+        yield made
     finally:
-        await it.close()
+        await made.close()
 
 
-def asked(text: str = "Say hello.", **fields: Any) -> Request:
+def chat_request(text: str = "Say hello.", **fields: Any) -> Request:
     chosen: dict[str, Any] = {"max_tokens": 8, "sampling": Sampling(temperature=0)}
     return Request(model="echo", messages=(Message("user", (Text(text),)),), **chosen | fields)
 
 
-async def read(it: VllmServe, request: Request) -> list[Event]:
-    return [event async for batch in it.chat(request) for event in batch]
+async def read_events(engine_: VllmServeEngine, request: Request) -> list[Event]:
+    return await read_rest(engine_.chat(request))

@@ -1,4 +1,4 @@
-"""A real `vllm serve` for the tests that are marked: SmolLM2 on the CPU, in the environment of `make vllm-env`."""
+"""A real `vllm serve` for tests with the marker `vllm`: SmolLM2 on the CPU, in the environment of `make vllm-env`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.engines import vllm_serve
-from modelyard.engines.vllm_serve.engine import VllmServe
+from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from modelyard.library import vllm_env
 from modelyard.library.convert import convert
 
-# Written as the Hermes family does; SmolLM2's own template knows no tools.
+# In the style of Hermes; the template of SmolLM2 has no tools.
 TOOLS_TEMPLATE = (
     "{% if tools %}<|im_start|>system\nYou may call functions: {% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     'Answer with <tool_call>\n{"name": …, "arguments": …}\n</tool_call><|im_end|>\n{% endif %}'
@@ -24,9 +24,9 @@ TOOLS_TEMPLATE = (
 
 
 def fields(**chosen: Any) -> dict[str, Any]:
-    """Of a model's section: float32, for bfloat16 kills it on some CPUs; a small cache."""
+    """Fields of a model: float32, because bfloat16 crashes on some CPUs; a small cache."""
     if not vllm_env.is_ready():
-        pytest.skip("there is no environment with vLLM for the CPU here: make vllm-env builds it")
+        pytest.skip("there is no vLLM for the CPU: make vllm-env builds it")
     base = {
         "vllm_model": convert("smollm2", "hf").path,
         "vllm_dtype": "float32",
@@ -37,18 +37,18 @@ def fields(**chosen: Any) -> dict[str, Any]:
     return base | chosen
 
 
-def engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> VllmServe:
+def engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> VllmServeEngine:
     spec = EngineSpec("smollm2", vllm_serve.Options(**fields(**chosen)), caches or {"main": CacheInfo(2048, 8)})
     made = vllm_serve.create(spec)
-    assert isinstance(made, VllmServe)
+    assert isinstance(made, VllmServeEngine)
     return made
 
 
 @asynccontextmanager
-async def running(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[VllmServe]:
-    it = engine(caches, **chosen)
+async def running_engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[VllmServeEngine]:
+    made = engine(caches, **chosen)
     try:
-        await it.open(lambda *_: None)
-        yield it
+        await made.open(lambda *_: None)
+        yield made
     finally:
-        await it.close()
+        await made.close()

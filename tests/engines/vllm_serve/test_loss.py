@@ -13,10 +13,10 @@ from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.engines import vllm_serve
 from modelyard.engines.vllm.loss import TOP_LOGPROBS
 from modelyard.engines.vllm_serve.loss import loss
-from modelyard.tune.text import TEXT
+from modelyard.tune.trial_process import QUALITY_TEXT
 from tests.engines.vllm.real import vocabulary
 from tests.engines.vllm_serve import real_server
-from tests.engines.vllm_serve.helpers import mood, noted, options
+from tests.engines.vllm_serve.helpers import behaviour, options, recorded
 
 IDS = [5, 9, 2, 7]
 
@@ -26,20 +26,20 @@ def spec(**chosen: Any) -> EngineSpec:
 
 
 def test_coarser_numbers_are_held_against_the_references(tmp_path: Path) -> None:
-    env = mood("", tmp_path / "notes")
+    env = behaviour("", tmp_path / "notes")
     lost = loss(spec(vllm_kv_cache_dtype="fp8", vllm_serve_env=env), spec(vllm_serve_env=env), IDS)
     assert lost.reference == pytest.approx(2)
     assert lost.perplexity == pytest.approx(2.5)
     assert lost.divergence == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6))
-    asked = noted(tmp_path / "notes", "text")
+    asked = recorded(tmp_path / "notes", "text")
     assert [each["prompt"] for each in asked] == [IDS, IDS]
     assert {each["prompt_logprobs"] for each in asked} == {TOP_LOGPROBS}
 
 
 def test_the_server_is_made_for_one_text_and_does_not_outlive_it(tmp_path: Path) -> None:
-    env = mood("", tmp_path / "notes")
+    env = behaviour("", tmp_path / "notes")
     loss(spec(vllm_serve_env=env, vllm_serve_sleep_s=60.0), spec(vllm_serve_env=env), IDS)
-    first, _ = noted(tmp_path / "notes", "argv")
+    first, _ = recorded(tmp_path / "notes", "argv")
     assert first[first.index("--max-logprobs") + 1] == str(TOP_LOGPROBS)
     assert "--no-enable-prefix-caching" in first
     assert "--enable-sleep-mode" not in first
@@ -47,12 +47,12 @@ def test_the_server_is_made_for_one_text_and_does_not_outlive_it(tmp_path: Path)
 
 def test_a_server_that_cannot_start_with_these_numbers_says_why() -> None:
     with pytest.raises(Unavailable, match="this machine has no such instruction"):
-        loss(spec(vllm_serve_env=mood("stillborn")), spec(), IDS)
+        loss(spec(vllm_serve_env=behaviour("stillborn")), spec(), IDS)
 
 
 def test_a_server_that_does_not_read_the_text_is_quoted() -> None:
     with pytest.raises(InvalidRequest, match="it answered 400, no log probabilities today"):
-        loss(spec(vllm_serve_env=mood("cannot_read")), spec(), IDS)
+        loss(spec(vllm_serve_env=behaviour("cannot_read")), spec(), IDS)
 
 
 @pytest.mark.vllm
@@ -60,7 +60,7 @@ def test_a_real_server_reads_the_built_in_text_in_both_number_formats() -> None:
     def served(**chosen: Any) -> EngineSpec:
         return EngineSpec("smollm2", vllm_serve.Options(**real_server.fields(**chosen)), {"main": CacheInfo(2048, 8)})
 
-    lost = loss(served(vllm_kv_cache_dtype="fp8"), served(), vocabulary().encode_plain(TEXT))
+    lost = loss(served(vllm_kv_cache_dtype="fp8"), served(), vocabulary().encode_plain(QUALITY_TEXT))
     assert 5 < lost.reference < 50
     assert abs(lost.rise) < 0.2
     assert lost.divergence is not None

@@ -22,8 +22,8 @@ from modelyard.engines.vllm_serve.engine import VllmServe
 from tests.engines.conformance.test_chat import NO_END
 from tests.engines.vllm.real import write_adapter
 from tests.engines.vllm_serve import real_server
-from tests.engines.vllm_serve.helpers import asked, read
-from tests.engines.vllm_serve.real_server import running
+from tests.engines.vllm_serve.helpers import chat_request, read_events
+from tests.engines.vllm_serve.real_server import running_engine
 
 pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -39,7 +39,7 @@ async def gone(processes: Sequence[psutil.Process]) -> bool:
 
 
 def endless() -> Request:
-    return asked("Count to one thousand in words.", max_tokens=1900, sampling=NO_END)
+    return chat_request("Count to one thousand in words.", max_tokens=1900, sampling=NO_END)
 
 
 async def speaking(it: VllmServe, request: Request) -> object:
@@ -63,10 +63,10 @@ async def in_its_hands(it: VllmServe) -> int:
 
 
 async def test_what_it_is_asked_for_it_does(tmp_path: Path) -> None:
-    async with running(lora={"law": str(write_adapter(tmp_path / "law", strength=1.0))}) as it:
-        reply = collect_reply(await read(it, asked("What is the capital of France?", max_tokens=16)))
+    async with running_engine(lora={"law": str(write_adapter(tmp_path / "law", strength=1.0))}) as it:
+        reply = collect_reply(await read_events(it, chat_request("What is the capital of France?", max_tokens=16)))
         assert "Paris" in reply.text
-        assert reply.finished.usage.prompt == await it.count(asked("What is the capital of France?"))
+        assert reply.finished.usage.prompt == await it.count(chat_request("What is the capital of France?"))
         await _wears_its_adapter(it, reply.text)
         await _forms(it)
         await _overflows(it)
@@ -76,30 +76,32 @@ async def test_what_it_is_asked_for_it_does(tmp_path: Path) -> None:
 
 
 async def _wears_its_adapter(it: VllmServe, plain: str) -> None:
-    question = asked("What is the capital of France?", max_tokens=16)
-    worn = collect_reply(await read(it, replace(question, lora_adapter="law")))
+    question = chat_request("What is the capital of France?", max_tokens=16)
+    worn = collect_reply(await read_events(it, replace(question, lora_adapter="law")))
     assert worn.text != plain
-    assert collect_reply(await read(it, question)).text == plain
+    assert collect_reply(await read_events(it, question)).text == plain
 
 
 async def _forms(it: VllmServe) -> None:
     schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
     form = Constraint("json_schema", schema)
-    reply = collect_reply(await read(it, asked("Give a number.", constraint=form, max_tokens=60)))
+    reply = collect_reply(await read_events(it, chat_request("Give a number.", constraint=form, max_tokens=60)))
     assert isinstance(json.loads(reply.text)["n"], int)
     for kind, text in (("regex", "(red|green|blue)"), ("gbnf", 'root ::= "red" | "green" | "blue"')):
-        told = collect_reply(await read(it, asked("Which color?", constraint=Constraint(kind, text), max_tokens=8)))  # type: ignore[arg-type]
+        told = collect_reply(
+            await read_events(it, chat_request("Which color?", constraint=Constraint(kind, text), max_tokens=8))
+        )  # type: ignore[arg-type]
         assert told.text in ("red", "green", "blue")
 
 
 async def _overflows(it: VllmServe) -> None:
     for words in (2100, 40_000):
-        (last,) = await read(it, asked("word " * words))
+        (last,) = await read_events(it, chat_request("word " * words))
         assert isinstance(last, Failed)
         assert isinstance(last.error, ContextOverflow)
         assert last.error.window == 2048
-        assert last.error.prompt_tokens == await it.count(asked("word " * words)) > words
-    assert isinstance((await read(it, asked("Say hello.", max_tokens=32_000)))[-1], Finished)
+        assert last.error.prompt_tokens == await it.count(chat_request("word " * words)) > words
+    assert isinstance((await read_events(it, chat_request("Say hello.", max_tokens=32_000)))[-1], Finished)
 
 
 async def _aborts_under_load(it: VllmServe) -> None:
@@ -110,7 +112,7 @@ async def _aborts_under_load(it: VllmServe) -> None:
         last = await rest(generation)
         assert isinstance(last, Failed)
         assert isinstance(last.error, Cancelled)
-    assert collect_reply(await read(it, asked("Say hello."))).text
+    assert collect_reply(await read_events(it, chat_request("Say hello."))).text
     async with asyncio.timeout(60):
         while await in_its_hands(it) != 4:  # noqa: ASYNC110  it is another program
             await asyncio.sleep(0.05)
@@ -123,7 +125,7 @@ async def _aborts_under_load(it: VllmServe) -> None:
 
 @pytest.mark.parametrize("who", ["the server", "the engine behind it"])
 async def test_a_kill_in_mid_stream_is_told_and_leaves_nothing_behind(who: str) -> None:
-    async with running() as it:
+    async with running_engine() as it:
         everybody = family(it.pid)
         generation = await speaking(it, endless())
         victim = psutil.Process(it.pid or 0) if who == "the server" else _core(everybody)
@@ -189,9 +191,10 @@ async def test_nothing_of_it_outlives_a_gateway_that_is_killed() -> None:
 
 
 async def test_sampling_is_repeatable_and_tells_its_odds() -> None:
-    async with running() as it:
+    async with running_engine() as it:
         sampling = Sampling(temperature=1.0, seed=7, top_k=20, min_p=0.01, repetition_penalty=1.1)
         one, two = [
-            collect_reply(await read(it, asked("Tell a story.", sampling=sampling, logprobs=2))) for _ in range(2)
+            collect_reply(await read_events(it, chat_request("Tell a story.", sampling=sampling, logprobs=2)))
+            for _ in range(2)
         ]
         assert one.text == two.text

@@ -13,7 +13,7 @@ from modelyard.core.errors import Unsupported
 from modelyard.library.convert import tokenizer
 from modelyard.library.gguf import read_contents
 from modelyard.tokenizer.gguf import GgufTokenizer
-from modelyard.tokenizer.hf import HuggingFaceTokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.engines.llama_cpp.stage import model_file
 from tests.library.convert import tiny
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter
 
-from modelyard.tokenizer.alphabet import BYTE_OF
+from modelyard.tokenizer.detokenize import BYTE_OF
 
 WIDTH, LAYERS, HEADS, KV_HEADS, INNER, CONTEXT = 64, 2, 4, 2, 96, 256
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ġw o", "r l", "Ġwo rl", "Ġworl d"]

@@ -78,14 +78,14 @@ def normal(request: Request) -> Request:
 
 @settings(deadline=None, max_examples=100)
 @given(EXPRESSIBLE)
-def test_what_the_wire_can_express_comes_back_as_it_was(request: Request) -> None:
+def test_an_expressible_request_reads_back_equal(request: Request) -> None:
     expected = normal(request)
     assert read_request(write_request(expected), {}) == expected
 
 
 @settings(deadline=None, max_examples=100)
 @given(ANYTHING)
-def test_everything_else_is_written_the_same_way_twice(request: Request) -> None:
+def test_writing_a_request_that_was_read_back_changes_nothing(request: Request) -> None:
     written = write_request(request)
     assert write_request(read_request(written, {})) == written
 
@@ -101,7 +101,7 @@ def test_an_empty_system_message_is_not_written() -> None:
     assert body == {"model": "m", "system": "a", "messages": [{"role": "user", "content": "b"}]}
 
 
-def test_free_text_tools_become_functions_of_one_string() -> None:
+def test_custom_tools_become_functions_with_one_string() -> None:
     call = Message("assistant", (ToolCall("c", "patch", "*** Begin", custom=True),))
     request = Request(model="m", messages=(call,), tools=(Tool("patch", kind="custom"),))
     body = msgspec.json.decode(write_request(request))
@@ -109,7 +109,7 @@ def test_free_text_tools_become_functions_of_one_string() -> None:
     assert body["messages"][0]["content"][0]["input"] == {"input": "*** Begin"}
 
 
-def test_words_of_other_wires_are_not_passed_on() -> None:
+def test_values_of_other_protocols_are_translated() -> None:
     reasoning = Reasoning(enabled=True, effort="minimal", summary="detailed")
     request = Request(model="m", messages=(Message("user"),), reasoning=reasoning, tool_choice=ToolChoice("required"))
     body = msgspec.json.decode(write_request(request))
@@ -150,14 +150,14 @@ def expected(events: list[Event]) -> list[Event]:
 
 @settings(deadline=None, max_examples=100)
 @given(st.data(), strategies.events(failing=True, incomplete=True))
-def test_events_survive_the_wire_however_it_is_cut(data: st.DataObject, events: list[Event]) -> None:
+def test_a_stream_split_anywhere_reads_back_equal(data: st.DataObject, events: list[Event]) -> None:
     chunks = data.draw(strategies.chunkings(written(events)))
     assert merged(read(*chunks)) == expected(events)
 
 
 @settings(deadline=None, max_examples=50)
 @given(strategies.replies())
-def test_the_folded_stream_is_the_reply(reply: Reply) -> None:
+def test_the_collected_stream_equals_the_reply(reply: Reply) -> None:
     assert collect_reply(read(written(list(reply_events(reply))))) == read_reply(write_reply([reply], REQUEST))
 
 
@@ -185,7 +185,7 @@ def stop(index: int) -> dict[str, Any]:
 TEXT = [start(0, type="text", text=""), delta(0, type="text_delta", text="hi"), stop(0)]
 
 
-def test_missing_pings_event_lines_and_message_stop_do_not_matter() -> None:
+def test_pings_event_lines_and_message_stop_are_optional() -> None:
     whole: list[Event] = [
         Started("1", "m", 0, Usage(3)),
         BlockStart(0, "text"),
@@ -198,14 +198,14 @@ def test_missing_pings_event_lines_and_message_stop_do_not_matter() -> None:
     assert read(sse(START, *TEXT, END)) == whole
 
 
-def test_unknown_events_and_blocks_are_passed_over() -> None:
+def test_unknown_events_and_blocks_are_skipped() -> None:
     odd = [start(0, type="server_tool_use", id="s"), delta(0, type="input_json_delta", partial_json="{}"), stop(0)]
     text = [start(1, type="text", text=""), delta(1, type="text_delta", text="hi"), delta(1, type="smell"), stop(1)]
     reply = collect_reply(read(sse(START, {"type": "news", "index": "x"}, *odd, *text, END, STOP)))
     assert [block.part for block in reply.blocks] == [Text("hi")]
 
 
-def test_interleaved_calls_come_out_one_after_the_other() -> None:
+def test_interleaved_calls_are_emitted_one_after_the_other() -> None:
     calls = [start(i, type="tool_use", id=f"c{i}", name=f"f{i}", input={}) for i in (0, 1, 2)]
     pieces = [delta(i, type="input_json_delta", partial_json=text) for text in ('{"a":', "1}") for i in (0, 1, 2)]
     events = read(sse(START, *calls, *pieces, stop(1), stop(0), stop(2), END, STOP))
@@ -213,14 +213,14 @@ def test_interleaved_calls_come_out_one_after_the_other() -> None:
     assert collect_reply(events).calls == tuple(ToolCall(f"c{i}", f"f{i}", '{"a":1}') for i in (0, 1, 2))
 
 
-def test_blocks_that_were_never_closed_are_settled_at_the_end() -> None:
+def test_blocks_that_were_never_closed_end_with_the_message() -> None:
     open_blocks = [TEXT[0], TEXT[1], start(1, type="tool_use", id="c", name="f", input={})]
     reply = collect_reply(read(sse(START, *open_blocks, END, STOP)))
     assert reply.text == "hi"
     assert reply.calls == ()
 
 
-def test_a_call_with_its_input_in_the_first_event_is_whole() -> None:
+def test_a_call_with_its_input_in_the_first_event_is_complete() -> None:
     reply = collect_reply(
         read(sse(START, start(0, type="tool_use", id="c", name="f", input={"a": 1}), stop(0), END, STOP))
     )
@@ -232,7 +232,7 @@ def test_a_call_without_input_has_empty_arguments() -> None:
     assert reply.calls == (ToolCall("c", "f", "{}"),)
 
 
-def test_omitted_thinking_is_recovered_from_our_seal() -> None:
+def test_omitted_thinking_is_unpacked_from_our_signature() -> None:
     request = Request(model="m", reasoning=Reasoning(summary="omitted"))
     events: list[Event] = [
         Started("1", "m", 0),
@@ -244,7 +244,7 @@ def test_omitted_thinking_is_recovered_from_our_seal() -> None:
     assert collect_reply(read(written(events, request))).blocks[0].part == Thinking("hm", pack_reasoning("hm"))
 
 
-def test_cumulative_usage_keeps_what_a_later_event_leaves_out() -> None:
+def test_usage_keeps_counts_that_a_later_event_omits() -> None:
     usage = {"input_tokens": 3, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 5}
     first = {"type": "message_start", "message": {"id": "msg_1", "model": "m", "usage": usage}}
     assert collect_reply(read(sse(first, *TEXT, END, STOP))).finished.usage == Usage(12, 4, 2)
@@ -253,7 +253,7 @@ def test_cumulative_usage_keeps_what_a_later_event_leaves_out() -> None:
 # --- broken streams -------------------------------------------------------------------------------------------------
 
 
-def test_an_error_event_fails_with_its_meaning() -> None:
+def test_an_error_event_is_a_failure() -> None:
     error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
     assert read(sse(START, error, END, STOP))[1:] == [Failed(Overloaded("Overloaded"))]
     refused = {"type": "error", "error": {"type": "invalid_request_error", "message": "no", "param": "x"}}
@@ -261,13 +261,13 @@ def test_an_error_event_fails_with_its_meaning() -> None:
 
 
 @pytest.mark.parametrize("told", [0, 1, 2, 3])
-def test_a_stream_that_breaks_off_fails(told: int) -> None:
+def test_a_stream_that_ends_early_is_a_failure(told: int) -> None:
     last = read(sse(*[START, *TEXT][:told]))[-1]
     assert isinstance(last, Failed)
     assert isinstance(last.error, Incomplete)
 
 
 @pytest.mark.parametrize("bad", [b"{", b"[]", b'{"index":"x","delta":{}}', b'{"delta":{"text":"\xff"}}'])
-def test_a_stream_that_cannot_be_read_fails_once(bad: bytes) -> None:
+def test_an_unreadable_stream_fails_once(bad: bytes) -> None:
     broken = sse(START, TEXT[0]) + frame(bad, "content_block_delta") + sse(*TEXT[1:], END, STOP)
     assert [type(event) for event in read(broken)] == [Started, BlockStart, Failed]

@@ -43,13 +43,13 @@ def refused(**fields: Any) -> InvalidRequest:
     return caught.value
 
 
-def test_the_module_has_the_shape_of_a_wire() -> None:
+def test_the_module_is_a_wire_protocol() -> None:
     wire: WireProtocol = anthropic_messages
     assert wire.NAME == "anthropic_messages"
     assert wire.PATHS == ("/v1/messages",)
 
 
-def test_a_short_request_is_read_whole() -> None:
+def test_a_short_request_is_read() -> None:
     request = read(system="be brief", stream=True, stop_sequences=["END"], temperature=0.5, top_k=3)
     assert request == Request(
         model="m",
@@ -71,7 +71,7 @@ def test_a_string_equals_one_text_block_and_cache_control_leaves_no_trace() -> N
     assert read(messages=[{"role": "user", "content": [block]}], system=[block]) == read(system="hi")
 
 
-def test_unknown_fields_betas_and_enum_values_are_no_error() -> None:
+def test_unknown_fields_betas_and_enum_values_are_accepted() -> None:
     request = read(
         context_management={"edits": []},
         safeguards=[{"type": "x"}],
@@ -105,13 +105,13 @@ def test_the_billing_header_is_dropped_from_the_system_prompt(system: Any) -> No
     assert request.warnings == ("billing_header_dropped",)
 
 
-def test_a_system_prompt_of_nothing_but_billing_leaves_no_message() -> None:
+def test_a_system_prompt_with_only_the_billing_header_is_dropped() -> None:
     request = read(system=BILLING, messages=[USER, {"role": "system", "content": BILLING}])
     assert request.messages == (Message("user", (Text("hi"),)),)
 
 
 @pytest.mark.parametrize("system", ["", None, [], [{"type": "text", "text": ""}]])
-def test_an_empty_system_prompt_is_none(system: Any) -> None:
+def test_an_empty_system_prompt_is_dropped(system: Any) -> None:
     assert read(system=system) == read()
 
 
@@ -119,7 +119,7 @@ def test_user_text_that_looks_like_billing_is_kept() -> None:
     assert read(messages=[{"role": "user", "content": BILLING}]).messages[0].parts == (Text(BILLING),)
 
 
-def test_a_system_message_stays_where_it_stands() -> None:
+def test_a_system_message_keeps_its_position() -> None:
     request = read(system="head", messages=[USER, {"role": "system", "content": "later"}])
     assert [message.role for message in request.messages] == ["system", "user", "system"]
 
@@ -166,7 +166,7 @@ def test_every_tool_choice_has_its_mode(choice: Any, mode: ToolChoice, parallel:
     assert (request.tool_choice, request.parallel_tool_calls) == (mode, parallel)
 
 
-def test_results_get_a_message_of_their_own_in_their_place() -> None:
+def test_tool_results_become_tool_messages_in_their_position() -> None:
     def result(id: str) -> dict[str, str]:
         return {"type": "tool_result", "tool_use_id": id, "content": "ok"}
 
@@ -191,7 +191,7 @@ def test_results_get_a_message_of_their_own_in_their_place() -> None:
         (None, Reasoning()),
     ],
 )
-def test_every_thinking_switch_is_understood(thinking: Any, reasoning: Reasoning) -> None:
+def test_every_thinking_type_is_read(thinking: Any, reasoning: Reasoning) -> None:
     assert read(thinking=thinking).reasoning == reasoning
 
 
@@ -248,7 +248,7 @@ def test_the_session_key_comes_from_the_best_header(headers: dict[str, str], ses
         ({"temperature": -1}, "temperature", "between 0 and 100"),
     ],
 )
-def test_bad_input_is_named_with_its_path(fields: Any, param: str, words: str) -> None:
+def test_invalid_fields_are_reported_with_their_path(fields: Any, param: str, words: str) -> None:
     error = refused(**fields)
     assert words in error.message
     assert (error.param or "").replace("[0]", "[...]") == param.replace("[0]", "[...]")
@@ -269,7 +269,7 @@ def test_bad_input_is_named_with_its_path(fields: Any, param: str, words: str) -
         b'{"model":"m","messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":5}]}]}',
     ],
 )
-def test_broken_bodies_are_refused_and_never_crash(body: bytes) -> None:
+def test_malformed_bodies_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         anthropic_messages.read_request(body, {})
 
@@ -344,7 +344,7 @@ def test_a_search_result_becomes_text_with_its_source() -> None:
         ({"type": "smell", "text": {"a": 1}, "source": 5, "id": [], "content": 1.5}, "block_dropped:smell"),
     ],
 )
-def test_what_cannot_be_shown_is_dropped_with_a_warning(block: Any, warning: str) -> None:
+def test_unsupported_blocks_are_dropped_with_a_warning(block: Any, warning: str) -> None:
     parts, warnings = parts_and_warnings({"type": "text", "text": "hi"}, block, block)
     assert (parts, warnings) == ((Text("hi"),), (warning,))
 
@@ -364,14 +364,14 @@ def test_what_cannot_be_shown_is_dropped_with_a_warning(block: Any, warning: str
         ({"type": "redacted_thinking", "data": "theirs"}, Thinking("", "theirs", redacted=True)),
     ],
 )
-def test_thinking_comes_back_from_its_text_or_its_seal(block: Any, thinking: Thinking) -> None:
+def test_thinking_is_read_from_its_text_or_its_signature(block: Any, thinking: Thinking) -> None:
     assert part(block, "assistant") == thinking
 
 
 # --- calls and results ----------------------------------------------------------------------------------------------
 
 
-def test_arguments_are_the_text_that_stood_on_the_wire() -> None:
+def test_arguments_keep_their_exact_text() -> None:
     body = (
         b'{"model":"m","messages":[{"role":"assistant","content":'
         b'[{"type":"tool_use","id":"c","name":"f","input":{"b": 5000.0,\n "a":[ ]}}]}]}'
@@ -388,7 +388,7 @@ def test_arguments_are_the_text_that_stood_on_the_wire() -> None:
         ({"input": {"__unparsedToolInput": 5}}, '{"__unparsedToolInput":5}'),
     ],
 )
-def test_absent_and_unparsed_input_are_understood(given: Any, arguments: str) -> None:
+def test_missing_and_unparsed_input_are_read(given: Any, arguments: str) -> None:
     assert part({"type": "tool_use", "id": "c", "name": "f"} | given, "assistant") == ToolCall("c", "f", arguments)
 
 
@@ -405,11 +405,11 @@ def test_absent_and_unparsed_input_are_understood(given: Any, arguments: str) ->
         ({"content": [{"type": "image", "source": {"type": "url", "url": "u"}}]}, (Image("u"),)),
     ],
 )
-def test_results_hold_strings_texts_images_and_tool_references(content: Any, parts: Any) -> None:
+def test_results_contain_strings_texts_images_and_tool_references(content: Any, parts: Any) -> None:
     assert part({"type": "tool_result", "tool_use_id": "c"} | content) == ToolResult("c", parts)
 
 
-def test_a_failed_result_says_so() -> None:
+def test_a_failed_result_is_marked() -> None:
     result = part({"type": "tool_result", "tool_use_id": "c", "content": "no", "is_error": True})
     assert result == ToolResult("c", (Text("no"),), is_error=True)
 
@@ -426,7 +426,7 @@ def test_a_failed_result_says_so() -> None:
         ({"type": "image", "source": "a"}, "source"),
     ],
 )
-def test_a_broken_block_is_named_with_its_path(block: Any, param: str) -> None:
+def test_an_invalid_block_is_reported_with_its_path(block: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parts_and_warnings({"type": "text", "text": "a"}, block)
     assert caught.value.param == f"messages[0].content[1].{param}"

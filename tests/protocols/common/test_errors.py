@@ -22,7 +22,7 @@ HELLO = Message("user", (Text("hello"),))
 FRESH = asked(HELLO)
 
 
-def test_what_the_client_needs_for_itself_is_said_and_what_helps() -> None:
+def test_the_hint_has_the_size_of_the_clients_own_prompt_and_a_remedy() -> None:
     told = overflow_hint(OVERFLOW, FRESH, "take another")
     assert "about 9985 of them" in told
     assert "larger n_ctx, or take another." in told
@@ -40,26 +40,26 @@ def test_what_the_client_needs_for_itself_is_said_and_what_helps() -> None:
     ],
     ids=["unread", "no agent", "a long message", "a long history", "a tool that is not shown", "another error"],
 )
-def test_nothing_is_said_where_the_conversation_is_too_long_or_something_else_is_wrong(
+def test_there_is_no_hint_if_the_conversation_is_too_long_or_the_error_is_another(
     error: ModelyardError, request_: Request | None
 ) -> None:
     assert overflow_hint(error, request_, "take another") == ""
 
 
-def test_claude_code_is_told_behind_the_words_that_it_looks_for() -> None:
+def test_the_hint_for_claude_code_follows_the_message_that_it_matches() -> None:
     body = anthropic_messages.write_error(OVERFLOW, trace="t", request=FRESH).body.decode()
     assert "prompt is too long: 10000 tokens > 4096 maximum. The client's own instructions" in body
     assert "modelyard launch claude -- --bare" in body
 
 
 @pytest.mark.parametrize("wire", [openai_chat, openai_responses])
-def test_other_clients_are_told_behind_openais_words(wire: object) -> None:
+def test_the_hint_for_other_clients_follows_openais_message(wire: object) -> None:
     error = wire.write_error(OVERFLOW, trace="t", request=FRESH)  # type: ignore[attr-defined]
     assert b"reduce the length of the messages. The client's own instructions" in error.body
     assert wire.read_error(error.status, {}, error.body) == OVERFLOW  # type: ignore[attr-defined]
 
 
-def test_a_streaming_codex_is_told_behind_the_words_that_it_knows() -> None:
+def test_the_hint_for_a_codex_stream_follows_the_message_that_it_matches() -> None:
     error = openai_responses.write_error(OVERFLOW, trace="t", streaming=True, request=FRESH)
     told = b"adjust your input and try again. It has 10000 tokens, and the window 4096. The client's own instructions"
     assert (error.status, error.content_type) == (200, "text/event-stream")

@@ -23,16 +23,16 @@ from tests import strategies
 
 @settings(deadline=None, max_examples=100)
 @given(strategies.samplings())
-def test_every_knob_survives_the_wire(sampling: Sampling) -> None:
+def test_every_sampling_field_reads_back_equal(sampling: Sampling) -> None:
     body = msgspec.json.encode(write_extensions(Request(model="m", sampling=sampling)))
     assert read_sampling(msgspec.json.decode(body, type=ExtensionFields)) == sampling
 
 
-def test_every_sampling_field_can_be_asked_for() -> None:
+def test_every_sampling_field_is_an_extension_field() -> None:
     assert set(Sampling.__struct_fields__) <= set(ExtensionFields.__struct_fields__)
 
 
-def test_null_means_not_asked_for() -> None:
+def test_null_means_not_set() -> None:
     body = msgspec.json.decode(
         b'{"temperature":null,"seed":null,"logit_bias":null,"priority":null}', type=ExtensionFields
     )
@@ -51,7 +51,7 @@ def test_null_means_not_asked_for() -> None:
         ({"logit_bias": {"word": 1.0}}, "logit_bias"),
     ],
 )
-def test_values_without_a_meaning_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_values_outside_their_range_are_refused(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_sampling(ExtensionFields(**fields))
     assert caught.value.param == param
@@ -75,18 +75,18 @@ def test_each_constraint_field_has_its_kind(fields: dict[str, Any], constraint: 
     ("word", "priority"),
     [("background", "background"), ("low", "background"), ("batch", "background"), ("main", "main"), ("flex", "main")],
 )
-def test_priorities_are_words_of_two_roads(word: str, priority: Priority) -> None:
+def test_priorities_map_to_main_or_background(word: str, priority: Priority) -> None:
     assert read_priority(ExtensionFields(priority=word)) == priority
 
 
-def test_counts_begin_at_one() -> None:
+def test_counts_must_be_positive() -> None:
     check_positive("n", None)
     check_positive("n", 1)
     with pytest.raises(InvalidRequest, match="n must be at least 1, got 0"):
         check_positive("n", 0)
 
 
-def test_what_was_not_asked_for_is_not_written() -> None:
+def test_fields_that_are_not_set_are_not_written() -> None:
     assert write_extensions(Request(model="m")) == {}
 
 

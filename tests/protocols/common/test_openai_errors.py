@@ -39,7 +39,7 @@ def both_ways(error: ModelyardError) -> ModelyardError:
         (OutputOverflow(20, 20, 32), 400, "invalid_request_error"),
     ],
 )
-def test_an_error_keeps_its_meaning_both_ways(error: ModelyardError, status: int, word: str) -> None:
+def test_every_error_has_its_status_and_type_and_reads_back(error: ModelyardError, status: int, word: str) -> None:
     told = write_http_error(error, "t")
     assert told.status == status
     assert msgspec.json.decode(told.body)["error"]["type"] == word
@@ -56,13 +56,13 @@ def _tree(cls: type[ModelyardError]) -> list[type[ModelyardError]]:
     return [cls, *(found for sub in ours for found in _tree(sub))]
 
 
-def test_an_internal_error_hides_nothing_but_its_details() -> None:
+def test_an_internal_error_has_its_message_and_code() -> None:
     told = msgspec.json.decode(write_http_error(errors.Internal(id="x1", message="oops"), "t").body)["error"]
     assert told == {"message": "oops", "type": "server_error", "param": None, "code": "internal_error"}
     assert isinstance(both_ways(errors.Internal("oops", id="x1")), errors.Internal)
 
 
-def test_overflow_names_both_numbers_and_the_field_at_fault() -> None:
+def test_an_overflow_has_both_numbers_and_the_field() -> None:
     body = error_body(ContextOverflow(40123, 32768), "prompt")
     assert body == {
         "message": "This model's maximum context length is 32768 tokens. However, your messages resulted in 40123 "
@@ -140,11 +140,11 @@ def test_overflow_names_both_numbers_and_the_field_at_fault() -> None:
         ),
     ],
 )
-def test_overflow_is_known_in_many_servers_words(fields: dict[str, Any], expected: ModelyardError) -> None:
+def test_overflow_messages_of_many_servers_are_recognised(fields: dict[str, Any], expected: ModelyardError) -> None:
     assert read_http_error(400, {}, msgspec.json.encode({"error": fields})) == expected
 
 
-def test_retry_hints_become_headers() -> None:
+def test_retry_after_and_queue_position_become_headers() -> None:
     told = write_http_error(Overloaded("full", retry_after=0.2, position=4), "trace-1")
     assert told.headers == {"x-request-id": "trace-1", "retry-after": "1", "x-queue-position": "4"}
     assert msgspec.json.decode(told.body)["error"]["queue_position"] == 4
@@ -154,17 +154,17 @@ def test_retry_hints_become_headers() -> None:
     "body", [b"", b"<html>", b"[]", b"{}", b'{"error":null}', b'{"error":"x"}', b"\xff", b"[" * 9999]
 )
 @pytest.mark.parametrize("status", [400, 404, 418, 429, 500, 502, 503, 529])
-def test_any_body_of_an_upstream_becomes_an_error_with_words(status: int, body: bytes) -> None:
+def test_any_upstream_body_becomes_an_error_with_a_message(status: int, body: bytes) -> None:
     error = read_http_error(status, {"retry-after": "nan"}, body)
     assert error.message
     assert error.kind in STATUS
 
 
-def test_an_error_without_its_envelope_is_read_too() -> None:
+def test_an_error_outside_an_error_field_is_read_too() -> None:
     assert read_http_error(404, {}, b'{"message":"no such model"}').message == "no such model"
 
 
-def test_an_error_in_a_chunk_finds_its_kind_without_a_status() -> None:
+def test_an_error_in_a_chunk_is_classified_by_code_or_type() -> None:
     assert read_error_field({"message": "x", "code": 404}) == errors.NotFound("x")
     assert read_error_field({"message": "x", "type": "rate_limit_error"}).kind == "rate_limited"
     assert read_error_field(

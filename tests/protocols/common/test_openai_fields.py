@@ -43,13 +43,13 @@ def test_prompts_are_texts_or_token_ids(value: PromptField, expected: Prompts) -
         (["x"] * 2049, "prompt", "at most 2048"),
     ],
 )
-def test_a_wrong_prompt_is_named(value: PromptField | None, param: str, words: str) -> None:
+def test_an_invalid_prompt_is_named(value: PromptField | None, param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         read_prompts(value, "prompt")
     assert caught.value.param == param
 
 
-def test_a_shared_prompt_is_counted_once() -> None:
+def test_usage_counts_a_shared_prompt_once() -> None:
     usages = [Usage(10, 4, 3, 1), Usage(10, 10, 5, 2)]
     assert msgspec.to_builtins(write_usage(usages[:1], usages)) == {
         "prompt_tokens": 10,
@@ -65,6 +65,6 @@ def test_one_answer_alone_is_its_own_sum() -> None:
     assert write_usage([usage], [usage]) == write_usage([usage], [usage, Usage()])
 
 
-def test_usage_with_holes_reads_as_zeros() -> None:
+def test_missing_usage_fields_read_as_zero() -> None:
     assert read_usage(None) == Usage()
     assert read_usage(OpenAIUsage(prompt_tokens=5)) == Usage(5)

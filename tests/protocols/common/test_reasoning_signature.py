@@ -14,7 +14,7 @@ from modelyard.protocols.common.reasoning_signature import pack_reasoning, unpac
 
 @settings(deadline=None, max_examples=100)
 @given(st.text(max_size=200))
-def test_what_is_sealed_comes_back(text: str) -> None:
+def test_packed_reasoning_unpacks_equal(text: str) -> None:
     assert unpack_reasoning(pack_reasoning(text)) == text
 
 
@@ -22,7 +22,7 @@ def test_a_lone_surrogate_survives() -> None:
     assert unpack_reasoning(pack_reasoning("\ud800")) == "\ud800"
 
 
-def test_a_seal_is_never_empty_and_fits_a_header() -> None:
+def test_a_signature_is_never_empty_and_has_no_spaces() -> None:
     assert pack_reasoning("").isascii()
     assert pack_reasoning("")
     assert " " not in pack_reasoning("some thoughts\nof mine")
@@ -41,11 +41,11 @@ def test_a_seal_is_never_empty_and_fits_a_header() -> None:
         "my1." + base64.urlsafe_b64encode(zlib.compress(b"\xff\xfe")).decode(),
     ],
 )
-def test_foreign_and_broken_seals_are_none(sealed: str) -> None:
+def test_foreign_and_broken_signatures_unpack_to_none(sealed: str) -> None:
     assert unpack_reasoning(sealed) is None
 
 
-def test_a_small_seal_cannot_grow_without_end() -> None:
+def test_a_signature_cannot_unpack_without_limit() -> None:
     bomb = "my1." + base64.urlsafe_b64encode(zlib.compress(b"a" * (9 << 20), 9)).decode()
     assert len(bomb) < 20_000
     assert unpack_reasoning(bomb) is None

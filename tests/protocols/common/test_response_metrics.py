@@ -34,11 +34,11 @@ def written(timings: Timings, usage: Usage = USAGE) -> Any:
     return msgspec.to_builtins(write_metrics(Finished("end", usage, timings=timings)))
 
 
-def test_every_field_comes_of_what_was_measured() -> None:
+def test_every_field_is_computed_from_the_timings() -> None:
     assert written(MEASURED) == FIELDS
 
 
-def test_what_nobody_measured_is_null_and_still_there() -> None:
+def test_missing_timings_are_null() -> None:
     told = written(Timings())
     assert list(told) == list(FIELDS)
     assert {name for name, value in told.items() if value is not None} == {
@@ -47,12 +47,12 @@ def test_what_nobody_measured_is_null_and_still_there() -> None:
     }
 
 
-def test_the_speed_is_of_the_backend_where_the_engine_keeps_its_times_to_itself() -> None:
+def test_the_speed_uses_the_backend_time_if_the_engine_has_no_timings() -> None:
     assert written(Timings(backend=2.0), Usage(output=10))["engine_tokens_per_second"] == 5.0
 
 
 @pytest.mark.parametrize("backend", [None, 0.0])
-def test_without_time_there_is_no_speed(backend: float | None) -> None:
+def test_the_speed_is_null_without_a_time(backend: float | None) -> None:
     assert written(Timings(backend=backend))["engine_tokens_per_second"] is None
 
 
@@ -65,15 +65,15 @@ def test_without_time_there_is_no_speed(backend: float | None) -> None:
         },
     )
 )
-def test_written_read_and_written_again_they_are_the_same(timings: Timings) -> None:
+def test_a_round_trip_changes_nothing(timings: Timings) -> None:
     told = written(timings)
     assert written(read_metrics(told)) == told
 
 
 @pytest.mark.parametrize("told", [None, {}, "fast", [1], {"pool_total_wall_ms": "long"}])
-def test_what_another_server_means_by_metrics_is_no_time_of_ours(told: object) -> None:
+def test_metrics_of_another_shape_read_as_empty_timings(told: object) -> None:
     assert read_metrics(told) == Timings()
 
 
-def test_the_names_are_the_dialects_own() -> None:
+def test_the_field_names_are_those_of_the_dialect() -> None:
     assert set(ResponseMetrics.__struct_fields__) == set(FIELDS)

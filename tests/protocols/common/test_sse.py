@@ -20,12 +20,12 @@ def parsed(*chunks: bytes) -> list[SseEvent]:
 
 @settings(deadline=None, max_examples=100)
 @given(st.data(), st.lists(EVENTS, max_size=4), st.sampled_from([b"\n", b"\r\n", b"\r"]))
-def test_events_survive_any_cut_and_any_line_ending(data: st.DataObject, events: list[SseEvent], end: bytes) -> None:
+def test_events_survive_any_split_and_any_line_ending(data: st.DataObject, events: list[SseEvent], end: bytes) -> None:
     sent = b"".join(frame(event.data, event.event or None) for event in events).replace(b"\n", end)
     assert parsed(*data.draw(chunkings(sent))) == events
 
 
-def test_a_frame_without_a_name_has_a_data_line_only() -> None:
+def test_a_frame_without_a_name_has_only_a_data_line() -> None:
     assert frame(b"x") == b"data: x\n\n"
     assert frame(b"x", "ping") == b"event: ping\ndata: x\n\n"
 
@@ -38,15 +38,15 @@ def test_comments_and_unknown_fields_are_dropped() -> None:
     ("sent", "data"),
     [(b"data: a\ndata: b\n\n", b"a\nb"), (b"data:a\n\n", b"a"), (b"data:  a\n\n", b" a"), (b"data\n\n", b"")],
 )
-def test_data_lines_are_joined_and_lose_one_space_only(sent: bytes, data: bytes) -> None:
+def test_data_lines_are_joined_and_lose_one_leading_space(sent: bytes, data: bytes) -> None:
     assert parsed(sent) == [SseEvent("", data)]
 
 
-def test_an_event_without_data_is_none() -> None:
+def test_an_event_without_data_is_dropped() -> None:
     assert parsed(b"event: ping\n\ndata: x\n\n") == [SseEvent("", b"x")]
 
 
-def test_a_stream_without_its_last_blank_line_is_finished() -> None:
+def test_a_stream_without_its_last_blank_line_is_complete() -> None:
     parser = SseParser()
     assert parser.feed(b"data: x") == []
     assert parser.finish() == [SseEvent("", b"x")]

@@ -44,7 +44,7 @@ def calling(index: int, arguments: str = "", **fields: Any) -> bytes:
     events(custom=True, logprobs=True, incomplete=True, signatures=False, empty=True),
     st.data(),
 )
-def test_a_stream_cut_anywhere_reads_back_as_it_was(written: list[Event], data: st.DataObject) -> None:
+def test_a_stream_split_anywhere_reads_back_equal(written: list[Event], data: st.DataObject) -> None:
     found = read(*data.draw(chunkings(stream(written, COUNTED))))
     check_grammar(found)
     assert collect_reply(found) == carried(collect_reply(written))
@@ -52,13 +52,13 @@ def test_a_stream_cut_anywhere_reads_back_as_it_was(written: list[Event], data: 
 
 @settings(max_examples=60, deadline=None)
 @given(events(custom=True, failing=True, signatures=False))
-def test_a_failure_reads_back_as_the_same_failure(written: list[Event]) -> None:
+def test_a_failure_reads_back_equal(written: list[Event]) -> None:
     last = read(stream(written, COUNTED))[-1]
     assert isinstance(last, Failed) == isinstance(written[-1], Failed)
     assert not isinstance(last, Failed) or last == written[-1]
 
 
-def test_text_is_live() -> None:
+def test_text_is_emitted_at_once() -> None:
     reader = openai_chat.reader()
     assert reader.feed(chunk({"role": "assistant", "content": ""})) == [Started("a", "m", 1)]
     assert reader.feed(chunk({"content": "Hi"})) == [BlockStart(0, "text"), BlockDelta(0, "Hi")]
@@ -68,7 +68,7 @@ def test_text_is_live() -> None:
     assert reader.finish() == []
 
 
-def test_finished_waits_for_the_usage_and_not_longer() -> None:
+def test_finished_is_emitted_with_the_usage() -> None:
     reader = openai_chat.reader()
     reader.feed(chunk({"content": "Hi"}, "stop"))
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
@@ -82,7 +82,7 @@ def test_usage_in_every_chunk_does_not_end_the_answer() -> None:
     assert collect_reply(found).text == "ab"
 
 
-def test_interleaved_calls_come_out_one_after_the_other() -> None:
+def test_interleaved_calls_are_emitted_one_after_the_other() -> None:
     reader = openai_chat.reader()
     reader.feed(calling(0, id="a", name="f"))
     assert reader.feed(calling(1, '{"y"', id="b", name="g")) == []
@@ -98,7 +98,7 @@ def test_interleaved_calls_come_out_one_after_the_other() -> None:
     assert reader.feed(chunk(finish="tool_calls")) == [BlockEnd(1)]
 
 
-def test_a_later_call_is_live_once_the_earlier_is_whole() -> None:
+def test_a_later_call_is_emitted_once_the_earlier_one_is_complete() -> None:
     reader = openai_chat.reader()
     reader.feed(calling(0, "{}", id="a", name="f"))
     assert reader.feed(calling(1, '{"y', id="b", name="g")) == [
@@ -108,13 +108,13 @@ def test_a_later_call_is_live_once_the_earlier_is_whole() -> None:
     ]
 
 
-def test_more_arguments_for_a_closed_call_are_a_broken_stream() -> None:
+def test_more_arguments_for_a_closed_call_are_a_failure() -> None:
     found = read(calling(0, "{}", id="a", name="f"), calling(1, "{", id="b", name="g"), calling(0, "x"), DONE)
     assert isinstance(found[-1], Failed)
     assert isinstance(found[-1].error, Incomplete)
 
 
-def test_text_waits_behind_a_call_that_is_not_whole() -> None:
+def test_text_waits_behind_an_incomplete_call() -> None:
     found = read(calling(0, "{", id="a", name="f"), chunk({"content": "Hi"}), calling(0, "}"), chunk(finish="stop"))
     check_grammar(found)
     assert [block.part for block in collect_reply(found).blocks] == [ToolCall("a", "f", "{}"), Text("Hi")]
@@ -131,26 +131,26 @@ def test_a_call_waits_for_its_name() -> None:
     ]
 
 
-def test_calls_that_all_claim_index_0_are_told_apart_by_their_ids() -> None:
+def test_calls_with_the_same_index_are_distinguished_by_id() -> None:
     found = read(
         calling(0, "{}", id="a", name="f"), calling(0, '{"x":1}', id="b", name="f"), chunk(finish="stop"), DONE
     )
     assert [call.id for call in collect_reply(found).calls] == ["a", "b"]
 
 
-def test_missing_ids_and_old_function_calls_get_an_id() -> None:
+def test_legacy_function_calls_get_an_id() -> None:
     old = chunk({"function_call": {"name": "f", "arguments": "{}"}})
     assert collect_reply(read(old, chunk(finish="function_call"), DONE)).calls == (ToolCall("call_a_0", "f", "{}"),)
 
 
-def test_a_limit_leaves_only_whole_calls_complete() -> None:
+def test_after_a_limit_only_calls_with_complete_arguments_are_complete() -> None:
     cut = collect_reply(read(calling(0, '{"x":', id="a", name="f"), chunk(finish="length"), DONE))
     assert (cut.finished.reason, cut.calls) == ("max_tokens", ())
     whole = collect_reply(read(calling(0, '{"x":1}', id="a", name="f"), chunk(finish="length"), DONE))
     assert len(whole.calls) == 1
 
 
-def test_a_turn_with_calls_that_ends_in_stop_ends_in_tool_calls() -> None:
+def test_a_turn_with_calls_that_finishes_with_stop_is_tool_calls() -> None:
     found = collect_reply(read(calling(0, "{}", id="a", name="f"), chunk(finish="stop"), DONE))
     assert found.finished.reason == "tool_calls"
 
@@ -161,24 +161,24 @@ def test_reasoning_is_thinking(field: str) -> None:
     assert [block.part for block in found.blocks] == [Thinking("hmm"), Text("Hi")]
 
 
-def test_other_choices_are_not_ours() -> None:
+def test_other_choices_are_ignored() -> None:
     other = [{"index": 1, "delta": {"content": "no"}, "finish_reason": "stop"}]
     assert collect_reply(read(chunk({"content": "Hi"}), chunk(choices=other), chunk(finish="stop"), DONE)).text == "Hi"
 
 
-def test_an_abrupt_end_is_a_failure() -> None:
+def test_an_early_end_is_a_failure() -> None:
     for data in (b"", chunk({"content": "Hi"}), stream(answer(text(0, "Hi")))[:-100]):
         last = read(data)[-1]
         assert isinstance(last, Failed)
         assert isinstance(last.error, Incomplete)
 
 
-def test_done_is_a_clean_end_but_not_of_nothing() -> None:
+def test_done_ends_an_answer_but_not_an_empty_stream() -> None:
     assert read(chunk({"content": "Hi"}), DONE)[-1] == Finished("end", Usage())
     assert isinstance(read(DONE)[-1], Failed)
 
 
-def test_a_finish_without_done_is_an_end() -> None:
+def test_a_finish_reason_without_done_is_a_complete_answer() -> None:
     assert read(chunk({"content": "Hi"}, "length"))[-1] == Finished("max_tokens", Usage())
 
 
@@ -200,6 +200,6 @@ def test_an_unreadable_chunk_fails(data: bytes) -> None:
     assert isinstance(found[0], Failed)
 
 
-def test_the_matched_stop_string_survives() -> None:
+def test_the_matched_stop_string_reads_back() -> None:
     written = answer(text(0, "Hi"), reason="stop_string", stop="END")
     assert collect_reply(read(stream(written, COUNTED))).finished == collect_reply(written).finished

@@ -27,12 +27,12 @@ def written(reply: Reply, request: Request = Request(model="tiny")) -> dict[str,
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_the_reply_is_written_to_the_letter(name: str) -> None:
+def test_the_reply_matches_its_golden_file(name: str) -> None:
     events, request = WHOLE[name]
     check_golden("openai_chat", f"reply_{name}", openai_chat.write_reply([collect_reply(events)], request))
 
 
-def test_several_answers_are_several_choices() -> None:
+def test_several_replies_are_several_choices() -> None:
     one, two = collect_reply(CASES["text"][0]), collect_reply(CASES["length"][0])
     check_golden("openai_chat", "reply_two_answers", openai_chat.write_reply([one, two], Request(model="tiny", n=2)))
 
@@ -42,13 +42,13 @@ def test_content_is_null_only_beside_calls() -> None:
     assert written(collect_reply(CASES["empty"][0]))["choices"][0]["message"]["content"] == ""
 
 
-def test_a_call_that_was_cut_off_is_no_call() -> None:
+def test_an_incomplete_call_is_left_out() -> None:
     choice = written(collect_reply(CASES["length"][0]))["choices"][0]
     assert choice["finish_reason"] == "length"
     assert "tool_calls" not in choice["message"]
 
 
-def test_a_token_without_probability_is_still_a_number() -> None:
+def test_a_probability_of_zero_has_a_finite_logprob() -> None:
     reply = collect_reply(CASES["text"][0])
     never = TokenLogprob("x", float("-inf"))
     scored = replace(reply, blocks=(Block(Text("x"), (never,)),))
@@ -56,7 +56,7 @@ def test_a_token_without_probability_is_still_a_number() -> None:
     assert logprobs["content"][0] == {"token": "x", "logprob": -9999.0, "bytes": None, "top_logprobs": []}
 
 
-def test_an_upstreams_reply_is_read_in_many_dialects() -> None:
+def test_an_upstream_reply_is_read_in_many_dialects() -> None:
     message = {
         "role": "assistant",
         "content": None,
@@ -77,12 +77,12 @@ def test_an_upstreams_reply_is_read_in_many_dialects() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"<html>", b"{}", b'{"choices":[]}', b'{"choices":[{"index":0}]}', b"\xff"])
-def test_what_is_no_reply_is_told_as_incomplete(body: bytes) -> None:
+def test_an_unreadable_upstream_reply_is_incomplete(body: bytes) -> None:
     with pytest.raises(Incomplete):
         openai_chat.read_reply(body)
 
 
-def test_an_error_inside_a_good_status_is_raised() -> None:
+def test_an_error_field_in_a_reply_is_raised() -> None:
     with pytest.raises(Overloaded, match="busy"):
         openai_chat.read_reply(b'{"error":{"message":"busy","code":"server_is_overloaded"}}')
 
@@ -101,7 +101,7 @@ def in_chats_order(reply: Reply) -> Reply:
 
 @settings(max_examples=100, deadline=None)
 @given(replies(custom=True, logprobs=True, incomplete=True, signatures=False, empty=True))
-def test_a_reply_is_read_back_as_it_was(reply: Reply) -> None:
+def test_a_reply_reads_back_equal(reply: Reply) -> None:
     asked = Request(model="m", logprobs=2)
     once = openai_chat.write_reply([reply], asked)
     found = openai_chat.read_reply(once)
@@ -111,7 +111,7 @@ def test_a_reply_is_read_back_as_it_was(reply: Reply) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(replies(custom=True, incomplete=True, signatures=False, empty=True))
-def test_streamed_and_whole_say_the_same(reply: Reply) -> None:
+def test_a_stream_and_the_whole_reply_agree(reply: Reply) -> None:
     events: list[Event] = read_stream(stream(reply_events(reply), Request(model="m", stream=True, include_usage=True)))
     whole = openai_chat.read_reply(openai_chat.write_reply([carried(reply)], Request(model="m")))
     assert in_chats_order(collect_reply(events)) == whole
@@ -120,7 +120,7 @@ def test_streamed_and_whole_say_the_same(reply: Reply) -> None:
 CARD = ModelCard("tiny", 17, 4096, state="loading", aliases=("gpt-small",))
 
 
-def test_a_model_tells_its_window_and_state() -> None:
+def test_a_model_has_its_window_and_state() -> None:
     told = msgspec.json.decode(openai_chat.write_model(CARD))
     assert told["object"] == "model"
     assert (told["id"], told["name"], told["created"], told["owned_by"]) == ("tiny", "tiny", 17, "modelyard")
@@ -128,7 +128,7 @@ def test_a_model_tells_its_window_and_state() -> None:
     assert told["aliases"] == ["gpt-small"]
 
 
-def test_the_list_holds_every_model_in_order() -> None:
+def test_the_list_has_every_model_in_order() -> None:
     told = msgspec.json.decode(openai_chat.write_models([CARD, ModelCard("other", 1, None)]))
     assert told["object"] == "list"
     assert [model["id"] for model in told["data"]] == ["tiny", "other"]

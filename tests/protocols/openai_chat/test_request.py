@@ -78,7 +78,7 @@ def test_streaming_and_its_usage_are_read() -> None:
     assert (read().stream, read().include_usage) == (False, False)
 
 
-def test_a_json_schema_stays_the_text_it_was() -> None:
+def test_a_json_schema_keeps_its_text() -> None:
     raw = b'{"model":"m","messages":[{"role":"user","content":"x"}],"response_format":{"type":"json_schema",'
     raw += b'"json_schema":{"name":"n","strict":true,"description":"d","schema":{"maximum": 1.50, "b": 1e2}}}}'
     constraint = openai_chat.read_request(raw, {}).constraint
@@ -133,19 +133,19 @@ def test_extension_fields_reach_the_sampling() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, object], param: str, words: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, object], param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         read(**fields)
     assert caught.value.param == param
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"a":"\\ud800"}'])
-def test_a_body_that_is_no_request_is_refused(raw: bytes) -> None:
+def test_malformed_bodies_are_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequest):
         openai_chat.read_request(raw, {})
 
 
-def test_an_upstream_sees_only_what_was_asked_for() -> None:
+def test_only_fields_that_are_set_are_written() -> None:
     assert written(read()) == {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -155,7 +155,7 @@ def test_streaming_and_its_usage_are_written() -> None:
     assert out["stream_options"] == {"include_usage": True}
 
 
-def test_session_user_metadata_and_store_survive_the_way_upstream() -> None:
+def test_session_user_metadata_and_store_read_back_equal() -> None:
     request = read(prompt_cache_key="k", user="u", metadata={"a": "b"}, store=False)
     assert openai_chat.read_request(openai_chat.write_request(request), {}) == request
 
@@ -199,7 +199,7 @@ def _in_order(message: Message) -> Message:
         named_constraints=True,
     ).map(expressible)
 )
-def test_what_chat_can_say_is_read_back_as_it_was(request: Request) -> None:
+def test_an_expressible_request_reads_back_equal(request: Request) -> None:
     assert openai_chat.read_request(openai_chat.write_request(request), {}) == request
 
 
@@ -219,7 +219,7 @@ def test_what_chat_can_say_is_read_back_as_it_was(request: Request) -> None:
         n=True,
     )
 )
-def test_writing_what_was_read_back_changes_nothing(request: Request) -> None:
+def test_writing_a_request_that_was_read_back_changes_nothing(request: Request) -> None:
     once = openai_chat.write_request(request)
     assert openai_chat.write_request(openai_chat.read_request(once, {})) == once
 
@@ -228,7 +228,7 @@ def messages(*bodies: dict[str, Any]) -> tuple[Message, ...]:
     return read(messages=list(bodies)).messages
 
 
-def test_every_role_stays_where_it_stands() -> None:
+def test_messages_of_every_role_keep_their_position() -> None:
     roles = ["system", "user", "developer", "user", "assistant", "system"]
     assert [m.role for m in messages(*({"role": role, "content": "x"} for role in roles))] == roles
 
@@ -246,11 +246,11 @@ def test_a_string_equals_one_text_part() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", []])
-def test_no_content_is_no_part(content: object) -> None:
+def test_empty_content_has_no_part(content: object) -> None:
     assert messages({"role": "user", "content": content}) == (Message("user"),)
 
 
-def test_images_are_read_in_every_spelling() -> None:
+def test_images_are_read_in_every_form() -> None:
     url = "data:image/png;base64,AA=="
     parts = [
         {"type": "image_url", "image_url": {"url": url, "detail": "low"}},
@@ -334,7 +334,7 @@ def test_a_tool_message_must_say_which_call_it_answers() -> None:
     assert caught.value.param == "messages[1].tool_call_id"
 
 
-def test_old_function_calls_get_an_id_that_their_result_shares() -> None:
+def test_a_legacy_function_call_and_its_result_share_an_id() -> None:
     found = messages(
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
@@ -344,13 +344,13 @@ def test_old_function_calls_get_an_id_that_their_result_shares() -> None:
     assert found[2] == Message("tool", (ToolResult("call_1", (Text("1"),)),))
 
 
-def test_names_of_speakers_survive_both_ways() -> None:
+def test_the_name_of_a_message_is_read_and_written() -> None:
     request = read(messages=[{"role": "user", "content": "x", "name": "ann"}])
     assert request.messages[0].name == "ann"
     assert written(request)["messages"][0]["name"] == "ann"
 
 
-def test_a_discovered_tool_is_told_in_words() -> None:
+def test_a_tool_reference_is_written_as_a_sentence() -> None:
     request = Request(model="m", messages=(Message("tool", (ToolResult("a", (ToolReference("Grep"),)),)),))
     content = written(request)["messages"][0]["content"]
     assert content == "The tool Grep is now available."
@@ -360,27 +360,27 @@ FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}, "
 GRAMMAR = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a/"}}
 
 
-def test_functions_are_read_nested_flat_and_old() -> None:
+def test_functions_are_read_nested_flat_and_legacy() -> None:
     expected = (Tool("f", "d", {"type": "object"}, strict=True),)
     assert read(tools=[{"type": "function", "function": FUNCTION}]).tools == expected
     assert read(tools=[{"type": "function", **FUNCTION}]).tools == expected
     assert read(functions=[FUNCTION]).tools == expected
 
 
-def test_a_custom_tool_keeps_its_grammar_flat_inside_and_nested_on_the_wire() -> None:
+def test_a_custom_tools_grammar_is_flat_inside_and_nested_on_the_wire() -> None:
     request = read(tools=[{"type": "custom", "custom": {"name": "p", "format": GRAMMAR}}])
     grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}
     assert request.tools == (Tool("p", kind="custom", grammar=grammar),)
     assert written(request)["tools"] == [{"type": "custom", "custom": {"name": "p", "format": GRAMMAR}}]
 
 
-def test_tools_of_other_types_are_somebody_elses() -> None:
+def test_tools_of_other_types_are_server_tools() -> None:
     request = read(tools=[{"type": "web_search", "filters": {}}])
     assert request.tools == (Tool("web_search", kind="server", type="web_search"),)
     assert "tools" not in written(request)
 
 
-def test_choices_are_read_in_every_spelling() -> None:
+def test_tool_choices_are_read_in_every_form() -> None:
     assert read(tool_choice="none").tool_choice == ToolChoice("none")
     assert read(tool_choice="required").tool_choice == read(tool_choice="any").tool_choice == ToolChoice("required")
     named = ToolChoice("named", "f")
@@ -412,12 +412,12 @@ def test_choice_and_parallel_calls_are_written_only_beside_tools() -> None:
     assert (out["tool_choice"], out["parallel_tool_calls"]) == ("required", False)
 
 
-def test_a_choice_of_a_tool_that_is_not_on_offer_is_not_written() -> None:
+def test_a_choice_of_an_unknown_tool_is_not_written() -> None:
     request = Request(model="m", tools=(Tool("f"),), tool_choice=ToolChoice("named", "g"))
     assert "tool_choice" not in written(request)
 
 
-def test_a_deferred_tool_is_offered_once_the_conversation_refers_to_it() -> None:
+def test_a_deferred_tool_is_written_once_a_message_refers_to_it() -> None:
     tools = (Tool("f"), Tool("Grep", deferred=True))
     found = Message("tool", (ToolResult("a", (ToolReference("Grep"),)),))
     before = written(Request(model="m", tools=tools))["tools"]
@@ -444,18 +444,18 @@ def test_a_deferred_tool_is_offered_once_the_conversation_refers_to_it() -> None
         ({"chat_template_kwargs": {"enable_thinking": "soon"}}, Reasoning()),
     ],
 )
-def test_every_dialect_of_the_switch_is_read(fields: dict[str, Any], expected: Reasoning) -> None:
+def test_every_form_of_the_reasoning_switch_is_read(fields: dict[str, Any], expected: Reasoning) -> None:
     assert read(**fields).reasoning == expected
 
 
-def test_the_templates_switch_has_one_place_only() -> None:
+def test_the_templates_thinking_switch_moves_into_the_reasoning() -> None:
     request = read(chat_template_kwargs={"enable_thinking": True, "flavour": 1})
     assert request.chat_template_kwargs == {"flavour": 1}
     assert request.reasoning == Reasoning(enabled=True)
     assert written(request)["chat_template_kwargs"] == {"flavour": 1, "enable_thinking": True}
 
 
-def test_an_effort_of_none_needs_no_second_switch_upstream() -> None:
+def test_an_effort_of_none_is_written_without_the_template_switch() -> None:
     out = written(read(reasoning_effort="none"))
     assert out["reasoning_effort"] == "none"
     assert "chat_template_kwargs" not in out

@@ -52,12 +52,12 @@ CASES: dict[str, tuple[list[Event], Request]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_stream_is_written_to_the_letter(name: str) -> None:
+def test_the_stream_matches_its_golden_file(name: str) -> None:
     events, request = CASES[name]
     check_golden("openai_chat", f"stream_{name}", stream(events, request))
 
 
-def test_several_answers_interleave_and_share_one_prompt() -> None:
+def test_choices_interleave_and_share_one_prompt() -> None:
     writer: EventWriter = openai_chat.writer(Request(model="tiny", stream=True, include_usage=True, n=2), "trace")
     first = [STARTED, *text(0, "One"), Finished("end", Usage(9, 4, 6, 2))]
     second = [Started("other", "tiny", 5), *text(0, "Two"), Finished("max_tokens", Usage(9, 9, 3, 1))]
@@ -76,7 +76,7 @@ def test_only_the_first_chunk_has_a_role_and_only_the_last_a_finish_reason() -> 
     assert told[-2]["choices"][0]["delta"] == {}
 
 
-def test_after_an_error_nothing_follows() -> None:
+def test_nothing_follows_an_error() -> None:
     writer = openai_chat.writer(COUNTED, "trace")
     writer.write(STARTED)
     writer.write(BlockStart(0, "text"))
@@ -91,7 +91,7 @@ def test_after_an_error_nothing_follows() -> None:
     assert writer.end() == b""
 
 
-def test_a_stream_that_broke_off_never_looks_done() -> None:
+def test_an_incomplete_stream_ends_with_an_error() -> None:
     writer = openai_chat.writer(ASKED, "trace")
     writer.write(STARTED)
     ending = chunks(writer.end())
@@ -116,7 +116,7 @@ def test_a_keepalive_is_a_comment() -> None:
     assert openai_chat.writer(ASKED, "trace").keepalive().startswith(b": ")
 
 
-def test_overflow_is_told_before_the_stream() -> None:
+def test_an_overflow_before_the_stream_is_an_http_error() -> None:
     told = openai_chat.write_error(ContextOverflow(40123, 32768), trace="t1", streaming=True, request=ASKED)
     assert (told.status, told.headers["x-request-id"], told.content_type) == (400, "t1", "application/json")
     check_golden("openai_chat", "overflow", told.body)

@@ -52,7 +52,7 @@ def _expressible_part(part: Part) -> Part:
 
 @settings(deadline=None, max_examples=100)
 @given(CARRIED.map(expressible), st.booleans(), st.none() | names())
-def test_what_the_wire_can_express_comes_back_equal(request: Request, encrypted: bool, session: str | None) -> None:
+def test_an_expressible_request_reads_back_equal(request: Request, encrypted: bool, session: str | None) -> None:
     asked = replace(request, encrypted_reasoning=encrypted, session=session, previous=session, store=encrypted)
     assert wire.read_request(wire.write_request(asked), {}) == asked
 
@@ -68,25 +68,25 @@ def round_trip(request: Request) -> Request:
     return wire.read_request(wire.write_request(request), {})
 
 
-def test_instructions_come_back_as_instructions() -> None:
+def test_instructions_read_back_as_instructions() -> None:
     lead, rest = Message("system", (Text("Be brief."),)), Message("user", (Text("hi"),))
     request = Request(model="m", messages=(lead, rest), instructions=True, reasoning=Reasoning(summary="auto"))
     assert msgspec.json.decode(wire.write_request(request))["instructions"] == "Be brief."
     assert round_trip(request) == request
 
 
-def test_a_seal_of_ours_outweighs_the_text_beside_it() -> None:
+def test_the_text_in_our_signature_wins_over_the_visible_text() -> None:
     said = Message("assistant", (Thinking("shortened", pack_reasoning("whole")),))
     request = Request(model="m", messages=(said,))
     assert round_trip(request).messages == (Message("assistant", (Thinking("whole", pack_reasoning("whole")),)),)
 
 
-def test_a_switched_off_model_is_asked_for_no_effort() -> None:
+def test_disabled_reasoning_is_written_as_an_effort_of_none() -> None:
     request = Request(model="m", messages=(Message("user", (Text("x"),)),), reasoning=Reasoning(enabled=False))
     assert round_trip(request).reasoning == Reasoning(enabled=False, effort="none")
 
 
-def test_a_tool_reference_is_told_by_its_name() -> None:
+def test_a_tool_reference_is_written_as_its_name() -> None:
     result = Message("tool", (ToolResult("call_1", (ToolReference("grep"),)),))
     again = round_trip(Request(model="m", messages=(result,)))
     assert again.messages == (Message("tool", (ToolResult("call_1", (Text("grep"),)),)),)
@@ -119,7 +119,7 @@ COMPLETED = {"type": "response.completed", "response": {"id": "resp_1"}}
 
 @settings(deadline=None, max_examples=100)
 @given(st.data(), events(custom=True, namespaces=True, logprobs=True, incomplete=True, empty=True, signatures=False))
-def test_events_survive_the_wire_however_it_is_cut(data: st.DataObject, told: list[Event]) -> None:
+def test_a_stream_split_anywhere_reads_back_equal(data: st.DataObject, told: list[Event]) -> None:
     started = told[0]
     assert isinstance(started, Started)
     writer = wire.writer(SCORED, started.id)
@@ -131,7 +131,7 @@ def test_events_survive_the_wire_however_it_is_cut(data: st.DataObject, told: li
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed", "empty"}))
-def test_every_golden_stream_folds_to_what_was_said(name: str) -> None:
+def test_every_golden_stream_reads_back(name: str) -> None:
     request, told = CASES[name]
     back = collect_reply(read(stream(request, told)))
     assert [block.complete for block in back.blocks] == [block.complete for block in collect_reply(told).blocks]
@@ -142,7 +142,7 @@ def test_every_golden_stream_folds_to_what_was_said(name: str) -> None:
     )
 
 
-def test_items_without_deltas_are_told_whole() -> None:
+def test_items_without_deltas_are_read_from_their_final_object() -> None:
     reply = collect_reply(
         read(
             sse(
@@ -161,32 +161,32 @@ def test_items_without_deltas_are_told_whole() -> None:
     assert reply.finished.reason == "tool_calls"
 
 
-def test_items_need_no_index() -> None:
+def test_items_without_an_index_are_read_in_order() -> None:
     bare = [item(0, "message", **message("a")), item(0, "message", **message("b"))]
     for event in bare:
         del event["output_index"]
     assert [block.part for block in collect_reply(read(sse(*bare, COMPLETED))).blocks] == [Text("a"), Text("b")]
 
 
-def test_output_that_stands_only_in_the_last_event_is_told() -> None:
+def test_output_that_is_only_in_the_last_event_is_read() -> None:
     last = {"type": "response.completed", "response": {"id": "resp_1", "output": [{"type": "message"} | message("x")]}}
     assert collect_reply(read(sse(last))).text == "x"
 
 
-def test_nothing_is_told_twice() -> None:
+def test_no_text_is_emitted_twice() -> None:
     delta = {"type": "response.output_text.delta", "output_index": 0, "delta": "he"}
     last = {"type": "response.completed", "response": {"id": "r", "output": [{"type": "message"} | message("hello")]}}
     written = sse(item(0, "message", done=False), delta, item(0, "message", **message("hello")), last)
     assert collect_reply(read(written)).text == "hello"
 
 
-def test_reasoning_and_its_summary_are_not_both_told() -> None:
+def test_reasoning_and_its_summary_are_not_both_emitted() -> None:
     request = replace(ASKED, reasoning=Reasoning(summary="auto"))
     told = CASES["reasoning"][1]
     assert collect_reply(read(stream(request, told))).thinking == "Thinking."
 
 
-def test_summary_parts_are_kept_apart() -> None:
+def test_summary_parts_are_separated_by_a_blank_line() -> None:
     def part(index: int, text: str) -> list[dict[str, Any]]:
         return [
             {"type": "response.reasoning_summary_part.added", "output_index": 0, "summary_index": index},
@@ -199,7 +199,7 @@ def test_summary_parts_are_kept_apart() -> None:
     assert collect_reply(read(written)).thinking == "one\n\ntwo"
 
 
-def test_calls_that_overlap_are_told_one_after_the_other() -> None:
+def test_interleaved_calls_are_emitted_one_after_the_other() -> None:
     def delta(index: int, text: str) -> dict[str, Any]:
         return {"type": "response.function_call_arguments.delta", "output_index": index, "delta": text}
 
@@ -220,20 +220,20 @@ def test_calls_that_overlap_are_told_one_after_the_other() -> None:
     assert collect_reply(back).calls == (ToolCall("a", "f", "{}"), ToolCall("b", "f", "{}"))
 
 
-def test_a_call_that_nobody_finished_is_not_complete() -> None:
+def test_a_call_that_the_upstream_never_finished_is_incomplete() -> None:
     begun = item(0, "function_call", done=False, call_id="a", name="f")
     last = {"type": "response.incomplete", "response": {"incomplete_details": {"reason": "max_output_tokens"}}}
     reply = collect_reply(read(sse(begun, last)))
     assert (reply.calls, reply.finished.reason) == ((), "max_tokens")
 
 
-def test_unknown_events_and_items_are_passed_over() -> None:
+def test_unknown_events_and_items_are_skipped() -> None:
     unknown = {"type": "response.hologram.delta", "delta": {"x": 1}, "output_index": 0}
     written = sse(item(0, "web_search_call"), unknown, item(1, "message", **message("hi")), COMPLETED)
     assert collect_reply(read(b": ping\n\n" + written + b"data: [DONE]\n\n")).text == "hi"
 
 
-def test_a_content_filter_is_its_own_reason() -> None:
+def test_a_content_filter_has_its_own_stop_reason() -> None:
     assert collect_reply(read(stream(*CASES["content_filter"]))).finished.reason == "content_filter"
 
 
@@ -248,7 +248,7 @@ def test_a_content_filter_is_its_own_reason() -> None:
         ("hologram_missing", Unavailable),
     ],
 )
-def test_a_failed_response_is_our_error(code: str, kind: type) -> None:
+def test_a_failed_response_reads_as_the_matching_error(code: str, kind: type) -> None:
     failed = {"type": "response.failed", "response": {"id": "r", "error": {"code": code, "message": "so it is"}}}
     (event,) = read(sse(failed))
     assert isinstance(event, Failed)
@@ -266,14 +266,14 @@ def test_bare_error_events_are_failures(event: dict[str, Any]) -> None:
     assert read(sse(event, COMPLETED)) == [Failed(Unavailable("gone", code="server_error"))]
 
 
-def test_an_abrupt_end_is_a_failure() -> None:
+def test_an_early_end_is_a_failure() -> None:
     whole = stream(*CASES["text"])
     (*_, last) = read(whole[: whole.index(b"event: response.completed")])
     assert isinstance(last, Failed)
     assert isinstance(last.error, Incomplete)
 
 
-def test_garbage_is_a_failure_and_ends_the_stream() -> None:
+def test_an_unreadable_event_is_a_failure_and_ends_the_stream() -> None:
     back = read(b"data: {nonsense\n\n" + sse(COMPLETED))
     assert [type(event) for event in back] == [Failed]
 

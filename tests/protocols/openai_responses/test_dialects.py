@@ -33,7 +33,7 @@ def read(**body: Any) -> Request:
         {"input": [*TEXTS, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]},
     ],
 )
-def test_a_key_or_an_item_that_only_the_pool_has_is_its_sign(body: dict[str, Any]) -> None:
+def test_a_key_or_item_type_of_the_pool_dialect_selects_it(body: dict[str, Any]) -> None:
     assert read(**body).dialect == "pool_responses"
 
 
@@ -48,13 +48,13 @@ def test_a_key_or_an_item_that_only_the_pool_has_is_its_sign(body: dict[str, Any
         {"input": [{"type": "message", "role": "user", "content": "Hello"}]},
     ],
 )
-def test_every_other_body_is_openais(body: dict[str, Any]) -> None:
+def test_every_other_body_is_in_openais_dialect(body: dict[str, Any]) -> None:
     asked = read(**body)
     assert asked.dialect == ""
     assert not asked.allow_remote
 
 
-def test_each_is_answered_in_its_own_shape() -> None:
+def test_each_dialect_has_its_own_reply() -> None:
     pool, openai = read(input="Hello", decoding={}), read(input="Hello")
     mine, theirs = (msgspec.json.decode(wire.write_reply([REPLY], asked)) for asked in (pool, openai))
     assert set(mine) == {"id", "object", "model", "output", "output_text", "metrics"}
@@ -62,7 +62,7 @@ def test_each_is_answered_in_its_own_shape() -> None:
     assert (theirs["output_text"], theirs["metrics"]) == (mine["output_text"], mine["metrics"])
 
 
-def test_each_streams_and_fails_in_its_own_words() -> None:
+def test_each_dialect_has_its_own_stream_and_errors() -> None:
     pool, openai = read(input="Hello", decoding={}, stream=True), read(input="Hello", stream=True)
     mine, theirs = (wire.writer(asked, "t").write(REPLY.started) for asked in (pool, openai))
     assert b"response.in_progress" in theirs

@@ -29,7 +29,7 @@ def test_a_streamed_overflow_is_a_failed_response() -> None:
     check_golden("openai_responses", "overflow.sse", told.body)
 
 
-def test_an_overflow_without_a_stream_is_told_as_on_chat() -> None:
+def test_an_overflow_without_a_stream_has_chats_error_body() -> None:
     told = wire.write_error(
         ContextOverflow(40123, 32768), trace=TRACE, request=msgspec.structs.replace(CODEX, tools=())
     )
@@ -41,14 +41,14 @@ def test_an_overflow_without_a_stream_is_told_as_on_chat() -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_full_queue_is_503_with_the_time_to_come_back(streaming: bool) -> None:
+def test_a_full_queue_is_503_with_retry_after(streaming: bool) -> None:
     told = wire.write_error(Overloaded("full", retry_after=3, position=7), trace=TRACE, streaming=streaming)
     assert told.status == 503
     assert (told.headers["retry-after"], told.headers["x-queue-position"]) == ("3", "7")
     assert msgspec.json.decode(told.body)["error"]["code"] == "server_is_overloaded"
 
 
-def test_an_output_that_cannot_fit_is_400_even_on_a_stream() -> None:
+def test_an_output_overflow_is_400_even_on_a_stream() -> None:
     assert wire.write_error(OutputOverflow(10, 20, 16), trace=TRACE, streaming=True).status == 400
 
 
@@ -61,7 +61,7 @@ def test_an_output_that_cannot_fit_is_400_even_on_a_stream() -> None:
         ContextOverflow(9, 8),
     ],
 )
-def test_an_upstream_of_our_kind_is_understood(error: InvalidRequest) -> None:
+def test_an_error_that_we_wrote_reads_back_equal(error: InvalidRequest) -> None:
     told = wire.write_error(error, trace=TRACE)
     assert wire.read_error(told.status, told.headers, told.body) == error
 
@@ -81,22 +81,22 @@ def test_each_error_has_its_code(error: ModelyardError, code: str) -> None:
     assert write_failure(error) == {"code": code, "message": "x"}
 
 
-def test_the_pause_of_a_rate_limit_survives() -> None:
+def test_the_delay_of_a_rate_limit_reads_back() -> None:
     error = RateLimited("Too many requests.", retry_after=1.5)
     assert read_failure(write_failure(error)) == error
 
 
-def test_a_pause_in_the_middle_of_a_sentence_is_found() -> None:
+def test_a_delay_in_the_middle_of_a_message_is_found() -> None:
     told = {"code": "rate_limit_exceeded", "message": "Limit reached. Please try again in 11.054s. See the docs."}
     error = read_failure(told)
     assert (error.retry_after, error.message) == (11.054, told["message"])
 
 
 @pytest.mark.parametrize("told", [None, {}, "broken", {"message": None}])
-def test_a_failure_without_words_is_still_an_error(told: object) -> None:
+def test_a_failure_without_a_message_gets_one(told: object) -> None:
     assert read_failure(told).message
 
 
 @pytest.mark.parametrize(("code", "kind"), [("forbidden", Forbidden), ("image_too_large", InvalidRequest)])
-def test_the_meaning_of_a_code_is_kept(code: str, kind: type) -> None:
+def test_the_code_determines_the_error_class(code: str, kind: type) -> None:
     assert type(read_failure({"code": code, "message": "m"})) is kind

@@ -33,7 +33,7 @@ CARRIED = replies(custom=True, namespaces=True, logprobs=True, incomplete=True, 
 
 @settings(deadline=None, max_examples=100)
 @given(CARRIED.map(expressible))
-def test_a_whole_reply_comes_back_equal(reply: Reply) -> None:
+def test_a_reply_reads_back_equal(reply: Reply) -> None:
     assert wire.read_reply(wire.write_reply([reply], SCORED)) == reply
 
 
@@ -45,7 +45,7 @@ def test_a_second_round_trip_changes_nothing(reply: Reply) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed"}))
-def test_the_reply_is_as_the_golden_file_has_it(name: str) -> None:
+def test_the_reply_matches_its_golden_file(name: str) -> None:
     request, told = CASES[name]
     check_golden("openai_responses", f"{name}.json", wire.write_reply([collect_reply(told)], request))
 
@@ -75,7 +75,7 @@ def test_every_stop_reason_has_its_status() -> None:
     assert told == [None, None, None, "max_output_tokens", "max_output_tokens", "content_filter"]
 
 
-def test_item_ids_say_their_kind_and_place() -> None:
+def test_item_ids_have_a_prefix_for_the_kind_and_the_index() -> None:
     parts: list[Text | Thinking | ToolCall] = [
         Text("a"),
         Thinking("b"),
@@ -86,12 +86,12 @@ def test_item_ids_say_their_kind_and_place() -> None:
     assert ids == ["msg_key_0", "rs_key_1", "fc_key_2", "ctc_key_3"]
 
 
-def test_an_upstreams_own_seal_goes_out_instead_of_ours() -> None:
+def test_an_upstreams_signature_is_written_instead_of_ours() -> None:
     assert write_item(Block(Thinking("b", "theirs")), "key", 0, CODEX)["encrypted_content"] == "theirs"
     assert "encrypted_content" not in write_item(Block(Thinking("b", "theirs")), "key", 0, ASKED)
 
 
-def test_instructions_are_echoed_only_where_they_were_given() -> None:
+def test_instructions_are_echoed_only_if_the_request_has_them() -> None:
     asked = replace(ASKED, messages=(Message("system", (Text("orders"),)), *ASKED.messages))
     assert ResponseObject(asked, "k").at("in_progress", 0)["instructions"] is None
     given = replace(asked, instructions=True)

@@ -40,7 +40,7 @@ def test_instructions_become_the_leading_system_message() -> None:
     assert request.instructions
 
 
-def test_a_system_item_is_not_taken_for_instructions() -> None:
+def test_a_system_item_is_not_read_as_instructions() -> None:
     request = read(input=[{"role": "system", "content": "Be brief."}])
     assert request.messages[0].role == "system"
     assert not request.instructions
@@ -67,23 +67,23 @@ def test_unknown_fields_and_null_fields_are_accepted() -> None:
         ({"input": [{"text": "x"}]}, "input[0]"),
     ],
 )
-def test_a_bad_field_is_named(fields: dict[str, Any], param: str) -> None:
+def test_an_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read(**fields)
     assert caught.value.param == param
 
 
-def test_an_unknown_role_is_told_the_known_ones() -> None:
+def test_an_unknown_role_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidRequest, match="user, assistant, system, developer"):
         read(input=[{"role": "wizard", "content": "x"}])
 
 
-def test_a_wrong_type_names_its_path() -> None:
+def test_a_wrong_type_is_reported_with_its_path() -> None:
     with pytest.raises(InvalidRequest, match="max_output_tokens"):
         read(max_output_tokens="many")
 
 
-def test_background_is_unsupported_and_false_is_fine() -> None:
+def test_background_true_is_unsupported() -> None:
     assert read(background=False) == read()
     with pytest.raises(Unsupported):
         read(background=True)
@@ -134,7 +134,7 @@ def test_the_session_comes_from_headers_before_the_cache_key(headers: dict[str, 
     assert read(headers, prompt_cache_key="cache-key").session == session
 
 
-def test_extension_fields_and_the_rest_are_carried() -> None:
+def test_extension_fields_and_identity_fields_are_read() -> None:
     request = read(
         top_k=5, seed=7, stop="END", priority="background", lora_adapter="l", metadata={"a": "b"}, store=False,
         safety_identifier="u", parallel_tool_calls=False, max_output_tokens=9, stream=True,
@@ -145,7 +145,7 @@ def test_extension_fields_and_the_rest_are_carried() -> None:
     assert (request.max_tokens, request.stream) == (9, True)
 
 
-def test_what_is_not_kept_here_is_a_warning() -> None:
+def test_conversation_and_prompt_are_ignored_with_a_warning() -> None:
     assert len(read(conversation="conv_1", prompt={"id": "p"}).warnings) == 2
 
 
@@ -164,12 +164,12 @@ def test_what_is_not_kept_here_is_a_warning() -> None:
         b"[]",
     ],
 )
-def test_odd_json_is_the_clients_mistake(body: bytes) -> None:
+def test_malformed_bodies_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         wire.read_request(body, {})
 
 
-def test_odd_names_among_allowed_tools_match_nothing() -> None:
+def test_malformed_allowed_tools_match_nothing() -> None:
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"name": ["x"]}, 3]}
     assert read(tools=[{"type": "function", "name": "f"}], tool_choice=choice).tools == ()
 
@@ -216,7 +216,7 @@ def test_one_turn_of_the_model_is_one_message_with_parts_in_order() -> None:
     )
 
 
-def test_system_and_developer_messages_stay_where_they_stand() -> None:
+def test_system_and_developer_messages_keep_their_position() -> None:
     request = read_items(
         *({"role": role, "content": role} for role in ("developer", "user", "system", "user", "developer"))
     )
@@ -227,7 +227,7 @@ def test_user_messages_in_a_row_are_not_joined() -> None:
     assert len(read_items({"role": "user", "content": "a"}, {"role": "user", "content": "b"}).messages) == 2
 
 
-def test_our_own_seal_recovers_reasoning_that_the_client_left_out() -> None:
+def test_our_signature_recovers_reasoning_that_the_client_dropped() -> None:
     sealed = pack_reasoning("the whole thought")
     request = read_items({"type": "reasoning", "summary": [], "content": None, "encrypted_content": sealed})
     assert request.messages[0].parts == (Thinking("the whole thought", sealed),)
@@ -238,7 +238,7 @@ def test_foreign_reasoning_is_carried_but_not_read() -> None:
     assert request.messages[0].parts == (Thinking("", "gAAAA", redacted=True),)
 
 
-def test_a_summary_stands_in_for_reasoning_that_was_not_given() -> None:
+def test_a_summary_replaces_missing_reasoning() -> None:
     parts = [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]
     assert read_items({"type": "reasoning", "summary": parts}).messages[0].parts == (Thinking("a\n\nb"),)
 
@@ -269,7 +269,7 @@ def test_custom_calls_carry_free_text() -> None:
     assert request.messages[1].parts == (ToolResult("call_1", (Text("done"),), custom=True),)
 
 
-def test_broken_arguments_come_through_as_they_stand() -> None:
+def test_broken_arguments_are_kept_unchanged() -> None:
     assert read_items(call("call_1", arguments='{"a":')).messages[0].parts == (ToolCall("call_1", "shell", '{"a":'),)
 
 
@@ -294,7 +294,7 @@ def test_unknown_items_are_warnings(item: dict[str, Any]) -> None:
     assert "input[1]" in request.warnings[0]
 
 
-def test_unknown_content_is_a_warning_with_its_place() -> None:
+def test_unknown_content_is_a_warning_with_its_path() -> None:
     content = [{"type": "input_file", "file_id": "f"}, {"type": "input_image", "file_id": "f"}]
     request = read_items({"role": "user", "content": content})
     assert request.messages == (Message("user", ()),)
@@ -327,7 +327,7 @@ def test_every_kind_of_tool_is_read() -> None:
     )
 
 
-def test_what_was_read_is_written_the_same() -> None:
+def test_tools_that_were_read_are_written_back_unchanged() -> None:
     tools: list[dict[str, Any]] = [SHELL, PATCH, AGENTS, SEARCH]
     assert write_tools(read_tools(tools)) == tools
 
@@ -348,7 +348,7 @@ def test_a_deferred_tool_stays_deferred() -> None:
         ({"type": "namespace", "name": "x", "tools": [AGENTS]}, "tools[0].tools[0]"),
     ],
 )
-def test_a_bad_tool_is_named(tool: dict[str, Any], param: str) -> None:
+def test_an_invalid_tool_is_named(tool: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_tools([tool])
     assert caught.value.param == param
@@ -372,7 +372,7 @@ def test_choices_are_read_and_written(wire: str | dict[str, Any] | None, choice:
     assert warnings == []
 
 
-def test_allowed_tools_leave_only_those_on_offer() -> None:
+def test_allowed_tools_drop_every_other_tool() -> None:
     wire = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "shell"}]}
     choice, tools = read_tool_choice(wire, read_tools([SHELL, PATCH]), [])
     assert choice == ToolChoice("required")

@@ -45,7 +45,7 @@ def test_every_stream_is_read_to_its_end(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed"}))
-def test_a_whole_reply_is_a_response(name: str) -> None:
+def test_a_whole_reply_is_read_as_a_response(name: str) -> None:
     request, told = CASES[name]
     with client(wire.write_reply([collect_reply(told)], request), "application/json") as sdk:
         response = sdk.responses.create(model="tiny", input="hello")

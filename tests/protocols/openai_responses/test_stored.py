@@ -20,42 +20,42 @@ def continued(first: Request, reply: Reply, request: Request) -> Request:
     return wire.prepend_stored(wire.decode_stored(wire.encode_stored(first, reply)), request)
 
 
-def test_a_conversation_goes_on_where_it_stopped() -> None:
+def test_a_request_continues_the_stored_conversation() -> None:
     request = Request(model="m", messages=(NEXT,), previous="resp_abc123")
     assert continued(FIRST, REPLY, request).messages == (USER, ANSWER, NEXT)
 
 
-def test_new_instructions_stand_at_the_head_and_old_ones_are_gone() -> None:
+def test_new_instructions_come_first_and_replace_the_old_ones() -> None:
     orders = Message("system", (Text("new orders"),))
     request = Request(model="m", messages=(orders, NEXT), instructions=True)
     assert continued(FIRST, REPLY, request).messages == (orders, USER, ANSWER, NEXT)
 
 
-def test_a_system_message_among_the_input_is_part_of_the_conversation() -> None:
+def test_a_system_message_in_the_input_is_part_of_the_conversation() -> None:
     lead = Message("system", (Text("always"),))
     first = Request(model="m", messages=(lead, USER))
     assert continued(first, REPLY, Request(model="m", messages=(NEXT,))).messages == (lead, USER, ANSWER, NEXT)
 
 
-def test_tool_results_follow_the_remembered_call() -> None:
+def test_tool_results_follow_the_stored_call() -> None:
     result = Message("tool", (ToolResult("call_1", (Text("a.txt"),)),))
     request = continued(FIRST, collect_reply(CASES["one_tool"][1]), Request(model="m", messages=(result,)))
     call = ToolCall("call_1", "shell", '{"command":"ls"}')
     assert request.messages == (USER, Message("assistant", (call,)), result)
 
 
-def test_a_call_cut_off_is_not_remembered() -> None:
+def test_an_incomplete_call_is_not_stored() -> None:
     request = continued(FIRST, collect_reply(CASES["cut_call"][1]), Request(model="m", messages=(NEXT,)))
     assert request.messages == (USER, Message("assistant", ()), NEXT)
 
 
-def test_the_stored_response_is_the_one_that_was_given() -> None:
+def test_the_stored_response_equals_the_reply() -> None:
     assert wire.decode_stored(wire.encode_stored(FIRST, REPLY)).response == wire.write_reply([REPLY], FIRST)
 
 
 @settings(deadline=None, max_examples=50)
 @given(requests(custom=True, namespaces=True, redacted=True, broken=True, errors=True, references=True), replies())
-def test_everything_that_was_said_is_remembered(request: Request, reply: Reply) -> None:
+def test_every_message_is_stored(request: Request, reply: Reply) -> None:
     stored = wire.decode_stored(wire.encode_stored(request, reply))
     assert stored.messages[:-1] == request.messages
     assert stored.messages[-1].parts == tuple(block.part for block in reply.blocks)
@@ -69,6 +69,6 @@ def test_input_items_are_listed_newest_first() -> None:
     assert (told["first_id"], told["last_id"]) == (told["data"][0]["id"], told["data"][-1]["id"])
 
 
-def test_small_answers_have_their_shape() -> None:
+def test_deletions_and_token_counts_are_written() -> None:
     assert wire.write_deleted("resp_1") == b'{"id":"resp_1","object":"response","deleted":true}'
     assert wire.write_input_tokens(7) == b'{"object":"response.input_tokens","input_tokens":7}'

@@ -16,12 +16,12 @@ from tests.strategies import events
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_stream_is_as_the_golden_file_has_it(name: str) -> None:
+def test_the_stream_matches_its_golden_file(name: str) -> None:
     check_golden("openai_responses", f"{name}.sse", stream(*CASES[name]))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_event_is_numbered_and_every_lifecycle_event_names_the_same_response(name: str) -> None:
+def test_every_event_is_numbered_and_every_lifecycle_event_has_the_same_response_id(name: str) -> None:
     written = data_of(stream(*CASES[name]))
     assert [data["sequence_number"] for data in written] == list(range(len(written)))
     assert {data["response"]["id"] for data in written if "response" in data} == {f"resp_{TRACE}"}
@@ -40,14 +40,14 @@ def test_a_text_has_all_its_events_in_order() -> None:
     ]  # fmt: skip
 
 
-def test_summaries_are_written_only_where_they_were_asked_for() -> None:
+def test_summaries_are_written_only_if_the_request_wants_them() -> None:
     assert not any("summary" in name for name in names_of(stream(*CASES["reasoning"])))
     asked = names_of(stream(*CASES["reasoning_for_codex"]))
     assert asked.count("reasoning_summary_text.delta") == asked.count("reasoning_text.delta") == 2
     assert "reasoning_summary_part.done" in asked
 
 
-def test_encrypted_reasoning_holds_the_text() -> None:
+def test_encrypted_reasoning_contains_the_text() -> None:
     done = [data["item"] for data in data_of(stream(*CASES["reasoning_for_codex"])) if "item_done" in _flat(data)]
     assert unpack_reasoning(done[0]["encrypted_content"]) == "Hmm."
 
@@ -56,7 +56,7 @@ def _flat(data: dict[str, str]) -> str:
     return data["type"].replace(".", "_")
 
 
-def test_a_call_cut_off_is_never_done_as_complete() -> None:
+def test_an_incomplete_call_is_never_written_as_completed() -> None:
     written = data_of(stream(*CASES["cut_call"]))
     done = [data["item"]["status"] for data in written if data["type"] == "response.output_item.done"]
     assert done == ["incomplete"]
@@ -64,13 +64,13 @@ def test_a_call_cut_off_is_never_done_as_complete() -> None:
     assert "response.function_call_arguments.done" not in [data["type"] for data in written]
 
 
-def test_free_text_cut_off_is_not_done_at_all() -> None:
+def test_an_incomplete_custom_call_has_no_done_event() -> None:
     written = data_of(stream(*CASES["cut_custom_call"]))
     assert "response.output_item.done" not in [data["type"] for data in written]
     assert written[-1]["response"]["output"][0]["status"] == "incomplete"
 
 
-def test_usage_is_always_whole() -> None:
+def test_usage_has_every_field() -> None:
     assert data_of(stream(*CASES["text"]))[-1]["response"]["usage"] == {
         "input_tokens": 20,
         "input_tokens_details": {"cached_tokens": 12, "cache_write_tokens": 0},
@@ -80,7 +80,7 @@ def test_usage_is_always_whole() -> None:
     }
 
 
-def test_a_keepalive_before_the_start_speaks_of_the_same_response() -> None:
+def test_a_keepalive_before_the_start_has_the_same_response_id() -> None:
     writer: EventWriter = wire.writer(ASKED, TRACE)
     written = writer.keepalive() + writer.keepalive() + writer.write(STARTED) + writer.keepalive()
     assert names_of(written) == ["created", *["in_progress"] * 4]
@@ -88,14 +88,14 @@ def test_a_keepalive_before_the_start_speaks_of_the_same_response() -> None:
     assert [data["sequence_number"] for data in data_of(written)] == list(range(5))
 
 
-def test_an_overflow_while_streaming_is_told_in_the_words_that_codex_knows() -> None:
+def test_an_overflow_in_a_stream_has_the_message_that_codex_acts_on() -> None:
     grown = msgspec.structs.replace(CODEX, tools=())
     written = data_of(wire.writer(grown, TRACE).write(Failed(ContextOverflow(40123, 32768))))
     assert [data["type"] for data in written] == ["response.created", "response.failed"]
     assert written[1]["response"]["error"] == {"code": "context_length_exceeded", "message": OVERFLOW}
 
 
-def test_a_rate_limit_says_when_to_come_back() -> None:
+def test_a_rate_limit_message_has_the_retry_delay() -> None:
     written = data_of(wire.writer(CODEX, TRACE).write(Failed(RateLimited("Too many requests.", retry_after=1.5))))
     assert written[-1]["response"]["error"]["message"].endswith("try again in 1.5s.")
 
@@ -108,7 +108,7 @@ def test_an_empty_delta_writes_nothing() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(events(custom=True, namespaces=True, logprobs=True, incomplete=True, empty=True))
-def test_the_last_event_holds_what_the_whole_reply_would(told: list[Event]) -> None:
+def test_the_last_event_contains_the_whole_reply(told: list[Event]) -> None:
     started = told[0]
     assert isinstance(started, Started)
     writer = wire.writer(CODEX, started.id)

@@ -15,7 +15,7 @@ def told(error: errors.ModelyardError, **more: Any) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_an_overflow_is_told_as_on_chat(streaming: bool) -> None:
+def test_an_overflow_has_chats_error_body(streaming: bool) -> None:
     status, error = told(errors.ContextOverflow(40123, 32768), streaming=streaming)
     assert status == 400
     assert (error["code"], error["n_prompt_tokens"], error["n_ctx"]) == ("context_length_exceeded", 40123, 32768)
@@ -33,10 +33,10 @@ def test_an_overflow_is_told_as_on_chat(streaming: bool) -> None:
         (errors.ModelyardError("x"), 500, "internal"),
     ],
 )
-def test_every_error_has_a_word_for_its_code(error: errors.ModelyardError, status: int, code: str) -> None:
+def test_every_error_has_a_code(error: errors.ModelyardError, status: int, code: str) -> None:
     assert (told(error)[0], told(error)[1]["code"]) == (status, code)
 
 
-def test_a_full_queue_says_when_to_come_back() -> None:
+def test_a_full_queue_has_retry_headers() -> None:
     written = wire.write_error(errors.Overloaded("full", retry_after=3, position=7), trace="t")
     assert (written.status, written.headers["retry-after"], written.headers["x-queue-position"]) == (503, "3", "7")

@@ -9,5 +9,5 @@ from tests.protocols.pool_responses.helpers import ASKED, CASES
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed"}))
-def test_the_reply_is_as_the_golden_file_has_it(name: str) -> None:
+def test_the_reply_matches_its_golden_file(name: str) -> None:
     check_golden("pool_responses", f"{name}.json", wire.write_reply([collect_reply(CASES[name])], ASKED))

@@ -36,7 +36,7 @@ def test_a_text_and_its_instructions() -> None:
     assert (asked.model, asked.dialect, asked.stream, asked.store) == ("m", "pool_responses", False, False)
 
 
-def test_null_means_that_nothing_was_said() -> None:
+def test_null_means_not_set() -> None:
     names = ("messages", "instructions", "source_lang_code", "target_lang_code", "thinking", "decoding", "stream")
     assert read(input="Hello", **dict.fromkeys(names)) == read(input="Hello")
 
@@ -46,7 +46,7 @@ def test_a_list_of_texts_is_one_text() -> None:
     assert read(input=items).messages == (user(Text("one two")),)
 
 
-def test_images_stay_where_they_stand() -> None:
+def test_images_keep_their_position() -> None:
     items = [
         {"type": "text", "text": "What is it?"},
         {"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}},
@@ -97,7 +97,7 @@ def test_turns_with_texts_and_lists() -> None:
         ({"input": "x", "decoding": {"top_k": "many"}}, "invalid_type", "decoding.top_k"),
     ],
 )
-def test_what_cannot_be_read_has_a_code_and_a_place(body: dict[str, Any], code: str, param: str) -> None:
+def test_an_invalid_field_has_a_code_and_a_path(body: dict[str, Any], code: str, param: str) -> None:
     error = refusal(**body)
     assert (error.code, error.param) == (code, param)
 
@@ -122,12 +122,12 @@ def test_all_seven_fields_of_decoding() -> None:
     assert (asked.max_tokens, asked.stop) == (256, ("END",))
 
 
-def test_fields_that_are_left_out_are_left_to_the_defaults() -> None:
+def test_missing_decoding_fields_are_not_set() -> None:
     asked = read(input="x", decoding={})
     assert (asked.sampling, asked.max_tokens, asked.stop) == (Sampling(), None, ())
 
 
-def test_extension_fields_count_here_too_and_decoding_goes_before_them() -> None:
+def test_decoding_takes_precedence_over_extension_fields() -> None:
     asked = read(input="x", min_p=0.1, top_k=40, decoding={"top_k": 1, "seed": 7}, lora_adapter="law", regex="a+")
     assert asked.sampling == Sampling(min_p=0.1, top_k=1, seed=7)
     assert asked.lora_adapter == "law"
@@ -143,23 +143,23 @@ def test_extension_fields_count_here_too_and_decoding_goes_before_them() -> None
         ("disabled", Reasoning(enabled=False, visible=False, strict=True)),
     ],
 )
-def test_thinking_that_was_named_is_a_demand(mode: str | None, reasoning: Reasoning) -> None:
+def test_an_explicit_thinking_mode_is_strict(mode: str | None, reasoning: Reasoning) -> None:
     assert read(input="x", thinking=mode).reasoning == reasoning
 
 
-def test_language_codes_go_to_the_template() -> None:
+def test_language_codes_become_template_arguments() -> None:
     asked = read(input="x", source_lang_code="nl", target_lang_code="en")
     assert asked.chat_template_kwargs == {"source_lang_code": "nl", "target_lang_code": "en"}
     assert read(input="x", target_lang_code="en").chat_template_kwargs == {"target_lang_code": "en"}
 
 
-def test_consent_stream_and_session() -> None:
+def test_remote_consent_stream_and_session_are_read() -> None:
     asked = read({"x-session-id": "s1"}, input="x", allow_remote=True, stream=True)
     assert (asked.allow_remote, asked.stream, asked.session) == (True, True, "s1")
     assert not read(input="x").allow_remote
 
 
-def test_tools_are_left_out_with_a_warning() -> None:
+def test_tools_are_ignored_with_a_warning() -> None:
     asked = read(input="x", tools=[{"type": "function", "name": "f"}])
     assert asked.tools == ()
     assert "tools" in asked.warnings[0]

@@ -15,18 +15,18 @@ from tests.strategies import replies
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_stream_is_as_the_golden_file_has_it(name: str) -> None:
+def test_the_stream_matches_its_golden_file(name: str) -> None:
     check_golden("pool_responses", f"{name}.sse", stream(CASES[name]))
 
 
-def test_the_four_events_in_their_order() -> None:
+def test_the_events_of_a_text_are_in_order() -> None:
     names = [data["type"].removeprefix("response.") for data in told(stream(CASES["text"]))]
     assert names == ["created", "output_text.delta", "output_text.delta", "metrics", "completed"]
 
 
 @settings(deadline=None, max_examples=100)
 @given(replies(custom=True, incomplete=True, empty=True))
-def test_a_stream_ends_with_what_the_whole_reply_would_be(reply: Reply) -> None:
+def test_the_last_event_contains_the_whole_reply(reply: Reply) -> None:
     writer = wire.writer(ASKED, reply.started.id)
     *deltas, metrics, completed = told(b"".join(writer.write(event) for event in reply_events(reply)))[1:]
     whole = msgspec.json.decode(wire.write_reply([reply], ASKED))
@@ -36,12 +36,12 @@ def test_a_stream_ends_with_what_the_whole_reply_would_be(reply: Reply) -> None:
     assert whole["output"] == [{"type": "output_text", "text": reply.text}]
 
 
-def test_an_error_before_the_first_event_still_has_its_response() -> None:
+def test_an_error_before_the_first_event_has_a_created_event() -> None:
     created, failed = told(stream([Failed(ContextOverflow(9, 8))]))
     assert created["type"] == "response.created"
     assert failed["response"]["error"]["code"] == "context_length_exceeded"
     assert failed["response"]["id"] == created["response"]["id"] == "resp_abc123"
 
 
-def test_silence_is_filled_with_a_comment() -> None:
+def test_a_keepalive_is_a_comment() -> None:
     assert wire.writer(ASKED, TRACE).keepalive().startswith(b": ")

@@ -1,6 +1,6 @@
-"""Stands in for the LiteLLM library: the calls that the engine makes, answered as the library answers them.
+"""A fake of the LiteLLM library: it answers the calls of the engine in the shapes of the library.
 
-What is asked for is named by the model: `says/TEXT`, `hangs/TEXT`, `breaks/TEXT`, `refuses/STATUS`.
+The model name chooses the behaviour: `says/TEXT`, `hangs/TEXT`, `breaks/TEXT`, `refuses/STATUS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ closed: list[str] = []
 
 
 class APIError(Exception):
-    """Like the library's own: a status, a message, and the provider's headers."""
+    """As in the library: a status, a message, and the headers of the provider."""
 
     def __init__(self, status_code: int, message: str, headers: dict[str, str]) -> None:
         super().__init__(message)

@@ -1,0 +1,139 @@
+r"""ASCII text word by word: the pre-tokenizer's own pattern in Python's `re`, and a memory of every word's ids.
+
+A byte-level tokenizer splits text by a pattern and encodes each word alone, so a word met before needs no tokenizer:
+ordinary prose costs a quarter of what the library takes. Exact by construction, within limits that are checked:
+
+- ASCII only: there `\p{L}`, `\p{N}` and `\s` are the plain classes written here, and normal forms change nothing;
+- a pattern of known parts only, one `Split` or the byte-level one (with or without digits apart), nothing after it;
+- no added token's spelling in the text: those are found before any pattern.
+
+Everything else is the library's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from modelyard.tokenizer.shield import Spellings
+
+if TYPE_CHECKING:
+    from modelyard.tokenizer.huggingface import TokenizerFile
+
+MAX_TEXT = 32_000  # one search is one call that nothing can interrupt: about a millisecond
+_MAX_WORDS = 200_000
+_MAX_WORD = 64
+_MANY = 64
+
+_SPACE = r"\t\n\x0b\x0c\r\x20"
+_BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# Digits are pieces of their own before the pattern is looked at: to it, a digit is where the text ends.
+_DIGITS_APART = r"\p{N}|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+_CLASSES = {"L": "A-Za-z", "N": "0-9", "Nd": "0-9", "Lu": "A-Z", "Ll": "a-z", "Lt": "", "Lm": "", "Lo": "", "M": ""}
+_PARTS = re.compile(r"\\p\{(\w+)\}|\\([sSrntdu\\'.+*?()\[\]{}|/-])|\\(.)|(\[\^?)|(\])|.", re.DOTALL)
+
+
+class Words:
+    """`encode_words` is the library's. Safe in threads: a race only learns the same word twice."""
+
+    def __init__(
+        self,
+        pattern: re.Pattern[str],
+        added: Spellings,
+        encode_words: Callable[[list[str]], list[list[int]]],
+    ) -> None:
+        self._find, self._added, self._encode_words = pattern.findall, added, encode_words
+        self._known: dict[str, list[int]] = {}
+
+    def encode(self, text: str) -> list[int] | None:
+        """None: not for us."""
+        if len(text) > MAX_TEXT or not text.isascii() or self._added.are_in(text):
+            return None
+        words, known = self._find(text), self._known
+        ids: list[int] = []
+        try:
+            for word in words:
+                ids += known[word]
+        except KeyError:
+            return self._with_new(words, text)
+        return ids if len("".join(words)) == len(text) else None
+
+    def _with_new(self, words: list[str], text: str) -> list[int] | None:
+        """What is new is learned in one call: each lets go of the interpreter, and has to wait for it again."""
+        if sum(map(len, words)) != len(text):
+            return None
+        new = [word for word in dict.fromkeys(words) if word not in self._known]
+        if len(new) > _MANY and len(new) > 0.7 * len(words):
+            return None  # hardly any word comes twice: no prose, and nothing worth remembering
+        learned = dict(zip(new, self._encode_words(new), strict=True))
+        known = self._known
+        if len(known) + len(new) > _MAX_WORDS:
+            self._known = {}
+        self._known.update((word, ids) for word, ids in learned.items() if len(word) <= _MAX_WORD)
+        return [id for word in words for id in learned.get(word) or known[word]]
+
+
+def ascii_pattern(file: TokenizerFile) -> re.Pattern[str] | None:
+    """The tokenizer's pattern for ASCII text, or None where it is not certain to be the same."""
+    if not _keeps_ascii(file.normalizer) or file.model.type not in (None, "BPE") or file.model.dropout:
+        return None
+    source = _source(_flat(file.pre_tokenizer))
+    translated = _translate(source) if source is not None else None
+    return re.compile(translated, re.ASCII) if translated is not None else None
+
+
+def _keeps_ascii(normalizer: dict[str, Any] | None) -> bool:
+    if normalizer is None or normalizer.get("type") in ("NFC", "NFD", "NFKC", "NFKD"):
+        return True
+    return normalizer.get("type") == "Sequence" and all(_keeps_ascii(part) for part in normalizer["normalizers"])
+
+
+def _flat(part: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if part is None:
+        return []
+    return part["pretokenizers"] if part.get("type") == "Sequence" else [part]
+
+
+def _source(steps: list[dict[str, Any]]) -> str | None:
+    if not steps or steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
+        return None
+    by_itself = steps[-1].get("use_regex", True)
+    before = steps[:-1]
+    if by_itself and not before:
+        return _BYTE_LEVEL
+    if by_itself and len(before) == 1 and before[0].get("type") == "Digits" and before[0].get("individual_digits"):
+        return _DIGITS_APART
+    if not by_itself and len(before) == 1 and before[0].get("type") == "Split" and _is_isolating(before[0]):
+        found: str | None = before[0]["pattern"].get("Regex")
+        return found
+    return None
+
+
+def _is_isolating(split: dict[str, Any]) -> bool:
+    return split.get("behavior") == "Isolated" and not split.get("invert")
+
+
+def _translate(source: str) -> str | None:
+    """Oniguruma's classes as ASCII ones; None where the pattern has a part that is not known to mean the same."""
+    out: list[str] = []
+    inside = False
+    for part in _PARTS.finditer(source):
+        named, escape, strange, opening, closing = part.groups()
+        if strange or (named and named not in _CLASSES) or (opening and inside):
+            return None
+        if named is not None:
+            text = _CLASSES[named]
+            out.append(text if inside else f"[{text}]" if text else "(?!)")
+        elif escape in ("s", "S"):
+            if escape == "S" and inside:
+                return None
+            out.append(_SPACE if inside else f"[{'^' if escape == 'S' else ''}{_SPACE}]")
+        else:
+            inside = bool(opening) or (inside and not closing)
+            out.append(part.group())
+    try:
+        re.compile("".join(out), re.ASCII)
+    except re.error:
+        return None
+    return "".join(out)

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.errors import InvalidRequest
+from modelyard.core.tokenizer import Tokenizer
+from modelyard.tokenizer.folder import Ends
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, TokenizerFile, exact_cuts
+from tests.tokenizer import tokenizers_made as made
+
+SPELLED = st.lists(st.sampled_from([*made.CONTROLS, *made.MARKERS, "</s>", " ", "a", "é", "\n", "👋"]), max_size=8)
+
+
+def folder(path: Path, **files: object) -> Path:
+    (path / "tokenizer.json").write_text(made.byte_level())
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def test_special_tokens_are_recognised_and_no_bos_is_added(byte_vocab: HuggingFaceTokenizer) -> None:
+    vocab: Tokenizer = byte_vocab
+    ids = vocab.encode("<|im_start|>a<|im_end|>")
+    assert [ids[0], ids[-1]] == [vocab.specials["<|im_start|>"], vocab.specials["<|im_end|>"]]
+
+
+def test_markers_without_the_special_flag_are_control_tokens_and_html_is_not() -> None:
+    text = json.loads(made.byte_level())
+    text["added_tokens"].append(
+        text["added_tokens"][-1] | {"id": 999, "content": "<table>"},
+    )
+    vocab = HuggingFaceTokenizer.from_text(json.dumps(text))
+    assert "<tool_call>" in vocab.specials
+    assert "<table>" not in vocab.specials
+    assert vocab.size == 1000
+
+
+@pytest.mark.parametrize("make", [made.byte_level, made.unigram, lambda: made.metaspace("first"), made.word_piece])
+def test_plain_text_never_becomes_a_control_token(make: object) -> None:
+    vocab = HuggingFaceTokenizer.from_text(make())  # type: ignore[operator]
+    controls = {id for text, id in vocab.specials.items() if text not in ("<unk>", "[UNK]")}
+
+    @settings(max_examples=50, deadline=None)
+    @given(SPELLED)
+    def holds(parts: list[str]) -> None:
+        assert controls.isdisjoint(vocab.encode_plain("".join(parts)))
+        assert controls.isdisjoint(vocab.encode_plain_inside("".join(parts)))
+
+    holds()
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_plain_text_without_control_tokens_encodes_as_always(text: str) -> None:
+    for vocab in (BYTES, FIRST):
+        assert vocab.encode_plain(text) == vocab.encode(text)
+
+
+BYTES = HuggingFaceTokenizer.from_text(made.byte_level())
+FIRST = HuggingFaceTokenizer.from_text(made.metaspace("first"))
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=60))
+def test_byte_level_text_survives_encode_and_decode(text: str) -> None:
+    ids = BYTES.encode(text)
+    assert BYTES.decode(ids) == text
+    assert b"".join(map(BYTES.token_bytes, ids)) == text.encode()
+
+
+def test_token_bytes_of_sentencepiece_are_exact(piece_vocab: HuggingFaceTokenizer) -> None:
+    ids = piece_vocab.encode("fox 𝄞é")
+    assert b"".join(map(piece_vocab.token_bytes, ids)) == " fox 𝄞é".encode()
+
+
+def test_an_id_without_a_token_has_no_bytes(byte_vocab: HuggingFaceTokenizer) -> None:
+    assert byte_vocab.token_bytes(10**6) == b""
+    assert byte_vocab.token_bytes(-1) == b""
+
+
+def test_control_tokens_can_be_left_out_of_the_text(byte_vocab: HuggingFaceTokenizer) -> None:
+    ids = byte_vocab.encode("<|im_start|>a<tool_call>b")
+    assert byte_vocab.decode(ids) == "<|im_start|>a<tool_call>b"
+    assert byte_vocab.decode(ids, specials=False) == "ab"
+
+
+def test_lone_surrogates_do_not_fail(byte_vocab: HuggingFaceTokenizer) -> None:
+    assert byte_vocab.decode(byte_vocab.encode("a\ud800b")) == "a\ufffdb"
+    assert byte_vocab.decode(byte_vocab.encode_plain("\ud83d\udc4b")) == "👋"
+
+
+def test_bos_and_every_eos_come_from_the_folder(tmp_path: Path) -> None:
+    path = folder(
+        tmp_path,
+        tokenizer_config={
+            "bos_token": {"content": "<|im_start|>"},
+            "eos_token": "<|endoftext|>",
+            "add_bos_token": True,
+        },
+        generation_config={"eos_token_id": [2, 77]},
+    )
+    vocab = HuggingFaceTokenizer.load(path)
+    assert (vocab.bos, vocab.bos_token, vocab.eos_token) == (1, "<|im_start|>", "<|endoftext|>")
+    assert vocab.eos == {0, 2, 77}
+    assert HuggingFaceTokenizer.load(path / "tokenizer.json").eos == vocab.eos
+
+
+def test_a_tokenizer_that_adds_no_bos_has_none_for_raw_prompts(tmp_path: Path) -> None:
+    path = folder(tmp_path, special_tokens_map={"bos_token": "<|im_start|>"})
+    assert HuggingFaceTokenizer.load(path).bos is None
+    assert HuggingFaceTokenizer.from_text(made.byte_level(), ends=Ends("<|im_start|>", adds_bos=True)).bos == 1
+
+
+def test_a_missing_tokenizer_says_where_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"tokenizer\.json.*tokenizer_path"):
+        HuggingFaceTokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["{", "{}", '{"added_tokens": 3}'])
+def test_a_broken_tokenizer_is_named(tmp_path: Path, broken: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(broken)
+    with pytest.raises(InvalidRequest, match=r"tokenizer\.json is not a valid"):
+        HuggingFaceTokenizer.load(tmp_path)
+
+
+def test_a_broken_file_beside_the_tokenizer_is_named(tmp_path: Path) -> None:
+    folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(InvalidRequest, match=r"generation_config\.json"):
+        HuggingFaceTokenizer.load(tmp_path)
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off() -> None:
+    text = json.loads(made.byte_level())
+    text["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    assert len(HuggingFaceTokenizer.from_text(json.dumps(text)).encode("a b c d e f g h")) > 2
+
+
+@pytest.mark.parametrize(("extra", "ends"), [([], True), (["<|channel|>"], False)])
+def test_the_end_of_a_message_ends_a_turn_only_where_there_are_no_channels(extra: list[str], ends: bool) -> None:
+    text = json.loads(made.byte_level())
+    last = text["added_tokens"][-1]
+    free = HuggingFaceTokenizer.from_text(json.dumps(text)).size
+    for number, token in enumerate(["<|end|>", "<|return|>", *extra], start=free):
+        text["added_tokens"].append(last | {"id": number, "content": token, "special": True})
+    vocab = HuggingFaceTokenizer.from_text(json.dumps(text))
+    assert (vocab.specials["<|end|>"] in vocab.eos) is ends
+    assert vocab.specials["<|return|>"] in vocab.eos
+
+
+@pytest.mark.parametrize(("set_before", "wanted"), [({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")])
+def test_the_library_starts_no_threads_unless_it_is_told_to(set_before: dict[str, str], wanted: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"} | set_before
+    ask = "import os, modelyard.tokenizer.huggingface; print(os.environ['TOKENIZERS_PARALLELISM'])"
+    told = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == wanted
+
+
+def cuts(text: str) -> frozenset[str]:
+    return exact_cuts(msgspec.json.decode(text, type=TokenizerFile))
+
+
+def with_tokens(*contents: str) -> str:
+    made_one = json.loads(made.byte_level())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    made_one["added_tokens"] = [{"id": n, "content": content} | flags for n, content in enumerate(contents)]
+    return json.dumps(made_one)
+
+
+def test_plain_control_tokens_may_be_cut_at() -> None:
+    assert cuts(made.byte_level()) == {*made.CONTROLS, *made.MARKERS}
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "normalized", "single_word"])
+def test_tokens_that_take_neighbours_along_may_not(flag: str) -> None:
+    assert cuts(made.edited(made.byte_level(), **{flag: True})) == frozenset()
+
+
+def test_a_token_inside_another_one_may_not() -> None:
+    assert cuts(with_tokens("<a>", "<<a>>")) == {"<<a>>"}
+
+
+def test_a_token_that_another_one_can_run_into_may_not() -> None:
+    assert cuts(with_tokens("ab<x", "<xyz>")) == {"ab<x"}
+
+
+def test_an_unknown_step_rules_all_cuts_out() -> None:
+    text = json.loads(made.byte_level())
+    text["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [text["pre_tokenizer"], {"type": "LooksAround"}]}
+    assert cuts(json.dumps(text)) == frozenset()
+
+
+def test_a_model_with_dropout_rules_all_cuts_out() -> None:
+    text = json.loads(made.byte_level())
+    text["model"]["dropout"] = 0.1
+    assert cuts(json.dumps(text)) == frozenset()
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_text_in_the_middle_reads_as_it_does_behind_a_control_token(scheme: str) -> None:
+    vocab = HuggingFaceTokenizer.from_text(made.metaspace(scheme))
+    for text in ("fox", " fox", "  fox dog", "é👋"):
+        assert vocab.encode_plain_inside(text) == vocab.encode("<|im_end|>" + text)[1:]
+
+
+def test_a_model_with_control_tokens_among_its_words_gets_the_spelling_in_pieces() -> None:
+    vocab = HuggingFaceTokenizer.from_text(made.unigram())
+    ids = vocab.encode_plain("abc</s></s>")
+    assert vocab.specials["</s>"] not in ids
+    assert vocab.decode(ids).replace(" ", "") == "abc</s></s>"
+
+
+def test_nothing_is_no_tokens() -> None:
+    vocab = HuggingFaceTokenizer.from_text(made.metaspace("always"))
+    assert vocab.encode_plain("") == vocab.encode_plain_inside("") == []

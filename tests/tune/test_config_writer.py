@@ -1,0 +1,248 @@
+"""A recommendation in the user's own files: only the keys that change, with a backup."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from modelyard.config.load import load_config
+from modelyard.core.errors import Conflict, Unavailable
+from modelyard.tune import config_writer
+from modelyard.tune.config_writer import apply, edit_json, edit_toml, overridden, toml_fragment
+
+TOML = """\
+# at the top
+[http]
+port = 8000   # a port
+
+[models.m]    # the model
+path = "m.gguf"
+n_threads = 1   # too few?
+flash_attn = "off"
+
+[caches.main]
+model = "m"
+n_ctx = 4096
+
+# at the end
+"""
+
+
+def test_a_value_is_replaced_and_everything_else_stays():
+    new = edit_toml(TOML, {("models", "m", "n_threads"): 4})
+    assert new == TOML.replace("n_threads = 1 ", "n_threads = 4 ")
+
+
+def test_a_new_key_goes_to_the_end_of_its_section():
+    new = edit_toml(TOML, {("models", "m", "n_ubatch"): 256})
+    assert new == TOML.replace('flash_attn = "off"\n', 'flash_attn = "off"\nn_ubatch = 256\n')
+
+
+def test_a_section_that_is_not_there_is_made():
+    new = edit_toml(TOML, {("caches", "fast", "n_ubatch"): 128})
+    assert tomllib.loads(new)["caches"] == {"main": {"model": "m", "n_ctx": 4096}, "fast": {"n_ubatch": 128}}
+    assert "[caches.fast]" in new
+    assert new.startswith(TOML.split("# at the end")[0].rstrip())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'models = { m = { path = "x", n_threads = 1 } }\n',
+        'models.m.path = "x"\nmodels.m.n_threads = 1\n',
+        '[models]\nm = { path = "x", n_threads = 1 }\n',
+        '[models.m]\npath = "x"\nn_threads = 1\n[http]\nport = 1\n[models.other]\npath = "y"\n',
+    ],
+    ids=["inline", "dotted", "half inline", "out of order"],
+)
+def test_every_way_of_writing_a_section_is_understood(text):
+    new = edit_toml(text, {("models", "m", "n_threads"): 8, ("models", "m", "flash_attn"): "on"})
+    assert tomllib.loads(new)["models"]["m"] == {"path": "x", "n_threads": 8, "flash_attn": "on"}
+
+
+def test_a_value_where_a_section_should_be_is_refused():
+    with pytest.raises(Conflict, match="is not a section"):
+        edit_toml("models = 3\n", {("models", "m", "n_threads"): 1})
+
+
+def test_a_fragment_has_only_what_changes():
+    text_ = toml_fragment({("models", "a.b", "n_threads"): 2, ("models", "a.b", "flash_attn"): "on"})
+    assert text_ == '[models."a.b"]\nn_threads = 2\nflash_attn = "on"'
+
+
+JSON = """{
+  "service": {"port": 8000},
+  "engine": {
+    "models": {
+      "m": {
+        "model_path": "m.gguf",
+        "list": [1, 2,   3],
+        "n_threads": 1
+      }
+    }
+  }
+}
+"""
+
+
+def test_json_is_cut_open_at_the_value_only():
+    new = edit_json(JSON, {("engine", "models", "m", "n_threads"): 4})
+    assert new == JSON.replace('"n_threads": 1', '"n_threads": 4')
+
+
+def test_a_new_json_key_gets_a_line_like_its_neighbours():
+    new = edit_json(JSON, {("engine", "models", "m", "flash_attn"): "on"})
+    assert new == JSON.replace('"n_threads": 1\n', '"n_threads": 1,\n        "flash_attn": "on"\n')
+
+
+def test_a_json_object_on_one_line_stays_on_it():
+    assert edit_json(JSON, {("service", "host"): "::1"}) == JSON.replace("8000}", '8000, "host": "::1"}')
+
+
+def test_json_objects_that_are_not_there_are_made():
+    new = json.loads(edit_json(JSON, {("caches", "main", "n_ubatch"): 64}))
+    assert new["caches"] == {"main": {"n_ubatch": 64}}
+    assert json.loads(edit_json("{}", {("a", "b"): True})) == {"a": {"b": True}}
+    assert json.loads(edit_json("{ }", {("a",): "ü"})) == {"a": "ü"}
+
+
+def test_text_that_looks_like_a_key_is_none():
+    tricky = '{"about": "\\"n_threads\\": 7, }", "n_threads" : 1, "z": {"n_threads": 9}}'
+    new = edit_json(tricky, {("n_threads",): 2})
+    assert new == tricky.replace('"n_threads" : 1', '"n_threads" : 2')
+
+
+def test_a_json_value_where_an_object_should_be_is_refused():
+    with pytest.raises(Conflict, match="is not an object"):
+        edit_json('{"models": 3}', {("models", "m"): 1})
+
+
+TOML = """\
+# mine
+[models.m]
+backend = "llama_cpp"
+path = "/nowhere/m.gguf"   # here
+gguf_flash_attn = "off"    # by its old name
+
+[caches.main]
+model = "m"
+n_ctx = 4096
+cache_type_k = "f16"
+"""
+
+
+def written(folder: Path, text: str, changes, name: str = "modelyard.toml", model: str = "m") -> tuple[Path, Path]:
+    file = folder / name
+    file.write_text(text)
+    done = apply(load_config(file, env={}), changes, {model: "llama_cpp"})
+    assert list(done) == [file]
+    return file, done[file]
+
+
+def test_comments_and_order_stay_and_a_backup_lies_beside_it(tmp_path: Path):
+    file, backup = written(tmp_path, TOML, {("models", "m", "n_threads"): 2})
+    assert backup.read_text() == TOML
+    assert file.read_text() == TOML.replace(
+        '"off"    # by its old name\n', '"off"    # by its old name\nn_threads = 2\n'
+    )
+    assert backup.name == "modelyard.bak.toml"
+    assert load_config(backup, env={}).config.models.keys() == {"m"}
+
+
+def test_a_key_is_changed_under_the_name_that_it_has_in_the_file(tmp_path: Path):
+    changes = {("models", "m", "flash_attn"): "on", ("caches", "main", "type_k"): "q8_0"}
+    file, _ = written(tmp_path, TOML, changes)
+    assert file.read_text() == TOML.replace('"off"', '"on"').replace('"f16"', '"q8_0"')
+
+
+def test_an_option_that_stands_under_options_is_changed_there(tmp_path: Path):
+    text = '[models.m]\nbackend = "llama_cpp"\npath = "/x.gguf"\n[models.m.options]\nn_threads = 1\n'
+    file, _ = written(tmp_path, text, {("models", "m", "n_threads"): 4})
+    assert file.read_text() == text.replace("n_threads = 1", "n_threads = 4")
+
+
+def test_a_pool_configuration_in_json_is_changed_in_its_own_words(tmp_path: Path):
+    text = json.dumps({"engine": {"models": {"m": {"backend": "llama_cpp", "model_path": "/x.gguf"}}}}, indent=4)
+    file, _ = written(tmp_path, text, {("models", "m", "n_threads"): 4}, "settings.json")
+    assert json.loads(file.read_text()) == {
+        "engine": {"models": {"m": {"backend": "llama_cpp", "model_path": "/x.gguf", "n_threads": 4}}}
+    }
+
+
+def test_a_second_run_does_not_overwrite_the_first_backup(tmp_path: Path):
+    file, first = written(tmp_path, TOML, {("models", "m", "n_threads"): 2})
+    done = apply(load_config(file, env={}), {("models", "m", "n_threads"): 3}, {"m": "llama_cpp"})
+    assert first.read_text() == TOML
+    assert "n_threads = 2" in done[file].read_text()
+
+
+def test_the_built_in_model_is_written_out_whole(tmp_path: Path):
+    """A file that names a model takes the place of the built-in configuration, so half of it would be no model."""
+    before = load_config(env={}, cwd=tmp_path).config
+    file, _ = written(tmp_path, "[http]\nport = 8001\n", {("models", "smollm2", "n_threads"): 2}, model="smollm2")
+    after = load_config(file, env={}).config
+    assert after.models["smollm2"].options == {"n_threads": 2}
+    assert after.models["smollm2"].path == before.models["smollm2"].path
+    assert after.caches == before.caches
+    assert after.routes == before.routes
+    assert after.http.port == 8001
+
+
+def test_without_a_file_there_is_nothing_to_write_to(tmp_path: Path):
+    with pytest.raises(Conflict, match="no configuration file"):
+        apply(load_config(env={}, cwd=tmp_path), {("models", "smollm2", "n_threads"): 2}, {"smollm2": "llama_cpp"})
+
+
+def test_the_file_that_says_it_is_the_one_that_is_changed(tmp_path: Path):
+    base, local = tmp_path / "config" / "settings.json", tmp_path / "config" / "local.json"
+    base.parent.mkdir()
+    base.write_text('{"models": {"m": {"backend": "llama_cpp", "path": "/x.gguf"}}}')
+    local.write_text('{"models": {"m": {"n_threads": 1}}}')
+    loaded = load_config(env={}, cwd=tmp_path)
+    done = apply(loaded, {("models", "m", "n_threads"): 2, ("models", "m", "n_ubatch"): 64}, {"m": "llama_cpp"})
+    assert list(done) == [local]
+    assert json.loads(local.read_text()) == {"models": {"m": {"n_threads": 2, "n_ubatch": 64}}}
+    assert base.read_text() == '{"models": {"m": {"backend": "llama_cpp", "path": "/x.gguf"}}}'
+
+
+def test_what_does_not_read_back_as_it_was_meant_leaves_the_file_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "modelyard.toml"
+    file.write_text(TOML)
+    monkeypatch.setitem(config_writer._EDITORS, ".toml", lambda text, _: text)
+    with pytest.raises(Conflict, match="could not be written"):
+        apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
+    assert file.read_text() == TOML
+    assert [path.name for path in tmp_path.iterdir()] == ["modelyard.toml"]
+
+
+def test_a_disk_that_refuses_leaves_the_file_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "modelyard.toml"
+    file.write_text(TOML)
+    monkeypatch.setattr(config_writer.shutil, "copy2", full)
+    with pytest.raises(Unavailable, match="No space left"):
+        apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
+    assert [path.name for path in tmp_path.iterdir()] == ["modelyard.toml"]
+
+
+def test_an_environment_that_says_otherwise_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    changes = {("models", "m", "n_threads"): 2}
+    file, _ = written(tmp_path, TOML, changes)
+    assert overridden(file, changes, {"m": "llama_cpp"}) == []
+    monkeypatch.setenv("MODELYARD_MODELS__M__N_THREADS", "1")
+    assert overridden(file, changes, {"m": "llama_cpp"}) == ["models.m.n_threads"]
+
+
+def test_the_file_keeps_its_permissions(tmp_path: Path):
+    file = tmp_path / "modelyard.toml"
+    file.write_text(TOML)
+    file.chmod(0o600)
+    apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
+    assert file.stat().st_mode & 0o777 == 0o600

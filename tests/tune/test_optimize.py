@@ -1,0 +1,242 @@
+"""`modelyard optimize` end to end: the result is printed, saved for the workbench, applied or refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from modelyard.benchmark.statistics import Interval
+from modelyard.config.load import load_config
+from modelyard.core.errors import Conflict, InvalidRequest, NotFound
+from modelyard.http.admin.routes import tuning_runs
+from modelyard.tune import optimize as optimize_module
+from modelyard.tune.optimize import OptimizeOptions, make_plan, optimize, parse_share
+from modelyard.tune.optimizer import Optimizer, OptimizerPlan
+from modelyard.tune.search import SearchRules
+from modelyard.tune.trial import Measurement, Outcome, TrialJob, TrialLimits
+
+TOML = """\
+# a slow one
+[models.demo]
+backend = "fake"       # no weights
+token_delay = 0.02     # slow
+script = [{ steps = [{ tokens = 200 }] }]
+"""
+
+
+class Workspace:
+    """A file, the two consoles, and the folder that the workbench reads."""
+
+    def __init__(self, folder: Path, text: str = TOML, name: str = "modelyard.toml") -> None:
+        self.file, self.tune = folder / name, folder / "tune"
+        self.file.write_text(text)
+        self.out, self.err = io.StringIO(), io.StringIO()
+
+    def optimize(self, **options: object) -> int:
+        consoles = (Console(file=file, width=160) for file in (self.out, self.err))
+        loaded = load_config(self.file, env={})
+        return optimize(loaded, OptimizeOptions(config=self.file, **options), *consoles, folder=self.tune)  # type: ignore[arg-type]
+
+
+class Formula:
+    """Trials that take no time: how fast a setting is, is said here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trials, self.stop_after = 0, 10_000
+        made = Optimizer.__init__
+
+        def make(run: Optimizer, *args: object) -> None:
+            made(run, *args, self.run_trial)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Optimizer, "__init__", make)
+
+    async def run_trial(self, job: TrialJob, limits: TrialLimits) -> Outcome:
+        if self.trials == self.stop_after:
+            raise KeyboardInterrupt
+        self.trials += 1
+        delay = 0.001 + job.config["models"]["demo"]["options"]["token_delay"]
+        return Measurement(speed=1 / delay, ttft_s=0.1, answer_s=64 * delay, memory=1 << 28)
+
+
+@pytest.fixture
+def formula(monkeypatch: pytest.MonkeyPatch) -> Formula:
+    return Formula(monkeypatch)
+
+
+def test_a_better_setting_is_written_into_the_file_and_nothing_else(tmp_path: Path, formula: Formula):
+    workspace = Workspace(tmp_path)
+    assert workspace.optimize(apply=True) == 0
+    assert workspace.file.read_text() == TOML.replace("token_delay = 0.02 ", "token_delay = 0.0 ")
+    assert (tmp_path / "modelyard.bak.toml").read_text() == TOML
+    assert "written to" in workspace.err.getvalue()
+    assert tuning_runs(workspace.tune)[0]["applied"] == [str(workspace.file)]
+
+
+def test_without_apply_the_file_stays_and_the_recommendation_is_printed(tmp_path: Path, formula: Formula):
+    workspace = Workspace(tmp_path)
+    assert workspace.optimize() == 0
+    assert workspace.file.read_text() == TOML
+    text = workspace.out.getvalue()
+    assert "[models.demo]\ntoken_delay = 0.0" in text
+    assert "better than the current settings beyond the noise: 21.00 times as good" in text
+
+
+def test_what_is_not_better_is_not_written(tmp_path: Path, formula: Formula):
+    best = TOML.replace("0.02", "0.0")
+    workspace = Workspace(tmp_path, best)
+    assert workspace.optimize(apply=True) == 0
+    assert workspace.file.read_text() == best
+    assert "nothing is written" in workspace.err.getvalue()
+    assert [path.name for path in tmp_path.iterdir() if "bak" in path.name] == []
+
+
+def test_a_json_configuration_is_written_too(tmp_path: Path, formula: Formula):
+    text = json.dumps({"models": {"demo": {"backend": "fake", "token_delay": 0.02}}}, indent=2)
+    workspace = Workspace(tmp_path, text, "settings.json")
+    assert workspace.optimize(apply=True) == 0
+    assert workspace.file.read_text() == text.replace("0.02", "0.0")
+
+
+def test_the_run_is_kept_where_the_workbench_looks_with_its_drawing(tmp_path: Path, formula: Formula):
+    workspace = Workspace(tmp_path)
+    workspace.optimize(plot=tmp_path / "mine.svg")
+    (kept,) = tuning_runs(workspace.tune)
+    assert kept["model"] == "demo"
+    assert kept["better"] is True
+    assert kept["changes"] == {"token_delay": 0.0}
+    assert kept["toml"] == "[models.demo]\ntoken_delay = 0.0"
+    assert {"current", "best"} <= {row["name"] for row in kept["rows"]}
+    assert (workspace.tune / f"{kept['id']}.svg").read_text().startswith("<svg")
+    assert (tmp_path / "mine.svg").read_text() == (workspace.tune / f"{kept['id']}.svg").read_text()
+
+
+def test_json_is_what_is_printed_for_programs(tmp_path: Path, formula: Formula):
+    workspace = Workspace(tmp_path)
+    workspace.optimize(json=True, apply=True)
+    text = json.loads(workspace.out.getvalue())
+    assert text["best"]["token_delay"] == 0.0
+    assert text["applied"] == [str(workspace.file)]
+    assert Interval(**text["ratios"]["current"]).low > 1
+
+
+def test_ctrl_c_leaves_the_file_prints_the_best_and_the_next_run_goes_on(tmp_path: Path, formula: Formula):
+    workspace = Workspace(tmp_path)
+    formula.stop_after = 5
+    assert workspace.optimize(apply=True) == 130
+    assert workspace.file.read_text() == TOML
+    assert "interrupted" in workspace.out.getvalue()
+    assert "token_delay = 0.0" in workspace.out.getvalue()
+    formula.stop_after = 10_000
+    again = Workspace(tmp_path)
+    assert again.optimize(apply=True) == 0
+    assert "trials are known" in again.err.getvalue()
+    assert "token_delay = 0.0 " in workspace.file.read_text()
+
+
+def test_fresh_forgets_what_was_broken_off(tmp_path: Path, formula: Formula):
+    workspace = Workspace(tmp_path)
+    formula.stop_after = 5
+    workspace.optimize()
+    formula.stop_after = 10_000
+    again = Workspace(tmp_path)
+    again.optimize(fresh=True)
+    assert "resuming" not in again.err.getvalue()
+
+
+def test_what_would_go_wrong_at_the_end_is_said_at_the_beginning(tmp_path: Path, formula: Formula):
+    with pytest.raises(InvalidRequest, match=r"must end in \.svg or \.png"):
+        Workspace(tmp_path).optimize(plot=tmp_path / "found.gif")
+    with pytest.raises(InvalidRequest, match="does not exist"):
+        Workspace(tmp_path).optimize(plot=tmp_path / "nowhere" / "found.svg")
+    with pytest.raises(Conflict, match="no configuration file"):
+        optimize(
+            load_config(env={}, cwd=tmp_path / "tune"),
+            OptimizeOptions(apply=True),
+            Console(),
+            Console(),
+            folder=tmp_path,
+        )
+    assert formula.trials == 0
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path, formula: Formula):
+    with pytest.raises(NotFound, match="'other'; there are demo"):
+        Workspace(tmp_path).optimize(model="other")
+
+
+def test_real_trials_of_the_fake_engine_end_in_a_kept_result_and_no_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    few = SearchRules(rounds=1, passes=1, pairs=0, min_rounds=2, max_rounds=2)
+    monkeypatch.setattr(optimize_module, "OptimizerPlan", partial(OptimizerPlan, rules=few))
+    workspace = Workspace(tmp_path, TOML.replace("0.02", "0.005"))
+    assert workspace.optimize() == 0
+    (kept,) = tuning_runs(workspace.tune)
+    assert kept["trials"] >= 4
+    assert "current" in {row["name"] for row in kept["rows"]}
+    assert not list(workspace.tune.glob("*.jsonl"))
+
+
+def test_ctrl_c_in_the_terminal_ends_the_trial_and_leaves_the_file(tmp_path: Path):
+    """A real command with real children, interrupted once the first trial is written down."""
+    workspace = Workspace(tmp_path)
+    argv = [sys.executable, "-m", "modelyard", "optimize", "--config", str(workspace.file), "--apply"]
+    env = {**os.environ, "MODELYARD_CACHE": str(tmp_path / "cache")}
+    command = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not list((tmp_path / "cache" / "tune").glob("*.jsonl")):
+            assert command.poll() is None, command.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        children = psutil.Process(command.pid).children(recursive=True)
+        command.send_signal(signal.SIGINT)
+        out, _ = command.communicate(timeout=120)
+    finally:
+        command.kill()
+        command.communicate()
+    assert command.returncode == 130
+    assert "interrupted" in out
+    assert workspace.file.read_text() == TOML
+    assert not psutil.wait_procs(children, 60)[1]
+
+
+@pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.05", 0.05), (" 0 % ", 0.0), ("12.5%", 0.125)])
+def test_shares_are_read(text, value):
+    assert parse_share(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "five", "120%", "-1%", "1.5"])
+def test_what_is_no_share_is_refused(text):
+    with pytest.raises(InvalidRequest, match="is not a share"):
+        parse_share(text)
+
+
+def test_wishes_become_a_plan():
+    plan = make_plan(OptimizeOptions(goal="batch", budget="2m", streams=4, memory=100, loss="2%"))
+    assert (plan.goal, plan.budget_s, plan.streams, plan.memory) == ("batch", 120.0, 4, 100 << 20)
+    assert plan.bounds.rise == pytest.approx(0.02)
+
+
+def test_the_command_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from typer.testing import CliRunner
+
+    from modelyard.cli.app import app
+
+    seen: list[OptimizeOptions] = []
+    monkeypatch.setattr(optimize_module, "optimize", lambda loaded, options, out, err: seen.append(options) or 3)
+    workspace = Workspace(tmp_path)
+    arguments = ["optimize", "--config", str(workspace.file), "--for", "agent", "--budget", "3m", "--apply"]
+    assert CliRunner().invoke(app, arguments).exit_code == 3
+    assert seen == [OptimizeOptions(config=workspace.file, goal="agent", budget="3m", apply=True)]
