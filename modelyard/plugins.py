@@ -1,6 +1,6 @@
-"""Load a plug-in by name: the file or package name is the registered name.
+"""Plug-ins by name: the name of a module or package is the name of the plug-in.
 
-`backend = "llama_cpp"` means `modelyard/engines/llama_cpp`; nothing registers itself and nothing lists them by hand.
+`backend = "llama_cpp"` means `modelyard/engines/llama_cpp`. There is no registry.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class MissingLibrary(InvalidRequest):
 
 @cache
 def names(package: str) -> tuple[str, ...]:
-    """Every plug-in that `modelyard.<package>` holds, without importing any of them.
+    """The plug-ins of `modelyard.<package>`, without importing them.
 
-    A module opts out by a leading underscore or by being listed in the package's `NOT_PLUGINS`.
+    Modules with a leading underscore and those in the package's `NOT_PLUGINS` are not plug-ins.
     """
-    home = importlib.import_module(f"modelyard.{package}")
-    shared: frozenset[str] = getattr(home, "NOT_PLUGINS", frozenset())
-    found = (m.name for m in pkgutil.iter_modules(home.__path__))
-    return tuple(sorted(n for n in found if not n.startswith("_") and n not in shared))
+    parent = importlib.import_module(f"modelyard.{package}")
+    excluded: frozenset[str] = getattr(parent, "NOT_PLUGINS", frozenset())
+    found = (module.name for module in pkgutil.iter_modules(parent.__path__))
+    return tuple(sorted(name for name in found if not name.startswith("_") and name not in excluded))
 
 
 def verify(module: ModuleType) -> None:
-    """Raise where the plug-in's native library does not work on this machine; one without such a library works."""
+    """Raise if the plug-in's native library does not work on this machine."""
     check: Callable[[], None] | None = getattr(module, "verify", None)
     if check is not None:
         check()
@@ -46,7 +46,7 @@ def load(package: str, name: str) -> ModuleType:
     if name not in names(package):
         close = difflib.get_close_matches(name, names(package), 1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise UnknownPlugin(f"{name!r} is none of {package}: {', '.join(names(package))}.{hint}")
+        raise UnknownPlugin(f"{name!r} is not one of the {package}: {', '.join(names(package))}.{hint}")
     try:
         return importlib.import_module(f"modelyard.{package}.{name}")
     except ModuleNotFoundError as error:

@@ -1,5 +1,3 @@
-"""Plug-ins by file name, with a package of them made for the occasion."""
-
 from __future__ import annotations
 
 import sys
@@ -14,7 +12,7 @@ from modelyard import plugins
 
 @pytest.fixture
 def gadgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """`modelyard.gadgets`, a package that only this test knows."""
+    """`modelyard.gadgets`, a package for these tests."""
     folder = tmp_path / "gadgets"
     folder.mkdir()
     (folder / "__init__.py").write_text('NOT_PLUGINS = frozenset({"shared"})\n')
@@ -34,44 +32,45 @@ def gadgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_a_file_is_a_plugin_unless_it_opts_out(gadgets: Path):
+def test_a_module_is_a_plugin_unless_excluded(gadgets: Path):
     assert plugins.names("gadgets") == ("broken", "lamp", "warp")
 
 
-def test_names_are_found_without_importing_anything(gadgets: Path):
+def test_names_does_not_import_plugins(gadgets: Path):
     plugins.names("gadgets")
     assert "modelyard.gadgets.lamp" not in sys.modules
 
 
-def test_a_plugin_is_loaded_by_its_name(gadgets: Path):
+def test_load_imports_a_plugin_by_name(gadgets: Path):
     assert plugins.load("gadgets", "lamp").LIGHT is True
 
 
-@pytest.mark.parametrize("name", ["lanp", "shared", "_inner", "../lamp", ""])
-def test_an_unknown_name_is_told_what_there_is(gadgets: Path, name: str):
-    with pytest.raises(plugins.UnknownPlugin, match="is none of gadgets: broken, lamp, warp") as told:
-        plugins.load("gadgets", name)
-    assert ("Did you mean 'lamp'?" in told.value.message) == (name in ("lanp", "../lamp"))
+def test_an_unknown_name_is_an_error_with_all_names_and_a_suggestion(gadgets: Path):
+    for name in ("lanp", "shared", "_inner", "../lamp", ""):
+        with pytest.raises(plugins.UnknownPlugin, match="is not one of the gadgets: broken, lamp, warp") as error:
+            plugins.load("gadgets", name)
+        assert ("Did you mean 'lamp'?" in error.value.message) == (name in ("lanp", "../lamp"))
 
 
-def test_a_missing_library_is_one_sentence_with_the_cure(gadgets: Path):
-    with pytest.raises(plugins.MissingLibrary) as told:
+def test_a_missing_library_is_an_error_that_names_the_extra(gadgets: Path):
+    with pytest.raises(plugins.MissingLibrary) as error:
         plugins.load("gadgets", "warp")
     assert (
-        told.value.message == "warp needs the Python package 'dilithium': install it with pip install 'modelyard[warp]'"
+        error.value.message
+        == "warp needs the Python package 'dilithium': install it with pip install 'modelyard[warp]'"
     )
 
 
-def test_a_missing_module_of_our_own_is_not_blamed_on_a_library(gadgets: Path):
+def test_a_missing_module_of_modelyard_is_not_reported_as_a_library(gadgets: Path):
     with pytest.raises(ModuleNotFoundError, match=r"modelyard\.nowhere"):
         plugins.load("gadgets", "broken")
 
 
-def test_a_plugin_without_a_native_library_has_nothing_to_verify(gadgets: Path):
+def test_a_plugin_without_verify_is_accepted(gadgets: Path):
     plugins.verify(plugins.load("gadgets", "lamp"))
 
 
-def test_a_plugin_whose_native_library_is_broken_says_so(gadgets: Path, monkeypatch: pytest.MonkeyPatch):
+def test_verify_raises_the_error_of_the_plugin(gadgets: Path, monkeypatch: pytest.MonkeyPatch):
     def verify() -> None:
         raise plugins.MissingLibrary("the bulb is broken")
 
@@ -81,6 +80,6 @@ def test_a_plugin_whose_native_library_is_broken_says_so(gadgets: Path, monkeypa
         plugins.verify(lamp)
 
 
-def test_the_shipped_packages_hold_what_their_files_say():
+def test_shipped_engines_and_protocols_are_found():
     assert "fake" in plugins.names("engines")
     assert {"anthropic_messages", "openai_chat", "openai_responses"} <= set(plugins.names("protocols"))

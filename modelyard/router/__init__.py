@@ -1,1 +1,1 @@
-"""Which model and which of its caches a request goes to; pure."""
+"""Routing: which model and which of its caches a request goes to. Pure."""

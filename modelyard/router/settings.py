@@ -10,164 +10,158 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field
 from modelyard.core.request import Sampling
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 Modality = Literal["text", "image", "audio"]
 OneOrMore = Annotated[
     list[str],
-    BeforeValidator(_listed),
+    BeforeValidator(_as_list),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
 
 
 class DecodingSettings(BaseModel):
-    """Defaults of sampling. A request's own values win over a model's, a model's over the general ones."""
+    """Sampling defaults. Values of a request override those of its model, which override the general ones."""
 
     model_config = ConfigDict(extra="forbid")
 
     temperature: float | None = Field(
-        default=None, ge=0, le=100, description="Randomness; 0 always takes the likeliest token."
+        default=None, ge=0, le=100, description="Randomness; 0 always selects the most likely token."
     )
     top_p: float | None = Field(
-        default=None, ge=0, le=1, description="Sample from the likeliest tokens that add up to this share."
+        default=None, ge=0, le=1, description="Sample from the most likely tokens whose probabilities add up to this."
     )
     top_k: int | None = Field(
-        default=None, ge=-1, description="Sample from so many of the likeliest tokens; 0 or -1 means all."
+        default=None, ge=-1, description="Sample from this many of the most likely tokens; 0 or -1 means all."
     )
     min_p: float | None = Field(
-        default=None, ge=0, le=1, description="Drop tokens less likely than this share of the best one."
+        default=None, ge=0, le=1, description="Drop tokens less likely than this fraction of the most likely one."
     )
     typical_p: float | None = Field(default=None, ge=0, le=1, description="Locally typical sampling; 1 turns it off.")
     repetition_penalty: float | None = Field(
-        default=None, ge=0, le=100, description="Divides the score of tokens already used; 1 turns it off."
+        default=None, ge=0, le=100, description="Divides the logit of tokens already used; 1 turns it off."
     )
     presence_penalty: float | None = Field(
-        default=None, description="Lowers tokens that were used at all; 0 turns it off."
+        default=None, description="Subtracted from the logit of tokens already used; 0 turns it off."
     )
     frequency_penalty: float | None = Field(
-        default=None, description="Lowers tokens by how often they were used; 0 is off."
+        default=None, description="Subtracted from the logit of a token once per use; 0 turns it off."
     )
     dry_multiplier: float | None = Field(
-        default=None, ge=0, description="Strength of DRY, which breaks repeated phrases; 0 is off."
+        default=None, ge=0, description="Strength of DRY, which penalizes repeated phrases; 0 turns it off."
     )
     dry_base: float | None = Field(
-        default=None, ge=0, description="How fast DRY's penalty grows with a phrase's length."
+        default=None, ge=0, description="Growth of DRY's penalty with the length of a phrase."
     )
     dry_allowed_length: int | None = Field(
-        default=None, ge=0, description="Phrases up to this length are free of DRY's penalty."
+        default=None, ge=0, description="Phrases up to this length get no DRY penalty."
     )
-    dry_penalty_last_n: int | None = Field(
-        default=None, ge=-1, description="How many tokens DRY looks back; -1 means all."
-    )
-    dry_sequence_breakers: list[str] | None = Field(
-        default=None, description="Texts at which DRY starts to count anew."
-    )
+    dry_penalty_last_n: int | None = Field(default=None, ge=-1, description="Tokens that DRY looks back; -1 means all.")
+    dry_sequence_breakers: list[str] | None = Field(default=None, description="Texts at which DRY stops matching.")
     xtc_probability: float | None = Field(
-        default=None, ge=0, le=1, description="Chance that XTC removes the likeliest tokens."
+        default=None, ge=0, le=1, description="Probability that XTC removes the most likely tokens."
     )
     xtc_threshold: float | None = Field(
-        default=None, ge=0, le=1, description="Tokens above this probability are XTC's to remove."
+        default=None, ge=0, le=1, description="XTC removes tokens above this probability."
     )
     mirostat: int | None = Field(default=None, ge=0, le=2, description="Mirostat version, 1 or 2; 0 turns it off.")
-    mirostat_tau: float | None = Field(default=None, ge=0, description="Surprise that Mirostat steers to.")
-    mirostat_eta: float | None = Field(default=None, ge=0, description="How fast Mirostat corrects itself.")
+    mirostat_tau: float | None = Field(default=None, ge=0, description="Target entropy of Mirostat.")
+    mirostat_eta: float | None = Field(default=None, ge=0, description="Learning rate of Mirostat.")
     beam_size: int | None = Field(
-        default=None, ge=1, description="Beams to search, where the engine can (CTranslate2)."
+        default=None, ge=1, description="Beams of beam search, if the engine supports it (CTranslate2)."
     )
-    seed: int | None = Field(default=None, description="Makes sampling repeatable.")
-    logit_bias: dict[int, float] | None = Field(default=None, description="Added to the score of a token, by token id.")
+    seed: int | None = Field(default=None, description="Seed of the random generator, for reproducible sampling.")
+    logit_bias: dict[int, float] | None = Field(default=None, description="Added to the logits of tokens, by token id.")
     max_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Longest answer where the client names none; unset means the room left in the window.",
+        description="Output limit if the client sets none; unset means the rest of the window.",
     )
-    stop: OneOrMore = Field(default_factory=list, description="Stop strings added to the client's own.")
+    stop: OneOrMore = Field(default_factory=list, description="Stop strings, in addition to those of the client.")
 
     def sampling(self) -> Sampling:
-        asked = {n: value for n in _KNOBS if (value := getattr(self, n)) is not None}
-        if breakers := asked.get("dry_sequence_breakers"):
-            asked["dry_sequence_breakers"] = tuple(breakers)
-        return Sampling(**asked)
+        values = {name: value for name in _PARAMETERS if (value := getattr(self, name)) is not None}
+        if breakers := values.get("dry_sequence_breakers"):
+            values["dry_sequence_breakers"] = tuple(breakers)
+        return Sampling(**values)
 
 
-_KNOBS = tuple(f.name for f in struct_fields(Sampling))
+_PARAMETERS = tuple(f.name for f in struct_fields(Sampling))
 
 
 class RouteSettings(BaseModel):
-    """One rule of the router. The first whose `match` and `endpoint` fit a request decides."""
+    """One rule of the router. The first rule whose `match` and `endpoint` match a request applies."""
 
     model_config = ConfigDict(extra="forbid")
 
     match: OneOrMore = Field(
         default_factory=lambda: ["*"],
         min_length=1,
-        description="Glob, or list of globs, on the model name that the client asks for; case does not count.",
+        description="Glob, or list of globs, on the requested model name; case is ignored.",
     )
     endpoint: str | None = Field(
         default=None,
         min_length=1,
-        description='Glob on the request\'s path, such as "/v1/messages*"; unset fits every path.',
+        description='Glob on the path of the request, such as "/v1/messages*"; unset matches every path.',
     )
     model: str | None = Field(
-        default=None, description="Model to send the request to, in its default cache unless cache is set."
+        default=None, description="Model for the request, in its default cache unless cache is set."
     )
-    cache: str | None = Field(default=None, description="Cache to send the request to; it names its model itself.")
+    cache: str | None = Field(default=None, description="Cache for the request; it implies the model.")
     allow_remote: bool = Field(
-        default=False, description="Whether requests on this route may go to models that send data to another server."
+        default=False, description="Allow requests on this route to use models that send data to another server."
     )
 
     @model_validator(mode="after")
-    def _goes_somewhere(self) -> Self:
+    def _require_target(self) -> Self:
         if self.model is None and self.cache is None:
-            raise ValueError("a route needs cache or model, the place to send requests to")
+            raise ValueError("a route needs cache or model, the target of its requests")
         return self
 
 
 class CacheSettings(BaseModel):
-    """A named KV context of a model, isolated from the model's other caches; the weights are shared."""
+    """A named KV context of a model, isolated from its other caches. The weights are shared."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(description="The model, by its name under [models].")
-    n_ctx: int = Field(gt=0, description="Window of ONE conversation in tokens; the memory taken is n_ctx × parallel.")
-    parallel: int = Field(default=1, ge=1, description="Conversations that fit at a time.")
-    description: str = Field(default="", description="What the cache is for; shown by modelyard check.")
+    n_ctx: int = Field(
+        gt=0, description="Window of ONE conversation in tokens; memory is used for n_ctx × parallel tokens."
+    )
+    parallel: int = Field(default=1, ge=1, description="Conversations at the same time.")
+    description: str = Field(default="", description="Purpose of the cache, shown by modelyard check.")
     type_k: str | None = Field(
         default=None,
         validation_alias=AliasChoices("type_k", "cache_type_k", "gguf_type_k"),
-        description="Number format of cached keys, such as f16, q8_0 or q4_0; unset means the model's.",
+        description="Data type of cached keys, such as f16, q8_0 or q4_0; unset means the model's.",
     )
     type_v: str | None = Field(
         default=None,
         validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
-        description="Number format of cached values; unset means the model's.",
+        description="Data type of cached values; unset means the model's.",
     )
     overflow: Literal["clamp", "strict"] = Field(
         default="clamp",
-        description="When the prompt fits but max_tokens more do not: shorten the answer (clamp) or refuse (strict).",
+        description="If the prompt fits but not with max_tokens: limit the output (clamp) or refuse (strict).",
     )
-    n_batch: int | None = Field(
-        default=None, gt=0, description="Tokens of a prompt that are handed to the engine at a time."
-    )
+    n_batch: int | None = Field(default=None, gt=0, description="Prompt tokens passed to the engine at a time.")
     n_ubatch: int | None = Field(default=None, gt=0, description="Tokens that the engine computes at a time.")
-    flash_attn: bool | None = Field(
-        default=None, description="Flash attention on or off; unset lets the engine choose."
-    )
+    flash_attn: bool | None = Field(default=None, description="Use flash attention; unset lets the engine choose.")
     n_threads: int | None = Field(
         default=None, gt=0, description="CPU threads of this cache; unset lets the engine choose."
     )
 
 
 class ModelSettings(BaseModel):
-    """A model. Keys that are none of these are the backend's own and gather in `options`."""
+    """A model. Other keys are fields of its backend and are collected in `options`."""
 
     model_config = ConfigDict(extra="forbid")
 
     backend: str | None = Field(
         default=None,
-        description="Engine that runs the model. Unset: engine.backend, else by path: llama_cpp for GGUF, ct2 for CT2.",
+        description="Engine. Unset: engine.backend, else by path: llama_cpp for GGUF, ct2 for CTranslate2.",
     )
     path: str | None = Field(
         default=None,
@@ -175,99 +169,97 @@ class ModelSettings(BaseModel):
         description="File or folder of the weights.",
     )
     tokenizer_path: str | None = Field(
-        default=None, description="File or folder of the tokenizer, where it is not with the weights."
+        default=None, description="File or folder of the tokenizer, if it is not with the weights."
     )
     chat_template: str | None = Field(
         default=None, description="The Jinja chat template, as text or as the path of a file."
     )
     prompt_format: str | None = Field(default=None, description="Name of a built-in chat template, such as generic.")
     format: str | None = Field(
-        default=None, description="How the model writes reasoning and tool calls, such as hermes; unset is found out."
+        default=None, description="Output format of reasoning and tool calls, such as hermes; unset detects it."
     )
     tools_prompt: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Whether the system prompt tells in words how to call tools: where the template knows none (auto), "
-        "always (in place of the template's own way), or never.",
+        description="Describe tools and their call format in the system prompt: if the template does not support tools "
+        "(auto), always (instead of the template's support), or never.",
     )
     tool_stream: bool = Field(
         default=True,
-        description="Whether a tool call's arguments are sent as they come; false holds each call until it is whole.",
+        description="Stream the arguments of tool calls; false sends each call when it is complete.",
     )
     constrain_calls: bool = Field(
         default=False,
-        description="Whether every tool call is held to its schema; else only where the client demands a call or marks "
-        "a tool as strict.",
+        description="Constrain every tool call to its schema; false does so only if the client requires a call or "
+        "marks a tool as strict.",
     )
     enable_thinking: bool | None = Field(
-        default=None, description="Template's thinking switch where the client sets none."
+        default=None, description="Thinking switch of the template if the client sets none."
     )
     show_thinking: bool = Field(
-        default=True, description="Whether clients see the reasoning; it counts in usage either way."
+        default=True, description="Send the reasoning to clients; usage includes it either way."
     )
     enabled: bool | None = Field(
         default=None, description="Load at start. Unset means true under [models], false under engine.models."
     )
-    autoload: bool = Field(default=False, description="Load at the first request for it, where it is not loaded.")
-    aliases: OneOrMore = Field(default_factory=list, description="Other names that clients may ask for.")
+    autoload: bool = Field(default=False, description="Load at the first request, if it is not loaded.")
+    aliases: OneOrMore = Field(default_factory=list, description="Other names for clients.")
     replicas: int = Field(default=1, ge=1, description="Identical instances to load.")
-    replica_max: int = Field(
-        default=1, ge=1, description="Most instances that may be loaded; unset means as many as replicas."
-    )
+    replica_max: int = Field(default=1, ge=1, description="Maximum number of instances; unset means replicas.")
     target_inflight: int | None = Field(
         default=None,
         ge=1,
-        description="Requests handed to one instance at a time; unset means as many as its caches hold.",
+        description="Requests passed to one instance at a time; unset means the capacity of its caches.",
     )
     idle_ttl_s: float | None = Field(
         default=None,
         ge=0,
-        description="Seconds without a request after which it is unloaded until the next one; 0 means never, unset "
-        "means scheduler.idle_ttl_s.",
+        description="Unload after this many seconds without a request, until the next one; 0 means never, unset means "
+        "scheduler.idle_ttl_s.",
     )
-    modalities: list[Modality] = Field(default=["text"], min_length=1, description="What the model can read.")
+    modalities: list[Modality] = Field(default=["text"], min_length=1, description="Types of input.")
     n_ctx: int | None = Field(
         default=None,
         gt=0,
         validation_alias=AliasChoices("n_ctx", "gguf_n_ctx", "llama_server_n_ctx", "vllm_max_model_len"),
-        description="Window of a model without [caches]; unset means 4096. Ignored where caches name it.",
+        description="Window of a model without [caches]; unset means 4096. Ignored if caches refer to the model.",
     )
     type_k: str | None = Field(
         default=None,
         validation_alias=AliasChoices("type_k", "cache_type_k", "gguf_type_k"),
-        description="Number format of cached keys for caches that set none of their own; unset means f16.",
+        description="Data type of cached keys for caches that set none; unset means f16.",
     )
     type_v: str | None = Field(
         default=None,
         validation_alias=AliasChoices("type_v", "cache_type_v", "gguf_type_v"),
-        description="Number format of cached values for caches that set none of their own; unset means f16.",
+        description="Data type of cached values for caches that set none; unset means f16.",
     )
     parallel: int | None = Field(
         default=None,
         ge=1,
-        description="Conversations at a time of a model without [caches]; unset: target_inflight, else 1.",
+        description="Conversations at the same time of a model without [caches]; unset: target_inflight, else 1.",
     )
     decoding: DecodingSettings = Field(
-        default=DecodingSettings(), description="Sampling defaults of this model, over the general [decoding]."
+        default=DecodingSettings(), description="Sampling defaults of this model; they override [decoding]."
     )
     description: str = Field(default="", description="Shown in model lists.")
     placement: Literal["auto", "inline", "process"] = Field(
         default="auto",
-        description="Where the engine runs: in the gateway's process, in a child, or as its kind suggests.",
+        description="Where the engine runs: in the gateway (inline), in a child process, or as is best for the engine.",
     )
     python: str | None = Field(
         default=None,
         min_length=1,
-        description="Interpreter of the environment that the engine's own process runs in, such as "
-        "~/vllm-env/bin/python; this program need not be installed there. Unset: the gateway's own.",
+        description="Python interpreter for the process of the engine, such as ~/vllm-env/bin/python; Modelyard need "
+        "not be installed there. Unset: the interpreter of the gateway.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="The backend's own fields. They may also stand directly in the model's section.",
+        description="Fields of the backend. They can also be set directly in the section of the model.",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _gather_options(cls, data: Any) -> Any:
+    def _collect_options(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         own = {key: value for key, value in data.items() if key not in MODEL_KEYS}
@@ -277,13 +269,13 @@ class ModelSettings(BaseModel):
         return common | {"options": data.get("options", {}) | own}
 
     @model_validator(mode="after")
-    def _python_has_a_process(self) -> Self:
+    def _check_placement(self) -> Self:
         if self.python is not None and self.placement == "inline":
-            raise ValueError("python is the interpreter of a process, and placement is inline; leave one of them out")
+            raise ValueError("python sets the interpreter of a process, but placement is inline; remove one of them")
         return self
 
     @model_validator(mode="after")
-    def _replicas_fit(self) -> Self:
+    def _check_replicas(self) -> Self:
         if "replica_max" not in self.model_fields_set:
             self.replica_max = self.replicas
         if self.replicas > self.replica_max:

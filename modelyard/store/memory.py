@@ -1,4 +1,4 @@
-"""A store in this process's own memory: gone when it ends, and not shared with other processes."""
+"""A store in the memory of this process: lost when it exits, not shared with other processes."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from collections.abc import Callable
 
 from modelyard.store import StoreSettings
 
-_Name = tuple[str, str]
+_Key = tuple[str, str]  # scope, key
 
 
 class MemoryStore:
-    """Least recently used entries leave first; an entry's time runs from when it was put."""
+    """Drops the least recently used entries first. An entry expires `ttl_s` after it was put."""
 
     def __init__(
         self, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_entries, self._max_bytes, self._ttl, self._clock = max_entries, max_bytes, ttl_s, clock
-        self._entries: OrderedDict[_Name, tuple[bytes, float]] = OrderedDict()
+        self._entries: OrderedDict[_Key, tuple[bytes, float]] = OrderedDict()
         self._bytes = 0
 
     async def get(self, scope: str, key: str) -> bytes | None:
-        name = (scope, key)
-        found = self._entries.get(name)
+        full_key = (scope, key)
+        found = self._entries.get(full_key)
         if found is None:
             return None
         value, expires = found
         if expires <= self._clock():
-            self._drop(name)
+            self._drop(full_key)
             return None
-        self._entries.move_to_end(name)
+        self._entries.move_to_end(full_key)
         return value
 
     async def put(self, scope: str, key: str, value: bytes) -> None:
-        name, size = (scope, key), len(scope) + len(key) + len(value)
-        self._drop(name)
+        full_key, size = (scope, key), len(scope) + len(key) + len(value)
+        self._drop(full_key)
         if size > self._max_bytes:
-            return  # it would push out everybody else's entries and then itself
-        self._entries[name] = (value, self._clock() + self._ttl)
+            return  # it would evict all other entries and then itself
+        self._entries[full_key] = (value, self._clock() + self._ttl)
         self._bytes += size
         while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
             self._drop(next(iter(self._entries)))
@@ -52,10 +52,10 @@ class MemoryStore:
         self._entries.clear()
         self._bytes = 0
 
-    def _drop(self, name: _Name) -> None:
-        found = self._entries.pop(name, None)
+    def _drop(self, full_key: _Key) -> None:
+        found = self._entries.pop(full_key, None)
         if found is not None:
-            self._bytes -= len(name[0]) + len(name[1]) + len(found[0])
+            self._bytes -= len(full_key[0]) + len(full_key[1]) + len(found[0])
 
 
 def create(settings: StoreSettings) -> MemoryStore:

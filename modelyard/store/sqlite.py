@@ -1,7 +1,7 @@
-"""A store in one SQLite file: it outlives the process, and several gateway processes may share it.
+"""A store in one SQLite file: it survives the process, and several gateway processes may share it.
 
-One thread owns the connection, so that the event loop never waits for the disk. Counts and order live in the file,
-kept by triggers in the same transaction as the entries: every process sees the same bounds.
+One thread owns the connection, so that the event loop never waits for the disk. Totals and order are in the file and
+are updated by triggers in the transaction of the entries, so that all processes apply the same bounds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from modelyard.store import StoreSettings
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_OURS = 0x4D595244  # SQLite's "application_id": this file is a Modelyard store
+_APPLICATION_ID = 0x4D595244  # SQLite's "application_id" of a Modelyard store
 _VERSION = 1
-_PATIENCE_S = 10.0  # how long to wait for another process that holds the file
+_LOCK_TIMEOUT_S = 10.0  # to wait for another process that has locked the file
 
-# `tick` orders the entries by use: clocks of several processes do not.
+# `tick` orders the entries by use; the clocks of several processes could not.
 _SCHEMA = """
 CREATE TABLE totals (entries INTEGER NOT NULL, bytes INTEGER NOT NULL, tick INTEGER NOT NULL);
 INSERT INTO totals VALUES (0, 0, 0);
@@ -54,17 +54,17 @@ _FULL = "SELECT entries > ? OR bytes > ? FROM totals"
 
 
 class _File:
-    """The file and every statement on it; synchronous, for its one thread."""
+    """The file and all statements on it. Synchronous, used by one thread."""
 
     def __init__(self, path: Path, max_entries: int, max_bytes: int, ttl_s: float, clock: Callable[[], float]) -> None:
         self._path, self._max_entries, self._max_bytes = path, max_entries, max_bytes
         self._ttl, self._clock = ttl_s, clock
-        with self._explained():
+        with self._wrap_errors():
             self._db = _open(path)
 
     def get(self, scope: str, key: str) -> bytes | None:
-        name = _name(scope, key)
-        with self._explained():
+        name = _key_bytes(scope, key)
+        with self._wrap_errors():
             row = self._db.execute(_GET, (*name, self._clock())).fetchone()
             if row is None:
                 return None
@@ -74,28 +74,28 @@ class _File:
             return bytes(row[0])
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        name, size, now = _name(scope, key), len(scope) + len(key) + len(value), self._clock()
-        with self._explained(), _transaction(self._db):
+        name, size, now = _key_bytes(scope, key), len(scope) + len(key) + len(value), self._clock()
+        with self._wrap_errors(), _transaction(self._db):
             self._db.execute(_EXPIRE, (now,))
             self._db.execute(_DELETE, name)
             if size > self._max_bytes:
-                return  # it would push out everybody else's entries and then itself
+                return  # it would evict all other entries and then itself
             self._db.execute(_USE)
             self._db.execute(_PUT, (*name, value, size, now + self._ttl))
             while self._db.execute(_FULL, (self._max_entries, self._max_bytes)).fetchone()[0]:
                 self._db.execute(_EVICT)
 
     def delete(self, scope: str, key: str) -> bool:
-        with self._explained(), _transaction(self._db):
+        with self._wrap_errors(), _transaction(self._db):
             self._db.execute(_EXPIRE, (self._clock(),))
-            return self._db.execute(_DELETE, _name(scope, key)).rowcount > 0
+            return self._db.execute(_DELETE, _key_bytes(scope, key)).rowcount > 0
 
     def close(self) -> None:
-        with self._explained():
+        with self._wrap_errors():
             self._db.close()
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _wrap_errors(self) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
@@ -106,15 +106,15 @@ class _File:
             ) from error
 
 
-def _name(scope: str, key: str) -> tuple[bytes, bytes]:
-    """As bytes: a key may come from a client's path, and SQLite's text takes no lone surrogates."""
+def _key_bytes(scope: str, key: str) -> tuple[bytes, bytes]:
+    """As bytes: a key may come from a client's path, and SQLite text cannot hold lone surrogates."""
     return scope.encode("utf-8", "surrogatepass"), key.encode("utf-8", "surrogatepass")
 
 
 def _open(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # conversations are private; SQLite would obey the umask
-    db = sqlite3.connect(path, timeout=_PATIENCE_S, isolation_level=None)
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # conversations are private; SQLite would apply the umask
+    db = sqlite3.connect(path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
     try:
         _prepare(db)
     except BaseException:
@@ -127,30 +127,30 @@ def _prepare(db: sqlite3.Connection) -> None:
     with _transaction(db):
         empty = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
         if empty:
-            for statement in _statements():
+            for statement in _schema_statements():
                 db.execute(statement)
         found = (_pragma(db, "application_id"), _pragma(db, "user_version"))
-    if found[0] != _OURS:
+    if found[0] != _APPLICATION_ID:
         raise sqlite3.DatabaseError("it is the database of another program")
     if found[1] != _VERSION:
         raise sqlite3.DatabaseError(f"it has format {found[1]}, and this version of Modelyard reads {_VERSION}")
     _use_wal(db)
 
 
-def _statements() -> list[str]:
-    """The schema cut where a statement is complete: `executescript` would commit the transaction it runs in."""
-    done, statement = [], ""
+def _schema_statements() -> list[str]:
+    """The schema, split into statements: `executescript` would commit the transaction."""
+    statements, statement = [], ""
     for line in _SCHEMA.splitlines(keepends=True):
         statement += line
         if sqlite3.complete_statement(statement):
-            done.append(statement)
+            statements.append(statement)
             statement = ""
-    return [*done, f"PRAGMA application_id = {_OURS}", f"PRAGMA user_version = {_VERSION}"]
+    return [*statements, f"PRAGMA application_id = {_APPLICATION_ID}", f"PRAGMA user_version = {_VERSION}"]
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
-    """Readers do not wait for a writer. Switching needs the file alone, and SQLite's own patience does not cover it."""
-    deadline = time.monotonic() + _PATIENCE_S
+    """In WAL mode readers do not wait for a writer. SQLite's lock timeout does not cover the switch, so retry."""
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             db.execute("PRAGMA journal_mode = WAL")
@@ -168,12 +168,12 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 
 @contextlib.contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """IMMEDIATE: a transaction that turns from reading to writing fails at once when another process writes."""
+    """IMMEDIATE: a transaction that goes from reading to writing fails at once if another process writes."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
     except BaseException:
-        if db.in_transaction:  # a full disk has rolled back already, and its error is the one to see
+        if db.in_transaction:  # a full disk has rolled back already; keep its error
             db.execute("ROLLBACK")
         raise
     db.execute("COMMIT")

@@ -40,7 +40,7 @@ n_ctx = 100
         ('[[keys]]\nname = "a"\nenv = "NOPE"', "keys[0].env: the environment variable 'NOPE' is not set."),
         (
             '[models.o]\nbackend = "toy"\npython = "p"\nplacement = "inline"',
-            "models.o: python is the interpreter of a process, and placement is inline",
+            "models.o: python sets the interpreter of a process, but placement is inline",
         ),
         ('[http]\nssl_certfile = "c.pem"', "http: ssl_certfile is set but ssl_keyfile is not; TLS needs both."),
         ('[http]\nssl_certfile = "c"\nssl_keyfile = "k"', "http.ssl_certfile: there is no file 'c'."),

@@ -118,7 +118,7 @@ def test_one_load_may_have_settings_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_fails_alone_with_the_programs_reason() -> None:
-    with serving_well(config(vllm_serve_env=behaviour("stillborn"))) as served:
+    with serving_well(config(vllm_serve_env=behaviour("fails_to_start"))) as served:
         until(lambda: served.status("demo").state == "failed", "the load has failed")
         reply = httpx.post(served.url + "/v1/chat/completions", json=CHAT.body("Hello!"))
         assert reply.status_code == 503

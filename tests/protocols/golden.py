@@ -1,4 +1,4 @@
-"""Golden files: what a protocol wrote last time, held against what it writes now.
+"""Golden files: the expected output of a protocol.
 
 `MODELYARD_GOLDEN=write pytest …` rewrites them; read the diff before committing it.
 """
@@ -16,7 +16,7 @@ _HOME = Path(__file__).parent / "golden"
 
 
 def check_golden(protocol: str, name: str, data: bytes) -> None:
-    """Fails with a diff where `data` differs from `golden/<protocol>/<name>`.
+    """Fail with a diff if `data` differs from `golden/<protocol>/<name>`.
 
     A name without an ending gets `.json` for a JSON object and `.txt` otherwise. JSON is kept indented, in the order
     of its keys; everything else byte by byte.

@@ -1,4 +1,4 @@
-"""The golden helper itself: it must be able to fail."""
+"""The golden-file helper fails when it should."""
 
 from __future__ import annotations
 

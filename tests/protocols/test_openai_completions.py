@@ -20,11 +20,12 @@ from modelyard.core.events import (
 from modelyard.core.request import Request, Sampling
 from modelyard.protocols import openai_completions
 from modelyard.protocols.common.sse import SseParser
+from tests.protocols.event_streams import call, text, thinking, token
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_chat.helpers import STARTED, USAGE, answer, call, text, thinking, token
+from tests.protocols.openai_chat.helpers import STARTED, USAGE, answer
 
-ONE = Request(model="tiny", prompts=("Say hi",))
-SCORED: list[Event] = [
+REQUEST = Request(model="tiny", prompts=("Say hi",))
+WITH_LOGPROBS: list[Event] = [
     STARTED,
     BlockStart(0, "text"),
     BlockDelta(0, "Hi", (token("H", "J"), token("i"))),
@@ -88,17 +89,17 @@ def test_an_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
 
 def test_the_reply_matches_its_golden_file() -> None:
     events = answer(text(0, "Hi"), reason="stop_string", stop="END")
-    check_golden("openai_completions", "reply_text", openai_completions.write_reply([collect_reply(events)], ONE))
+    check_golden("openai_completions", "reply_text", openai_completions.write_reply([collect_reply(events)], REQUEST))
 
 
 def test_the_stream_matches_its_golden_file() -> None:
-    asked = Request(model="tiny", prompts=("Say hi",), stream=True, include_usage=True, echo=True)
-    check_golden("openai_completions", "stream_text", stream(answer(text(0, "Hi", "!"), reason="max_tokens"), asked))
+    request = Request(model="tiny", prompts=("Say hi",), stream=True, include_usage=True, echo=True)
+    check_golden("openai_completions", "stream_text", stream(answer(text(0, "Hi", "!"), reason="max_tokens"), request))
 
 
 def test_logprob_offsets_start_after_the_echo() -> None:
-    asked = Request(model="tiny", prompts=("abc",), echo=True, logprobs=2)
-    choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(SCORED)], asked))["choices"][0]
+    request = Request(model="tiny", prompts=("abc",), echo=True, logprobs=2)
+    choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(WITH_LOGPROBS)], request))["choices"][0]
     assert choice["text"] == "abcHi!"
     assert choice["logprobs"] == {
         "tokens": ["H", "i", "!"],
@@ -109,57 +110,57 @@ def test_logprob_offsets_start_after_the_echo() -> None:
 
 
 def test_streamed_logprob_offsets_continue() -> None:
-    data = stream(SCORED, Request(model="tiny", prompts=("abc",), stream=True, logprobs=0))
-    told = [msgspec.json.decode(e.data)["choices"][0] for e in SseParser().feed(data)[:-1]]
-    assert [choice["logprobs"] and choice["logprobs"]["text_offset"] for choice in told] == [[0, 1], [2], None]
-    assert told[0]["logprobs"]["top_logprobs"] is None
+    data = stream(WITH_LOGPROBS, Request(model="tiny", prompts=("abc",), stream=True, logprobs=0))
+    chunks = [msgspec.json.decode(e.data)["choices"][0] for e in SseParser().feed(data)[:-1]]
+    assert [choice["logprobs"] and choice["logprobs"]["text_offset"] for choice in chunks] == [[0, 1], [2], None]
+    assert chunks[0]["logprobs"]["top_logprobs"] is None
 
 
 def test_choices_are_indexed_over_prompts_and_answers() -> None:
-    asked = Request(model="tiny", prompts=("a", "b"), n=2, echo=True)
+    request = Request(model="tiny", prompts=("a", "b"), n=2, echo=True)
     prompts = (Usage(1, 0, 5), Usage(1, 0, 6), Usage(10, 0, 7), Usage(10, 0, 8))
     replies = [collect_reply([STARTED, *text(0, str(i)), Finished("end", usage)]) for i, usage in enumerate(prompts)]
-    told = msgspec.json.decode(openai_completions.write_reply(replies, asked))
-    assert [choice["text"] for choice in told["choices"]] == ["a0", "a1", "b2", "b3"]
-    assert (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]) == (11, 26)
+    body = msgspec.json.decode(openai_completions.write_reply(replies, request))
+    assert [choice["text"] for choice in body["choices"]] == ["a0", "a1", "b2", "b3"]
+    assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (11, 26)
 
 
 def test_choices_share_one_id_and_their_usage_is_added() -> None:
-    asked = Request(model="tiny", prompts=("a", "b"), stream=True, include_usage=True)
-    writer = openai_completions.writer(asked, "trace")
+    request = Request(model="tiny", prompts=("a", "b"), stream=True, include_usage=True)
+    writer = openai_completions.writer(request, "trace")
     data = b""
     for choice in (1, 0):
         events = [Started(f"id{choice}", "tiny", 1), *text(0, "x"), Finished("end", Usage(5 + choice, 0, 2))]
         data += b"".join(writer.write(event, choice) for event in events)
-    told = [msgspec.json.decode(e.data) for e in SseParser().feed(data + writer.end())[:-1]]
-    assert {chunk["id"] for chunk in told} == {"cmpl-id1"}
-    assert (told[-1]["usage"]["prompt_tokens"], told[-1]["usage"]["completion_tokens"]) == (11, 4)
+    chunks = [msgspec.json.decode(e.data) for e in SseParser().feed(data + writer.end())[:-1]]
+    assert {chunk["id"] for chunk in chunks} == {"cmpl-id1"}
+    assert (chunks[-1]["usage"]["prompt_tokens"], chunks[-1]["usage"]["completion_tokens"]) == (11, 4)
 
 
 def test_the_text_of_every_block_kind_is_part_of_the_answer() -> None:
     events = answer(thinking(0, "hm "), text(1, "Hi "), call(2, "a", "f", "{}"), reason="tool_calls")
-    choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(events)], ONE))["choices"][0]
+    choice = msgspec.json.decode(openai_completions.write_reply([collect_reply(events)], REQUEST))["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("hm Hi {}", "stop")
-    told = [msgspec.json.decode(e.data)["choices"][0] for e in SseParser().feed(stream(events, ONE))[:-1]]
-    assert "".join(part["text"] for part in told) == "hm Hi {}"
+    chunks = [msgspec.json.decode(e.data)["choices"][0] for e in SseParser().feed(stream(events, REQUEST))[:-1]]
+    assert "".join(part["text"] for part in chunks) == "hm Hi {}"
 
 
 def test_nothing_follows_an_error() -> None:
-    data = stream([STARTED, BlockStart(0, "text"), Failed(Unavailable("lost")), BlockDelta(0, "x")], ONE)
+    data = stream([STARTED, BlockStart(0, "text"), Failed(Unavailable("lost")), BlockDelta(0, "x")], REQUEST)
     assert [msgspec.json.decode(e.data)["error"]["code"] for e in SseParser().feed(data)] == ["engine_unavailable"]
 
 
 def test_an_incomplete_stream_ends_with_an_error() -> None:
-    assert b"incomplete_stream" in stream([STARTED], ONE)
-    assert b"incomplete_stream" in stream([], ONE)
-    assert b"[DONE]" not in stream([STARTED], ONE)
+    assert b"incomplete_stream" in stream([STARTED], REQUEST)
+    assert b"incomplete_stream" in stream([], REQUEST)
+    assert b"[DONE]" not in stream([STARTED], REQUEST)
 
 
 def test_a_keepalive_is_a_comment() -> None:
-    assert openai_completions.writer(ONE, "t").keepalive().startswith(b": ")
+    assert openai_completions.writer(REQUEST, "t").keepalive().startswith(b": ")
 
 
 def test_an_overflow_names_the_prompt_field() -> None:
-    told = openai_completions.write_error(ContextOverflow(40, 32), trace="t")
-    assert told.status == 400
-    assert msgspec.json.decode(told.body)["error"]["param"] == "prompt"
+    written = openai_completions.write_error(ContextOverflow(40, 32), trace="t")
+    assert written.status == 400
+    assert msgspec.json.decode(written.body)["error"]["param"] == "prompt"

@@ -27,12 +27,12 @@ def test_inputs_are_texts_or_token_ids() -> None:
     assert read() == EmbeddingRequest(model="m", inputs=("hi",))
     assert read(input=["a", "b"]).inputs == ("a", "b")
     assert read(input=[1, 2]).inputs == ((1, 2),)
-    asked = read(input=[[1], [2]], encoding_format="base64", dimensions=2, user="u")
-    assert asked == EmbeddingRequest(model="m", inputs=((1,), (2,)), encoding_format="base64", dimensions=2, user="u")
+    request = read(input=[[1], [2]], encoding_format="base64", dimensions=2, user="u")
+    assert request == EmbeddingRequest(model="m", inputs=((1,), (2,)), encoding_format="base64", dimensions=2, user="u")
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "message"),
     [
         ({"input": ""}, "input", "empty text"),
         ({"input": ["a", ""]}, "input[1]", "empty text"),
@@ -44,8 +44,8 @@ def test_inputs_are_texts_or_token_ids() -> None:
         ({"input": 5}, "input", "got `int`"),
     ],
 )
-def test_an_invalid_field_is_named(fields: dict[str, Any], param: str, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words) as caught:
+def test_an_invalid_field_is_named(fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         read(**fields)
     assert caught.value.param == param
 
@@ -79,5 +79,5 @@ def test_more_dimensions_than_the_model_has_are_refused() -> None:
 
 
 def test_an_overflow_names_the_input_field() -> None:
-    told = openai_embeddings.write_error(ContextOverflow(40, 32), trace="t")
-    assert msgspec.json.decode(told.body)["error"]["param"] == "input"
+    written = openai_embeddings.write_error(ContextOverflow(40, 32), trace="t")
+    assert msgspec.json.decode(written.body)["error"]["param"] == "input"

@@ -1,5 +1,3 @@
-"""A clock that moves when told to, and both stores on it."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +18,7 @@ class Clock:
         return self.now
 
 
-Open = Callable[..., Store]
+StoreFactory = Callable[..., Store]
 
 
 @pytest.fixture
@@ -29,16 +27,16 @@ def clock() -> Clock:
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-async def open_one(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> AsyncIterator[Open]:
+async def make_store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> AsyncIterator[StoreFactory]:
     opened: list[Store] = []
 
-    def open_one(max_entries: int = 100, max_bytes: int = 10_000, ttl_s: float = 60) -> Store:
+    def make_store(max_entries: int = 100, max_bytes: int = 10_000, ttl_s: float = 60) -> Store:
         bounds = (max_entries, max_bytes, ttl_s, clock)
         opened.append(
             MemoryStore(*bounds) if request.param == "memory" else SqliteStore(tmp_path / "a" / "store.db", *bounds)
         )
         return opened[-1]
 
-    yield open_one
+    yield make_store
     for store in opened:
         await store.close()

@@ -1,5 +1,3 @@
-"""What is particular to the store in a file: it lasts, it is shared, and it says what is wrong with the file."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,7 +33,7 @@ def _modes(folder: Path) -> dict[str, int]:
     return {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
 
 
-async def test_entries_outlive_the_process(tmp_path: Path) -> None:
+async def test_entries_survive_reopening(tmp_path: Path) -> None:
     first = _open(tmp_path / "s.db")
     await first.put("s", "k", b"v")
     await first.close()
@@ -44,7 +42,7 @@ async def test_entries_outlive_the_process(tmp_path: Path) -> None:
     await second.close()
 
 
-async def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
+async def test_files_are_readable_for_their_owner_only(tmp_path: Path) -> None:
     store = _open(tmp_path / "s.db")
     await store.put("s", "k", b"v")
     modes = _modes(tmp_path)
@@ -52,7 +50,7 @@ async def test_only_the_owner_may_read_the_file(tmp_path: Path) -> None:
     assert modes == {"s.db": 0o600, "s.db-wal": 0o600, "s.db-shm": 0o600}
 
 
-async def test_several_processes_share_one_file_from_its_first_moment(tmp_path: Path) -> None:
+async def test_several_processes_create_and_share_one_file(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     writers = [
         await asyncio.create_subprocess_exec(sys.executable, "-c", _WRITER, str(path), who, cwd=Path.cwd())
@@ -63,25 +61,23 @@ async def test_several_processes_share_one_file_from_its_first_moment(tmp_path: 
     assert [await store.get(who, "9") for who in "abc"] == [b"a 39", b"b 39", b"c 39"]
     await store.close()
     db = sqlite3.connect(path)
-    told = db.execute("SELECT entries, bytes FROM totals").fetchone()
+    totals = db.execute("SELECT entries, bytes FROM totals").fetchone()
     counted = db.execute("SELECT count(*), sum(size) FROM entries").fetchone()
     db.close()
-    assert told == counted
+    assert totals == counted
 
 
-@pytest.mark.parametrize(
-    "content", [b"this is a text file, and a rather long one at that" * 50, b"SQLite format 3\0junk"]
-)
-def test_a_corrupt_file_is_a_clear_error(tmp_path: Path, content: bytes) -> None:
+def test_a_corrupt_file_is_an_error_and_stays_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
-    path.write_bytes(content)
-    with pytest.raises(Unavailable, match=r"s\.db cannot be used: .*Move it away, or set store\.path") as caught:
-        _open(path)
-    assert caught.value.code == "store_unusable"
-    assert path.read_bytes() == content
+    for content in (b"this is a text file, and a rather long one at that" * 50, b"SQLite format 3\0junk"):
+        path.write_bytes(content)
+        with pytest.raises(Unavailable, match=r"s\.db cannot be used: .*Move it away, or set store\.path") as caught:
+            _open(path)
+        assert caught.value.code == "store_unusable"
+        assert path.read_bytes() == content
 
 
-def test_another_programs_database_is_left_alone(tmp_path: Path) -> None:
+def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
     db = sqlite3.connect(tmp_path / "s.db")
     db.execute("CREATE TABLE songs (title TEXT)")
     db.close()
@@ -98,12 +94,12 @@ async def test_a_file_of_another_format_is_refused(tmp_path: Path) -> None:
         _open(tmp_path / "s.db")
 
 
-def test_a_folder_in_place_of_the_file_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_folder_instead_of_a_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="cannot be used"):
         _open(tmp_path)
 
 
-async def test_a_failing_statement_is_a_clear_error_and_the_store_lives_on(tmp_path: Path) -> None:
+async def test_a_failed_statement_is_an_error_and_the_store_recovers(tmp_path: Path) -> None:
     store = _open(tmp_path / "s.db")
     other = sqlite3.connect(tmp_path / "s.db")
     other.execute("ALTER TABLE totals RENAME TO hidden")

@@ -1,4 +1,4 @@
-"""What every store promises, run over all of them."""
+"""The contract of all stores."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from modelyard.plugins import names
 from modelyard.store import StoreSettings, open_store
 from modelyard.store.memory import MemoryStore
 from modelyard.store.sqlite import SqliteStore
-from tests.store.conftest import Clock, Open
+from tests.store.conftest import Clock, StoreFactory
 
 
-async def test_what_was_put_comes_back(open_one: Open) -> None:
-    store = open_one()
+async def test_get_returns_what_was_put(make_store: StoreFactory) -> None:
+    store = make_store()
     await store.put("key-1", "resp_1", b"\x00hello")
     assert await store.get("key-1", "resp_1") == b"\x00hello"
     assert await store.get("key-1", "resp_2") is None
 
 
-async def test_no_scope_sees_or_deletes_what_another_has(open_one: Open) -> None:
-    store = open_one()
+async def test_scopes_are_isolated(make_store: StoreFactory) -> None:
+    store = make_store()
     await store.put("a", "x", b"mine")
     assert await store.get("b", "x") is None
     assert not await store.delete("b", "x")
@@ -32,29 +32,29 @@ async def test_no_scope_sees_or_deletes_what_another_has(open_one: Open) -> None
     assert await store.get("a", "x") == b"mine"
 
 
-async def test_scope_and_key_do_not_run_together(open_one: Open) -> None:
-    store = open_one()
+async def test_scope_and_key_are_not_concatenated(make_store: StoreFactory) -> None:
+    store = make_store()
     await store.put("ab", "c", b"1")
     assert await store.get("a", "bc") is None
 
 
-async def test_a_second_put_replaces_the_first(open_one: Open) -> None:
-    store = open_one(max_entries=1)
+async def test_a_second_put_replaces_the_first(make_store: StoreFactory) -> None:
+    store = make_store(max_entries=1)
     await store.put("s", "k", b"old")
     await store.put("s", "k", b"new")
     assert await store.get("s", "k") == b"new"
 
 
-async def test_delete_says_whether_there_was_something(open_one: Open) -> None:
-    store = open_one()
+async def test_delete_returns_whether_an_entry_existed(make_store: StoreFactory) -> None:
+    store = make_store()
     await store.put("s", "k", b"v")
     assert await store.delete("s", "k")
     assert not await store.delete("s", "k")
     assert await store.get("s", "k") is None
 
 
-async def test_the_least_recently_used_leaves_first(open_one: Open) -> None:
-    store = open_one(max_entries=2)
+async def test_the_least_recently_used_entry_is_evicted(make_store: StoreFactory) -> None:
+    store = make_store(max_entries=2)
     await store.put("s", "a", b"1")
     await store.put("s", "b", b"2")
     await store.get("s", "a")
@@ -62,16 +62,16 @@ async def test_the_least_recently_used_leaves_first(open_one: Open) -> None:
     assert [await store.get("s", k) for k in "abc"] == [b"1", None, b"3"]
 
 
-async def test_bytes_are_bounded_with_the_names_counted(open_one: Open) -> None:
-    store = open_one(max_bytes=30)
+async def test_bytes_are_bounded_including_keys(make_store: StoreFactory) -> None:
+    store = make_store(max_bytes=30)
     await store.put("s", "a", bytes(10))
     await store.put("s", "b", bytes(10))
     await store.put("s", "c", bytes(10))
     assert [await store.get("s", k) for k in "abc"] == [None, bytes(10), bytes(10)]
 
 
-async def test_a_value_too_large_for_the_store_pushes_nobody_out(open_one: Open) -> None:
-    store = open_one(max_bytes=30)
+async def test_a_value_larger_than_the_store_evicts_no_other(make_store: StoreFactory) -> None:
+    store = make_store(max_bytes=30)
     await store.put("s", "a", b"small")
     await store.put("s", "b", b"old")
     await store.put("s", "b", bytes(31))
@@ -79,8 +79,8 @@ async def test_a_value_too_large_for_the_store_pushes_nobody_out(open_one: Open)
     assert await store.get("s", "b") is None
 
 
-async def test_an_entry_is_forgotten_after_its_time_however_often_it_was_read(open_one: Open, clock: Clock) -> None:
-    store = open_one(ttl_s=60)
+async def test_an_entry_expires_even_if_it_was_read(make_store: StoreFactory, clock: Clock) -> None:
+    store = make_store(ttl_s=60)
     await store.put("s", "k", b"v")
     clock.now += 59
     assert await store.get("s", "k") == b"v"
@@ -89,8 +89,8 @@ async def test_an_entry_is_forgotten_after_its_time_however_often_it_was_read(op
     assert not await store.delete("s", "k")
 
 
-async def test_any_text_may_be_a_key(open_one: Open) -> None:
-    store = open_one()
+async def test_any_text_can_be_a_key(make_store: StoreFactory) -> None:
+    store = make_store()
     for key in ("", "ü/…", "\x00", "\ud800", "'; DROP TABLE entries; --"):
         await store.put(key, key, b"v")
         assert await store.get(key, key) == b"v"
@@ -106,44 +106,41 @@ _STEPS = st.lists(
 
 
 @given(_STEPS)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-async def test_both_stores_do_the_same(tmp_path: Path, steps: list[tuple[str, str, str, bytes]]) -> None:
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_both_stores_behave_alike(tmp_path: Path, steps: list[tuple[str, str, str, bytes]]) -> None:
     memory = MemoryStore(2, 40, 60)
     file = SqliteStore(tmp_path / "same.db", 2, 40, 60)
     for scope in "ab":
         for key in "xy":
-            await file.delete(scope, key)  # left by the example before
+            await file.delete(scope, key)  # of the previous example
     for op, scope, key, value in steps:
         args = (scope, key, value) if op == "put" else (scope, key)
         assert await getattr(memory, op)(*args) == await getattr(file, op)(*args)
     await file.close()
 
 
-def test_every_backend_of_the_settings_exists() -> None:
+def test_every_backend_exists() -> None:
     assert names("store") == ("memory", "sqlite")
 
 
-@pytest.mark.parametrize(("backend", "kind"), [("memory", MemoryStore), ("sqlite", SqliteStore)])
-async def test_the_settings_choose_the_store(tmp_path: Path, backend: str, kind: type) -> None:
-    store = open_store(StoreSettings.model_validate({"backend": backend, "path": tmp_path / "s.db"}))
-    assert isinstance(store, kind)
-    await store.close()
-
-
-def test_memory_is_the_default() -> None:
+async def test_the_settings_select_the_store(tmp_path: Path) -> None:
     assert StoreSettings().backend == "memory"
+    for backend, kind in (("memory", MemoryStore), ("sqlite", SqliteStore)):
+        store = open_store(StoreSettings.model_validate({"backend": backend, "path": tmp_path / "s.db"}))
+        assert isinstance(store, kind)
+        await store.close()
 
 
-def test_sqlite_needs_a_file() -> None:
+def test_sqlite_requires_a_path() -> None:
     with pytest.raises(ValidationError, match='backend "sqlite" needs path'):
         StoreSettings.model_validate({"backend": "sqlite"})
     assert str(StoreSettings.model_validate({"backend": "sqlite", "path": "x.db"}).path) == "x.db"
 
 
-# What is particular to the store in memory.
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
-async def test_the_account_of_bytes_returns_to_zero() -> None:
+async def test_the_byte_count_returns_to_zero() -> None:
     store = MemoryStore(10, 20, 60)
     for key in ("a", "b", "c"):
         await store.put("s", key, bytes(8))
@@ -154,7 +151,7 @@ async def test_the_account_of_bytes_returns_to_zero() -> None:
     assert await store.get("s", "k") == bytes(18)
 
 
-async def test_a_closed_store_holds_nothing() -> None:
+async def test_a_closed_memory_store_is_empty() -> None:
     store = MemoryStore(10, 100, 60)
     await store.put("s", "k", b"v")
     await store.close()

@@ -5,9 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 
-from modelyard.core.knobs import Knob, Setting
+from modelyard.config.load import load_config
+from modelyard.core.engine import AvailableMemory
+from modelyard.core.knobs import Knob, Loss, Setting
+from modelyard.tune.optimizer import Optimizer, OptimizerPlan, TrialHistory
 from modelyard.tune.search import ScoreRequest, Search, SearchResult, SearchSpace, TrialScore
+from modelyard.tune.trial import Measurement, Outcome, QualityResult, TrialFailure, TrialJob, TrialLimits
+from modelyard.tune.tuned_model import TunedModel
+from tests.engines.llama_cpp.stage import model_file
 
 Speed = Callable[[Setting], float | None]  # None: it cannot run
 
@@ -103,7 +110,7 @@ def _answer(land: Landscape, request: ScoreRequest, trials: int, limit: int, res
     return land.measured(request.setting) if trials < room else None
 
 
-# --- trials by a formula -----------------------------------------------------------------------------------------------
+# --- trials by a formula ----------------------------------------------------------------------------------------------
 
 
 class SilentObserver:

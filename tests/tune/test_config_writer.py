@@ -41,7 +41,7 @@ def test_a_new_key_goes_to_the_end_of_its_section():
     assert new == TOML.replace('flash_attn = "off"\n', 'flash_attn = "off"\nn_ubatch = 256\n')
 
 
-def test_a_section_that_is_not_there_is_made():
+def test_a_missing_section_is_created():
     new = edit_toml(TOML, {("caches", "fast", "n_ubatch"): 128})
     assert tomllib.loads(new)["caches"] == {"main": {"model": "m", "n_ctx": 4096}, "fast": {"n_ubatch": 128}}
     assert "[caches.fast]" in new
@@ -58,7 +58,7 @@ def test_a_section_that_is_not_there_is_made():
     ],
     ids=["inline", "dotted", "half inline", "out of order"],
 )
-def test_every_way_of_writing_a_section_is_understood(text):
+def test_every_syntax_of_a_section_is_understood(text):
     new = edit_toml(text, {("models", "m", "n_threads"): 8, ("models", "m", "flash_attn"): "on"})
     assert tomllib.loads(new)["models"]["m"] == {"path": "x", "n_threads": 8, "flash_attn": "on"}
 
@@ -88,7 +88,7 @@ JSON = """{
 """
 
 
-def test_json_is_cut_open_at_the_value_only():
+def test_json_is_changed_at_the_value_only():
     new = edit_json(JSON, {("engine", "models", "m", "n_threads"): 4})
     assert new == JSON.replace('"n_threads": 1', '"n_threads": 4')
 
@@ -102,14 +102,14 @@ def test_a_json_object_on_one_line_stays_on_it():
     assert edit_json(JSON, {("service", "host"): "::1"}) == JSON.replace("8000}", '8000, "host": "::1"}')
 
 
-def test_json_objects_that_are_not_there_are_made():
+def test_missing_json_objects_are_created():
     new = json.loads(edit_json(JSON, {("caches", "main", "n_ubatch"): 64}))
     assert new["caches"] == {"main": {"n_ubatch": 64}}
     assert json.loads(edit_json("{}", {("a", "b"): True})) == {"a": {"b": True}}
     assert json.loads(edit_json("{ }", {("a",): "ü"})) == {"a": "ü"}
 
 
-def test_text_that_looks_like_a_key_is_none():
+def test_text_that_looks_like_a_key_is_not_changed():
     tricky = '{"about": "\\"n_threads\\": 7, }", "n_threads" : 1, "z": {"n_threads": 9}}'
     new = edit_json(tricky, {("n_threads",): 2})
     assert new == tricky.replace('"n_threads" : 1', '"n_threads" : 2')
@@ -120,7 +120,7 @@ def test_a_json_value_where_an_object_should_be_is_refused():
         edit_json('{"models": 3}', {("models", "m"): 1})
 
 
-TOML = """\
+USER_TOML = """\
 # mine
 [models.m]
 backend = "llama_cpp"
@@ -142,29 +142,29 @@ def written(folder: Path, text: str, changes, name: str = "modelyard.toml", mode
     return file, done[file]
 
 
-def test_comments_and_order_stay_and_a_backup_lies_beside_it(tmp_path: Path):
-    file, backup = written(tmp_path, TOML, {("models", "m", "n_threads"): 2})
-    assert backup.read_text() == TOML
-    assert file.read_text() == TOML.replace(
+def test_comments_and_order_stay_and_a_backup_is_kept(tmp_path: Path):
+    file, backup = written(tmp_path, USER_TOML, {("models", "m", "n_threads"): 2})
+    assert backup.read_text() == USER_TOML
+    assert file.read_text() == USER_TOML.replace(
         '"off"    # by its old name\n', '"off"    # by its old name\nn_threads = 2\n'
     )
     assert backup.name == "modelyard.bak.toml"
     assert load_config(backup, env={}).config.models.keys() == {"m"}
 
 
-def test_a_key_is_changed_under_the_name_that_it_has_in_the_file(tmp_path: Path):
+def test_a_key_is_changed_under_its_name_in_the_file(tmp_path: Path):
     changes = {("models", "m", "flash_attn"): "on", ("caches", "main", "type_k"): "q8_0"}
-    file, _ = written(tmp_path, TOML, changes)
-    assert file.read_text() == TOML.replace('"off"', '"on"').replace('"f16"', '"q8_0"')
+    file, _ = written(tmp_path, USER_TOML, changes)
+    assert file.read_text() == USER_TOML.replace('"off"', '"on"').replace('"f16"', '"q8_0"')
 
 
-def test_an_option_that_stands_under_options_is_changed_there(tmp_path: Path):
+def test_a_key_under_options_is_changed_there(tmp_path: Path):
     text = '[models.m]\nbackend = "llama_cpp"\npath = "/x.gguf"\n[models.m.options]\nn_threads = 1\n'
     file, _ = written(tmp_path, text, {("models", "m", "n_threads"): 4})
     assert file.read_text() == text.replace("n_threads = 1", "n_threads = 4")
 
 
-def test_a_pool_configuration_in_json_is_changed_in_its_own_words(tmp_path: Path):
+def test_a_configuration_in_another_vocabulary_keeps_its_own_names(tmp_path: Path):
     text = json.dumps({"engine": {"models": {"m": {"backend": "llama_cpp", "model_path": "/x.gguf"}}}}, indent=4)
     file, _ = written(tmp_path, text, {("models", "m", "n_threads"): 4}, "settings.json")
     assert json.loads(file.read_text()) == {
@@ -173,14 +173,14 @@ def test_a_pool_configuration_in_json_is_changed_in_its_own_words(tmp_path: Path
 
 
 def test_a_second_run_does_not_overwrite_the_first_backup(tmp_path: Path):
-    file, first = written(tmp_path, TOML, {("models", "m", "n_threads"): 2})
+    file, first = written(tmp_path, USER_TOML, {("models", "m", "n_threads"): 2})
     done = apply(load_config(file, env={}), {("models", "m", "n_threads"): 3}, {"m": "llama_cpp"})
-    assert first.read_text() == TOML
+    assert first.read_text() == USER_TOML
     assert "n_threads = 2" in done[file].read_text()
 
 
-def test_the_built_in_model_is_written_out_whole(tmp_path: Path):
-    """A file that names a model takes the place of the built-in configuration, so half of it would be no model."""
+def test_the_built_in_model_is_written_completely(tmp_path: Path):
+    """A file that names a model replaces the built-in configuration, so a part of it would not be a model."""
     before = load_config(env={}, cwd=tmp_path).config
     file, _ = written(tmp_path, "[http]\nport = 8001\n", {("models", "smollm2", "n_threads"): 2}, model="smollm2")
     after = load_config(file, env={}).config
@@ -191,12 +191,12 @@ def test_the_built_in_model_is_written_out_whole(tmp_path: Path):
     assert after.http.port == 8001
 
 
-def test_without_a_file_there_is_nothing_to_write_to(tmp_path: Path):
+def test_applying_without_a_file_is_refused(tmp_path: Path):
     with pytest.raises(Conflict, match="no configuration file"):
         apply(load_config(env={}, cwd=tmp_path), {("models", "smollm2", "n_threads"): 2}, {"smollm2": "llama_cpp"})
 
 
-def test_the_file_that_says_it_is_the_one_that_is_changed(tmp_path: Path):
+def test_the_file_that_has_the_key_is_changed(tmp_path: Path):
     base, local = tmp_path / "config" / "settings.json", tmp_path / "config" / "local.json"
     base.parent.mkdir()
     base.write_text('{"models": {"m": {"backend": "llama_cpp", "path": "/x.gguf"}}}')
@@ -208,33 +208,31 @@ def test_the_file_that_says_it_is_the_one_that_is_changed(tmp_path: Path):
     assert base.read_text() == '{"models": {"m": {"backend": "llama_cpp", "path": "/x.gguf"}}}'
 
 
-def test_what_does_not_read_back_as_it_was_meant_leaves_the_file_and_no_litter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_text_that_does_not_read_back_leaves_the_file_and_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "modelyard.toml"
-    file.write_text(TOML)
+    file.write_text(USER_TOML)
     monkeypatch.setitem(config_writer._EDITORS, ".toml", lambda text, _: text)
     with pytest.raises(Conflict, match="could not be written"):
         apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
-    assert file.read_text() == TOML
+    assert file.read_text() == USER_TOML
     assert [path.name for path in tmp_path.iterdir()] == ["modelyard.toml"]
 
 
-def test_a_disk_that_refuses_leaves_the_file_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_leaves_the_file_and_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     file = tmp_path / "modelyard.toml"
-    file.write_text(TOML)
+    file.write_text(USER_TOML)
     monkeypatch.setattr(config_writer.shutil, "copy2", full)
     with pytest.raises(Unavailable, match="No space left"):
         apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
     assert [path.name for path in tmp_path.iterdir()] == ["modelyard.toml"]
 
 
-def test_an_environment_that_says_otherwise_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_value_overridden_by_the_environment_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     changes = {("models", "m", "n_threads"): 2}
-    file, _ = written(tmp_path, TOML, changes)
+    file, _ = written(tmp_path, USER_TOML, changes)
     assert overridden(file, changes, {"m": "llama_cpp"}) == []
     monkeypatch.setenv("MODELYARD_MODELS__M__N_THREADS", "1")
     assert overridden(file, changes, {"m": "llama_cpp"}) == ["models.m.n_threads"]
@@ -242,7 +240,7 @@ def test_an_environment_that_says_otherwise_is_told_of(tmp_path: Path, monkeypat
 
 def test_the_file_keeps_its_permissions(tmp_path: Path):
     file = tmp_path / "modelyard.toml"
-    file.write_text(TOML)
+    file.write_text(USER_TOML)
     file.chmod(0o600)
     apply(load_config(file, env={}), {("models", "m", "n_threads"): 2}, {"m": "llama_cpp"})
     assert file.stat().st_mode & 0o777 == 0o600

@@ -50,7 +50,7 @@ class Workspace:
 
 
 class Formula:
-    """Trials that take no time: how fast a setting is, is said here."""
+    """Trials that take no time: the speed of a setting is a formula."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trials, self.stop_after = 0, 10_000
@@ -92,7 +92,7 @@ def test_without_apply_the_file_stays_and_the_recommendation_is_printed(tmp_path
     assert "better than the current settings beyond the noise: 21.00 times as good" in text
 
 
-def test_what_is_not_better_is_not_written(tmp_path: Path, formula: Formula):
+def test_a_setting_that_is_not_better_is_not_written(tmp_path: Path, formula: Formula):
     best = TOML.replace("0.02", "0.0")
     workspace = Workspace(tmp_path, best)
     assert workspace.optimize(apply=True) == 0
@@ -101,14 +101,14 @@ def test_what_is_not_better_is_not_written(tmp_path: Path, formula: Formula):
     assert [path.name for path in tmp_path.iterdir() if "bak" in path.name] == []
 
 
-def test_a_json_configuration_is_written_too(tmp_path: Path, formula: Formula):
+def test_a_json_configuration_is_written(tmp_path: Path, formula: Formula):
     text = json.dumps({"models": {"demo": {"backend": "fake", "token_delay": 0.02}}}, indent=2)
     workspace = Workspace(tmp_path, text, "settings.json")
     assert workspace.optimize(apply=True) == 0
     assert workspace.file.read_text() == text.replace("0.02", "0.0")
 
 
-def test_the_run_is_kept_where_the_workbench_looks_with_its_drawing(tmp_path: Path, formula: Formula):
+def test_the_report_and_its_drawing_are_saved_for_the_workbench(tmp_path: Path, formula: Formula):
     workspace = Workspace(tmp_path)
     workspace.optimize(plot=tmp_path / "mine.svg")
     (kept,) = tuning_runs(workspace.tune)
@@ -121,7 +121,7 @@ def test_the_run_is_kept_where_the_workbench_looks_with_its_drawing(tmp_path: Pa
     assert (tmp_path / "mine.svg").read_text() == (workspace.tune / f"{kept['id']}.svg").read_text()
 
 
-def test_json_is_what_is_printed_for_programs(tmp_path: Path, formula: Formula):
+def test_the_report_is_printed_as_json(tmp_path: Path, formula: Formula):
     workspace = Workspace(tmp_path)
     workspace.optimize(json=True, apply=True)
     text = json.loads(workspace.out.getvalue())
@@ -130,7 +130,7 @@ def test_json_is_what_is_printed_for_programs(tmp_path: Path, formula: Formula):
     assert Interval(**text["ratios"]["current"]).low > 1
 
 
-def test_ctrl_c_leaves_the_file_prints_the_best_and_the_next_run_goes_on(tmp_path: Path, formula: Formula):
+def test_ctrl_c_leaves_the_file_and_the_next_run_resumes(tmp_path: Path, formula: Formula):
     workspace = Workspace(tmp_path)
     formula.stop_after = 5
     assert workspace.optimize(apply=True) == 130
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_the_file_prints_the_best_and_the_next_run_goes_on(tmp_pat
     assert "token_delay = 0.0 " in workspace.file.read_text()
 
 
-def test_fresh_forgets_what_was_broken_off(tmp_path: Path, formula: Formula):
+def test_fresh_does_not_resume(tmp_path: Path, formula: Formula):
     workspace = Workspace(tmp_path)
     formula.stop_after = 5
     workspace.optimize()
@@ -154,7 +154,7 @@ def test_fresh_forgets_what_was_broken_off(tmp_path: Path, formula: Formula):
     assert "resuming" not in again.err.getvalue()
 
 
-def test_what_would_go_wrong_at_the_end_is_said_at_the_beginning(tmp_path: Path, formula: Formula):
+def test_impossible_outputs_are_refused_before_the_first_trial(tmp_path: Path, formula: Formula):
     with pytest.raises(InvalidRequest, match=r"must end in \.svg or \.png"):
         Workspace(tmp_path).optimize(plot=tmp_path / "found.gif")
     with pytest.raises(InvalidRequest, match="does not exist"):
@@ -170,12 +170,12 @@ def test_what_would_go_wrong_at_the_end_is_said_at_the_beginning(tmp_path: Path,
     assert formula.trials == 0
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path, formula: Formula):
+def test_an_unknown_model_is_refused(tmp_path: Path, formula: Formula):
     with pytest.raises(NotFound, match="'other'; there are demo"):
         Workspace(tmp_path).optimize(model="other")
 
 
-def test_real_trials_of_the_fake_engine_end_in_a_kept_result_and_no_journal(
+def test_real_trials_of_the_fake_engine_end_in_a_saved_report_and_no_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     few = SearchRules(rounds=1, passes=1, pairs=0, min_rounds=2, max_rounds=2)
@@ -189,7 +189,7 @@ def test_real_trials_of_the_fake_engine_end_in_a_kept_result_and_no_journal(
 
 
 def test_ctrl_c_in_the_terminal_ends_the_trial_and_leaves_the_file(tmp_path: Path):
-    """A real command with real children, interrupted once the first trial is written down."""
+    """A real command with real children, interrupted after the first trial is recorded."""
     workspace = Workspace(tmp_path)
     argv = [sys.executable, "-m", "modelyard", "optimize", "--config", str(workspace.file), "--apply"]
     env = {**os.environ, "MODELYARD_CACHE": str(tmp_path / "cache")}
@@ -213,23 +213,23 @@ def test_ctrl_c_in_the_terminal_ends_the_trial_and_leaves_the_file(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("text", "value"), [("5%", 0.05), ("0.05", 0.05), (" 0 % ", 0.0), ("12.5%", 0.125)])
-def test_shares_are_read(text, value):
+def test_shares_are_parsed(text, value):
     assert parse_share(text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize("text", ["", "five", "120%", "-1%", "1.5"])
-def test_what_is_no_share_is_refused(text):
+def test_an_invalid_share_is_refused(text):
     with pytest.raises(InvalidRequest, match="is not a share"):
         parse_share(text)
 
 
-def test_wishes_become_a_plan():
+def test_the_plan_follows_the_options():
     plan = make_plan(OptimizeOptions(goal="batch", budget="2m", streams=4, memory=100, loss="2%"))
     assert (plan.goal, plan.budget_s, plan.streams, plan.memory) == ("batch", 120.0, 4, 100 << 20)
     assert plan.bounds.rise == pytest.approx(0.02)
 
 
-def test_the_command_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_command_passes_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from typer.testing import CliRunner
 
     from modelyard.cli.app import app

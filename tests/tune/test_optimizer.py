@@ -13,12 +13,13 @@ from modelyard.core.knobs import Loss, Setting
 from modelyard.tune.optimizer import Optimizer, OptimizerPlan, QualityBounds, TrialHistory, fingerprint
 from modelyard.tune.trial import Measurement, Outcome, QualityResult, TrialFailure, TrialJob, TrialLimits
 from modelyard.tune.tuned_model import TunedModel
+from tests.tune.fakes import FormulaTrials, SilentObserver, optimizer
 
 A = Setting((("n_threads", 2), ("flash_attn", "on"), ("p", 0.5), ("x", True)))
 SEEN = Measurement(speed=1.0, ttft_s=2.0, answer_s=3.0, memory=4)
 
 
-def test_outcomes_come_back_in_their_order_and_once(tmp_path: Path):
+def test_recorded_outcomes_are_replayed_once_and_in_order(tmp_path: Path):
     file = tmp_path / "deep" / "run.jsonl"
     first = TrialHistory(file)
     for outcome in (SEEN, TrialFailure("crash", "it died")):
@@ -32,7 +33,7 @@ def test_outcomes_come_back_in_their_order_and_once(tmp_path: Path):
     assert second.take(A, True) == QualityResult(Loss(2.0, 1.0, 0.1))
 
 
-def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_incomplete_line_is_measured_again(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     file = tmp_path / "run.jsonl"
     TrialHistory(file).add(A, False, SEEN)
     file.write_bytes(file.read_bytes() + b'{"setting": [[["n_thr')
@@ -40,7 +41,7 @@ def test_a_line_that_was_cut_off_is_measured_again(tmp_path: Path, caplog: pytes
     assert "will be measured again" in caplog.text
 
 
-def test_a_run_that_is_over_leaves_no_journal(tmp_path: Path):
+def test_a_finished_run_leaves_no_history(tmp_path: Path):
     history = TrialHistory(tmp_path / "run.jsonl")
     history.add(A, False, SEEN)
     history.clear()
@@ -48,12 +49,12 @@ def test_a_run_that_is_over_leaves_no_journal(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_model_or_goal_has_another_journal():
+def test_another_model_or_goal_has_another_history():
     assert fingerprint({"b": 1, "a": 2}, "chat") == fingerprint({"a": 2, "b": 1}, "chat")
     assert fingerprint({"a": 2}, "chat") != fingerprint({"a": 2}, "batch")
 
 
-async def test_the_best_is_found_and_proved(tmp_path: Path):
+async def test_the_best_is_found_and_confirmed(tmp_path: Path):
     found = await optimizer(FormulaTrials(), tmp_path).run()
     assert found.better
     assert found.best["flash_attn"] == "on"
@@ -62,7 +63,7 @@ async def test_the_best_is_found_and_proved(tmp_path: Path):
     assert found.ratio.middle == pytest.approx(2.6)
 
 
-async def test_what_costs_too_much_quality_is_never_measured(tmp_path: Path):
+async def test_rounding_beyond_the_quality_bound_is_never_measured(tmp_path: Path):
     trials = FormulaTrials()
     made = optimizer(trials, tmp_path)
     await made.run()
@@ -71,7 +72,7 @@ async def test_what_costs_too_much_quality_is_never_measured(tmp_path: Path):
     assert any(loss.rise > 0.05 for loss in made.losses.values())
 
 
-async def test_for_memory_two_searches_judge_each_way_of_rounding_once(tmp_path: Path):
+async def test_for_memory_two_searches_check_each_rounding_once(tmp_path: Path):
     trials = FormulaTrials()
     made = optimizer(trials, tmp_path, "memory")
     await made.run()
@@ -79,7 +80,7 @@ async def test_for_memory_two_searches_judge_each_way_of_rounding_once(tmp_path:
     assert len(judged) == len(made.losses) > 2
 
 
-async def test_for_memory_the_floor_follows_what_the_fastest_setting_shows(tmp_path: Path):
+async def test_for_memory_the_floor_follows_later_measurements_of_the_fastest_setting(tmp_path: Path):
     class Tired(FormulaTrials):
         """Every trial is a little slower than the one before."""
 
@@ -93,7 +94,7 @@ async def test_for_memory_the_floor_follows_what_the_fastest_setting_shows(tmp_p
     assert made.floor < 0.95 * max(1 / one.answer_s for seen in made.measurements.values() for one in seen)
 
 
-async def test_a_looser_bound_lets_it_be_tried(tmp_path: Path):
+async def test_a_looser_quality_bound_allows_more_rounding(tmp_path: Path):
     trials = FormulaTrials()
     await optimizer(trials, tmp_path, bounds=QualityBounds(0.2, 1.0)).run()
     assert [job for job in trials.jobs if job.reference is None and "q4_0" in str(job.config)]
@@ -105,7 +106,7 @@ async def test_failures_are_results(tmp_path: Path):
     assert {failure.kind for failure in made.failures.values()} == {"memory"}
 
 
-async def test_the_budget_is_kept_and_some_of_it_is_kept_for_the_proof(tmp_path: Path):
+async def test_the_budget_holds_and_part_of_it_is_reserved_for_the_confirmation(tmp_path: Path):
     trials = FormulaTrials(seconds=10.0)
     found = await optimizer(trials, tmp_path, budget_s=300.0).run()
     assert trials.now <= 300.0
@@ -113,12 +114,12 @@ async def test_the_budget_is_kept_and_some_of_it_is_kept_for_the_proof(tmp_path:
     assert found.better
 
 
-async def test_without_time_for_a_proof_nothing_is_better(tmp_path: Path):
+async def test_without_time_for_a_confirmation_nothing_is_better(tmp_path: Path):
     found = await optimizer(FormulaTrials(seconds=20.0), tmp_path, budget_s=60.0).run()
     assert not found.better
 
 
-async def test_where_the_first_trial_hangs_the_others_get_the_smallest_load(tmp_path: Path):
+async def test_the_smallest_load_is_used_if_the_first_trial_hangs(tmp_path: Path):
     class Loaded(FormulaTrials):
         async def run_trial(self, job: TrialJob, limits: TrialLimits) -> Outcome:
             if job.reference is None and job.workload.output_tokens > 16:
@@ -132,7 +133,7 @@ async def test_where_the_first_trial_hangs_the_others_get_the_smallest_load(tmp_
     assert "the smallest load" in observer.warnings[0]
 
 
-async def test_where_trials_are_long_more_is_kept_so_that_the_proofs_rounds_fit(tmp_path: Path):
+async def test_more_is_reserved_for_the_confirmation_of_long_trials(tmp_path: Path):
     trials = FormulaTrials(seconds=15.0)
     found = await optimizer(trials, tmp_path, budget_s=420.0).run()
     assert trials.now <= 420.0
@@ -141,14 +142,14 @@ async def test_where_trials_are_long_more_is_kept_so_that_the_proofs_rounds_fit(
 
 
 @pytest.mark.parametrize(("seconds", "warnings"), [(5.0, 0), (20.0, 1)])
-async def test_a_budget_of_a_few_trials_only_is_said_once(seconds: float, warnings: int, tmp_path: Path):
+async def test_a_short_budget_is_warned_of_once(seconds: float, warnings: int, tmp_path: Path):
     observer = SilentObserver()
     await optimizer(FormulaTrials(seconds), tmp_path, observer=observer, budget_s=300.0).run()
     assert len(observer.warnings) == warnings
     assert all("about 15 fit into the budget: --budget 20m would" in line for line in observer.warnings)
 
 
-async def test_where_there_is_little_to_turn_a_shorter_budget_is_suggested(tmp_path: Path):
+async def test_a_small_space_needs_a_shorter_budget(tmp_path: Path):
     config = load_config(env={}, overrides={"models": {"m": {"backend": "vllm", "path": "/nowhere"}}}).config
     little = TunedModel(config, "m", "chat", AvailableMemory(8 << 30))  # four settings
     trials, observer = FormulaTrials(30.0), SilentObserver()
@@ -163,14 +164,14 @@ async def test_where_there_is_little_to_turn_a_shorter_budget_is_suggested(tmp_p
     assert ["about 8 fit into the budget: --budget 8m would" in line for line in observer.warnings] == [True]
 
 
-async def test_a_trial_may_take_a_few_times_what_is_usual(tmp_path: Path):
+async def test_the_limit_of_a_trial_is_a_few_times_the_usual_duration(tmp_path: Path):
     trials = FormulaTrials(seconds=10.0)
     await optimizer(trials, tmp_path, memory=123).run()
     assert [round(limits.seconds) for limits in trials.limits[:3]] == [667, 663, 40]
     assert {limits.memory for limits in trials.limits} == {123}
 
 
-async def test_where_every_trial_hangs_the_budget_ends_it_all_the_same(tmp_path: Path):
+async def test_the_budget_holds_even_if_every_trial_hangs(tmp_path: Path):
     class Stuck(FormulaTrials):
         async def run_trial(self, job: TrialJob, limits: TrialLimits) -> Outcome:
             self.jobs.append(job)
@@ -183,7 +184,7 @@ async def test_where_every_trial_hangs_the_budget_ends_it_all_the_same(tmp_path:
     assert trials.now <= 700.0
 
 
-async def test_a_load_that_is_too_large_for_the_budget_is_made_smaller(tmp_path: Path):
+async def test_a_load_too_large_for_the_budget_is_shrunk(tmp_path: Path):
     trials = FormulaTrials()
     await optimizer(trials, tmp_path, budget_s=96.0).run()
     first, others = trials.jobs[0], trials.jobs[1:]
@@ -191,7 +192,7 @@ async def test_a_load_that_is_too_large_for_the_budget_is_made_smaller(tmp_path:
     assert all(job.workload.output_tokens < first.workload.output_tokens for job in others)
 
 
-async def test_a_run_that_was_broken_off_goes_on_where_it_was(tmp_path: Path):
+async def test_an_interrupted_run_is_resumed(tmp_path: Path):
     whole = FormulaTrials()
     expected = await optimizer(whole, tmp_path / "whole").run()
     broken = FormulaTrials()
@@ -208,7 +209,7 @@ async def test_a_run_that_was_broken_off_goes_on_where_it_was(tmp_path: Path):
     assert not (tmp_path / "run.jsonl").exists()
 
 
-async def test_for_memory_the_smallest_that_is_fast_enough_wins(tmp_path: Path):
+async def test_for_memory_the_smallest_fast_enough_setting_wins(tmp_path: Path):
     made = optimizer(FormulaTrials(), tmp_path, "memory", bounds=QualityBounds(0.2, 1.0))
     found = await made.run()
     assert found.best["type_k"] == "q8_0"  # q4_0 would be smaller and is too slow
@@ -221,7 +222,7 @@ async def test_for_memory_more_slack_buys_less_memory(tmp_path: Path):
     assert found.best["type_k"] == "q4_0"
 
 
-def test_before_the_first_trial_the_best_is_what_holds_now(tmp_path: Path):
+def test_before_the_first_trial_the_best_is_the_current_setting(tmp_path: Path):
     made = optimizer(FormulaTrials(), tmp_path)
     assert made.interim_result().best == made.model.current
 
@@ -235,6 +236,6 @@ def test_before_the_first_trial_the_best_is_what_holds_now(tmp_path: Path):
         (Loss(9.9, 10.0, None), None),
     ],
 )
-def test_the_bound_objects_to_perplexity_and_to_moved_odds(loss, word):
+def test_the_quality_bounds_limit_perplexity_and_divergence(loss, word):
     objection = QualityBounds().objection(loss)
     assert (objection is None) if word is None else (objection is not None and word in objection)

@@ -11,33 +11,33 @@ from modelyard.tune.report import ReportRow, make_report
 from tests.tune.fakes import FormulaTrials, optimizer
 
 
-async def test_every_setting_is_a_dot_and_the_named_ones_have_names(tmp_path):
+async def test_every_setting_is_a_circle_and_baselines_have_labels(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     report = make_report(made, await made.run())
     drawing = plot(report)
     assert (
         len([shape for shape in drawing.shapes if isinstance(shape, Circle)]) == len(report.rows) + 1
-    )  # and the key's
+    )  # and the legend
     text = svg(drawing)
     assert ">best<" in text
     assert ">current<" in text
     assert report.verdict in text
 
 
-async def test_dots_stay_inside_the_drawing(tmp_path):
+async def test_circles_stay_inside_the_drawing(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     drawing = plot(make_report(made, await made.run()))
     dots = [shape.at for shape in drawing.shapes if isinstance(shape, Circle)]
     assert all(0 <= x <= drawing.width and 0 <= y <= drawing.height for x, y in dots)
 
 
-def test_a_run_that_has_measured_nothing_can_be_drawn(tmp_path):
+def test_a_report_without_rows_can_be_drawn(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     report = make_report(made, made.interim_result(), finished=False)
     assert svg(plot(msgspec.structs.replace(report, rows=()))).startswith("<svg")
 
 
-def test_the_joined_line_never_goes_down_to_the_right():
+def test_the_pareto_front_never_falls_to_the_right():
     points = [(1.0, 9.0), (2.0, 5.0), (3.0, 7.0), (4.0, 5.0), (5.0, 2.0)]
     assert pareto_front(points) == [(1.0, 9.0), (2.0, 5.0), (5.0, 2.0)]
 
@@ -57,12 +57,12 @@ def test_an_axis_has_round_numbers_and_room_for_noise(values, ticks):
     assert all(0 <= scale.at(value) <= 1 for value in values)
 
 
-def test_memory_stands_on_one_axis_only():
+def test_for_memory_the_vertical_axis_is_speed():
     row = ReportRow(name="", changes={}, trials=1, score=2.0, speed=30.0, ttft_s=1.0, memory=1, front=True)
     assert [chart_value(row, goal) for goal in ("chat", "agent", "batch", "memory")] == [2.0, 2.0, 2.0, 30.0]
 
 
-async def test_where_the_current_settings_do_not_run_the_best_is_the_measure(tmp_path):
+async def test_the_best_is_the_unit_if_the_current_setting_does_not_run(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     report = make_report(made, await made.run())
     rows = tuple(msgspec.structs.replace(row, changes={"n": 1}) for row in report.rows if row.name != "current")

@@ -61,7 +61,7 @@ def hurried() -> ScoreTable:
         (SearchResult(B, A, ScoreTable(), {B: [1.0] * 4}, Interval(1.0, 0.9, 1.1), False), True, "no difference"),
     ],
 )
-def test_the_verdict_says_what_was_proved_and_what_was_not(found, finished, words):
+def test_the_verdict_says_what_is_confirmed(found, finished, words):
     gained = gain("chat", found, [], found.ratio)
     assert words in verdict(found, gained, finished=finished, min_rounds=4)
 
@@ -81,13 +81,13 @@ async def test_a_report_has_everything_and_can_be_written(tmp_path):
     assert kept["toml"].startswith("[models.m]")
 
 
-async def test_names_of_models_make_no_folders(tmp_path):
+async def test_a_slash_in_a_model_name_makes_no_folder(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     told = msgspec.structs.replace(make_report(made, made.interim_result(), finished=False), model="org/name")
     assert save(told, tmp_path).parent == tmp_path
 
 
-async def test_a_ratio_of_one_round_is_left_out_since_json_knows_no_infinity(tmp_path):
+async def test_an_infinite_ratio_is_left_out(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     found = await made.run()
     once = {setting: scores[:1] for setting, scores in found.rounds.items()}
@@ -97,19 +97,19 @@ async def test_a_ratio_of_one_round_is_left_out_since_json_knows_no_infinity(tmp
     assert told.ratios == {}
 
 
-async def test_the_ratio_that_is_shown_is_the_one_that_was_decided_by(tmp_path):
+async def test_the_shown_ratio_is_the_one_that_decided(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     told = make_report(made, await made.run())
     assert told.ratios["current"] == told.ratio
 
 
-async def test_noise_that_was_never_seen_is_not_told(tmp_path):
+async def test_noise_is_left_out_if_nothing_was_measured_twice(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     assert make_report(made, made.interim_result(), finished=False).noise is None
     assert make_report(made, await made.run()).noise is not None
 
 
-async def test_for_memory_ratios_are_of_memory_and_the_gain_tells_of_speed_too(tmp_path):
+async def test_for_memory_ratios_are_of_memory_and_the_gain_includes_speed(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path, "memory")
     told = make_report(made, await made.run())
     assert told.better
@@ -156,13 +156,13 @@ def test_every_outcome_is_a_line(outcome, told):
     assert told in err.getvalue()
 
 
-def test_what_comes_from_the_journal_is_said_to():
+def test_a_replayed_outcome_is_marked():
     terminal_report, _, err = terminal()
     terminal_report.trial_ended(ScoreRequest(NOW, "stage"), TrialFailure("hang", "late"), NOW, replayed=True)
     assert "current settings: not finished in time: late (from the history)" in err.getvalue()
 
 
-async def test_the_end_has_a_table_the_losses_the_failures_and_the_recommendation(tmp_path):
+async def test_the_result_has_a_table_the_losses_the_failures_and_the_recommendation(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     told = make_report(made, await made.run())
     terminal_report, out, _ = terminal()
@@ -177,7 +177,7 @@ async def test_the_end_has_a_table_the_losses_the_failures_and_the_recommendatio
     assert 'flash_attn = "on"' in said
 
 
-async def test_what_did_best_but_was_not_proved_is_said_to_be_so(tmp_path):
+async def test_an_unconfirmed_best_is_marked(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
     terminal_report, out, _ = terminal()
     terminal_report.show(replace(make_report(made, await made.run()), better=False, noise=None))
@@ -185,7 +185,7 @@ async def test_what_did_best_but_was_not_proved_is_said_to_be_so(tmp_path):
     assert "The noise of a trial" not in out.getvalue()
 
 
-def test_a_setting_is_held_against_the_current_one_by_what_the_goal_counts():
+def test_a_setting_is_compared_with_the_current_one_by_the_goal():
     one = ReportRow(name="", changes={"n": 1}, trials=1, score=2.0, speed=1.0, ttft_s=1.0, memory=100, front=True)
     now = replace(one, changes={}, score=1.0, memory=150)
     assert (against_current(one, now, "chat"), against_current(one, now, "memory")) == ("2.00×", "1.50×")
@@ -193,14 +193,14 @@ def test_a_setting_is_held_against_the_current_one_by_what_the_goal_counts():
     assert against_current(one, None, "chat") == ""
 
 
-def test_a_warning_is_for_people():
+def test_a_warning_goes_to_stderr():
     terminal_report, out, err = terminal()
     terminal_report.warning("only 3 [trials] fit")
     assert "warning only 3 [trials] fit" in err.getvalue()
     assert not out.getvalue()
 
 
-def test_spans_and_changes_are_told_in_words():
+def test_durations_and_changes_are_formatted():
     assert (format_duration(59.4), format_duration(61), format_duration(-3)) == ("59s", "1m 01s", "0s")
     assert format_changes({}) == "current settings"
     assert format_changes({"a": 1, "b": "x"}) == "a = 1, b = x"

@@ -29,56 +29,56 @@ KV = next(knob for knob in KNOBS if knob.name == "kv")
 FLASH = next(knob for knob in KNOBS if knob.name == "flash")
 
 
-def test_the_grid_leaves_out_what_cannot_run():
+def test_the_grid_leaves_out_forbidden_settings():
     assert SPACE.size == len(list(SPACE.grid())) == 6 * 6 * 3 * 4
     assert all(SPACE.allows(setting) for setting in SPACE.grid())
 
 
-def test_what_is_around_a_setting_differs_in_one_stage_only():
+def test_neighbours_differ_in_one_stage_only():
     around = SPACE.neighbours(BAD.but({"flash": "on"}), (KV,))
     assert [setting["kv"] for setting in around] == ["q8_0", "q4_0"]
     assert all(len(setting.changes(BAD.but({"flash": "on"}))) == 1 for setting in around)
 
 
-def test_a_value_that_needs_another_brings_it_along():
+def test_a_value_that_needs_another_changes_both():
     around = SPACE.neighbours(BAD, (KV,))
     assert [(setting["kv"], setting["flash"]) for setting in around] == [("q8_0", "on"), ("q4_0", "on")]
 
 
-def test_knobs_of_one_stage_are_turned_together():
+def test_knobs_of_one_stage_are_combined():
     both = SearchSpace([Knob(name="a", values=(1, 2), stage=1), Knob(name="b", values=(1, 2, 3), stage=1)])
     assert len(both.stages) == 1
     assert len(both.neighbours(Setting((("a", 1), ("b", 1))), both.stages[0])) == 5
 
 
-def test_a_value_that_nothing_can_help_is_left_out():
+def test_a_value_that_can_never_run_is_left_out():
     stuck = SearchSpace([Knob(name="a", values=(1, 2), stage=1)], lambda setting: "no" if setting["a"] == 2 else None)
     assert stuck.neighbours(Setting((("a", 1),)), stuck.stages[0]) == []
 
 
-def test_stages_come_in_order_whatever_the_knobs_order_is():
+def test_stages_are_sorted():
     space = SearchSpace([KV, FLASH])
     assert [stage[0].name for stage in space.stages] == ["flash", "kv"]
 
 
-def test_words_and_switches_are_no_scale():
+def test_words_and_booleans_are_not_a_numeric_scale():
     assert is_numeric_scale(True, (1, 2.5))
     assert not is_numeric_scale(True, ("on", "off"))
     assert not is_numeric_scale(True, (False, True))
     assert not is_numeric_scale(False, (-1, 0, 8))
 
 
-A, B = Setting((("n", 1),)), Setting((("n", 2),))
+A, B, C = (Setting((("n", n),)) for n in (1, 2, 3))
 
 
-def test_before_anything_is_measured_some_noise_is_believed():
+def test_some_noise_is_assumed_before_anything_is_measured():
     spread, freedom = ScoreTable().noise()
     assert 0.01 < spread < 0.1
     assert freedom > 0
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
-def test_many_repeats_tell_the_noise_whatever_the_settings_are_worth(noise):
+def test_repeated_measurements_reveal_the_noise(noise):
     rng, table = random.Random(1), ScoreTable()
     for n in range(20):
         for _ in range(10):
@@ -86,7 +86,7 @@ def test_many_repeats_tell_the_noise_whatever_the_settings_are_worth(noise):
     assert table.noise()[0] == pytest.approx(noise, rel=0.2)
 
 
-def test_more_measurements_reach_less_far():
+def test_more_measurements_give_a_smaller_margin():
     table = ScoreTable()
     assert table.margin(1, 1, 0.9) > table.margin(4, 4, 0.9)
     assert table.margin(4, 4, 0.99) > table.margin(4, 4, 0.9)
@@ -96,7 +96,7 @@ def test_the_leader_has_the_highest_mean():
     assert leader({A: [1.0, 4.0], B: [3.0, 3.0]}) == B
 
 
-def test_what_was_last_behind_stands_last():
+def test_the_latest_gap_comes_last():
     table = ScoreTable()
     for setting in (A, B, A):
         table.set_gap(setting, 0.5)
@@ -108,9 +108,6 @@ def test_failures_count_as_trials():
     table.add(A, 1.0)
     table.failures[B] = "died"
     assert table.trials == 2
-
-
-A, B, C = (Setting((("n", n),)) for n in (1, 2, 3))
 
 
 def run(scores, table: ScoreTable | None = None, **more) -> tuple[Setting, Counter]:
@@ -125,14 +122,14 @@ def run(scores, table: ScoreTable | None = None, **more) -> tuple[Setting, Count
             return stop.value, count
 
 
-def test_a_hopeless_loser_is_measured_once():
+def test_a_clear_loser_is_measured_once():
     winner, count = run(lambda setting, _: TrialScore({A: 100.0, B: 102.0, C: 50.0}[setting]))
     assert count[C] == 1
     assert count[A] > 1
     assert winner in (A, B)
 
 
-def test_what_is_clearly_better_takes_the_place_of_what_holds_now():
+def test_a_clearly_better_setting_replaces_the_current_one():
     assert run(lambda setting, _: TrialScore({A: 50.0, B: 100.0, C: 60.0}[setting]))[0] == B
 
 
@@ -140,7 +137,7 @@ def test_a_gain_within_the_margin_changes_nothing():
     assert run(lambda setting, _: TrialScore({A: 100.0, B: 100.5, C: 99.9}[setting]))[0] == A
 
 
-def test_a_failure_costs_only_the_one_that_failed():
+def test_a_failure_affects_only_the_setting_that_failed():
     table = ScoreTable()
     scores = {A: TrialScore(10.0), B: TrialScore(None, "it died"), C: TrialScore(20.0)}
     winner, count = run(lambda setting, _: scores[setting], table)
@@ -149,19 +146,19 @@ def test_a_failure_costs_only_the_one_that_failed():
     assert table.failures == {B: "it died"}
 
 
-def test_a_race_that_time_cuts_short_before_all_are_measured_keeps_what_holds():
+def test_without_time_the_current_setting_is_kept():
     table = ScoreTable()
     winner, _ = run(lambda setting, _: None, table)
     assert winner == A
     assert table.out_of_time
 
 
-def test_scores_of_a_moment_ago_count_as_the_first_round():
+def test_fresh_scores_count_as_the_first_round():
     _, count = run(lambda setting, _: TrialScore({A: 100.0, B: 10.0, C: 10.0}[setting]), measured={B: 10.0, C: 10.0})
     assert count == {A: 1}
 
 
-def test_rounds_go_there_and_back():
+def test_rounds_alternate_in_direction():
     assert alternating([A, B, C], 0) == [A, B, C]
     assert alternating([A, B, C], 1) == [C, B, A]
 
@@ -207,14 +204,14 @@ def shares(make, baselines: list[Setting]) -> list[float]:
         "noisy",
     ],
 )
-def test_a_quarter_of_the_grid_finds_the_best_but_for_five_per_cent(make, baselines, most):
+def test_a_quarter_of_the_grid_finds_95_per_cent_of_the_best(make, baselines, most):
     found = shares(make, baselines)
     assert sum(share >= 0.95 for share in found) >= most * len(found), sorted(found)[:8]
     assert sum(found) / len(found) >= 0.97
 
 
-def test_what_is_not_better_is_not_said_to_be():
-    """On a flat land all settings are alike: whatever looks best has only been lucky."""
+def test_equal_settings_are_not_called_better():
+    """On a flat landscape all settings are equal: the apparent best was only lucky."""
 
     class Flat(Landscape):
         def speed(self, setting: Setting) -> float | None:
@@ -224,7 +221,7 @@ def test_what_is_not_better_is_not_said_to_be():
     assert len(wrong) <= 2
 
 
-def test_a_gain_far_beyond_the_noise_is_proved_in_few_rounds():
+def test_a_large_gain_is_confirmed_in_few_rounds():
     found = explore(Landscape(3), [BAD, DEFAULT], QUARTER)
     assert found.better
     assert found.ratio is not None
@@ -233,15 +230,15 @@ def test_a_gain_far_beyond_the_noise_is_proved_in_few_rounds():
 
 
 def answered(search: Search, answer) -> tuple[SearchResult, list[ScoreRequest]]:
-    """A search driven by a function of its questions; also what it asked."""
-    steps, asked = search.run(), []
+    """A search answered by a function; the result, and its requests."""
+    steps, requests = search.run(), []
     request = next(steps)
     while True:
-        asked.append(request)
+        requests.append(request)
         try:
             request = steps.send(answer(request))
         except StopIteration as stop:
-            return stop.value, asked
+            return stop.value, requests
 
 
 TWO = SearchSpace(
@@ -253,7 +250,7 @@ TWO = SearchSpace(
 START = Setting((("threads", 4), ("kv", "f16")))
 
 
-def test_the_same_answers_lead_to_the_same_questions():
+def test_the_same_answers_lead_to_the_same_requests():
     def answer(request: ScoreRequest) -> TrialScore:
         return TrialScore(1.0) if request.quality else TrialScore(float(request.setting["threads"]))
 
@@ -271,8 +268,8 @@ def test_a_value_beyond_one_that_fails_is_not_tried():
             else TrialScore(threads + 10.0)
         )
 
-    found, asked = answered(Search(TWO, [START]), answer)
-    assert max(int(request.setting["threads"]) for request in asked) == 8
+    found, requests = answered(Search(TWO, [START]), answer)
+    assert max(int(request.setting["threads"]) for request in requests) == 8
     assert found.best["threads"] == 4
     assert set(found.table.failures.values()) == {"it died"}
 
@@ -285,30 +282,28 @@ def test_a_value_clearly_below_its_neighbour_ends_that_direction():
             else TrialScore(100 / (1 + abs(math.log2(int(request.setting["threads"]) / 4))))
         )
 
-    _, asked = answered(Search(TWO, [START]), answer)
-    assert {request.setting["threads"] for request in asked} == {2, 4, 8}
+    _, requests = answered(Search(TWO, [START]), answer)
+    assert {request.setting["threads"] for request in requests} == {2, 4, 8}
 
 
-def test_what_rounds_too_much_is_never_measured():
+def test_rejected_rounding_is_never_measured():
     def answer(request: ScoreRequest) -> TrialScore:
         if request.quality:
             return TrialScore(None, "too much") if request.setting["kv"] == "q4_0" else TrialScore(1.0)
         return TrialScore({"f16": 10.0, "q8_0": 12.0, "q4_0": 20.0}[str(request.setting["kv"])])
 
-    found, asked = answered(Search(TWO, [START]), answer)
+    found, requests = answered(Search(TWO, [START]), answer)
     assert found.best["kv"] == "q8_0"
-    assert not [request for request in asked if request.setting["kv"] == "q4_0" and not request.quality]
+    assert not [request for request in requests if request.setting["kv"] == "q4_0" and not request.quality]
     assert list(found.table.rejected.values()) == ["too much"]
 
 
 @pytest.mark.parametrize(("gain", "kept"), [(1.0, "f16"), (1.5, "q4_0")])
-def test_coarser_numbers_that_only_looked_faster_give_way_to_a_baseline_without_them(gain: float, kept: str):
+def test_rounding_without_a_confirmed_gain_gives_way_to_an_exact_baseline(gain: float, kept: str):
     bad, default = Setting((("threads", 1), ("kv", "f16"))), START
 
     def answer(request: ScoreRequest) -> TrialScore:
-        luck = (
-            1.0 if request.phase == "confirmation" or request.setting["kv"] != "q4_0" else 1.05
-        )  # while it is explored
+        luck = 1.0 if request.phase == "confirmation" or request.setting["kv"] != "q4_0" else 1.05  # while exploring
         speed = 100.0 if int(request.setting["threads"]) > 1 else 50.0
         return (
             TrialScore(1.0)
@@ -321,27 +316,29 @@ def test_coarser_numbers_that_only_looked_faster_give_way_to_a_baseline_without_
     assert found.best["kv"] == kept
 
 
-def test_each_way_of_rounding_is_judged_once():
-    _, asked = answered(Search(TWO, [START]), lambda request: TrialScore(1.0) if request.quality else TrialScore(5.0))
-    assert len([request for request in asked if request.quality]) == 2
+def test_each_rounding_is_checked_once():
+    _, requests = answered(
+        Search(TWO, [START]), lambda request: TrialScore(1.0) if request.quality else TrialScore(5.0)
+    )
+    assert len([request for request in requests if request.quality]) == 2
 
 
-def test_what_the_user_has_chosen_himself_is_not_judged():
+def test_the_rounding_of_the_current_setting_is_not_checked():
     rounded = START.but({"kv": "q4_0"})
-    _, asked = answered(
+    _, requests = answered(
         Search(TWO, [rounded], START), lambda request: TrialScore(1.0) if request.quality else TrialScore(5.0)
     )
-    assert {request.setting["kv"] for request in asked if request.quality} == {"q8_0"}
+    assert {request.setting["kv"] for request in requests if request.quality} == {"q8_0"}
 
 
-def test_without_time_the_search_ends_with_what_holds_now():
-    found, asked = answered(Search(TWO, [START]), lambda _: None)
+def test_a_search_without_time_keeps_the_current_setting():
+    found, requests = answered(Search(TWO, [START]), lambda _: None)
     assert found.best == START
     assert not found.better
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
-def test_a_search_cut_short_keeps_what_it_has_won_and_proves_nothing():
+def test_a_search_cut_short_confirms_nothing():
     told = iter([TrialScore(10.0), *[TrialScore(30.0)] * 3])
 
     def answer(request: ScoreRequest) -> TrialScore | None:
@@ -352,7 +349,7 @@ def test_a_search_cut_short_keeps_what_it_has_won_and_proves_nothing():
     assert found.ratio is None
 
 
-def test_a_current_setting_that_cannot_run_loses_to_any_that_can():
+def test_a_current_setting_that_cannot_run_loses_to_one_that_can():
     def answer(request: ScoreRequest) -> TrialScore:
         if request.quality:
             return TrialScore(1.0)
@@ -363,8 +360,8 @@ def test_a_current_setting_that_cannot_run_loses_to_any_that_can():
     assert found.better
 
 
-def test_a_current_setting_that_fails_only_in_the_proof_proves_nothing():
-    """It has run before: what broke it may not have been its settings."""
+def test_a_current_setting_that_fails_only_in_the_confirmation_confirms_nothing():
+    """It ran before: its settings may not be the reason."""
 
     def answer(request: ScoreRequest) -> TrialScore:
         if request.phase == "confirmation" and request.setting == START:
@@ -376,13 +373,13 @@ def test_a_current_setting_that_fails_only_in_the_proof_proves_nothing():
     assert not found.better
 
 
-def test_where_everything_fails_nothing_is_recommended():
+def test_nothing_is_recommended_if_everything_fails():
     found, _ = answered(Search(TWO, [START]), lambda request: TrialScore(None, "out of memory"))
     assert found.best == START
     assert not found.better
 
 
-def test_the_sides_of_a_value_come_nearest_first():
+def test_the_nearest_values_come_first():
     settings = [START.but({"threads": n}) for n in (1, 2, 8, 16)]
     above, below = sides(settings, "threads", 4)
     assert [s["threads"] for s in above] == [8, 16]

@@ -1,4 +1,4 @@
-"""A trial costs itself only: engines that die, hang, fill the memory or refuse are results, and their processes end."""
+"""Trials: engines that die, hang, fill the memory or refuse their settings are results, and no process is left."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def llama(**model: Any) -> TrialJob:
 
 
 def python(code: str):
-    """A trial's process that does something else."""
+    """A command that runs other code as the trial."""
     return lambda job, outcome: [sys.executable, "-c", code, str(job), str(outcome)]
 
 
@@ -52,14 +52,14 @@ def failure(outcome: object) -> TrialFailure:
     return outcome
 
 
-async def test_a_real_load_on_an_engine_in_a_child_gives_figures():
+async def test_a_real_load_in_a_child_gives_a_measurement():
     found = await run_trial(fake({"tokens": 50}, conversations=2), LONG)
     assert isinstance(found, Measurement), found
     assert found.speed > 0
     assert found.memory > 1 << 20
 
 
-async def test_an_engine_that_dies_costs_its_trial():
+async def test_an_engine_that_dies_fails_its_trial():
     assert failure(await run_trial(fake({"text": "one"}, {"die": "segmentation fault"}), LONG)).kind == "errors"
 
 
@@ -68,7 +68,7 @@ async def test_an_engine_that_hangs_is_stopped():
     assert hung.kind in ("hang", "errors")
 
 
-async def test_a_process_that_never_answers_is_killed_with_what_it_started(tmp_path: Path):
+async def test_a_process_that_never_ends_is_killed_with_its_children(tmp_path: Path):
     pids = tmp_path / "pids"
     code = (
         "import os, subprocess, sys, time\n"
@@ -84,39 +84,39 @@ async def test_a_process_that_never_answers_is_killed_with_what_it_started(tmp_p
     assert alive == []
 
 
-async def test_a_process_that_crashes_is_told_with_its_last_words():
+async def test_a_crash_is_reported_with_its_last_output():
     died = failure(await run_trial(fake(), LONG, python("import os; print('all lost', flush=True); os.abort()")))
     assert died.kind == "crash"
     assert "SIGABRT" in died.reason
     assert "all lost" in died.reason
 
 
-async def test_a_process_that_takes_too_much_memory_is_stopped():
+async def test_a_process_that_uses_too_much_memory_is_stopped():
     code = "import time; held = bytearray(b'x') * (400 << 20); time.sleep(600)"
     assert failure(await run_trial(fake(), TrialLimits(120.0, 200 << 20), python(code))).kind == "memory"
 
 
-async def test_a_process_that_the_system_kills_ran_out_of_memory():
+async def test_a_process_killed_by_the_system_ran_out_of_memory():
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert failure(await run_trial(fake(), LONG, python(code))).kind == "memory"
 
 
-async def test_llama_cpp_with_a_window_beyond_all_memory_is_a_result():
+async def test_llama_cpp_with_a_window_beyond_the_memory_is_a_result():
     assert failure(await run_trial(llama(n_ctx=ABSURD), LONG)).kind == "memory"
 
 
-async def test_llama_cpp_that_is_made_to_try_it_all_the_same_is_a_result():
+async def test_llama_cpp_that_allocates_it_anyway_is_a_result():
     found = failure(await run_trial(llama(n_ctx=ABSURD, overcommit=True), TrialLimits(300.0, 2 << 30)))
     assert found.kind in ("memory", "refused", "crash")
 
 
-async def test_llama_cpp_with_a_nonsensical_number_format_is_refused():
+async def test_llama_cpp_with_an_invalid_number_format_is_refused():
     refused = failure(await run_trial(llama(type_k="q3_k"), LONG))
     assert refused.kind == "refused"
     assert "q3_k" in refused.reason
 
 
-async def test_a_loss_is_judged_in_a_child_too():
+async def test_a_quality_loss_is_measured_in_a_child():
     exact, rounded = llama(n_ctx=1024), llama(n_ctx=1024, type_k="q8_0", type_v="q8_0")
     found = await run_trial(TrialJob(config=rounded.config, model="real", workload=SHORT, reference=exact.config), LONG)
     assert isinstance(found, QualityResult), found
@@ -125,7 +125,7 @@ async def test_a_loss_is_judged_in_a_child_too():
     assert 0 < found.loss.divergence < 0.05
 
 
-async def test_a_trial_that_is_cancelled_leaves_no_process():
+async def test_a_cancelled_trial_leaves_no_process():
     before, started = children(), asyncio.Event()
 
     def clock() -> float:
@@ -144,6 +144,6 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
 
 
-def test_a_process_that_is_gone_holds_nothing():
+def test_an_ended_process_uses_no_memory():
     assert resident_bytes(os.getpid()) > 0
     assert resident_bytes(2**22 - 1) == 0

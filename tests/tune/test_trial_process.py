@@ -22,29 +22,29 @@ def sample(ttft: float, total: float, tokens: int = 11, error: str | None = None
     return Sample(output_tokens=tokens, ttft_s=ttft, total_s=total, gaps_s=(gap,) * (tokens - 1), error=error)
 
 
-def test_one_stream_is_told_by_its_middle_answer():
+def test_one_stream_is_measured_by_its_median_answer():
     found = summarize(Round(streams=1, wall_s=30.0, samples=tuple(sample(1.0, n) for n in (2.0, 3.0, 21.0))), 5, 0.5)
     assert isinstance(found, Measurement)
     assert (found.answer_s, found.ttft_s, found.memory, found.load_s) == (3.0, 1.0, 5, 0.5)
     assert found.speed == pytest.approx(5.0)
 
 
-def test_several_streams_are_told_by_all_their_tokens():
+def test_several_streams_are_measured_by_all_their_tokens():
     found = summarize(Round(streams=2, wall_s=2.0, samples=(sample(1.0, 2.0), sample(1.0, 2.0))), 5, 0.5)
     assert isinstance(found, Measurement)
     assert found.speed == pytest.approx(11.0)
 
 
-def test_an_answer_that_failed_fails_the_trial():
+def test_a_failed_answer_fails_the_trial():
     found = summarize(Round(streams=1, wall_s=2.0, samples=(sample(1.0, 2.0), sample(1.0, 2.0, error="lost"))), 5, 0.5)
     assert found == TrialFailure("errors", "1 of 2 answers failed, the first with: lost")
 
 
-def test_answers_without_a_token_are_none():
+def test_answers_without_a_token_fail_the_trial():
     assert isinstance(summarize(Round(streams=1, wall_s=1.0, samples=(Sample(total_s=1.0),)), 5, 0.5), TrialFailure)
 
 
-def test_a_workload_is_made_to_fit_the_window():
+def test_a_workload_is_shortened_to_the_window():
     assert fit_workload(LOAD, 4096) is LOAD
     assert fit_workload(LOAD, 101).context_tokens == 100
     with pytest.raises(Unavailable, match="too small"):
@@ -60,7 +60,7 @@ def test_a_workload_is_made_to_fit_the_window():
         (Unavailable("CUDA error: out of memory"), "memory"),
     ],
 )
-def test_what_cannot_be_loaded_says_whether_memory_was_the_reason(
+def test_a_failure_to_load_says_whether_memory_was_the_reason(
     error: ModelyardError, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object) -> None:
@@ -72,7 +72,7 @@ def test_what_cannot_be_loaded_says_whether_memory_was_the_reason(
     assert outcome.kind == kind
 
 
-def test_the_answer_is_a_file_that_is_there_whole(tmp_path: Path):
+def test_the_outcome_file_is_complete(tmp_path: Path):
     config = {key: demo([{"steps": [{"tokens": 50}]}])[key] for key in ("models", "caches")}
     job, outcome = tmp_path / "job.json", tmp_path / "outcome.json"
     job.write_bytes(msgspec.json.encode(TrialJob(config=config, model="demo", workload=LOAD)))
@@ -81,7 +81,7 @@ def test_the_answer_is_a_file_that_is_there_whole(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outcome.json", "job.json"]
 
 
-def test_fewer_places_answer_as_much_one_after_the_other():
+def test_fewer_slots_run_the_same_number_of_answers():
     raw = demo([{"steps": [{"tokens": 30}]}])
     raw["caches"]["main"]["parallel"] = 2
     config = {key: raw[key] for key in ("models", "caches")}
@@ -89,7 +89,7 @@ def test_fewer_places_answer_as_much_one_after_the_other():
     assert isinstance(run_job(TrialJob(config=config, model="demo", workload=many)), Measurement)
 
 
-def test_an_engine_that_renders_by_itself_is_measured_too():
+def test_a_chat_engine_is_measured():
     raw = demo([{"steps": [{"tokens": 30}]}], kind="chat")
     config = {key: raw[key] for key in ("models", "caches")}
     assert isinstance(run_job(TrialJob(config=config, model="demo", workload=LOAD)), Measurement)

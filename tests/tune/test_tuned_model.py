@@ -37,27 +37,27 @@ def config(model: dict[str, Any] | None = None, **caches: dict[str, Any]) -> Con
     return load_config(env={}, overrides={"models": {"m": chosen}, "caches": tables}).config
 
 
-def test_a_knob_stands_in_the_models_section():
+def test_a_knob_is_set_in_the_models_section():
     assert knob_paths(config(main={}), "m", THREADS) == [("models", "m", "n_threads")]
     assert knob_paths(config(), "m", THREADS) == [("models", "m", "n_threads")]
 
 
-def test_a_cache_that_says_it_itself_is_changed_too():
+def test_a_cache_that_sets_it_itself_is_changed_too():
     both = config(main={"n_threads": 1}, fast={})
     assert knob_paths(both, "m", THREADS) == [("models", "m", "n_threads"), ("caches", "main", "n_threads")]
 
 
-def test_where_all_caches_say_it_the_models_word_counts_for_nothing():
+def test_the_model_is_not_changed_if_all_caches_set_the_knob():
     assert knob_paths(config(main={"n_threads": 1}), "m", THREADS) == [("caches", "main", "n_threads")]
 
 
-def test_a_knob_of_a_cache_stands_in_the_first_cache_or_else_in_the_model():
+def test_a_cache_knob_is_set_in_the_first_cache_or_in_the_model():
     assert knob_paths(config(main={}, fast={}), "m", PARALLEL) == [("caches", "main", "parallel")]
     assert knob_paths(config(), "m", PARALLEL) == [("models", "m", "parallel")]
     assert knob_paths(config(), "m", BATCH) == []
 
 
-def test_a_turned_configuration_makes_another_engine():
+def test_a_changed_configuration_makes_another_engine():
     old = config(main={"flash_attn": True}, fast={})
     new = with_changes(old, config_changes(old, "m", KNOBS, {"n_threads": 2, "flash_attn": "off", "parallel": 3}))
     spec = engine_spec(new.router().catalog.models["m"], new.models["m"])
@@ -68,23 +68,23 @@ def test_a_turned_configuration_makes_another_engine():
     assert old.models["m"].options == {}
 
 
-def test_a_field_under_its_old_name_is_replaced():
+def test_an_option_under_an_alias_is_replaced():
     old = config({"gguf_flash_attn": "off"})
     new = with_changes(old, config_changes(old, "m", KNOBS, {"flash_attn": "on"}))
     assert engine_spec(new.router().catalog.models["m"], new.models["m"]).options.flash_attn == "on"
 
 
 @pytest.mark.parametrize("model", [{"n_threads": 1, "gguf_flash_attn": "off"}, {"options": {"n_threads": 1}}, {}])
-def test_an_untouched_configuration_has_none_of_the_knobs_turned(model):
+def test_a_configuration_without_knobs_has_engine_defaults(model):
     plain = without_knobs(config(model, main={"n_threads": 1, "parallel": 4, "flash_attn": False}), "m", KNOBS)
     spec = engine_spec(plain.router().catalog.models["m"], plain.models["m"])
     assert spec.options.n_threads is None
     assert spec.options.flash_attn is None
     assert spec.caches["main"].n_threads is None
-    assert spec.caches["main"].parallel == 4  # what a cache is for is no setting of speed
+    assert spec.caches["main"].parallel == 4  # the user's choice, not a setting of speed
 
 
-def test_what_another_process_is_told_holds_one_model_and_no_keys():
+def test_the_configuration_of_a_trial_has_one_model_and_no_keys():
     whole = load_config(
         env={},
         overrides={
@@ -107,7 +107,7 @@ def llama(goal: str = "chat", caches: dict[str, Any] | None = None, **model: Any
     return TunedModel(config, "m", goal, HERE)  # type: ignore[arg-type]
 
 
-def test_the_current_setting_and_the_engines_default_are_told_apart():
+def test_the_current_setting_and_the_default_are_read_from_the_engine():
     model = llama(n_threads=1, n_ubatch=32, flash_attn="off")
     assert model.current.values["n_threads"] == 1
     assert model.current.values["n_ubatch"] == 32
@@ -117,18 +117,18 @@ def test_the_current_setting_and_the_engines_default_are_told_apart():
     assert model.default.values["flash_attn"] == "on"
 
 
-def test_the_current_value_is_always_among_those_tried():
+def test_the_current_value_is_always_tried():
     assert 32 in llama(n_ubatch=32).knobs["n_ubatch"].values
     assert list(llama(n_ubatch=32).knobs["n_ubatch"].values) == sorted(llama(n_ubatch=32).knobs["n_ubatch"].values)
 
 
-def test_only_what_differs_from_the_current_setting_would_be_written():
+def test_only_changes_from_the_current_setting_are_written():
     model = llama(n_threads=1)
     assert model.changes(model.current) == {}
     assert model.changes(model.current.but({"n_ubatch": 256})) == {("models", "m", "n_ubatch"): 256}
 
 
-def test_a_value_that_follows_from_another_is_written_only_where_it_would_be_wrong():
+def test_a_derived_value_is_written_only_if_it_would_be_wrong():
     model = llama(n_threads=1)
     together = model.current.but({"n_threads": 2, "n_threads_batch": 2})
     assert model.changes(together) == {("models", "m", "n_threads"): 2}
@@ -145,19 +145,19 @@ def test_a_setting_becomes_the_configuration_of_a_trial():
     assert spec.caches["main"].type_v == "q8_0"
 
 
-def test_a_loss_is_held_against_exact_numbers_whatever_holds_now():
+def test_the_quality_reference_has_exact_numbers():
     model = llama(type_k="q4_0", type_v="q4_0")
     found = Config.model_validate(model.exact_config())
     info = found.router().catalog.models["m"].caches["m"].info
     assert (info.type_k, info.type_v) == ("f16", "f16")
 
 
-def test_how_many_conversations_fit_is_turned_for_batches_only():
+def test_parallel_is_a_knob_for_batch_only():
     assert "parallel" not in llama().knobs
     assert "parallel" in llama("batch").knobs
 
 
-def test_what_takes_memory_is_tried_first_where_memory_is_the_goal():
+def test_for_memory_the_knobs_that_use_memory_come_first():
     def stage(goal: str, name: str) -> int:
         return llama(goal).knobs[name].stage
 
@@ -165,7 +165,7 @@ def test_what_takes_memory_is_tried_first_where_memory_is_the_goal():
     assert stage("chat", "n_threads") < stage("chat", "flash_attn") < stage("chat", "type_v")
 
 
-def test_no_conversation_loses_its_place_for_speed():
+def test_parallel_is_only_raised():
     assert llama("batch", parallel=4).knobs["parallel"].values == (4, 8, 16)
     assert llama("batch", parallel=3).knobs["parallel"].values == (3, 4, 8, 16)
 
@@ -176,7 +176,7 @@ def test_rounded_values_need_flash_attention():
     assert not model.space.allows(model.current.but({"type_k": "q4_0", "type_v": "f16"}))
 
 
-def test_gpus_bring_their_layers_as_a_knob(monkeypatch: pytest.MonkeyPatch):
+def test_gpu_layers_are_a_knob_if_there_are_gpus(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(library, "uses_gpus", lambda _: True)
     config = load_config(
         env={}, overrides={"models": {"m": {"backend": "llama_cpp", "path": str(model_file())}}}
@@ -185,14 +185,14 @@ def test_gpus_bring_their_layers_as_a_knob(monkeypatch: pytest.MonkeyPatch):
     assert model.knobs["n_gpu_layers"].values == (-1, 22, 15, 7, 0)
 
 
-def test_an_engine_without_knobs_says_so():
+def test_an_engine_without_knobs_is_refused():
     remote = {"backend": "openai_remote", "remote_base_url": "https://example.com/v1", "remote_model": "x"}
     config = load_config(env={}, overrides={"models": {"m": remote}}).config
     with pytest.raises(InvalidRequest, match="no settings that could be optimized"):
         TunedModel(config, "m", "chat", HERE)
 
 
-def test_a_knob_with_no_place_in_the_file_is_left_out_and_named():
+def test_a_knob_without_a_place_in_the_file_is_left_out_and_named():
     chosen = {"backend": "llama_server", "path": str(model_file())}
     config = load_config(env={}, overrides={"models": {"m": chosen}}).config
     model = TunedModel(config, "m", "chat", HERE)
@@ -201,7 +201,7 @@ def test_a_knob_with_no_place_in_the_file_is_left_out_and_named():
 
 
 @pytest.mark.parametrize("backend", ["vllm", "vllm_serve"])
-def test_vllms_number_format_of_the_cache_is_offered_and_held_against_the_models_own(backend):
+def test_the_kv_cache_dtype_of_vllm_is_checked_against_the_models_own(backend):
     model = {"backend": backend, "path": "/nowhere", "n_ctx": 512, "vllm_kv_cache_dtype": "fp8"}
     model = TunedModel(load_config(env={}, overrides={"models": {"m": model}}).config, "m", "chat", HERE)
     assert model.knobs["vllm_kv_cache_dtype"].values == ("auto", "fp8")

@@ -1,8 +1,8 @@
-"""Whether guessing tokens pays: what a guessed row costs, how often guesses come true, and how many to make. Pure.
+"""Speculative decoding: several tokens per step if drafts are accepted. The output is the same as without.
 
-A step that moves `streams` on takes T seconds, and each guessed row makes it c longer. The tokens that a row brings are
-its chance to come true; the same seconds would bring c · streams / T tokens without it. So that is a row's `price`: the
-chance from which on it pays. Guesses come true in a row, so the n-th has a chance of acceptanceⁿ.
+A draft is decoded together with the token before it. Then the job's own sampler samples after each row, as long as the
+sampled token is the drafted one. Drafts come from the job's own text (`NgramDrafter`) or from a draft model
+(`draft_model.py`).
 """
 
 from __future__ import annotations
@@ -16,164 +16,202 @@ from msgspec import Struct
 
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 
-_GUESS = 0.4  # a row's price until one was measured: less than what a small model on a CPU comes to, so it is tried
-_CHANCE, _WEIGHT = 0.5, 2.0  # how often a new job's guesses come true, and how many guesses that opinion counts for
-_SHARE = 0.1  # of a new measurement in what is believed
-_FORGET = 1 / 256  # a step: what made guessing dear or vain may be over, and only trying shows it
-_MEMORY = 24.0  # guesses: older ones count less and less
-_OUTLIER = 4.0  # times what is believed: another process had the core
-
-
-class DraftCost:
-    """One cache's: learned from how long its steps took."""
-
-    def __init__(self) -> None:
-        self._plain: dict[int, float] = {}  # seconds of a step without guesses, by its streams
-        self._row: float | None = None  # seconds of one guessed row more
-
-    def of(self, streams: int) -> float:
-        """Too dear to try where nobody knows yet what a step without guesses takes."""
-        plain = self._plain.get(streams)
-        if not plain:
-            return 1.0
-        return _GUESS if self._row is None else min(1.0, self._row * streams / plain)
-
-    def observe(self, streams: int, guessed: int, seconds: float) -> None:
-        """A step that only moved streams on; `guessed` of its rows were guesses."""
-        plain = self._plain.get(streams, 0.0 if guessed else seconds)
-        if not guessed:
-            self._plain[streams] = _nearer(plain, seconds, _SHARE)
-            if self._row is not None:
-                self._row = _nearer(self._row, _GUESS * plain / streams, _FORGET)
-        elif plain:
-            found = max(0.0, seconds - plain) / guessed
-            self._row = found if self._row is None else _nearer(self._row, found, _SHARE)
-
-
-def _nearer(held: float, found: float, share: float) -> float:
-    return held + share * (min(found, _OUTLIER * held) - held)
-
-
-class AcceptanceRate:
-    """One job's: how often its guesses came true of late."""
-
-    def __init__(self) -> None:
-        self._kept, self._tried = _CHANCE * _WEIGHT, _WEIGHT
-
-    @property
-    def acceptance(self) -> float:
-        return self._kept / self._tried
-
-    def note(self, guessed: int, kept: int) -> None:
-        """Those behind the first miss were never tried."""
-        fade = 1 - 1 / _MEMORY
-        for true in [True] * kept + [False] * (kept < guessed):
-            self._kept, self._tried = self._kept * fade + true, self._tried * fade + 1
-
-    def rest(self) -> None:
-        """A step without evidence."""
-        self._kept += _FORGET * (_CHANCE * _WEIGHT - self._kept)
-        self._tried += _FORGET * (_WEIGHT - self._tried)
-
-
-def draft_length(acceptance: float, price: float, most: int) -> int:
-    """How many tokens to guess: as many as each pay for themselves."""
-    if price >= 1 or acceptance <= price:
-        return 0
-    if acceptance >= 1 or price <= 0:
-        return most
-    return min(most, int(log(price) / log(acceptance)))
-
-
-# Guesses from a job's own text: where its last tokens stood before, what followed them then may follow again. Pure.
-
-_GRAM = 3  # tokens that must be alike: two are found everywhere, four too late
-_BITS = 21  # of a token id: three of them in one integer that is exact, so nothing is looked up by a mere hash
-_BITE = 4096  # tokens taken in at a time: a prompt of 100,000 that was cached must not hold up a step
-
-
-class NgramIndex:
-    """Prompt and output so far, and where each run of three tokens stood last. A token costs one entry, once."""
-
-    def __init__(self, ids: Sequence[int] = ()) -> None:
-        self._ids: list[int] = []
-        self._places: dict[int, int] = {}  # what follows the run of three
-        self._taken = 0  # tokens whose runs have their place
-        self.extend(ids)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def extend(self, ids: Sequence[int]) -> None:
-        self._ids += ids
-
-    def guess(self, count: int) -> list[int]:
-        """What may come next, `count` tokens of it, or nothing. Cheap to ask at every token, and meant to be asked so:
-        long texts are taken in by and by."""
-        self._take_in()
-        if self._taken < len(self._ids) or len(self._ids) < _GRAM:
-            return []
-        place = self._places.get(_key(self._ids[-_GRAM:]))
-        return [] if place is None else self._from(place, count)
-
-    def _from(self, place: int, count: int) -> list[int]:
-        """A text that repeats itself goes on for as long as one likes: behind its end it begins again."""
-        found = self._ids[place : place + count]
-        while len(found) < count:
-            found += found[: count - len(found)]
-        return found
-
-    def _take_in(self) -> None:
-        """The last run has nothing behind it yet: it must not find itself."""
-        ids, first = self._ids, max(self._taken, _GRAM)
-        end = min(len(ids), first + _BITE)
-        if end - first < 32:  # below it numpy costs more than it saves
-            for at in range(first, end):
-                self._places[_key(ids[at - _GRAM : at])] = at
-        else:
-            self._places.update(zip(_keys(ids[first - _GRAM : end - 1]), range(first, end), strict=True))
-        self._taken = max(self._taken, end)
-
-
-def _key(run: Sequence[int]) -> int:
-    a, b, c = run
-    return a << 2 * _BITS | b << _BITS | c
-
-
-def _keys(ids: Sequence[int]) -> list[int]:
-    """Of each run of three in a row."""
-    held = np.asarray(ids, np.int64)
-    keys: list[int] = (held[:-2] << 2 * _BITS | held[1:-1] << _BITS | held[2:]).tolist()
-    return keys
-
-
-# Speculation: several tokens a step, where guesses come true. Who guesses, how much, and what became of it.
-#
-# A guess is read together with the token before it, in one decode; then the job's own samplers draw after each row, one
-# after the other, for as long as what they draw is what was guessed. So the text is the one that would have come without.
-
 Drafts = dict[int, list[int]]  # by sequence
 
 
 class Drafter(Protocol):
-    """Who guesses. A job begins in a sequence and leaves it; in between it only grows."""
+    """Writes drafts. Between `begin` and `end` a job only grows."""
 
-    is_free: bool  # guessing costs nothing, so what is not tried can still be compared with what came
-    is_abreast: bool  # False where it had to read much before it could guess: such a step says nothing of its price
+    is_free: bool  # drafting costs nothing, so drafts that are not tried are still compared with the output
+    is_synchronized: bool  # False if it had to read much before it could draft: such a step is no measurement
 
     def begin(self, sequence: int, job: LlamaCppJob) -> None: ...
-    def guess(self, counts: Mapping[int, int]) -> Drafts:
-        """At most so many tokens for each sequence that is counted."""
+    def draft(self, lengths: Mapping[int, int]) -> Drafts:
+        """At most so many tokens per sequence."""
         ...
 
     def end(self, sequence: int) -> None: ...
     def close(self) -> None: ...
 
 
-class NgramDrafter:
-    """Guesses from each job's own text."""
+class JobSpeculation(Struct):
+    """One job: how its drafts fare, and the drafted token that was not tried in this step."""
 
-    is_free = is_abreast = True
+    acceptance: AcceptanceRate
+    untried: int | None = None
+
+
+class Speculator:
+    """Decides for one cache how many tokens to draft. With `measured` it drafts only while that yields more tokens per
+    second, else always."""
+
+    def __init__(self, drafter: Drafter, max_draft: int, window: int, *, measured: bool) -> None:
+        self._drafter, self._max_draft, self._window, self._measured = drafter, max_draft, window, measured
+        self._cost = DraftCost()
+        self._jobs: dict[int, JobSpeculation] = {}
+        self.is_idle = False  # nothing was worth drafting: the next step need not wait for drafts
+        self.drafted = self.accepted = 0
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, sequence: int, job: LlamaCppJob) -> None:
+        """A job with a seed must give the same text again. Speculation changes it only by rounding, which depends on
+        the rows of a decode, but measured times must not decide about that."""
+        self.is_idle = False
+        if not (self._measured and job.prompt.sampling.seed is not None):
+            self._jobs[sequence] = JobSpeculation(AcceptanceRate())
+            self._drafter.begin(sequence, job)
+
+    def end(self, sequence: int) -> None:
+        if self._jobs.pop(sequence, None) is not None:
+            self._drafter.end(sequence)
+
+    def close(self) -> None:
+        self._drafter.close()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def draft(self, streams: Mapping[int, LlamaCppJob]) -> Drafts:
+        """Drafts for the jobs that generate, as far as they are worth trying."""
+        cost = self._cost.per_row(len(streams)) if self._measured else 0.0
+        lengths = {
+            sequence: self._draft_length(self._jobs[sequence], job, cost)
+            for sequence, job in streams.items()
+            if sequence in self._jobs
+        }
+        self.is_idle = not any(lengths.values())
+        least = int(self._drafter.is_free)
+        requested = {sequence: max(least, count) for sequence, count in lengths.items() if max(least, count)}
+        drafts = self._drafter.draft(requested) if requested else {}
+        return {
+            sequence: draft
+            for sequence, tokens in drafts.items()
+            if (draft := self._to_try(sequence, streams[sequence], tokens, lengths[sequence]))
+        }
+
+    def _draft_length(self, state: JobSpeculation, job: LlamaCppJob, cost: float) -> int:
+        """The last token that a job may generate needs no row."""
+        room = max(0, min(self._max_draft, job.prompt.max_tokens - job.n_output - 1, self._window - job.length - 1))
+        return draft_length(state.acceptance.rate, cost, room) if self._measured else room
+
+    def _to_try(self, sequence: int, job: LlamaCppJob, tokens: list[int], length: int) -> list[int]:
+        if not length:
+            self._jobs[sequence].untried = tokens[0] if tokens else None
+            return []
+        return allowed_prefix(job, tokens[:length])
+
+    def observe(self, sequence: int, drafted: int, accepted: int, token: int) -> None:
+        """After a step of a sequence; `token` is the first that was sampled."""
+        state = self._jobs.get(sequence)
+        if state is None:
+            return
+        if drafted:
+            state.acceptance.update(drafted, accepted)
+        elif state.untried is not None:
+            state.acceptance.update(1, state.untried == token)
+        else:
+            state.acceptance.decay()
+        state.untried = None
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+
+    def measure(self, streams: int, drafted: int, seconds: float) -> None:
+        """The duration of a step without prompts."""
+        if self._measured and self._drafter.is_synchronized:
+            self._cost.observe(streams, drafted, seconds)
+
+
+def allowed_prefix(job: LlamaCppJob, draft: list[int]) -> list[int]:
+    """Up to a token that would end the job or that its grammar forbids."""
+    stop = next((at for at, token in enumerate(draft) if token in job.stop_ids), len(draft))
+    return draft[:stop] if job.mask is None else draft[: job.mask.count_valid(draft[:stop])]
+
+
+# --- does it pay? -----------------------------------------------------------------------------------------------------
+#
+# A step that moves `streams` streams on takes T seconds, and each drafted row makes it c seconds longer. A row yields as
+# many tokens as its probability to be accepted; without it the same seconds would yield c · streams / T tokens. So that
+# is a row's cost: the probability from which on it pays. Tokens are accepted in order, so the n-th has acceptanceⁿ.
+
+_INITIAL_COST = 0.4  # below what a small model on a CPU costs, so that drafts are tried
+_INITIAL_RATE, _INITIAL_WEIGHT = 0.5, 2.0  # a new job's acceptance, and how many drafts that counts for
+_SMOOTHING = 0.1  # of a new measurement
+_FORGETTING = 1 / 256  # per step: what made drafts expensive or useless may be over, and only trying shows it
+_MEMORY = 24.0  # drafted tokens: older ones count less and less
+_OUTLIER = 4.0  # times the current value: another process had the core
+
+
+class DraftCost:
+    """The cost of a drafted row in one cache, learned from the duration of its steps."""
+
+    def __init__(self) -> None:
+        self._step_s: dict[int, float] = {}  # without drafts, by the number of streams
+        self._row_s: float | None = None  # of one drafted row
+
+    def per_row(self, streams: int) -> float:
+        """1: not worth trying, also while the duration of a step without drafts is unknown."""
+        step = self._step_s.get(streams)
+        if not step:
+            return 1.0
+        return _INITIAL_COST if self._row_s is None else min(1.0, self._row_s * streams / step)
+
+    def observe(self, streams: int, drafted: int, seconds: float) -> None:
+        step = self._step_s.get(streams, 0.0 if drafted else seconds)
+        if not drafted:
+            self._step_s[streams] = _smoothed(step, seconds, _SMOOTHING)
+            if self._row_s is not None:
+                self._row_s = _smoothed(self._row_s, _INITIAL_COST * step / streams, _FORGETTING)
+        elif step:
+            row = max(0.0, seconds - step) / drafted
+            self._row_s = row if self._row_s is None else _smoothed(self._row_s, row, _SMOOTHING)
+
+
+def _smoothed(current: float, measured: float, share: float) -> float:
+    return current + share * (min(measured, _OUTLIER * current) - current)
+
+
+class AcceptanceRate:
+    """How often the drafted tokens of one job were accepted of late."""
+
+    def __init__(self) -> None:
+        self._accepted, self._tried = _INITIAL_RATE * _INITIAL_WEIGHT, _INITIAL_WEIGHT
+
+    @property
+    def rate(self) -> float:
+        return self._accepted / self._tried
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Tokens after the first rejected one were not tried."""
+        fade = 1 - 1 / _MEMORY
+        for hit in [True] * accepted + [False] * (accepted < drafted):
+            self._accepted, self._tried = self._accepted * fade + hit, self._tried * fade + 1
+
+    def decay(self) -> None:
+        """A step without evidence."""
+        self._accepted += _FORGETTING * (_INITIAL_RATE * _INITIAL_WEIGHT - self._accepted)
+        self._tried += _FORGETTING * (_INITIAL_WEIGHT - self._tried)
+
+
+def draft_length(acceptance: float, cost: float, limit: int) -> int:
+    """As many tokens as each pay for themselves."""
+    if cost >= 1 or acceptance <= cost:
+        return 0
+    if acceptance >= 1 or cost <= 0:
+        return limit
+    return min(limit, int(log(cost) / log(acceptance)))
+
+
+# --- drafts from the text ---------------------------------------------------------------------------------------------
+
+_GRAM = 3  # tokens that must match: two are found everywhere, four too late
+_BITS = 21  # of a token id: three of them fit into one integer without collisions
+_CHUNK = 4096  # tokens indexed per step: a cached prompt of 100,000 must not delay it
+_MIN_VECTORIZED = 32  # below it numpy costs more than it saves
+
+
+class NgramDrafter:
+    """Drafts from each job's own text."""
+
+    is_free = is_synchronized = True
 
     def __init__(self) -> None:
         self._texts: dict[int, tuple[LlamaCppJob, NgramIndex]] = {}
@@ -181,13 +219,13 @@ class NgramDrafter:
     def begin(self, sequence: int, job: LlamaCppJob) -> None:
         self._texts[sequence] = job, NgramIndex()
 
-    def guess(self, counts: Mapping[int, int]) -> Drafts:
-        return {sequence: self._guess(sequence, count) for sequence, count in counts.items()}
-
-    def _guess(self, sequence: int, count: int) -> list[int]:
-        job, text = self._texts[sequence]
-        text.extend(job.ids[len(text) :].tolist())
-        return text.guess(count)
+    def draft(self, lengths: Mapping[int, int]) -> Drafts:
+        drafts = {}
+        for sequence, length in lengths.items():
+            job, index = self._texts[sequence]
+            index.extend(job.ids[len(index) :].tolist())
+            drafts[sequence] = index.draft(length)
+        return drafts
 
     def end(self, sequence: int) -> None:
         del self._texts[sequence]
@@ -196,92 +234,54 @@ class NgramDrafter:
         self._texts.clear()
 
 
-class JobSpeculation(Struct):
-    """What stands on one job's guesses: how they fared, and the token that was guessed but not tried in this step."""
+class NgramIndex:
+    """The tokens of a job, and where each run of three occurred last. Pure."""
 
-    record: AcceptanceRate
-    untried: int | None = None
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self._ids: list[int] = []
+        self._positions: dict[int, int] = {}  # of the token after the run
+        self._indexed = 0
+        self.extend(ids)
 
+    def __len__(self) -> int:
+        return len(self._ids)
 
-class Speculator:
-    """One cache's. With `measured` it guesses only where that brings more tokens a second, else always."""
+    def extend(self, ids: Sequence[int]) -> None:
+        self._ids += ids
 
-    def __init__(self, source: Drafter, most: int, window: int, *, measured: bool) -> None:
-        self._source, self._most, self._window, self._measured = source, most, window, measured
-        self._price = DraftCost()
-        self._bets: dict[int, JobSpeculation] = {}
-        self.rests = False  # nothing was worth trying of late: the next step need not wait for what is guessed
-        self.guessed = self.kept = 0
-
-    # --- jobs come and go -------------------------------------------------------------------------------------------
-
-    def begin(self, sequence: int, job: LlamaCppJob) -> None:
-        """Whoever asks for a seed asks for the same text again. It would be the same but for rounding, which depends
-        on how many rows are read at once: measured times must not decide on that."""
-        self.rests = False
-        if not (self._measured and job.prompt.sampling.seed is not None):
-            self._bets[sequence] = JobSpeculation(AcceptanceRate())
-            self._source.begin(sequence, job)
-
-    def end(self, sequence: int) -> None:
-        if self._bets.pop(sequence, None) is not None:
-            self._source.end(sequence)
-
-    def close(self) -> None:
-        self._source.close()
-
-    # --- a step -----------------------------------------------------------------------------------------------------
-
-    def guess(self, streams: Mapping[int, LlamaCppJob]) -> Drafts:
-        """What may come next in the jobs that generate, as far as it is worth trying."""
-        price = self._price.of(len(streams)) if self._measured else 0.0
-        wanted = {
-            sequence: self._width(self._bets[sequence], job, price)
-            for sequence, job in streams.items()
-            if sequence in self._bets
-        }
-        self.rests = not any(wanted.values())
-        least = int(self._source.is_free)
-        asked = {sequence: max(least, count) for sequence, count in wanted.items() if max(least, count)}
-        found = self._source.guess(asked) if asked else {}
-        return {
-            sequence: guess
-            for sequence, tokens in found.items()
-            if (guess := self._worth_trying(sequence, streams[sequence], tokens, wanted[sequence]))
-        }
-
-    def _width(self, bet: JobSpeculation, job: LlamaCppJob, price: float) -> int:
-        """The last token that a job may say needs no row of its own."""
-        room = max(0, min(self._most, job.prompt.max_tokens - job.output - 1, self._window - job.length - 1))
-        return draft_length(bet.record.acceptance, price, room) if self._measured else room
-
-    def _worth_trying(self, sequence: int, job: LlamaCppJob, tokens: list[int], wanted: int) -> list[int]:
-        if not wanted:
-            self._bets[sequence].untried = tokens[0] if tokens else None
+    def draft(self, length: int) -> list[int]:
+        """What followed the last three tokens before, or nothing. Call it with every token: it indexes a long text
+        chunk by chunk."""
+        self._index_chunk()
+        if self._indexed < len(self._ids) or len(self._ids) < _GRAM:
             return []
-        return allowed_prefix(job, tokens[:wanted])
+        position = self._positions.get(_key(self._ids[-_GRAM:]))
+        if position is None:
+            return []
+        found = self._ids[position : position + length]
+        while len(found) < length:  # the text repeats itself: continue from its beginning
+            found += found[: length - len(found)]
+        return found
 
-    def heard(self, sequence: int, guessed: int, kept: int, drawn: int) -> None:
-        """`kept` of the guesses were what came; `drawn` is the first token that did."""
-        bet = self._bets.get(sequence)
-        if bet is None:
-            return
-        if guessed:
-            bet.record.note(guessed, kept)
-        elif bet.untried is not None:
-            bet.record.note(1, bet.untried == drawn)
+    def _index_chunk(self) -> None:
+        """The last run has no successor yet: it must not find itself."""
+        ids, first = self._ids, max(self._indexed, _GRAM)
+        end = min(len(ids), first + _CHUNK)
+        if end - first < _MIN_VECTORIZED:
+            for at in range(first, end):
+                self._positions[_key(ids[at - _GRAM : at])] = at
         else:
-            bet.record.rest()
-        bet.untried = None
-        self.guessed, self.kept = self.guessed + guessed, self.kept + kept
-
-    def took(self, streams: int, guessed: int, seconds: float) -> None:
-        """A step that read nobody's prompt."""
-        if self._measured and self._source.is_abreast:
-            self._price.observe(streams, guessed, seconds)
+            self._positions.update(zip(_keys(ids[first - _GRAM : end - 1]), range(first, end), strict=True))
+        self._indexed = max(self._indexed, end)
 
 
-def allowed_prefix(job: LlamaCppJob, guess: list[int]) -> list[int]:
-    """As far as the job could say it: up to a token that ends it, or that its grammar forbids."""
-    stop = next((at for at, token in enumerate(guess) if token in job.stops), len(guess))
-    return guess[:stop] if job.mask is None else guess[: job.mask.fitting(guess[:stop])]
+def _key(run: Sequence[int]) -> int:
+    a, b, c = run
+    return a << 2 * _BITS | b << _BITS | c
+
+
+def _keys(ids: Sequence[int]) -> list[int]:
+    """Of each run of three."""
+    array = np.asarray(ids, np.int64)
+    keys: list[int] = (array[:-2] << 2 * _BITS | array[1:-1] << _BITS | array[2:]).tolist()
+    return keys

@@ -8,9 +8,9 @@ from typing import Literal
 
 from modelyard.core.engine import Capabilities, Engine, EngineSpec
 from modelyard.core.errors import ModelyardError
-from modelyard.engines.vllm import async_llm, model_folder
 from modelyard.engines.vllm.errors import with_cause
 from modelyard.engines.vllm.estimate import estimate
+from modelyard.engines.vllm.model_folder import require_folder
 from modelyard.engines.vllm.options import LIVE_OVERRIDES
 from modelyard.engines.vllm.options import VllmOptions as Options
 from modelyard.engines.vllm.request import IGNORED
@@ -39,25 +39,26 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 
 def create(spec: EngineSpec) -> Engine:
-    """To be called on the loop that its answers are read on."""
-    async_llm.check_installed()
+    """Call it on the event loop that reads the engine's generations."""
+    from modelyard.engines.vllm.async_llm import check_installed
     from modelyard.engines.vllm.engine import VllmEngine
 
+    check_installed()
     return VllmEngine(spec)
 
 
 def tokenizer_path(options: Options) -> Path:
-    return model_folder.require_folder(options.vllm_tokenizer or options.model_name)
+    return require_folder(options.vllm_tokenizer or options.model_name)
 
 
 def chat_template(options: Options) -> str | None:
-    """None: it lies in the folder, where everybody looks."""
+    """None: it is in the folder, where the prompt renderer looks first."""
     del options
     return None
 
 
 def explain(error: ModelyardError, lines: Sequence[str]) -> ModelyardError:
-    """vLLM's own words are often only that a process of its own has failed: why stands in what that one wrote."""
+    """vLLM's message often says only that one of its processes failed; the cause is in that process's output."""
     from modelyard.engines.vllm_serve.log_parser import failure_reason  # which itself builds on this package
 
     return with_cause(error, failure_reason(lines))

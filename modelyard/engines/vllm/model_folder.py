@@ -13,7 +13,7 @@ from modelyard.library.model_files import candidate_paths
 
 __all__ = ["check_weights", "find_folder", "read_config", "require_folder", "resolve_companions", "resolve_model"]
 
-O = TypeVar("O", bound=VllmOptions)  # noqa: E741
+OptionsT = TypeVar("OptionsT", bound=VllmOptions)
 _COMPANIONS = ("vllm_tokenizer", "vllm_speculative_model")
 
 
@@ -40,7 +40,7 @@ def resolve_model(options: VllmOptions) -> str:
     return str(folder) if folder is not None else options.model_name
 
 
-def resolve_companions(options: O) -> O:
+def resolve_companions(options: OptionsT) -> OptionsT:
     """The options with the folders of the tokenizer and of the speculative model, if they are here."""
     names = {field: getattr(options, field) for field in _COMPANIONS}
     folders = {field: find_folder(name) for field, name in names.items() if name is not None}

@@ -1,6 +1,6 @@
-"""A text read through vLLM: how likely it held each token and its rivals. Run as a script, `odds.py ORDER ANSWER`.
+"""Log probabilities of a text, computed by vLLM. Run as a script: `prompt_logprobs.py REQUEST RESULT`.
 
-It runs in the environment that vLLM lies in, which need not have this package: nothing of it is imported here.
+It runs in vLLM's environment, which need not have this package: it imports nothing from it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,18 @@ from pathlib import Path
 from typing import Any
 
 
-def main(order: Path, answer: Path) -> None:
-    told = json.loads(order.read_text())
-    answer.write_text(json.dumps(prompt_logprobs(told["arguments"], told["ids"], told["rivals"])))
+def main(request: Path, result: Path) -> None:
+    asked = json.loads(request.read_text())
+    result.write_text(json.dumps(prompt_logprobs(asked["arguments"], asked["ids"], asked["top"])))
 
 
-def prompt_logprobs(arguments: Mapping[str, Any], ids: list[int], rivals: int) -> list[dict[int, float]]:
+def prompt_logprobs(arguments: Mapping[str, Any], ids: list[int], top: int) -> list[dict[int, float]]:
+    """Log probabilities by token, for each token of the text except the first, which has no context."""
     vllm = import_module("vllm")
-    call = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=rivals)
-    (read,) = vllm.LLM(**arguments).generate({"prompt_token_ids": ids}, call, use_tqdm=False)
-    return to_plain(read.prompt_logprobs)
-
-
-def to_plain(told: Iterable[Any]) -> list[dict[int, float]]:
-    """Logarithms by token, for each token but the first: before that there is nothing to guess from."""
-    return [{int(token): float(one.logprob) for token, one in row.items()} for row in told if row]
+    params = vllm.SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=top)
+    (output,) = vllm.LLM(**arguments).generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+    rows: Iterable[Any] = output.prompt_logprobs
+    return [{int(token): float(entry.logprob) for token, entry in row.items()} for row in rows if row]
 
 
 if __name__ == "__main__":

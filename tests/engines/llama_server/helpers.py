@@ -34,7 +34,9 @@ def engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> Llam
 
 
 @asynccontextmanager
-async def running_engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[LlamaServerEngine]:
+async def running_engine(
+    caches: Mapping[str, CacheInfo] | None = None, **chosen: Any
+) -> AsyncIterator[LlamaServerEngine]:
     made = engine(caches, **chosen)
     try:
         await made.open(lambda *_: None)

@@ -1,4 +1,4 @@
-"""llama-bench: its command line out of a model's settings, and what it says."""
+"""llama-bench: its command line and its output."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import NotFound, Unavailable
-from modelyard.engines.llama_server.bench import arguments, bench, program, rates
+from modelyard.engines.llama_server.bench import arguments, bench, parse_rates, program
 from modelyard.engines.llama_server.options import Options
 
-SAID = [{"n_prompt": 64, "n_gen": 0, "avg_ts": 700.5}, {"n_prompt": 0, "n_gen": 16, "avg_ts": 42.0}]
+OUTPUT = [{"n_prompt": 64, "n_gen": 0, "avg_ts": 700.5}, {"n_prompt": 0, "n_gen": 16, "avg_ts": 42.0}]
 
 
 def spec(cache: CacheInfo = CacheInfo(512), **options: object) -> EngineSpec:
@@ -20,8 +20,8 @@ def spec(cache: CacheInfo = CacheInfo(512), **options: object) -> EngineSpec:
 
 
 def pairs(made: EngineSpec) -> dict[str, str]:
-    told = list(arguments(made, Path("m.gguf"), 64, 16))
-    return dict(zip(told[::2], told[1::2], strict=True))
+    argv = arguments(made, Path("m.gguf"), 64, 16)
+    return dict(zip(argv[::2], argv[1::2], strict=True))
 
 
 def fake_program(folder: Path, body: str, name: str = "llama-bench") -> str:
@@ -31,43 +31,43 @@ def fake_program(folder: Path, body: str, name: str = "llama-bench") -> str:
     return str(folder / "llama-server")
 
 
-def test_the_settings_become_its_arguments():
-    told = pairs(
+def test_settings_become_arguments() -> None:
+    flags = pairs(
         spec(
             CacheInfo(512, type_k="q8_0", type_v="q4_0", n_batch=256, n_ubatch=128, flash_attn=True),
             llama_server_n_threads=3,
             llama_server_n_gpu_layers="all",
         )
     )
-    assert told["--threads"] == "3"
-    assert (told["--batch-size"], told["--ubatch-size"]) == ("256", "128")
-    assert (told["--cache-type-k"], told["--cache-type-v"]) == ("q8_0", "q4_0")
-    assert (told["--flash-attn"], told["--n-gpu-layers"]) == ("on", "-1")
-    assert (told["--n-prompt"], told["--n-gen"]) == ("64", "16")
+    assert flags["--threads"] == "3"
+    assert (flags["--batch-size"], flags["--ubatch-size"]) == ("256", "128")
+    assert (flags["--cache-type-k"], flags["--cache-type-v"]) == ("q8_0", "q4_0")
+    assert (flags["--flash-attn"], flags["--n-gpu-layers"]) == ("on", "-1")
+    assert (flags["--n-prompt"], flags["--n-gen"]) == ("64", "16")
 
 
-def test_what_is_not_set_is_left_to_it():
+def test_unset_fields_add_no_arguments() -> None:
     assert pairs(spec()).keys().isdisjoint({"--threads", "--batch-size", "--flash-attn", "--n-gpu-layers"})
 
 
-def test_its_rates_are_read():
-    assert rates(json.dumps(SAID).encode()) == (700.5, 42.0)
+def test_rates_are_parsed() -> None:
+    assert parse_rates(json.dumps(OUTPUT).encode()) == (700.5, 42.0)
 
 
-@pytest.mark.parametrize("said", [b"", b"nonsense", b"[]", b'[{"n_prompt": 1, "avg_ts": 2}]'])
-def test_what_it_should_not_say_is_an_error(said):
-    with pytest.raises(Unavailable, match="something else"):
-        rates(said)
+@pytest.mark.parametrize("output", [b"", b"nonsense", b"[]", b'[{"n_prompt": 1, "avg_ts": 2}]'])
+def test_unexpected_output_is_an_error(output: bytes) -> None:
+    with pytest.raises(Unavailable, match="not as expected"):
+        parse_rates(output)
 
 
-def test_it_is_run_and_heard(tmp_path: Path):
+def test_bench_runs_the_program(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    binary = fake_program(tmp_path, f"echo '{json.dumps(SAID)}'")
+    binary = fake_program(tmp_path, f"echo '{json.dumps(OUTPUT)}'")
     made = EngineSpec("m", Options(path=str(tmp_path / "m.gguf"), llama_server_binary=binary), {"main": CacheInfo(512)})
     assert bench(made, 64, 16) == (700.5, 42.0)
 
 
-def test_its_failure_is_told_in_its_own_words(tmp_path: Path):
+def test_failure_is_reported_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     binary = fake_program(tmp_path, "echo 'no such tensor' >&2; exit 3")
     made = EngineSpec("m", Options(path=str(tmp_path / "m.gguf"), llama_server_binary=binary), {"main": CacheInfo(512)})
@@ -75,7 +75,7 @@ def test_its_failure_is_told_in_its_own_words(tmp_path: Path):
         bench(made, 64, 16)
 
 
-def test_where_it_is_not_there_nobody_is_asked(tmp_path: Path):
+def test_missing_program_is_an_error(tmp_path: Path) -> None:
     binary = fake_program(tmp_path, "exit 0", "something-else")
     made = spec(llama_server_binary=binary)
     assert program(made.options) is None

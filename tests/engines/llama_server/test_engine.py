@@ -1,4 +1,4 @@
-"""A real llama-server with a real model: started, asked, killed, stopped."""
+"""The llama-server engine: its requests, and a real server with a real model."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import json
 import logging
 import os
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from modelyard.engines.llama_server.outgoing import body
+import pytest_asyncio
 
 from modelyard.core.engine import CacheInfo, ChatEngine
 from modelyard.core.errors import (
@@ -24,193 +25,195 @@ from modelyard.core.errors import (
     Unavailable,
     Unsupported,
 )
-from modelyard.core.events import BlockDelta, Event, Failed, collect_reply
+from modelyard.core.events import Failed, collect_reply
 from modelyard.core.request import Constraint, Image, Message, Reasoning, Request, Sampling, Text
 from modelyard.engines.llama_server import Options
+from modelyard.engines.llama_server.engine import LlamaServerEngine, chat_body
 from modelyard.engines.llama_server.server import find_binary
 from modelyard.library.default_model import fetch
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.llama_server import helpers
-from tests.engines.llama_server.helpers import chat_request, engine, read_events, running_engine
+from tests.engines.llama_server.helpers import (
+    chat_request,
+    engine,
+    read_events,
+    read_rest,
+    read_until_delta,
+    running_engine,
+)
+
+on_shared_loop = pytest.mark.asyncio(loop_scope="module")
+PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 
-async def test_it_answers_counts_and_tells_its_log_and_its_process() -> None:
-    async with running_engine() as it:
-        assert isinstance(it, ChatEngine)
-        reply = collect_reply(await read_events(it, chat_request("What is the capital of France?", max_tokens=12)))
-        assert reply.text
-        assert reply.finished.usage.prompt == await it.count(chat_request("What is the capital of France?"))
-        assert reply.finished.usage.output <= 12
-        assert any("listening" in line for line in it.log_tail())
-        assert len(it.log_tail(2)) == 2
-        assert psutil.pid_exists(it.pid or 0)
-    assert not psutil.pid_exists(it.pid or 0)
-    assert not it.lost.done(), "a stop is no death"
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[LlamaServerEngine]:
+    """A server with one slot of 512 tokens for the tests that leave it running."""
+    async with running_engine({"main": CacheInfo(512, 1)}) as made:
+        yield made
 
 
-async def test_it_counts_as_the_models_own_vocabulary_does() -> None:
-    async with running_engine() as it:
-        rendered = (
-            "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-            "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
-        )
-        assert await it.count(chat_request()) == len(GgufTokenizer(fetch()).encode(rendered))
+# --- a running server -------------------------------------------------------------------------------------------------
 
 
-async def test_a_port_works_as_well_as_a_socket_and_lets_nobody_else_in() -> None:
-    async with running_engine(llama_server_host="127.0.0.1") as it:
-        assert collect_reply(await read_events(it, chat_request())).text
-        (told,) = [line for line in it.log_tail() if "listening" in line]
-    assert "127.0.0.1" in told
+@on_shared_loop
+async def test_answer_has_text_and_usage(shared: LlamaServerEngine) -> None:
+    assert isinstance(shared, ChatEngine)
+    reply = collect_reply(await read_events(shared, chat_request("What is the capital of France?", max_tokens=12)))
+    assert reply.text
+    assert reply.finished.usage.prompt == await shared.count(chat_request("What is the capital of France?"))
+    assert reply.finished.usage.output <= 12
+    assert any("listening" in line for line in shared.log_tail())
+    assert len(shared.log_tail(2)) == 2
 
 
-async def test_a_schema_is_kept() -> None:
-    async with running_engine() as it:
-        schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
-        reply = collect_reply(
-            await read_events(
-                it, chat_request("Give a number.", constraint=Constraint("json_schema", schema), max_tokens=40)
-            )
-        )
+@on_shared_loop
+async def test_server_counts_as_the_tokenizer_of_the_model(shared: LlamaServerEngine) -> None:
+    rendered = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert await shared.count(chat_request()) == len(GgufTokenizer(fetch()).encode(rendered))
+
+
+@on_shared_loop
+async def test_answer_follows_a_json_schema(shared: LlamaServerEngine) -> None:
+    schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
+    request = chat_request("Give a number.", constraint=Constraint("json_schema", schema), max_tokens=40)
+    reply = collect_reply(await read_events(shared, request))
     assert reply.text.replace(" ", "").replace("\n", "").startswith('{"n":')
 
 
-async def test_a_prompt_beyond_its_window_is_an_overflow_with_true_numbers() -> None:
-    async with running_engine({"main": CacheInfo(256, 2)}) as it:
-        (last,) = await read_events(it, chat_request("word " * 400))
-        assert isinstance(last, Failed)
-        assert isinstance(last.error, ContextOverflow)
-        assert last.error.window == 256
-        assert last.error.prompt_tokens == await it.count(chat_request("word " * 400))
+@on_shared_loop
+async def test_prompt_beyond_the_window_is_an_overflow_with_true_numbers(shared: LlamaServerEngine) -> None:
+    (last,) = await read_events(shared, chat_request("word " * 600))
+    assert isinstance(last, Failed)
+    assert isinstance(last.error, ContextOverflow)
+    assert last.error.window == 512
+    assert last.error.prompt_tokens == await shared.count(chat_request("word " * 600))
 
 
-async def until_it_speaks(generation: object) -> list[Event]:
-    got: list[Event] = []
-    while not any(isinstance(event, BlockDelta) for event in got):
-        got += await anext(generation)  # type: ignore[call-overload]
-    return got
+@on_shared_loop
+async def test_cancel_frees_the_slot_for_the_next_request(shared: LlamaServerEngine) -> None:
+    generation = shared.chat(chat_request("Count to a thousand.", max_tokens=400))
+    events = await read_until_delta(generation)
+    generation.cancel()
+    events += await read_rest(generation)
+    assert isinstance(events[-1], Failed)
+    assert isinstance(events[-1].error, Cancelled)
+    assert collect_reply(await read_events(shared, chat_request())).text
 
 
-async def test_cancelling_stops_it_and_frees_its_slot_for_the_next() -> None:
-    async with running_engine({"main": CacheInfo(512, 1)}) as it:
-        generation = it.chat(chat_request("Count to a thousand.", max_tokens=400))
-        got = await until_it_speaks(generation)
-        generation.cancel()
-        got += [event async for batch in generation for event in batch]
-        assert isinstance(got[-1], Failed)
-        assert isinstance(got[-1].error, Cancelled)
-        assert collect_reply(await read_events(it, chat_request())).text
+async def test_server_on_a_port_with_several_caches(caplog: pytest.LogCaptureFixture) -> None:
+    caches = {"main": CacheInfo(256, 1), "fast": CacheInfo(128, 1)}
+    with caplog.at_level(logging.WARNING):
+        async with running_engine(caches, llama_server_host="127.0.0.1") as made:
+            pid = made.pid or 0
+            assert collect_reply(await read_events(made, chat_request())).text
+            (line,) = [line for line in made.log_tail() if "listening" in line]
+            assert psutil.pid_exists(pid)
+    assert "127.0.0.1" in line
+    assert "one set of slots for the caches main, fast" in caplog.text
+    assert not psutil.pid_exists(pid)
+    assert not made.lost.done(), "closing does not lose the engine"
 
 
-async def test_a_kill_ends_its_streams_and_resolves_lost_with_the_reason() -> None:
-    async with running_engine() as it:
-        generation = it.chat(chat_request("Count to a thousand.", max_tokens=400))
-        await until_it_speaks(generation)
-        os.kill(it.pid or 0, signal.SIGKILL)
-        last = [event async for batch in generation for event in batch][-1]
-        death = await it.lost
-        assert isinstance(death, Unavailable)
-        assert "was killed by SIGKILL" in death.message
-        assert last == Failed(death)
-        assert await read_events(it, chat_request()) == [Failed(death)]
+async def test_killed_server_fails_its_streams_and_resolves_lost() -> None:
+    async with running_engine() as made:
+        generation = made.chat(chat_request("Count to a thousand.", max_tokens=400))
+        await read_until_delta(generation)
+        os.kill(made.pid or 0, signal.SIGKILL)
+        last = (await read_rest(generation))[-1]
+        error = await made.lost
+        assert isinstance(error, Unavailable)
+        assert "was killed by SIGKILL" in error.message
+        assert last == Failed(error)
+        assert await read_events(made, chat_request()) == [Failed(error)]
 
 
-async def test_a_kill_while_nothing_runs_is_noticed_without_asking() -> None:
-    async with running_engine() as it:
-        os.kill(it.pid or 0, signal.SIGKILL)
-        assert "SIGKILL" in (await it.lost).message
+async def test_exit_of_an_idle_server_is_noticed() -> None:
+    async with running_engine() as made:
+        os.kill(made.pid or 0, signal.SIGKILL)
+        assert "SIGKILL" in (await made.lost).message
 
 
-# --- what keeps it from loading ---------------------------------------------------------------------------------------
+# --- failed loads -----------------------------------------------------------------------------------------------------
 
 
-async def refused(**options: object) -> ModelyardError:
-    it = engine(**options)  # type: ignore[arg-type]
+async def load_error(**options: object) -> ModelyardError:
+    made = engine(**options)  # type: ignore[arg-type]
     with pytest.raises(ModelyardError) as caught:
-        await it.open(lambda *_: None)
-    assert it.pid is None or not psutil.pid_exists(it.pid)
-    await it.close()
+        await made.open(lambda *_: None)
+    assert made.pid is None or not psutil.pid_exists(made.pid)
+    await made.close()
     return caught.value
 
 
-@pytest.mark.parametrize("kept", [0, 100, 1_000_000])
-async def test_a_broken_model_is_named_with_the_programs_own_reason(tmp_path: Path, kept: int) -> None:
+@pytest.mark.parametrize("size", [0, 100, 1_000_000])
+async def test_broken_model_is_named_with_the_reason_of_the_server(tmp_path: Path, size: int) -> None:
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(fetch().read_bytes()[:kept])
-    error = await refused(path=str(broken))
+    broken.write_bytes(fetch().read_bytes()[:size])
+    error = await load_error(path=str(broken))
     assert str(broken) in error.message
     assert "fail" in error.message
     assert "exit code 1" in error.message
 
 
-async def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    assert isinstance(await refused(path=str(tmp_path / "none.gguf")), NotFound)
+async def test_missing_model_is_not_found(tmp_path: Path) -> None:
+    assert isinstance(await load_error(path=str(tmp_path / "none.gguf")), NotFound)
 
 
-async def test_an_argument_that_it_does_not_know_is_told() -> None:
-    assert "invalid argument: --nonsense" in (await refused(llama_server_extra_args=["--nonsense"])).message
+async def test_unknown_argument_is_reported() -> None:
+    assert "invalid argument: --nonsense" in (await load_error(llama_server_extra_args=["--nonsense"])).message
 
 
-async def test_a_projector_that_is_none_is_told() -> None:
-    assert "CLIP" in (await refused(llama_server_mmproj_path=str(fetch()))).message
+async def test_invalid_projector_is_reported() -> None:
+    assert "CLIP" in (await load_error(llama_server_mmproj_path=str(fetch()))).message
 
 
-async def test_a_load_that_takes_too_long_is_given_up() -> None:
-    assert isinstance(await refused(llama_server_start_timeout_s=0.000001), Timeout)
+async def test_load_that_takes_too_long_times_out() -> None:
+    assert isinstance(await load_error(llama_server_start_timeout_s=0.000001), Timeout)
 
 
-async def test_a_program_that_is_not_there_is_named() -> None:
-    assert "/no/such/program" in (await refused(llama_server_binary="/no/such/program")).message
+async def test_missing_program_is_named() -> None:
+    assert "/no/such/program" in (await load_error(llama_server_binary="/no/such/program")).message
 
 
-def test_the_program_is_looked_for_on_the_path_and_then_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_is_searched_on_the_path_and_then_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelyard.library.llama_server.binary_path", lambda: tmp_path / "cached")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    unnamed = helpers.options(llama_server_binary=None)
-    with pytest.raises(NotFound, match="name yours in llama_server_binary"):
-        find_binary(unnamed)
+    options = helpers.options(llama_server_binary=None)
+    with pytest.raises(NotFound, match="set llama_server_binary"):
+        find_binary(options)
     (tmp_path / "cached").touch(mode=0o755)
-    assert find_binary(unnamed) == str(tmp_path / "cached")
+    assert find_binary(options) == str(tmp_path / "cached")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "llama-server").touch(mode=0o755)
-    assert find_binary(unnamed) == str(tmp_path / "bin" / "llama-server")
+    assert find_binary(options) == str(tmp_path / "bin" / "llama-server")
 
 
-async def test_opening_can_be_given_up() -> None:
-    it = engine()
-    told: list[str] = []
-    began = asyncio.Event()
-    task = asyncio.create_task(it.open(lambda _, what: (told.append(what), began.set())))  # type: ignore[func-returns-value]
-    await began.wait()
-    while it.pid is None:  # noqa: ASYNC110  nobody else has to know when it was forked
+async def test_cancelled_load_stops_the_server() -> None:
+    made, started = engine(), asyncio.Event()
+    task = asyncio.create_task(made.open(lambda *_: started.set()))
+    await started.wait()
+    while made.pid is None:  # noqa: ASYNC110 - there is no event for the fork
         await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not psutil.pid_exists(it.pid)
+    assert not psutil.pid_exists(made.pid)
 
 
-async def test_several_caches_are_one_set_of_slots_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        async with running_engine({"main": CacheInfo(256, 1), "fast": CacheInfo(128, 1)}) as it:
-            assert collect_reply(await read_events(it, chat_request())).text
-    assert "one set of slots for the caches main, fast" in caplog.text
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
-# A request in llama-server's own words.
-
-PIXEL = "data:image/png;base64,iVBORw0KGgo="
-
-
-def sent(request: Request, **options: Any) -> dict[str, Any]:
-    decoded: dict[str, Any] = json.loads(body(request, Options(path="m", **options)))
+def body(request: Request, **options: Any) -> dict[str, Any]:
+    decoded: dict[str, Any] = json.loads(chat_body(request, Options(path="m", **options)))
     return decoded
 
 
-def test_it_is_always_a_stream_that_tells_its_usage_and_how_far_it_has_read() -> None:
-    assert sent(chat_request("Hello", sampling=Sampling(), max_tokens=None)) == {
+def test_request_is_a_stream_with_usage_and_progress() -> None:
+    assert body(chat_request("Hello", sampling=Sampling(), max_tokens=None)) == {
         "model": "smollm2",
         "messages": [{"role": "user", "content": "Hello"}],
         "stream": True,
@@ -219,46 +222,46 @@ def test_it_is_always_a_stream_that_tells_its_usage_and_how_far_it_has_read() ->
     }
 
 
-def test_samplers_have_its_names() -> None:
+def test_sampling_fields_have_the_names_of_llama_server() -> None:
     sampling = Sampling(temperature=0.5, top_k=3, min_p=0.1, repetition_penalty=1.2, beam_size=4, dry_multiplier=0.8)
-    got = sent(chat_request(sampling=sampling))
+    sent = body(chat_request(sampling=sampling))
     names = ("temperature", "top_k", "min_p", "repeat_penalty", "dry_multiplier")
-    assert [got[name] for name in names] == [0.5, 3, 0.1, 1.2, 0.8]
-    assert not got.keys() & {"repetition_penalty", "beam_size"}
+    assert [sent[name] for name in names] == [0.5, 3, 0.1, 1.2, 0.8]
+    assert not sent.keys() & {"repetition_penalty", "beam_size"}
 
 
-def test_what_is_the_gateways_own_stays_here() -> None:
-    mine: dict[str, Any] = {"session": "s", "user": "u", "metadata": {"a": 1}, "store": True, "previous": "resp_1"}
-    got = sent(chat_request(**mine, priority="background", n=4))
-    assert not got.keys() & {"prompt_cache_key", "user", "metadata", "store", "priority", "n"}
+def test_fields_of_the_gateway_are_not_sent() -> None:
+    own: dict[str, Any] = {"session": "s", "user": "u", "metadata": {"a": 1}, "store": True, "previous": "resp_1"}
+    sent = body(chat_request(**own, priority="background", n=4))
+    assert not sent.keys() & {"prompt_cache_key", "user", "metadata", "store", "priority", "n"}
 
 
 @pytest.mark.parametrize(
-    ("setting", "wish", "sent_as"), [(None, None, None), (False, None, False), (False, True, True)]
+    ("default", "requested", "sent"), [(None, None, None), (False, None, False), (False, True, True)]
 )
-def test_the_models_own_switch_holds_where_the_client_has_no_wish(
-    setting: bool | None, wish: bool | None, sent_as: bool | None
+def test_default_of_the_model_holds_if_the_request_does_not_say(
+    default: bool | None, requested: bool | None, sent: bool | None
 ) -> None:
-    got = sent(chat_request(reasoning=Reasoning(enabled=wish)), enable_thinking=setting)
-    assert got.get("chat_template_kwargs", {}).get("enable_thinking") == sent_as
+    made = body(chat_request(reasoning=Reasoning(enabled=requested)), enable_thinking=default)
+    assert made.get("chat_template_kwargs", {}).get("enable_thinking") == sent
 
 
-def test_images_arrive_as_data() -> None:
+def test_images_are_sent_as_data_urls() -> None:
     request = Request(model="m", messages=(Message("user", (Text("Look"), Image(PIXEL))),))
-    assert sent(request)["messages"][0]["content"] == [
+    assert body(request)["messages"][0]["content"] == [
         {"type": "text", "text": "Look"},
         {"type": "image_url", "image_url": {"url": PIXEL}},
     ]
 
 
-def test_schemas_and_gbnf_pass_and_other_grammars_are_refused() -> None:
-    assert sent(chat_request(constraint=Constraint("gbnf", "root ::= [a]")))["grammar"] == "root ::= [a]"
-    schema = sent(chat_request(constraint=Constraint("json_schema", '{"type":"object"}')))
+def test_schemas_and_gbnf_are_sent_and_other_grammars_refused() -> None:
+    assert body(chat_request(constraint=Constraint("gbnf", "root ::= [a]")))["grammar"] == "root ::= [a]"
+    schema = body(chat_request(constraint=Constraint("json_schema", '{"type":"object"}')))
     assert schema["response_format"]["json_schema"]["schema"] == {"type": "object"}
     with pytest.raises(Unsupported, match="not lark"):
-        sent(chat_request(constraint=Constraint("lark", "start: A")))
+        body(chat_request(constraint=Constraint("lark", "start: A")))
 
 
 def test_bare_prompts_are_refused() -> None:
     with pytest.raises(Unsupported, match="conversations only"):
-        sent(Request(model="m", prompts=("Once",)))
+        body(Request(model="m", prompts=("Once",)))

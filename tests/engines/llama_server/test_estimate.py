@@ -1,4 +1,4 @@
-"""What it will take, from the heads of its files."""
+"""The memory estimate, from the headers of the files."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def of(machine: AvailableMemory = HERE, **options: Any) -> MemoryEstimate:
     return estimate(EngineSpec("m", Options(path=str(fetch()), **options), CACHES), machine)
 
 
-def test_it_is_llama_cpps_for_one_cache_of_all_slots() -> None:
+def test_estimate_is_that_of_llama_cpp_with_one_cache_of_all_slots() -> None:
     options = llama_cpp.Options(path=str(fetch()), flash_attn="auto")
     assert of() == llama_cpp.estimate(EngineSpec("m", options, {"all": CacheInfo(1024, 3)}), HERE)
 
 
-def test_a_draft_model_counts_with_its_weights_and_its_cache() -> None:
+def test_draft_model_adds_its_weights_and_cache() -> None:
     one, two = of(), of(llama_server_draft_model_path=str(fetch()))
     assert (two.weights, two.kv, two.compute) == (2 * one.weights, 2 * one.kv, 2 * one.compute)
 
 
-def test_a_projector_counts_with_its_size(tmp_path: Path) -> None:
+def test_projector_adds_its_size(tmp_path: Path) -> None:
     (tmp_path / "mmproj.gguf").write_bytes(bytes(1000))
     assert of(llama_server_mmproj_path=str(tmp_path / "mmproj.gguf")).weights == of().weights + 1000
     assert of(llama_server_mmproj_path=str(tmp_path / "none.gguf")) == of()
 
 
-def test_layers_decide_where_it_goes() -> None:
+def test_layers_decide_the_device() -> None:
     gpu = AvailableMemory(1 << 40, {"GPU-1": 1 << 40})
     assert [of(gpu, llama_server_n_gpu_layers=n).device for n in ("-1", "all", "auto", "20", "0")] == [
         *["gpu"] * 4,

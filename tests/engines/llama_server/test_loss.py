@@ -1,4 +1,4 @@
-"""What a rounded KV cache of llama-server costs, told by the library on the same file."""
+"""The quality loss of a quantized KV cache, measured by the library on the same file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def spec(*types: str) -> EngineSpec:
     return EngineSpec("m", options, {"main": CacheInfo(512, 2, *types), "fast": CacheInfo(256)})
 
 
-def test_the_caches_own_formats_are_held_against_the_references():
+def test_quantized_cache_diverges_from_the_reference() -> None:
     ids = vocabulary().encode_plain("Eleven goats crossed the river before the bridge was built, and none after.")
     same, rounded = loss(spec(), spec(), ids), loss(spec("q8_0", "q8_0"), spec(), ids)
     assert same.divergence == 0

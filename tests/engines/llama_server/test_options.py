@@ -1,4 +1,4 @@
-"""What a definition may say, and what one load may set for itself."""
+"""The fields of a definition, and the overrides of one load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from modelyard.engines.llama_server import LIVE_OVERRIDES, Options
 
 
-def test_five_fields_may_be_set_for_one_load() -> None:
+def test_fields_that_one_load_may_override() -> None:
     assert list(LIVE_OVERRIDES) == [
         "llama_server_n_ctx",
         "llama_server_image_max_tokens",
@@ -32,12 +32,12 @@ def test_five_fields_may_be_set_for_one_load() -> None:
         ("llama_server_spec_draft_p_min", 1.0),
     ],
 )
-def test_values_within_their_range_are_taken(field: str, value: Any) -> None:
+def test_values_in_range_are_accepted(field: str, value: Any) -> None:
     assert TypeAdapter(LIVE_OVERRIDES[field]).validate_python(value) == value
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [
         ("llama_server_n_ctx", 0, "greater than or equal to 1"),
         ("llama_server_image_max_tokens", -1, "greater than or equal to 1"),
@@ -48,13 +48,13 @@ def test_values_within_their_range_are_taken(field: str, value: Any) -> None:
         ("llama_server_spec_draft_p_min", "x", "valid number"),
     ],
 )
-def test_values_outside_are_refused_with_the_range(field: str, value: Any, told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_values_out_of_range_are_refused(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         TypeAdapter(LIVE_OVERRIDES[field]).validate_python(value)
 
 
 @pytest.mark.parametrize("argument", ["-m", "--model=x.gguf", "--host", "--port=1", "-c", "--parallel", "--api-key"])
-def test_arguments_that_are_fields_of_their_own_are_refused_by_name(argument: str) -> None:
+def test_extra_arguments_must_not_set_reserved_flags(argument: str) -> None:
     with pytest.raises(ValidationError, match=f"{argument.partition('=')[0]} is set by"):
         Options(path="m", llama_server_extra_args=["--mlock", argument])
 
@@ -69,6 +69,6 @@ def test_arguments_that_are_fields_of_their_own_are_refused_by_name(argument: st
         {"llama_server_nonsense": 1},
     ],
 )
-def test_nonsense_is_refused(fields: dict[str, Any]) -> None:
+def test_invalid_fields_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Options(path="m", **fields)

@@ -1,4 +1,4 @@
-"""The exact command line and environment of a definition."""
+"""The command line, the environment and the failure reasons of llama-server."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modelyard.engines.llama_server.command import command, environment, shared
-from modelyard.engines.llama_server.reason import reason
-from modelyard.engines.managed.listening import Listening
 
 from modelyard.config.engine_options import engine_options, engine_spec
 from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_server import Options
+from modelyard.engines.llama_server.server import combined_cache, command_line, environment, failure_reason
+from modelyard.engines.managed.server import ListenAddress
 
-SOCKET = Listening("/run/llama.sock")
+SOCKET = ListenAddress("/run/llama.sock")
 POOL = {
     "engine": {
         "models": {
@@ -49,19 +48,19 @@ POOL = {
 }
 
 
-def line(caches: dict[str, CacheInfo] | None = None, at: Listening = SOCKET, **options: Any) -> list[str]:
+def line(caches: dict[str, CacheInfo] | None = None, address: ListenAddress = SOCKET, **options: Any) -> list[str]:
     chosen = Options(path="m.gguf", **options)
-    return command("llama-server", Path("m.gguf"), chosen, caches or {"m": CacheInfo(4096)}, at)
+    return command_line("llama-server", Path("m.gguf"), chosen, caches or {"m": CacheInfo(4096)}, address)
 
 
-def test_the_whole_definition_of_a_pool_becomes_this_command_line(tmp_path: Path) -> None:
+def test_complete_definition_becomes_a_command_line(tmp_path: Path) -> None:
     (tmp_path / "pool.json").write_text(json.dumps(POOL))
     config = load_config(tmp_path / "pool.json", env={}).config
     (name,) = config.models
     spec = engine_spec(config.router().catalog.models[name], config.models[name])
     options = engine_options(config.models[name])
     assert isinstance(options, Options)
-    assert command(str(options.llama_server_binary), Path(options.path), options, spec.caches, SOCKET) == [
+    assert command_line(str(options.llama_server_binary), Path(options.path), options, spec.caches, SOCKET) == [
         *("/opt/llama.cpp/bin/llama-server", "--model", "/models/gemma-4-26B-A4B-it-UD-Q5_K_S.gguf"),
         *("--host", "/run/llama.sock", "--ctx-size", "4096", "--parallel", "1", "--jinja", "--no-webui"),
         *("--n-gpu-layers", "-1", "--flash-attn", "on"),
@@ -75,31 +74,31 @@ def test_the_whole_definition_of_a_pool_becomes_this_command_line(tmp_path: Path
     assert env == {"LD_LIBRARY_PATH": "/opt/llama.cpp/lib:/usr/lib", "HOME": "/h"}
 
 
-def test_a_bare_definition_leaves_everything_else_to_the_program() -> None:
+def test_minimal_definition_sets_no_optional_flags() -> None:
     assert line() == [
         *("llama-server", "--model", "m.gguf", "--host", "/run/llama.sock"),
         *("--ctx-size", "4096", "--parallel", "1", "--jinja", "--no-webui"),
     ]
 
 
-def test_the_window_is_one_conversations_and_the_program_is_told_all_of_them_together() -> None:
-    told = line({"main": CacheInfo(8192, 3), "fast": CacheInfo(2048, 1)})
-    assert told[told.index("--ctx-size") + 1] == str(8192 * 4)
-    assert told[told.index("--parallel") + 1] == "4"
-    assert shared({"a": CacheInfo(10, 2), "b": CacheInfo(20, 3)}) == CacheInfo(20, 5)
+def test_context_size_is_the_window_times_all_slots() -> None:
+    argv = line({"main": CacheInfo(8192, 3), "fast": CacheInfo(2048, 1)})
+    assert argv[argv.index("--ctx-size") + 1] == str(8192 * 4)
+    assert argv[argv.index("--parallel") + 1] == "4"
+    assert combined_cache({"a": CacheInfo(10, 2), "b": CacheInfo(20, 3)}) == CacheInfo(20, 5)
 
 
-def test_a_port_is_named_with_its_host() -> None:
-    at = Listening("127.0.0.1", 8123, "key")
-    told = line(at=at)
-    assert told[told.index("--host") :][:4] == ["--host", "127.0.0.1", "--port", "8123"]
-    assert "key" not in " ".join(told), "every user of the machine can read a command line"
-    assert environment(Options(path="m"), at, {"LLAMA_API_KEY": "foreign"})["LLAMA_API_KEY"] == "key"
+def test_port_is_passed_with_its_host_and_the_key_is_not() -> None:
+    address = ListenAddress("127.0.0.1", 8123, "key")
+    argv = line(address=address)
+    assert argv[argv.index("--host") :][:4] == ["--host", "127.0.0.1", "--port", "8123"]
+    assert "key" not in " ".join(argv), "every user of the machine can read a command line"
+    assert environment(Options(path="m"), address, {"LLAMA_API_KEY": "foreign"})["LLAMA_API_KEY"] == "key"
     assert "LLAMA_API_KEY" not in environment(Options(path="m"), SOCKET, {"LLAMA_API_KEY": "foreign"})
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "flags"),
     [
         ({"llama_server_n_gpu_layers": 20}, ["--n-gpu-layers", "20"]),
         ({"llama_server_n_gpu_layers": "all"}, ["--n-gpu-layers", "all"]),
@@ -115,24 +114,24 @@ def test_a_port_is_named_with_its_host() -> None:
         ({"chat_template": "/my/template.jinja"}, ["--chat-template-file", "/my/template.jinja"]),
     ],
 )
-def test_each_field_has_its_flag(fields: dict[str, Any], told: list[str]) -> None:
-    assert line(**fields)[len(line()) :] == told
+def test_each_field_has_its_flag(fields: dict[str, Any], flags: list[str]) -> None:
+    assert line(**fields)[len(line()) :] == flags
 
 
-def test_what_a_cache_sets_for_itself_goes_before_the_models_own() -> None:
+def test_fields_of_the_cache_override_those_of_the_model() -> None:
     cache = CacheInfo(64, type_k="q8_0", type_v="q4_0", n_batch=32, n_ubatch=16, n_threads=2, flash_attn=True)
-    told = line({"m": cache}, llama_server_n_threads=5, llama_server_flash_attn="off")
-    assert told[len(line()) :] == [
+    argv = line({"m": cache}, llama_server_n_threads=5, llama_server_flash_attn="off")
+    assert argv[len(line()) :] == [
         *("--threads", "2", "--batch-size", "32", "--ubatch-size", "16", "--flash-attn", "on"),
         *("--cache-type-k", "q8_0", "--cache-type-v", "q4_0"),
     ]
 
 
-def test_a_home_folder_is_spelled_out() -> None:
+def test_home_folder_is_expanded() -> None:
     assert line(llama_server_mmproj_path="~/p.gguf")[-1] == str(Path.home() / "p.gguf")
 
 
-def test_variables_of_the_definition_reach_the_program() -> None:
+def test_environment_variables_are_passed() -> None:
     options = Options(path="m", llama_server_env={"CUDA_VISIBLE_DEVICES": "1"}, llama_server_library_path="/a")
     assert environment(options, SOCKET, {"CUDA_VISIBLE_DEVICES": "0"}) == {
         "CUDA_VISIBLE_DEVICES": "1",
@@ -153,25 +152,25 @@ MISSING = [
 ]
 
 
-def test_the_first_errors_are_told_once_each_and_without_their_time() -> None:
-    assert reason(MISSING) == (
+def test_first_errors_are_reported_once_without_time_stamps() -> None:
+    assert failure_reason(MISSING) == (
         "gguf_init_from_file: failed to open GGUF file '/nowhere.gguf' (No such file or directory); "
         "llama_model_load: error loading model"
     )
 
 
-def test_errors_without_a_time_are_known_by_their_words() -> None:
+def test_errors_without_a_time_stamp_are_found_by_keywords() -> None:
     usage = ["", "usage:", "--spec-type none,draft-simple", "", "to show complete usage, run with -h"]
-    told = 'error while handling argument "--spec-type": unknown speculative type: draft'
-    assert reason([told, *usage]) == told
-    assert reason(["sh: 1: exec: /x: not found"]) == "sh: 1: exec: /x: not found"
-    assert reason(["ggml.c:123: GGML_ASSERT(a == b) failed"]) == "ggml.c:123: GGML_ASSERT(a == b) failed"
+    error = 'error while handling argument "--spec-type": unknown speculative type: draft'
+    assert failure_reason([error, *usage]) == error
+    assert failure_reason(["sh: 1: exec: /x: not found"]) == "sh: 1: exec: /x: not found"
+    assert failure_reason(["ggml.c:123: GGML_ASSERT(a == b) failed"]) == "ggml.c:123: GGML_ASSERT(a == b) failed"
 
 
-def test_warnings_and_notes_are_no_reason() -> None:
-    assert reason(MISSING[:2]) == ""
-    assert reason([]) == ""
+def test_warnings_are_not_reasons() -> None:
+    assert failure_reason(MISSING[:2]) == ""
+    assert failure_reason([]) == ""
 
 
-def test_no_more_than_three_are_told() -> None:
-    assert reason([f"error {n}" for n in range(9)]) == "error 0; error 1; error 2"
+def test_at_most_three_errors_are_reported() -> None:
+    assert failure_reason([f"error {n}" for n in range(9)]) == "error 0; error 1; error 2"

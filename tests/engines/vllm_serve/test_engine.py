@@ -158,7 +158,7 @@ async def refused(**chosen: object) -> ModelyardError:
 
 
 async def test_a_load_that_fails_is_told_by_its_root_cause() -> None:
-    error = await refused(vllm_serve_env=behaviour("stillborn"))
+    error = await refused(vllm_serve_env=behaviour("fails_to_start"))
     why = "ValueError: this machine has no such instruction"
     assert error.message == f"vllm serve ended with exit code 1: {why} (it was to load tests/echo)"
 

@@ -1,4 +1,4 @@
-"""What the optimizer may turn of a model that a `vllm serve` runs."""
+"""The knobs of the vllm serve engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def gpu(total: int, name: str = "NVIDIA H200") -> GpuMemory:
     return GpuMemory(uuid="GPU-1", name=name, total=total, used=0, free=total)
 
 
-def held(*gpus: GpuMemory, monkeypatch: pytest.MonkeyPatch, **chosen: object) -> dict[str, object]:
+def current(*gpus: GpuMemory, monkeypatch: pytest.MonkeyPatch, **chosen: object) -> dict[str, object]:
     monkeypatch.setattr(knobs, "read_gpus", lambda: gpus)
     return dict(knobs.current(EngineSpec("m", options(**chosen), {"main": CacheInfo(32_768, 4)}), "main"))
 
 
-def test_it_has_the_knobs_of_a_model_that_vllm_runs_in_process() -> None:
+def test_knobs_are_those_of_vllm_in_process() -> None:
     assert (knobs.knobs, knobs.forbids) == (in_process.knobs, in_process.forbids)
 
 
@@ -36,10 +36,10 @@ def test_it_has_the_knobs_of_a_model_that_vllm_runs_in_process() -> None:
     ],
     ids=["small", "large, but of an older family", "large", "very large"],
 )
-def test_a_step_is_longer_on_a_large_gpu(one: GpuMemory, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert held(one, monkeypatch=monkeypatch)["vllm_max_num_batched_tokens"] == tokens
+def test_default_step_is_larger_on_a_large_gpu(one: GpuMemory, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert current(one, monkeypatch=monkeypatch)["vllm_max_num_batched_tokens"] == tokens
 
 
-def test_without_a_gpu_every_rank_brings_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert held(monkeypatch=monkeypatch)["vllm_max_num_batched_tokens"] == 2048
-    assert held(monkeypatch=monkeypatch, vllm_tensor_parallel_size=2)["vllm_max_num_batched_tokens"] == 4096
+def test_without_a_gpu_every_rank_adds_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert current(monkeypatch=monkeypatch)["vllm_max_num_batched_tokens"] == 2048
+    assert current(monkeypatch=monkeypatch, vllm_tensor_parallel_size=2)["vllm_max_num_batched_tokens"] == 4096

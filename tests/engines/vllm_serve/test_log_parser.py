@@ -1,4 +1,4 @@
-"""Why it ended and how far it has come, out of its last lines."""
+"""Failure reasons and loading progress in the log of vLLM."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ REFUSED = [
 ]
 
 
-def test_the_root_cause_is_told_once_and_not_its_consequences() -> None:
+def test_root_cause_is_reported_once_without_consequences() -> None:
     assert failure_reason([*STARTING, *FAILED]) == "ValueError: No available memory for the cache blocks."
 
 
-def test_a_setting_that_vllm_does_not_take_is_told_without_all_the_others() -> None:
+def test_invalid_setting_is_reported_without_the_other_settings() -> None:
     assert failure_reason([*STARTING, *REFUSED]) == "Value error, Sleep mode is not supported on current platform."
 
 
-def test_a_consequence_is_better_than_nothing() -> None:
+def test_consequence_is_reported_if_there_is_no_cause() -> None:
     assert failure_reason([*STARTING, FAILED[-1]]).startswith("RuntimeError: Engine core initialization failed")
 
 
-def test_bad_arguments_and_crashes_are_known() -> None:
-    told = "vllm: error: unrecognized arguments: --nonsense"
-    assert failure_reason(["usage: vllm [-h]", told]) == told
+def test_invalid_arguments_and_crashes_are_recognized() -> None:
+    error = "vllm: error: unrecognized arguments: --nonsense"
+    assert failure_reason(["usage: vllm [-h]", error]) == error
     assert failure_reason(["Fatal Python error: Illegal instruction"]) == "Fatal Python error: Illegal instruction"
 
 
-def test_words_that_look_like_nothing_known_are_told_as_they_are_and_notes_are_not() -> None:
+def test_last_lines_are_reported_if_nothing_is_recognized() -> None:
     assert (
         failure_reason([*STARTING, "the moon is full", "and the dog barks"]) == "the moon is full | and the dog barks"
     )
@@ -52,7 +52,7 @@ def test_words_that_look_like_nothing_known_are_told_as_they_are_and_notes_are_n
     assert failure_reason([]) == ""
 
 
-def test_how_far_it_is_only_grows() -> None:
+def test_progress_only_grows() -> None:
     shards = ["Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01,  1.0s/it]"]
     later = [*STARTING, *shards, "(Worker pid=3) INFO 11-15 10:10:05 [default_loader.py:501] Loading weights took 3 s"]
     assert startup_stage([]) == (0.05, "starting vllm serve")
@@ -60,7 +60,7 @@ def test_how_far_it_is_only_grows() -> None:
         (0.1, "starting the engine"),
         (0.2, "loading the weights"),
         (0.4, "loading the weights"),
-        (0.6, "making room for the KV cache"),
+        (0.6, "allocating the KV cache"),
     ]
     last = "(APIServer pid=1) INFO 11-15 10:10:14 [entry.py:140] Starting vLLM server on unix:/x.sock"
-    assert startup_stage([*later, last]) == (0.9, "starting its HTTP side")
+    assert startup_stage([*later, last]) == (0.9, "starting the HTTP server")

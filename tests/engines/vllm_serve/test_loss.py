@@ -1,4 +1,4 @@
-"""What a KV cache of coarser numbers costs with `vllm serve`: two servers read one text."""
+"""The quality loss of a quantized KV cache with vllm serve: two servers read one text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def spec(**chosen: Any) -> EngineSpec:
     return EngineSpec("echo", options(**chosen), {"main": CacheInfo(512, 2)})
 
 
-def test_coarser_numbers_are_held_against_the_references(tmp_path: Path) -> None:
+def test_quantized_cache_is_compared_with_the_reference(tmp_path: Path) -> None:
     env = behaviour("", tmp_path / "notes")
     lost = loss(spec(vllm_kv_cache_dtype="fp8", vllm_serve_env=env), spec(vllm_serve_env=env), IDS)
     assert lost.reference == pytest.approx(2)
@@ -36,7 +36,7 @@ def test_coarser_numbers_are_held_against_the_references(tmp_path: Path) -> None
     assert {each["prompt_logprobs"] for each in asked} == {TOP_LOGPROBS}
 
 
-def test_the_server_is_made_for_one_text_and_does_not_outlive_it(tmp_path: Path) -> None:
+def test_server_is_configured_for_one_text_and_does_not_sleep(tmp_path: Path) -> None:
     env = behaviour("", tmp_path / "notes")
     loss(spec(vllm_serve_env=env, vllm_serve_sleep_s=60.0), spec(vllm_serve_env=env), IDS)
     first, _ = recorded(tmp_path / "notes", "argv")
@@ -45,18 +45,18 @@ def test_the_server_is_made_for_one_text_and_does_not_outlive_it(tmp_path: Path)
     assert "--enable-sleep-mode" not in first
 
 
-def test_a_server_that_cannot_start_with_these_numbers_says_why() -> None:
+def test_server_that_does_not_start_is_reported_with_its_reason() -> None:
     with pytest.raises(Unavailable, match="this machine has no such instruction"):
-        loss(spec(vllm_serve_env=behaviour("stillborn")), spec(), IDS)
+        loss(spec(vllm_serve_env=behaviour("fails_to_start")), spec(), IDS)
 
 
-def test_a_server_that_does_not_read_the_text_is_quoted() -> None:
+def test_refused_text_is_reported_with_its_reason() -> None:
     with pytest.raises(InvalidRequest, match="it answered 400, no log probabilities today"):
         loss(spec(vllm_serve_env=behaviour("cannot_read")), spec(), IDS)
 
 
 @pytest.mark.vllm
-def test_a_real_server_reads_the_built_in_text_in_both_number_formats() -> None:
+def test_real_server_reads_the_built_in_text_with_both_cache_types() -> None:
     def served(**chosen: Any) -> EngineSpec:
         return EngineSpec("smollm2", vllm_serve.Options(**real_server.fields(**chosen)), {"main": CacheInfo(2048, 8)})
 

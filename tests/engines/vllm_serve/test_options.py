@@ -1,4 +1,4 @@
-"""What a definition may say of the process and its HTTP side."""
+"""The fields of a definition for the process and its HTTP server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from modelyard.engines.vllm_serve import LIVE_OVERRIDES, Options
-from modelyard.engines.vllm_serve.options import flag_of
+from modelyard.engines.vllm_serve.options import flag_name
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,13 @@ from modelyard.engines.vllm_serve.options import flag_of
         *("--served-model-name", "--speculative-config", "--enable-sleep-mode", "--lora-modules"),
     ],
 )
-def test_arguments_that_are_fields_of_their_own_are_refused_by_name(argument: str) -> None:
-    with pytest.raises(ValidationError, match=f"{flag_of(argument)} is set by"):
+def test_extra_arguments_must_not_set_reserved_flags(argument: str) -> None:
+    with pytest.raises(ValidationError, match=f"{flag_name(argument)} is set by"):
         Options(vllm_model="m", vllm_serve_extra_args=["--quantization", "modelopt", argument])
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"vllm_serve_port": 70000}, "65535"),
         ({"vllm_serve_start_timeout_s": 0}, "greater than 0"),
@@ -34,15 +34,15 @@ def test_arguments_that_are_fields_of_their_own_are_refused_by_name(argument: st
         ({"vllm_serve_sleep_s": 5, "vllm_serve_port": 0}, "needs the private socket"),
     ],
 )
-def test_nonsense_is_refused(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_invalid_fields_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         Options(vllm_model="m", **fields)
 
 
-def test_it_may_be_set_for_one_load_what_may_be_in_process() -> None:
+def test_one_load_may_override_the_same_fields_as_in_process() -> None:
     assert len(LIVE_OVERRIDES) == 9
     assert all(field in Options.model_fields or field == "vllm_max_model_len" for field in LIVE_OVERRIDES)
 
 
-def test_it_does_not_sleep_unless_it_is_told_to() -> None:
+def test_sleep_is_off_by_default() -> None:
     assert Options(vllm_model="m").vllm_serve_sleep_s == 0

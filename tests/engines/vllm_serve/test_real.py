@@ -1,4 +1,4 @@
-"""A real `vllm serve` on the CPU: what only the real one can show."""
+"""A real `vllm serve` on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
 from modelyard.core.request import Constraint, Request, Sampling
-from modelyard.engines.vllm_serve.engine import VllmServe
+from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from tests.engines.conformance.test_chat import NO_END
 from tests.engines.vllm.real import write_adapter
 from tests.engines.vllm_serve import real_server
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).parent.parent.parent.parent
 
 
-def family(pid: int | None) -> list[psutil.Process]:
+def descendants(pid: int | None) -> list[psutil.Process]:
     return psutil.Process(pid or 0).children(recursive=True)
 
 
@@ -38,11 +38,11 @@ async def gone(processes: Sequence[psutil.Process]) -> bool:
     return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 
-def endless() -> Request:
+def unlimited() -> Request:
     return chat_request("Count to one thousand in words.", max_tokens=1900, sampling=NO_END)
 
 
-async def speaking(it: VllmServe, request: Request) -> object:
+async def speaking(it: VllmServeEngine, request: Request) -> object:
     generation = it.chat(request)
     got: list[Event] = []
     while not any(isinstance(event, BlockDelta) for event in got):
@@ -54,35 +54,35 @@ async def rest(generation: object) -> Event:
     return [event async for batch in generation for event in batch][-1]  # type: ignore[attr-defined]
 
 
-async def in_its_hands(it: VllmServe) -> int:
-    """How many requests vLLM itself says that it runs or queues."""
-    reply = await it._running.client._http.get("/metrics")
-    found = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", reply.text, re.MULTILINE)
-    assert len(found) >= 2, reply.text[:500]
+async def active_requests(it: VllmServeEngine) -> int:
+    """The number of running and waiting requests by the metrics of vLLM."""
+    _, reply = await it.server.upstream._http.request("GET", "/metrics")
+    found = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", reply.decode(), re.MULTILINE)
+    assert len(found) >= 2, reply[:500]
     return int(sum(map(float, found)))
 
 
-async def test_what_it_is_asked_for_it_does(tmp_path: Path) -> None:
+async def test_answers_adapters_constraints_overflows_and_aborts(tmp_path: Path) -> None:
     async with running_engine(lora={"law": str(write_adapter(tmp_path / "law", strength=1.0))}) as it:
         reply = collect_reply(await read_events(it, chat_request("What is the capital of France?", max_tokens=16)))
         assert "Paris" in reply.text
         assert reply.finished.usage.prompt == await it.count(chat_request("What is the capital of France?"))
-        await _wears_its_adapter(it, reply.text)
-        await _forms(it)
-        await _overflows(it)
-        await _aborts_under_load(it)
-        family_ = family(it.pid)
-    assert await gone(family_)
+        await _check_adapter(it, reply.text)
+        await _check_constraints(it)
+        await _check_overflows(it)
+        await _check_aborts(it)
+        children = descendants(it.pid)
+    assert await gone(children)
 
 
-async def _wears_its_adapter(it: VllmServe, plain: str) -> None:
+async def _check_adapter(it: VllmServeEngine, plain: str) -> None:
     question = chat_request("What is the capital of France?", max_tokens=16)
     worn = collect_reply(await read_events(it, replace(question, lora_adapter="law")))
     assert worn.text != plain
     assert collect_reply(await read_events(it, question)).text == plain
 
 
-async def _forms(it: VllmServe) -> None:
+async def _check_constraints(it: VllmServeEngine) -> None:
     schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
     form = Constraint("json_schema", schema)
     reply = collect_reply(await read_events(it, chat_request("Give a number.", constraint=form, max_tokens=60)))
@@ -94,7 +94,7 @@ async def _forms(it: VllmServe) -> None:
         assert told.text in ("red", "green", "blue")
 
 
-async def _overflows(it: VllmServe) -> None:
+async def _check_overflows(it: VllmServeEngine) -> None:
     for words in (2100, 40_000):
         (last,) = await read_events(it, chat_request("word " * words))
         assert isinstance(last, Failed)
@@ -104,8 +104,8 @@ async def _overflows(it: VllmServe) -> None:
     assert isinstance((await read_events(it, chat_request("Say hello.", max_tokens=32_000)))[-1], Finished)
 
 
-async def _aborts_under_load(it: VllmServe) -> None:
-    generations = [await speaking(it, endless()) for _ in range(8)]
+async def _check_aborts(it: VllmServeEngine) -> None:
+    generations = [await speaking(it, unlimited()) for _ in range(8)]
     for generation in generations[::2]:
         generation.cancel()  # type: ignore[attr-defined]
     for generation in generations[::2]:
@@ -114,20 +114,20 @@ async def _aborts_under_load(it: VllmServe) -> None:
         assert isinstance(last.error, Cancelled)
     assert collect_reply(await read_events(it, chat_request("Say hello."))).text
     async with asyncio.timeout(60):
-        while await in_its_hands(it) != 4:  # noqa: ASYNC110  it is another program
+        while await active_requests(it) != 4:  # noqa: ASYNC110  it is another program
             await asyncio.sleep(0.05)
         for generation in generations[1::2]:
             generation.cancel()  # type: ignore[attr-defined]
             await rest(generation)
-        while await in_its_hands(it) != 0:  # noqa: ASYNC110
+        while await active_requests(it) != 0:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("who", ["the server", "the engine behind it"])
-async def test_a_kill_in_mid_stream_is_told_and_leaves_nothing_behind(who: str) -> None:
+async def test_kill_during_a_stream_is_reported_and_leaves_no_process(who: str) -> None:
     async with running_engine() as it:
-        everybody = family(it.pid)
-        generation = await speaking(it, endless())
+        everybody = descendants(it.pid)
+        generation = await speaking(it, unlimited())
         victim = psutil.Process(it.pid or 0) if who == "the server" else _core(everybody)
         victim.kill()
         last, death = await rest(generation), await asyncio.wait_for(it.lost, 120)
@@ -143,7 +143,7 @@ def _core(everybody: Sequence[psutil.Process]) -> psutil.Process:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "told"),
+    ("chosen", "message"),
     [
         ({"vllm_serve_extra_args": ["--nonsense"]}, "unrecognized arguments: --nonsense"),
         ({"vllm_kv_cache_memory_bytes": 1 << 20}, "No available memory for the cache blocks"),
@@ -151,32 +151,32 @@ def _core(everybody: Sequence[psutil.Process]) -> psutil.Process:
         ({"vllm_serve_sleep_s": 60.0}, "Sleep mode is not supported"),
     ],
 )
-async def test_what_keeps_it_from_loading_is_told_in_its_own_words(chosen: dict[str, object], told: str) -> None:
+async def test_failed_load_is_reported_with_its_reason(chosen: dict[str, object], message: str) -> None:
     it = real_server.engine({"main": CacheInfo(2048, 2)}, **chosen)
     with pytest.raises(ModelyardError) as caught:
         await it.open(lambda *_: None)
     await it.close()
-    assert told in caught.value.message
+    assert message in caught.value.message
     assert len(caught.value.message) < 2000
 
 
 ORPHANS = """
 import asyncio, sys
 from tests.engines.vllm.real import write_adapter
-from tests.engines.vllm_serve import real
-from tests.engines.vllm_serve.test_real import family
+from tests.engines.vllm_serve import real_server
+from tests.engines.vllm_serve.test_real import descendants
 
 async def main():
-    it = real.engine()
+    it = real_server.engine()
     await it.open(lambda *_: None)
-    print(*(each.pid for each in family(it.pid)), it.pid, flush=True)
+    print(*(each.pid for each in descendants(it.pid)), it.pid, flush=True)
     await it.lost
 
 asyncio.run(main())
 """
 
 
-async def test_nothing_of_it_outlives_a_gateway_that_is_killed() -> None:
+async def test_no_process_outlives_a_killed_gateway() -> None:
     real_server.fields()
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", ORPHANS, cwd=ROOT, stdout=subprocess.PIPE)
     assert parent.stdout is not None
@@ -190,7 +190,7 @@ async def test_nothing_of_it_outlives_a_gateway_that_is_killed() -> None:
     assert await gone(everybody)
 
 
-async def test_sampling_is_repeatable_and_tells_its_odds() -> None:
+async def test_sampling_with_a_seed_is_repeatable_and_has_logprobs() -> None:
     async with running_engine() as it:
         sampling = Sampling(temperature=1.0, seed=7, top_k=20, min_p=0.01, repetition_penalty=1.1)
         one, two = [

@@ -1,4 +1,4 @@
-"""The exact command line and environment of a definition."""
+"""The command line, the parsers and the environment of vllm serve."""
 
 from __future__ import annotations
 
@@ -7,39 +7,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modelyard.engines.managed.listening import Listening
-from modelyard.engines.vllm_serve.command import Served, command, environment, tools
-from modelyard.engines.vllm_serve.parsers import reasoning_parser, tool_parser
+from modelyard.engines.managed.server import ListenAddress
+from modelyard.engines.vllm_serve.server import (
+    ServedModel,
+    command_line,
+    environment,
+    reasoning_parser,
+    tool_call_parser,
+)
 
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.vllm_serve import Options
 from tests.engines.vllm.test_arguments import defined
 
-SOCKET = Listening("/run/vllm.sock")
-BARE = [
+SOCKET = ListenAddress("/run/vllm.sock")
+MINIMAL = Options(vllm_model="m")
+MINIMAL_LINE = [
     *("vllm", "serve", "/found/m", "--uds", "/run/vllm.sock", "--served-model-name", "m"),
     *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
     *("--max-model-len", "4096", "--max-num-seqs", "1", "--dtype", "auto"),
 ]
 
 
-def line(at: Listening = SOCKET, template: str | None = None, **options: Any) -> list[str]:
-    served = Served("m", "/found/m", template)
-    return command("vllm", served, Options(vllm_model="m", **options), {"m": CacheInfo(4096)}, at)
+def line(address: ListenAddress = SOCKET, template: str | None = None, **options: Any) -> list[str]:
+    model = ServedModel("m", "/found/m", template)
+    return command_line("vllm", model, Options(vllm_model="m", **options), {"m": CacheInfo(4096)}, address)
 
 
 def added(**options: Any) -> list[str]:
-    """What the fields add to the command line of a bare definition."""
+    """The arguments that the fields add to a minimal definition."""
     got = line(**options)
-    steps = SequenceMatcher(None, BARE, got, autojunk=False).get_opcodes()
+    steps = SequenceMatcher(None, MINIMAL_LINE, got, autojunk=False).get_opcodes()
     return [argument for what, _, _, begin, end in steps if what != "equal" for argument in got[begin:end]]
 
 
-def test_the_definition_of_a_pool_with_an_assistant_that_guesses_becomes_this_command_line(tmp_path: Path) -> None:
+def test_definition_with_an_mtp_assistant_becomes_a_command_line(tmp_path: Path) -> None:
     spec = defined(tmp_path, "gemma4-nvfp4-vllm-serve")
     options = spec.options
-    served = Served(spec.model, options.model_name)
-    assert command(options.vllm_serve_binary, served, options, spec.caches, SOCKET) == [
+    served = ServedModel(spec.model, options.model_name)
+    assert command_line(options.vllm_serve_binary, served, options, spec.caches, SOCKET) == [
         *("/opt/vllm/bin/vllm", "serve", "/models/nvidia/Gemma-4-26B-A4B-NVFP4", "--uds", "/run/vllm.sock"),
         *("--served-model-name", "gemma4-nvfp4-vllm-serve"),
         *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
@@ -56,11 +62,11 @@ def test_the_definition_of_a_pool_with_an_assistant_that_guesses_becomes_this_co
     assert env["HOME"] == "/h"
 
 
-def test_the_definition_of_a_pool_with_a_model_that_guesses_by_itself_becomes_this_command_line(tmp_path: Path) -> None:
+def test_definition_with_mtp_layers_becomes_a_command_line(tmp_path: Path) -> None:
     spec = defined(tmp_path, "qwen3.6-35b-a3b-nvfp4-vllm-serve")
     options = spec.options
-    served = Served(spec.model, options.model_name, "… {{ enable_thinking }} <think> <tool_call> <function=")
-    assert command(options.vllm_serve_binary, served, options, spec.caches, SOCKET) == [
+    served = ServedModel(spec.model, options.model_name, "… {{ enable_thinking }} <think> <tool_call> <function=")
+    assert command_line(options.vllm_serve_binary, served, options, spec.caches, SOCKET) == [
         *("/opt/vllm-qwen/bin/vllm", "serve", "/models/nvidia/Qwen3.6-35B-A3B-NVFP4", "--uds", "/run/vllm.sock"),
         *("--served-model-name", "qwen3.6-35b-a3b-nvfp4-vllm-serve"),
         *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
@@ -83,20 +89,20 @@ def test_the_definition_of_a_pool_with_a_model_that_guesses_by_itself_becomes_th
     assert env["VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"] == "0"
 
 
-def test_a_bare_definition_leaves_everything_else_to_the_program() -> None:
-    assert line() == BARE
+def test_minimal_definition_sets_no_optional_flags() -> None:
+    assert line() == MINIMAL_LINE
 
 
-def test_a_port_is_named_with_its_host_and_the_key_is_not() -> None:
-    at = Listening("127.0.0.1", 8123, "secret")
-    assert line(at)[3:7] == ["--host", "127.0.0.1", "--port", "8123"]
-    assert "secret" not in " ".join(line(at)), "every user of the machine can read a command line"
-    assert environment(Options(vllm_model="m"), at, {"VLLM_API_KEY": "foreign"})["VLLM_API_KEY"] == "secret"
+def test_port_is_passed_with_its_host_and_the_key_is_not() -> None:
+    address = ListenAddress("127.0.0.1", 8123, "secret")
+    assert line(address)[3:7] == ["--host", "127.0.0.1", "--port", "8123"]
+    assert "secret" not in " ".join(line(address)), "every user of the machine can read a command line"
+    assert environment(Options(vllm_model="m"), address, {"VLLM_API_KEY": "foreign"})["VLLM_API_KEY"] == "secret"
     assert "VLLM_API_KEY" not in environment(Options(vllm_model="m"), SOCKET, {"VLLM_API_KEY": "foreign"})
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "flags"),
     [
         ({"vllm_enable_prefix_caching": False}, ["--no-enable-prefix-caching"]),
         ({"vllm_enforce_eager": True}, ["--enforce-eager"]),
@@ -119,15 +125,15 @@ def test_a_port_is_named_with_its_host_and_the_key_is_not() -> None:
         ),
     ],
 )
-def test_each_field_has_its_flag(fields: dict[str, Any], told: list[str]) -> None:
-    assert added(**fields) == told
+def test_each_field_has_its_flag(fields: dict[str, Any], flags: list[str]) -> None:
+    assert added(**fields) == flags
 
 
 @pytest.mark.parametrize("extra", [["--dtype", "half"], ["--dtype=half"]])
-def test_what_the_extra_arguments_name_is_not_said_twice(extra: list[str]) -> None:
-    told = line(vllm_serve_extra_args=extra)
-    assert [argument for argument in told if argument.startswith("--dtype")] == extra[:1]
-    assert told[-len(extra) :] == extra
+def test_extra_arguments_replace_ours(extra: list[str]) -> None:
+    argv = line(vllm_serve_extra_args=extra)
+    assert [argument for argument in argv if argument.startswith("--dtype")] == extra[:1]
+    assert argv[-len(extra) :] == extra
 
 
 @pytest.mark.parametrize(
@@ -139,13 +145,13 @@ def test_what_the_extra_arguments_name_is_not_said_twice(extra: list[str]) -> No
         ({"vllm_serve_extra_args": ["--tool_call_parser=xlam"]}, "<tool_call>", "xlam"),
     ],
 )
-def test_tools_are_offered_where_somebody_can_read_calls(
+def test_tool_parser_comes_from_the_extra_arguments_or_the_template(
     fields: dict[str, Any], template: str | None, parser: str | None
 ) -> None:
-    assert tools(Options(vllm_model="m", **fields), template) == parser
+    assert tool_call_parser(Options(vllm_model="m", **fields), template) == parser
 
 
-def test_variables_of_the_definition_reach_the_program_and_nobody_is_told_of_its_use() -> None:
+def test_environment_has_the_variables_of_the_definition_and_disables_usage_statistics() -> None:
     options = Options(vllm_model="m", vllm_serve_env={"A": "1"}, vllm_serve_library_path="/a", vllm_serve_sleep_s=1)
     assert environment(options, SOCKET, {"A": "0", "DO_NOT_TRACK": "0"}) == {
         "A": "1",
@@ -157,7 +163,7 @@ def test_variables_of_the_definition_reach_the_program_and_nobody_is_told_of_its
     }
 
 
-# Which parsers fit a model's template.
+# --- parsers ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -172,8 +178,8 @@ def test_variables_of_the_definition_reach_the_program_and_nobody_is_told_of_its
         ("<tool_call>name<arg_key>", "glm45"),
     ],
 )
-def test_calls_are_read_by_the_marks_of_the_template(template: str | None, parser: str | None) -> None:
-    assert tool_parser(None, template) == parser
+def test_tool_parser_is_chosen_by_the_markers_of_the_template(template: str | None, parser: str | None) -> None:
+    assert tool_call_parser(MINIMAL, template) == parser
 
 
 @pytest.mark.parametrize(
@@ -185,11 +191,13 @@ def test_calls_are_read_by_the_marks_of_the_template(template: str | None, parse
         ("<|channel|>analysis", "openai_gptoss"),
     ],
 )
-def test_reasoning_too(template: str | None, parser: str | None) -> None:
-    assert reasoning_parser(None, template) == parser
+def test_reasoning_parser_is_chosen_by_the_markers_of_the_template(template: str | None, parser: str | None) -> None:
+    assert reasoning_parser(MINIMAL, template) == parser
 
 
-def test_what_is_told_goes_before_and_none_means_none() -> None:
-    assert tool_parser("xlam", "<tool_call>") == "xlam"
-    assert tool_parser("none", "<tool_call>") is None
-    assert reasoning_parser("none", "<think>") is None
+def test_configured_parser_wins_and_none_disables_it() -> None:
+    named = Options(vllm_model="m", vllm_serve_tool_parser="xlam", vllm_serve_reasoning_parser="none")
+    disabled = Options(vllm_model="m", vllm_serve_tool_parser="none")
+    assert tool_call_parser(named, "<tool_call>") == "xlam"
+    assert tool_call_parser(disabled, "<tool_call>") is None
+    assert reasoning_parser(named, "<think>") is None

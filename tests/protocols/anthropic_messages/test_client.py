@@ -1,4 +1,4 @@
-"""Writing requests: what the wire can express comes back as it was; the rest is written the same way twice."""
+"""The client role: requests to upstreams, and their streams back."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ EXPRESSIBLE = strategies.requests(
 )
 
 
-def normal(request: Request) -> Request:
-    """Without what this wire has no place for, and with what reading adds."""
+def expressible(request: Request) -> Request:
+    """Without the fields that this protocol lacks, and with those that reading adds."""
     messages, reasoning = request.messages, request.reasoning
     if messages[0].role == "system" and all(part == Text("") for part in messages[0].parts):
         messages = messages[1:]
@@ -79,7 +79,7 @@ def normal(request: Request) -> Request:
 @settings(deadline=None, max_examples=100)
 @given(EXPRESSIBLE)
 def test_an_expressible_request_reads_back_equal(request: Request) -> None:
-    expected = normal(request)
+    expected = expressible(request)
     assert read_request(write_request(expected), {}) == expected
 
 
@@ -118,7 +118,7 @@ def test_values_of_other_protocols_are_translated() -> None:
     assert body["tool_choice"] == {"type": "any"}
 
 
-# Reading an upstream's stream: any cut, any order that upstreams really send, and what breaks off.
+# --- the stream -----------------------------------------------------------------------------------------------------
 
 REQUEST = Request(model="m")
 
@@ -135,7 +135,7 @@ def read(*chunks: bytes) -> list[Event]:
 
 
 def expected(events: list[Event]) -> list[Event]:
-    """Every thought comes back signed; the time of creation is not on this wire."""
+    """All thinking reads back with a signature; the protocol has no creation time."""
     out: list[Event] = []
     for event in merged(events):
         if isinstance(event, Started):
@@ -186,16 +186,16 @@ TEXT = [start(0, type="text", text=""), delta(0, type="text_delta", text="hi"), 
 
 
 def test_pings_event_lines_and_message_stop_are_optional() -> None:
-    whole: list[Event] = [
+    expected_events: list[Event] = [
         Started("1", "m", 0, Usage(3)),
         BlockStart(0, "text"),
         BlockDelta(0, "hi"),
         BlockEnd(0),
         Finished("end", Usage(3, 0, 2)),
     ]
-    assert read(sse(START, *TEXT, END, STOP)) == whole
-    assert read(sse(START, *TEXT, END, STOP, named=False)) == whole
-    assert read(sse(START, *TEXT, END)) == whole
+    assert read(sse(START, *TEXT, END, STOP)) == expected_events
+    assert read(sse(START, *TEXT, END, STOP, named=False)) == expected_events
+    assert read(sse(START, *TEXT, END)) == expected_events
 
 
 def test_unknown_events_and_blocks_are_skipped() -> None:
@@ -260,9 +260,9 @@ def test_an_error_event_is_a_failure() -> None:
     assert read(sse(refused)) == [Failed(InvalidRequest("no", param="x"))]
 
 
-@pytest.mark.parametrize("told", [0, 1, 2, 3])
-def test_a_stream_that_ends_early_is_a_failure(told: int) -> None:
-    last = read(sse(*[START, *TEXT][:told]))[-1]
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_a_stream_that_ends_early_is_a_failure(count: int) -> None:
+    last = read(sse(*[START, *TEXT][:count]))[-1]
     assert isinstance(last, Failed)
     assert isinstance(last.error, Incomplete)
 

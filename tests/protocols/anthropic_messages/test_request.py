@@ -1,4 +1,4 @@
-"""Reading Messages bodies: what real clients send, and what is wrong with bad ones."""
+"""Messages bodies as real clients send them, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def refused(**fields: Any) -> InvalidRequest:
 
 
 def test_the_module_is_a_wire_protocol() -> None:
-    wire: WireProtocol = anthropic_messages
-    assert wire.NAME == "anthropic_messages"
-    assert wire.PATHS == ("/v1/messages",)
+    protocol: WireProtocol = anthropic_messages
+    assert protocol.NAME == "anthropic_messages"
+    assert protocol.PATHS == ("/v1/messages",)
 
 
 def test_a_short_request_is_read() -> None:
@@ -230,7 +230,7 @@ def test_the_session_key_comes_from_the_best_header(headers: dict[str, str], ses
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "message"),
     [
         ({"messages": []}, "messages", "messages: at least one message is required"),
         ({"messages": [USER, {"role": "wizard"}]}, "messages[1].role", "unknown role 'wizard', expected one of user,"),
@@ -248,9 +248,9 @@ def test_the_session_key_comes_from_the_best_header(headers: dict[str, str], ses
         ({"temperature": -1}, "temperature", "between 0 and 100"),
     ],
 )
-def test_invalid_fields_are_reported_with_their_path(fields: Any, param: str, words: str) -> None:
+def test_invalid_fields_are_reported_with_their_path(fields: Any, param: str, message: str) -> None:
     error = refused(**fields)
-    assert words in error.message
+    assert message in error.message
     assert (error.param or "").replace("[0]", "[...]") == param.replace("[0]", "[...]")
 
 
@@ -279,7 +279,7 @@ def test_ten_thousand_tools_are_read() -> None:
     assert len(read(tools=tools).tools) == 10_000
 
 
-# Content blocks: every type of the real API is accepted, and nothing is refused for being new.
+# --- content blocks -------------------------------------------------------------------------------------------------
 
 
 def parts_and_warnings(*blocks: Any, role: str = "user") -> tuple[tuple[Part, ...], tuple[str, ...]]:

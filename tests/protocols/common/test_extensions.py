@@ -1,4 +1,4 @@
-"""The extension fields: the same names and checks on every wire."""
+"""The extension fields: the same names and checks in every protocol."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def test_each_constraint_field_has_its_kind(fields: dict[str, Any], constraint: 
 
 
 @pytest.mark.parametrize(
-    ("word", "priority"),
+    ("value", "priority"),
     [("background", "background"), ("low", "background"), ("batch", "background"), ("main", "main"), ("flex", "main")],
 )
-def test_priorities_map_to_main_or_background(word: str, priority: Priority) -> None:
-    assert read_priority(ExtensionFields(priority=word)) == priority
+def test_priorities_map_to_main_or_background(value: str, priority: Priority) -> None:
+    assert read_priority(ExtensionFields(priority=value)) == priority
 
 
 def test_counts_must_be_positive() -> None:

@@ -1,4 +1,4 @@
-"""JSON at the border: every kind of bad body is a sentence that names the field."""
+"""Decoding of request bodies: every invalid body gives an error that names the field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refused(body: bytes) -> InvalidRequest:
 
 
 @pytest.mark.parametrize(
-    ("body", "param", "words"),
+    ("body", "param", "message"),
     [
         (b'{"inner":{"size":"x"}}', "inner.size", "inner.size: Expected `int`, got `str`"),
         (b'{"inner":{"size":1},"names":[5]}', "names[0]", "Expected `str`, got `int`"),
@@ -39,10 +39,10 @@ def refused(body: bytes) -> InvalidRequest:
         (b"[]", None, "Expected `object`, got `array`"),
     ],
 )
-def test_a_wrong_type_is_reported_with_its_path(body: bytes, param: str | None, words: str) -> None:
+def test_a_wrong_type_is_reported_with_its_path(body: bytes, param: str | None, message: str) -> None:
     error = refused(body)
     assert (error.param, error.code) == (param, "invalid_type")
-    assert words in error.message
+    assert message in error.message
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from modelyard.protocols.common.openai_errors import (
 
 
 def both_ways(error: ModelyardError) -> ModelyardError:
-    told = write_http_error(error, "t")
-    return read_http_error(told.status, told.headers, told.body)
+    written = write_http_error(error, "t")
+    return read_http_error(written.status, written.headers, written.body)
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "word"),
+    ("error", "status", "error_type"),
     [
         (InvalidRequest("bad", param="n", code="c"), 400, "invalid_request_error"),
         (errors.Unauthenticated("who?"), 401, "authentication_error"),
@@ -39,10 +39,12 @@ def both_ways(error: ModelyardError) -> ModelyardError:
         (OutputOverflow(20, 20, 32), 400, "invalid_request_error"),
     ],
 )
-def test_every_error_has_its_status_and_type_and_reads_back(error: ModelyardError, status: int, word: str) -> None:
-    told = write_http_error(error, "t")
-    assert told.status == status
-    assert msgspec.json.decode(told.body)["error"]["type"] == word
+def test_every_error_has_its_status_and_type_and_reads_back(
+    error: ModelyardError, status: int, error_type: str
+) -> None:
+    written = write_http_error(error, "t")
+    assert written.status == status
+    assert msgspec.json.decode(written.body)["error"]["type"] == error_type
     assert both_ways(error) == error
 
 
@@ -57,8 +59,8 @@ def _tree(cls: type[ModelyardError]) -> list[type[ModelyardError]]:
 
 
 def test_an_internal_error_has_its_message_and_code() -> None:
-    told = msgspec.json.decode(write_http_error(errors.Internal(id="x1", message="oops"), "t").body)["error"]
-    assert told == {"message": "oops", "type": "server_error", "param": None, "code": "internal_error"}
+    written = msgspec.json.decode(write_http_error(errors.Internal(id="x1", message="oops"), "t").body)["error"]
+    assert written == {"message": "oops", "type": "server_error", "param": None, "code": "internal_error"}
     assert isinstance(both_ways(errors.Internal("oops", id="x1")), errors.Internal)
 
 
@@ -145,9 +147,9 @@ def test_overflow_messages_of_many_servers_are_recognised(fields: dict[str, Any]
 
 
 def test_retry_after_and_queue_position_become_headers() -> None:
-    told = write_http_error(Overloaded("full", retry_after=0.2, position=4), "trace-1")
-    assert told.headers == {"x-request-id": "trace-1", "retry-after": "1", "x-queue-position": "4"}
-    assert msgspec.json.decode(told.body)["error"]["queue_position"] == 4
+    written = write_http_error(Overloaded("full", retry_after=0.2, position=4), "trace-1")
+    assert written.headers == {"x-request-id": "trace-1", "retry-after": "1", "x-queue-position": "4"}
+    assert msgspec.json.decode(written.body)["error"]["queue_position"] == 4
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_prompts_are_texts_or_token_ids(value: PromptField, expected: Prompts) -
 
 
 @pytest.mark.parametrize(
-    ("value", "param", "words"),
+    ("value", "param", "message"),
     [
         (None, "prompt", "required"),
         ([], "prompt", "empty list"),
@@ -43,8 +43,8 @@ def test_prompts_are_texts_or_token_ids(value: PromptField, expected: Prompts) -
         (["x"] * 2049, "prompt", "at most 2048"),
     ],
 )
-def test_an_invalid_prompt_is_named(value: PromptField | None, param: str, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words) as caught:
+def test_an_invalid_prompt_is_named(value: PromptField | None, param: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         read_prompts(value, "prompt")
     assert caught.value.param == param
 

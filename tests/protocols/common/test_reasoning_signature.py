@@ -1,4 +1,4 @@
-"""Reasoning sealed into a signature comes back, and nothing else is taken for it."""
+"""Reasoning packed into a signature unpacks; foreign signatures do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_signature_is_never_empty_and_has_no_spaces() -> None:
 
 
 @pytest.mark.parametrize(
-    "sealed",
+    "signature",
     [
         "",
         "EqQBCgIYAg==",
@@ -41,8 +41,8 @@ def test_a_signature_is_never_empty_and_has_no_spaces() -> None:
         "my1." + base64.urlsafe_b64encode(zlib.compress(b"\xff\xfe")).decode(),
     ],
 )
-def test_foreign_and_broken_signatures_unpack_to_none(sealed: str) -> None:
-    assert unpack_reasoning(sealed) is None
+def test_foreign_and_broken_signatures_unpack_to_none(signature: str) -> None:
+    assert unpack_reasoning(signature) is None
 
 
 def test_a_signature_cannot_unpack_without_limit() -> None:

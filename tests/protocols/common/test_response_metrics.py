@@ -39,9 +39,9 @@ def test_every_field_is_computed_from_the_timings() -> None:
 
 
 def test_missing_timings_are_null() -> None:
-    told = written(Timings())
-    assert list(told) == list(FIELDS)
-    assert {name for name, value in told.items() if value is not None} == {
+    body = written(Timings())
+    assert list(body) == list(FIELDS)
+    assert {name for name, value in body.items() if value is not None} == {
         "engine_prompt_tokens",
         "engine_output_tokens",
     }
@@ -66,13 +66,13 @@ def test_the_speed_is_null_without_a_time(backend: float | None) -> None:
     )
 )
 def test_a_round_trip_changes_nothing(timings: Timings) -> None:
-    told = written(timings)
-    assert written(read_metrics(told)) == told
+    body = written(timings)
+    assert written(read_metrics(body)) == body
 
 
-@pytest.mark.parametrize("told", [None, {}, "fast", [1], {"pool_total_wall_ms": "long"}])
-def test_metrics_of_another_shape_read_as_empty_timings(told: object) -> None:
-    assert read_metrics(told) == Timings()
+@pytest.mark.parametrize("body", [None, {}, "fast", [1], {"pool_total_wall_ms": "long"}])
+def test_metrics_of_another_shape_read_as_empty_timings(body: object) -> None:
+    assert read_metrics(body) == Timings()
 
 
 def test_the_field_names_are_those_of_the_dialect() -> None:

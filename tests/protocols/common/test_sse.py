@@ -1,4 +1,4 @@
-"""Server-sent events survive every cut of the network."""
+"""Server-sent events, split anywhere."""
 
 from __future__ import annotations
 

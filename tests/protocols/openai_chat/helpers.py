@@ -1,4 +1,4 @@
-"""Chat bodies for the tests: a request that says little, with whatever a test wants to say."""
+"""Chat bodies and streams for the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from modelyard.core.events import (
     Reply,
     Started,
     StopReason,
-    TokenLogprob,
     Usage,
 )
 from modelyard.core.request import Request, Text, Thinking, ToolCall
@@ -40,50 +39,30 @@ def written(request: Request) -> dict[str, Any]:
     return out
 
 
-# Event streams for the tests of the chat wire, and what of a reply the wire can carry.
-
 STARTED = Started("abc123", "tiny", 1_700_000_000, Usage(9, 4))
 USAGE = Usage(9, 4, 6, 2)
-ASKED = Request(model="tiny", stream=True)
-
-
-def text(index: int, *deltas: str) -> list[Event]:
-    return [BlockStart(index, "text"), *(BlockDelta(index, delta) for delta in deltas), BlockEnd(index)]
-
-
-def thinking(index: int, *deltas: str) -> list[Event]:
-    return [BlockStart(index, "thinking"), *(BlockDelta(index, delta) for delta in deltas), BlockEnd(index)]
-
-
-def call(index: int, call_id: str, name: str, *deltas: str, custom: bool = False, complete: bool = True) -> list[Event]:
-    start = BlockStart(index, "tool_call", call_id, name, custom=custom)
-    return [start, *(BlockDelta(index, delta) for delta in deltas), BlockEnd(index, complete=complete)]
+REQUEST = Request(model="tiny", stream=True)
 
 
 def answer(*blocks: list[Event], reason: StopReason = "end", stop: str | None = None) -> list[Event]:
     return [STARTED, *(event for block in blocks for event in block), Finished(reason, USAGE, stop)]
 
 
-def token(text: str, *others: str) -> TokenLogprob:
-    top = tuple(TokenLogprob(t, -1.5, t.encode()) for t in (text, *others)) if others else ()
-    return TokenLogprob(text, -0.25, text.encode(), top)
-
-
-def stream(events: Iterable[Event], request: Request = ASKED) -> bytes:
+def stream(events: Iterable[Event], request: Request = REQUEST) -> bytes:
     writer = openai_chat.writer(request, "trace")
     return b"".join(writer.write(event) for event in events) + writer.end()
 
 
-def read_streams(*chunks: bytes) -> list[Event]:
+def read_stream(*chunks: bytes) -> list[Event]:
     reader = openai_chat.reader()
     return [event for chunk in chunks for event in reader.feed(chunk)] + reader.finish()
 
 
-# --- what the wire can carry ----------------------------------------------------------------------------------------
+# --- what the protocol can express ----------------------------------------------------------------------------------------
 
 
-def carried(reply: Reply) -> Reply:
-    """Neighbouring blocks of one kind are one, both limits are one, and a cut custom call is never taken for whole."""
+def expressible(reply: Reply) -> Reply:
+    """The protocol joins neighbouring blocks of one kind, has one name for both limits, and cannot mark a cut custom call."""
     limited = reply.finished.reason in ("max_tokens", "window")
     blocks = _joined(reply.blocks)
     last = blocks[-1] if blocks else None
@@ -105,7 +84,7 @@ def _joined(blocks: Sequence[Block]) -> list[Block]:
 
 
 def check_grammar(events: Sequence[Event]) -> None:
-    """Started first, blocks counted and never overlapping, one end."""
+    """Started comes first, blocks are numbered and never overlap, and there is one end."""
     assert isinstance(events[0], Started)
     opened: int | None = None
     count = 0

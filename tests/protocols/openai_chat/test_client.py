@@ -22,10 +22,12 @@ from modelyard.core.events import (
 from modelyard.core.request import Request, Text, Thinking, ToolCall
 from modelyard.protocols import openai_chat
 from modelyard.protocols.common.sse import frame
-from tests.protocols.openai_chat.helpers import answer, carried, check_grammar, read, stream, text
+from tests.protocols.event_streams import text
+from tests.protocols.openai_chat.helpers import answer, check_grammar, expressible, stream
+from tests.protocols.openai_chat.helpers import read_stream as read
 from tests.strategies import chunkings, events
 
-COUNTED = Request(model="m", stream=True, include_usage=True)
+WITH_USAGE = Request(model="m", stream=True, include_usage=True)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -45,15 +47,15 @@ def calling(index: int, arguments: str = "", **fields: Any) -> bytes:
     st.data(),
 )
 def test_a_stream_split_anywhere_reads_back_equal(written: list[Event], data: st.DataObject) -> None:
-    found = read(*data.draw(chunkings(stream(written, COUNTED))))
+    found = read(*data.draw(chunkings(stream(written, WITH_USAGE))))
     check_grammar(found)
-    assert collect_reply(found) == carried(collect_reply(written))
+    assert collect_reply(found) == expressible(collect_reply(written))
 
 
 @settings(max_examples=60, deadline=None)
 @given(events(custom=True, failing=True, signatures=False))
 def test_a_failure_reads_back_equal(written: list[Event]) -> None:
-    last = read(stream(written, COUNTED))[-1]
+    last = read(stream(written, WITH_USAGE))[-1]
     assert isinstance(last, Failed) == isinstance(written[-1], Failed)
     assert not isinstance(last, Failed) or last == written[-1]
 
@@ -146,8 +148,8 @@ def test_legacy_function_calls_get_an_id() -> None:
 def test_after_a_limit_only_calls_with_complete_arguments_are_complete() -> None:
     cut = collect_reply(read(calling(0, '{"x":', id="a", name="f"), chunk(finish="length"), DONE))
     assert (cut.finished.reason, cut.calls) == ("max_tokens", ())
-    whole = collect_reply(read(calling(0, '{"x":1}', id="a", name="f"), chunk(finish="length"), DONE))
-    assert len(whole.calls) == 1
+    complete = collect_reply(read(calling(0, '{"x":1}', id="a", name="f"), chunk(finish="length"), DONE))
+    assert len(complete.calls) == 1
 
 
 def test_a_turn_with_calls_that_finishes_with_stop_is_tool_calls() -> None:
@@ -202,4 +204,4 @@ def test_an_unreadable_chunk_fails(data: bytes) -> None:
 
 def test_the_matched_stop_string_reads_back() -> None:
     written = answer(text(0, "Hi"), reason="stop_string", stop="END")
-    assert collect_reply(read(stream(written, COUNTED))).finished == collect_reply(written).finished
+    assert collect_reply(read(stream(written, WITH_USAGE))).finished == collect_reply(written).finished

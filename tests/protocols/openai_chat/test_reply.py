@@ -13,12 +13,11 @@ from modelyard.core.protocol import ModelCard
 from modelyard.core.request import Request, Text, Thinking, ToolCall
 from modelyard.protocols import openai_chat
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_chat.helpers import carried, stream
-from tests.protocols.openai_chat.helpers import read as read_stream
+from tests.protocols.openai_chat.helpers import expressible, read_stream, stream
 from tests.protocols.openai_chat.test_stream import CASES
 from tests.strategies import replies
 
-WHOLE = {name: case for name, case in CASES.items() if name != "error_mid_stream"}
+FINISHED_CASES = {name: case for name, case in CASES.items() if name != "error_mid_stream"}
 
 
 def written(reply: Reply, request: Request = Request(model="tiny")) -> dict[str, Any]:
@@ -26,9 +25,9 @@ def written(reply: Reply, request: Request = Request(model="tiny")) -> dict[str,
     return out
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", FINISHED_CASES)
 def test_the_reply_matches_its_golden_file(name: str) -> None:
-    events, request = WHOLE[name]
+    events, request = FINISHED_CASES[name]
     check_golden("openai_chat", f"reply_{name}", openai_chat.write_reply([collect_reply(events)], request))
 
 
@@ -50,9 +49,9 @@ def test_an_incomplete_call_is_left_out() -> None:
 
 def test_a_probability_of_zero_has_a_finite_logprob() -> None:
     reply = collect_reply(CASES["text"][0])
-    never = TokenLogprob("x", float("-inf"))
-    scored = replace(reply, blocks=(Block(Text("x"), (never,)),))
-    logprobs = written(scored, Request(model="tiny", logprobs=0))["choices"][0]["logprobs"]
+    impossible = TokenLogprob("x", float("-inf"))
+    reply = replace(reply, blocks=(Block(Text("x"), (impossible,)),))
+    logprobs = written(reply, Request(model="tiny", logprobs=0))["choices"][0]["logprobs"]
     assert logprobs["content"][0] == {"token": "x", "logprob": -9999.0, "bytes": None, "top_logprobs": []}
 
 
@@ -88,12 +87,12 @@ def test_an_error_field_in_a_reply_is_raised() -> None:
 
 
 def in_chats_order(reply: Reply) -> Reply:
-    """A whole reply has one reasoning, one text and then the calls that may be run."""
+    """A whole reply has one reasoning, one text and then the complete calls."""
     thinking = "".join(b.part.text for b in reply.blocks if isinstance(b.part, Thinking))
     texts = [b for b in reply.blocks if isinstance(b.part, Text)]
-    said = Block(Text(reply.text), tuple(t for b in texts for t in b.logprobs))
+    text = Block(Text(reply.text), tuple(t for b in texts for t in b.logprobs))
     calls = [b for b in reply.blocks if isinstance(b.part, ToolCall) and b.complete]
-    blocks = [*([Block(Thinking(thinking))] if thinking else []), *([said] if texts else []), *calls]
+    blocks = [*([Block(Thinking(thinking))] if thinking else []), *([text] if texts else []), *calls]
     limited = reply.finished.reason == "window"
     finished = replace(reply.finished, reason="max_tokens") if limited else reply.finished
     return Reply(replace(reply.started, usage=Usage()), tuple(blocks), finished)
@@ -102,18 +101,18 @@ def in_chats_order(reply: Reply) -> Reply:
 @settings(max_examples=100, deadline=None)
 @given(replies(custom=True, logprobs=True, incomplete=True, signatures=False, empty=True))
 def test_a_reply_reads_back_equal(reply: Reply) -> None:
-    asked = Request(model="m", logprobs=2)
-    once = openai_chat.write_reply([reply], asked)
+    request = Request(model="m", logprobs=2)
+    once = openai_chat.write_reply([reply], request)
     found = openai_chat.read_reply(once)
     assert found == in_chats_order(reply)
-    assert openai_chat.write_reply([found], asked) == once
+    assert openai_chat.write_reply([found], request) == once
 
 
 @settings(max_examples=60, deadline=None)
 @given(replies(custom=True, incomplete=True, signatures=False, empty=True))
 def test_a_stream_and_the_whole_reply_agree(reply: Reply) -> None:
     events: list[Event] = read_stream(stream(reply_events(reply), Request(model="m", stream=True, include_usage=True)))
-    whole = openai_chat.read_reply(openai_chat.write_reply([carried(reply)], Request(model="m")))
+    whole = openai_chat.read_reply(openai_chat.write_reply([expressible(reply)], Request(model="m")))
     assert in_chats_order(collect_reply(events)) == whole
 
 
@@ -121,14 +120,14 @@ CARD = ModelCard("tiny", 17, 4096, state="loading", aliases=("gpt-small",))
 
 
 def test_a_model_has_its_window_and_state() -> None:
-    told = msgspec.json.decode(openai_chat.write_model(CARD))
-    assert told["object"] == "model"
-    assert (told["id"], told["name"], told["created"], told["owned_by"]) == ("tiny", "tiny", 17, "modelyard")
-    assert (told["context_length"], told["max_model_len"], told["state"]) == (4096, 4096, "loading")
-    assert told["aliases"] == ["gpt-small"]
+    body = msgspec.json.decode(openai_chat.write_model(CARD))
+    assert body["object"] == "model"
+    assert (body["id"], body["name"], body["created"], body["owned_by"]) == ("tiny", "tiny", 17, "modelyard")
+    assert (body["context_length"], body["max_model_len"], body["state"]) == (4096, 4096, "loading")
+    assert body["aliases"] == ["gpt-small"]
 
 
 def test_the_list_has_every_model_in_order() -> None:
-    told = msgspec.json.decode(openai_chat.write_models([CARD, ModelCard("other", 1, None)]))
-    assert told["object"] == "list"
-    assert [model["id"] for model in told["data"]] == ["tiny", "other"]
+    body = msgspec.json.decode(openai_chat.write_models([CARD, ModelCard("other", 1, None)]))
+    assert body["object"] == "list"
+    assert [model["id"] for model in body["data"]] == ["tiny", "other"]

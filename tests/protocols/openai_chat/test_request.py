@@ -88,8 +88,8 @@ def test_a_json_schema_keeps_its_text() -> None:
 def test_response_formats_become_constraints() -> None:
     assert read(response_format={"type": "text"}).constraint is None
     assert read(response_format={"type": "json_object"}).constraint == Constraint("json_object")
-    asked = {"type": "json_object", "schema": {"type": "object"}}
-    assert read(response_format=asked).constraint == Constraint("json_schema", '{"type":"object"}')
+    response_format = {"type": "json_object", "schema": {"type": "object"}}
+    assert read(response_format=response_format).constraint == Constraint("json_schema", '{"type":"object"}')
     assert read(regex="a+").constraint == Constraint("regex", "a+")
 
 
@@ -100,10 +100,10 @@ def test_an_unknown_response_format_is_a_warning() -> None:
 
 
 def test_the_session_comes_from_headers_before_the_cache_key() -> None:
-    asked = body(prompt_cache_key="key", user="ann")
-    assert openai_chat.read_request(asked, {}).session == "key"
-    assert openai_chat.read_request(asked, {"session-id": "c", "x-session-affinity": "b"}).session == "b"
-    assert openai_chat.read_request(asked, {"x-session-affinity": "b", "x-session-id": "a"}).session == "a"
+    data = body(prompt_cache_key="key", user="ann")
+    assert openai_chat.read_request(data, {}).session == "key"
+    assert openai_chat.read_request(data, {"session-id": "c", "x-session-affinity": "b"}).session == "b"
+    assert openai_chat.read_request(data, {"x-session-affinity": "b", "x-session-id": "a"}).session == "a"
     alone = openai_chat.read_request(body(user="ann"), {})
     assert (alone.session, alone.user) == (None, "ann")
 
@@ -113,7 +113,7 @@ def test_extension_fields_reach_the_sampling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "words"),
+    ("fields", "param", "message"),
     [
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": None}, "messages", "at least one message"),
@@ -133,8 +133,8 @@ def test_extension_fields_reach_the_sampling() -> None:
         ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ],
 )
-def test_an_invalid_field_is_named(fields: dict[str, object], param: str, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words) as caught:
+def test_an_invalid_field_is_named(fields: dict[str, object], param: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
         read(**fields)
     assert caught.value.param == param
 
@@ -164,7 +164,7 @@ def test_session_user_metadata_and_store_read_back_equal() -> None:
 
 
 def expressible(request: Request) -> Request:
-    """The nearest request that Chat can say: reasoning, content, calls in this order; results know their kind."""
+    """The protocol orders reasoning, content and calls; a result has the kind of its call."""
     custom: set[str] = set()
     messages = []
     for message in request.messages:
@@ -181,9 +181,9 @@ def expressible(request: Request) -> Request:
 
 def _in_order(message: Message) -> Message:
     thinking = "".join(p.text for p in message.parts if isinstance(p, Thinking))
-    said = [p for p in message.parts if not isinstance(p, Thinking | ToolCall)]
+    content = [p for p in message.parts if not isinstance(p, Thinking | ToolCall)]
     calls = [p for p in message.parts if isinstance(p, ToolCall)]
-    return Message("assistant", (*([Thinking(thinking)] if thinking else []), *said, *calls))
+    return Message("assistant", (*([Thinking(thinking)] if thinking else []), *content, *calls))
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,13 +11,14 @@ from modelyard.core.protocol import EventWriter
 from modelyard.core.request import Request
 from modelyard.protocols import openai_chat
 from modelyard.protocols.common.sse import SseParser
+from tests.protocols.event_streams import call, text, thinking, token
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_chat.helpers import ASKED, STARTED, USAGE, answer, call, stream, text, thinking, token
+from tests.protocols.openai_chat.helpers import REQUEST, STARTED, USAGE, answer, stream
 
 SUM = '{"a": 1, "b": 2}'
-COUNTED = Request(model="tiny", stream=True, include_usage=True)
-LOST = Failed(Unavailable("the engine was lost", retry_after=2.0))
-SCORED = BlockDelta(0, "Hi", (token("H", "J"), token("i")))
+WITH_USAGE = Request(model="tiny", stream=True, include_usage=True)
+ENGINE_LOST = Failed(Unavailable("the engine was lost", retry_after=2.0))
+LOGPROBS_DELTA = BlockDelta(0, "Hi", (token("H", "J"), token("i")))
 
 
 def chunks(data: bytes) -> list[Any]:
@@ -25,9 +26,9 @@ def chunks(data: bytes) -> list[Any]:
 
 
 CASES: dict[str, tuple[list[Event], Request]] = {
-    "text": (answer(text(0, "Hello", ' "world"\n')), ASKED),
-    "thinking_and_text": (answer(thinking(0, "Let me", " see"), text(1, "Yes")), ASKED),
-    "one_tool": (answer(call(0, "call_1", "add", '{"a": 1,', ' "b": 2}'), reason="tool_calls"), ASKED),
+    "text": (answer(text(0, "Hello", ' "world"\n')), REQUEST),
+    "thinking_and_text": (answer(thinking(0, "Let me", " see"), text(1, "Yes")), REQUEST),
+    "one_tool": (answer(call(0, "call_1", "add", '{"a": 1,', ' "b": 2}'), reason="tool_calls"), REQUEST),
     "parallel_tools": (
         answer(
             text(0, "Both:"),
@@ -35,19 +36,19 @@ CASES: dict[str, tuple[list[Event], Request]] = {
             call(2, "call_2", "patch", "*** Begin", custom=True),
             reason="tool_calls",
         ),
-        ASKED,
+        REQUEST,
     ),
-    "length": (answer(call(0, "call_1", "add", '{"a": 1,', complete=False), reason="max_tokens"), ASKED),
-    "window": (answer(text(0, "To be"), reason="window"), ASKED),
-    "stop_string": (answer(text(0, "One"), reason="stop_string", stop="Two"), ASKED),
-    "content_filter": (answer(text(0, "I"), reason="content_filter"), ASKED),
+    "length": (answer(call(0, "call_1", "add", '{"a": 1,', complete=False), reason="max_tokens"), REQUEST),
+    "window": (answer(text(0, "To be"), reason="window"), REQUEST),
+    "stop_string": (answer(text(0, "One"), reason="stop_string", stop="Two"), REQUEST),
+    "content_filter": (answer(text(0, "I"), reason="content_filter"), REQUEST),
     "logprobs": (
-        [STARTED, BlockStart(0, "text"), SCORED, BlockEnd(0), Finished("end", USAGE)],
+        [STARTED, BlockStart(0, "text"), LOGPROBS_DELTA, BlockEnd(0), Finished("end", USAGE)],
         Request(model="tiny", stream=True, logprobs=2),
     ),
-    "include_usage": (answer(text(0, "Hello")), COUNTED),
-    "error_mid_stream": ([STARTED, BlockStart(0, "text"), BlockDelta(0, "Hel"), LOST], ASKED),
-    "empty": (answer(), ASKED),
+    "include_usage": (answer(text(0, "Hello")), WITH_USAGE),
+    "error_mid_stream": ([STARTED, BlockStart(0, "text"), BlockDelta(0, "Hel"), ENGINE_LOST], REQUEST),
+    "empty": (answer(), REQUEST),
 }
 
 
@@ -70,17 +71,17 @@ def test_choices_interleave_and_share_one_prompt() -> None:
 
 
 def test_only_the_first_chunk_has_a_role_and_only_the_last_a_finish_reason() -> None:
-    told = chunks(stream(answer(thinking(0, "a"), text(1, "b"))))
-    assert ["role" in chunk["choices"][0]["delta"] for chunk in told[:-1]] == [True, False, False, False]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in told[:-1]] == [None, None, None, "stop"]
-    assert told[-2]["choices"][0]["delta"] == {}
+    sent = chunks(stream(answer(thinking(0, "a"), text(1, "b"))))
+    assert ["role" in chunk["choices"][0]["delta"] for chunk in sent[:-1]] == [True, False, False, False]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in sent[:-1]] == [None, None, None, "stop"]
+    assert sent[-2]["choices"][0]["delta"] == {}
 
 
 def test_nothing_follows_an_error() -> None:
-    writer = openai_chat.writer(COUNTED, "trace")
+    writer = openai_chat.writer(WITH_USAGE, "trace")
     writer.write(STARTED)
     writer.write(BlockStart(0, "text"))
-    error = chunks(writer.write(LOST))[0]["error"]
+    error = chunks(writer.write(ENGINE_LOST))[0]["error"]
     assert error == {
         "message": "the engine was lost",
         "type": "server_error",
@@ -92,16 +93,16 @@ def test_nothing_follows_an_error() -> None:
 
 
 def test_an_incomplete_stream_ends_with_an_error() -> None:
-    writer = openai_chat.writer(ASKED, "trace")
+    writer = openai_chat.writer(REQUEST, "trace")
     writer.write(STARTED)
     ending = chunks(writer.end())
     assert ending[0]["error"]["code"] == "incomplete_stream"
     assert b"[DONE]" not in ending
-    assert chunks(openai_chat.writer(ASKED, "trace").end())[0]["error"]["code"] == "incomplete_stream"
+    assert chunks(openai_chat.writer(REQUEST, "trace").end())[0]["error"]["code"] == "incomplete_stream"
 
 
 def test_logprobs_stay_with_text_and_empty_deltas_are_not_sent() -> None:
-    writer = openai_chat.writer(ASKED, "trace")
+    writer = openai_chat.writer(REQUEST, "trace")
     writer.write(STARTED)
     writer.write(BlockStart(0, "thinking"))
     assert b'"logprobs":null' in writer.write(BlockDelta(0, "hm", (token("hm"),)))
@@ -113,10 +114,10 @@ def test_logprobs_stay_with_text_and_empty_deltas_are_not_sent() -> None:
 
 
 def test_a_keepalive_is_a_comment() -> None:
-    assert openai_chat.writer(ASKED, "trace").keepalive().startswith(b": ")
+    assert openai_chat.writer(REQUEST, "trace").keepalive().startswith(b": ")
 
 
 def test_an_overflow_before_the_stream_is_an_http_error() -> None:
-    told = openai_chat.write_error(ContextOverflow(40123, 32768), trace="t1", streaming=True, request=ASKED)
-    assert (told.status, told.headers["x-request-id"], told.content_type) == (400, "t1", "application/json")
-    check_golden("openai_chat", "overflow", told.body)
+    written = openai_chat.write_error(ContextOverflow(40123, 32768), trace="t1", streaming=True, request=REQUEST)
+    assert (written.status, written.headers["x-request-id"], written.content_type) == (400, "t1", "application/json")
+    check_golden("openai_chat", "overflow", written.body)

@@ -1,3 +1,5 @@
+"""The client role: requests to upstreams, and their replies and streams back."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -9,7 +11,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from modelyard.core.errors import Incomplete, InvalidRequest, Overloaded, RateLimited, Unavailable
-from modelyard.core.events import BlockEnd, BlockStart, Event, Failed, Finished, Started, collect_reply
+from modelyard.core.events import (
+    BlockEnd,
+    BlockStart,
+    Event,
+    Failed,
+    Finished,
+    Started,
+    TokenLogprob,
+    Usage,
+    collect_reply,
+)
 from modelyard.core.request import (
     Message,
     Part,
@@ -21,25 +33,25 @@ from modelyard.core.request import (
     ToolReference,
     ToolResult,
 )
-from modelyard.protocols import openai_responses as wire
+from modelyard.protocols import openai_responses
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.openai_responses.request import join_turns
-from tests.protocols.openai_responses.helpers import ASKED, CASES, TRACE, stream
-from tests.protocols.openai_responses.test_reply import expressible
+from tests.protocols.openai_responses.helpers import CASES, REQUEST, TRACE, stream
+from tests.protocols.openai_responses.test_reply import expressible as expressible_reply
 from tests.strategies import chunkings, events, merged, names, requests
 
 EVERYTHING = requests(
     custom=True, server=True, deferred=True, namespaces=True, named_constraints=True, logprobs=True, redacted=True,
     broken=True, details=True, errors=True, references=True, images_in_results=True, developer=True,
 )  # fmt: skip
-CARRIED = requests(
+EXPRESSIBLE = requests(
     custom=True, deferred=True, namespaces=True, named_constraints=True, logprobs=True, redacted=True, broken=True,
     details=True, images_in_results=True, developer=True, reasoning=False,
 )  # fmt: skip
 
 
 def expressible(request: Request) -> Request:
-    """Neighbours that the wire cannot tell apart joined, and no signature without the text it signs."""
+    """Neighbours that the protocol cannot distinguish are joined; a signature without text is redacted."""
     turns = ((message.role, tuple(map(_expressible_part, message.parts))) for message in request.messages)
     return replace(request, messages=tuple(join_turns(turns)))
 
@@ -51,33 +63,33 @@ def _expressible_part(part: Part) -> Part:
 
 
 @settings(deadline=None, max_examples=100)
-@given(CARRIED.map(expressible), st.booleans(), st.none() | names())
+@given(EXPRESSIBLE.map(expressible), st.booleans(), st.none() | names())
 def test_an_expressible_request_reads_back_equal(request: Request, encrypted: bool, session: str | None) -> None:
-    asked = replace(request, encrypted_reasoning=encrypted, session=session, previous=session, store=encrypted)
-    assert wire.read_request(wire.write_request(asked), {}) == asked
+    request = replace(request, encrypted_reasoning=encrypted, session=session, previous=session, store=encrypted)
+    assert openai_responses.read_request(openai_responses.write_request(request), {}) == request
 
 
 @settings(deadline=None, max_examples=100)
 @given(EVERYTHING, st.booleans())
 def test_a_second_round_trip_changes_nothing(request: Request, instructions: bool) -> None:
-    written = wire.write_request(replace(request, instructions=instructions))
-    assert wire.write_request(wire.read_request(written, {})) == written
+    written = openai_responses.write_request(replace(request, instructions=instructions))
+    assert openai_responses.write_request(openai_responses.read_request(written, {})) == written
 
 
 def round_trip(request: Request) -> Request:
-    return wire.read_request(wire.write_request(request), {})
+    return openai_responses.read_request(openai_responses.write_request(request), {})
 
 
 def test_instructions_read_back_as_instructions() -> None:
     lead, rest = Message("system", (Text("Be brief."),)), Message("user", (Text("hi"),))
     request = Request(model="m", messages=(lead, rest), instructions=True, reasoning=Reasoning(summary="auto"))
-    assert msgspec.json.decode(wire.write_request(request))["instructions"] == "Be brief."
+    assert msgspec.json.decode(openai_responses.write_request(request))["instructions"] == "Be brief."
     assert round_trip(request) == request
 
 
 def test_the_text_in_our_signature_wins_over_the_visible_text() -> None:
-    said = Message("assistant", (Thinking("shortened", pack_reasoning("whole")),))
-    request = Request(model="m", messages=(said,))
+    message = Message("assistant", (Thinking("shortened", pack_reasoning("whole")),))
+    request = Request(model="m", messages=(message,))
     assert round_trip(request).messages == (Message("assistant", (Thinking("whole", pack_reasoning("whole")),)),)
 
 
@@ -92,16 +104,16 @@ def test_a_tool_reference_is_written_as_its_name() -> None:
     assert again.messages == (Message("tool", (ToolResult("call_1", (Text("grep"),)),)),)
 
 
-SCORED = replace(ASKED, logprobs=2)
+WITH_LOGPROBS = replace(REQUEST, logprobs=2)
 
 
 def read(*chunks: bytes) -> list[Event]:
-    reader = wire.reader()
+    reader = openai_responses.reader()
     return [event for chunk in chunks for event in reader.feed(chunk)] + reader.finish()
 
 
 def sse(*events: dict[str, Any]) -> bytes:
-    """The barest of streams: no `event:` lines, no numbers."""
+    """A minimal stream: no `event:` lines, no sequence numbers."""
     return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
 
 
@@ -119,27 +131,23 @@ COMPLETED = {"type": "response.completed", "response": {"id": "resp_1"}}
 
 @settings(deadline=None, max_examples=100)
 @given(st.data(), events(custom=True, namespaces=True, logprobs=True, incomplete=True, empty=True, signatures=False))
-def test_a_stream_split_anywhere_reads_back_equal(data: st.DataObject, told: list[Event]) -> None:
-    started = told[0]
+def test_a_stream_split_anywhere_reads_back_equal(data: st.DataObject, sent: list[Event]) -> None:
+    started = sent[0]
     assert isinstance(started, Started)
-    writer = wire.writer(SCORED, started.id)
-    written = b"".join(writer.write(event) for event in told)
+    writer = openai_responses.writer(WITH_LOGPROBS, started.id)
+    written = b"".join(writer.write(event) for event in sent)
     back = read(*data.draw(chunkings(written)))
-    assert collect_reply(back) == expressible_reader(collect_reply(told))
-    if any(isinstance(event, BlockStart) for event in told):
-        assert merged(back)[1:-1] == merged(told)[1:-1]
+    assert collect_reply(back) == expressible_reply(collect_reply(sent))
+    if any(isinstance(event, BlockStart) for event in sent):
+        assert merged(back)[1:-1] == merged(sent)[1:-1]
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed", "empty"}))
 def test_every_golden_stream_reads_back(name: str) -> None:
-    request, told = CASES[name]
-    back = collect_reply(read(stream(request, told)))
-    assert [block.complete for block in back.blocks] == [block.complete for block in collect_reply(told).blocks]
-    assert (back.text, back.thinking, back.calls) == (
-        collect_reply(told).text,
-        collect_reply(told).thinking,
-        collect_reply(told).calls,
-    )
+    request, sent = CASES[name]
+    back, reply = collect_reply(read(stream(request, sent))), collect_reply(sent)
+    assert [block.complete for block in back.blocks] == [block.complete for block in reply.blocks]
+    assert (back.text, back.thinking, back.calls) == (reply.text, reply.thinking, reply.calls)
 
 
 def test_items_without_deltas_are_read_from_their_final_object() -> None:
@@ -181,9 +189,8 @@ def test_no_text_is_emitted_twice() -> None:
 
 
 def test_reasoning_and_its_summary_are_not_both_emitted() -> None:
-    request = replace(ASKED, reasoning=Reasoning(summary="auto"))
-    told = CASES["reasoning"][1]
-    assert collect_reply(read(stream(request, told))).thinking == "Thinking."
+    request = replace(REQUEST, reasoning=Reasoning(summary="auto"))
+    assert collect_reply(read(stream(request, CASES["reasoning"][1]))).thinking == "Thinking."
 
 
 def test_summary_parts_are_separated_by_a_blank_line() -> None:
@@ -249,10 +256,10 @@ def test_a_content_filter_has_its_own_stop_reason() -> None:
     ],
 )
 def test_a_failed_response_reads_as_the_matching_error(code: str, kind: type) -> None:
-    failed = {"type": "response.failed", "response": {"id": "r", "error": {"code": code, "message": "so it is"}}}
+    failed = {"type": "response.failed", "response": {"id": "r", "error": {"code": code, "message": "no"}}}
     (event,) = read(sse(failed))
     assert isinstance(event, Failed)
-    assert (type(event.error), event.error.message) == (kind, "so it is")
+    assert (type(event.error), event.error.message) == (kind, "no")
 
 
 @pytest.mark.parametrize(
@@ -267,8 +274,8 @@ def test_bare_error_events_are_failures(event: dict[str, Any]) -> None:
 
 
 def test_an_early_end_is_a_failure() -> None:
-    whole = stream(*CASES["text"])
-    (*_, last) = read(whole[: whole.index(b"event: response.completed")])
+    written = stream(*CASES["text"])
+    (*_, last) = read(written[: written.index(b"event: response.completed")])
     assert isinstance(last, Failed)
     assert isinstance(last.error, Incomplete)
 
@@ -279,7 +286,42 @@ def test_an_unreadable_event_is_a_failure_and_ends_the_stream() -> None:
 
 
 def test_nothing_follows_the_last_event() -> None:
-    whole = stream(*CASES["text"])
-    back = read(whole + whole)
+    written = stream(*CASES["text"])
+    back = read(written + written)
     assert [type(event) for event in back].count(Finished) == 1
     assert back[0] == Started(TRACE, "tiny", 1_700_000_000)
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ({"status": "completed"}, "end"),
+        ({"status": "incomplete"}, "max_tokens"),
+        ({"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, "max_tokens"),
+        ({"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}, "content_filter"),
+    ],
+)
+def test_the_status_of_a_reply_gives_the_stop_reason(response: dict[str, Any], reason: str) -> None:
+    assert openai_responses.read_reply(msgspec.json.encode(response)).finished.reason == reason
+
+
+def test_missing_usage_fields_read_as_zero() -> None:
+    body = msgspec.json.encode({"usage": {"input_tokens": 3, "output_tokens": 4}})
+    assert openai_responses.read_reply(body).finished.usage == Usage(prompt=3, output=4)
+    assert openai_responses.read_reply(b'{"usage":{}}').finished.usage == Usage()
+
+
+def test_the_bytes_of_a_token_default_to_its_text_and_must_be_bytes() -> None:
+    def reply(**token: Any) -> bytes:
+        part = {"type": "output_text", "text": "é", "logprobs": [{"token": "é", "logprob": -1.0} | token]}
+        return msgspec.json.encode({"output": [{"type": "message", "content": [part]}]})
+
+    assert openai_responses.read_reply(reply()).blocks[0].logprobs == (TokenLogprob("é", -1.0, "é".encode()),)
+    with pytest.raises(InvalidRequest, match="bytes"):
+        openai_responses.read_reply(reply(bytes=[300]))
+
+
+def test_items_of_the_final_output_that_were_never_announced_are_ignored() -> None:
+    output = [{"type": "message"} | message("one"), {"type": "message"} | message("two")]
+    last = {"type": "response.completed", "response": {"id": "resp_1", "output": output}}
+    assert collect_reply(read(sse(item(0, "message", **message("one")), last))).text == "one"

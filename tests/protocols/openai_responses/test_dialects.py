@@ -1,4 +1,4 @@
-"""Which bodies are the pool's, which are OpenAI's, and that each is answered in its own shape."""
+"""Which bodies are in the pool dialect, which in OpenAI's, and that each gets a reply in its dialect."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 from modelyard.core.errors import ContextOverflow
 from modelyard.core.events import Block, Finished, Reply, Started, Usage
 from modelyard.core.request import Request, Text
-from modelyard.protocols import openai_responses as wire
+from modelyard.protocols import openai_responses
 
 TEXTS = [{"type": "text", "text": "Hello"}]
 REPLY = Reply(Started("t", "m", 0), (Block(Text("Hi.")),), Finished("end", Usage(1, 0, 1, 0)))
 
 
 def read(**body: Any) -> Request:
-    return wire.read_request(msgspec.json.encode({"model": "m", **body}), {})
+    return openai_responses.read_request(msgspec.json.encode({"model": "m", **body}), {})
 
 
 @pytest.mark.parametrize(
@@ -49,24 +49,23 @@ def test_a_key_or_item_type_of_the_pool_dialect_selects_it(body: dict[str, Any])
     ],
 )
 def test_every_other_body_is_in_openais_dialect(body: dict[str, Any]) -> None:
-    asked = read(**body)
-    assert asked.dialect == ""
-    assert not asked.allow_remote
+    request = read(**body)
+    assert request.dialect == ""
+    assert not request.allow_remote
 
 
 def test_each_dialect_has_its_own_reply() -> None:
-    pool, openai = read(input="Hello", decoding={}), read(input="Hello")
-    mine, theirs = (msgspec.json.decode(wire.write_reply([REPLY], asked)) for asked in (pool, openai))
-    assert set(mine) == {"id", "object", "model", "output", "output_text", "metrics"}
-    assert theirs["status"] == "completed"
-    assert (theirs["output_text"], theirs["metrics"]) == (mine["output_text"], mine["metrics"])
+    requests = read(input="Hello", decoding={}), read(input="Hello")
+    pool, openai = (msgspec.json.decode(openai_responses.write_reply([REPLY], request)) for request in requests)
+    assert set(pool) == {"id", "object", "model", "output", "output_text", "metrics"}
+    assert openai["status"] == "completed"
+    assert (openai["output_text"], openai["metrics"]) == (pool["output_text"], pool["metrics"])
 
 
 def test_each_dialect_has_its_own_stream_and_errors() -> None:
     pool, openai = read(input="Hello", decoding={}, stream=True), read(input="Hello", stream=True)
-    mine, theirs = (wire.writer(asked, "t").write(REPLY.started) for asked in (pool, openai))
-    assert b"response.in_progress" in theirs
-    assert b"response.in_progress" not in mine
+    assert b"response.in_progress" in openai_responses.writer(openai, "t").write(REPLY.started)
+    assert b"response.in_progress" not in openai_responses.writer(pool, "t").write(REPLY.started)
     overflow = ContextOverflow(9, 8)
-    assert wire.write_error(overflow, trace="t", streaming=True, request=pool).status == 400
-    assert wire.write_error(overflow, trace="t", streaming=True, request=openai).status == 200
+    assert openai_responses.write_error(overflow, trace="t", streaming=True, request=pool).status == 400
+    assert openai_responses.write_error(overflow, trace="t", streaming=True, request=openai).status == 200

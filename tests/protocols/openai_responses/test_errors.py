@@ -15,41 +15,43 @@ from modelyard.core.errors import (
     RateLimited,
     Timeout,
 )
-from modelyard.protocols import openai_responses as wire
+from modelyard.protocols import openai_responses
 from modelyard.protocols.openai_responses.errors import OVERFLOW, read_failure, write_failure
 from tests.protocols.golden import check_golden
 from tests.protocols.openai_responses.helpers import CODEX, TRACE, data_of
 
 
 def test_a_streamed_overflow_is_a_failed_response() -> None:
-    told = wire.write_error(ContextOverflow(40123, 32768), trace=TRACE, streaming=True, request=CODEX)
-    assert (told.status, told.content_type) == (200, "text/event-stream")
-    assert [data["type"] for data in data_of(told.body)] == ["response.created", "response.failed"]
-    assert data_of(told.body)[1]["response"]["error"]["message"].startswith(OVERFLOW)
-    check_golden("openai_responses", "overflow.sse", told.body)
+    written = openai_responses.write_error(ContextOverflow(40123, 32768), trace=TRACE, streaming=True, request=CODEX)
+    assert (written.status, written.content_type) == (200, "text/event-stream")
+    assert [data["type"] for data in data_of(written.body)] == ["response.created", "response.failed"]
+    assert data_of(written.body)[1]["response"]["error"]["message"].startswith(OVERFLOW)
+    check_golden("openai_responses", "overflow.sse", written.body)
 
 
 def test_an_overflow_without_a_stream_has_chats_error_body() -> None:
-    told = wire.write_error(
+    written = openai_responses.write_error(
         ContextOverflow(40123, 32768), trace=TRACE, request=msgspec.structs.replace(CODEX, tools=())
     )
-    error = msgspec.json.decode(told.body)["error"]
-    assert told.status == 400
+    error = msgspec.json.decode(written.body)["error"]
+    assert written.status == 400
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
     assert (error["n_prompt_tokens"], error["n_ctx"]) == (40123, 32768)
-    check_golden("openai_responses", "overflow.json", told.body)
+    check_golden("openai_responses", "overflow.json", written.body)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_full_queue_is_503_with_retry_after(streaming: bool) -> None:
-    told = wire.write_error(Overloaded("full", retry_after=3, position=7), trace=TRACE, streaming=streaming)
-    assert told.status == 503
-    assert (told.headers["retry-after"], told.headers["x-queue-position"]) == ("3", "7")
-    assert msgspec.json.decode(told.body)["error"]["code"] == "server_is_overloaded"
+    written = openai_responses.write_error(
+        Overloaded("full", retry_after=3, position=7), trace=TRACE, streaming=streaming
+    )
+    assert written.status == 503
+    assert (written.headers["retry-after"], written.headers["x-queue-position"]) == ("3", "7")
+    assert msgspec.json.decode(written.body)["error"]["code"] == "server_is_overloaded"
 
 
 def test_an_output_overflow_is_400_even_on_a_stream() -> None:
-    assert wire.write_error(OutputOverflow(10, 20, 16), trace=TRACE, streaming=True).status == 400
+    assert openai_responses.write_error(OutputOverflow(10, 20, 16), trace=TRACE, streaming=True).status == 400
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,8 @@ def test_an_output_overflow_is_400_even_on_a_stream() -> None:
     ],
 )
 def test_an_error_that_we_wrote_reads_back_equal(error: InvalidRequest) -> None:
-    told = wire.write_error(error, trace=TRACE)
-    assert wire.read_error(told.status, told.headers, told.body) == error
+    written = openai_responses.write_error(error, trace=TRACE)
+    assert openai_responses.read_error(written.status, written.headers, written.body) == error
 
 
 @pytest.mark.parametrize(
@@ -87,14 +89,14 @@ def test_the_delay_of_a_rate_limit_reads_back() -> None:
 
 
 def test_a_delay_in_the_middle_of_a_message_is_found() -> None:
-    told = {"code": "rate_limit_exceeded", "message": "Limit reached. Please try again in 11.054s. See the docs."}
-    error = read_failure(told)
-    assert (error.retry_after, error.message) == (11.054, told["message"])
+    failure = {"code": "rate_limit_exceeded", "message": "Limit reached. Please try again in 11.054s. See the docs."}
+    error = read_failure(failure)
+    assert (error.retry_after, error.message) == (11.054, failure["message"])
 
 
-@pytest.mark.parametrize("told", [None, {}, "broken", {"message": None}])
-def test_a_failure_without_a_message_gets_one(told: object) -> None:
-    assert read_failure(told).message
+@pytest.mark.parametrize("failure", [None, {}, "broken", {"message": None}])
+def test_a_failure_without_a_message_gets_one(failure: object) -> None:
+    assert read_failure(failure).message
 
 
 @pytest.mark.parametrize(("code", "kind"), [("forbidden", Forbidden), ("image_too_large", InvalidRequest)])

@@ -19,7 +19,7 @@ from modelyard.core.request import (
     ToolChoice,
     ToolResult,
 )
-from modelyard.protocols import openai_responses as wire
+from modelyard.protocols import openai_responses
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.openai_responses.reply import write_tool_choice, write_tools
 from modelyard.protocols.openai_responses.request import read_tool_choice, read_tools
@@ -27,7 +27,7 @@ from modelyard.protocols.openai_responses.request import read_tool_choice, read_
 
 def read(headers: dict[str, str] | None = None, **fields: Any) -> Request:
     body = {"model": "tiny", "input": "hello"} | fields
-    return wire.read_request(msgspec.json.encode(body), headers or {})
+    return openai_responses.read_request(msgspec.json.encode(body), headers or {})
 
 
 def test_a_string_is_one_user_message() -> None:
@@ -95,8 +95,8 @@ def test_a_previous_response_needs_no_input() -> None:
 
 def test_structured_output_becomes_a_constraint() -> None:
     schema = {"type": "object"}
-    told = {"format": {"type": "json_schema", "name": "title", "schema": schema, "strict": True}, "verbosity": "low"}
-    assert read(text=told).constraint == Constraint("json_schema", '{"type":"object"}', "title", None, True)
+    text = {"format": {"type": "json_schema", "name": "title", "schema": schema, "strict": True}, "verbosity": "low"}
+    assert read(text=text).constraint == Constraint("json_schema", '{"type":"object"}', "title", None, True)
     assert read(text={"format": {"type": "json_object"}}).constraint == Constraint("json_object")
     assert read(text={"format": {"type": "text"}}, regex="a+").constraint == Constraint("regex", "a+")
 
@@ -166,7 +166,7 @@ def test_conversation_and_prompt_are_ignored_with_a_warning() -> None:
 )
 def test_malformed_bodies_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        wire.read_request(body, {})
+        openai_responses.read_request(body, {})
 
 
 def test_malformed_allowed_tools_match_nothing() -> None:
@@ -182,7 +182,7 @@ def test_very_many_items_and_tools_are_read() -> None:
 
 
 def read_items(*items: dict[str, Any]) -> Request:
-    return wire.read_request(msgspec.json.encode({"model": "tiny", "input": items}), {})
+    return openai_responses.read_request(msgspec.json.encode({"model": "tiny", "input": items}), {})
 
 
 def call(id: str, **more: Any) -> dict[str, Any]:
@@ -228,9 +228,9 @@ def test_user_messages_in_a_row_are_not_joined() -> None:
 
 
 def test_our_signature_recovers_reasoning_that_the_client_dropped() -> None:
-    sealed = pack_reasoning("the whole thought")
-    request = read_items({"type": "reasoning", "summary": [], "content": None, "encrypted_content": sealed})
-    assert request.messages[0].parts == (Thinking("the whole thought", sealed),)
+    signature = pack_reasoning("all of the reasoning")
+    request = read_items({"type": "reasoning", "summary": [], "content": None, "encrypted_content": signature})
+    assert request.messages[0].parts == (Thinking("all of the reasoning", signature),)
 
 
 def test_foreign_reasoning_is_carried_but_not_read() -> None:
@@ -355,7 +355,7 @@ def test_an_invalid_tool_is_named(tool: dict[str, Any], param: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "choice"),
+    ("body", "choice"),
     [
         (None, ToolChoice()),
         ("auto", ToolChoice()),
@@ -365,22 +365,22 @@ def test_an_invalid_tool_is_named(tool: dict[str, Any], param: str) -> None:
         ({"type": "custom", "name": "patch"}, ToolChoice("named", "patch")),
     ],
 )
-def test_choices_are_read_and_written(wire: str | dict[str, Any] | None, choice: ToolChoice) -> None:
+def test_choices_are_read_and_written(body: str | dict[str, Any] | None, choice: ToolChoice) -> None:
     tools, warnings = read_tools([SHELL, PATCH]), list[str]()
-    assert read_tool_choice(wire, tools, warnings) == (choice, tools)
-    assert write_tool_choice(choice, tools) == (wire or "auto")
+    assert read_tool_choice(body, tools, warnings) == (choice, tools)
+    assert write_tool_choice(choice, tools) == (body or "auto")
     assert warnings == []
 
 
 def test_allowed_tools_drop_every_other_tool() -> None:
-    wire = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "shell"}]}
-    choice, tools = read_tool_choice(wire, read_tools([SHELL, PATCH]), [])
+    body = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "shell"}]}
+    choice, tools = read_tool_choice(body, read_tools([SHELL, PATCH]), [])
     assert choice == ToolChoice("required")
     assert [tool.name for tool in tools] == ["shell"]
 
 
-@pytest.mark.parametrize("wire", ["sometimes", {"type": "web_search"}])
-def test_an_unknown_choice_is_auto_with_a_warning(wire: str | dict[str, Any]) -> None:
+@pytest.mark.parametrize("body", ["sometimes", {"type": "web_search"}])
+def test_an_unknown_choice_is_auto_with_a_warning(body: str | dict[str, Any]) -> None:
     warnings: list[str] = []
-    assert read_tool_choice(wire, (), warnings) == (ToolChoice(), ())
+    assert read_tool_choice(body, (), warnings) == (ToolChoice(), ())
     assert len(warnings) == 1

@@ -7,10 +7,10 @@ import openai
 import pytest
 
 from modelyard.core.events import collect_reply
-from modelyard.protocols import openai_responses as wire
+from modelyard.protocols import openai_responses
 from tests.protocols.openai_responses.helpers import CASES, TRACE, stream
 
-COMPLETE = sorted(CASES.keys() - {"failed", "length", "cut_call", "cut_custom_call", "content_filter"})
+COMPLETED_CASES = sorted(CASES.keys() - {"failed", "length", "cut_call", "cut_custom_call", "content_filter"})
 
 
 def client(body: bytes, content_type: str) -> openai.OpenAI:
@@ -22,16 +22,16 @@ def client(body: bytes, content_type: str) -> openai.OpenAI:
     )
 
 
-@pytest.mark.parametrize("name", COMPLETE)
+@pytest.mark.parametrize("name", COMPLETED_CASES)
 def test_the_stream_helper_builds_the_final_response(name: str) -> None:
-    request, told = CASES[name]
+    request, events = CASES[name]
     with (
-        client(stream(request, told), "text/event-stream") as sdk,
-        sdk.responses.stream(model="tiny", input="hello") as events,
+        client(stream(request, events), "text/event-stream") as sdk,
+        sdk.responses.stream(model="tiny", input="hello") as response,
     ):
-        final = events.get_final_response()
-    assert (final.id, final.output_text) == (f"resp_{TRACE}", collect_reply(told).text)
-    assert len(final.output) == max(1, len(collect_reply(told).blocks))
+        final = response.get_final_response()
+    assert (final.id, final.output_text) == (f"resp_{TRACE}", collect_reply(events).text)
+    assert len(final.output) == max(1, len(collect_reply(events).blocks))
     assert final.usage is not None
     assert final.usage.total_tokens == 27
 
@@ -46,10 +46,10 @@ def test_every_stream_is_read_to_its_end(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed"}))
 def test_a_whole_reply_is_read_as_a_response(name: str) -> None:
-    request, told = CASES[name]
-    with client(wire.write_reply([collect_reply(told)], request), "application/json") as sdk:
+    request, events = CASES[name]
+    with client(openai_responses.write_reply([collect_reply(events)], request), "application/json") as sdk:
         response = sdk.responses.create(model="tiny", input="hello")
-    assert response.output_text == collect_reply(told).text
+    assert response.output_text == collect_reply(events).text
     assert response.status == (
         "incomplete" if name in ("length", "cut_call", "cut_custom_call", "content_filter") else "completed"
     )

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from modelyard.core.events import Reply, collect_reply
 from modelyard.core.request import Message, Request, Text, Thinking, ToolCall, ToolResult
-from modelyard.protocols import openai_responses as wire
+from modelyard.protocols import openai_responses
 from tests.protocols.openai_responses.helpers import CASES
 from tests.strategies import replies, requests
 
@@ -17,7 +17,9 @@ NEXT = Message("user", (Text("and now?"),))
 
 
 def continued(first: Request, reply: Reply, request: Request) -> Request:
-    return wire.prepend_stored(wire.decode_stored(wire.encode_stored(first, reply)), request)
+    return openai_responses.prepend_stored(
+        openai_responses.decode_stored(openai_responses.encode_stored(first, reply)), request
+    )
 
 
 def test_a_request_continues_the_stored_conversation() -> None:
@@ -50,25 +52,29 @@ def test_an_incomplete_call_is_not_stored() -> None:
 
 
 def test_the_stored_response_equals_the_reply() -> None:
-    assert wire.decode_stored(wire.encode_stored(FIRST, REPLY)).response == wire.write_reply([REPLY], FIRST)
+    assert openai_responses.decode_stored(
+        openai_responses.encode_stored(FIRST, REPLY)
+    ).response == openai_responses.write_reply([REPLY], FIRST)
 
 
 @settings(deadline=None, max_examples=50)
 @given(requests(custom=True, namespaces=True, redacted=True, broken=True, errors=True, references=True), replies())
 def test_every_message_is_stored(request: Request, reply: Reply) -> None:
-    stored = wire.decode_stored(wire.encode_stored(request, reply))
+    stored = openai_responses.decode_stored(openai_responses.encode_stored(request, reply))
     assert stored.messages[:-1] == request.messages
     assert stored.messages[-1].parts == tuple(block.part for block in reply.blocks)
 
 
 def test_input_items_are_listed_newest_first() -> None:
     first = Request(model="m", messages=(USER, NEXT))
-    told = msgspec.json.decode(wire.write_input_items(wire.decode_stored(wire.encode_stored(first, REPLY))))
-    assert [item["content"][0]["text"] for item in told["data"]] == ["and now?", "hi"]
-    assert (told["object"], told["has_more"]) == ("list", False)
-    assert (told["first_id"], told["last_id"]) == (told["data"][0]["id"], told["data"][-1]["id"])
+    body = msgspec.json.decode(
+        openai_responses.write_input_items(openai_responses.decode_stored(openai_responses.encode_stored(first, REPLY)))
+    )
+    assert [item["content"][0]["text"] for item in body["data"]] == ["and now?", "hi"]
+    assert (body["object"], body["has_more"]) == ("list", False)
+    assert (body["first_id"], body["last_id"]) == (body["data"][0]["id"], body["data"][-1]["id"])
 
 
 def test_deletions_and_token_counts_are_written() -> None:
-    assert wire.write_deleted("resp_1") == b'{"id":"resp_1","object":"response","deleted":true}'
-    assert wire.write_input_tokens(7) == b'{"object":"response.input_tokens","input_tokens":7}'
+    assert openai_responses.write_deleted("resp_1") == b'{"id":"resp_1","object":"response","deleted":true}'
+    assert openai_responses.write_input_tokens(7) == b'{"object":"response.input_tokens","input_tokens":7}'

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 
 from modelyard.core.errors import ContextOverflow, RateLimited
-from modelyard.core.events import BlockDelta, Event, Failed, Started, collect_reply
+from modelyard.core.events import BlockDelta, BlockStart, Event, Failed, Started, collect_reply
 from modelyard.core.protocol import EventWriter
-from modelyard.protocols import openai_responses as wire
+from modelyard.protocols import openai_responses
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.openai_responses.errors import OVERFLOW
 from tests.protocols.golden import check_golden
-from tests.protocols.openai_responses.helpers import ASKED, CASES, CODEX, STARTED, TRACE, data_of, names_of, stream
+from tests.protocols.openai_responses.helpers import CASES, CODEX, REQUEST, STARTED, TRACE, data_of, names_of, stream
 from tests.strategies import events
 
 
@@ -42,18 +42,31 @@ def test_a_text_has_all_its_events_in_order() -> None:
 
 def test_summaries_are_written_only_if_the_request_wants_them() -> None:
     assert not any("summary" in name for name in names_of(stream(*CASES["reasoning"])))
-    asked = names_of(stream(*CASES["reasoning_for_codex"]))
-    assert asked.count("reasoning_summary_text.delta") == asked.count("reasoning_text.delta") == 2
-    assert "reasoning_summary_part.done" in asked
+    names = names_of(stream(*CASES["reasoning_for_codex"]))
+    assert names.count("reasoning_summary_text.delta") == names.count("reasoning_text.delta") == 2
+    assert "reasoning_summary_part.done" in names
 
 
 def test_encrypted_reasoning_contains_the_text() -> None:
-    done = [data["item"] for data in data_of(stream(*CASES["reasoning_for_codex"])) if "item_done" in _flat(data)]
-    assert unpack_reasoning(done[0]["encrypted_content"]) == "Hmm."
+    data = data_of(stream(*CASES["reasoning_for_codex"]))
+    items = [event["item"] for event in data if event["type"] == "response.output_item.done"]
+    assert unpack_reasoning(items[0]["encrypted_content"]) == "Hmm."
 
 
-def _flat(data: dict[str, str]) -> str:
-    return data["type"].replace(".", "_")
+def test_a_delta_is_valid_json_with_its_position_and_number() -> None:
+    writer = openai_responses.writer(REQUEST, "k")
+    writer.write(STARTED)
+    writer.write(BlockStart(0, "text"))
+    (delta,) = data_of(writer.write(BlockDelta(0, 'a "%d" \n\n é')))
+    assert delta == {
+        "type": "response.output_text.delta",
+        "sequence_number": 4,
+        "item_id": "msg_k_0",
+        "output_index": 0,
+        "content_index": 0,
+        "delta": 'a "%d" \n\n é',
+        "logprobs": [],
+    }
 
 
 def test_an_incomplete_call_is_never_written_as_completed() -> None:
@@ -81,7 +94,7 @@ def test_usage_has_every_field() -> None:
 
 
 def test_a_keepalive_before_the_start_has_the_same_response_id() -> None:
-    writer: EventWriter = wire.writer(ASKED, TRACE)
+    writer: EventWriter = openai_responses.writer(REQUEST, TRACE)
     written = writer.keepalive() + writer.keepalive() + writer.write(STARTED) + writer.keepalive()
     assert names_of(written) == ["created", *["in_progress"] * 4]
     assert {data["response"]["id"] for data in data_of(written)} == {f"resp_{TRACE}"}
@@ -89,28 +102,30 @@ def test_a_keepalive_before_the_start_has_the_same_response_id() -> None:
 
 
 def test_an_overflow_in_a_stream_has_the_message_that_codex_acts_on() -> None:
-    grown = msgspec.structs.replace(CODEX, tools=())
-    written = data_of(wire.writer(grown, TRACE).write(Failed(ContextOverflow(40123, 32768))))
+    request = msgspec.structs.replace(CODEX, tools=())
+    written = data_of(openai_responses.writer(request, TRACE).write(Failed(ContextOverflow(40123, 32768))))
     assert [data["type"] for data in written] == ["response.created", "response.failed"]
     assert written[1]["response"]["error"] == {"code": "context_length_exceeded", "message": OVERFLOW}
 
 
 def test_a_rate_limit_message_has_the_retry_delay() -> None:
-    written = data_of(wire.writer(CODEX, TRACE).write(Failed(RateLimited("Too many requests.", retry_after=1.5))))
+    written = data_of(
+        openai_responses.writer(CODEX, TRACE).write(Failed(RateLimited("Too many requests.", retry_after=1.5)))
+    )
     assert written[-1]["response"]["error"]["message"].endswith("try again in 1.5s.")
 
 
 def test_an_empty_delta_writes_nothing() -> None:
-    request, told = CASES["text"]
-    more: list[Event] = [*told[:2], BlockDelta(0, ""), *told[2:]]
-    assert stream(request, more) == stream(request, told)
+    request, events = CASES["text"]
+    longer: list[Event] = [*events[:2], BlockDelta(0, ""), *events[2:]]
+    assert stream(request, longer) == stream(request, events)
 
 
 @settings(deadline=None, max_examples=60)
 @given(events(custom=True, namespaces=True, logprobs=True, incomplete=True, empty=True))
-def test_the_last_event_contains_the_whole_reply(told: list[Event]) -> None:
-    started = told[0]
+def test_the_last_event_contains_the_whole_reply(stream_events: list[Event]) -> None:
+    started = stream_events[0]
     assert isinstance(started, Started)
-    writer = wire.writer(CODEX, started.id)
-    last = data_of(b"".join(writer.write(event) for event in told))[-1]
-    assert last["response"] == msgspec.json.decode(wire.write_reply([collect_reply(told)], CODEX))
+    writer = openai_responses.writer(CODEX, started.id)
+    last = data_of(b"".join(writer.write(event) for event in stream_events))[-1]
+    assert last["response"] == msgspec.json.decode(openai_responses.write_reply([collect_reply(stream_events)], CODEX))

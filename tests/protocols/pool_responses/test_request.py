@@ -7,13 +7,13 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Reasoning, Request, Sampling, Text
-from modelyard.protocols import pool_responses as wire
+from modelyard.protocols import pool_responses
 
-PICTURE = "data:image/png;base64,AAAA"
+IMAGE_URL = "data:image/png;base64,AAAA"
 
 
 def read(headers: dict[str, str] | None = None, **body: Any) -> Request:
-    return wire.read_request(msgspec.json.encode({"model": "m", **body}), headers or {})
+    return pool_responses.read_request(msgspec.json.encode({"model": "m", **body}), headers or {})
 
 
 def refusal(**body: Any) -> InvalidRequest:
@@ -26,14 +26,14 @@ def user(*parts: Text | Image) -> Message:
     return Message("user", parts)
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------------
 
 
 def test_a_text_and_its_instructions() -> None:
-    asked = read(input="Hello", instructions="Be brief.")
-    assert asked.messages == (Message("system", (Text("Be brief."),)), user(Text("Hello")))
-    assert asked.instructions
-    assert (asked.model, asked.dialect, asked.stream, asked.store) == ("m", "pool_responses", False, False)
+    request = read(input="Hello", instructions="Be brief.")
+    assert request.messages == (Message("system", (Text("Be brief."),)), user(Text("Hello")))
+    assert request.instructions
+    assert (request.model, request.dialect, request.stream, request.store) == ("m", "pool_responses", False, False)
 
 
 def test_null_means_not_set() -> None:
@@ -49,21 +49,21 @@ def test_a_list_of_texts_is_one_text() -> None:
 def test_images_keep_their_position() -> None:
     items = [
         {"type": "text", "text": "What is it?"},
-        {"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}},
-        {"type": "image_url", "image_url": PICTURE},
+        {"type": "image_url", "image_url": {"url": IMAGE_URL, "detail": "low"}},
+        {"type": "image_url", "image_url": IMAGE_URL},
     ]
-    assert read(input=items).messages == (user(Text("What is it?"), Image(PICTURE, "low"), Image(PICTURE)),)
+    assert read(input=items).messages == (user(Text("What is it?"), Image(IMAGE_URL, "low"), Image(IMAGE_URL)),)
 
 
 def test_turns_with_texts_and_lists() -> None:
-    asked = read(
+    request = read(
         messages=[
             {"role": "user", "content": "My colour is teal."},
             {"role": "assistant", "content": "Noted."},
             {"role": "user", "content": [{"type": "text", "text": "Which is it?"}]},
         ]
     )
-    assert asked.messages == (
+    assert request.messages == (
         user(Text("My colour is teal.")),
         Message("assistant", (Text("Noted."),)),
         user(Text("Which is it?")),
@@ -102,11 +102,11 @@ def test_an_invalid_field_has_a_code_and_a_path(body: dict[str, Any], code: str,
     assert (error.code, error.param) == (code, param)
 
 
-# --- how it is to be answered -----------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------------
 
 
 def test_all_seven_fields_of_decoding() -> None:
-    asked = read(
+    request = read(
         input="x",
         decoding={
             "beam_size": 2,
@@ -118,20 +118,20 @@ def test_all_seven_fields_of_decoding() -> None:
             "stop": ["END", ""],
         },
     )
-    assert asked.sampling == Sampling(beam_size=2, top_k=1, top_p=1.0, temperature=0.1, repetition_penalty=1.05)
-    assert (asked.max_tokens, asked.stop) == (256, ("END",))
+    assert request.sampling == Sampling(beam_size=2, top_k=1, top_p=1.0, temperature=0.1, repetition_penalty=1.05)
+    assert (request.max_tokens, request.stop) == (256, ("END",))
 
 
 def test_missing_decoding_fields_are_not_set() -> None:
-    asked = read(input="x", decoding={})
-    assert (asked.sampling, asked.max_tokens, asked.stop) == (Sampling(), None, ())
+    request = read(input="x", decoding={})
+    assert (request.sampling, request.max_tokens, request.stop) == (Sampling(), None, ())
 
 
 def test_decoding_takes_precedence_over_extension_fields() -> None:
-    asked = read(input="x", min_p=0.1, top_k=40, decoding={"top_k": 1, "seed": 7}, lora_adapter="law", regex="a+")
-    assert asked.sampling == Sampling(min_p=0.1, top_k=1, seed=7)
-    assert asked.lora_adapter == "law"
-    assert asked.constraint is not None
+    request = read(input="x", min_p=0.1, top_k=40, decoding={"top_k": 1, "seed": 7}, lora_adapter="law", regex="a+")
+    assert request.sampling == Sampling(min_p=0.1, top_k=1, seed=7)
+    assert request.lora_adapter == "law"
+    assert request.constraint is not None
 
 
 @pytest.mark.parametrize(
@@ -148,18 +148,18 @@ def test_an_explicit_thinking_mode_is_strict(mode: str | None, reasoning: Reason
 
 
 def test_language_codes_become_template_arguments() -> None:
-    asked = read(input="x", source_lang_code="nl", target_lang_code="en")
-    assert asked.chat_template_kwargs == {"source_lang_code": "nl", "target_lang_code": "en"}
+    request = read(input="x", source_lang_code="nl", target_lang_code="en")
+    assert request.chat_template_kwargs == {"source_lang_code": "nl", "target_lang_code": "en"}
     assert read(input="x", target_lang_code="en").chat_template_kwargs == {"target_lang_code": "en"}
 
 
 def test_remote_consent_stream_and_session_are_read() -> None:
-    asked = read({"x-session-id": "s1"}, input="x", allow_remote=True, stream=True)
-    assert (asked.allow_remote, asked.stream, asked.session) == (True, True, "s1")
+    request = read({"x-session-id": "s1"}, input="x", allow_remote=True, stream=True)
+    assert (request.allow_remote, request.stream, request.session) == (True, True, "s1")
     assert not read(input="x").allow_remote
 
 
 def test_tools_are_ignored_with_a_warning() -> None:
-    asked = read(input="x", tools=[{"type": "function", "name": "f"}])
-    assert asked.tools == ()
-    assert "tools" in asked.warnings[0]
+    request = read(input="x", tools=[{"type": "function", "name": "f"}])
+    assert request.tools == ()
+    assert "tools" in request.warnings[0]
