@@ -18,7 +18,7 @@ from typing import Any
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines import vllm
-from modelyard.engines.vllm import async_llm
+from modelyard.engines.vllm.async_llm import load_library
 from modelyard.engines.vllm.engine import VllmEngine
 
 WINDOW, PROMPT = 2048, 32
@@ -36,27 +36,27 @@ def prompt_ids(stream: int) -> list[int]:
 
 async def direct(engine: VllmEngine, streams: int, tokens: int) -> int:
     """On vLLM's own loop, with the same settings."""
-    lib = async_llm.load_library()
-    llm: Any = engine._core._llm  # type: ignore[union-attr]
+    lib = load_library()
+    llm: Any = engine._runner._llm  # type: ignore[union-attr]
 
     async def one(stream: int) -> int:
-        call = lib.sampling(
+        call = lib.SamplingParams(
             max_tokens=tokens,
             temperature=0.0,
             ignore_eos=True,
             detokenize=False,
             logit_bias=NO_END,
-            output_kind=lib.deltas,
+            output_kind=lib.DELTA,
         )
         heard = 0
-        async for output in llm.generate(lib.tokens(prompt_ids(stream)), call, f"direct-{next(_numbers)}"):
+        async for output in llm.generate(lib.tokens_input(prompt_ids(stream)), call, f"direct-{next(_numbers)}"):
             heard += len(output.outputs[0].token_ids)
         return heard
 
     async def all_of_them() -> int:
         return sum(await asyncio.gather(*(one(stream) for stream in range(streams))))
 
-    return await engine._home.ask(all_of_them())
+    return await engine._thread.run(all_of_them())
 
 
 async def seam(engine: VllmEngine, streams: int, tokens: int) -> int:

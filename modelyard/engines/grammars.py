@@ -1,4 +1,7 @@
-"""Constraints as llguidance's matchers, compiled on a thread of their own: what the engines that mask logits share."""
+"""Constraints as llguidance matchers, compiled on a separate thread. Shared by the engines that mask logits.
+
+llguidance is imported on first use: other engines import this module for its errors and its JSON spacing only.
+"""
 
 from __future__ import annotations
 
@@ -6,97 +9,105 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
-
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.core.request import Constraint
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 T = TypeVar("T")
 
-# The compiler goes as deep as rules refer to each other, and where the stack ends it takes the process with it: there
-# is room for the deepest grammar of this length. Memory that is never touched costs nothing.
-_STACK = 1 << 28
-_LONGEST, _LONGEST_WRITTEN = 1 << 18, 1 << 15  # of schemas and tools; of a client's own grammar: some take time squared
-_KEPT = 16  # compiled grammars: agents send the same tools with every turn
-# One way to write it: small models that may put white space anywhere never stop doing so.
-_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# The compiler recurses as deep as rules refer to each other, and an overflow of its stack kills the process. This stack
+# suffices for the deepest grammar of the maximum length. Untouched stack costs no memory.
+_STACK_BYTES = 1 << 28
+_MAX_GENERATED = 1 << 18  # characters of schemas and tools
+_MAX_WRITTEN = 1 << 15  # characters of a client's own grammar: some take quadratic time
+_CACHE_SIZE = 16  # compiled grammars: agents send the same tools with every turn
+# One spelling only: small models that may put white space anywhere never stop doing so.
+JSON_SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FIELDS = {"gbnf": "grammar", "regex": "regex", "lark": "lark", "json_schema": "response_format"}
 
 
 class Grammars:
-    """Those of one model. Compiling may take long, so `submit` does it on a thread that is nobody else's.
+    """The grammars of one model. `load_tokenizer` is called once, for the first constraint: a large vocabulary takes a
+    second."""
 
-    `tokenizer` is asked once, on the first constraint: a large vocabulary takes a second.
-    """
-
-    def __init__(self, tokenizer: Callable[[], LLTokenizer]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, load_tokenizer: Callable[[], LLTokenizer]) -> None:
+        self._load_tokenizer = load_tokenizer
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
 
-    def submit(self, deed: Callable[[], T]) -> Future[T]:
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Runs a function on the compiler thread."""
         if self._pool is None:
-            self._pool = _roomy_thread()
-        return self._pool.submit(deed)
+            self._pool = _compiler_thread()
+        return self._pool.submit(function)
 
     def close(self) -> None:
-        """Waits for what is being compiled; what has not begun is cancelled."""
+        """Waits for the running compilation; cancels the others."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """A fresh one, at the grammar's beginning."""
+        """A new matcher at the start of the grammar."""
         key = constraint.kind, constraint.text
         if key not in self._compiled:
             self._compiled[key] = self._compile(constraint)
         self._compiled.move_to_end(key)
-        if len(self._compiled) > _KEPT:
+        if len(self._compiled) > _CACHE_SIZE:
             self._compiled.popitem(last=False)
         return self._compiled[key].deep_copy()
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
-        longest = _LONGEST if constraint.tools or constraint.kind == "json_schema" else _LONGEST_WRITTEN
-        if len(constraint.text) > longest:
-            raise _unusable(constraint, f"it is longer than {longest} characters")
-        matcher = LLMatcher(self._tokenizer(), _grammar(constraint), log_level=0)
+        from llguidance import LLMatcher
+
+        limit = _MAX_GENERATED if constraint.tools or constraint.kind == "json_schema" else _MAX_WRITTEN
+        if len(constraint.text) > limit:
+            raise bad_grammar(constraint, f"it is longer than {limit} characters")
+        matcher = LLMatcher(self._load_tokenizer(), _to_llguidance(constraint), log_level=0)
         if matcher.is_error():
-            raise _unusable(constraint, matcher.get_error())
+            raise bad_grammar(constraint, matcher.get_error())
         return matcher
 
 
-def _roomy_thread() -> ThreadPoolExecutor:
-    pool, usual = ThreadPoolExecutor(1, "grammars"), threading.stack_size(_STACK)
+def _compiler_thread() -> ThreadPoolExecutor:
+    pool, default = ThreadPoolExecutor(1, "grammars"), threading.stack_size(_STACK_BYTES)
     try:
         pool.submit(int)  # starts the thread
     finally:
-        threading.stack_size(usual)
+        threading.stack_size(default)
     return pool
 
 
-def _grammar(constraint: Constraint) -> str:
+def _to_llguidance(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
     text = constraint.text
     try:
         match constraint.kind:
             case "json_object":
-                return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_SPACING)
+                return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_SPACING)
             case "json_schema":
-                return LLMatcher.grammar_from_json_schema(text or "{}", overrides=_SPACING)
+                return LLMatcher.grammar_from_json_schema(text or "{}", overrides=JSON_SPACING)
             case "gbnf":
                 return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
             case "regex":
                 return LLMatcher.grammar_from_regex(text)
-    except Exception as error:  # the converter raises nothing more special
-        raise _unusable(constraint, str(error)) from error
+    except Exception as error:  # the converters raise plain exceptions
+        raise bad_grammar(constraint, str(error)) from error
     if not text:
-        raise Unsupported(
-            "this model's way to call tools has no grammar: a call cannot be required", param="tool_choice"
-        )
+        raise no_tool_grammar()
     return LLMatcher.grammar_from_lark(text)
 
 
-def _unusable(constraint: Constraint, words: str) -> InvalidRequest:
+def bad_grammar(constraint: Constraint, reason: str) -> InvalidRequest:
     param = "tools" if constraint.tools else _FIELDS.get(constraint.kind)
-    return InvalidRequest(f"the {constraint.kind} cannot be compiled: {words.strip()}", code="bad_grammar", param=param)
+    message = f"the {constraint.kind} cannot be compiled: {reason.strip()}"
+    return InvalidRequest(message, code="bad_grammar", param=param)
+
+
+def no_tool_grammar() -> Unsupported:
+    return Unsupported("this model's tool format has no grammar: a tool call cannot be required", param="tool_choice")

@@ -1,107 +1,40 @@
-"""A vocabulary from a GGUF file, through llama.cpp itself: the same ids as the engine, without loading any weights."""
+"""The tokenizer of a GGUF file, through llama.cpp: the same ids as the engine, without loading weights."""
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import re
-import threading
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llama_cpp import llama_cpp as lib
-
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Detokenizer
 from modelyard.tokenizer.detokenize import TableDetokenizer, TokenTable
-
-# Text that UTF-8 cannot spell, made into text that it can.
-
-
-def well_formed(text: str) -> str:
-    """Lone surrogates, which JSON can spell and UTF-8 cannot, become U+FFFD; pairs become their character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
-# What llama.cpp says while it works: never to the terminal, and its complaints to whoever asked for the work.
-#
-# llama.cpp tells why a file is bad only through its log callback, which it has one of a process. The callback runs on the
-# thread that called in, so each thread hears its own complaints and two loads at a time do not mix theirs.
-
-log = logging.getLogger("modelyard.llama_cpp")
-
-_WARNING, _ERROR, _CONTINUED = 3, 4, 5  # GGML_LOG_LEVEL_…
-_SPEAKER = re.compile(r"^\w+: (error loading model: )?")  # the C function that complains
-
-
-class _Heard(threading.local):
-    """A thread's own complaints, oldest first."""
-
-    def __init__(self) -> None:
-        self.lines: deque[str] = deque(maxlen=50)
-
-
-_heard = _Heard()
-
-
-def _listen(level: int, text: bytes | None, _: Any) -> None:
-    if level < _WARNING or level == _CONTINUED or not text:
-        return
-    line = text.decode("utf-8", "replace").strip()
-    log.debug("%s", line)
-    if level == _ERROR:
-        _heard.lines.append(line)
-
-
-_listener: Any = lib.llama_log_callback(_listen)  # held for good: C keeps its address
-
-
-def forget() -> None:
-    """Before a piece of work: what is heard from now on is about it. The binding brings a callback of its own that
-    prints, so ours is set each time."""
-    lib.llama_log_set(_listener, None)
-    _heard.lines.clear()
-
-
-def reason() -> str:
-    """Why what this thread did last went wrong, in llama.cpp's own words: the first complaint names the cause, those
-    after it only say that somebody above failed, too."""
-    first = _heard.lines[0] if _heard.lines else "llama.cpp gave no reason"
-    return _SPEAKER.sub("", first)
-
-
-forget()
-
+from modelyard.tokenizer.shield import well_formed
 
 _CONTROL, _USER_DEFINED, _UNUSED = 1 << 3, 1 << 4, 1 << 1
-_STRIPPING = 1 << 7 | 1 << 8 | 1 << 9  # takes white space around it away, or wants a word's border: no exact cut
+_STRIPPING = 1 << 7 | 1 << 8 | 1 << 9  # strips white space or needs a word boundary: not an exact cut
 
 
 class GgufTokenizer:
-    """Holds a vocab-only model for as long as it lives. Tokenizing is safe from several threads: it changes nothing."""
+    """Owns a vocab-only model. Tokenizing is thread-safe: it changes no state."""
 
     def __init__(self, path: Path) -> None:
         from llama_cpp import llama_cpp as lib
 
-        pass
+        from modelyard.tokenizer import llama_log
 
         self._lib = lib
-        self._pieces: dict[int, bytes] = {}  # those that were asked for: asking the library takes microseconds
+        self._pieces: dict[int, bytes] = {}  # a call into the library takes microseconds
         params = lib.llama_model_default_params()
         params.vocab_only = True
-        # On no device: to look at a GPU is enough for the driver to set half a gigabyte of its memory aside.
-        nowhere = (ctypes.c_void_p * 1)()
-        params.devices = ctypes.addressof(nowhere)
-        forget()
+        # No devices: as soon as a GPU is opened, its driver reserves half a gigabyte.
+        no_devices = (ctypes.c_void_p * 1)()
+        params.devices = ctypes.addressof(no_devices)
+        llama_log.clear()
         self._model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
-            raise InvalidRequest(f"{path} has no readable vocabulary: {reason()}", code="tokenizer_broken")
+            raise InvalidRequest(f"{path} has no readable vocabulary: {llama_log.first_error()}", code="tokenizer_broken")
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
         attributes = {id: lib.llama_vocab_get_attr(self._vocab, id) for id in range(self.size)}
@@ -142,7 +75,7 @@ class GgufTokenizer:
 
     def _encode(self, text: str, *, parse_special: bool) -> list[int]:
         raw = well_formed(text).encode()
-        room = len(raw) + 8  # a token is at least a byte, but for a space that some vocabularies put in front
+        room = len(raw) + 8  # a token has at least one byte; some vocabularies prepend a space
         ids = (ctypes.c_int32 * room)()
         count = self._lib.llama_tokenize(self._vocab, raw, len(raw), ids, room, False, parse_special)
         if count < 0:

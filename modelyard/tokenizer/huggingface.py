@@ -29,8 +29,7 @@ from modelyard.core.tokenizer import Detokenizer
 from modelyard.tokenizer import detokenize
 from modelyard.tokenizer.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
 from modelyard.tokenizer.folder import Ends, read_ends, read_text, tokenizer_file
-from modelyard.tokenizer.gguf import well_formed
-from modelyard.tokenizer.shield import Spellings, spelling_pattern
+from modelyard.tokenizer.shield import Spellings, spelling_pattern, well_formed
 from modelyard.tokenizer.word_cache import Words, ascii_pattern
 
 # fmt: off

@@ -125,3 +125,12 @@ def shield(text: str, specials: Iterable[str]) -> str:
 def unshield(text: str) -> str:
     """The text as people and engines may see it."""
     return text.replace(SENTINEL, "")
+
+
+def well_formed(text: str) -> str:
+    """Replace lone surrogates, which JSON can express and UTF-8 cannot, by U+FFFD; join pairs to their character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

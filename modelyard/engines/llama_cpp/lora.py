@@ -41,11 +41,11 @@ class LoraAdapters:
         if name in self._adapters:
             raise Conflict(f"the adapter {name!r} exists already; unload it first")
         path = locate_model_file(lora.path)
-        llama_log.forget()
+        llama_log.clear()
         raw = lib.llama_adapter_lora_init(self._model, str(path).encode())
         if not raw:
             raise InvalidRequest(
-                f"the adapter {name!r} in {path} cannot be loaded: {llama_log.reason()}", code="adapter_unreadable"
+                f"the adapter {name!r} in {path} cannot be loaded: {llama_log.first_error()}", code="adapter_unreadable"
             )
         self._adapters[name] = _Adapter(raw, lora.scale, path)
 

@@ -340,6 +340,8 @@ class AsyncLlmRunner:
         )
         async for output in outputs:
             chunks = job.handle_output(output)
+            if not chunks:
+                continue
             if isinstance(chunks[0], Accepted):
                 self._counters[job.cache].reused += job.cached_tokens
                 self._counters[job.cache].evaluated += job.prompt_tokens - job.cached_tokens
@@ -369,8 +371,8 @@ class AsyncLlmRunner:
             await self._llm.remove_lora(adapter.id)
 
     def _emit(self, job: VllmJob, chunks: list[Chunk]) -> None:
-        """One step wakes the tasks of all its jobs in the same iteration of this loop: their chunks are flushed together
-        and wake the gateway's loop once."""
+        """One step wakes the tasks of all its jobs in the same iteration of this loop. Their chunks are flushed
+        together, so that they wake the gateway's loop once."""
         if last := isinstance(chunks[-1], End):
             self.running.discard(job)
         self._dispatch.put(job, chunks, last)

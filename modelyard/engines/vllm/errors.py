@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.request import Constraint
-from modelyard.engines.vllm.request import bad_grammar
+from modelyard.engines.grammars import bad_grammar
 from modelyard.processes.child_process import describe_exit
 
 log = logging.getLogger(__name__)

@@ -65,10 +65,9 @@ async def _evaluate(spec: EngineSpec, ids: Sequence[int]) -> PromptLogprobs:
     with tempfile.TemporaryDirectory(prefix="modelyard-loss-") as folder:
         request, result = Path(folder) / "request.json", Path(folder) / "result.json"
         request.write_bytes(msgspec.json.encode(content))
-        python = os.path.expanduser(spec.python or sys.executable)
-        # -P: the script's folder must not be on the path, because its modules have common names.
-        argv = [python, "-P", _SCRIPT, str(request), str(result)]
-        child = await ChildProcess.start(argv, ENVIRONMENT_DEFAULTS | dict(os.environ))
+        child = await ChildProcess.start(
+            _command(spec.python, request, result), ENVIRONMENT_DEFAULTS | dict(os.environ)
+        )
         try:
             code = await asyncio.shield(child.ended)
         finally:
@@ -77,6 +76,11 @@ async def _evaluate(spec: EngineSpec, ids: Sequence[int]) -> PromptLogprobs:
             reason = failure_reason(child.log.lines()) or f"it {describe_exit(code)}"
             raise InvalidRequest(f"vLLM could not read the text: {reason}")
         return msgspec.json.decode(result.read_bytes(), type=list[dict[int, float]])
+
+
+def _command(python: str | None, request: Path, result: Path) -> list[str]:
+    """-P: the script's folder must not be on the path, because its modules have common names."""
+    return [os.path.expanduser(python or sys.executable), "-P", _SCRIPT, str(request), str(result)]
 
 
 def compare(ours: PromptLogprobs, theirs: PromptLogprobs, ids: Sequence[int]) -> Loss:

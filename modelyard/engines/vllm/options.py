@@ -98,8 +98,8 @@ class VllmOptions(BaseModel):
     vllm_max_num_seqs: int | None = Field(
         default=None,
         ge=1,
-        description="Requests computed at a time; unset: as many as the model's caches hold. Fewer reduce the memory of "
-        "CUDA graphs.",
+        description="Requests computed at a time; unset: as many as the model's caches hold. Fewer save memory "
+        "for CUDA graphs.",
     )
     vllm_max_num_batched_tokens: int | None = Field(
         default=None, ge=1, description="Tokens computed in one step, of prompts and answers together."

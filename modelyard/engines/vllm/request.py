@@ -15,6 +15,7 @@ from msgspec import Struct
 from modelyard.core.engine import Media, Prompt
 from modelyard.core.errors import InvalidRequest, NotFound, Unsupported
 from modelyard.core.request import Constraint, Sampling
+from modelyard.engines.grammars import JSON_SPACING, bad_grammar, no_tool_grammar
 
 IGNORED = (
     "typical_p",
@@ -88,11 +89,8 @@ def _sampling(s: Sampling, n_vocab: int) -> dict[str, Any]:
 # one grammar of the whole answer: any text up to the trigger, then the constrained text, and so on.
 
 STRUCTURED_OUTPUTS_CONFIG = {"backend": "guidance"}
-# One spelling only: small models that may put white space anywhere never stop doing so.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # The compiler recurses as deep as rules refer to each other, and an overflow of its stack kills the process.
 _MAX_GENERATED, _MAX_WRITTEN = 1 << 18, 1 << 13  # characters: schemas and tools; a client's own grammar
-_FIELDS = {"gbnf": "grammar", "regex": "regex", "lark": "lark", "json_schema": "response_format"}
 _START_RULE = re.compile(r"^start(?=\s*[:\[])", re.MULTILINE)
 
 
@@ -119,9 +117,7 @@ def structured_output_arguments(
     if len(constraint.text) > limit:
         raise bad_grammar(constraint, f"it is longer than {limit} characters")
     if not constraint.text and constraint.kind in ("tools", "lark"):
-        raise Unsupported(
-            "this model's tool format has no grammar: a tool call cannot be required", param="tool_choice"
-        )
+        raise no_tool_grammar()
     if constraint.trigger:
         return {"grammar": _triggered_grammar(constraint.text, constraint.trigger, control_tokens)}
     match constraint.kind:
@@ -137,16 +133,11 @@ def structured_output_arguments(
     return {"grammar": constraint.text}
 
 
-def bad_grammar(constraint: Constraint, reason: str) -> InvalidRequest:
-    param = "tools" if constraint.tools else _FIELDS.get(constraint.kind)
-    return InvalidRequest(
-        f"the {constraint.kind} cannot be compiled: {reason.strip()}", code="bad_grammar", param=param
-    )
-
-
 def _json_schema(schema: Any) -> str:
     """The schemas true and false cannot hold a spacing."""
-    return json.dumps({**schema, "x-guidance": _SPACING} if isinstance(schema, dict) else schema, ensure_ascii=False)
+    return json.dumps(
+        {**schema, "x-guidance": JSON_SPACING} if isinstance(schema, dict) else schema, ensure_ascii=False
+    )
 
 
 def _triggered_grammar(lark: str, trigger: str, control_tokens: ControlTokens) -> str:

@@ -22,7 +22,7 @@ from tests.engines.llama_cpp import stage as llama_stage
 from tests.engines.llama_cpp.lora import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
 from tests.engines.vllm import real as vllm_real
-from tests.engines.vllm import stage as vllm_stage
+from tests.engines.vllm import support as vllm_stage
 from tests.workers.split import FarEngine, RayEngine, SplitEngine
 
 GREEDY = Sampling(temperature=0)

@@ -15,7 +15,7 @@ from modelyard.engines.vllm.loss import TOP_LOGPROBS, compare, divergence, evalu
 from modelyard.engines.vllm.options import engine_arguments
 from modelyard.tune.trial_process import QUALITY_TEXT
 from tests.engines.vllm import real
-from tests.engines.vllm.stage import spec
+from tests.engines.vllm.support import spec
 
 STANDIN = Path(__file__).parent / "standin"
 IDS = [5, 9, 2, 7]

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from modelyard.core.engine import CacheInfo
 from modelyard.engines.managed.server import ListenAddress
+from modelyard.engines.vllm_serve import Options
 from modelyard.engines.vllm_serve.server import (
     ServedModel,
     command_line,
@@ -15,10 +18,7 @@ from modelyard.engines.vllm_serve.server import (
     reasoning_parser,
     tool_call_parser,
 )
-
-from modelyard.core.engine import CacheInfo
-from modelyard.engines.vllm_serve import Options
-from tests.engines.vllm.test_arguments import defined
+from tests.engines.vllm.test_options import defined
 
 SOCKET = ListenAddress("/run/vllm.sock")
 MINIMAL = Options(vllm_model="m")

@@ -58,11 +58,11 @@ def read_stream(*chunks: bytes) -> list[Event]:
     return [event for chunk in chunks for event in reader.feed(chunk)] + reader.finish()
 
 
-# --- what the protocol can express ----------------------------------------------------------------------------------------
-
-
 def expressible(reply: Reply) -> Reply:
-    """The protocol joins neighbouring blocks of one kind, has one name for both limits, and cannot mark a cut custom call."""
+    """The protocol joins neighbouring blocks of one kind and has one name for both limits.
+
+    After a limit, a last custom call is always incomplete.
+    """
     limited = reply.finished.reason in ("max_tokens", "window")
     blocks = _joined(reply.blocks)
     last = blocks[-1] if blocks else None
