@@ -272,7 +272,7 @@ def _command(endpoint: str, first: str) -> list[str]:
 def paced(folder: Path) -> str:
     """A model's folder for the stand-in, which this process and its children load from now on."""
     from bench.paced import shims
-    from tests.engines.exllamav3.support import write_model
+    from tests.engines.exllamav3.helpers import write_model
 
     found = str(shims(folder))
     sys.path.insert(0, found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 
@@ -42,11 +42,16 @@ def verify(module: ModuleType) -> None:
         check()
 
 
+def unknown(kind: str, name: str, known: Sequence[str]) -> UnknownPlugin:
+    """The error for an unknown name. It lists the known ones."""
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return UnknownPlugin(f"{name!r} is not one of the {kind}: {', '.join(known)}.{hint}")
+
+
 def load(package: str, name: str) -> ModuleType:
     if name not in names(package):
-        close = difflib.get_close_matches(name, names(package), 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise UnknownPlugin(f"{name!r} is not one of the {package}: {', '.join(names(package))}.{hint}")
+        raise unknown(package, name, names(package))
     try:
         return importlib.import_module(f"modelyard.{package}.{name}")
     except ModuleNotFoundError as error:

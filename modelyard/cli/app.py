@@ -292,10 +292,10 @@ def parse(
     prefill: Annotated[str, typer.Option(help="The prompt's tail, where it opened the reasoning, say.")] = "",
 ) -> None:
     """Read a model's raw output from standard input and print its reasoning, content and tool calls as JSON."""
-    from modelyard.scanner.command import parse_output
+    from modelyard.scanner.parse_output import parse_command
 
     def work() -> str:
-        return parse_output(
+        return parse_command(
             sys.stdin.buffer.read().decode("utf-8", "replace"),
             format=format,
             template=template.read_text("utf-8") if template else None,

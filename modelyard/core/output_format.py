@@ -1,9 +1,8 @@
-"""The seam to a model family's raw output: its markers as data, and who reads the inside of a call.
+"""The raw output of a model family as data: its markers, and the readers that parse what follows them.
 
-A format is a small map. The output is always in one **region**, which shows text as visible text or as reasoning. A
-**marker** met there is never shown: it moves to another region (`Go`), starts a reader (`Read`) or is just dropped. A
-reader is a generator over the raw text; it yields while it wants more, and returns the name of the region that
-follows (None: the one it came from).
+The output is always in one **region**, whose text is visible text or reasoning. A **marker** is never shown. It
+switches the region (`SwitchRegion`), starts a reader (`StartReader`), or is dropped. A reader is a generator over the
+raw text: it yields when it needs more input and returns the name of the next region (None: the region stays).
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from msgspec import Struct, field
 
 from modelyard.core.request import Constraint, Tool, ToolChoice
 
-# (tape, calls) → steps. The types live in `scanner/`, which core does not know.
+# (TextBuffer, CallBuilder) → generator. Both types are in `scanner/`, which core does not import.
 Reader = Callable[..., Generator[None, None, str | None]]
 
 
 class GrammarContext(Struct, frozen=True):
-    """Where a grammar begins: which texts are tokens in this vocabulary, and whether the prompt left reasoning open."""
+    """Where a grammar begins: the special tokens of the vocabulary, and whether the prompt left reasoning open."""
 
     specials: Mapping[str, int] = field(default_factory=dict)
     thinking: bool = False
@@ -28,10 +27,10 @@ class GrammarContext(Struct, frozen=True):
 
 
 class Grammar(Protocol):
-    """The family's own call syntax for these tools. None: it cannot be said, or not without disturbing plain text."""
+    """The call syntax of a family for these tools. None: there is no grammar, or it would constrain plain text."""
 
     def __call__(
-        self, tools: Sequence[Tool], choice: ToolChoice, place: GrammarContext = ..., /
+        self, tools: Sequence[Tool], choice: ToolChoice, context: GrammarContext = ..., /
     ) -> Constraint | None: ...
 
 
@@ -42,56 +41,52 @@ class SwitchRegion(Struct, frozen=True):
 
 
 class StartReader(Struct, frozen=True):
-    """The marker starts a reader. After a call that broke in the middle no tag up to `close` is text.
+    """The marker starts a reader. After a call breaks, no inner marker up to one of `closing` is shown as text.
 
-    A `naked` marker is ordinary text, such as a bracket, that opens a call only if the reader finds one behind it. If
-    not, it is shown with all the rest.
+    A `bare` marker is ordinary text, such as a bracket. It opens a call only if the reader finds one. Otherwise it is
+    shown like any other text.
     """
 
     reader: Reader
-    close: tuple[str, ...] = ()
-    naked: bool = False
+    closing: tuple[str, ...] = ()
+    bare: bool = False
 
 
 class Region(Struct, frozen=True):
     kind: Literal["text", "thinking"]
-    marks: dict[str, SwitchRegion | StartReader]
+    markers: dict[str, SwitchRegion | StartReader]
 
 
 class OutputFormat(Struct, frozen=True, kw_only=True, eq=False):
-    """A module in `scanner/formats/` holds one as `FORMAT`.
-
-    `hidden` are markers that no region acts on and nobody may see; `inner` ones count only inside a call, so that
-    visible text may hold them. `framed` says that line breaks around markers belong to the markers.
-    """
+    """One output format. A module in `scanner/formats/` lists its formats in `FORMATS`."""
 
     name: str
     regions: dict[str, Region]
-    start: str = "text"
-    hidden: tuple[str, ...] = ()
-    inner: tuple[str, ...] = ()
-    stops: tuple[str, ...] = ()  # texts of the tokens that end a turn in this family
-    turn: tuple[str, ...] = ()  # what opens an assistant turn in a prompt: priming begins after the last one
-    framed: bool = True
-    template: tuple[tuple[str, ...], ...] = ()  # chat templates that hold all strings of one group are this family's
-    names: tuple[str, ...] = ()  # parts of model names, lower case, where no template says more
+    start_region: str = "text"
+    hidden_markers: tuple[str, ...] = ()  # dropped in every region
+    inner_markers: tuple[str, ...] = ()  # markers only inside a call: visible text may contain them
+    stop_tokens: tuple[str, ...] = ()  # texts of the tokens that end a turn
+    turn_starts: tuple[str, ...] = ()  # what opens an assistant turn in a prompt; the prefill begins after the last one
+    trims_newlines: bool = True  # line breaks around markers belong to the markers
+    template_hints: tuple[tuple[str, ...], ...] = ()  # a chat template with all strings of one group has this format
+    name_hints: tuple[str, ...] = ()  # parts of model names in lower case, used if no template decides
     grammar: Grammar | None = None
 
     @property
     def reads_calls(self) -> bool:
-        return any(isinstance(act, StartReader) for _, act in self._acts)
+        return any(isinstance(action, StartReader) for _, action in self._actions)
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Everything that is never shown as visible text or reasoning."""
-        acted = (mark for mark, act in self._acts if not (isinstance(act, StartReader) and act.naked))
-        return tuple(dict.fromkeys((*acted, *self.hidden)))
+        acting = (m for m, action in self._actions if not (isinstance(action, StartReader) and action.bare))
+        return tuple(dict.fromkeys((*acting, *self.hidden_markers)))
 
     @property
-    def naked(self) -> tuple[str, ...]:
+    def bare_markers(self) -> tuple[str, ...]:
         """Ordinary text that may open a call."""
-        return tuple(dict.fromkeys(mark for mark, act in self._acts if isinstance(act, StartReader) and act.naked))
+        return tuple(dict.fromkeys(m for m, action in self._actions if isinstance(action, StartReader) and action.bare))
 
     @property
-    def _acts(self) -> list[tuple[str, SwitchRegion | StartReader]]:
-        return [each for region in self.regions.values() for each in region.marks.items()]
+    def _actions(self) -> list[tuple[str, SwitchRegion | StartReader]]:
+        return [item for region in self.regions.values() for item in region.markers.items()]

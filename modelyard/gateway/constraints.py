@@ -8,8 +8,8 @@ from modelyard.core.output_format import GrammarContext
 from modelyard.core.request import Constraint, Request, Tool
 from modelyard.gateway.model import Model, TextPipeline
 from modelyard.prompt.constraints import enforceable, enforceable_format, schema_of
+from modelyard.scanner.custom_grammar import input_pattern
 from modelyard.scanner.grammar import after_reasoning
-from modelyard.scanner.regular import form
 from modelyard.scanner.scanner import Scanner
 
 
@@ -27,13 +27,15 @@ def constrain(
     if own is not None and own.kind in ("json_schema", "json_object"):
         own, dropped = enforceable_format(own)
         begin, schema = _scanner_at_start(request, pipeline, prompt), schema_of(own)
-        if schema is not None and begin.closing is not None:
-            own = after_reasoning(own, schema, begin.closing, GrammarContext(pipeline.tokenizer.specials))
+        if schema is not None and begin.reasoning_end is not None:
+            own = after_reasoning(own, schema, begin.reasoning_end, GrammarContext(pipeline.tokenizer.specials))
         return own, dropped
     if own is not None or not request.tools:
         return own, ()
     is_forced = request.tool_choice.mode in ("required", "named")
-    not_enforced = [f"grammar_not_enforced: {t.name}: {fault}" for t in request.tools if (fault := form(t).fault)]
+    not_enforced = [
+        f"grammar_not_enforced: {tool.name}: {error}" for tool in request.tools if (error := input_pattern(tool).error)
+    ]
     if not is_forced and not (model.constrain_calls or any(_is_strict(tool) for tool in request.tools)):
         return None, not_enforced
     if not is_forced and not structured:
@@ -52,7 +54,7 @@ def constrain(
 
 def _is_strict(tool: Tool) -> bool:
     """A custom tool with a grammar relies on it, as on a strict schema."""
-    return bool(tool.strict) or form(tool).pattern is not None
+    return bool(tool.strict) or input_pattern(tool).pattern is not None
 
 
 def _callable_tools(request: Request) -> list[Tool]:

@@ -667,7 +667,7 @@ class TextOutput:
             tool_stream=model.tool_stream,
             parallel=request.parallel_tool_calls is not False,
             specials=pipeline.specials,
-            spell=self._spell if request.logprobs is not None else None,
+            token_text=self._token_text if request.logprobs is not None else None,
         )
         self.usage = Usage(len(rendered.ids))
         self.ids: list[int] | None = [] if request.tools else None  # an agent's next prompt repeats them
@@ -677,7 +677,7 @@ class TextOutput:
     def warnings(self) -> Sequence[str]:
         return self._scanner.warnings
 
-    def _spell(self, token: int) -> tuple[str, bytes]:
+    def _token_text(self, token: int) -> tuple[str, bytes]:
         raw = self._prepared.model.pipeline.tokenizer.token_bytes(token)
         return raw.decode("utf-8", "replace"), raw
 
@@ -710,11 +710,11 @@ class TextOutput:
         if scanned:
             self.has_output = True
             events += scanned
-        if scanner.done:  # a stop string or a complete call: drop what the engine generated ahead
+        if scanner.is_done:  # a stop string or a complete call: drop what the engine generated ahead
             events += scanner.finish()
-            reason: StopReason = "stop_string" if scanner.stopped is not None else "tool_calls"
+            reason: StopReason = "stop_string" if scanner.stop_string is not None else "tool_calls"
             self.over = True
-            events.append(Finished(reason, self.usage, scanner.stopped))
+            events.append(Finished(reason, self.usage, scanner.stop_string))
 
     def _finish(self, end: End, events: list[Event]) -> None:
         if end.reason in ("error", "cancelled"):
@@ -722,20 +722,20 @@ class TextOutput:
             return
         scanner, usage = self._scanner, self.usage
         events += scanner.feed(self._detokenizer.finish())
-        events += scanner.finish(cut=end.reason != "stop")
+        events += scanner.finish(truncated=end.reason != "stop")
         prompt = max(usage.prompt, end.usage.prompt)  # only the engine knows how many tokens images take
         self.usage = Usage(prompt, usage.cached, usage.output, scanner.reasoning_tokens)
         reason: StopReason
-        if scanner.stopped is not None:
+        if scanner.stop_string is not None:
             reason = "stop_string"
         elif end.reason == "window":
             reason = "window"
         elif end.reason == "length":
             reason = self._rendered.budget.limit
         else:
-            reason = "tool_calls" if scanner.called else "end"
+            reason = "tool_calls" if scanner.has_calls else "end"
         self.over = True
-        events.append(Finished(reason, self.usage, scanner.stopped, end.timings))
+        events.append(Finished(reason, self.usage, scanner.stop_string, end.timings))
 
     def fail(self, error: ModelyardError) -> list[Event]:
         self.over = True

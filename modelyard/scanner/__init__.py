@@ -1,6 +1,6 @@
-"""Any model's raw output into reasoning, text and tool calls, with zero leakage: pure, piece by piece."""
+"""Parse any model's raw output into reasoning, text and tool calls: incremental, without I/O, and no marker leaks."""
 
-from modelyard.scanner.parsed import Call, Parsed, parse
+from modelyard.scanner.parse_output import ParsedCall, ParsedOutput, parse
 from modelyard.scanner.scanner import Scanner
 
-__all__ = ["Call", "Parsed", "Scanner", "parse"]
+__all__ = ["ParsedCall", "ParsedOutput", "Scanner", "parse"]

@@ -1,7 +1,8 @@
-"""One tool call after another, from a reader's hand to the client: held until certain, then streamed.
+"""Tool calls on their way from a reader to the client: held back until certain, then streamed.
 
-A call is **sent** once its name is known and its first argument byte is. Before that a broken call is given back as
-text; after that it ends as an incomplete call. A call of a tool that nobody offered becomes text, with a warning.
+A call is **sent** once its name and the first byte of its arguments are known. If it breaks before that, it is shown
+as text. If it breaks later, it ends as an incomplete call. A call of a tool that is not offered becomes text, with a
+warning.
 """
 
 from __future__ import annotations
@@ -12,48 +13,47 @@ from typing import Any
 import msgspec
 
 from modelyard.core.request import Tool
-from modelyard.scanner.blocks import Blocks
-from modelyard.scanner.lexer import Tape, Unoffered, Unreadable
-from modelyard.scanner.visible import Shown, Visible
+from modelyard.scanner.lexer import ParseError, TextBuffer, UnknownTool
+from modelyard.scanner.output import BlockWriter, VisibleKind, VisibleOutput
 
-_EVIDENCE = 64  # characters within which the arguments of a call begin
+_EVIDENCE_LIMIT = 64  # the arguments of a call begin within this many characters
 
 
-class Calls:
-    """What a reader talks to: `name`, then `put` as the arguments come, then `close`."""
+class CallBuilder:
+    """Builds one call after another: `start`, then `append` for each part of the arguments, then `finish`."""
 
     def __init__(
         self,
-        tape: Tape,
-        blocks: Blocks,
-        visible: Visible,
-        clean: Callable[[str], str],
+        buffer: TextBuffer,
+        blocks: BlockWriter,
+        visible: VisibleOutput,
+        remove_markers: Callable[[str], str],
         *,
         tools: Sequence[Tool] | None,
         new_id: Callable[[], str],
         stream: bool,
     ) -> None:
-        self._tape, self._blocks, self._visible = tape, blocks, visible
-        self._tools = None if tools is None else offered(tools)
-        self._clean, self._new_id, self._stream = clean, new_id, stream
+        self._buffer, self._blocks, self._visible = buffer, blocks, visible
+        self._tools = None if tools is None else tools_by_name(tools)
+        self._remove_markers, self._new_id, self._stream = remove_markers, new_id, stream
         self._name: str | None = None
         self._held: list[str] = []
-        self._sent = False
-        self._suspect: Unoffered | None = None
-        self._rest = ""  # what followed the suspect
+        self._is_sent = False
+        self._unknown: UnknownTool | None = None
+        self._after_unknown = ""
         self.tool: Tool | None = None
         self.count = 0
         self.parallel = True
         self.warnings: list[str] = []
-        self.kind: Shown = "text"  # where an unreadable call is shown
+        self.kind: VisibleKind = "text"  # how a call that cannot be read is shown
 
     @property
     def is_open(self) -> bool:
         return self._name is not None
 
     @property
-    def is_enough(self) -> bool:
-        """No further call is wanted, though the reader may be in the middle of several."""
+    def is_done(self) -> bool:
+        """No further call is wanted, although the reader may be in the middle of several."""
         return (self.count > 0 and not self.parallel) or self._visible.stopped is not None
 
     @property
@@ -61,121 +61,121 @@ class Calls:
         return self.tool is not None and self.tool.kind == "custom"
 
     @property
-    def is_known(self) -> bool:
+    def is_offered(self) -> bool:
+        """The open call is one of an offered tool. Without a list of tools every name is."""
         return self._tools is None or self.tool is not None
 
     @property
     def is_first(self) -> bool:
-        """Nothing but white space stands before this in its block of text or reasoning."""
+        """Only white space comes before this in its block of text or reasoning."""
         return self._visible.is_blank
 
-    def name(self, name: str) -> None:
-        if not name or (self._tools is None and self._clean(name) != name):
-            raise Unreadable("a call without a name")
-        self._name, self._sent = name, False
+    def start(self, name: str) -> None:
+        if not name or (self._tools is None and self._remove_markers(name) != name):
+            raise ParseError("a call without a name")
+        self._name, self._is_sent = name, False
         self._held.clear()
         if self._tools is not None:
             self.tool = self._tools.get(name) or self._tools.get(name.rpartition("functions.")[2])
         if self.tool is not None:
             self._name = self.tool.name
 
-    def taking(self, arguments: str) -> str | None:
-        """The name of the only tool on offer, or of the only one that takes these arguments."""
+    def find_tool(self, arguments: str) -> str | None:
+        """The name of the only offered tool, or of the only one that accepts these arguments."""
         tools = list({id(tool): tool for tool in (self._tools or {}).values()}.values())
         given: Any = msgspec.json.decode(arguments)
-        fitting = tools if len(tools) == 1 else [tool for tool in tools if takes(tool, given)]
+        fitting = tools if len(tools) == 1 else [tool for tool in tools if accepts(tool, given)]
         return fitting[0].name if len(fitting) == 1 and isinstance(given, dict) else None
 
-    def put(self, text: str) -> None:
-        if self._sent:
+    def append(self, text: str) -> None:
+        if self._is_sent:
             self._blocks.parts.append(text)
-            self._tape.kept = []
+            self._buffer.uncommitted = []
             return
         self._held.append(text)
-        if text and self._stream and self.is_known and not self.is_custom and not self.is_enough:
+        if text and self._stream and self.is_offered and not self.is_custom and not self.is_done:
             self._send()
 
     def _send(self) -> None:
-        """Unless a stop string stood in the text that had to be shown first."""
-        self._visible.turn()
-        if self.is_enough:
+        """Unless the text before the call contains a stop string."""
+        self._visible.end_block()
+        if self.is_done:
             return
         namespace = self.tool.namespace if self.tool else None
         self._blocks.start_call(self._new_id(), self._name or "", namespace, self.is_custom)
         self._blocks.parts.extend(self._held)
         self._held.clear()
-        self._sent = True
-        self._tape.kept = []
+        self._is_sent = True
+        self._buffer.commit()
 
-    def close(self) -> None:
+    def finish(self, arguments: str = "") -> None:
         """The arguments are complete and valid."""
-        if not self.is_known:
-            self._say()
-        elif not self.is_enough:
-            self._finish()
+        if arguments:
+            self.append(arguments)
+        if not self.is_offered:
+            self._show_as_text()
+        elif not self.is_done:
+            if self.is_custom:
+                self._held = [custom_input("".join(self._held))]
+            if not self._is_sent:
+                self._send()
+            if self._is_sent:
+                self._blocks.close()
+                self.count += 1
         self._reset()
 
-    def _finish(self) -> None:
-        if self.is_custom:
-            self._held = [free_text("".join(self._held))]
-        if not self._sent:
-            self._send()
-        if self._sent:
-            self._blocks.close()
-            self.count += 1
-
-    def _say(self) -> None:
-        """Nobody offered this tool: the client gets to read what the model wanted."""
+    def _show_as_text(self) -> None:
+        """The tool is not offered. Show the client what the model wanted."""
         self._warn(self._name)
         name, arguments = msgspec.json.encode(self._name).decode(), "".join(self._held)
-        self._visible.seam()
-        self._visible.show(self.kind, self._clean(f'{{"name": {name}, "arguments": {arguments}}}'))
+        self._visible.mark_gap()
+        self._visible.show(self.kind, self._remove_markers(f'{{"name": {name}, "arguments": {arguments}}}'))
 
     def _warn(self, name: str | None) -> None:
         self.warnings.append(f"the model called {name!r}, which was not offered: passed on as text")
 
-    def suspect(self, found: Unoffered, rest: str) -> None:
-        """A call without any marker was given back as text at once; whether it is one is told by the rest of it."""
-        self._suspect, self._rest = found, ""
-        self.hear(rest)
+    def expect_evidence(self, unknown: UnknownTool, rest: str) -> None:
+        """A call without markers was shown as text at once. What follows decides whether it needs a warning."""
+        self._unknown, self._after_unknown = unknown, ""
+        self.feed_evidence(rest)
 
     @property
-    def is_suspicious(self) -> bool:
-        return self._suspect is not None
+    def is_expecting_evidence(self) -> bool:
+        return self._unknown is not None
 
-    def hear(self, rest: str) -> None:
-        """More of what follows a name that nobody offered."""
-        self._rest += rest
-        if self._suspect and self._suspect.evidence.match(self._rest):
-            self._warn(self._suspect.name)
-            self._suspect = None
-        elif len(self._rest) > _EVIDENCE:
-            self._suspect = None
+    def feed_evidence(self, text: str) -> None:
+        """More of the text that follows the name of a tool that is not offered."""
+        self._after_unknown += text
+        if self._unknown and self._unknown.evidence.match(self._after_unknown):
+            self._warn(self._unknown.name)
+            self._unknown = None
+        elif len(self._after_unknown) > _EVIDENCE_LIMIT:
+            self._unknown = None
 
-    def say(self, text: str) -> None:
-        """This was meant for nobody we know: a block of visible text."""
-        self._visible.turn()
-        self._visible.show("text", self._clean(text))
+    def show_text(self, text: str) -> None:
+        """Show a block of visible text, such as a message to an unknown recipient."""
+        self._visible.end_block()
+        self._visible.show("text", self._remove_markers(text))
 
-    def fail(self) -> bool:
-        """The open call cannot be completed. True: what was sent of it has ended as an incomplete call."""
-        cut_short = self._tape.ended and self._tape.cut and self.is_open and self.is_known and not self.is_enough
-        if cut_short and not self._sent:
+    def abort(self) -> bool:
+        """The open call cannot be completed. True: part of it was sent and has ended as an incomplete call."""
+        cut_off = self._buffer.ended and self._buffer.truncated and self.is_open and self.is_offered
+        if cut_off and not self.is_done and not self._is_sent:
             self._send()
-        sent = self._sent
-        if sent:
+        was_sent = self._is_sent
+        if was_sent:
             self._blocks.close(complete=False)
         self._reset()
-        return sent
+        return was_sent
 
     def _reset(self) -> None:
-        self._name, self.tool, self._sent = None, None, False
+        self._name, self.tool, self._is_sent = None, None, False
         self._held = []
-        self._tape.kept = []
+        self._buffer.commit()
 
 
-def offered(tools: Sequence[Tool]) -> dict[str, Tool]:
-    """Tools by every name a model may use for them; those that somebody else's cloud runs are not ours to call."""
+def tools_by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+    """Tools by every name a model may use for them. Server tools run in another cloud and cannot be called here."""
     found: dict[str, Tool] = {}
     for tool in tools:
         if tool.kind != "server":
@@ -185,14 +185,14 @@ def offered(tools: Sequence[Tool]) -> dict[str, Tool]:
     return found
 
 
-def takes(tool: Tool, arguments: object) -> bool:
-    """All of these have names that the tool knows, and none is missing that it wants."""
-    known, wanted = tool.parameters.get("properties"), tool.parameters.get("required")
-    return isinstance(arguments, dict) and set(wanted or ()) <= set(arguments) <= set(known or ())
+def accepts(tool: Tool, arguments: object) -> bool:
+    """The tool knows every argument, and no required one is missing."""
+    known, required = tool.parameters.get("properties"), tool.parameters.get("required")
+    return isinstance(arguments, dict) and set(required or ()) <= set(arguments) <= set(known or ())
 
 
-def free_text(arguments: str) -> str:
-    """What a custom tool gets: the one string inside the JSON that the model had to wrap it in."""
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool: the only string inside the JSON in which the model had to wrap it."""
     try:
         value: Any = msgspec.json.decode(arguments)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""Which format a model speaks: the setting, else the markers in its chat template, else its name."""
+"""Decide which output format a model has: by the setting, else by its chat template, else by its name."""
 
 from __future__ import annotations
 
@@ -9,76 +9,76 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import Calls
+from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.formats import load, names
-from modelyard.scanner.lexer import Steps, Tape
+from modelyard.scanner.lexer import Incremental, TextBuffer
 
 _FALLBACK = "plain"
 
 
-class Detected(Struct, frozen=True):
+class DetectedFormat(Struct, frozen=True):
     format: str
     why: str
 
 
-def detect(setting: str | None, template: str, name: str) -> Detected:
-    """`setting` is the configured id; None and "auto" leave it to the template and the name."""
+def detect(setting: str | None, template: str, name: str) -> DetectedFormat:
+    """`setting` is the configured format. None and "auto" leave the decision to the template and the name."""
     if setting and setting != "auto":
-        return Detected(load(setting).name, "set in the configuration")
+        return DetectedFormat(load(setting).name, "set in the configuration")
     formats = [load(n) for n in names()]
-    return _by_template(formats, template) or _by_name(formats, name) or Detected(_FALLBACK, "no sign of any other")
+    return _by_template(formats, template) or _by_name(formats, name) or DetectedFormat(_FALLBACK, "nothing else fits")
 
 
-@lru_cache(maxsize=256)
-def taught(form: OutputFormat) -> OutputFormat:
-    """The same, of a model that was told in words to call as hermes does: its own markers count as before."""
-    hermes = load("hermes")
-    if form is hermes:
-        return form
-    told = {mark: act for mark, act in hermes.regions["text"].marks.items() if isinstance(act, StartReader)}
-    regions = {name: Region(region.kind, _with(told, region.marks)) for name, region in form.regions.items()}
-    closing = tuple(close for act in told.values() for close in act.close)
-    return replace(form, regions=regions, hidden=(*form.hidden, *closing), framed=True, grammar=hermes.grammar)
-
-
-def _with(
-    told: Mapping[str, StartReader], marks: Mapping[str, SwitchRegion | StartReader]
-) -> dict[str, SwitchRegion | StartReader]:
-    return {**marks, **{mark: _either(act, marks.get(mark)) for mark, act in told.items()}}
-
-
-def _either(told: StartReader, own: SwitchRegion | StartReader | None) -> StartReader:
-    """What was told is JSON; a family that has another use for the same marker keeps it."""
-    if not isinstance(own, StartReader):
-        return told
-    other = own.reader
-
-    def read(tape: Tape, calls: Calls) -> Steps[str | None]:
-        yield from tape.space()
-        reader = told.reader if (yield from tape.peek()) in ("{", "[") else other
-        return (yield from reader(tape, calls))
-
-    return StartReader(read, (*own.close, *told.close))
-
-
-def _by_template(formats: list[OutputFormat], template: str) -> Detected | None:
-    """Formats with calls come first: reasoning tags alone say less. Then the one whose signs are the longest."""
+def _by_template(formats: list[OutputFormat], template: str) -> DetectedFormat | None:
+    """Formats with calls come first: reasoning tags alone say less. Then the longest hints decide."""
     fitting = [
-        (form.reads_calls, sum(map(len, signs)), form.name, signs)
+        (form.reads_calls, sum(map(len, hints)), form.name, hints)
         for form in formats
-        for signs in form.template
-        if all(sign in template for sign in signs)
+        for hints in form.template_hints
+        if all(hint in template for hint in hints)
     ]
     if not fitting:
         return None
-    _, _, found, signs = max(fitting)
-    return Detected(found, f"the chat template holds {' and '.join(signs)}")
+    _, _, found, hints = max(fitting)
+    return DetectedFormat(found, f"the chat template contains {' and '.join(hints)}")
 
 
-def _by_name(formats: list[OutputFormat], name: str) -> Detected | None:
+def _by_name(formats: list[OutputFormat], name: str) -> DetectedFormat | None:
     lower = name.lower()
-    fitting = [(len(part), form.name, part) for form in formats for part in form.names if part in lower]
+    fitting = [(len(hint), form.name, hint) for form in formats for hint in form.name_hints if hint in lower]
     if not fitting:
         return None
-    _, found, part = max(fitting)
-    return Detected(found, f"the model's name holds {part!r}")
+    _, found, hint = max(fitting)
+    return DetectedFormat(found, f"the model name contains {hint!r}")
+
+
+@lru_cache(maxsize=256)
+def with_hermes_calls(form: OutputFormat) -> OutputFormat:
+    """The format of a model that the system prompt teaches to call as `hermes` does. Its own markers still count."""
+    hermes = load("hermes")
+    if form is hermes:
+        return form
+    added = {m: action for m, action in hermes.regions["text"].markers.items() if isinstance(action, StartReader)}
+    regions = {name: Region(region.kind, _merge(added, region.markers)) for name, region in form.regions.items()}
+    hidden = (*form.hidden_markers, *(closing for action in added.values() for closing in action.closing))
+    return replace(form, regions=regions, hidden_markers=hidden, trims_newlines=True, grammar=hermes.grammar)
+
+
+def _merge(
+    added: Mapping[str, StartReader], markers: Mapping[str, SwitchRegion | StartReader]
+) -> dict[str, SwitchRegion | StartReader]:
+    return {**markers, **{marker: _either(action, markers.get(marker)) for marker, action in added.items()}}
+
+
+def _either(added: StartReader, own: SwitchRegion | StartReader | None) -> StartReader:
+    """The taught calls are JSON. A family that uses the same marker for something else still does."""
+    if not isinstance(own, StartReader):
+        return added
+    other = own.reader
+
+    def read(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+        yield from buffer.skip_space()
+        reader = added.reader if (yield from buffer.peek()) in ("{", "[") else other
+        return (yield from reader(buffer, calls))
+
+    return StartReader(read, (*own.closing, *added.closing))

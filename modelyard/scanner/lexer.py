@@ -1,8 +1,8 @@
-"""The raw text as readers see it: where markers stand, and how much of the end must wait.
+"""The raw text as readers see it: where markers are, and how much of its end must be held back.
 
-A marker that is a special token in the model's vocabulary is spelled inside the scanner as ONE lone surrogate. No
-detokenized text holds one, so a model that merely quotes the marker's text in ordinary tokens is never misread. Where
-the vocabulary has no such token, the marker is its own spelling and is found in the text.
+A marker that is a special token of the vocabulary is encoded as ONE lone surrogate. Detokenized text never contains
+one, so a marker that the model quotes in ordinary tokens is not misread. A marker without such a token is matched as
+text.
 """
 
 from __future__ import annotations
@@ -13,116 +13,129 @@ from functools import lru_cache
 from typing import TypeVar
 
 from modelyard.core.output_format import OutputFormat
-from modelyard.scanner.sieve import Spellings, purge
+from modelyard.scanner.marker_filter import MarkerSpellings, remove_markers
 
 T = TypeVar("T")
-Steps = Generator[None, None, T]
+Incremental = Generator[None, None, T]  # yields when it needs more input
 
 SURROGATES = "\ud800-\udfff"
+NAME_LIMIT = 128  # characters of a function or parameter name
 _FIRST_CODE = 0xDC00
 _SPACE = re.compile(r"\s*")
 
 
-class Unreadable(Exception):
-    """What stands on the tape is not what this reader reads. `depth` counts the brackets that it left open.
+class ParseError(Exception):
+    """The input is not what the reader reads. `depth` counts the brackets that are still open.
 
-    Where it was one member of a list, `further` reads those that follow, once the member's own `inner` brackets are
+    If one member of a list failed, `read_rest` reads the members after it, once its own `member_depth` brackets are
     closed.
     """
 
     depth = 0
-    inner = 0
-    further: Callable[..., Steps[str | None]] | None = None
+    member_depth = 0
+    read_rest: Callable[..., Incremental[str | None]] | None = None
 
 
-class Unoffered(Unreadable):
-    """It looks like a call of a tool that nobody offered, and is one if `evidence` follows."""
+class UnknownTool(ParseError):
+    """The input looks like a call of a tool that is not offered. It is one if `evidence` matches what follows."""
 
     def __init__(self, name: str, evidence: re.Pattern[str]) -> None:
-        super().__init__(f"nobody offered {name!r}")
+        super().__init__(f"the tool {name!r} is not offered")
         self.name, self.evidence = name, evidence
 
 
-class _Bracket:
-    """Around the reading of what stands inside a bracket: whatever breaks there leaves it open."""
+class _InsideBracket:
+    """A context manager that counts an open bracket in every ParseError that passes through it."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Unreadable):
+        if isinstance(error, ParseError):
             error.depth += 1
 
 
-BRACKET = _Bracket()
+INSIDE_BRACKET = _InsideBracket()
 
 
-class Tape:
-    """Text that arrives in bits, with a reading head. Readers take from it; `kept` can give back what they took."""
+class TextBuffer:
+    """Input text that arrives in chunks, with a read position.
 
-    __slots__ = ("at", "base", "codes", "cut", "ended", "kept", "special", "text")
+    `uncommitted` collects what was taken since the last commit. If the reader fails, it is shown as text.
+    """
 
-    def __init__(self, codes: dict[str, str], special: frozenset[str] = frozenset()) -> None:
-        self.codes, self.special = codes, special
+    __slots__ = ("codes", "dropped", "ended", "pos", "text", "token_codes", "truncated", "uncommitted")
+
+    def __init__(self, codes: dict[str, str], token_codes: frozenset[str] = frozenset()) -> None:
+        self.codes, self.token_codes = codes, token_codes
         self.text = ""
-        self.at = 0
-        self.base = 0  # how many characters were dropped in front of `text`
+        self.pos = 0
+        self.dropped = 0  # the number of characters before `text`
         self.ended = False
-        self.cut = False  # it ended at a limit, not by the model's will
-        self.kept: list[str] | None = None
+        self.truncated = False  # a limit ended the output, not the model
+        self.uncommitted: list[str] | None = None
 
     def push(self, text: str) -> None:
-        self.base += self.at
-        self.text = self.text[self.at :] + text if self.at < len(self.text) else text
-        self.at = 0
+        self.dropped += self.pos
+        self.text = self.text[self.pos :] + text if self.pos < len(self.text) else text
+        self.pos = 0
 
     @property
     def is_empty(self) -> bool:
-        return self.at >= len(self.text)
+        return self.pos >= len(self.text)
 
-    def mark(self, marker: str) -> str:
-        """How this marker is spelled on the tape."""
+    def commit(self) -> None:
+        self.uncommitted = []
+
+    def encoded(self, marker: str) -> str:
+        """How this marker is spelled in `text`."""
         return self.codes.get(marker, marker)
 
-    def take(self, end: int) -> str:
-        chunk = self.text[self.at : end]
-        self.at = end
-        if self.kept is not None:
-            self.kept.append(chunk)
+    def take_to(self, end: int) -> str:
+        chunk = self.text[self.pos : end]
+        self.pos = end
+        if self.uncommitted is not None:
+            self.uncommitted.append(chunk)
         return chunk
 
     def skip(self, count: int) -> str:
-        return self.take(self.at + count)
+        return self.take_to(self.pos + count)
 
-    def peek(self) -> Steps[str]:
+    def take_match(self, pattern: re.Pattern[str]) -> str:
+        """Take what the pattern matches here. It must match the empty string, too."""
+        found = pattern.match(self.text, self.pos)
+        return self.take_to(found.end()) if found and found.end() > self.pos else ""
+
+    def peek(self) -> Incremental[str]:
         """The next character; empty at the end."""
-        while self.at >= len(self.text):
+        while self.pos >= len(self.text):
             if self.ended:
                 return ""
             yield
-        return self.text[self.at]
+        return self.text[self.pos]
 
-    def ahead(self, count: int) -> Steps[str]:
+    def lookahead(self, count: int) -> Incremental[str]:
         """The next `count` characters without taking them; fewer only at the end."""
-        while len(self.text) - self.at < count and not self.ended:
+        while len(self.text) - self.pos < count and not self.ended:
             yield
-        return self.text[self.at : self.at + count]
+        return self.text[self.pos : self.pos + count]
 
-    def space(self) -> Steps[str]:
-        """Take all white space that stands here."""
+    def read_run(self, pattern: re.Pattern[str]) -> Incremental[str]:
+        """Take everything that matches a pattern of repeated characters."""
         taken: list[str] = []
         while True:
-            end = _end(_SPACE, self)
-            if end > self.at:
-                taken.append(self.take(end))
+            taken.append(self.take_match(pattern))
             if not self.is_empty or self.ended:
                 return "".join(taken)
             yield
 
-    def stands(self, options: tuple[str, ...], offset: int = 0) -> Steps[str | None]:
-        """Which of these texts stands here (none is the beginning of another); nothing is taken."""
+    def skip_space(self) -> Incremental[str]:
+        return self.read_run(_SPACE)
+
+    def match(self, options: tuple[str, ...], offset: int = 0) -> Incremental[str | None]:
+        """Which of these texts comes next; nothing is taken. No option may be a prefix of another."""
         longest = max(map(len, options))
         while True:
-            rest = self.text[self.at + offset : self.at + offset + longest]
+            rest = self.text[self.pos + offset : self.pos + offset + longest]
             for option in options:
                 if rest.startswith(option):
                     return option
@@ -130,128 +143,152 @@ class Tape:
                 return None
             yield
 
-    def until(self, stop: re.Pattern[str], limit: int) -> Steps[str]:
-        """Take everything before the first match of one character; too much or no match at all is unreadable."""
+    def is_next(self, *markers: str) -> Incremental[bool]:
+        """Whether one of these markers or texts comes next."""
+        return (yield from self.match(tuple(map(self.encoded, markers)))) is not None
+
+    def skip_if(self, *markers: str) -> Incremental[bool]:
+        """Skip one of these markers or texts if it comes next."""
+        found = yield from self.match(tuple(map(self.encoded, markers)))
+        self.skip(len(found or ""))
+        return found is not None
+
+    def read_until(self, stop: re.Pattern[str], limit: int = NAME_LIMIT) -> Incremental[str]:
+        """Take everything before the first match of a one-character pattern. It must come within `limit` characters."""
         taken, size = [], 0
         while True:
-            found = stop.search(self.text, self.at)
-            taken.append(self.take(found.start() if found else len(self.text)))
+            found = stop.search(self.text, self.pos)
+            taken.append(self.take_to(found.start() if found else len(self.text)))
             size += len(taken[-1])
             if size > limit or (self.ended and not found):
-                raise Unreadable(f"no {stop.pattern} within {limit} characters")
+                raise ParseError(f"expected {stop.pattern} within {limit} characters")
             if found:
                 return "".join(taken)
             yield
 
+    def read_verbatim(self, ends: tuple[str, ...], emit: Callable[[str], None] | None = None) -> Incremental[str]:
+        """Take everything before the first of `ends` and emit it exactly, as it arrives.
 
-def _end(pattern: re.Pattern[str], tape: Tape) -> int:
-    found = pattern.match(tape.text, tape.at)
-    return found.end() if found else tape.at
+        Returns the end that was found, which is not taken; empty if the output is over.
+        """
+        finder = text_finder(ends)
+        while True:
+            found = finder.pattern.search(self.text, self.pos)
+            end = found.start() if found else len(self.text) if self.ended else finder.partial_start(self)
+            if end > self.pos:
+                chunk = self.take_to(end)
+                if emit is not None:
+                    emit(chunk)
+            if found or self.ended:
+                return found.group() if found else ""
+            yield
 
 
-class Spelled:
-    """A set of texts to be found on the tape."""
+class TextFinder:
+    """Finds any of several texts in a buffer."""
 
-    __slots__ = ("_first", "_prefixes", "_reach", "pattern")
+    __slots__ = ("_first_chars", "_prefixes", "_reach", "pattern")
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self.pattern = _any_of(texts)
-        self._prefixes = frozenset(s[:i] for s in texts for i in range(1, len(s)))
+        self.pattern = _any_text(texts)
+        self._prefixes = frozenset(text[:end] for text in texts for end in range(1, len(text)))
         self._reach = max(map(len, texts), default=1) - 1
-        self._first = one_of(frozenset(prefix for prefix in self._prefixes if len(prefix) == 1))
+        self._first_chars = any_char(frozenset(prefix for prefix in self._prefixes if len(prefix) == 1))
 
-    def find(self, tape: Tape) -> re.Match[str] | None:
-        """The next one, unless more text could still make it a longer one, or part of one that began before it."""
-        found = self.pattern.search(tape.text, tape.at)
-        if found and not tape.ended and self.hold(tape) <= found.start():
+    def find(self, buffer: TextBuffer) -> re.Match[str] | None:
+        """The next match, unless more input could make it longer or part of an earlier one."""
+        found = self.pattern.search(buffer.text, buffer.pos)
+        if found and not buffer.ended and self.partial_start(buffer) <= found.start():
             return None
         return found
 
-    def hold(self, tape: Tape) -> int:
-        """Where the shortest suffix begins that may still become one."""
-        text = tape.text
-        nearest = max(tape.at, len(text) - self._reach)
-        if self._first.search(text, nearest) is None:
-            return len(text)  # nearly always
+    def partial_start(self, buffer: TextBuffer) -> int:
+        """Where the longest suffix begins that more input may complete to a match."""
+        text = buffer.text
+        nearest = max(buffer.pos, len(text) - self._reach)
+        if self._first_chars.search(text, nearest) is None:
+            return len(text)  # the usual case
         for start in range(nearest, len(text)):
             if text[start:] in self._prefixes:
                 return start
         return len(text)
 
 
-class Alphabet:
-    """A format's markers as one vocabulary spells them, compiled once for each pair of the two."""
+class MarkerTable:
+    """The markers of a format as one vocabulary spells them."""
 
     def __init__(self, form: OutputFormat, specials: frozenset[str]) -> None:
-        known = markers(form)
+        known = all_markers(form)
         self.codes = _codes(known, specials)
-        shown_never = [*form.markers, *(m for m in form.inner if m in specials)]
-        spelled = [*(self.codes[m] for m in shown_never), *form.naked]
-        self.naked = frozenset(form.naked)
+        never_shown = [*form.markers, *(m for m in form.inner_markers if m in specials)]
+        spelled = [*(self.codes[m] for m in never_shown), *form.bare_markers]
+        self.bare = frozenset(form.bare_markers)
         self.actions = {
-            name: {self.codes.get(mark, mark): act for mark, act in region.marks.items()}
+            name: {self.codes.get(marker, marker): action for marker, action in region.markers.items()}
             for name, region in form.regions.items()
         }
-        self.special = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
-        self._marks = Spelled(spelled)
-        self.find, self.hold = self._marks.find, self._marks.hold
+        self.token_codes = frozenset(c for c in self.codes.values() if "\udc00" <= c <= "\udfff")
+        self._finder = TextFinder(spelled)
+        self.find, self.partial_start = self._finder.find, self._finder.partial_start
         self._longest_first = sorted(self.codes, key=len, reverse=True)
-        self._rubble = frozenset((*known, *self.codes.values()))
-        self._any_rubble = _any_of(self._rubble)
-        plain = [m for m in shown_never if self.codes[m] == m]
-        self.spellings = Spellings(plain, [m for m in shown_never if m not in plain])
-        line = frozenset("\n" if form.framed else "")
-        self._first = frozenset(s[0] for s in spelled) | self.spellings.first | line
+        self._all_spellings = frozenset((*known, *self.codes.values()))
+        self._any_spelling = _any_text(self._all_spellings)
+        as_text = [m for m in never_shown if self.codes[m] == m]
+        self.spellings = MarkerSpellings(as_text, [m for m in never_shown if m not in as_text])
+        newline = frozenset("\n" if form.trims_newlines else "")
+        self._first_chars = frozenset(s[0] for s in spelled) | self.spellings.first | newline
 
-    def starters(self, stop: Sequence[str]) -> frozenset[str]:
-        """A text without one of these characters can hold neither a marker nor a stop string, nor the beginning of one,
-        not even that of a marker which only looks like one."""
-        return self._first | frozenset(s[0] for s in stop if s) if stop else self._first
+    def first_chars(self, stop: Sequence[str]) -> frozenset[str]:
+        """Text without these characters contains no part of a marker or stop string, in any spelling."""
+        return self._first_chars | frozenset(s[0] for s in stop if s) if stop else self._first_chars
 
-    def inside(self, close: tuple[str, ...]) -> Spelled:
-        """What is no text between the tags of a call, of which the last is one of `close`."""
-        return Spelled(list(dict.fromkeys((*self.codes.values(), *close))))
+    def inside_call(self, closing: tuple[str, ...]) -> TextFinder:
+        """Finds what is not shown as text between the tags of a call that `closing` ends."""
+        return text_finder(tuple(dict.fromkeys((*self.codes.values(), *closing))))
 
-    def stands(self, tape: Tape) -> bool:
-        """A marker stands here that counts outside of calls, too."""
-        found = self._marks.pattern.match(tape.text, tape.at)
-        return found is not None and found.group() not in self.naked
+    def is_at_marker(self, buffer: TextBuffer) -> bool:
+        """Whether a marker comes next that also counts outside of calls."""
+        found = self._finder.pattern.match(buffer.text, buffer.pos)
+        return found is not None and found.group() not in self.bare
 
-    def clean(self, text: str) -> str:
-        """The text of a block that could not be read, without any marker of the family."""
-        return purge(text, self._any_rubble, self._rubble)
+    def remove_markers(self, text: str) -> str:
+        return remove_markers(text, self._any_spelling, self._all_spellings)
 
     def encode(self, text: str) -> str:
-        """A prompt's tail: there every marker is the token that it spells."""
+        """Encode the tail of a prompt, where every marker is a token."""
         for marker in self._longest_first:
             text = text.replace(marker, self.codes[marker])
         return text
 
 
 @lru_cache(maxsize=256)
-def markers(form: OutputFormat) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*form.markers, *form.inner)))
+def all_markers(form: OutputFormat) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*form.markers, *form.inner_markers)))
 
 
 @lru_cache(maxsize=256)
-def alphabet(form: OutputFormat, specials: frozenset[str]) -> Alphabet:
-    """`specials` may hold any tokens of the vocabulary: only the family's own markers count."""
-    return Alphabet(form, specials.intersection(markers(form)))
+def marker_table(form: OutputFormat, specials: frozenset[str]) -> MarkerTable:
+    """`specials` may contain any tokens of the vocabulary. Only the family's markers count."""
+    return MarkerTable(form, specials.intersection(all_markers(form)))
 
 
 def _codes(known: Sequence[str], specials: frozenset[str]) -> dict[str, str]:
-    """How each marker is spelled. One that holds a token, as `<｜DSML｜invoke` does, has that token's code inside."""
+    """The spelling of each marker. One that contains a token, as `<｜DSML｜invoke` does, contains that token's code."""
     tokens = {m: chr(_FIRST_CODE + i) for i, m in enumerate(known) if m in specials}
-    inside = _any_of(tokens)
-    return {m: inside.sub(lambda found: tokens[found.group()], m) for m in known}
+    token = _any_text(tokens)
+    return {m: token.sub(lambda found: tokens[found.group()], m) for m in known}
 
 
-def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+def _any_text(texts: Iterable[str]) -> re.Pattern[str]:
     longest_first = sorted(set(texts), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 @lru_cache(maxsize=256)
-def one_of(chars: frozenset[str]) -> re.Pattern[str]:
-    """Any of these characters."""
+def text_finder(texts: tuple[str, ...]) -> TextFinder:
+    return TextFinder(texts)
+
+
+@lru_cache(maxsize=256)
+def any_char(chars: frozenset[str]) -> re.Pattern[str]:
     return re.compile(f"[{''.join(map(re.escape, sorted(chars)))}]" if chars else r"(?!)")

@@ -1,8 +1,8 @@
-"""Calls written as Python: `[get_weather(city="Paris"), now()]`, one or several, in a list or one a line.
+"""Calls as Python: `[get_weather(city="Paris"), now()]`, one or several, in a list or one per line.
 
-Arguments become JSON as they come. Values are Python's literals or JSON's. Arguments without a name get the names of
-the tool's properties, in their order; where nobody knows these, such a call is unreadable. It does not take the others
-of its list with it: what can be read of them counts.
+Arguments become JSON as they arrive. Values are literals of Python or JSON. Arguments without a name get the names of
+the tool's properties, in their order. Without known properties such a call is a ParseError. It does not affect the
+other calls of its list.
 """
 
 from __future__ import annotations
@@ -10,255 +10,243 @@ from __future__ import annotations
 import re
 from functools import partial
 
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import BRACKET, SURROGATES, Steps, Tape, Unoffered, Unreadable
-from modelyard.scanner.repair import SET, JsonValue, key_of, mended
-from modelyard.scanner.typed import TypedArguments, quoted
+from modelyard.scanner.arguments import ArgumentWriter, escape_json
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.lenient_json import SET, JsonReader, quote_key, repair_literal
+from modelyard.scanner.lexer import INSIDE_BRACKET, SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
 
 _NAME = re.compile(r"[\w.-]*")
-_BETWEEN = (",", ";")
+_SEPARATORS = (",", ";")
 _QUOTES = ("'", '"')
-_BRACKETS = ("", "{", "[", "}", ",")
 _WORD_LIMIT = 512
-_GAP = 64
+_SPACE_LIMIT = 64
 _ARGUMENTS_FOLLOW = re.compile(r"\s*(?:\)|[^\W\d]\w*\s*=(?!=))")
 _AFTER_VALUE = frozenset({"", ",", ")", "]", "}", ":", "<"})
 _PADDING = re.compile(r"^(-?)0+(?=[1-9])")
 _LITERAL = re.compile(rf"[^\s,:=()\[\]{{}}\"'<{SURROGATES}]*")
 _PLAIN = re.compile(rf'[^"\\\x00-\x1f\'{SURROGATES}]*')
-_ESCAPED = {"\n": "", "'": "'", "a": "\\u0007", "v": "\\u000b"}
+_ESCAPES = {"\n": "", "'": "'", "a": "\\u0007", "v": "\\u000b"}
 _HEX_DIGITS = {"x": 2, "U": 8}
-_SAME_IN_JSON = '"\\bfnrt'
+_JSON_ESCAPES = '"\\bfnrt'
 
 
-def pythonic_calls(tape: Tape, calls: Calls) -> Steps[str | None]:
-    """After a family's marker: calls in brackets, or without."""
-    yield from tape.space()
-    if (yield from tape.peek()) == "[":
-        tape.skip(1)
-    return (yield from listed_calls(tape, calls))
+def pythonic_calls(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+    """After a family's marker: calls with or without brackets around them."""
+    yield from buffer.skip_space()
+    yield from buffer.skip_if("[")
+    return (yield from pythonic_list(buffer, calls))
 
 
-def listed_calls(tape: Tape, calls: Calls, *, strict: bool = False) -> Steps[str | None]:
-    """After the opening bracket. Where that is all there is (`strict`), a tool that nobody offered is just text."""
-    with BRACKET:
-        return (yield from _members(tape, calls, strict))
+def pythonic_list(buffer: TextBuffer, calls: CallBuilder, *, offered_only: bool = False) -> Incremental[str | None]:
+    """After the opening bracket. `offered_only`: without markers, a call of a tool that is not offered is text."""
+    with INSIDE_BRACKET:
+        return (yield from _read_list(buffer, calls, offered_only))
 
 
-def _members(tape: Tape, calls: Calls, strict: bool, read: int = 0) -> Steps[str | None]:
+def _read_list(buffer: TextBuffer, calls: CallBuilder, offered_only: bool) -> Incremental[str | None]:
+    count = 0
     while True:
-        yield from tape.space()
-        char = yield from tape.peek()
-        if read and char == "]":
-            tape.skip(1)
+        yield from buffer.skip_space()
+        char = yield from buffer.peek()
+        if count and char == "]":
+            buffer.skip(1)
             return None
-        if read and char and char in _BETWEEN:
-            tape.skip(1)
-        elif not (char.isalpha() or char == "_"):
-            if not read:
-                raise Unreadable("no call stands here")
+        if count and char in _SEPARATORS:
+            buffer.skip(1)
+        elif char.isalpha() or char == "_":
+            try:
+                yield from _read_call(buffer, calls, offered_only)
+            except ParseError as error:
+                if error.depth:
+                    error.member_depth = error.depth
+                    error.read_rest = partial(_read_list_rest, offered_only=offered_only)
+                raise
+            count += 1
+        elif count:
             return None
         else:
-            yield from _member(tape, calls, strict)
-            read += 1
+            raise ParseError("expected a call")
 
 
-def _member(tape: Tape, calls: Calls, strict: bool) -> Steps[None]:
-    try:
-        yield from _call(tape, calls, strict)
-    except Unreadable as error:
-        if error.depth:
-            error.inner, error.further = error.depth, partial(_further, strict=strict)
-        raise
-
-
-def _further(tape: Tape, calls: Calls, *, strict: bool) -> Steps[str | None]:
-    """After a call that was none: others may follow, else this is just the rest of a text."""
-    space = yield from tape.space()
-    if (yield from tape.peek()) in _BETWEEN:
-        tape.skip(1)
+def _read_list_rest(buffer: TextBuffer, calls: CallBuilder, *, offered_only: bool) -> Incremental[str | None]:
+    """After a broken call: others may follow. Otherwise this is the rest of a text."""
+    space = yield from buffer.skip_space()
+    if (yield from buffer.peek()) in _SEPARATORS:
+        buffer.skip(1)
     elif "\n" not in space:
-        raise Unreadable("no further call stands here")
-    with BRACKET:
-        return (yield from _members(tape, calls, strict))
+        raise ParseError("expected another call")
+    return (yield from pythonic_list(buffer, calls, offered_only=offered_only))
 
 
-def _call(tape: Tape, calls: Calls, strict: bool) -> Steps[None]:
-    name = yield from _word(tape, _NAME)
-    if (yield from tape.peek()) != "(":
-        raise Unreadable("a name without brackets")
-    tape.skip(1)
-    calls.name(name)
-    with BRACKET:
-        if strict and not calls.is_known:
-            raise Unoffered(name, _ARGUMENTS_FOLLOW)
-        yield from _Arguments(tape, calls).read()
+def _read_call(buffer: TextBuffer, calls: CallBuilder, offered_only: bool) -> Incremental[None]:
+    name = yield from _read_word(buffer, _NAME)
+    if (yield from buffer.peek()) != "(":
+        raise ParseError("a name without brackets")
+    buffer.skip(1)
+    calls.start(name)
+    with INSIDE_BRACKET:
+        if offered_only and not calls.is_offered:
+            raise UnknownTool(name, _ARGUMENTS_FOLLOW)
+        yield from _ArgumentsReader(buffer, calls).read()
 
 
-def call_arguments(tape: Tape, calls: Calls) -> Steps[None]:
+def pythonic_arguments(buffer: TextBuffer, calls: CallBuilder) -> Incremental[None]:
     """After the bracket that follows a name."""
-    with BRACKET:
-        yield from _Arguments(tape, calls).read()
+    with INSIDE_BRACKET:
+        yield from _ArgumentsReader(buffer, calls).read()
 
 
-def _word(tape: Tape, pattern: re.Pattern[str]) -> Steps[str]:
-    taken = ""
+def _read_word(buffer: TextBuffer, pattern: re.Pattern[str]) -> Incremental[str]:
+    word = ""
     while True:
-        found = pattern.match(tape.text, tape.at)
-        taken += tape.take(found.end() if found else tape.at)
-        if len(taken) > _WORD_LIMIT:
-            raise Unreadable("too long for a name or a number")
-        if not tape.is_empty or tape.ended:
-            return taken
+        word += buffer.take_match(pattern)
+        if len(word) > _WORD_LIMIT:
+            raise ParseError("too long for a name or a number")
+        if not buffer.is_empty or buffer.ended:
+            return word
         yield
 
 
-class _Arguments:
-    def __init__(self, tape: Tape, calls: Calls) -> None:
-        self._tape, self._calls = tape, calls
-        self._names = list(TypedArguments(calls).properties)
+class _ArgumentsReader:
+    def __init__(self, buffer: TextBuffer, calls: CallBuilder) -> None:
+        self._buffer, self._calls = buffer, calls
+        self._names = list(ArgumentWriter(calls).properties)
         self._count = 0
 
-    def read(self) -> Steps[None]:
-        tape = self._tape
+    def read(self) -> Incremental[None]:
+        buffer = self._buffer
         while True:
-            yield from tape.space()
-            char = yield from tape.peek()
-            if char in ("", "<", ")") or char in tape.special:
-                return self._close(char)
+            yield from buffer.skip_space()
+            char = yield from buffer.peek()
             if char == ",":
-                tape.skip(1)
+                buffer.skip(1)
+            elif char in ("", "<", ")") or char in buffer.token_codes:
+                break
             else:
                 yield from self._argument(char)
-
-    def _close(self, char: str) -> None:
         if char == ")":
-            self._tape.skip(1)
-        elif self._tape.cut and not char:
-            raise Unreadable("cut off inside a call")
-        self._calls.put("}" if self._count else "{}")
-        self._calls.close()
+            buffer.skip(1)
+        elif buffer.truncated and not char:
+            raise ParseError("cut off inside a call")
+        self._calls.finish("}" if self._count else "{}")
 
-    def _argument(self, char: str) -> Steps[None]:
-        if not (char.isalpha() or char == "_"):
-            self._begin(self._nth())
-            yield from PythonValue(self._tape, self._calls.put).read()
-            return
-        word = yield from _word(self._tape, _NAME)
-        yield from self._tape.space()
-        if (yield from self._tape.peek()) == "=":
-            self._tape.skip(1)
-            yield from self._tape.space()
+    def _argument(self, char: str) -> Incremental[None]:
+        buffer = self._buffer
+        if char.isalpha() or char == "_":
+            word = yield from _read_word(buffer, _NAME)
+            yield from buffer.skip_space()
+            if (yield from buffer.peek()) != "=":
+                value = repair_literal(word)
+                self._begin(self._next_name())
+                self._calls.append(value)
+                return
+            buffer.skip(1)
+            yield from buffer.skip_space()
             self._begin(word)
-            yield from PythonValue(self._tape, self._calls.put).read()
         else:
-            value = mended(word)
-            self._begin(self._nth())
-            self._calls.put(value)
+            self._begin(self._next_name())
+        yield from PythonLiteralReader(buffer, self._calls.append).read()
 
-    def _nth(self) -> str:
+    def _next_name(self) -> str:
         if self._count >= len(self._names):
-            raise Unreadable("an argument without a name")
+            raise ParseError("an argument without a name")
         return self._names[self._count]
 
     def _begin(self, name: str) -> None:
-        self._calls.put(f'{", " if self._count else "{"}"{quoted(name)}": ')
+        self._calls.append(f'{", " if self._count else "{"}"{escape_json(name)}": ')
         self._count += 1
 
 
-class PythonValue(JsonValue):
-    """Python's literals, which are almost JSON's: other escapes, and strings between three quotes."""
+class PythonLiteralReader(JsonReader):
+    """Python's literals: JSON with other escapes, sets, and strings between three quotes."""
 
-    def _literal(self) -> Steps[str]:
+    def _literal(self) -> Incremental[str]:
         """Numbers may be padded (`month=07`), which neither language allows."""
-        return _PADDING.sub(r"\1", (yield from _word(self._tape, _LITERAL)))
+        return _PADDING.sub(r"\1", (yield from _read_word(self._buffer, _LITERAL)))
 
-    def _string(self, quote: str) -> Steps[None]:
-        if (yield from self._tape.stands((quote * 3,))):
-            yield from self._block(quote * 3)
+    def _string(self, quote: str) -> Incremental[None]:
+        if (yield from self._buffer.match((quote * 3,))):
+            yield from self._triple_quoted(quote * 3)
         else:
             yield from super()._string(quote)
 
-    def _open(self, bracket: str) -> Steps[None]:
-        """A dictionary begins like a set: only what follows the first member tells."""
-        space = yield from self._tape.space()
-        char = yield from self._tape.peek()
-        if bracket == "[" or char in _BRACKETS:
+    def _open(self, bracket: str) -> Incremental[None]:
+        """A dictionary begins like a set. What follows the first member decides."""
+        space = yield from self._buffer.skip_space()
+        char = yield from self._buffer.peek()
+        if bracket == "[" or char in ("", "{", "[", "}", ","):
             yield from super()._open(bracket)
-            self._put(space)
+            self._emit(space)
             return
         self._stack.append(bracket)
-        first = yield from self._first_member(char)
-        after = yield from self._tape.space()
-        if (yield from self._tape.peek()) == ":":
-            self._put(f"{bracket}{space}{first if char in _QUOTES else key_of(first)}{after}")
+        is_string = char in _QUOTES
+        if is_string:
+            parts: list[str] = []
+            yield from PythonLiteralReader(self._buffer, parts.append)._string(char)
+            first = "".join(parts)
+        else:
+            first = yield from self._literal()
+        after = yield from self._buffer.skip_space()
+        if (yield from self._buffer.peek()) == ":":
+            self._emit(f"{bracket}{space}{first if is_string else quote_key(first)}{after}")
             yield from self.colon()
             yield from self._value()
         else:
-            self._put(f"[{space}{first if char in _QUOTES else mended(first)}{after}")
-            self._stack[-1], self._first = SET, False
+            self._emit(f"[{space}{first if is_string else repair_literal(first)}{after}")
+            self._stack[-1], self._is_first = SET, False
 
-    def _first_member(self, char: str) -> Steps[str]:
-        if char not in _QUOTES:
-            return (yield from self._literal())
-        parts: list[str] = []
-        yield from PythonValue(self._tape, parts.append)._string(char)
-        return "".join(parts)
+    def _is_closing_quote(self) -> Incremental[bool]:
+        """Shell commands contain quotes without escapes (`'sed -n '1,9p' f.py'`).
 
-    def _closes(self) -> Steps[bool]:
-        """Commands for a shell hold quotes that nobody escaped (`'sed -n '1,9p' f.py'`): the last one is the one that
-        is followed by what can follow a value, and behind its brackets by no other quote."""
-        closed = False
-        for offset in range(1, _GAP):
-            char = (yield from self._tape.ahead(offset + 1))[offset:]
-            if closed and (not char or char not in ")]}"):
+        The closing quote is followed by what can follow a value, and after closing brackets by no other quote.
+        """
+        after_bracket = False
+        for offset in range(1, _SPACE_LIMIT):
+            char = (yield from self._buffer.lookahead(offset + 1))[offset:]
+            if after_bracket and (not char or char not in ")]}"):
                 return char not in _QUOTES
             if not char.isspace():
-                closed = bool(char) and char in ")]}"
-                if not closed:
-                    return char in _AFTER_VALUE or char in self._tape.special
+                after_bracket = bool(char) and char in ")]}"
+                if not after_bracket:
+                    return char in _AFTER_VALUE or char in self._buffer.token_codes
         return True
 
-    def _block(self, quotes: str) -> Steps[None]:
-        tape = self._tape
-        tape.skip(3)
-        self._put('"')
-        while not (yield from tape.stands((quotes,))):
-            char = yield from tape.peek()
-            found = _PLAIN.match(tape.text, tape.at)
-            if found and found.end() > tape.at:
-                self._put(tape.take(found.end()))
+    def _triple_quoted(self, quotes: str) -> Incremental[None]:
+        buffer = self._buffer
+        buffer.skip(3)
+        self._emit('"')
+        while not (yield from buffer.match((quotes,))):
+            char = yield from buffer.peek()
+            if text := buffer.take_match(_PLAIN):
+                self._emit(text)
             elif char == "\\":
                 yield from self._escape()
-            elif not char or char in tape.special:
-                raise Unreadable("a string without an end")
+            elif not char or char in buffer.token_codes:
+                raise ParseError("a string without an end")
             else:
-                self._put(quoted(tape.skip(1)))
-        tape.skip(3)
-        self._put('"')
+                self._emit(escape_json(buffer.skip(1)))
+        buffer.skip(3)
+        self._emit('"')
 
-    def _escape(self) -> Steps[None]:
-        two = yield from self._tape.ahead(2)
+    def _escape(self) -> Incremental[None]:
+        two = yield from self._buffer.lookahead(2)
         kind = two[1:]
         if kind == "u":
             yield from self._unicode()
         elif kind in _HEX_DIGITS:
-            yield from self._code(_HEX_DIGITS[kind])
-        elif kind and (kind in _SAME_IN_JSON or kind in _ESCAPED):
-            self._tape.skip(2)
-            self._put(_ESCAPED.get(kind, two))
-        elif kind:  # a backslash that escapes nothing is one
-            self._tape.skip(1)
-            self._put("\\\\")
+            yield from self._hex_escape(_HEX_DIGITS[kind])
+        elif kind and (kind in _JSON_ESCAPES or kind in _ESCAPES):
+            self._buffer.skip(2)
+            self._emit(_ESCAPES.get(kind, two))
+        elif kind:
+            self._lone_backslash()
         else:
-            raise Unreadable("a string without an end")
+            raise ParseError("a string without an end")
 
-    def _code(self, digits: int) -> Steps[None]:
-        """A character by its number."""
-        text = (yield from self._tape.ahead(2 + digits))[2:]
+    def _hex_escape(self, digits: int) -> Incremental[None]:
+        text = (yield from self._buffer.lookahead(2 + digits))[2:]
         if len(text) == digits and all(c in "0123456789abcdefABCDEF" for c in text) and int(text, 16) < 0x110000:
-            self._tape.skip(2 + digits)
-            self._put(quoted(chr(int(text, 16))))
+            self._buffer.skip(2 + digits)
+            self._emit(escape_json(chr(int(text, 16))))
         else:
-            self._tape.skip(1)
-            self._put("\\\\")
+            self._lone_backslash()

@@ -1,7 +1,7 @@
-"""A model's raw output, piece by piece, into events: reasoning, text and tool calls, and nothing else.
+"""Turn a model's raw output, piece by piece, into events: reasoning, text and tool calls.
 
-The machine is in one region of its format, or a reader is at work inside a call. Whatever cannot yet be decided waits,
-and never more than that: the events do not depend on how the text was cut into pieces.
+The scanner is in one region of its format, or a reader works inside a call. Input that cannot be decided yet is held
+back, and no more than that. The events do not depend on how the text is cut into pieces.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from modelyard.core.engine import Piece
 from modelyard.core.events import Event
 from modelyard.core.output_format import OutputFormat, StartReader, SwitchRegion
 from modelyard.core.request import Tool
-from modelyard.scanner.blocks import Blocks
-from modelyard.scanner.broken import between, bracketed
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import Steps, Tape, Unoffered, Unreadable, alphabet, one_of
-from modelyard.scanner.logprobs import Spell, Trail
-from modelyard.scanner.visible import Visible
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, UnknownTool, any_char, marker_table
+from modelyard.scanner.output import BlockWriter, LogprobTracker, TokenText, VisibleOutput
 
-_ENOUGH_PROMPT = 4096
+_PREFILL_LIMIT = 4096  # characters, if no marker tells where the assistant turn begins
 
 
 class Scanner:
-    """`tools` are the ones on offer (None: any name is a call). `specials` holds the vocabulary's special tokens by
-    their text. `prefill` is the tail of the prompt, from the beginning of the turn that the model continues. `spell`
-    names token ids and is needed only where pieces carry log probabilities.
+    """`tools` are the offered ones (None: every name is a call). `specials` are the special tokens of the vocabulary.
+
+    `prefill` is the tail of the prompt, from the beginning of the turn that the model continues. `token_text` is needed
+    only if pieces carry log probabilities.
     """
 
     def __init__(
@@ -40,53 +38,51 @@ class Scanner:
         tool_stream: bool = True,
         parallel: bool = True,
         specials: Collection[str] = (),
-        spell: Spell | None = None,
+        token_text: TokenText | None = None,
     ) -> None:
         self._format = format
-        self._alphabet = alphabet(format, frozenset(specials))  # the same object where it is one: its hash is kept
-        self._tape = Tape(self._alphabet.codes, self._alphabet.special)
-        self._blocks = Blocks()
-        self._visible = Visible(
-            self._blocks, self._alphabet.spellings, framed=format.framed, show_thinking=show_thinking
+        self._table = table = marker_table(format, frozenset(specials))  # a frozenset keeps its hash: pass one
+        self._buffer = TextBuffer(table.codes, table.token_codes)
+        self._blocks = BlockWriter()
+        self._visible = VisibleOutput(
+            self._blocks, table.spellings, trims_newlines=format.trims_newlines, show_thinking=show_thinking
         )
-        self._calls = Calls(
-            self._tape,
+        self._calls = CallBuilder(
+            self._buffer,
             self._blocks,
             self._visible,
-            self._alphabet.clean,
+            table.remove_markers,
             tools=tools,
             new_id=new_id,
             stream=tool_stream,
         )
         self._reader: Generator[None, None, str | None] | None = None
-        self._reading: StartReader | None = None
-        self._spell = spell
+        self._reader_start: StartReader | None = None
+        self._token_text = token_text
         self.reasoning_tokens = 0
-        self._prompt = 0  # where on the tape the prompt ends: what stands before is not repeated
-        self._enter(format.start)
+        self._prompt_end = 0  # the position in the input where the prompt ends: text before it is not repeated
+        self._enter(format.start_region)
         if prefill:
-            self._prime(prefill)
-        self._visible.watch(stop)
-        self._starters = one_of(self._alphabet.starters(stop))
+            self._read_prefill(prefill)
+        self._visible.set_stop_strings(stop)
+        self._first_chars = any_char(table.first_chars(stop))
         self._calls.parallel = parallel
-        self._quick = False
-
-    # --- what the gateway asks --------------------------------------------------------------------------------------
+        self._passes_text = False  # text without `_first_chars` goes straight to the open block
 
     @property
-    def stopped(self) -> str | None:
+    def stop_string(self) -> str | None:
         """The stop string that ended the visible text."""
         return self._visible.stopped
 
     @property
-    def called(self) -> bool:
-        """A complete call was made."""
+    def has_calls(self) -> bool:
+        """At least one call is complete."""
         return self._calls.count > 0
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Nothing that may still come will be shown: the model can be stopped."""
-        return self._calls.is_enough
+        return self._calls.is_done
 
     @property
     def is_thinking(self) -> bool:
@@ -94,12 +90,11 @@ class Scanner:
         return self._region.kind == "thinking"
 
     @property
-    def closing(self) -> str | None:
-        """The marker that would end the open reasoning and begin visible text."""
-        acts = self._region.marks.items() if self.is_thinking else ()
-        ends = (
-            m for m, act in acts if isinstance(act, SwitchRegion) and self._format.regions[act.region].kind == "text"
-        )
+    def reasoning_end(self) -> str | None:
+        """The marker that ends the open reasoning and begins visible text."""
+        actions = self._region.markers.items() if self.is_thinking else ()
+        regions = self._format.regions
+        ends = (m for m, a in actions if isinstance(a, SwitchRegion) and regions[a.region].kind == "text")
         return next(ends, None)
 
     @property
@@ -107,191 +102,240 @@ class Scanner:
         return self._calls.warnings
 
     def feed(self, pieces: Sequence[Piece]) -> list[Event]:
-        search, say = self._starters.search, self._blocks.parts.append
-        for at, piece in enumerate(pieces):
-            if self._quick and at == 1 and self._flows(pieces[at:]):
+        search, write = self._first_chars.search, self._blocks.parts.append
+        for index, piece in enumerate(pieces):
+            if self._passes_text and index == 1 and self._pass_all(pieces[index:]):
                 break
-            if self._quick and not piece.special and not search(piece.text) and piece.logprob is None:
-                say(piece.text)
-            elif self.done:
+            if self._passes_text and not piece.special and not search(piece.text) and piece.logprob is None:
+                write(piece.text)
+            elif self.is_done:
                 break
             else:
                 self._step(piece)
             if self._reader is None and self._region.kind == "thinking":
                 self.reasoning_tokens += 1
-        return self._blocks.take()
+        return self._blocks.take_events()
 
-    def _flows(self, pieces: Sequence[Piece]) -> bool:
-        """Many pieces at a time, where no single one needs a look. False: nothing was done."""
+    def _pass_all(self, pieces: Sequence[Piece]) -> bool:
+        """Pass many pieces at once if none of them needs a closer look. False: nothing was done."""
         plain = [piece.text for piece in pieces if not piece.special and piece.logprob is None]
         text = "".join(plain)
-        if len(plain) != len(pieces) or self._starters.search(text):
+        if len(plain) != len(pieces) or self._first_chars.search(text):
             return False
         self._blocks.parts.append(text)
         if self._region.kind == "thinking":
             self.reasoning_tokens += len(pieces)
         return True
 
-    def finish(self, cut: bool = False) -> list[Event]:
-        """The output is over: everything is settled. `cut` says that a limit ended it, not the model."""
-        self._tape.ended, self._tape.cut = True, cut
-        if self._reader is not None or not self._tape.is_empty:
+    def finish(self, truncated: bool = False) -> list[Event]:
+        """The output is over: decide everything that was held back. `truncated`: a limit ended it, not the model."""
+        self._buffer.ended, self._buffer.truncated = True, truncated
+        if self._reader is not None or not self._buffer.is_empty:
             self._advance()
-        if not self.done:
+        if not self.is_done:
             self._visible.finish(self._region.kind)
         self._blocks.close()
-        return self._blocks.take()
-
-    # --- the machine ------------------------------------------------------------------------------------------------
+        return self._blocks.take_events()
 
     def _step(self, piece: Piece) -> None:
-        text = self._spelled(piece) if piece.special else piece.text
-        tape = self._tape
-        if piece.special and not text and tape.is_empty:
-            self._visible.seam()
-        tape.push(text)
-        if self._calls.is_suspicious:
-            self._calls.hear(text)
-        if piece.logprob is not None and self._spell:
-            self._visible.trail = self._visible.trail or Trail(self._spell)
-            self._visible.trail.note(tape.base + len(tape.text), piece.logprob)
+        buffer, visible = self._buffer, self._visible
+        # A special token that is no marker of this family is never shown.
+        text = self._table.codes.get(piece.text, "") if piece.special else piece.text
+        if piece.special and not text and buffer.is_empty:
+            visible.mark_gap()
+        buffer.push(text)
+        if self._calls.is_expecting_evidence:
+            self._calls.feed_evidence(text)
+        if piece.logprob is not None and self._token_text:
+            visible.logprobs = visible.logprobs or LogprobTracker(self._token_text)
+            visible.logprobs.add(buffer.dropped + len(buffer.text), piece.logprob)
         self._advance()
-        self._quick = (
+        self._passes_text = (
             self._reader is None
-            and not self.done
-            and tape.is_empty
-            and self._visible.is_clear(self._region.kind)
-            and not self._calls.is_suspicious
+            and not self.is_done
+            and buffer.is_empty
+            and visible.is_clear(self._region.kind)
+            and not self._calls.is_expecting_evidence
         )
 
-    def _spelled(self, piece: Piece) -> str:
-        """A control token that is no marker of this family is never shown."""
-        return self._alphabet.codes.get(piece.text, "")
-
     def _advance(self) -> None:
-        while not self.done and (self._scan() if self._reader is None else self._read()):
+        while not self.is_done and (self._scan() if self._reader is None else self._run_reader()):
             pass
 
     def _scan(self) -> bool:
-        """Show text up to the next marker and act on it. False: more is needed."""
-        tape = self._tape
-        found = self._alphabet.find(tape)
+        """Show text up to the next marker and act on it. False: more input is needed."""
+        buffer = self._buffer
+        found = self._table.find(buffer)
         if found is None:
-            self._show(len(tape.text) if tape.ended else self._alphabet.hold(tape))
+            self._show_to(len(buffer.text) if buffer.ended else self._table.partial_start(buffer))
             return False
-        self._show(found.start())
+        self._show_to(found.start())
         if self._visible.stopped is None:
-            new = found.group()[max(0, self._prompt - tape.base - found.start()) :]
-            tape.at = found.end()
-            self._pass_over()
-            self._act(found.group(), new)
+            from_model = found.group()[max(0, self._prompt_end - buffer.dropped - found.start()) :]
+            buffer.pos = found.end()
+            self._skip_logprobs()
+            self._act(found.group(), from_model)
         return True
 
-    def _show(self, end: int) -> None:
-        tape, visible = self._tape, self._visible
-        if tape.base + tape.at < self._prompt:
-            self._recall(min(end, self._prompt - tape.base))
-        if end > tape.at:
-            start, text = tape.base + tape.at, tape.text[tape.at : end]
-            tape.at = end
-            if visible.trail:
-                visible.trail.show(start, tape.base + end, visible.seen)
+    def _show_to(self, end: int) -> None:
+        buffer, visible = self._buffer, self._visible
+        if buffer.dropped + buffer.pos < self._prompt_end:  # the prompt ended in a possible marker that is text
+            prompt_end = min(end, self._prompt_end - buffer.dropped)
+            visible.recall(self._region.kind, buffer.text[buffer.pos : prompt_end])
+            buffer.pos = prompt_end
+        if end > buffer.pos:
+            start, text = buffer.dropped + buffer.pos, buffer.text[buffer.pos : end]
+            buffer.pos = end
+            if visible.logprobs:
+                visible.logprobs.show(start, buffer.dropped + end, visible.seen)
             visible.show(self._region.kind, text)
 
-    def _recall(self, end: int) -> None:
-        """The prompt ended in what might have become a marker, but is text."""
-        self._visible.recall(self._region.kind, self._tape.text[self._tape.at : end])
-        self._tape.at = end
+    def _skip_logprobs(self) -> None:
+        if self._visible.logprobs:
+            self._visible.logprobs.skip_to(self._buffer.dropped + self._buffer.pos)
 
-    def _pass_over(self) -> None:
-        if self._visible.trail:
-            self._visible.trail.pass_over(self._tape.base + self._tape.at)
-
-    def _act(self, marker: str, new: str) -> None:
-        """`new` is what the prompt did not hold of the marker."""
+    def _act(self, marker: str, from_model: str) -> None:
+        """`from_model` is the part of the marker that is not in the prompt."""
         action = self._actions.get(marker)
-        if marker not in self._alphabet.naked:
-            self._visible.seam()
+        if marker not in self._table.bare:
+            self._visible.mark_gap()
         if isinstance(action, SwitchRegion):
-            self._visible.turn()
+            self._visible.end_block()
             self._enter(action.region)
         elif isinstance(action, StartReader):
-            self._tape.kept = [new] if action.naked else []
-            self._reading = action
-            self._reader = action.reader(self._tape, self._calls)
+            self._buffer.uncommitted = [from_model] if action.bare else []
+            self._reader_start = action
+            self._reader = action.reader(self._buffer, self._calls)
 
     def _enter(self, region: str) -> None:
         self._region = self._format.regions[region]
-        self._actions = self._alphabet.actions[region]
+        self._actions = self._table.actions[region]
         self._calls.kind = self._region.kind
 
-    def _read(self) -> bool:
+    def _run_reader(self) -> bool:
         assert self._reader is not None  # noqa: S101
         try:
             next(self._reader)
         except StopIteration as over:
-            self._leave(over.value)
-        except Unreadable as error:
-            self._give_up(error)
+            self._reader, self._buffer.uncommitted = None, None
+            self._visible.mark_gap()
+            if over.value is not None:
+                self._visible.end_block()
+                self._enter(over.value)
+        except ParseError as error:
+            self._recover(error)
         else:
             return False
         finally:
-            self._pass_over()
+            self._skip_logprobs()
         return True
 
-    def _leave(self, region: str | None) -> None:
-        self._reader, self._tape.kept = None, None
-        self._visible.seam()
-        if region is not None:
-            self._visible.turn()
-            self._enter(region)
+    # --- broken calls -----------------------------------------------------------------------------------------------
 
-    def _give_up(self, error: Unreadable) -> None:
-        """The call is no call: what was sent of it ends there (`broken.py`), else its text is given back."""
-        kept, was_sent = "".join(self._tape.kept or ()), self._calls.fail()
-        self._reader, self._tape.kept = None, None
-        if not (was_sent and self._tape.cut and self._tape.is_empty):
-            self._give_back(kept)
-        if isinstance(error, Unoffered):
-            self._calls.suspect(error, self._tape.text[self._tape.at :])
-        if was_sent or error.further:
-            self._reader = self._rest(error, was_sent)
+    def _recover(self, error: ParseError) -> None:
+        """The call cannot be read. Without sent arguments all of it becomes text.
 
-    def _rest(self, error: Unreadable, was_sent: bool) -> Steps[str | None]:
-        tape, letters, around = self._tape, self._alphabet, self._reading
-        if error.further:
-            if not (yield from bracketed(tape, letters, self._show, error.inner, sent=was_sent)):
+        Otherwise it ends at the first character that could not be read, and the rest becomes text, except for markers.
+        (A word that a limit cut off is not text. It belongs to the call.)
+        """
+        buffer = self._buffer
+        text, was_sent = "".join(buffer.uncommitted or ()), self._calls.abort()
+        self._reader, buffer.uncommitted = None, None
+        if not (was_sent and buffer.truncated and buffer.is_empty):
+            self._show_uncommitted(text)
+        if isinstance(error, UnknownTool):
+            self._calls.expect_evidence(error, buffer.text[buffer.pos :])
+        if was_sent or error.read_rest:
+            self._reader = self._read_broken(error, was_sent)
+
+    def _show_uncommitted(self, text: str) -> None:
+        cleaned = self._table.remove_markers(text)
+        if cleaned != text:
+            self._visible.mark_gap()
+        if cleaned:
+            self._visible.show(self._region.kind, cleaned)
+        if cleaned != text:
+            self._visible.mark_gap()
+
+    def _read_broken(self, error: ParseError, was_sent: bool) -> Incremental[str | None]:
+        """Show the rest of a broken call. A broken member of a list does not affect the others: they are read."""
+        start = self._reader_start
+        if error.read_rest:
+            if not (yield from self._show_to_bracket(error.member_depth, was_sent=was_sent)):
                 return None
-            tape.kept = []
-            return (yield from error.further(tape, self._calls))
-        if around and (around.close or not around.naked):
-            return (yield from between(tape, letters, around.close, self._show, self._visible.seam))
-        if error.depth:
-            yield from bracketed(tape, letters, self._show, error.depth)
+            self._buffer.commit()
+            return (yield from error.read_rest(self._buffer, self._calls))
+        if start and (start.closing or not start.bare):
+            yield from self._show_to_closing(start.closing)
+        elif error.depth:
+            yield from self._show_to_bracket(error.depth, was_sent=True)
         return None
 
-    def _give_back(self, text: str) -> None:
-        clean = self._alphabet.clean(text)
-        if clean != text:
-            self._visible.seam()
-        if clean:
-            self._visible.show(self._region.kind, clean)
-        if clean != text:
-            self._visible.seam()
+    def _show_to_closing(self, closing: tuple[str, ...]) -> Incremental[None]:
+        """Up to the closing tag or the next marker. Tags that count only inside of calls are not text here."""
+        buffer = self._buffer
+        finder, closing = self._table.inside_call(closing), tuple(map(buffer.encoded, closing))
+        while True:
+            found = finder.find(buffer)
+            end = len(buffer.text) if buffer.ended else finder.partial_start(buffer)
+            self._show_to(found.start() if found else end)
+            if found is None:
+                if buffer.ended:
+                    return
+                yield
+            elif self._table.is_at_marker(buffer):
+                return
+            else:
+                buffer.pos = found.end()
+                self._visible.mark_gap()
+                if found.group() in closing:
+                    return
 
-    # --- the prompt's tail ------------------------------------------------------------------------------------------
+    def _show_to_bracket(self, depth: int, *, was_sent: bool) -> Incremental[bool]:
+        """Up to the bracket that closes all open ones. True: it was found.
 
-    def _prime(self, prefill: str) -> None:
-        """Learn what the prompt left open. The end of the input never closes anything."""
-        starts = [at + len(t) for t in self._format.turn if (at := prefill.rfind(t)) >= 0]
-        tail = self._alphabet.encode(prefill[max(starts, default=-_ENOUGH_PROMPT) :])
+        If part of the call was sent, no other call begins inside these brackets. Otherwise they may be prose, and a
+        call inside them counts.
+        """
+        buffer = self._buffer
+        while True:
+            found = self._table.find(buffer)
+            is_text = found is not None and found.group() in self._table.bare and was_sent
+            end = len(buffer.text) if buffer.ended else self._table.partial_start(buffer)
+            if found:
+                end = found.end() if is_text else found.start()
+            end, depth = _find_bracket(buffer.text, buffer.pos, end, depth)
+            self._show_to(end)
+            if depth <= 0:
+                return True
+            if (found and not is_text) or (buffer.ended and not found):
+                return False
+            if not found:
+                yield
+
+    # --- the tail of the prompt -------------------------------------------------------------------------------------
+
+    def _read_prefill(self, prefill: str) -> None:
+        """Find out what the prompt left open. Its end closes nothing."""
+        buffer = self._buffer
+        starts = [pos + len(start) for start in self._format.turn_starts if (pos := prefill.rfind(start)) >= 0]
+        tail = self._table.encode(prefill[max(starts, default=-_PREFILL_LIMIT) :])
         if not tail or tail.isspace():
-            return  # nearly always: the template opened the turn and nothing more
-        self._tape.push(tail)
+            return  # the usual case: the template opened the turn and wrote nothing else
+        buffer.push(tail)
         self._advance()
-        self._blocks.forget()
-        self._visible.prime()
+        self._blocks.discard_prompt()
+        self._visible.end_prompt()
         self._calls.count = 0
-        self._prompt = self._tape.base + len(self._tape.text)
-        if self._reader is not None and self._tape.kept is not None:
-            self._tape.kept.clear()
+        self._prompt_end = buffer.dropped + len(buffer.text)
+        if self._reader is not None and buffer.uncommitted is not None:
+            buffer.uncommitted.clear()
+
+
+def _find_bracket(text: str, start: int, end: int, depth: int) -> tuple[int, int]:
+    """The end of the bracket that closes `depth` open ones, or `end`, and how many are still open there."""
+    for pos in range(start, end):
+        depth += (text[pos] in "([{") - (text[pos] in ")]}")
+        if depth <= 0:
+            return pos + 1, 0
+    return end, depth

@@ -20,7 +20,7 @@ from modelyard.prompt.template_source import TemplateSource, builtin, find_templ
 from modelyard.prompt.translation import SOURCE
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
-from modelyard.scanner.detect import detect, taught
+from modelyard.scanner.detect import detect, with_hermes_calls
 from modelyard.scanner.formats import load as load_format
 from modelyard.tokenizer import FileTokenizer, open_tokenizer
 
@@ -103,7 +103,7 @@ def _text_parts(
     source = _template(entry, settings, embedded, getattr(module, "PROMPT_FORMAT", None), where)
     format_ = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
     form = load_format(format_.format)
-    stops = {vocab.specials[text] for text in (*form.stops, *source.stops) if text in vocab.specials}
+    stops = {vocab.specials[text] for text in (*form.stop_tokens, *source.stops) if text in vocab.specials}
     spelled = tuple(text for text in source.stops if text not in vocab.specials)
     renderer = Renderer(
         _compiled(source.text, vocab),
@@ -118,7 +118,7 @@ def _text_parts(
         ("format", f"{form.name}: {format_.why}"),
         ("tools", "told in words, called as hermes does" if renderer.tells_tools else "by the template"),
     ]
-    told = taught(form) if renderer.tells_tools else None
+    told = with_hermes_calls(form) if renderer.tells_tools else None
     return TextPipeline(renderer, vocab, form, tuple(sorted(vocab.eos | stops)), told, stop_strings=spelled)
 
 

@@ -12,7 +12,7 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.engine import ExllamaEngine
 from modelyard.engines.exllamav3.model import ExllamaLibrary
-from tests.engines.exllamav3.support import write_model
+from tests.engines.exllamav3.helpers import write_model
 
 
 def test_a_rate_is_of_the_time_in_which_all_streams_run() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.core.request import ToolCall
-from modelyard.scanner.regular import form
+from modelyard.scanner.custom_grammar import input_pattern
 from tests.clients.bench import DEADLINE, Bench, called, calls, parts, pictures, results, rule, says, texts, thoughts
 from tests.clients.conversation import Conversation
 from tests.clients.pictures import png
@@ -100,8 +100,8 @@ def test_a_custom_tool_is_called_with_free_text(bench: Bench) -> None:
     (call,) = parts(bench.turns[-1], ToolCall)
     assert (call.custom, call.arguments) == (True, patch)
     (offered,) = [tool for tool in bench.turns[0].tools if tool.name == "apply_patch"]
-    held = form(offered)
-    assert held.pattern, held.fault
+    held = input_pattern(offered)
+    assert held.pattern, held.error
     assert re.fullmatch(held.pattern, patch)
     assert not re.fullmatch(held.pattern, patch.replace("+forty", "forty"))
 

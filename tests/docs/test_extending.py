@@ -53,7 +53,7 @@ def test_the_recipe_for_a_sampling_parameter_works(tmp_path: Path) -> None:
         [sys.executable, "-c", TRY], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "top_a must lie between 0 and 1" in done.stdout
+    assert "top_a must be between 0 and 1" in done.stdout
 
 
 def _apply(file: Path, change: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engines.ct2.support import model_folder
+from tests.engines.ct2.helpers import model_folder
 from tests.serving import Served, serving
 
 CAPITAL = {"role": "user", "content": "What is the capital of France?"}

@@ -12,7 +12,7 @@ import pytest
 from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.engine import ExllamaEngine
 from tests.engines.exllamav3.fake_library import FakeLibrary
-from tests.engines.exllamav3.support import write_model
+from tests.engines.exllamav3.helpers import write_model
 from tests.serving import Served, serving
 
 

@@ -17,7 +17,7 @@ from bench.smollm import build_tokenizer
 from modelyard.core.errors import InvalidRequest
 from modelyard.library.default_model import fetch
 from modelyard.library.gguf import read_metadata
-from modelyard.tokenizer import gguf, open_tokenizer
+from modelyard.tokenizer import open_tokenizer
 from modelyard.tokenizer.gguf import GgufTokenizer
 from modelyard.tokenizer.prefix_cache import PrefixTokens
 from modelyard.tokenizer.shield import shield, unshield
@@ -191,29 +191,29 @@ ERROR, INFO, CONTINUED = 4, 2, 5
 
 
 def test_first_complaint_is_the_reason_without_its_speaker() -> None:
-    gguf.forget()
-    gguf._listen(INFO, b"load: all fine\n", None)
-    gguf._listen(ERROR, b"llama_model_load: error loading model: unknown model architecture: 'x'\n", None)
-    gguf._listen(CONTINUED, b" more", None)
-    gguf._listen(ERROR, b"llama_model_load_from_file_impl: failed to load model\n", None)
-    assert gguf.reason() == "unknown model architecture: 'x'"
+    llama_log.clear()
+    llama_log._on_log(INFO, b"load: all fine\n", None)
+    llama_log._on_log(ERROR, b"llama_model_load: error loading model: unknown model architecture: 'x'\n", None)
+    llama_log._on_log(CONTINUED, b" more", None)
+    llama_log._on_log(ERROR, b"llama_model_load_from_file_impl: failed to load model\n", None)
+    assert llama_log.first_error() == "unknown model architecture: 'x'"
 
 
 def test_what_was_forgotten_is_no_reason() -> None:
-    gguf._listen(ERROR, b"old: bad\n", None)
-    gguf.forget()
-    assert gguf.reason() == "llama.cpp gave no reason"
+    llama_log._on_log(ERROR, b"old: bad\n", None)
+    llama_log.clear()
+    assert llama_log.first_error() == "llama.cpp gave no reason"
 
 
 def test_threads_do_not_hear_each_other() -> None:
-    gguf.forget()
-    other = Thread(target=lambda: gguf._listen(ERROR, b"other: bad \xff\n", None))
+    llama_log.clear()
+    other = Thread(target=lambda: llama_log._on_log(ERROR, b"other: bad \xff\n", None))
     other.start()
     other.join()
-    assert gguf.reason() == "llama.cpp gave no reason"
+    assert llama_log.first_error() == "llama.cpp gave no reason"
 
 
 def test_no_text_at_all_is_survived() -> None:
-    gguf.forget()
-    gguf._listen(ERROR, None, None)
-    assert gguf.reason() == "llama.cpp gave no reason"
+    llama_log.clear()
+    llama_log._on_log(ERROR, None, None)
+    assert llama_log.first_error() == "llama.cpp gave no reason"

@@ -14,7 +14,6 @@ from modelyard.tune.optimizer import Optimizer, OptimizerPlan, TrialHistory
 from modelyard.tune.search import ScoreRequest, Search, SearchResult, SearchSpace, TrialScore
 from modelyard.tune.trial import Measurement, Outcome, QualityResult, TrialFailure, TrialJob, TrialLimits
 from modelyard.tune.tuned_model import TunedModel
-from tests.engines.llama_cpp.stage import model_file
 
 Speed = Callable[[Setting], float | None]  # None: it cannot run
 
@@ -162,6 +161,8 @@ class FormulaTrials:
 
 
 def tuned_model(goal: str = "chat", **model: object) -> TunedModel:
+    from tests.engines.llama_cpp.stage import model_file
+
     chosen = {"backend": "llama_cpp", "path": str(model_file()), "flash_attn": "off", **model}
     config = load_config(env={}, overrides={"models": {"m": chosen}}).config
     return TunedModel(config, "m", goal, AvailableMemory(8 << 30))  # type: ignore[arg-type]

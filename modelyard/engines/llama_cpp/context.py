@@ -115,9 +115,7 @@ class LlamaContext:
         if self._uniform is not None:
             return self._uniform.by_sequence, self._uniform
         self._set_adapters(next_adapters((job.prompt.adapters for job in self.jobs.values()), self._active_adapters))
-        jobs = {
-            index: job for index, job in sorted(self.jobs.items()) if job.prompt.adapters == self._active_adapters
-        }
+        jobs = {index: job for index, job in sorted(self.jobs.items()) if job.prompt.adapters == self._active_adapters}
         if not all(job.generating for job in jobs.values()):
             return jobs, None
         uniform = DecodeBatch(jobs, self.slots)

@@ -136,9 +136,7 @@ class ModelDrafter:
         state.n_past += common_prefix(np.asarray(state.drafted, np.int32), generated)
         state.n_past, state.drafted = min(state.n_past, job.length - 1), []
 
-    def _extend_drafts(
-        self, rows: Mapping[int, int], lengths: Mapping[int, int], drafts: Drafts
-    ) -> dict[int, int]:
+    def _extend_drafts(self, rows: Mapping[int, int], lengths: Mapping[int, int], drafts: Drafts) -> dict[int, int]:
         """Appends the best token of each row. Returns the tokens of the sequences that continue."""
         tokens = {}
         for sequence, row in rows.items():

@@ -1,8 +1,7 @@
-"""What the optimizer may turn of a llama.cpp model, and what cannot go together.
+"""The settings that the optimizer may change for a llama.cpp model, and which of them conflict.
 
-`n_batch` is none of them: the engine never hands over more than `n_ubatch` at a time, and llama.cpp is always told of
-at least that many. Neither is `speculation = "ngram"`: `auto` guesses from the text already, and stops where that
-measures slower.
+`n_batch` is not one of them: the engine never decodes more than `n_ubatch` tokens at a time. Neither is
+`speculation = "ngram"`: `auto` drafts from the text already, and stops if that measures slower.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from modelyard.engines.llama_server.options import Options as ServerOptions
 from modelyard.library.model_files import locate_model_file
 
 _COARSENESS = {"f32": 0, "f16": 1, "bf16": 1, "q8_0": 2, "q5_1": 3, "q5_0": 4, "q4_1": 5, "q4_0": 6}
-_FULL = ("f32", "f16", "bf16")
+_UNQUANTIZED = ("f32", "f16", "bf16")
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
@@ -30,7 +29,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
         yield Knob(name="n_gpu_layers", values=_layers(spec), stage=0, ordered=False)
     if goal == "batch":
         yield Knob(name="parallel", values=(1, 2, 4, 8, 16), stage=1, place="cache")
-    pace, room = (3, 1) if goal == "memory" else (2, 5)  # what the goal is about comes before the time is over
+    pace, room = (3, 1) if goal == "memory" else (2, 5)  # the goal's own settings come first: time is limited
     yield Knob(name="n_threads", values=cores.thread_counts(), stage=pace)
     yield Knob(name="n_threads_batch", values=cores.thread_counts(), stage=pace + 1)
     yield Knob(name="n_ubatch", values=(64, 128, 256, 512, 1024, 2048), stage=pace + 2)
@@ -43,7 +42,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
 
 
 def _layers(spec: EngineSpec) -> tuple[int, ...]:
-    """All, and the quarters; none where the file does not tell how many there are."""
+    """All, and the quarters; all or none if the file does not tell its number of layers."""
     try:
         layers = read_model_shape(locate_model_file(spec.options.path)).layers
     except InvalidRequest:
@@ -69,23 +68,22 @@ def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
 
 
 def fitted(spec: EngineSpec) -> dict[str, Value] | None:
-    """By llama.cpp's own program, where a native llama-server lies on this machine. It fits layers to GPUs only."""
-    told = fitted_layers(ServerOptions(path=spec.options.path), locate_model_file(spec.options.path))
-    return None if told is None else {"n_gpu_layers": int(told)}
+    """The layers that llama.cpp's own program fits to the GPUs, if a native llama-server is installed."""
+    layers = fitted_layers(ServerOptions(path=spec.options.path), locate_model_file(spec.options.path))
+    return None if layers is None else {"n_gpu_layers": int(layers)}
 
 
-def _flash(asked: bool | str | None) -> str:
-    """Unset is on wherever it is not known to be slow; `auto` has the engine decide, which is one of the two."""
-    if asked is None or asked == "auto":
+def _flash(value: bool | str | None) -> str:
+    """Unset and `auto` count as on, which they are unless it is slow or unsupported."""
+    if value is None or value == "auto":
         return "on"
-    return asked if isinstance(asked, str) else ("on" if asked else "off")
+    return value if isinstance(value, str) else ("on" if value else "off")
 
 
 def forbids(setting: Setting) -> str | None:
-    told = setting.values
-    keys, values = str(told.get("type_k", "f16")), str(told.get("type_v", "f16"))
-    if told.get("flash_attn") == "off" and values not in _FULL:
-        return "rounded values in the cache need flash attention"
-    if _COARSENESS.get(values, 0) < _COARSENESS.get(keys, 0):
-        return "keys feel rounding more than values: they are never the coarser ones"
+    type_k, type_v = (str(setting.values.get(name, "f16")) for name in ("type_k", "type_v"))
+    if setting.values.get("flash_attn") == "off" and type_v not in _UNQUANTIZED:
+        return "a quantized type_v needs flash attention"
+    if _COARSENESS.get(type_v, 0) < _COARSENESS.get(type_k, 0):
+        return "quantized keys lose more than quantized values: type_k is never the coarser type"
     return None

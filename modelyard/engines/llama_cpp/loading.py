@@ -24,7 +24,7 @@ from modelyard.engines.llama_cpp.estimate import (
 )
 from modelyard.engines.llama_cpp.options import Options, flash_attention_mode
 from modelyard.telemetry import system
-from modelyard.tokenizer import gguf
+from modelyard.tokenizer import llama_log
 
 log = logging.getLogger(__name__)
 
@@ -114,19 +114,19 @@ def load_model(path: Path, options: Options, report: Callable[[float], bool]) ->
     params.n_gpu_layers = options.n_gpu_layers
     params.load_mode = 1 if options.use_mmap else 0
     params.progress_callback = callback = lib.llama_progress_callback(lambda fraction, _: report(fraction))
-    gguf.forget()
+    llama_log.clear()
     model = lib.llama_model_load_from_file(str(path).encode(), params)
     del callback  # C needs it until here
     if not model:
-        raise InvalidRequest(f"{path} cannot be loaded: {gguf.reason()}", code="model_unreadable")
+        raise InvalidRequest(f"{path} cannot be loaded: {llama_log.first_error()}", code="model_unreadable")
     return model
 
 
 def create_context(model: Any, name: str, info: CacheInfo, options: Options) -> Any:
-    gguf.forget()
+    llama_log.clear()
     context = lib.llama_init_from_model(model, context_parameters(info, options))
     if not context:
-        raise InvalidRequest(f"the cache {name!r} cannot be created: {gguf.reason()}", code="cache_unusable")
+        raise InvalidRequest(f"the cache {name!r} cannot be created: {llama_log.first_error()}", code="cache_unusable")
     return context
 
 
@@ -137,10 +137,12 @@ def create_embedding_context(model: Any, options: Options, cells: int, sequences
     params.n_seq_max, params.kv_unified = sequences, True
     params.embeddings, params.pooling_type = True, _NO_POOLING
     params.n_batch = params.n_ubatch
-    gguf.forget()
+    llama_log.clear()
     context = lib.llama_init_from_model(model, params)
     if not context:
-        raise InvalidRequest(f"the context for embeddings cannot be created: {gguf.reason()}", code="cache_unusable")
+        raise InvalidRequest(
+            f"the context for embeddings cannot be created: {llama_log.first_error()}", code="cache_unusable"
+        )
     return context
 
 

@@ -1,7 +1,6 @@
-"""What a KV cache of rounded numbers costs: a text read token by token through two contexts on the same weights.
+"""How much a quantized KV cache changes the output: a text is read through two contexts on the same weights.
 
-Both are told the same text, so neither can wander off; what differs is only what they make of it. It is meant for a
-process of its own (`tune/child.py`): the weights are loaded, used and freed here.
+Both read the same text, so only their predictions differ. Run it in a process of its own: it loads and frees the weights.
 """
 
 from __future__ import annotations
@@ -17,62 +16,65 @@ from msgspec.structs import replace
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import Unavailable
 from modelyard.core.knobs import Loss
-from modelyard.engines.llama_cpp import files, loading
-from modelyard.engines.llama_cpp.binding import LlamaBatch, lib
+from modelyard.engines.llama_cpp import loading
+from modelyard.engines.llama_cpp.batch import LlamaBatch
+from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.sampler import logits_row
+from modelyard.library.model_files import locate_model_file
 
-Odds = npt.NDArray[np.float32]
-_AT_ONCE = 64  # rows whose logits are held at a time: 64 MB with the largest vocabularies
-_ROOM = 8
+LogProbabilities = npt.NDArray[np.float32]
+
+_ROWS = 64  # whose logits are held at a time: 64 MB with the largest vocabularies
+_SPARE_CELLS = 8
 
 
 def loss(spec: EngineSpec, reference: EngineSpec, ids: Sequence[int]) -> Loss:
-    model = loading.load_model(files.find(spec.options.path), spec.options, lambda _: True)
+    model = loading.load_model(locate_model_file(spec.options.path), spec.options, lambda _: True)
     contexts: list[Any] = []
     try:
-        contexts.append(_context(model, spec, len(ids)))
-        contexts.append(_context(model, reference, len(ids)))
-        ours, theirs = (_odds(model, context, ids) for context in contexts)
-        return _compared(ours, theirs, ids)
+        contexts.append(_create_context(model, spec, len(ids)))
+        contexts.append(_create_context(model, reference, len(ids)))
+        tested, expected = (_predictions(model, context, ids) for context in contexts)
+        return _compare(tested, expected, ids)
     finally:
         for context in contexts:
             lib.llama_free(context)
         lib.llama_model_free(model)
 
 
-def _context(model: Any, spec: EngineSpec, count: int) -> Any:
+def _create_context(model: Any, spec: EngineSpec, count: int) -> Any:
     name, info = next(iter(spec.caches.items()))
-    small = replace(info, window=count + _ROOM, parallel=1, n_batch=_AT_ONCE, n_ubatch=_AT_ONCE)
+    small = replace(info, window=count + _SPARE_CELLS, parallel=1, n_batch=_ROWS, n_ubatch=_ROWS)
     return loading.create_context(model, name, small, spec.options)
 
 
-def _odds(model: Any, context: Any, ids: Sequence[int]) -> Iterator[Odds]:
-    """Log probabilities of every next token after each of the text's."""
-    batch, size = LlamaBatch(_AT_ONCE), lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    for start in range(0, len(ids), _AT_ONCE):
-        piece = np.asarray(ids[start : start + _AT_ONCE], np.int32)
+def _predictions(model: Any, context: Any, ids: Sequence[int]) -> Iterator[LogProbabilities]:
+    """Of every next token after each token of the text, in chunks of rows."""
+    batch, n_vocab = LlamaBatch(_ROWS), lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    for start in range(0, len(ids), _ROWS):
+        chunk = np.asarray(ids[start : start + _ROWS], np.int32)
         batch.clear()
-        batch.add(piece, start, 0, last=True, guessed=len(piece) - 1)
+        batch.add(chunk, start, 0, last=True, drafted=len(chunk) - 1)
         if (code := lib.llama_decode(context, batch.raw)) != 0:
-            raise Unavailable(f"the text could not be read: llama_decode answered {code}")
-        yield np.stack([log_probabilities(logits_row(context, row, size)) for row in range(len(piece))])
+            raise Unavailable(f"the text could not be read: llama_decode failed with code {code}")
+        yield np.stack([log_probabilities(logits_row(context, row, n_vocab)) for row in range(len(chunk))])
 
 
-def log_probabilities(logits: npt.NDArray[Any]) -> Odds:
-    wide = logits.astype(np.float32)
-    wide -= wide.max()
-    return np.asarray(wide - np.log(np.exp(wide).sum()))
+def log_probabilities(logits: npt.NDArray[Any]) -> LogProbabilities:
+    shifted = logits.astype(np.float32)
+    shifted -= shifted.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
-def _compared(ours: Iterator[Odds], theirs: Iterator[Odds], ids: Sequence[int]) -> Loss:
-    surprise = surprise_before = apart = 0.0
+def _compare(tested: Iterator[LogProbabilities], expected: Iterator[LogProbabilities], ids: Sequence[int]) -> Loss:
+    tested_nll = expected_nll = divergence = 0.0
     at = 0
-    for mine, before in zip(ours, theirs, strict=True):
-        apart += float((np.exp(before) * (before - mine)).sum())
-        nexts = np.asarray(ids[at + 1 : at + 1 + len(mine)])
-        rows = np.arange(len(nexts))
-        surprise -= float(mine[rows, nexts].sum())
-        surprise_before -= float(before[rows, nexts].sum())
+    for mine, reference in zip(tested, expected, strict=True):
+        divergence += float((np.exp(reference) * (reference - mine)).sum())
+        next_ids = np.asarray(ids[at + 1 : at + 1 + len(mine)])
+        rows = np.arange(len(next_ids))
+        tested_nll -= float(mine[rows, next_ids].sum())
+        expected_nll -= float(reference[rows, next_ids].sum())
         at += len(mine)
     count = len(ids) - 1
-    return Loss(math.exp(surprise / count), math.exp(surprise_before / count), max(0.0, apart / len(ids)))
+    return Loss(math.exp(tested_nll / count), math.exp(expected_nll / count), max(0.0, divergence / len(ids)))

@@ -64,7 +64,11 @@ class Options(BaseModel):
         description="CPU threads for decodes of several tokens: prompts, several streams; unset means n_threads.",
     )
     n_batch: int = Field(default=2048, gt=0, description="Tokens per llama_decode call, at most.")
-    n_ubatch: int = Field(default=512, gt=0, description="Tokens computed at a time; while a prompt is read, a stream waits for one such step.")
+    n_ubatch: int = Field(
+        default=512,
+        gt=0,
+        description="Tokens computed at a time; while a prompt is read, a stream waits for one such step.",
+    )
     flash_attn: bool | Literal["auto", "on", "off"] | None = Field(
         default=None,
         validation_alias=AliasChoices("flash_attn", "gguf_flash_attn"),
@@ -93,7 +97,9 @@ class Options(BaseModel):
         description="Save the KV of every cache when the model is unloaded and restore it when it is loaded: in this "
         "folder, or with true in the user's cache folder. The files contain the conversations.",
     )
-    kv_store_mb: int = Field(default=4096, gt=0, description="MiB that kv_store may take; the oldest files are deleted first.")
+    kv_store_mb: int = Field(
+        default=4096, gt=0, description="MiB that kv_store may take; the oldest files are deleted first."
+    )
     use_mmap: bool = Field(default=True, description="Map the file into memory instead of reading it.")
     overcommit: bool = Field(default=False, description="Load even if the estimate exceeds the free memory.")
     rope_scaling: Literal["none", "linear", "yarn", "longrope"] | None = Field(
@@ -109,7 +115,8 @@ class Options(BaseModel):
     yarn_beta_slow: float | None = Field(default=None, description="YaRN high correction dimension; unset: the file's.")
     yarn_orig_ctx: int | None = Field(default=None, gt=0, description="YaRN's trained length; unset: the file's.")
     pooling: Literal["mean", "cls", "last"] | None = Field(
-        default=None, description="How the vectors of an input's tokens become one; unset means as the file says, else mean."
+        default=None,
+        description="How the vectors of an input's tokens become one; unset means as the file says, else mean.",
     )
 
     speculation: Literal["auto", "off", "ngram", "draft"] = Field(

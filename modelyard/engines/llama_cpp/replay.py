@@ -1,4 +1,4 @@
-"""A test option: prompts are read and KV is kept as ever, but the answers are a script's. For clients' long sessions.
+"""A test option: scripted answers on the real engine. Prompts are read and KV is cached as usual.
 
     replay = "session.jsonl"
 
@@ -8,8 +8,8 @@ Each line of the file is one rule of the fake engine's script, as JSON:
     {"result": "created", "steps": [{"text": "Done."}]}
     {"turn": 3, "steps": [{"tokens": 50}]}
 
-`when` looks into the last user turn, `result` into the tool results after it, `turn` counts the prompts of a session.
-Steps that wait or fail have no meaning here. A prompt that no rule fits gets an empty answer.
+`when` searches the last user turn, `result` the tool results after it, `turn` counts the prompts of a session. Steps that
+wait or fail are ignored. A prompt without a matching rule gets an empty answer.
 """
 
 from __future__ import annotations
@@ -25,32 +25,28 @@ from modelyard.engines.fake.output import PlanCompiler, format_writer, iterate
 from modelyard.engines.fake.script import PromptView, Script, ScriptRule
 from modelyard.tokenizer.gguf import GgufTokenizer
 
+_PROMPT_TAIL = 2  # tokens: the end of a turn's opening
+
 
 class Replay:
     """Belongs to the engine's thread."""
 
-    def __init__(self, rules: tuple[ScriptRule, ...], vocab: Tokenizer) -> None:
-        self._script, self._vocab, self._compiler = Script(rules), vocab, PlanCompiler(vocab)
+    def __init__(self, rules: tuple[ScriptRule, ...], tokenizer: Tokenizer) -> None:
+        self._script, self._tokenizer, self._compiler = Script(rules), tokenizer, PlanCompiler(tokenizer)
 
     def answer(self, ids: list[int], session: str | None) -> Iterator[int]:
-        """The tokens that are to be said, spelled as the vocabulary would spell their text in a later prompt."""
-        talk = PromptView(ids, self._vocab)
-        rule = self._script.choose(talk, session)
+        """The answer's tokens, as the tokenizer would split its text in a later prompt."""
+        view = PromptView(ids, self._tokenizer)
+        rule = self._script.choose(view, session)
         if rule is None:
             return iter(())
-        writer = format_writer("hermes", in_reasoning=talk.starts_in_reasoning)
+        writer = format_writer("hermes", in_reasoning=view.starts_in_reasoning)
         actions = iterate(self._compiler.compile(rule.steps, writer))
-        said = [token for action in actions if isinstance(action, list) for token in action]
-        return iter(self._spelled(ids, said))
-
-    def _spelled(self, ids: list[int], said: list[int]) -> list[int]:
-        """Behind the prompt's end, because a text is cut into tokens by what stands before it."""
-        tail = ids[-_BEFORE:]
-        whole = self._vocab.encode(self._vocab.decode([*tail, *said]))
-        return whole[len(tail) :] if whole[: len(tail)] == tail else said
-
-
-_BEFORE = 2  # tokens: the end of a turn's opening
+        answer = [token for action in actions if isinstance(action, list) for token in action]
+        # The split depends on the text before it, so the end of the prompt is tokenized with it.
+        tail = ids[-_PROMPT_TAIL:]
+        whole = self._tokenizer.encode(self._tokenizer.decode([*tail, *answer]))
+        return iter(whole[len(tail) :] if whole[: len(tail)] == tail else answer)
 
 
 def read_rules(path: Path) -> tuple[ScriptRule, ...]:
@@ -67,8 +63,9 @@ def _rule(path: Path, number: int, line: str) -> ScriptRule:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        told = f"replay: line {number} of {path} is no rule: {where}: {first['msg']}"
-        raise InvalidRequest(told, code="replay_invalid") from None
+        raise InvalidRequest(
+            f"replay: line {number} of {path} is not a rule: {where}: {first['msg']}", code="replay_invalid"
+        ) from None
 
 
 def create_replay(script: str | None, model: Path) -> Replay | None:

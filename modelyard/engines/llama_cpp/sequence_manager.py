@@ -57,8 +57,7 @@ class KvOffload:
     def find(self, prompt: TokenIds, adapters: AdapterSet, *, can_rewind: bool) -> tuple[KvSnapshot, int] | None:
         """The snapshot that covers most of the prompt's tokens, and how many it covers."""
         covered = [
-            (sequences.reusable_tokens(each, prompt, adapters, can_rewind=can_rewind), each)
-            for each in self._snapshots
+            (sequences.reusable_tokens(each, prompt, adapters, can_rewind=can_rewind), each) for each in self._snapshots
         ]
         count, snapshot = max(covered, key=lambda each: each[0], default=(0, None))
         return (snapshot, count) if snapshot is not None and count else None
@@ -180,9 +179,7 @@ class SequenceManager:
     def _copy(self, slot: SequenceSlot, owner: SequenceManager, donor: SequenceSlot, saved: int) -> bool:
         """Copies the donor's KV if that is cheaper than evaluating the tokens that it saves."""
         size, methods = owner.kv.size(donor.index), self.kv.copy_methods(owner.kv, donor.index, slot.index)
-        method = sequences.choose_copy_method(
-            saved, size, len(donor.tokens), self.kv.window, self.kv.costs, methods
-        )
+        method = sequences.choose_copy_method(saved, size, len(donor.tokens), self.kv.window, self.kv.costs, methods)
         if method is None or len(donor.tokens) > self.kv.window:
             return False
         if not self.kv.copy(owner.kv, donor.index, slot.index, method):

@@ -1,4 +1,7 @@
-"""One file a model family: its raw format in the docstring, its markers as data, a small reader for its calls."""
+"""The output formats: one file per model family, with its raw formats in the docstring and its markers as data.
+
+A family file lists its formats in `FORMATS`. A file with one format has the name of that format.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,38 @@ from functools import cache
 from modelyard import plugins
 from modelyard.core.output_format import OutputFormat
 
+# The formats of all other files: a format is found without importing every family.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "cohere": ("cohere_command", "cohere_command4"),
+    "deepseek": ("deepseek_r1", "deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4"),
+    "gemma": ("functiongemma", "gemma4"),
+    "generic": ("plain", "think"),
+    "glm": ("glm45", "glm47", "ling3", "poolside_v1"),
+    "granite": ("granite", "granite4"),
+    "hunyuan": ("hunyuan", "hunyuan_a13b", "hy_v3"),
+    "kimi": ("kimi_k2", "kimi_k3"),
+    "llama": ("llama3_json", "llama4_pythonic", "pythonic"),
+    "minimax": ("minimax_m2", "minimax_m3"),
+    "nemotron": ("nemotron_v2", "nemotron_v3"),
+    "qwen": ("hermes", "qwen3_coder", "step3p5"),
+}
+
+
+@cache
+def _family_of() -> dict[str, str]:
+    """Format name → file."""
+    return {name: file for file in plugins.names("scanner.formats") for name in FAMILIES.get(file, (file,))}
+
 
 @cache
 def load(name: str) -> OutputFormat:
-    """The format of that id; an unknown id is an error that lists the known ones."""
-    found = plugins.load("scanner.formats", name).FORMAT
-    assert isinstance(found, OutputFormat)  # noqa: S101
-    return found
+    """The format of that name. An unknown name is an error that lists the known ones."""
+    if name not in _family_of():
+        raise plugins.unknown("output formats", name, names())
+    formats: tuple[OutputFormat, ...] = plugins.load("scanner.formats", _family_of()[name]).FORMATS
+    return next(form for form in formats if form.name == name)
 
 
+@cache
 def names() -> tuple[str, ...]:
-    return plugins.names("scanner.formats")
+    return tuple(sorted(_family_of()))

@@ -1,30 +1,53 @@
-"""What several families share: how a function may be called, and reasoning that a bare closing tag may end."""
+"""Shared by several families: regions with reasoning tags, and function names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 
-from modelyard.core.output_format import Region, StartReader, SwitchRegion
-from modelyard.scanner.formats._thinking import THINK, regions
-from modelyard.scanner.lexer import Unreadable
+from modelyard.core.output_format import Reader, Region, StartReader, SwitchRegion
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 
+THINK = (("<think>", "</think>"),)
 _NAME = re.compile(r"\w[\w-]*(?:[.:/][\w-]+)*")
-NAME_LIMIT = 128
-DEEPSEEK_TURN_END = "<｜end▁of▁sentence｜>"
-DEEPSEEK_ROLES = ("<｜User｜>", "<｜Assistant｜>")
+
+
+def regions(
+    readers: Mapping[str, StartReader] | None = None,
+    *,
+    tags: tuple[tuple[str, str], ...] = THINK,
+    closes_alone: bool = False,
+    ends: tuple[str, ...] = (),
+) -> dict[str, Region]:
+    """Visible text and one region per pair of reasoning tags. The readers start in all of them.
+
+    `closes_alone`: the closing tag may come without an opening one, if there is nothing to think about. `ends` are
+    markers that end a message: they lead to visible text, and the line breaks around them are theirs.
+    """
+    shared: dict[str, SwitchRegion | StartReader] = dict(readers or {})
+    after = {end: SwitchRegion("text") for end in ends}
+    closing = {close: SwitchRegion("text") for _, close in tags} if closes_alone else {}
+    text = Region("text", {**{tag: SwitchRegion(tag) for tag, _ in tags}, **shared, **closing, **after})
+    thinking = {tag: Region("thinking", {close: SwitchRegion("text"), **shared, **after}) for tag, close in tags}
+    return {"text": text, **thinking}
+
+
+def at_reply_start(region: str | None) -> Reader:
+    """For a sentence that is a marker only as the first words of a reply. It leads to the region."""
+
+    def read(_: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+        yield from ()
+        if calls.kind != "text" or not calls.is_first:
+            raise ParseError("ordinary words")
+        return region
+
+    return read
 
 
 def function_name(raw: str) -> str:
-    """Prose that stands where a name should is unreadable."""
+    """Prose in the place of a name is a ParseError."""
     name = raw.strip().strip("\"'")
     if not _NAME.fullmatch(name):
-        raise Unreadable(f"{name[:20]!r} is no name")
+        raise ParseError(f"{name[:20]!r} is not a name")
     return name
-
-
-def closable(calls: Mapping[str, StartReader], pairs: tuple[tuple[str, str], ...] = THINK) -> dict[str, Region]:
-    """Regions of families that write the closing tag alone where there is nothing to think about."""
-    found = regions(pairs, calls)
-    bare = {close: SwitchRegion("text") for _, close in pairs}
-    return found | {"text": Region("text", {**found["text"].marks, **bare})}

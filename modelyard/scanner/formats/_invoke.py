@@ -1,28 +1,24 @@
-"""Calls as `invoke` tags with one `parameter` tag a value: MiniMax M2, and DeepSeek since V3.2.
+"""Calls as `invoke` tags with one `parameter` tag per value: MiniMax M2, dots, Muse Glimmer, DeepSeek since V3.2.
 
     <invoke name="get_weather">
     <parameter name="city">Paris</parameter>
     </invoke>
 
-Values stand between the tags as they are, white space included. Also read: JSON in place of the parameters, one
-parameter that wraps all the others in JSON, and calls that forgot their block or their closing tags.
+Values are exact, including white space. Also read: JSON in place of the parameters, one parameter that wraps all others
+in JSON, and calls without their block or their closing tags.
 """
 
 from __future__ import annotations
 
 import re
-from functools import partial
-
-from msgspec import Struct
+from functools import cached_property, partial
 
 from modelyard.core.output_format import StartReader
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.formats._common import NAME_LIMIT, function_name
+from modelyard.scanner.arguments import ANY_TYPE, ArgumentWriter, ParameterTags, read_parameters, read_value
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._common import function_name
 from modelyard.scanner.json_calls import json_arguments
-from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unoffered, Unreadable
-from modelyard.scanner.parameters import Tags, Value
-from modelyard.scanner.repair import JsonValue
-from modelyard.scanner.typed import ANY, TypedArguments
+from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer, UnknownTool
 
 _TAG_END = re.compile(rf"[>\n<{SURROGATES}]")
 _ATTRIBUTES = re.compile(r"""\s*["']?([^"'=]*)["']?(?:\s+string\s*=\s*["']?(true|false)["']?)?\s*\Z""")
@@ -30,111 +26,90 @@ _TAG_FOLLOWS = re.compile(r"\s*[<{]")
 _WRAPPERS = ("arguments", "input", "parameters")
 
 
-class Dialect(Struct, frozen=True):
-    """The tags of one family. Plain ones are ordinary text: they open a call only for a tool that was offered."""
+class InvokeTags:
+    """The tags of one family. `opening` and `closing` begin every tag, `blocks` are the names of the outer tag.
 
-    invoke: str
-    tags: Tags
-    blocks: tuple[str, ...]
-    plain_block: bool
-    plain_invoke: bool
+    Bare tags are ordinary text: they open a call only for an offered tool.
+    """
 
-    def marks(self) -> dict[str, StartReader]:
-        ends = self.tags.ends
+    def __init__(
+        self,
+        opening: str,
+        closing: str,
+        blocks: tuple[str, ...],
+        *,
+        bare_block: bool = False,
+        bare_invoke: bool = False,
+    ) -> None:
+        self._invoke = f"{opening}invoke name="
+        self._blocks = tuple(f"{opening}{block}>" for block in blocks)
+        self._bare_block, self._bare_invoke = bare_block, bare_invoke
+        self.parameters = ParameterTags(
+            f"{opening}parameter name=",
+            ">",
+            f"{closing}parameter>",
+            ends=(f"{closing}invoke>", *(f"{closing}{block}>" for block in blocks)),
+            after=(self._invoke, *self._blocks),
+            on_lines=False,
+        )
+
+    @cached_property
+    def readers(self) -> dict[str, StartReader]:
+        ends = self.parameters.ends
+        invoke = partial(self._read_invoke, is_bare=self._bare_invoke)
         return {
-            **dict.fromkeys(self.blocks, StartReader(partial(_block, self), ends, self.plain_block)),
-            self.invoke: StartReader(partial(_invoke, self, self.plain_invoke), ends, self.plain_invoke),
+            **dict.fromkeys(self._blocks, StartReader(self._read_block, ends, self._bare_block)),
+            self._invoke: StartReader(invoke, ends, self._bare_invoke),
         }
 
+    def _read_block(self, buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+        """After the opening of a block: calls one after another."""
+        yield from buffer.skip_space()
+        if not (yield from buffer.is_next(self._invoke)):
+            raise ParseError("expected a call")
+        while (yield from buffer.skip_if(self._invoke)):
+            yield from self._read_invoke(buffer, calls, is_bare=self._bare_block)
+            yield from buffer.skip_space()
+        yield from buffer.skip_if(*self.parameters.ends)
+        return None
 
-def tagged(opening: str, closing: str, blocks: tuple[str, ...], *, plain_block: bool, plain_invoke: bool) -> Dialect:
-    """`opening` and `closing` begin every tag."""
-    invoke, ends = f"{opening}invoke name=", (f"{closing}invoke>", *(f"{closing}{b}>" for b in blocks))
-    opened = tuple(f"{opening}{b}>" for b in blocks)
-    tags = Tags(f"{opening}parameter name=", ">", f"{closing}parameter>", ends, (invoke, *opened), lines=False)
-    return Dialect(invoke, tags, opened, plain_block, plain_invoke)
-
-
-def _block(of: Dialect, tape: Tape, calls: Calls) -> Steps[str | None]:
-    """After a block's opening: calls one after another."""
-    invoke, ends = tape.mark(of.invoke), tuple(map(tape.mark, of.tags.ends))
-    yield from tape.space()
-    if not (yield from tape.stands((invoke,))):
-        raise Unreadable("no call stands here")
-    while (yield from tape.stands((invoke,))):
-        tape.skip(len(invoke))
-        yield from _invoke(of, of.plain_block, tape, calls)
-        yield from tape.space()
-    if here := (yield from tape.stands(ends)):
-        tape.skip(len(here))
-    return None
-
-
-def _invoke(of: Dialect, plain: bool, tape: Tape, calls: Calls) -> Steps[str | None]:
-    name = function_name((yield from _tag(tape))[0])
-    calls.name(name)
-    if plain and not calls.is_known:
-        raise Unoffered(name, _TAG_FOLLOWS)  # no call, but talk of one
-    yield from tape.space()
-    if (yield from tape.peek()) == "{":
-        yield from json_arguments(tape, calls)
-    else:
-        yield from _parameters(of.tags, tape, calls)
-    yield from _close(tape, of.tags.ends[0])
-    return None
-
-
-def _parameters(tags: Tags, tape: Tape, calls: Calls) -> Steps[None]:
-    arguments, opening = TypedArguments(calls), tape.mark(tags.opening)
-    others = tuple(map(tape.mark, (*tags.ends, *tags.after)))
-    while calls.is_open:
-        yield from tape.space()
-        here = yield from tape.stands((opening, *others))
-        if here == opening:
-            tape.skip(len(here))
-            yield from _parameter(tags, tape, calls, arguments)
-        elif here or ((yield from tape.peek()) == "" and not tape.cut):
-            arguments.close()
+    def _read_invoke(self, buffer: TextBuffer, calls: CallBuilder, *, is_bare: bool) -> Incremental[str | None]:
+        name = function_name((yield from _read_tag(buffer))[0])
+        calls.start(name)
+        if is_bare and not calls.is_offered:
+            raise UnknownTool(name, _TAG_FOLLOWS)
+        yield from buffer.skip_space()
+        if (yield from buffer.peek()) == "{":
+            yield from json_arguments(buffer, calls)
         else:
-            raise Unreadable("neither a parameter nor the end of the call")
+            yield from read_parameters(buffer, self.parameters, ArgumentWriter(calls), self._read_parameter)
+        yield from buffer.skip_space()
+        yield from buffer.skip_if(self.parameters.ends[0])
+        return None
+
+    def _read_parameter(self, buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[None]:
+        name, is_text = yield from _read_tag(buffer)
+        if _is_wrapper(name, arguments) and (yield from buffer.peek()) == "{":
+            yield from arguments.read_json(buffer)
+            yield from buffer.skip_space()
+            yield from buffer.skip_if(self.parameters.closing)
+            return
+        types: tuple[str, ...] | None = None
+        if is_text is not None:  # the tag says whether its value is text or JSON
+            types = ("string",) if is_text == "true" else arguments.types_of(name) or ANY_TYPE
+        yield from read_value(buffer, self.parameters, arguments, name, types)
 
 
-def _parameter(tags: Tags, tape: Tape, calls: Calls, arguments: TypedArguments) -> Steps[None]:
-    name, is_text = yield from _tag(tape)
-    if _wraps(name, arguments) and (yield from tape.peek()) == "{":
-        yield from JsonValue(tape, calls.put).read()
-        calls.close()
-        return (yield from _close(tape, tags.closing))
-    arguments.begin(name, _allowed(name, is_text, arguments))
-    if not (yield from Value(tape, tags, arguments).read()) and tape.cut:
-        raise Unreadable("cut off inside a parameter")
-    arguments.end()
-
-
-def _wraps(name: str, arguments: TypedArguments) -> bool:
-    """The first parameter is none of the tool's own, but what other families call all of them together."""
+def _is_wrapper(name: str, arguments: ArgumentWriter) -> bool:
+    """The first parameter is unknown to the tool and has the name that other families give to all of them together."""
     known = arguments.properties
     return name in _WRAPPERS and bool(known) and name not in known and not arguments.given
 
 
-def _allowed(name: str, is_text: str | None, arguments: TypedArguments) -> tuple[str, ...] | None:
-    """The tag itself may say whether its value is text or JSON."""
-    if is_text is None:
-        return None
-    return ("string",) if is_text == "true" else arguments.allowed(name) or ANY
-
-
-def _tag(tape: Tape) -> Steps[tuple[str, str | None]]:
+def _read_tag(buffer: TextBuffer) -> Incremental[tuple[str, str | None]]:
     """The rest of a tag after `name=`: the name, and the `string` attribute if there is one."""
-    raw = yield from tape.until(_TAG_END, NAME_LIMIT)
-    found = _ATTRIBUTES.match(raw)
-    if not found or (yield from tape.peek()) != ">":
-        raise Unreadable("a tag without an end")
-    tape.skip(1)
+    found = _ATTRIBUTES.match((yield from buffer.read_until(_TAG_END)))
+    if not found or (yield from buffer.peek()) != ">":
+        raise ParseError("a tag without an end")
+    buffer.skip(1)
     return found[1].strip(), found[2]
-
-
-def _close(tape: Tape, tag: str) -> Steps[None]:
-    yield from tape.space()
-    if here := (yield from tape.stands((tape.mark(tag),))):
-        tape.skip(len(here))

@@ -1,57 +1,60 @@
-"""Calls by name alone, in a JSON list between tokens: Apertus.
+"""Apertus: calls in a JSON list between tokens, each with the name as its only key.
 
     <|inner_prefix|>I need the weather.<|inner_suffix|>Let me look.
     <|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"now": {}}]<|tools_suffix|>
 
-(In one line.) Each object has one key, which names the tool, and the arguments as its value. The usual shape with
-`name` and `arguments` is read too.
+(In one line.) The usual shape with `name` and `arguments` is read, too.
 """
 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.formats._thinking import regions
-from modelyard.scanner.json_calls import JsonCall
-from modelyard.scanner.lexer import Steps, Tape, Unreadable
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._common import regions
+from modelyard.scanner.json_calls import JsonCallReader
+from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 
-_CALLS, _END = "<|tools_prefix|>", "<|tools_suffix|>"
-_INNER = ("<|inner_prefix|>", "<|inner_suffix|>")
-_USUAL = frozenset({"name", "tool_name", "function", "arguments", "parameters", "args", "id", "type", "tool_call_id"})
+_CALLS, _CALLS_END = "<|tools_prefix|>", "<|tools_suffix|>"
+_REASONING = ("<|inner_prefix|>", "<|inner_suffix|>")
+_USUAL_KEYS = frozenset(
+    {"name", "tool_name", "function", "arguments", "parameters", "args", "id", "type", "tool_call_id"}
+)
 
 
-class NamedByKey(JsonCall):
-    def _member(self, key: str) -> Steps[None]:
-        if key in _USUAL or self._calls.is_open:
+class _NamedByKeyReader(JsonCallReader):
+    def _member(self, key: str) -> Incremental[None]:
+        if key in _USUAL_KEYS or self._calls.is_open:
             return (yield from super()._member(key))
-        self._calls.name(key)
-        self._closed = False
-        return (yield from self._arguments((yield from self._tape.peek())))
+        self._calls.start(key)
+        self._is_finished = False
+        return (yield from self._arguments((yield from self._buffer.peek())))
 
 
-def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
-    """A list of objects; brackets that are missing or too many do no harm."""
-    read = 0
+def _read_calls(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+    """A list of objects. Missing and surplus brackets are ignored."""
+    has_calls = False
     while True:
-        yield from tape.space()
-        char = yield from tape.peek()
+        yield from buffer.skip_space()
+        char = yield from buffer.peek()
         if char == "{":
-            yield from NamedByKey(tape, calls).read()
-            read += 1
-        elif char and char in (",]}" if read else "["):
-            tape.skip(1)
-        elif read:
+            yield from _NamedByKeyReader(buffer, calls).read()
+            has_calls = True
+        elif char and char in (",]}" if has_calls else "["):
+            buffer.skip(1)
+        elif has_calls:
             return None
         else:
-            raise Unreadable("no call stands here")
+            raise ParseError("expected a call")
 
 
-FORMAT = OutputFormat(
-    name="apertus",
-    regions=regions((_INNER,), {_CALLS: StartReader(_calls, (_END,))}),
-    hidden=(_END, _INNER[1], "<|assistant_end|>", "<|assistant_start|>"),
-    stops=("<|assistant_end|>",),
-    turn=("<|assistant_start|>",),
-    template=((_CALLS, _END),),
-    names=("apertus",),
+FORMATS = (
+    OutputFormat(
+        name="apertus",
+        regions=regions({_CALLS: StartReader(_read_calls, (_CALLS_END,))}, tags=(_REASONING,)),
+        hidden_markers=(_CALLS_END, _REASONING[1], "<|assistant_end|>", "<|assistant_start|>"),
+        stop_tokens=("<|assistant_end|>",),
+        turn_starts=("<|assistant_start|>",),
+        template_hints=((_CALLS, _CALLS_END),),
+        name_hints=("apertus",),
+    ),
 )

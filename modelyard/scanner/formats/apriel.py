@@ -1,4 +1,4 @@
-"""A JSON list of calls between tags, after reasoning that a sentence opens: Apriel 1.5 and 1.6.
+"""Apriel 1.5 and 1.6: a JSON list of calls between tags, after reasoning that a sentence opens.
 
     Here are my reasoning steps:
     I need the weather.
@@ -8,56 +8,50 @@
     [END FINAL RESPONSE]
     <|end|>
 
-The prompt of 1.6 has written the sentence. Some prompts ask for `<thinking>` tags. The words of the prompt confuse
-`<tool_calls>` and `<tool_call>`, so the models do.
+The prompt of 1.6 contains the sentence. Some prompts ask for `<thinking>` tags. The prompt confuses `<tool_calls>` and
+`<tool_call>`, and so do the models.
 """
 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import Calls
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._common import at_reply_start
 from modelyard.scanner.json_calls import json_calls
-from modelyard.scanner.lexer import Steps, Tape, Unreadable
+from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 
 _SENTENCE, _BEGIN, _END = "Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"
-_THINKING, _END_THINKING = "<thinking>", "</thinking>"
-_CLOSE = ("</tool_calls>", "</tool_call>")
+_CALLS_END = ("</tool_calls>", "</tool_call>")
 _ENDS = ("<|end|>", "<|endoftext|>")
 
 
-def _steps(_: Tape, calls: Calls) -> Steps[str | None]:
-    """The sentence opens the reasoning only as the first words of a reply."""
-    yield from ()
-    if calls.kind != "text" or not calls.is_first:
-        raise Unreadable("a sentence like any other")
-    return "thinking"
-
-
-def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
+def _read_calls(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
     """A bracket may also be the beginning of a marker."""
-    yield from tape.space()
-    if (yield from tape.stands(tuple(map(tape.mark, (_BEGIN, _END))))):
-        raise Unreadable("no call stands here")
-    return (yield from json_calls(tape, calls))
+    yield from buffer.skip_space()
+    if (yield from buffer.is_next(_BEGIN, _END)):
+        raise ParseError("expected a call")
+    return (yield from json_calls(buffer, calls))
 
 
-_MARKS: dict[str, SwitchRegion | StartReader] = {
-    "<tool_calls>": StartReader(_calls, _CLOSE),
-    "<tool_call>": StartReader(_calls, _CLOSE),
-    _SENTENCE: StartReader(_steps, naked=True),
-    **{mark: SwitchRegion("text") for mark in (_BEGIN, _END, *_ENDS)},
-    _THINKING: SwitchRegion("thinking"),
+_MARKERS: dict[str, SwitchRegion | StartReader] = {
+    "<tool_calls>": StartReader(_read_calls, _CALLS_END),
+    "<tool_call>": StartReader(_read_calls, _CALLS_END),
+    _SENTENCE: StartReader(at_reply_start("thinking"), bare=True),
+    **{marker: SwitchRegion("text") for marker in (_BEGIN, _END, *_ENDS)},
+    "<thinking>": SwitchRegion("thinking"),
 }
 
-FORMAT = OutputFormat(
-    name="apriel",
-    regions={
-        "text": Region("text", _MARKS),
-        "thinking": Region("thinking", {**_MARKS, _END_THINKING: SwitchRegion("text")}),
-    },
-    hidden=(*_CLOSE, _END_THINKING),
-    stops=_ENDS,
-    turn=("<|assistant|>", "<|begin_assistant|>"),
-    template=(("[BEGIN FINAL RESPONSE]",), ("[BEGIN FINAL RESPONSE]", "<tool_calls>")),
-    names=("apriel",),
+FORMATS = (
+    OutputFormat(
+        name="apriel",
+        regions={
+            "text": Region("text", _MARKERS),
+            "thinking": Region("thinking", {**_MARKERS, "</thinking>": SwitchRegion("text")}),
+        },
+        hidden_markers=(*_CALLS_END, "</thinking>"),
+        stop_tokens=_ENDS,
+        turn_starts=("<|assistant|>", "<|begin_assistant|>"),
+        template_hints=((_BEGIN,), (_BEGIN, "<tool_calls>")),
+        name_hints=("apriel",),
+    ),
 )

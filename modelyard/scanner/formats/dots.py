@@ -1,4 +1,4 @@
-"""A block of `invoke` tags, every value as text: dots.
+"""dots: a block of `invoke` tags, every value as text.
 
     Let me look.
     <dots_function_call>
@@ -14,34 +14,36 @@ Several calls share a block or have one each. The models also write JSON into a 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.formats._common import closable
-from modelyard.scanner.formats._invoke import tagged
-from modelyard.scanner.formats._turns import ended
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._common import regions
+from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.json_calls import json_calls
-from modelyard.scanner.lexer import Steps, Tape
+from modelyard.scanner.lexer import Incremental, TextBuffer
 
-_BLOCK, _END = "<dots_function_call>", "</dots_function_call>"
+_BLOCK, _BLOCK_END = "<dots_function_call>", "</dots_function_call>"
 _ENDS = ("<|endofresponse|>", "<|endoftext|>")
-_INVOKES = tagged("<", "</", ("dots_function_call",), plain_block=False, plain_invoke=True).marks()
+_READERS = InvokeTags("<", "</", ("dots_function_call",), bare_invoke=True).readers
 
 
-def _block(tape: Tape, calls: Calls) -> Steps[str | None]:
-    yield from tape.space()
-    if here := (yield from tape.stands((tape.mark(_BLOCK),))):
-        tape.skip(len(here))
-        yield from tape.space()
-    read = json_calls if (yield from tape.peek()) in ("{", "[") else _INVOKES[_BLOCK].reader
-    return (yield from read(tape, calls))
+def _read_block(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+    yield from buffer.skip_space()
+    if (yield from buffer.skip_if(_BLOCK)):
+        yield from buffer.skip_space()
+    read = json_calls if (yield from buffer.peek()) in ("{", "[") else _READERS[_BLOCK].reader
+    return (yield from read(buffer, calls))
 
 
-FORMAT = OutputFormat(
-    name="dots",
-    regions=ended(closable({**_INVOKES, _BLOCK: StartReader(_block, _INVOKES[_BLOCK].close)}), _ENDS),
-    hidden=(_END,),
-    inner=("</invoke>", "<parameter name=", "</parameter>"),
-    stops=_ENDS,
-    turn=("<|response|>",),
-    template=((_BLOCK,), (_BLOCK, "<invoke name=")),
-    names=("dots.llm", "dots-llm", "dots-3", "dots3", "dots1"),
+FORMATS = (
+    OutputFormat(
+        name="dots",
+        regions=regions(
+            {**_READERS, _BLOCK: StartReader(_read_block, _READERS[_BLOCK].closing)}, closes_alone=True, ends=_ENDS
+        ),
+        hidden_markers=(_BLOCK_END,),
+        inner_markers=("</invoke>", "<parameter name=", "</parameter>"),
+        stop_tokens=_ENDS,
+        turn_starts=("<|response|>",),
+        template_hints=((_BLOCK,), (_BLOCK, "<invoke name=")),
+        name_hints=("dots.llm", "dots-llm", "dots-3", "dots3", "dots1"),
+    ),
 )

@@ -1,4 +1,4 @@
-"""Calls as JSON objects between tags, answers between others: ERNIE 4.5.
+"""ERNIE 4.5: calls as JSON objects between tags, answers between others.
 
     <think>
     I need the weather.
@@ -8,7 +8,7 @@
     {"name": "get_weather", "arguments": {"city": "Paris"}}
     </tool_call>
 
-or, without a call,
+Without a call:
 
     </think>
 
@@ -24,21 +24,24 @@ from __future__ import annotations
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
 from modelyard.scanner.json_calls import json_calls
 
-_RESPONSE, _END_RESPONSE = "<response>", "</response>"
-_CALLS: dict[str, SwitchRegion | StartReader] = {
+_MARKERS: dict[str, SwitchRegion | StartReader] = {
     "<tool_call>": StartReader(json_calls, ("</tool_call>",)),
-    _RESPONSE: SwitchRegion("text"),
+    "<response>": SwitchRegion("text"),
 }
 
-FORMAT = OutputFormat(
-    name="ernie45",
-    regions={
-        "text": Region("text", {"<think>": SwitchRegion("thinking"), _END_RESPONSE: SwitchRegion("text"), **_CALLS}),
-        "thinking": Region("thinking", {"</think>": SwitchRegion("text"), **_CALLS}),
-    },
-    hidden=("</tool_call>", "<|im_end|>", "<|end_of_sentence|>"),
-    stops=("<|im_end|>", "<|end_of_sentence|>", "</s>"),
-    turn=("<|im_start|>assistant", "Assistant:"),
-    template=(("<tool_call>", "<response>"), ("<|begin_of_sentence|>", "Assistant:")),
-    names=("ernie-4.5", "ernie4.5", "ernie45", "ernie"),
+FORMATS = (
+    OutputFormat(
+        name="ernie45",
+        regions={
+            "text": Region(
+                "text", {"<think>": SwitchRegion("thinking"), "</response>": SwitchRegion("text"), **_MARKERS}
+            ),
+            "thinking": Region("thinking", {"</think>": SwitchRegion("text"), **_MARKERS}),
+        },
+        hidden_markers=("</tool_call>", "<|im_end|>", "<|end_of_sentence|>"),
+        stop_tokens=("<|im_end|>", "<|end_of_sentence|>", "</s>"),
+        turn_starts=("<|im_start|>assistant", "Assistant:"),
+        template_hints=(("<tool_call>", "<response>"), ("<|begin_of_sentence|>", "Assistant:")),
+        name_hints=("ernie-4.5", "ernie4.5", "ernie45", "ernie"),
+    ),
 )

@@ -1,4 +1,4 @@
-"""A call in a message of its own: GigaChat 3. Since 3.1 behind a token, in the same message.
+"""GigaChat 3: a call in a separate message. Since 3.1 after a token in the same message.
 
     Let me look.<|message_sep|>
 
@@ -7,28 +7,30 @@
 
     Let me look.<|function_call|>{"name": "get_weather", "arguments": {"city": "Paris"}}<|message_sep|>
 
-Some vocabularies hold the separators with their line breaks as one token.
+Some vocabularies contain the separators with their line breaks as one token.
 """
 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.formats._thinking import THINK, regions
-from modelyard.scanner.formats._turns import ended
+from modelyard.scanner.formats._common import regions
 from modelyard.scanner.json_calls import json_calls
 
 _SEP, _ROLE, _CALL = "<|message_sep|>", "<|role_sep|>", "<|function_call|>"
 _ROLES = (f"{_ROLE}\n", _ROLE)
 _SEPS = (f"{_SEP}\n\n", _SEP)
-_READ = StartReader(json_calls, _SEPS)
-_CALLS = {_CALL: _READ, **{f"function call{role}": _READ for role in _ROLES}}
+_READER = StartReader(json_calls, _SEPS)
 
-FORMAT = OutputFormat(
-    name="gigachat3",
-    regions=ended(regions(THINK, _CALLS), (*_SEPS, "</s>")),
-    hidden=(*_ROLES, "</think>"),
-    stops=("</s>",),
-    turn=("assistant<|role_sep|>",),
-    template=((_SEP, _ROLE), (_SEP, _ROLE, _CALL)),
-    names=("gigachat",),
+FORMATS = (
+    OutputFormat(
+        name="gigachat3",
+        regions=regions(
+            {_CALL: _READER, **{f"function call{role}": _READER for role in _ROLES}}, ends=(*_SEPS, "</s>")
+        ),
+        hidden_markers=(*_ROLES, "</think>"),
+        stop_tokens=("</s>",),
+        turn_starts=("assistant<|role_sep|>",),
+        template_hints=((_SEP, _ROLE), (_SEP, _ROLE, _CALL)),
+        name_hints=("gigachat",),
+    ),
 )

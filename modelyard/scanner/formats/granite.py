@@ -1,60 +1,75 @@
-"""A JSON list of calls behind one marker: Granite 3.
+"""Granite.
 
-    <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]      3.0, as a token; 3.1 and later as text
+`granite`: Granite 3 writes a JSON list of calls after one marker:
+
+    <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]      3.0, as a token; since 3.1 as text
     <tool_call>[{"name": "get_weather", "arguments": {"city": "Paris"}}]        some 3.1 models
-    [{"name": "get_weather", "arguments": {"city": "Paris"}}]                   often nothing but the list
+    [{"name": "get_weather", "arguments": {"city": "Paris"}}]                   often only the list
 
-Reasoning stands between tags (3.3), or between two sentences (3.2):
+Reasoning is between tags (3.3) or between two sentences (3.2):
 
     <think>I need …</think><response>It rains.</response>
     Here is my thought process: I need … Here is my response: It rains.
+
+`granite4`: Granite 4 writes JSON objects between tags:
+
+    I will look.
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Paris"}}
+    </tool_call>
+    <tool_call>
+    {"name": "get_time", "arguments": {}}
+    </tool_call><|end_of_text|>
 """
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.lexer import Steps, Tape, Unreadable
-from modelyard.scanner.naked_json import naked_list, open_list
-
-_THINK, _END_THINK, _RESPONSE, _END_RESPONSE = "<think>", "</think>", "<response>", "</response>"
-
-
-def _thoughts(_: Tape, calls: Calls) -> Steps[str | None]:
-    """The sentence opens the reasoning only as the first words of a reply."""
-    yield from ()
-    if calls.kind != "text" or not calls.is_first:
-        raise Unreadable("a sentence like any other")
-    return "thinking"
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._common import at_reply_start, regions
+from modelyard.scanner.json_calls import bare_list, json_calls, marked_list
+from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 
 
-def _response(_: Tape, calls: Calls) -> Steps[str | None]:
+def _end_thoughts(_: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
     yield from ()
     if calls.kind != "thinking":
-        raise Unreadable("a sentence like any other")
+        raise ParseError("ordinary words")
     return "text"
 
 
-_CALLS: dict[str, SwitchRegion | StartReader] = {
-    "<|tool_call|>": StartReader(open_list),
-    "<tool_call>": StartReader(open_list, ("</tool_call>",)),
-    "[": StartReader(naked_list, naked=True),
-    "Here is my thought process:": StartReader(_thoughts, naked=True),
-    "Here's my thought process:": StartReader(_thoughts, naked=True),
-    "Here is my response:": StartReader(_response, naked=True),
-    "Here's my response:": StartReader(_response, naked=True),
-    _RESPONSE: SwitchRegion("text"),
+_MARKERS: dict[str, SwitchRegion | StartReader] = {
+    "<|tool_call|>": StartReader(marked_list),
+    "<tool_call>": StartReader(marked_list, ("</tool_call>",)),
+    "[": StartReader(bare_list, bare=True),
+    "Here is my thought process:": StartReader(at_reply_start("thinking"), bare=True),
+    "Here's my thought process:": StartReader(at_reply_start("thinking"), bare=True),
+    "Here is my response:": StartReader(_end_thoughts, bare=True),
+    "Here's my response:": StartReader(_end_thoughts, bare=True),
+    "<response>": SwitchRegion("text"),
 }
 
-FORMAT = OutputFormat(
+_GRANITE3 = OutputFormat(
     name="granite",
     regions={
-        "text": Region("text", {_THINK: SwitchRegion("thinking"), _END_RESPONSE: SwitchRegion("text"), **_CALLS}),
-        "thinking": Region("thinking", {_END_THINK: SwitchRegion("text"), **_CALLS}),
+        "text": Region("text", {"<think>": SwitchRegion("thinking"), "</response>": SwitchRegion("text"), **_MARKERS}),
+        "thinking": Region("thinking", {"</think>": SwitchRegion("text"), **_MARKERS}),
     },
-    hidden=("</tool_call>", "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
-    stops=("<|end_of_text|>",),
-    turn=("<|end_of_role|>",),
-    template=(("<|start_of_role|>",), ("<|start_of_role|>", "<|tool_call|>")),
-    names=("granite",),
+    hidden_markers=("</tool_call>", "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>"),
+    stop_tokens=("<|end_of_text|>",),
+    turn_starts=("<|end_of_role|>",),
+    template_hints=(("<|start_of_role|>",), ("<|start_of_role|>", "<|tool_call|>")),
+    name_hints=("granite",),
 )
+
+_GRANITE4 = replace(
+    _GRANITE3,
+    name="granite4",
+    regions=regions({"<tool_call>": StartReader(json_calls, ("</tool_call>",))}),
+    template_hints=(("<|start_of_role|>", "<tool_call>"),),
+    name_hints=("granite-4", "granite4", "granite-h"),
+)
+
+FORMATS = (_GRANITE3, _GRANITE4)

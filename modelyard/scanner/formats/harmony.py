@@ -1,14 +1,14 @@
-"""Messages with a header that names a channel: gpt-oss and what speaks its protocol.
+"""gpt-oss and other models with the Harmony protocol: messages with a header that names a channel.
 
     <|channel|>analysis<|message|>The user wants …<|end|>
     <|start|>assistant<|channel|>commentary<|message|>Let me look.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>
     <|start|>assistant<|channel|>final<|message|>It rains.<|return|>
 
-`analysis` is reasoning; `final`, and `commentary` that is addressed to nobody, is text; what has a recipient is a call.
-The recipient may also stand before the channel (`<|start|>assistant to=functions.x<|channel|>…`). A message of an
-unknown channel is held and then given as text. Only `<|return|>` and `<|call|>` end a turn; `<|constrain|>` belongs to
-the header.
+`analysis` is reasoning. `final`, and `commentary` without a recipient, is text. A message with a recipient is a call.
+The recipient may also come before the channel (`<|start|>assistant to=functions.x<|channel|>…`). A message of an
+unknown channel is held until its end and shown as text. Only `<|return|>` and `<|call|>` end a turn. `<|constrain|>`
+belongs to the header.
 """
 
 from __future__ import annotations
@@ -17,127 +17,115 @@ import re
 from functools import partial
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.grammar import JsonBody, Shape
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.grammar import CallGrammar, JsonBody
 from modelyard.scanner.json_calls import json_arguments
-from modelyard.scanner.lexer import Steps, Tape, Unreadable, one_of
+from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
-_CLOSERS = (*_ENDS, _START, _CHANNEL)
+_BODY_ENDS = (*_ENDS, _START, _CHANNEL)
 _HEADER_LIMIT = 256
 _REGIONS = {"analysis": "thinking", "final": "text", "commentary": "text", "": "text"}
 _RECIPIENT = re.compile(r"\bto=([\w.:/-]+)")
-_SHAPE = re.compile(r"\s*(?:assistant)?\s*(?:to=\S*)?\s*")
-_WORDS = ("assistant", "to=", "analysis", "final", "commentary")
+_HEADER_START = re.compile(r"\s*(?:assistant)?\s*(?:to=\S*)?\s*")
+_HEADER_WORDS = ("assistant", "to=", "analysis", "final", "commentary")
 
 
-def _header(tape: Tape, calls: Calls, *, in_channel: bool) -> Steps[str | None]:
-    """From `<|start|>` or `<|channel|>` to the body, which decides what follows."""
+def _read_header(buffer: TextBuffer, calls: CallBuilder, *, in_channel: bool) -> Incremental[str | None]:
+    """From `<|start|>` or `<|channel|>` to the body."""
     header, channel = "", ""
     while True:
-        part, marker = yield from _part(tape, _HEADER_LIMIT - len(header))
+        part, marker = yield from _read_header_part(buffer, _HEADER_LIMIT - len(header))
         header += part + " "
         if in_channel:
             channel = part.strip().partition(" ")[0]
-        in_channel = marker == tape.mark(_CHANNEL)
-        if marker == tape.mark(_MESSAGE):
+        in_channel = marker == buffer.encoded(_CHANNEL)
+        if marker == buffer.encoded(_MESSAGE):
             break
-        if marker not in (tape.mark(_CHANNEL), tape.mark(_CONSTRAIN)):
-            return _unfinished(header)
-        tape.skip(len(marker))
-    tape.skip(len(marker))
-    tape.kept = []
-    return (yield from _body(tape, calls, channel, _RECIPIENT.search(header)))
-
-
-def _part(tape: Tape, limit: int) -> Steps[tuple[str, str]]:
-    """Header text up to the next marker (empty: the output is over)."""
-    markers = tuple(map(tape.mark, (*_CLOSERS, _CONSTRAIN, _MESSAGE)))
-    taken = ""
-    while True:
-        char = yield from tape.peek()
-        here = (yield from tape.stands(markers)) if char else ""
-        if here is not None:
-            return taken, here
-        if len(taken) >= limit or char == "\n":
-            raise Unreadable("no header")
-        taken += tape.skip(1)
-
-
-def _unfinished(header: str) -> str:
-    """A message that has no body. Its header is protocol, unless it looks like something that was meant to be read."""
-    words = _SHAPE.sub("", header, count=1).split()
-    if words and not any(known.startswith(words[0]) for known in _WORDS):
-        raise Unreadable("no header")
-    return "text"
-
-
-def _body(tape: Tape, calls: Calls, channel: str, to: re.Match[str] | None) -> Steps[str | None]:
-    if to and to[1] != "assistant":
-        calls.name(to[1].removeprefix("functions."))
-        yield from _arguments(tape, calls)
+        if not in_channel and marker != buffer.encoded(_CONSTRAIN):
+            return _end_without_body(header)
+        buffer.skip(len(marker))
+    buffer.skip(len(marker))
+    buffer.commit()
+    recipient = _RECIPIENT.search(header)
+    if recipient and recipient[1] != "assistant":
+        calls.start(recipient[1].removeprefix("functions."))
+        yield from _read_arguments(buffer, calls)
         return "text"
     if channel not in _REGIONS:
-        calls.say((yield from _rest(tape)))
+        calls.show_text((yield from _read_body(buffer)))
         return "text"
     return _REGIONS[channel]
 
 
-def _arguments(tape: Tape, calls: Calls) -> Steps[None]:
-    closers = tuple(map(tape.mark, _CLOSERS))
-    yield from tape.space()
-    char = yield from tape.peek()
+def _read_header_part(buffer: TextBuffer, limit: int) -> Incremental[tuple[str, str]]:
+    """The header text up to the next marker, and that marker (empty: the output is over)."""
+    markers = tuple(map(buffer.encoded, (*_BODY_ENDS, _CONSTRAIN, _MESSAGE)))
+    part = ""
+    while True:
+        char = yield from buffer.peek()
+        found = (yield from buffer.match(markers)) if char else ""
+        if found is not None:
+            return part, found
+        if len(part) >= limit or char == "\n":
+            raise ParseError("expected a header")
+        part += buffer.skip(1)
+
+
+def _end_without_body(header: str) -> str:
+    """A message without a body. Its header is not shown, unless its words are not those of a header."""
+    words = _HEADER_START.sub("", header, count=1).split()
+    if words and not any(known.startswith(words[0]) for known in _HEADER_WORDS):
+        raise ParseError("expected a header")
+    return "text"
+
+
+def _read_arguments(buffer: TextBuffer, calls: CallBuilder) -> Incremental[None]:
+    yield from buffer.skip_space()
+    char = yield from buffer.peek()
     if char == "{" and not calls.is_custom:
-        yield from json_arguments(tape, calls)
-    elif calls.is_custom or char == "" or (yield from tape.stands(closers)):
-        text = yield from _rest(tape)
-        if tape.cut and tape.ended and tape.is_empty:
-            raise Unreadable("cut off inside a call")
-        calls.put(text if calls.is_custom else "{}")
-        calls.close()
+        yield from json_arguments(buffer, calls)
+    elif calls.is_custom or char == "" or (yield from buffer.is_next(*_BODY_ENDS)):
+        text = yield from _read_body(buffer)
+        if buffer.truncated and buffer.ended and buffer.is_empty:
+            raise ParseError("cut off inside a call")
+        calls.append(text if calls.is_custom else "{}")
+        calls.finish()
     else:
-        yield from _rest(tape)
-        raise Unreadable("arguments are an object")
+        yield from _read_body(buffer)
+        raise ParseError("the arguments are not an object")
 
 
-def _rest(tape: Tape) -> Steps[str]:
+def _read_body(buffer: TextBuffer) -> Incremental[str]:
     """The body up to the marker that ends it."""
-    closers = tuple(map(tape.mark, _CLOSERS))
-    first = one_of(frozenset(c[0] for c in closers))
-    taken = []
-    while (yield from tape.peek()):
-        found = first.search(tape.text, tape.at)
-        taken.append(tape.take(found.start() if found else len(tape.text)))
-        if found:
-            if (yield from tape.stands(closers)):
-                break
-            taken.append(tape.skip(1))
-    return "".join(taken)
+    parts: list[str] = []
+    yield from buffer.read_verbatim(tuple(map(buffer.encoded, _BODY_ENDS)), parts.append)
+    return "".join(parts)
 
 
-_MARKS: dict[str, SwitchRegion | StartReader] = {
-    _START: StartReader(partial(_header, in_channel=False), _ENDS),
-    _CHANNEL: StartReader(partial(_header, in_channel=True), _ENDS),
+_MARKERS: dict[str, SwitchRegion | StartReader] = {
+    _START: StartReader(partial(_read_header, in_channel=False), _ENDS),
+    _CHANNEL: StartReader(partial(_read_header, in_channel=True), _ENDS),
     **{end: SwitchRegion("text") for end in _ENDS},
 }
 
-_CALL = Shape(
-    body=JsonBody("", " <|constrain|>json<|message|>"),
-    opening="<|channel|>commentary to=functions.",
-    closing="<|call|>",
-    trigger="<|channel|>commentary to=functions.",
-    thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
-    several=False,
-)
-
-FORMAT = OutputFormat(
-    name="harmony",
-    regions={"text": Region("text", _MARKS), "thinking": Region("thinking", _MARKS)},
-    hidden=(_CONSTRAIN, _MESSAGE),
-    turn=_ENDS,
-    stops=("<|return|>", "<|call|>"),
-    template=((_CHANNEL, _MESSAGE),),
-    names=("gpt-oss", "gpt_oss", "harmony"),
-    grammar=_CALL.grammar,
+FORMATS = (
+    OutputFormat(
+        name="harmony",
+        regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
+        hidden_markers=(_CONSTRAIN, _MESSAGE),
+        turn_starts=_ENDS,
+        stop_tokens=("<|return|>", "<|call|>"),
+        template_hints=((_CHANNEL, _MESSAGE),),
+        name_hints=("gpt-oss", "gpt_oss", "harmony"),
+        grammar=CallGrammar(
+            body=JsonBody("", " <|constrain|>json<|message|>"),
+            opening="<|channel|>commentary to=functions.",
+            closing="<|call|>",
+            trigger="<|channel|>commentary to=functions.",
+            reasoning=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+            may_repeat=False,
+        ),
+    ),
 )

@@ -1,19 +1,134 @@
-"""Hunyuan, as other servers call Hy 3's format.
+"""Hunyuan.
 
-    <tool_calls>
-    <tool_call>get_weather<tool_sep>
-    <arg_key>city</arg_key>
-    <arg_value>Paris</arg_value>
-    </tool_call>
-    </tool_calls>
+`hy_v3`: Hy 3 writes a bare name, a separator, then keys and values between tags, which are tokens:
 
-An alias of `hy_v3`: the same reader, for either spelling of the tags. Hunyuan A13B is `hunyuan_a13b`.
+    I need the weather.</think:opensource>Let me look.<tool_calls:opensource>
+    <tool_call:opensource>get_weather<tool_sep:opensource>
+    <arg_key:opensource>city</arg_key:opensource>
+    <arg_value:opensource>Paris</arg_value:opensource>
+    </tool_call:opensource>
+    </tool_calls:opensource>
+
+Released vocabularies have the suffix in every tag, the preview has none. Line breaks between the tags come and go. The
+outer tags, the separator and the closing tags may be missing. The prompt opens the reasoning, or opens and closes it.
+
+`hunyuan`: the name that other servers use for `hy_v3`.
+
+`hunyuan_a13b`: Hunyuan A13B writes a JSON list of calls inside the answer:
+
+    <think>
+    I need the weather.
+    </think>
+    <answer>
+    I will look.
+    <tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>
+    </answer>
+
+The role that the template writes in Chinese sometimes comes back as the first word of the reply.
 """
 
 from __future__ import annotations
 
+import re
+
 from msgspec.structs import replace
 
-from modelyard.scanner.formats import hy_v3
+from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
+from modelyard.scanner.arguments import ArgumentWriter, ParameterTags, read_parameters, read_value
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._common import at_reply_start, function_name, regions
+from modelyard.scanner.json_calls import json_calls
+from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 
-FORMAT = replace(hy_v3.FORMAT, name="hunyuan", template=(), names=("hunyuan",))
+_TAG = re.compile(rf"[<{SURROGATES}]")
+
+
+class _TagSet:
+    """The tags with one suffix."""
+
+    def __init__(self, suffix: str) -> None:
+        def pair(name: str) -> tuple[str, str]:
+            return f"<{name}{suffix}>", f"</{name}{suffix}>"
+
+        self.think = pair("think")
+        (block, self._block_end), (self._call, self._call_end) = pair("tool_calls"), pair("tool_call")
+        (key, self._key_end), (self._value, value_end) = pair("arg_key"), pair("arg_value")
+        self._separator = f"<tool_sep{suffix}>"
+        ends = (self._call_end, self._block_end)
+        self._parameters = ParameterTags(key, self._key_end, value_end, ends, (self._call,), on_lines=False)
+        self.readers = {block: StartReader(self._read_block, ends), self._call: StartReader(self._read_call, ends)}
+        self.hidden_markers = (*ends, self._separator)
+        self.inner_markers = (key, self._key_end, self._value, value_end)
+
+    def _read_block(self, buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+        """After the outer opening: calls one after another."""
+        yield from buffer.skip_space()
+        if not (yield from buffer.is_next(self._call)):
+            raise ParseError("expected a call")
+        while (yield from buffer.skip_if(self._call)):
+            yield from self._read_call(buffer, calls)
+            yield from buffer.skip_space()
+        yield from buffer.skip_if(self._block_end)
+        return None
+
+    def _read_call(self, buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+        calls.start(function_name((yield from buffer.read_until(_TAG))))
+        yield from buffer.skip_if(self._separator)
+        yield from read_parameters(buffer, self._parameters, ArgumentWriter(calls), self._read_argument)
+        yield from buffer.skip_if(self._call_end)
+        return None
+
+    def _read_argument(self, buffer: TextBuffer, arguments: ArgumentWriter) -> Incremental[None]:
+        name = (yield from buffer.read_until(_TAG)).strip()
+        if not (yield from buffer.skip_if(self._key_end)):
+            raise ParseError("a key without an end")
+        yield from buffer.skip_space()
+        if not (yield from buffer.skip_if(self._value)):
+            raise ParseError("a key without a value")
+        yield from read_value(buffer, self._parameters, arguments, name)
+
+
+_TAG_SETS = (_TagSet(""), _TagSet(":opensource"))
+_ENDS = ("<｜hy_eos:opensource｜>", "<｜hy_eos｜>")
+_TURN_STARTS = ("<｜hy_Assistant:opensource｜>", "<｜hy_Assistant｜>")
+
+_HY3 = OutputFormat(
+    name="hy_v3",
+    regions=regions(
+        {marker: reader for tags in _TAG_SETS for marker, reader in tags.readers.items()},
+        tags=tuple(tags.think for tags in _TAG_SETS),
+        closes_alone=True,
+        ends=_ENDS,
+    ),
+    hidden_markers=(*(marker for tags in _TAG_SETS for marker in tags.hidden_markers), *_TURN_STARTS),
+    inner_markers=tuple(marker for tags in _TAG_SETS for marker in tags.inner_markers),
+    stop_tokens=_ENDS,
+    turn_starts=_TURN_STARTS,
+    template_hints=(("<tool_sep{}>", "hy_Assistant"), ("<tool_sep>", "<arg_key>")),
+    name_hints=("hy3", "hy-3", "hy_v3"),
+)
+
+_HUNYUAN = replace(_HY3, name="hunyuan", template_hints=(), name_hints=("hunyuan",))
+
+_A13B_MARKERS: dict[str, SwitchRegion | StartReader] = {
+    "<tool_calls>": StartReader(json_calls, ("</tool_calls>",)),
+    "助手：": StartReader(at_reply_start(None), bare=True),
+    "<answer>": SwitchRegion("text"),
+}
+
+_A13B = OutputFormat(
+    name="hunyuan_a13b",
+    regions={
+        "text": Region(
+            "text", {"<think>": SwitchRegion("thinking"), "</answer>": SwitchRegion("text"), **_A13B_MARKERS}
+        ),
+        "thinking": Region("thinking", {"</think>": SwitchRegion("text"), **_A13B_MARKERS}),
+    },
+    hidden_markers=("</tool_calls>", "<|eos|>", "<|startoftext|>", "<|extra_0|>", "<|extra_4|>"),
+    stop_tokens=("<|eos|>", "<|endoftext|>"),
+    turn_starts=("<|extra_0|>",),
+    template_hints=(("<tool_calls>", "<|extra_0|>"), ("<|extra_0|>", "<|extra_4|>")),
+    name_hints=("hunyuan-a13b", "hunyuan_a13b"),
+)
+
+FORMATS = (_HUNYUAN, _A13B, _HY3)

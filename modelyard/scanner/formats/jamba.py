@@ -1,4 +1,4 @@
-"""A JSON list of calls between tags: Jamba.
+"""Jamba: a JSON list of calls between tags.
 
 I will look.<tool_calls>[
     {"name": "get_weather", "arguments": {"city": "Paris"}},
@@ -9,15 +9,17 @@ I will look.<tool_calls>[
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.formats._common import regions
 from modelyard.scanner.json_calls import json_calls
 
-FORMAT = OutputFormat(
-    name="jamba",
-    regions=regions(THINK, {"<tool_calls>": StartReader(json_calls, ("</tool_calls>",))}),
-    hidden=("</tool_calls>", "<|bom|>", "<|eom|>"),
-    stops=("<|eom|>", "<|endoftext|>"),
-    turn=("<|assistant|>",),
-    template=(("<tool_calls>", "<|bom|>"), ("<|bom|>", "<|eom|>")),
-    names=("jamba",),
+FORMATS = (
+    OutputFormat(
+        name="jamba",
+        regions=regions({"<tool_calls>": StartReader(json_calls, ("</tool_calls>",))}),
+        hidden_markers=("</tool_calls>", "<|bom|>", "<|eom|>"),
+        stop_tokens=("<|eom|>", "<|endoftext|>"),
+        turn_starts=("<|assistant|>",),
+        template_hints=(("<tool_calls>", "<|bom|>"), ("<|bom|>", "<|eom|>")),
+        name_hints=("jamba",),
+    ),
 )

@@ -1,9 +1,9 @@
-"""Calls as Python, in a list between tokens: LFM2 and LFM2.5.
+"""LFM2 and LFM2.5: calls as Python, in a list between tokens.
 
     <think>I need the weather.</think>I will look.<|tool_call_start|>[get_weather(city="Paris"), now()]<|tool_call_end|>
 
-A system text that asks for JSON gets it: `<|tool_call_start|>[{"name": …, "arguments": {…}}]<|tool_call_end|>`. The
-models like to repeat the list once more after its end, up to a second end token: that echo is dropped.
+If the system prompt asks for JSON, they write `<|tool_call_start|>[{"name": …, "arguments": {…}}]<|tool_call_end|>`.
+The models often repeat the list after its end, up to a second end token. That echo is dropped.
 """
 
 from __future__ import annotations
@@ -11,74 +11,59 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._common import regions
 from modelyard.scanner.json_calls import json_calls
-from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
-from modelyard.scanner.pythonic_calls import listed_calls
+from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
+from modelyard.scanner.pythonic_calls import pythonic_list
 
 _START, _END = "<|tool_call_start|>", "<|tool_call_end|>"
-_AFTER_NAME = re.compile(r"[^\w.\s-]")
-_NAME_LIMIT = 128
+_NAME_END = re.compile(r"[^\w.\s-]")
 _SPACE_LIMIT = 16
-_TAG = re.compile(f"[<{SURROGATES}]")
 
 
-def _calls(tape: Tape, calls: Calls) -> Steps[str | None]:
-    yield from tape.space()
-    if (yield from tape.peek()) == "[":
-        tape.skip(1)
-        yield from tape.space()
-    read = json_calls if (yield from tape.peek()) == "{" else listed_calls
-    yield from read(tape, calls)
-    if end := (yield from tape.stands((tape.mark(_END),))):
-        tape.skip(len(end))
-        yield from _echo(tape)
+def _read_calls(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+    yield from buffer.skip_space()
+    if (yield from buffer.skip_if("[")):
+        yield from buffer.skip_space()
+    read = json_calls if (yield from buffer.peek()) == "{" else pythonic_list
+    yield from read(buffer, calls)
+    if (yield from buffer.skip_if(_END)) and (yield from _next_char(buffer)) == "[":
+        yield from _skip_echo(buffer)
     return None
 
 
-def _echo(tape: Tape) -> Steps[None]:
-    if (yield from _first_char(tape)) != "[":
-        return
-    tape.kept = []
-    yield from tape.space()
-    tape.skip(1)
-    yield from tape.until(_AFTER_NAME, _NAME_LIMIT)
-    if (yield from tape.peek()) not in ("(", "{"):
-        raise Unreadable("text, no echo")
-    yield from _second_end(tape)
-
-
-def _first_char(tape: Tape) -> Steps[str]:
-    """Behind a little white space, which is not taken: it may belong to the text."""
+def _next_char(buffer: TextBuffer) -> Incremental[str]:
+    """The character after a little white space, which is not taken: it may belong to the text."""
     for count in range(1, _SPACE_LIMIT):
-        ahead = yield from tape.ahead(count)
+        ahead = yield from buffer.lookahead(count)
         if not ahead[count - 1 :].isspace():
             return ahead[count - 1 :]
     return ""
 
 
-def _second_end(tape: Tape) -> Steps[None]:
-    marks = tuple(map(tape.mark, (_END, _START, "<|im_end|>")))
-    while (yield from tape.peek()):
-        found = _TAG.search(tape.text, tape.at)
-        tape.take(found.start() if found else len(tape.text))
-        here = (yield from tape.stands(marks)) if found else None
-        if here == marks[0]:
-            tape.skip(len(here))
-            return
-        if here:
-            break
-        tape.skip(1 if found else 0)
-    raise Unreadable("text, no echo")
+def _skip_echo(buffer: TextBuffer) -> Incremental[None]:
+    buffer.commit()
+    yield from buffer.skip_space()
+    buffer.skip(1)
+    yield from buffer.read_until(_NAME_END)
+    if (yield from buffer.peek()) not in ("(", "{"):
+        raise ParseError("text, but not an echo")
+    ends = tuple(map(buffer.encoded, (_END, _START, "<|im_end|>")))
+    end = yield from buffer.read_verbatim(ends)
+    if end != ends[0]:
+        raise ParseError("text, but not an echo")
+    buffer.skip(len(end))
 
 
-FORMAT = OutputFormat(
-    name="lfm2",
-    regions=regions(THINK, {_START: StartReader(_calls, (_END,))}),
-    hidden=(_END, "<|im_end|>"),
-    stops=("<|im_end|>",),
-    turn=("<|im_start|>assistant",),
-    template=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("List of tools: [",)),
-    names=("lfm2",),
+FORMATS = (
+    OutputFormat(
+        name="lfm2",
+        regions=regions({_START: StartReader(_read_calls, (_END,))}),
+        hidden_markers=(_END, "<|im_end|>"),
+        stop_tokens=("<|im_end|>",),
+        turn_starts=("<|im_start|>assistant",),
+        template_hints=(("<|tool_list_start|>",), ("<|tool_call_start|>",), ("List of tools: [",)),
+        name_hints=("lfm2",),
+    ),
 )

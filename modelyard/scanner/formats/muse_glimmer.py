@@ -1,4 +1,4 @@
-"""Messages with a recipient, and calls as tags in those that go to a tool: Muse Glimmer.
+"""Muse Glimmer: messages with a recipient, and calls as tags in messages to a tool.
 
     <|start|>assistant to=self<|message|>I need the weather.<|eom|>
     <|start|>assistant to=user<|message|>Let me look.<|eom|>
@@ -8,9 +8,9 @@
     </atem:invoke>
     </atem:function_calls><|eot|>
 
-`self` gets the reasoning, `user` the text. The prompt has written `<|start|>assistant`; models forget it before later
-messages too. Tags in a message to anybody but a tool are talk about calls, unless they are the first thing in the text:
-then the header was forgotten. Only `<|eot|>` ends the turn.
+Messages to `self` are reasoning, those to `user` are text. The prompt contains `<|start|>assistant`. Models also
+forget it before later messages. Tags in other messages are quoted, unless they are the first thing in the text: then
+the header is missing. Only `<|eot|>` ends the turn.
 """
 
 from __future__ import annotations
@@ -18,107 +18,105 @@ from __future__ import annotations
 import re
 
 from modelyard.core.output_format import OutputFormat, Region, StartReader, SwitchRegion
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.formats._invoke import tagged
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._invoke import InvokeTags
 from modelyard.scanner.json_calls import json_arguments
-from modelyard.scanner.lexer import SURROGATES, Steps, Tape, Unreadable
-from modelyard.scanner.verbatim import verbatim
+from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
 
 _START, _TO, _MESSAGE, _ENDS = "<|start|>", "to=", "<|message|>", ("<|eom|>", "<|eot|>")
-_DIALECT = tagged("<atem:", "</atem:", ("function_calls",), plain_block=False, plain_invoke=False)
-_CALLS = _DIALECT.marks()
+_TAGS = InvokeTags("<atem:", "</atem:", ("function_calls",))
 _HEADER = re.compile(r"\s*(?:assistant)?\s*(?:to=([\w.:/-]*))?\s*")
 _HEADER_END = re.compile(rf"[<\n{SURROGATES}]")
 _HEADER_LIMIT = 256
 _REGIONS = {None: "text", "": "text", "user": "text", "self": "thinking"}
 
 
-def _header(tape: Tape, calls: Calls) -> Steps[str | None]:
-    """After `<|start|>`, or after the prompt."""
-    head = yield from _until_marker(tape)
-    found = _HEADER.fullmatch(head)
+def _read_header(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+    """After `<|start|>`."""
+    found = _HEADER.fullmatch((yield from _read_header_text(buffer)))
     if not found:
-        raise Unreadable("no header")
-    return (yield from _body(tape, calls, found[1]))
+        raise ParseError("expected a header")
+    return (yield from _read_body(buffer, calls, found[1]))
 
 
-def _bare(tape: Tape, calls: Calls) -> Steps[str | None]:
-    """After `to=`: a header if nothing but a name stands before the body."""
-    found = _HEADER.fullmatch(_TO + (yield from _until_marker(tape)))
-    if not found or not (yield from tape.stands((tape.mark(_MESSAGE),))):
-        raise Unreadable("words like any others")
-    return (yield from _body(tape, calls, found[1]))
+def _read_recipient(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+    """After `to=`: a header if only a name comes before the body."""
+    found = _HEADER.fullmatch(_TO + (yield from _read_header_text(buffer)))
+    if not found or not (yield from buffer.is_next(_MESSAGE)):
+        raise ParseError("ordinary words")
+    return (yield from _read_body(buffer, calls, found[1]))
 
 
-def _until_marker(tape: Tape) -> Steps[str]:
-    """The header's text; at the end of the output perhaps only half of it."""
-    taken = ""
+def _read_header_text(buffer: TextBuffer) -> Incremental[str]:
+    """Up to the next marker. At the end of the output it may be incomplete."""
+    text = ""
     while True:
-        found = _HEADER_END.search(tape.text, tape.at)
-        taken += tape.take(found.start() if found else len(tape.text))
-        if len(taken) > _HEADER_LIMIT:
-            raise Unreadable("too long for a header")
-        if found or tape.ended:
-            return taken if found or not "assistant".startswith(taken) else ""
+        found = _HEADER_END.search(buffer.text, buffer.pos)
+        text += buffer.take_to(found.start() if found else len(buffer.text))
+        if len(text) > _HEADER_LIMIT:
+            raise ParseError("too long for a header")
+        if found or buffer.ended:
+            return text if found or not "assistant".startswith(text) else ""
         yield
 
 
-def _body(tape: Tape, calls: Calls, recipient: str | None) -> Steps[str | None]:
-    if not (here := (yield from tape.stands((tape.mark(_MESSAGE),)))):
+def _read_body(buffer: TextBuffer, calls: CallBuilder, recipient: str | None) -> Incremental[str | None]:
+    if not (yield from buffer.skip_if(_MESSAGE)):
         return "text"  # a message without a body
-    tape.skip(len(here))
-    tape.kept = []
+    buffer.commit()
     if recipient not in _REGIONS:
-        yield from _to_tool(tape, calls, recipient or "")
+        yield from _read_tool_message(buffer, calls, recipient or "")
         return "text"
     return _REGIONS[recipient]
 
 
-def _to_tool(tape: Tape, calls: Calls, recipient: str) -> Steps[None]:
-    """Calls, perhaps with words around them, or the bare arguments of the one that the header names."""
-    yield from tape.space()
-    if (yield from tape.peek()) == "{":
-        calls.name(recipient)
-        return (yield from json_arguments(tape, calls))
-    openings = {tape.mark(mark): act for mark, act in _CALLS.items()}
-    ends = (*openings, *map(tape.mark, (*_ENDS, _START)))
+def _read_tool_message(buffer: TextBuffer, calls: CallBuilder, recipient: str) -> Incremental[None]:
+    """Calls, perhaps with words around them, or only the arguments of a call of the recipient."""
+    yield from buffer.skip_space()
+    if (yield from buffer.peek()) == "{":
+        calls.start(recipient)
+        return (yield from json_arguments(buffer, calls))
+    readers = {buffer.encoded(marker): action.reader for marker, action in _TAGS.readers.items()}
+    ends = (*readers, *map(buffer.encoded, (*_ENDS, _START)))
     while True:
         words: list[str] = []
-        end = yield from verbatim(tape, ends, words.append)
+        end = yield from buffer.read_verbatim(ends, words.append)
         if "".join(words).strip():
-            calls.say("".join(words))
-            tape.kept = []
-        if end not in openings:
+            calls.show_text("".join(words))
+            buffer.commit()
+        if end not in readers:
             return
-        tape.skip(len(end))
-        yield from openings[end].reader(tape, calls)
+        buffer.skip(len(end))
+        yield from readers[end](buffer, calls)
 
 
-def _forgotten(mark: str) -> StartReader:
-    """A call without a header counts only where a text begins."""
+def _without_header(call: StartReader) -> StartReader:
+    """A call without a header counts only at the beginning of a text."""
 
-    def read(tape: Tape, calls: Calls) -> Steps[str | None]:
+    def read(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
         if calls.kind != "text" or not calls.is_first:
-            raise Unreadable("talk about a call")
-        return (yield from _CALLS[mark].reader(tape, calls))
+            raise ParseError("a quoted call")
+        return (yield from call.reader(buffer, calls))
 
-    return StartReader(read, _CALLS[mark].close, naked=True)
+    return StartReader(read, call.closing, bare=True)
 
 
-_MARKS: dict[str, SwitchRegion | StartReader] = {
-    _START: StartReader(_header, _ENDS),
-    _TO: StartReader(_bare, _ENDS, naked=True),
-    **{mark: _forgotten(mark) for mark in _CALLS},
+_MARKERS: dict[str, SwitchRegion | StartReader] = {
+    _START: StartReader(_read_header, _ENDS),
+    _TO: StartReader(_read_recipient, _ENDS, bare=True),
+    **{marker: _without_header(call) for marker, call in _TAGS.readers.items()},
     **{end: SwitchRegion("text") for end in _ENDS},
 }
 
-FORMAT = OutputFormat(
-    name="muse_glimmer",
-    regions={"text": Region("text", _MARKS), "thinking": Region("thinking", _MARKS)},
-    hidden=(_MESSAGE,),
-    inner=(_DIALECT.tags.opening, _DIALECT.tags.closing, *_DIALECT.tags.ends),
-    stops=("<|eot|>",),
-    turn=_ENDS,
-    template=(("<atem:function_calls>",), ("<atem:function_calls>", "<|eom|>")),
-    names=("muse-glimmer", "muse_glimmer"),
+FORMATS = (
+    OutputFormat(
+        name="muse_glimmer",
+        regions={"text": Region("text", _MARKERS), "thinking": Region("thinking", _MARKERS)},
+        hidden_markers=(_MESSAGE,),
+        inner_markers=(_TAGS.parameters.opening, _TAGS.parameters.closing, *_TAGS.parameters.ends),
+        stop_tokens=("<|eot|>",),
+        turn_starts=_ENDS,
+        template_hints=(("<atem:function_calls>",), ("<atem:function_calls>", "<|eom|>")),
+        name_hints=("muse-glimmer", "muse_glimmer"),
+    ),
 )

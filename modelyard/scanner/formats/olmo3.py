@@ -1,4 +1,4 @@
-"""Calls as Python, one a line, between tags: Olmo 3.
+"""Olmo 3: calls as Python, one per line, between tags.
 
     <think>I need the weather.</think>
     I will look.
@@ -7,21 +7,23 @@
     get_time()
     </function_calls>
 
-Values are Python's literals or JSON's (`true`, `null`).
+Values are literals of Python or JSON (`true`, `null`).
 """
 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.formats._thinking import THINK, regions
+from modelyard.scanner.formats._common import regions
 from modelyard.scanner.pythonic_calls import pythonic_calls
 
-FORMAT = OutputFormat(
-    name="olmo3",
-    regions=regions(THINK, {"<function_calls>": StartReader(pythonic_calls, ("</function_calls>",))}),
-    hidden=("</function_calls>", "<|im_end|>"),
-    stops=("<|im_end|>", "<|endoftext|>"),
-    turn=("<|im_start|>assistant",),
-    template=(("<function_calls>", "<functions>"),),
-    names=("olmo-3", "olmo3"),
+FORMATS = (
+    OutputFormat(
+        name="olmo3",
+        regions=regions({"<function_calls>": StartReader(pythonic_calls, ("</function_calls>",))}),
+        hidden_markers=("</function_calls>", "<|im_end|>"),
+        stop_tokens=("<|im_end|>", "<|endoftext|>"),
+        turn_starts=("<|im_start|>assistant",),
+        template_hints=(("<function_calls>", "<functions>"),),
+        name_hints=("olmo-3", "olmo3"),
+    ),
 )

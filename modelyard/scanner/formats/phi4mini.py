@@ -1,44 +1,44 @@
-"""A JSON list of calls behind one word or between tokens: Phi 4 mini, FireFunction 2.
+"""Phi 4 mini, FireFunction 2: a JSON list of calls after one word or between tokens.
 
     functools[{"name": "get_weather", "arguments": {"city": "Paris"}}]
     <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]<|/tool_call|>
 
-Sometimes the list comes alone. The word and the list are ordinary text wherever no call stands in them.
+Sometimes the list comes alone. The word and the list are ordinary text if they contain no call.
 """
 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.calls import Calls
-from modelyard.scanner.formats._thinking import THINK, regions
-from modelyard.scanner.json_calls import json_calls
-from modelyard.scanner.lexer import Steps, Tape, Unreadable
-from modelyard.scanner.naked_json import naked_list, open_list
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._common import regions
+from modelyard.scanner.json_calls import bare_list, json_calls, marked_list
+from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer
 
-_CLOSE = ("<|/tool_call|>", "</|tool_call|>")
-
-
-def _functools(tape: Tape, calls: Calls) -> Steps[str | None]:
-    """After the word: a list of objects can be nothing but calls."""
-    yield from tape.space()
-    if (yield from tape.peek()) != "[":
-        raise Unreadable("a word like any other")
-    return (yield from open_list(tape, calls))
+_CALL_END = ("<|/tool_call|>", "</|tool_call|>")
 
 
-FORMAT = OutputFormat(
-    name="phi4mini",
-    regions=regions(
-        THINK,
-        {
-            "<|tool_call|>": StartReader(json_calls, _CLOSE),
-            "functools": StartReader(_functools, naked=True),
-            "[": StartReader(naked_list, naked=True),
-        },
+def _read_functools(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+    """After the word: a list of objects can only be calls."""
+    yield from buffer.skip_space()
+    if (yield from buffer.peek()) != "[":
+        raise ParseError("an ordinary word")
+    return (yield from marked_list(buffer, calls))
+
+
+FORMATS = (
+    OutputFormat(
+        name="phi4mini",
+        regions=regions(
+            {
+                "<|tool_call|>": StartReader(json_calls, _CALL_END),
+                "functools": StartReader(_read_functools, bare=True),
+                "[": StartReader(bare_list, bare=True),
+            }
+        ),
+        hidden_markers=(*_CALL_END, "<|end|>", "<|assistant|>", "<|eot_id|>"),
+        stop_tokens=("<|end|>", "<|endoftext|>", "<|eot_id|>"),
+        turn_starts=("<|assistant|>", "<|start_header_id|>assistant<|end_header_id|>"),
+        template_hints=(("<|tool|>", "<|/tool|>"), ("functools[", "<|end|>"), ("functools[", "<|start_header_id|>")),
+        name_hints=("phi-4-mini", "phi4-mini", "phi4mini", "phi-4-multimodal", "firefunction"),
     ),
-    hidden=(*_CLOSE, "<|end|>", "<|assistant|>", "<|eot_id|>"),
-    stops=("<|end|>", "<|endoftext|>", "<|eot_id|>"),
-    turn=("<|assistant|>", "<|start_header_id|>assistant<|end_header_id|>"),
-    template=(("<|tool|>", "<|/tool|>"), ("functools[", "<|end|>"), ("functools[", "<|start_header_id|>")),
-    names=("phi-4-mini", "phi4-mini", "phi4mini", "phi-4-multimodal", "firefunction"),
 )

@@ -1,4 +1,4 @@
-"""The calls of Hermes in turns that plain words begin: Reka Edge, Reka Flash 3.
+"""Reka Edge, Reka Flash 3: the calls of Hermes in turns that begin with plain words.
 
     <think>
     I need the weather.
@@ -11,29 +11,33 @@
 
     <sep>
 
-Turns are `human: …<sep>` and `assistant: …<sep>`. Where thinking is asked for, the prompt opens it. Older models
-write `<reasoning>`.
+Turns are `human: …<sep>` and `assistant: …<sep>`. If thinking is enabled, the prompt opens it. Older models write
+`<reasoning>`.
 """
 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat, StartReader
-from modelyard.scanner.formats import hermes
-from modelyard.scanner.formats._common import closable
-from modelyard.scanner.formats._thinking import THINK
-from modelyard.scanner.formats._turns import ended
+from modelyard.scanner.formats._common import THINK, regions
+from modelyard.scanner.formats.qwen import HERMES
 from modelyard.scanner.json_calls import json_calls
 
-_TAGS = (*THINK, ("<reasoning>", "</reasoning>"))
 _ENDS = ("<sep>", "<|endoftext|>")
 
-FORMAT = OutputFormat(
-    name="reka",
-    regions=ended(closable({"<tool_call>": StartReader(json_calls, ("</tool_call>",))}, _TAGS), _ENDS),
-    hidden=("</tool_call>",),
-    stops=_ENDS,
-    turn=("<sep>assistant:", "<sep> assistant:"),
-    template=(("<sep>", "human: ", "<tool_call>"), ("<sep>", "human: ")),
-    names=("reka",),
-    grammar=hermes.FORMAT.grammar,
+FORMATS = (
+    OutputFormat(
+        name="reka",
+        regions=regions(
+            {"<tool_call>": StartReader(json_calls, ("</tool_call>",))},
+            tags=(*THINK, ("<reasoning>", "</reasoning>")),
+            closes_alone=True,
+            ends=_ENDS,
+        ),
+        hidden_markers=("</tool_call>",),
+        stop_tokens=_ENDS,
+        turn_starts=("<sep>assistant:", "<sep> assistant:"),
+        template_hints=(("<sep>", "human: ", "<tool_call>"), ("<sep>", "human: ")),
+        name_hints=("reka",),
+        grammar=HERMES.grammar,
+    ),
 )

@@ -1,4 +1,4 @@
-"""Seed-OSS: its own outer tags, functions and parameters inside, values right between their tags.
+"""Seed-OSS: functions and parameters between its own outer tags, and values directly between their tags.
 
     <seed:think>I need the weather.</seed:think>
     Let me look.
@@ -10,37 +10,37 @@
     </function>
     </seed:tool_call>
 
-Line breaks inside a value are part of it. While it thinks on a budget, the model counts its tokens between
-`<seed:cot_budget_reflect>` tags: that is reasoning too.
+Line breaks inside a value belong to it. If it thinks on a budget, the model counts its tokens between
+`<seed:cot_budget_reflect>` tags. That is reasoning, too.
 """
 
 from __future__ import annotations
 
 from modelyard.core.output_format import OutputFormat
-from modelyard.scanner.formats._functions import END, FUNCTION, PARAMETER, PARAMETER_END, Functions
-from modelyard.scanner.formats._thinking import regions
-from modelyard.scanner.grammar import Shape, TaggedBody
+from modelyard.scanner.formats._common import regions
+from modelyard.scanner.formats.qwen import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, FunctionTagReader
+from modelyard.scanner.grammar import CallGrammar, TaggedBody
 
-_THINK = (("<seed:think>", "</seed:think>"),)
+_THINK = ("<seed:think>", "</seed:think>")
 _CALL, _CALL_END = "<seed:tool_call>", "</seed:tool_call>"
 _BUDGET = ("<seed:cot_budget_reflect>", "</seed:cot_budget_reflect>")
 
-_SHAPE = Shape(
-    body=TaggedBody("\n<function={}>\n", "<parameter={}>", "</parameter>\n"),
-    opening=_CALL,
-    closing=f"</function>\n{_CALL_END}",
-    trigger=_CALL,
-    thought=_THINK[0],
-)
-
-FORMAT = OutputFormat(
-    name="seed_oss",
-    regions=regions(_THINK, Functions(_CALL, _CALL_END, lines=False).marks),
-    hidden=(_CALL_END, END, "</seed:think>", *_BUDGET, "<seed:bos>", "<seed:eos>", "<seed:pad>"),
-    inner=(PARAMETER, PARAMETER_END),
-    stops=("<seed:eos>",),
-    turn=("<seed:bos>assistant",),
-    template=(("<seed:tool_call>", FUNCTION),),
-    names=("seed-oss", "seed_oss"),
-    grammar=_SHAPE.grammar,
+FORMATS = (
+    OutputFormat(
+        name="seed_oss",
+        regions=regions(FunctionTagReader(_CALL, _CALL_END, on_lines=False).readers, tags=(_THINK,)),
+        hidden_markers=(_CALL_END, FUNCTION_END, _THINK[1], *_BUDGET, "<seed:bos>", "<seed:eos>", "<seed:pad>"),
+        inner_markers=(PARAMETER, PARAMETER_END),
+        stop_tokens=("<seed:eos>",),
+        turn_starts=("<seed:bos>assistant",),
+        template_hints=((_CALL, FUNCTION),),
+        name_hints=("seed-oss", "seed_oss"),
+        grammar=CallGrammar(
+            body=TaggedBody("\n<function={}>\n", "<parameter={}>", "</parameter>\n"),
+            opening=_CALL,
+            closing=f"</function>\n{_CALL_END}",
+            trigger=_CALL,
+            reasoning=_THINK,
+        ),
+    ),
 )

@@ -15,14 +15,14 @@ from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines import ct2, fake, llama_cpp, vllm
 from modelyard.workers.process_engine import create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
-from tests.engines.ct2 import support as ct2_stage
-from tests.engines.exllamav3 import support as exl3_stage
+from tests.engines.ct2 import helpers as ct2_stage
+from tests.engines.exllamav3 import helpers as exl3_stage
 from tests.engines.fake import helpers as fake_helpers
 from tests.engines.llama_cpp import stage as llama_stage
 from tests.engines.llama_cpp.lora import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
-from tests.engines.vllm import real as vllm_real
-from tests.engines.vllm import support as vllm_stage
+from tests.engines.vllm import helpers as vllm_stage
+from tests.engines.vllm import real_vllm as vllm_real
 from tests.workers.split import FarEngine, RayEngine, SplitEngine
 
 GREEDY = Sampling(temperature=0)
@@ -119,7 +119,7 @@ class Ct2:
 
 
 class Exl3:
-    """On the stand-in for ExLlamaV3; on the library itself where MODELYARD_EXL3_MODEL names a model."""
+    """On the fake ExLlamaV3, or on the real one if MODELYARD_EXL3_MODEL names a model."""
 
     tolerance = TOLERANCE if exl3_stage.REAL is None else ROUNDED
     reuses, tells_progress = True, False  # told it is, but a short prompt is read in one go with the first token
@@ -144,7 +144,7 @@ class Exl3:
 
 
 class Vllm:
-    """On the stand-in for vLLM, which like it keeps KV in blocks of tokens."""
+    """On the fake vLLM, which keeps KV in blocks of tokens like the real one."""
 
     tolerance = TOLERANCE
     reuses, tells_progress = True, False
@@ -153,7 +153,7 @@ class Vllm:
     file = property(lambda self: vllm_stage.model_folder() / "model.safetensors")
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
-        vllm_stage.use_standin()
+        vllm_stage.use_fake_library()
         return cast(TextEngine, vllm.create(self.spec(caches, slow=slow, file=file)))
 
     def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
@@ -179,7 +179,7 @@ class RealVllm(Vllm):
     file = property(lambda self: vllm_real.model_folder() / "model.safetensors")
 
     def make(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> TextEngine:
-        return cast(TextEngine, vllm_real.Lent(self.spec(caches, slow=slow, file=file)))
+        return cast(TextEngine, vllm_real.SharedVllmEngine(self.spec(caches, slow=slow, file=file)))
 
     def spec(self, caches: Mapping[str, CacheInfo], *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         if file is not None and file.exists():

@@ -18,7 +18,7 @@ from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Time
 from modelyard.core.request import Constraint, Sampling
 from modelyard.engines.ct2.batch import Ct2Batch
 from modelyard.engines.ct2.engine import Ct2Engine
-from tests.engines.ct2.support import GREEDY, model_folder, prompt, running, spec, text_of, tiny_folder
+from tests.engines.ct2.helpers import GREEDY, model_folder, prompt, running, spec, text_of, tiny_folder
 from tests.engines.reading import assert_alike, end, ids, logprobs, read, until
 
 SIMILAR = ("Tell me about the city of Paris.", "Tell me about the city of Berlin.", "Tell me about the city of Rome.")

@@ -10,7 +10,7 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
 from modelyard.engines.ct2.loss import loss
 from modelyard.engines.ct2.model_folder import WEIGHTS
-from tests.engines.ct2.support import spec
+from tests.engines.ct2.helpers import spec
 
 
 def measure(compute_type: str) -> Loss:

@@ -10,7 +10,7 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines import ct2
 from modelyard.engines.ct2.model_folder import find_folder, read_trained_length, read_variables, read_vocabulary
-from tests.engines.ct2.support import model_folder
+from tests.engines.ct2.helpers import model_folder
 
 SMOLLM2 = {"layers": 30, "width": 576, "vocab": 49152}
 

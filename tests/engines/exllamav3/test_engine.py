@@ -25,7 +25,7 @@ from modelyard.engines.exllamav3.model import load_library
 from modelyard.engines.token_dispatch import TokenDispatch
 from modelyard.plugins import MissingLibrary
 from tests.engines.exllamav3.fake_library import FakeLibrary
-from tests.engines.exllamav3.support import make, model_folder, prompt, running, said, spec, vocabulary
+from tests.engines.exllamav3.helpers import make, model_folder, prompt, running, said, spec, vocabulary
 from tests.engines.reading import accepted, end, ids, logprobs, read, until
 
 TWO = {"main": CacheInfo(2048, 2), "fast": CacheInfo(512, 4)}

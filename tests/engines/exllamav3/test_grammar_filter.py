@@ -12,7 +12,7 @@ from modelyard.core.request import Constraint
 from modelyard.engines.exllamav3.grammar_filter import GrammarFilter, GrammarFilters
 from modelyard.engines.exllamav3.model_folder import read_model_info
 from tests.engines.exllamav3.fake_library import tensors
-from tests.engines.exllamav3.support import model_folder, vocabulary
+from tests.engines.exllamav3.helpers import model_folder, vocabulary
 
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
 

@@ -13,7 +13,7 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.model_folder import find_folder, read_model_info, read_tokenizer
-from tests.engines.exllamav3.support import CONFIG, model_folder, spec, write_model, write_weights
+from tests.engines.exllamav3.helpers import CONFIG, model_folder, spec, write_model, write_weights
 
 
 def test_model_info_comes_from_the_config_and_the_headers_of_the_weight_files(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
-from modelyard.tokenizer import gguf
+from modelyard.tokenizer import llama_log
 from tests.engines.llama_cpp.stage import UBATCH
 
 Logits = npt.NDArray[np.float32]
@@ -61,7 +61,7 @@ def _normal(logits: Logits) -> Logits:
 
 @contextmanager
 def _loaded(file: Path) -> Iterator[Any]:
-    gguf.forget()
+    llama_log.clear()
     model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
     try:
         yield model

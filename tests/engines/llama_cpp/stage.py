@@ -18,7 +18,7 @@ from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.library.default_model import fetch
-from modelyard.tokenizer import gguf
+from modelyard.tokenizer import llama_log
 from modelyard.tokenizer.gguf import GgufTokenizer
 from tests.engines.reading import ids, read
 
@@ -64,9 +64,9 @@ def model_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]
     listener: Any = lib.llama_log_callback(lambda _level, text, _: lines.append(text.decode("utf-8", "replace")))
     with monkeypatch.context() as patch:
         patch.setattr(gguf, "_listener", listener)
-        gguf.forget()
+        llama_log.clear()
         yield found
-    gguf.forget()
+    llama_log.clear()
     told = "".join(lines).replace(" RS buffer", " KV buffer")  # the states of recurrent layers
     for kind, size in re.findall(r"(model|KV|compute) buffer size = +([\d.]+) MiB", told):
         found[kind] = found.get(kind, 0.0) + float(size) * 2**20

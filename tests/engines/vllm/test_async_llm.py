@@ -14,7 +14,7 @@ from modelyard.core.request import Constraint
 from modelyard.engines import vllm
 from modelyard.engines.vllm import errors
 from modelyard.engines.vllm.async_llm import AsyncLlmRunner, VllmJob
-from tests.engines.vllm.support import prompt
+from tests.engines.vllm.helpers import prompt
 
 
 @pytest.fixture

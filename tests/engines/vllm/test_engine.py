@@ -21,8 +21,8 @@ from modelyard.engines import vllm
 from modelyard.engines.vllm.engine import VllmEngine
 from modelyard.plugins import MissingLibrary
 from tests.engines.reading import accepted, end, ids, read, until
-from tests.engines.vllm import support
-from tests.engines.vllm.support import make, prompt, running
+from tests.engines.vllm import helpers
+from tests.engines.vllm.helpers import make, prompt, running
 
 SLOW = {"token_delay": 0.001}
 PATIENCE_S = 60.0
@@ -47,7 +47,7 @@ async def test_library_that_is_not_here_is_one_sentence_with_both_ways_out(monke
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(MissingLibrary, match=r"modelyard\[vllm\].*python = "):
-        vllm.create(support.spec())
+        vllm.create(helpers.spec())
 
 
 async def test_vllm_is_asked_for_what_we_rely_on() -> None:
@@ -76,7 +76,7 @@ async def test_load_that_fails_says_what_and_why() -> None:
     engine = make(standin={"fails": "the KV cache does not fit"})
     with pytest.raises(InvalidRequest, match="the KV cache does not fit") as caught:
         await engine.open(lambda *_: None)
-    assert str(support.model_folder()) in caught.value.message
+    assert str(helpers.model_folder()) in caught.value.message
     await engine.close()
 
 
@@ -99,7 +99,7 @@ async def test_jobs_carry_their_priority_and_the_salt_of_their_cache() -> None:
 
 
 async def test_adapter_goes_with_the_job_that_wears_it(tmp_path: Path) -> None:
-    async with running(lora={"law": str(support.adapter(tmp_path / "law"))}) as engine:
+    async with running(lora={"law": str(helpers.adapter(tmp_path / "law"))}) as engine:
         assert engine.info.capabilities.lora
         await read(engine.generate(prompt(adapters=(("law", 1.0),))))
         await read(engine.generate(prompt()))
@@ -244,8 +244,8 @@ def test_it_gets_a_process_of_its_own_unless_told_otherwise() -> None:
 
 
 async def test_capabilities_follow_the_definition() -> None:
-    spec: EngineSpec = support.spec(modalities=("text", "image"))
-    support.use_standin()
+    spec: EngineSpec = helpers.spec(modalities=("text", "image"))
+    helpers.use_fake_library()
     engine = vllm.create(spec)
     assert engine.info.capabilities.modalities == ("text", "image")
     assert not engine.info.capabilities.lora

@@ -14,7 +14,7 @@ import pytest
 
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.vllm.options import VllmOptions, engine_arguments
-from tests.engines.vllm import real
+from tests.engines.vllm import real_vllm
 
 HERE = Path(__file__).parent
 
@@ -42,7 +42,7 @@ def test_standin_tells_its_shapes() -> None:
 
 @pytest.mark.vllm
 def test_real_vllm_takes_every_call_that_the_standin_takes() -> None:
-    ours, theirs = standin(), shapes(real.python())
+    ours, theirs = standin(), shapes(real_vllm.python())
     for name, parameters in ours["calls"].items():
         assert parameters.items() <= theirs["calls"][name].items(), name
     for name, fields in ours["fields"].items():
@@ -78,4 +78,4 @@ def test_real_vllm_knows_every_argument_that_our_fields_become() -> None:
     )
     told = engine_arguments(settings, {"main": CacheInfo(512)})
     assert len(told) > 20
-    assert told.keys() <= set(shapes(real.python())["fields"]["AsyncEngineArgs"])
+    assert told.keys() <= set(shapes(real_vllm.python())["fields"]["AsyncEngineArgs"])

@@ -14,8 +14,8 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.engines.vllm.loss import TOP_LOGPROBS, compare, divergence, evaluation_spec, loss
 from modelyard.engines.vllm.options import engine_arguments
 from modelyard.tune.trial_process import QUALITY_TEXT
-from tests.engines.vllm import real
-from tests.engines.vllm.support import spec
+from tests.engines.vllm import real_vllm
+from tests.engines.vllm.helpers import spec
 
 STANDIN = Path(__file__).parent / "standin"
 IDS = [5, 9, 2, 7]
@@ -104,8 +104,8 @@ def test_an_answer_of_another_length_than_the_text_is_refused() -> None:
 
 @pytest.mark.vllm
 def test_a_real_vllm_reads_the_built_in_text_in_both_number_formats() -> None:
-    ids = real.vocabulary().encode_plain(QUALITY_TEXT)
-    lost = loss(real.spec(vllm_kv_cache_dtype="fp8"), real.spec(), ids)
+    ids = real_vllm.vocabulary().encode_plain(QUALITY_TEXT)
+    lost = loss(real_vllm.spec(vllm_kv_cache_dtype="fp8"), real_vllm.spec(), ids)
     assert 5 < lost.reference < 50
     assert abs(lost.rise) < 0.2
     assert lost.divergence is not None

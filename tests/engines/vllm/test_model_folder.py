@@ -14,7 +14,7 @@ from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.engines.vllm import estimate, model_folder
 from modelyard.engines.vllm.model_folder import check_weights
 from modelyard.engines.vllm.options import VllmOptions
-from tests.engines.vllm.support import weights
+from tests.engines.vllm.helpers import weights
 
 
 @pytest.fixture

@@ -18,14 +18,15 @@ import httpx
 import psutil
 import pytest
 
-from modelyard.core.engine import CacheInfo, Prompt, TokenRun, Tokens
+from modelyard.core.engine import CacheInfo, Chunk, EngineStats, Prompt, TokenRun, Tokens
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.core.request import Sampling
 from modelyard.library import vllm_env
+from modelyard.workers.process_engine import ProcessTextEngine
 from tests.engines.fake import helpers as fake_helpers
-from tests.engines.reading import end, read, until
-from tests.engines.vllm import real
-from tests.engines.vllm.real import running
+from tests.engines.reading import assert_alike, end, read, until
+from tests.engines.vllm import real_vllm
+from tests.engines.vllm.real_vllm import SharedVllmEngine, running
 from tests.serving import Served, serving
 
 pytestmark = pytest.mark.vllm
@@ -41,7 +42,7 @@ WEATHER = {
 
 
 def prompt(text: str, **fields: Any) -> Prompt:
-    tokens = real.vocabulary().encode(fake_helpers.chatml(("user", text)))
+    tokens = real_vllm.vocabulary().encode(fake_helpers.chatml(("user", text)))
     return Prompt(
         **{"parts": (TokenRun(tokens),), "sampling": Sampling(temperature=0), "max_tokens": 8, "cache": "main"} | fields
     )
@@ -83,8 +84,8 @@ async def test_kill_of_the_worker_in_mid_stream_leaves_nothing_behind() -> None:
 
 
 async def test_what_keeps_it_from_loading_is_told_in_its_own_words() -> None:
-    engine = real.create_process_engine(
-        "vllm", real.spec({"main": CacheInfo(2048, 2)}, vllm_kv_cache_memory_bytes=1 << 20), "text"
+    engine = real_vllm.create_process_engine(
+        "vllm", real_vllm.spec({"main": CacheInfo(2048, 2)}, vllm_kv_cache_memory_bytes=1 << 20), "text"
     )
     try:
         with pytest.raises(InvalidRequest, match=r"memory for the cache blocks|KV cache"):
@@ -99,7 +100,14 @@ async def test_what_keeps_it_from_loading_is_told_in_its_own_words() -> None:
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
     """Two replicas: about 8 GB."""
-    model = {"backend": "vllm", "python": real.python(), "n_ctx": 2048, "parallel": 4, "replicas": 2, **real.fields()}
+    model = {
+        "backend": "vllm",
+        "python": real_vllm.python(),
+        "n_ctx": 2048,
+        "parallel": 4,
+        "replicas": 2,
+        **real_vllm.fields(),
+    }
     with serving({"models": {MODEL: model}}, ready=False) as served:
         until = time.monotonic() + LOAD_S
         while len(served.yard.scheduler.engines(MODEL)) < 2:
@@ -197,8 +205,8 @@ def png(color: tuple[int, int, int], side: int = 40) -> str:
 
 @pytest.fixture(scope="module")
 def seeing() -> Iterator[Served]:
-    chosen = real.fields(vllm_model=str(real.seeing_folder()), vllm_limit_mm_per_prompt={"image": 2})
-    model = {"backend": "vllm", "python": real.python(), "n_ctx": 512, "modalities": ["text", "image"], **chosen}
+    chosen = real_vllm.fields(vllm_model=str(real_vllm.seeing_folder()), vllm_limit_mm_per_prompt={"image": 2})
+    model = {"backend": "vllm", "python": real_vllm.python(), "n_ctx": 512, "modalities": ["text", "image"], **chosen}
     with loaded(model) as served:
         yield served
 
@@ -236,7 +244,7 @@ def test_two_ranks_that_share_its_layers_see_the_same(seeing: Served) -> None:
     red = png((255, 0, 0))
     cores = sorted(os.sched_getaffinity(0))
     bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}  # by itself it wants a NUMA node for each
-    chosen = real.fields(vllm_model=str(real.seeing_folder()), vllm_limit_mm_per_prompt={"image": 2})
+    chosen = real_vllm.fields(vllm_model=str(real_vllm.seeing_folder()), vllm_limit_mm_per_prompt={"image": 2})
     ranks = {"vllm_tensor_parallel_size": 2, "vllm_serve_env": bound, "vllm_serve_binary": str(vllm_env.program())}
     model = {"backend": "vllm_serve", "n_ctx": 512, "modalities": ["text", "image"], **chosen, **ranks}
     with loaded(model) as two:
@@ -254,3 +262,47 @@ def test_each_picture_counts_as_its_patches(seeing: Served) -> None:
 def test_more_pictures_than_the_model_takes_are_refused(seeing: Served) -> None:
     reply = shown(seeing, *(png((n, n, n)) for n in range(3)))
     assert reply["error"]["code"] == "refused_by_engine"
+
+
+# Fields that change how a real vLLM computes, on the CPU: what it says stays the same.
+
+WAIT_SRealComputing = 240.0
+REPEATED = "Say three times: the river runs through the old town and under the old bridge."
+GUESSERS: dict[str, dict[str, Any]] = {
+    "out of the text": {"vllm_speculative_method": "ngram", "vllm_num_speculative_tokens": 4},
+    "by a draft model": {
+        "vllm_speculative_method": "draft_model",
+        "vllm_speculative_model": "smollm2-hf",
+        "vllm_num_speculative_tokens": 3,
+    },
+}
+
+
+async def answer(engine: ProcessTextEngine | SharedVllmEngine) -> list[Chunk]:
+    async with asyncio.timeout(WAIT_SRealComputing):
+        return await read(engine.generate(prompt(REPEATED, max_tokens=40, logprobs=2)))
+
+
+async def plain() -> list[Chunk]:
+    engine = SharedVllmEngine(real_vllm.spec())
+    try:
+        await engine.open(lambda *_: None)
+        return await answer(engine)
+    finally:
+        await engine.close()
+
+
+async def counted(engine: ProcessTextEngine) -> EngineStats:
+    """As soon as its process has told of a guess."""
+    async with asyncio.timeout(WAIT_SRealComputing):
+        while not engine.stats().guessed_tokens:  # noqa: ASYNC110  it is another process that tells
+            await asyncio.sleep(0.05)
+    return engine.stats()
+
+
+@pytest.mark.parametrize("how", GUESSERS)
+async def test_guesses_change_nothing_that_is_said(how: str) -> None:
+    async with running(**GUESSERS[how]) as engine:
+        assert_alike(await plain(), await answer(engine))
+        stats = await counted(engine)
+        assert 0 < stats.accepted_tokens <= stats.guessed_tokens

@@ -27,7 +27,7 @@ from modelyard.engines.vllm.request import (
     structured_output_arguments,
 )
 from tests.engines.reading import end, read
-from tests.engines.vllm.support import adapter, prompt, running
+from tests.engines.vllm.helpers import adapter, prompt, running
 
 VOCABULARY = 1000
 

@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 BEHAVIOUR = os.environ.get("FAKE_VLLM", "")
+CAN_SLEEP = BEHAVIOUR != "cannot_sleep" and bool(os.environ.get("VLLM_SERVER_DEV_MODE"))
 NOTES = os.environ.get("FAKE_VLLM_NOTES")
 FILLER = "one two three four five six seven eight nine ten"
 CRASH = "(EngineCore pid=7) ERROR 11-15 09:51:02 [core.py:1101] ValueError: this machine has no such instruction"
@@ -69,7 +70,11 @@ async def route(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     elif path == "/v1/completions":
         note(text=body)
         read(writer, body)
-    elif path.startswith(("/sleep", "/wake_up")) and BEHAVIOUR != "cannot_sleep" and os.environ.get("VLLM_SERVER_DEV_MODE"):
+    elif (
+        path.startswith(("/sleep", "/wake_up"))
+        and BEHAVIOUR != "cannot_sleep"
+        and os.environ.get("VLLM_SERVER_DEV_MODE")
+    ):
         note(control=path)
         reply(writer, 200, {"status": "done"})
     else:
@@ -109,7 +114,9 @@ async def chat(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body:
         message = f"This model's maximum context length is {WINDOW} tokens."
         message += f" However, your prompt contains {prompt} input tokens, which exceeds this limit"
         reply(
-            writer, 400, {"error": {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
+            writer,
+            400,
+            {"error": {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}},
         )
         return
     if not body.get("stream"):

@@ -86,7 +86,9 @@ def engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> Vllm
 
 
 @asynccontextmanager
-async def running_engine(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[VllmServeEngine]:
+async def running_engine(
+    caches: Mapping[str, CacheInfo] | None = None, **chosen: Any
+) -> AsyncIterator[VllmServeEngine]:
     made = engine(caches, **chosen)
     try:
         await made.open(lambda *_: None)

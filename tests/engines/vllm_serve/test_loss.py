@@ -14,7 +14,7 @@ from modelyard.engines import vllm_serve
 from modelyard.engines.vllm.loss import TOP_LOGPROBS
 from modelyard.engines.vllm_serve.loss import loss
 from modelyard.tune.trial_process import QUALITY_TEXT
-from tests.engines.vllm.real import vocabulary
+from tests.engines.vllm.real_vllm import vocabulary
 from tests.engines.vllm_serve import real_server
 from tests.engines.vllm_serve.helpers import behaviour, options, recorded
 

@@ -20,7 +20,7 @@ from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_r
 from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from tests.engines.conformance.test_chat import NO_END
-from tests.engines.vllm.real import write_adapter
+from tests.engines.vllm.real_vllm import write_adapter
 from tests.engines.vllm_serve import real_server
 from tests.engines.vllm_serve.helpers import chat_request, read_events
 from tests.engines.vllm_serve.real_server import running_engine
@@ -33,7 +33,7 @@ def descendants(pid: int | None) -> list[psutil.Process]:
     return psutil.Process(pid or 0).children(recursive=True)
 
 
-async def gone(processes: Sequence[psutil.Process]) -> bool:
+async def have_exited(processes: Sequence[psutil.Process]) -> bool:
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 60)
     return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
@@ -42,7 +42,7 @@ def unlimited() -> Request:
     return chat_request("Count to one thousand in words.", max_tokens=1900, sampling=NO_END)
 
 
-async def speaking(it: VllmServeEngine, request: Request) -> object:
+async def started_answer(it: VllmServeEngine, request: Request) -> object:
     generation = it.chat(request)
     got: list[Event] = []
     while not any(isinstance(event, BlockDelta) for event in got):
@@ -50,7 +50,7 @@ async def speaking(it: VllmServeEngine, request: Request) -> object:
     return generation
 
 
-async def rest(generation: object) -> Event:
+async def last_event(generation: object) -> Event:
     return [event async for batch in generation for event in batch][-1]  # type: ignore[attr-defined]
 
 
@@ -72,7 +72,7 @@ async def test_answers_adapters_constraints_overflows_and_aborts(tmp_path: Path)
         await _check_overflows(it)
         await _check_aborts(it)
         children = descendants(it.pid)
-    assert await gone(children)
+    assert await have_exited(children)
 
 
 async def _check_adapter(it: VllmServeEngine, plain: str) -> None:
@@ -105,11 +105,11 @@ async def _check_overflows(it: VllmServeEngine) -> None:
 
 
 async def _check_aborts(it: VllmServeEngine) -> None:
-    generations = [await speaking(it, unlimited()) for _ in range(8)]
+    generations = [await started_answer(it, unlimited()) for _ in range(8)]
     for generation in generations[::2]:
         generation.cancel()  # type: ignore[attr-defined]
     for generation in generations[::2]:
-        last = await rest(generation)
+        last = await last_event(generation)
         assert isinstance(last, Failed)
         assert isinstance(last.error, Cancelled)
     assert collect_reply(await read_events(it, chat_request("Say hello."))).text
@@ -118,7 +118,7 @@ async def _check_aborts(it: VllmServeEngine) -> None:
             await asyncio.sleep(0.05)
         for generation in generations[1::2]:
             generation.cancel()  # type: ignore[attr-defined]
-            await rest(generation)
+            await last_event(generation)
         while await active_requests(it) != 0:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -126,19 +126,19 @@ async def _check_aborts(it: VllmServeEngine) -> None:
 @pytest.mark.parametrize("who", ["the server", "the engine behind it"])
 async def test_kill_during_a_stream_is_reported_and_leaves_no_process(who: str) -> None:
     async with running_engine() as it:
-        everybody = descendants(it.pid)
-        generation = await speaking(it, unlimited())
-        victim = psutil.Process(it.pid or 0) if who == "the server" else _core(everybody)
+        processes = descendants(it.pid)
+        generation = await started_answer(it, unlimited())
+        victim = psutil.Process(it.pid or 0) if who == "the server" else _core(processes)
         victim.kill()
-        last, death = await rest(generation), await asyncio.wait_for(it.lost, 120)
+        last, death = await last_event(generation), await asyncio.wait_for(it.lost, 120)
         assert isinstance(death, Unavailable)
         assert "the vllm serve of 'smollm2'" in death.message
         assert isinstance(last, Failed)
-        assert await gone(everybody)
+        assert await have_exited(processes)
 
 
-def _core(everybody: Sequence[psutil.Process]) -> psutil.Process:
-    (core,) = [each for each in everybody if "EngineCore" in " ".join([each.name(), *each.cmdline()])]
+def _core(processes: Sequence[psutil.Process]) -> psutil.Process:
+    (core,) = [each for each in processes if "EngineCore" in " ".join([each.name(), *each.cmdline()])]
     return core
 
 
@@ -162,7 +162,7 @@ async def test_failed_load_is_reported_with_its_reason(chosen: dict[str, object]
 
 ORPHANS = """
 import asyncio, sys
-from tests.engines.vllm.real import write_adapter
+from tests.engines.vllm.real_vllm import write_adapter
 from tests.engines.vllm_serve import real_server
 from tests.engines.vllm_serve.test_real import descendants
 
@@ -182,12 +182,12 @@ async def test_no_process_outlives_a_killed_gateway() -> None:
     assert parent.stdout is not None
     try:
         pids = [int(pid) for pid in (await parent.stdout.readline()).split()]
-        everybody = [psutil.Process(pid) for pid in pids]
-        assert len(everybody) >= 3
+        processes = [psutil.Process(pid) for pid in pids]
+        assert len(processes) >= 3
     finally:
         parent.kill()
         await parent.wait()
-    assert await gone(everybody)
+    assert await have_exited(processes)
 
 
 async def test_sampling_with_a_seed_is_repeatable_and_has_logprobs() -> None:

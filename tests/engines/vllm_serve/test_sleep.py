@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from modelyard.engines.vllm_serve.sleep import sleeping_servers
 
 from modelyard.core.events import collect_reply
+from modelyard.engines.vllm_serve.sleep import sleeping_servers
 from tests.engines.vllm_serve.helpers import behaviour, chat_request, read_events, recorded, running_engine
 
 

@@ -1,0 +1,397 @@
+"""Arguments of formats that write every value as text between tags: where a value ends, and which JSON it means.
+
+**Types.** A value is text unless the tool's schema says otherwise. If the schema allows several types, the value is
+the first of null, number, boolean, object and list that it spells. If text is one of them, it must spell it exactly.
+A value that fits none of its types is passed on as a string: the tool can report the error better. Schemas also name
+types as programming languages do. These names count as the JSON types that they mean.
+
+**Ends.** Code that is written into a file may contain the closing tag. The tag ends the value only if the next
+parameter or the end of the call follows. A tag that is a token of the vocabulary always counts. The next parameter is
+any that was not given yet: models invent parameters, and the tool should get to refuse them. But a parameter that the
+schema does not know counts only after a closing tag of the value itself, not after one that closes a tag which the
+value quotes. So an example of a call goes into a file unchanged. A file that contains `</parameter>` and then
+`<parameter=x>` without an opening tag before is cut.
+
+White space inside a value is exact. Only in families that write values on separate lines, the line breaks around a
+value belong to its tags.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from modelyard.core.request import Tool
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.lenient_json import JsonReader, repair_json, repair_literal
+from modelyard.scanner.lexer import NAME_LIMIT, SURROGATES, Incremental, ParseError, TextBuffer
+
+_TYPE_OF: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_ORDER = ("null", "integer", "number", "boolean", "object", "array", "any", "string")
+_ALIASES = {
+    "string": ("str", "text", "char", "varchar", "enum"),
+    "integer": ("int", "uint", "long", "short", "unsigned", "bigint", "byte"),
+    "number": ("num", "float", "double", "decimal", "real"),
+    "boolean": ("bool",),
+    "object": ("dict", "map", "mapping", "struct", "record"),
+    "array": ("arr", "list", "tuple", "set", "sequence"),
+    "null": ("none", "nonetype"),
+}
+_TYPES = {name: name for name in _ORDER} | {alias: name for name, aliases in _ALIASES.items() for alias in aliases}
+_BASE_TYPE = re.compile(r"[a-z]+")  # `int64` and `list[str]` are an int and a list
+_BOOLEANS = {"true": "true", "false": "false", "1": "true", "0": "false"}
+_MAX_REFS = 32
+_PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
+_TAG = re.compile(f"[<{SURROGATES}]")
+_IS_NAME = re.compile(r"[\w.-]+\Z")
+_SPACE_LIMIT = 512
+ANY_TYPE = ("any",)  # the type that the value looks like, for families that write everything but text as JSON
+STRING_TYPES = ((), ("string",))  # the value is certainly text
+
+
+def escape_json(text: str) -> str:
+    """The text as a JSON string without its quotes. Half characters become the replacement character."""
+    try:
+        return msgspec.json.encode(text)[1:-1].decode()
+    except UnicodeEncodeError:
+        return escape_json(text.encode("utf-8", "replace").decode())
+
+
+# --- types ------------------------------------------------------------------------------------------------------------
+
+
+def schema_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> tuple[str, ...]:
+    """The JSON types that a schema allows, in its order; empty if it does not say."""
+    if not isinstance(schema, Mapping) or depth > _MAX_REFS:
+        return ()
+    return tuple(dict.fromkeys(_iter_types(schema, root, depth)))
+
+
+def _iter_types(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Iterator[str]:
+    declared = schema.get("type")
+    if isinstance(declared, str | list):
+        yield from filter(None, map(_json_type, [declared] if isinstance(declared, str) else declared))
+    elif "const" in schema or isinstance(schema.get("enum"), list):
+        values = schema["enum"] if "enum" in schema else [schema["const"]]
+        yield from (_TYPE_OF.get(type(v), "object" if isinstance(v, dict) else "array") for v in values)
+    elif isinstance(ref := schema.get("$ref"), str):
+        yield from schema_types(resolve_ref(ref, root), root, depth + 1)
+    else:
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            for option in schema.get(keyword) or ():
+                yield from schema_types(option, root, depth + 1)
+        if "properties" in schema or "additionalProperties" in schema:
+            yield "object"
+        if "items" in schema:
+            yield "array"
+    if schema.get("nullable") is True:
+        yield "null"
+
+
+def _json_type(declared: Any) -> str | None:
+    base = _BASE_TYPE.match(declared.strip().lower()) if isinstance(declared, str) else None
+    return _TYPES.get(base.group()) if base else None
+
+
+def resolve_ref(ref: str, root: Mapping[str, Any]) -> Any:
+    found: Any = root
+    for step in ref.removeprefix("#").split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def to_json(raw: str, allowed: tuple[str, ...]) -> str:
+    """The JSON text of a raw value that may have these types."""
+    text, exact = raw.strip(), "string" in allowed
+    for one in _ORDER if len(allowed) > 1 else allowed:
+        if one in allowed and (found := _as_type(one, raw, text)) is not None:
+            is_repaired = found not in (text, text.lower(), _PYTHON_WORDS.get(text))
+            if not (exact and is_repaired):
+                return found
+    return f'"{escape_json(raw)}"'
+
+
+def _as_type(one: str, raw: str, text: str) -> str | None:
+    if one == "string":
+        return f'"{escape_json(raw)}"'
+    if one == "null":
+        return "null" if text.lower() in ("null", "none") else None
+    if one == "boolean":
+        return _BOOLEANS.get(text.lower())
+    if one in ("integer", "number"):
+        return _as_number(text, integer=one == "integer")
+    if one in ("object", "array"):
+        return _as_container(text, "{" if one == "object" else "[")
+    return _as_any(text) if one == "any" else None
+
+
+def _as_container(text: str, bracket: str) -> str | None:
+    """The object or list that this spells, perhaps as a JSON string with or without its quotes."""
+    found = repair_json(text) or repair_json(_unescaped(text))
+    if found and found.startswith('"'):
+        found = repair_json(_unescaped(text))
+    return found if found and found.startswith(bracket) else None
+
+
+def _unescaped(text: str) -> str:
+    try:
+        return msgspec.json.decode(text if text.startswith('"') else f'"{text}"', type=str)
+    except msgspec.DecodeError:
+        return ""
+
+
+def _as_any(text: str) -> str | None:
+    """The JSON that a value of unknown type spells."""
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return repair_json(text) if text[:1] in ("{", "[") else _PYTHON_WORDS.get(text)
+    return text
+
+
+def _as_number(text: str, *, integer: bool) -> str | None:
+    try:
+        found = repair_literal(text)
+    except ParseError:
+        return None
+    if found in ("true", "false", "null"):
+        return None
+    if not integer or found.lstrip("-").isdigit():
+        return found
+    head, _, tail = found.partition(".")
+    return head if tail and not tail.strip("0") else None
+
+
+class ArgumentWriter:
+    """Writes the arguments object of a call member by member. Values that are certainly text are streamed."""
+
+    def __init__(self, calls: CallBuilder) -> None:
+        self._calls = calls
+        tool: Tool | None = calls.tool
+        self._schema: Mapping[str, Any] = tool.parameters if tool else {}
+        properties = self._schema.get("properties")
+        self.properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._raw: list[str] | None = None  # the open value, if it is not certainly text
+        self._types: tuple[str, ...] = ()
+        self.given: set[str] = set()
+
+    @property
+    def is_open(self) -> bool:
+        return self._calls.is_open
+
+    def types_of(self, name: str) -> tuple[str, ...]:
+        """The types that the schema allows for a parameter; empty if it does not say."""
+        return schema_types(self.properties.get(name), self._schema)
+
+    def begin(self, name: str, types: tuple[str, ...] | None = None) -> None:
+        """`types` is for families that know better than the schema which type they wrote."""
+        self._calls.append(f'{", " if self.given else "{"}"{escape_json(name)}": ')
+        self.given.add(name)
+        self._types = self.types_of(name) if types is None else types
+        if self._types in STRING_TYPES:
+            self._raw = None
+            self._calls.append('"')
+        else:
+            self._raw = []
+
+    def write(self, chunk: str) -> None:
+        if self._raw is None:
+            self._calls.append(escape_json(chunk))
+        else:
+            self._raw.append(chunk)
+
+    def end(self) -> None:
+        self._calls.append('"' if self._raw is None else to_json("".join(self._raw), self._types))
+
+    def finish(self) -> None:
+        self._calls.finish("}" if self.given else "{}")
+
+    def read_json(self, buffer: TextBuffer) -> Incremental[None]:
+        """All arguments as one JSON object."""
+        yield from JsonReader(buffer, self._calls.append).read()
+        self._calls.finish()
+
+    def may_begin(self, name: str, *, invented: bool = False) -> bool:
+        """Whether a parameter of that name can come next: one that the schema knows, or an `invented` one."""
+        return name not in self.given and (invented or not self.properties or name in self.properties)
+
+
+# --- values between tags ----------------------------------------------------------------------------------------------
+
+
+class ParameterTags(Struct, frozen=True):
+    """`opening` begins the name of a parameter, `named` ends it. `ends` close the call, `after` can follow the call."""
+
+    opening: str
+    named: str
+    closing: str
+    ends: tuple[str, ...]
+    after: tuple[str, ...]
+    on_lines: bool = True  # line breaks around a value belong to its tags
+
+
+def read_parameters(
+    buffer: TextBuffer,
+    tags: ParameterTags,
+    arguments: ArgumentWriter,
+    read_one: Callable[[TextBuffer, ArgumentWriter], Incremental[None]],
+) -> Incremental[None]:
+    """All parameters of a call. `read_one` reads one after its opening tag."""
+    opening, ends = buffer.encoded(tags.opening), tuple(map(buffer.encoded, (*tags.ends, *tags.after)))
+    while arguments.is_open:
+        yield from buffer.skip_space()
+        found = yield from buffer.match((opening, *ends))
+        if found == opening:
+            buffer.skip(len(opening))
+            yield from read_one(buffer, arguments)
+        elif found or ((yield from buffer.peek()) == "" and not buffer.truncated):
+            arguments.finish()
+        else:
+            raise ParseError("expected a parameter or the end of the call")
+
+
+def read_value(
+    buffer: TextBuffer,
+    tags: ParameterTags,
+    arguments: ArgumentWriter,
+    name: str,
+    types: tuple[str, ...] | None = None,
+) -> Incremental[None]:
+    """The value of a parameter, up to its closing tag."""
+    arguments.begin(name, types)
+    is_closed = yield from TagValueReader(buffer, tags, arguments).read()
+    if not is_closed and buffer.truncated:
+        raise ParseError("cut off inside a value")
+    arguments.end()
+
+
+class TagValueReader:
+    """Reads one value into `arguments`. What certainly belongs to it is streamed."""
+
+    def __init__(self, buffer: TextBuffer, tags: ParameterTags, arguments: ArgumentWriter) -> None:
+        self._buffer, self._arguments, self._on_lines = buffer, arguments, tags.on_lines
+        self._opening, self._named, self._closing = map(buffer.encoded, (tags.opening, tags.named, tags.closing))
+        self._ends = tuple(map(buffer.encoded, tags.ends))
+        self._after = tuple(map(buffer.encoded, tags.after))
+        self._tokens_after = tuple(filter(self._is_token, self._after))
+        self._newline = ""  # a held line break that belongs to the closing tag if one follows
+        self._on_new_line = False
+        self._quoted = 0  # parameters that the value itself opens and has not closed yet
+
+    def read(self) -> Incremental[bool]:
+        """True: closed by its tag or by what follows. False: the output ended inside it."""
+        buffer = self._buffer
+        if self._on_lines and (yield from buffer.peek()) == "\n":
+            buffer.skip(1)
+        while True:
+            found = _TAG.search(buffer.text, buffer.pos)
+            self._write(buffer.take_to(found.start() if found else len(buffer.text)))
+            if (yield from buffer.peek()) == "":
+                return False
+            if found and (yield from self._is_closed()):
+                return True
+            if found:
+                char = buffer.skip(1)
+                self._write("" if char in buffer.token_codes else char)
+
+    def _write(self, text: str) -> None:
+        if not text:
+            return
+        self._on_new_line = text.endswith("\n")
+        if self._on_lines:
+            text = self._newline + text
+            self._newline = "\n" if self._on_new_line else ""
+            text = text.removesuffix("\n")
+        if text:
+            self._arguments.write(text)
+
+    def _is_token(self, tag: str) -> bool:
+        """Whether the tag contains a token, which no text can spell."""
+        return not self._buffer.token_codes.isdisjoint(tag)
+
+    def _is_closed(self) -> Incremental[bool]:
+        """Whether the tag that comes next ends the value."""
+        buffer = self._buffer
+        tag = yield from buffer.match((self._closing, self._opening, *self._ends, *self._tokens_after))
+        if tag is None:
+            return False
+        if tag == self._closing:
+            if self._is_token(tag) or (yield from self._is_end(len(tag))):
+                buffer.skip(len(tag))
+                return True
+            self._quoted = max(0, self._quoted - 1)
+            return False
+        if self._is_token(tag):
+            return True
+        if tag == self._opening:
+            return (yield from self._is_next_parameter())
+        return (yield from self._is_call_end(len(tag)))
+
+    def _is_next_parameter(self) -> Incremental[bool]:
+        """Whether the closing tag before this opening tag was forgotten.
+
+        It was if the schema knows the name. Without known names it was if the tag begins a line. Otherwise the tag is
+        text.
+        """
+        name = yield from self._name(0)
+        is_known = name in self._arguments.properties or self._on_new_line
+        if name is not None and is_known and self._arguments.may_begin(name):
+            return True
+        self._quoted += name is not None
+        return False
+
+    def _is_end(self, offset: int) -> Incremental[bool]:
+        """Whether what follows the closing tag can follow a value."""
+        offset = yield from self._skip_space(offset)
+        if self._is_output_end(offset):
+            return True
+        found = yield from self._buffer.match((self._opening, *self._ends, *self._after), offset)
+        if found != self._opening:
+            return found is not None
+        name = yield from self._name(offset)
+        return name is not None and self._arguments.may_begin(name, invented=not self._quoted)
+
+    def _is_call_end(self, offset: int) -> Incremental[bool]:
+        """Whether the end of the call, without the end of the value, is followed only by what can follow a call."""
+        offset = yield from self._skip_space(offset)
+        if self._is_output_end(offset):
+            return True
+        return (yield from self._buffer.match((*self._after, *self._ends), offset)) is not None
+
+    def _is_output_end(self, offset: int) -> bool:
+        return self._buffer.ended and self._buffer.pos + offset >= len(self._buffer.text)
+
+    def _skip_space(self, offset: int) -> Incremental[int]:
+        buffer = self._buffer
+        while offset < _SPACE_LIMIT:
+            if buffer.pos + offset < len(buffer.text):
+                if not buffer.text[buffer.pos + offset].isspace():
+                    break
+                offset += 1
+            elif buffer.ended:
+                break
+            else:
+                yield
+        return offset
+
+    def _name(self, offset: int) -> Incremental[str | None]:
+        """The name in the parameter tag at `offset`, or None if it has none."""
+        buffer, start = self._buffer, offset + len(self._opening)
+        while True:
+            end = buffer.text.find(self._named, buffer.pos + start, buffer.pos + start + NAME_LIMIT)
+            if end >= 0:
+                name = parameter_name(buffer.text[buffer.pos + start : end])
+                return name if _IS_NAME.match(name) or self._arguments.may_begin(name) else None
+            if buffer.ended or len(buffer.text) - buffer.pos - start >= NAME_LIMIT:
+                return None
+            yield
+
+
+def parameter_name(raw: str) -> str:
+    """The name without quotes and without the attributes that may follow it."""
+    name = raw.strip()
+    return name[1:].partition(name[0])[0] if name[:1] in ("'", '"') else name.strip("\"'")

@@ -1,0 +1,289 @@
+"""MiniMax.
+
+`minimax_m2`: M2, M2.1, M2.5 and M2.7 write a block of `invoke` tags, every value as text. The prompt opens the
+reasoning:
+
+    I need the weather.
+    </think>
+
+    Let me look.
+    <minimax:tool_call>
+    <invoke name="get_weather">
+    <parameter name="city">Paris</parameter>
+    <parameter name="days">3</parameter>
+    </invoke>
+    <invoke name="now">
+    </invoke>
+    </minimax:tool_call>[e~[
+
+`minimax_m3`: M3 writes a namespace token before every tag, parameters as tags with their names, nested values as
+elements:
+
+    <mm:think>I need the weather.</mm:think>Let me look.]<]minimax[>[<tool_call>
+    ]<]minimax[>[<invoke name="search">]<]minimax[>[<query>rain]<]minimax[>[</query>]<]minimax[>[<tags>
+    ]<]minimax[>[<item>Paris]<]minimax[>[</item>]<]minimax[>[</tags>]<]minimax[>[</invoke>
+    ]<]minimax[>[</tool_call>[e~[
+
+(The `invoke` is one line.) Without reasoning a turn begins with `</mm:think>` alone. The members of an object are
+elements with their names, those of a list are `item` elements, everything else is text. The schema decides what an
+element contains, and its content if the schema does not say. A missing closing tag is implied by that of an outer
+element.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from modelyard.core.output_format import OutputFormat, StartReader
+from modelyard.scanner.arguments import STRING_TYPES, escape_json, resolve_ref, schema_types, to_json
+from modelyard.scanner.calls import CallBuilder
+from modelyard.scanner.formats._common import function_name, regions
+from modelyard.scanner.formats._invoke import InvokeTags
+from modelyard.scanner.grammar import CallGrammar, TaggedBody
+from modelyard.scanner.json_calls import json_arguments
+from modelyard.scanner.lexer import SURROGATES, Incremental, ParseError, TextBuffer
+
+_TURN_END, _TURN_START = "[e~[", "]~b]ai"
+
+_M2 = OutputFormat(
+    name="minimax_m2",
+    regions=regions(
+        InvokeTags("<", "</", ("minimax:tool_call",), bare_invoke=True).readers,
+        closes_alone=True,
+    ),
+    hidden_markers=("</minimax:tool_call>", _TURN_END),
+    inner_markers=("</invoke>", "<parameter name=", "</parameter>"),
+    stop_tokens=(_TURN_END,),
+    turn_starts=(_TURN_START,),
+    template_hints=(("<minimax:tool_call>", "<invoke name="),),
+    name_hints=("minimax-m2", "minimax_m2"),
+    grammar=CallGrammar(
+        body=TaggedBody('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n"),
+        begin="<minimax:tool_call>\n",
+        closing="</invoke>\n",
+        between="",
+        end="</minimax:tool_call>",
+        trigger="<minimax:tool_call>",
+    ),
+)
+
+# --- M3 ---------------------------------------------------------------------------------------------------------------
+
+_NAMESPACE = "]<]minimax[>["
+_BLOCK, _BLOCK_END, _INVOKE, _INVOKE_END = "<tool_call>", "</tool_call>", "<invoke name=", "</invoke>"
+_NAME_END = re.compile(rf"[>\n<\]{SURROGATES}]")
+_TAG_END = re.compile(rf"[><\]{SURROGATES}]")
+_MAX_DEPTH = 64
+_SPACE_LIMIT = 16
+_EMPTY = {"object": "{}", "array": "[]"}
+
+
+def _read_tags(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:
+    """After a namespace token: tags up to the end of the block, each with its own namespace token."""
+    while True:
+        yield from buffer.skip_space()
+        is_block_end = yield from buffer.skip_if(_BLOCK_END)
+        if is_block_end:
+            return None
+        if (yield from buffer.skip_if(_INVOKE)):
+            yield from _read_invoke(buffer, calls)
+        elif not (yield from buffer.skip_if(_BLOCK, _INVOKE_END)):
+            # The rest of a broken call: after a namespace token no tag is shown.
+            if not (yield from buffer.skip_if("<")):
+                raise ParseError("expected a tag")
+            yield from _read_name(buffer)
+        yield from buffer.skip_space()
+        if not (yield from buffer.skip_if(_NAMESPACE)):
+            return None
+
+
+def _read_invoke(buffer: TextBuffer, calls: CallBuilder) -> Incremental[None]:
+    calls.start(function_name((yield from _read_name(buffer))))
+    yield from buffer.skip_space()
+    if (yield from buffer.peek()) == "{":
+        return (yield from json_arguments(buffer, calls))
+    schema = calls.tool.parameters if calls.tool else {}
+    yield from _ElementReader(buffer, calls.append, schema).read()
+    calls.finish()
+
+
+def _read_name(buffer: TextBuffer) -> Incremental[str]:
+    name = yield from buffer.read_until(_NAME_END)
+    if not (yield from buffer.skip_if(">")):
+        raise ParseError("a tag without an end")
+    return name
+
+
+class _ElementReader:
+    """Reads the elements of a call and emits JSON."""
+
+    def __init__(self, buffer: TextBuffer, emit: Callable[[str], None], schema: Mapping[str, Any]) -> None:
+        self._buffer, self._emit, self._schema = buffer, emit, schema
+        self._namespace = buffer.encoded(_NAMESPACE)
+        self._special = re.compile(f"[{re.escape(self._namespace[0])}{SURROGATES}]")
+        self._open = ["tool_call", "invoke"]
+        self._closed: str | None = None  # the name in a closing tag that was read, but is that of an outer element
+
+    def read(self) -> Incremental[None]:
+        """All arguments, up to the end of the `invoke`."""
+        yield from self._object(self._schema)
+        yield from self._close("invoke")
+
+    def _object(self, schema: Any) -> Incremental[None]:
+        before = "{"
+        while (yield from self._is_opening()):
+            name = yield from self._tag()
+            self._emit(f'{before}"{escape_json(name)}": ')
+            yield from self._element(name, _member_schema(schema, self._schema, name))
+            before = ", "
+        self._emit("{}" if before == "{" else "}")
+
+    def _array(self, schema: Any) -> Incremental[None]:
+        before = "["
+        while (yield from self._is_opening()):
+            self._emit(before)
+            yield from self._element((yield from self._tag()), _member_schema(schema, self._schema, None))
+            before = ", "
+        self._emit("]")
+
+    def _element(self, name: str, schema: Any) -> Incremental[None]:
+        """After an opening tag."""
+        if len(self._open) > _MAX_DEPTH:
+            raise ParseError("nested too deeply")
+        self._open.append(name)
+        types = schema_types(schema, self._schema)
+        space = yield from self._buffer.skip_space()
+        if not (yield from self._buffer.match((self._namespace,))) or not (yield from self._is_opening()):
+            yield from self._leaf(space, types)
+        elif (yield from self._after_namespace(len("<item>"))) == "<item>" and (
+            "array" in types or "object" not in types  # otherwise it is a member with that name
+        ):
+            yield from self._array(schema)
+        else:
+            yield from self._object(schema)
+        yield from self._close(name)
+
+    def _leaf(self, text: str, types: tuple[str, ...]) -> Incremental[None]:
+        """Text up to the next closing tag. What is certainly a string is streamed."""
+        parts, streams = [text], types in STRING_TYPES
+        if streams:
+            self._emit(f'"{escape_json(text)}')
+        while (chunk := (yield from self._text())) is not None:
+            parts.append(chunk)
+            if streams:
+                self._emit(escape_json(chunk))
+        if streams:
+            self._emit('"')
+            return
+        raw = "".join(parts)
+        empty = next((_EMPTY[one] for one in types if one in _EMPTY), None)
+        self._emit(empty if empty and not raw.strip() and "string" not in types else to_json(raw, types))
+
+    def _text(self) -> Incremental[str | None]:
+        """The next chunk of text; None at a closing tag or at the end of the output."""
+        buffer = self._buffer
+        char = yield from buffer.peek()
+        if char == "":
+            self._end_output()
+            return None
+        if self._special.match(char):
+            found = yield from buffer.match((self._namespace,))
+            if found and (yield from self._is_closing()):
+                return None
+            char = buffer.skip(len(found or char))
+            return "" if char in buffer.token_codes else char
+        special = self._special.search(buffer.text, buffer.pos)
+        return buffer.take_to(special.start() if special else len(buffer.text))
+
+    def _tag_offset(self) -> Incremental[int]:
+        """Where the tag begins after the namespace that comes next. Some models put a space between the two."""
+        size = len(self._namespace)
+        limit = size + _SPACE_LIMIT
+        while size < limit and (yield from self._buffer.lookahead(size + 1))[size:].isspace():
+            size += 1
+        return size
+
+    def _after_namespace(self, count: int) -> Incremental[str]:
+        """The characters after the namespace that comes next."""
+        size = yield from self._tag_offset()
+        return (yield from self._buffer.lookahead(size + count))[size:]
+
+    def _is_closing(self) -> Incremental[bool]:
+        after = yield from self._after_namespace(2)
+        return after == "</" or after[:1] in self._buffer.token_codes
+
+    def _is_opening(self) -> Incremental[bool]:
+        """Whether an opening tag comes next. Only tags may come here."""
+        if self._closed is not None:
+            return False
+        yield from self._buffer.skip_space()
+        if not (yield from self._buffer.match((self._namespace,))):
+            self._end_output()
+            return False
+        after = yield from self._after_namespace(2)
+        return after[:1] == "<" and after != "</"
+
+    def _end_output(self) -> None:
+        """No tag comes next. That is valid only if the model ended its output."""
+        if not (self._buffer.ended and self._buffer.is_empty) or self._buffer.truncated:
+            raise ParseError("expected an element or the end of one")
+        self._closed = self._open[0]
+
+    def _tag(self) -> Incremental[str]:
+        """Take a tag with its namespace. Returns its name."""
+        self._buffer.skip((yield from self._tag_offset()) + 1)
+        name = yield from self._buffer.read_until(_TAG_END)
+        if not (yield from self._buffer.skip_if(">")):
+            raise ParseError("a tag without an end")
+        return name.strip()
+
+    def _closing_name(self) -> Incremental[str]:
+        """The name of a closing tag. That of the block may be a token, which is not taken."""
+        after = yield from self._after_namespace(2)
+        if after[:1] in self._buffer.token_codes:
+            return self._open[0]
+        if after != "</":
+            raise ParseError("expected an element or the end of one")
+        return (yield from self._tag()).removeprefix("/").strip()
+
+    def _close(self, name: str) -> Incremental[None]:
+        """End the element: by its closing tag, by one that matches no open element, or by that of an outer one."""
+        if self._closed is None:
+            self._closed = yield from self._closing_name()
+            self._emit("")  # commit: if the call breaks later, this tag is not part of the rest
+        self._open.pop()
+        if self._closed == name or self._closed not in self._open:
+            self._closed = None
+
+
+def _member_schema(schema: Any, root: Mapping[str, Any], name: str | None, depth: int = 0) -> Any:
+    """The schema of the member with that name, or of an item (None)."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return None
+    if isinstance(ref := schema.get("$ref"), str):
+        return _member_schema(resolve_ref(ref, root), root, name, depth + 1)
+    if name is None and "items" in schema:
+        return schema["items"]
+    properties = schema.get("properties")
+    if name is not None and isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    options = [o for keyword in ("anyOf", "oneOf", "allOf") for o in schema.get(keyword) or ()]
+    found = (_member_schema(option, root, name, depth + 1) for option in options)
+    default = schema.get("additionalProperties") if name is not None else None
+    return next((f for f in found if f is not None), default)
+
+
+_M3 = OutputFormat(
+    name="minimax_m3",
+    regions=regions({_NAMESPACE: StartReader(_read_tags)}, tags=(("<mm:think>", "</mm:think>"),), closes_alone=True),
+    hidden_markers=(_TURN_END,),
+    inner_markers=(_BLOCK, _BLOCK_END, _INVOKE, _INVOKE_END),
+    stop_tokens=(_TURN_END,),
+    turn_starts=(_TURN_START,),
+    template_hints=((_NAMESPACE,), (_NAMESPACE, "<mm:think>")),
+    name_hints=("minimax-m3", "minimax_m3"),
+)
+
+FORMATS = (_M2, _M3)

@@ -1,0 +1,327 @@
+"""The visible output as block events: text and reasoning without line breaks around markers, up to a stop string.
+
+Text passes three stages: line breaks that may belong to a marker are held back, markers that appear only because
+another one was dropped are removed (`marker_filter.py`), and stop strings are searched in the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from msgspec.structs import replace
+
+from modelyard.core.engine import IdLogprob
+from modelyard.core.events import BlockDelta, BlockEnd, BlockKind, BlockStart, Event, TokenLogprob
+from modelyard.scanner.marker_filter import MarkerFilter, MarkerSpellings
+
+VisibleKind = Literal["text", "thinking"]
+TokenText = Callable[[int], tuple[str, bytes]]  # token id → its text and bytes
+
+
+class BlockWriter:
+    """Writes the events of one reply: at most one block is open, and the deltas of one feed are joined."""
+
+    __slots__ = ("_events", "_logprobs", "index", "kind", "parts")
+
+    def __init__(self) -> None:
+        self.index = -1
+        self.kind: BlockKind | None = None
+        self.parts: list[str] = []  # the text of the open block since its last delta
+        self._logprobs: list[TokenLogprob] = []
+        self._events: list[Event] = []
+
+    def write(self, kind: BlockKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> None:
+        if self.kind != kind:
+            self.close()
+            self._open(kind)
+        self.parts.append(text)
+        if logprobs:
+            self._logprobs.extend(logprobs)
+
+    def start_call(self, call_id: str, name: str, namespace: str | None, custom: bool) -> None:
+        self.close()
+        self._open("tool_call", call_id, name, namespace, custom)
+
+    def _open(
+        self, kind: BlockKind, call_id: str = "", name: str = "", namespace: str | None = None, custom: bool = False
+    ) -> None:
+        self.index += 1
+        self.kind = kind
+        self._events.append(BlockStart(self.index, kind, call_id, name, namespace, custom))
+
+    def close(self, complete: bool = True) -> None:
+        if self.kind is None:
+            return
+        self._flush()
+        self._events.append(BlockEnd(self.index, complete=complete))
+        self.kind = None
+
+    def _flush(self) -> None:
+        if (text := "".join(self.parts)) or self._logprobs:
+            self._events.append(BlockDelta(self.index, text, tuple(self._logprobs)))
+        self.parts.clear()
+        self._logprobs.clear()
+
+    def take_events(self) -> list[Event]:
+        """All events since the last call."""
+        if self.parts:
+            self._flush()
+        events, self._events = self._events, []
+        return events
+
+    def discard_prompt(self) -> None:
+        """Drop the blocks of the prompt. A call that it left open is part of the reply, from its start."""
+        events = self.take_events()
+        starts = [i for i, e in enumerate(events) if isinstance(e, BlockStart)]
+        if self.kind == "tool_call":
+            self.index = 0
+            self._events = [replace(e, index=0) for e in events[starts[-1] :] if isinstance(e, BlockStart | BlockDelta)]
+        else:
+            self.index, self.kind = -1, None
+
+
+class StopStrings:
+    """Finds stop strings in chunks of text. A stop string is never shown.
+
+    The string whose LAST character comes first wins, and the longer one of two that end together. A reader that sees
+    one character at a time finds the same, so the result does not depend on the chunks.
+    """
+
+    __slots__ = ("_prefixes", "_reach", "_stops", "held")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [s for s in stops if s]
+        self._prefixes = frozenset(s[:end] for s in self._stops for end in range(1, len(s)))
+        self._reach = max(map(len, self._stops), default=1) - 1
+        self.held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that may be shown, and the stop string that was found."""
+        text = self.held + text
+        self.held = ""
+        if found := [(pos + len(s), pos, s) for s in self._stops if (pos := text.find(s)) >= 0]:
+            _, pos, stop = min(found)
+            return text[:pos], stop
+        for start in range(max(0, len(text) - self._reach), len(text)):
+            if text[start:] in self._prefixes:
+                self.held = text[start:]
+                return text[:start], None
+        return text, None
+
+    def flush(self) -> str:
+        text, self.held = self.held, ""
+        return text
+
+
+class LogprobTracker:
+    """Keeps each log probability with the text in which its token ends.
+
+    Tokens that are markers or that end inside a call have no visible text and no log probability. Positions count
+    characters, first of the input and then of the visible text.
+    """
+
+    def __init__(self, token_text: TokenText) -> None:
+        self._token_text = token_text
+        self._pending: deque[tuple[int, IdLogprob]] = deque()
+        self._visible: deque[tuple[int, IdLogprob]] = deque()
+
+    def add(self, end: int, logprob: IdLogprob) -> None:
+        self._pending.append((end, logprob))
+
+    def skip_to(self, end: int) -> None:
+        """The input up to `end` is not visible text."""
+        while self._pending and self._pending[0][0] <= end:
+            self._pending.popleft()
+
+    def show(self, start: int, end: int, seen: int) -> None:
+        """The input from `start` to `end` is visible text, after `seen` visible characters."""
+        while self._pending and self._pending[0][0] <= end:
+            pos, logprob = self._pending.popleft()
+            self._visible.append((seen + max(0, pos - start), logprob))
+
+    def remove(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """These ranges of visible characters are markers."""
+        self._visible = deque(v for v in self._visible if not any(start < v[0] <= end for start, end in ranges))
+
+    def take(self, end: int) -> list[TokenLogprob]:
+        """The log probabilities of all tokens that end within the first `end` visible characters."""
+        taken = []
+        while self._visible and self._visible[0][0] <= end:
+            logprob = self._visible.popleft()[1]
+            text, raw = self._token_text(logprob.id)
+            top = tuple(self._alternative(token, value) for token, value in logprob.top)
+            taken.append(TokenLogprob(text, logprob.logprob, raw, top))
+        return taken
+
+    def _alternative(self, token: int, logprob: float) -> TokenLogprob:
+        text, raw = self._token_text(token)
+        return TokenLogprob(text, logprob, raw)
+
+
+class VisibleOutput:
+    """Visible text and reasoning on their way to the blocks.
+
+    If the format trims newlines, a run of white space with a line break is held back: a marker may follow and own it.
+    """
+
+    __slots__ = (
+        "_after_marker",
+        "_blocks",
+        "_filters",
+        "_has_shown_text",
+        "_is_begun",
+        "_kind",
+        "_show_thinking",
+        "_space",
+        "_stops",
+        "_trims_newlines",
+        "logprobs",
+        "seen",
+        "stopped",
+    )
+
+    def __init__(
+        self, blocks: BlockWriter, spellings: MarkerSpellings, *, trims_newlines: bool, show_thinking: bool
+    ) -> None:
+        self._blocks = blocks
+        self._filters: dict[VisibleKind, MarkerFilter] = {
+            "text": MarkerFilter(spellings),
+            "thinking": MarkerFilter(spellings),
+        }
+        self._kind: VisibleKind = "text"
+        self._trims_newlines = trims_newlines
+        self._stops: StopStrings | None = None
+        self._show_thinking = show_thinking
+        self._space: list[str] = []
+        self._is_begun = False  # the block has visible characters
+        self._after_marker = False  # the block follows a marker, which owns the white space at its start
+        self._has_shown_text = False  # keep the space before later text: clients would join the words around a call
+        self.seen = 0
+        self.stopped: str | None = None
+        self.logprobs: LogprobTracker | None = None
+
+    def set_stop_strings(self, stop: Sequence[str]) -> None:
+        """From here on. Stop strings in the prompt have no effect."""
+        self._stops = StopStrings(stop) if stop else None
+
+    def is_clear(self, kind: VisibleKind) -> bool:
+        """Nothing is held back and a block of this kind is open: text without line breaks may pass unchanged."""
+        held = self._space or self.logprobs or (self._stops is not None and self._stops.held)
+        return self._blocks.kind == kind and not held and self._filters[kind].is_idle
+
+    @property
+    def is_blank(self) -> bool:
+        """The block has no visible characters yet."""
+        return not self._is_begun
+
+    def mark_gap(self) -> None:
+        """Some input was dropped here: what follows does not continue what came before."""
+        for marker_filter in self._filters.values():
+            marker_filter.mark_gap()
+
+    def show(self, kind: VisibleKind, text: str) -> None:
+        if kind != self._kind:
+            self._flush()
+            self._kind = kind
+        if self.stopped is not None:
+            return
+        self.seen += len(text)
+        if self._trims_newlines:
+            text = self._hold_newlines(kind, text)
+        if text:
+            self._filter(kind, text)
+
+    def _hold_newlines(self, kind: VisibleKind, text: str) -> str:
+        body = text.rstrip()
+        if not body:
+            return self._hold_space(text)
+        lead = "".join(self._space)
+        self._space.clear()
+        if self._after_marker and not self._is_begun and not (kind == "text" and self._has_shown_text):
+            lead, text, body = "", text.lstrip(), body.lstrip()
+            self._drop_logprobs(self.seen - len(text))
+        self._is_begun = True
+        self._has_shown_text = self._has_shown_text or kind == "text"
+        newline = text.find("\n", len(body))
+        if newline >= 0:
+            self._space.append(text[newline:])
+            text = text[:newline]
+        return lead + text
+
+    def _hold_space(self, space: str) -> str:
+        if not self._is_begun or self._space:
+            self._space.append(space)
+            return ""
+        shown, newline, rest = space.partition("\n")
+        if newline:
+            self._space.append(newline + rest)
+        return shown
+
+    def _filter(self, kind: VisibleKind, text: str) -> None:
+        if kind == "thinking" and not self._show_thinking:
+            self._drop_logprobs(self.seen)
+            return
+        marker_filter = self._filters[kind]
+        shown = marker_filter.feed(text)
+        if self.logprobs and marker_filter.removed:
+            start = self.seen - sum(map(len, self._space)) - len(text)
+            self.logprobs.remove([(start + first, start + last) for first, last in marker_filter.removed])
+        self._find_stop(kind, shown)
+
+    def _find_stop(self, kind: VisibleKind, text: str) -> None:
+        if kind == "text" and self._stops:
+            text, self.stopped = self._stops.feed(text)
+            if self.stopped is not None:
+                self._space.clear()
+        self._write(kind, text)
+
+    def _write(self, kind: VisibleKind, text: str) -> None:
+        logprobs = self.logprobs.take(self.seen - self._held()) if self.logprobs else ()
+        if text:
+            self._blocks.write(kind, text, logprobs)
+
+    def _held(self) -> int:
+        held = len(self._stops.held) if self._stops else 0
+        return held + self._filters[self._kind].held + sum(map(len, self._space))
+
+    def _flush(self) -> None:
+        """No more text can follow in this block. Show what was held back for it."""
+        if (rest := self._filters[self._kind].flush()) and self.stopped is None:
+            self._find_stop(self._kind, rest)
+        if self.stopped is None and self._stops and (rest := self._stops.flush()):
+            self._write("text", rest)
+
+    def _drop_logprobs(self, end: int) -> None:
+        """The first `end` characters, as far as they were not shown yet, never will be."""
+        if self.logprobs:
+            self.logprobs.take(end)
+
+    def end_block(self) -> None:
+        """A marker ends this run of text. The white space before it is dropped, and a new block follows."""
+        self._flush()
+        self.mark_gap()
+        self._space.clear()
+        self._drop_logprobs(self.seen)
+        self._blocks.close()
+        self._is_begun, self._after_marker = False, True
+
+    def recall(self, kind: VisibleKind, text: str) -> None:
+        """The last words of the prompt. They are not repeated, but the reply may continue them."""
+        self._filters[kind].feed(text)
+        self._filters[kind].flush()
+
+    def end_prompt(self) -> None:
+        """Forget the text of the prompt: it is not repeated."""
+        self._space.clear()
+        self._filters[self._kind].flush()
+        self._is_begun, self._after_marker = False, self._after_marker and not self._is_begun
+        self._has_shown_text = False
+
+    def finish(self, kind: VisibleKind) -> None:
+        if kind == "text" and self._space and (self._is_begun or not self._after_marker):
+            space = "".join(self._space)
+            self._space.clear()
+            self._filter(kind, space)
+        self._flush()
