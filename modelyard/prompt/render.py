@@ -28,7 +28,7 @@ from modelyard.core.tokenizer import Tokenizer
 from modelyard.prompt.template import ChatTemplate, Frozen, TemplateFailed, TemplateMessage, spelled, tojson
 from modelyard.prompt.template_adapter import AdaptedTemplate, tools_as_text, used_tool
 from modelyard.prompt.translation import SOURCE, TARGET, translated
-from modelyard.tokenizer.prefix_cache import Cuttable, PrefixTokens
+from modelyard.tokenizer.prefix_cache import SplittableTokenizer, TokenCache
 from modelyard.tokenizer.shield import Shield, unshield
 
 # The tools on offer, in the shape that templates expect, and in words where a template has no place for them.
@@ -256,7 +256,7 @@ class Renderer:
         specials = tuple(vocab.specials)
         self._conversation = MessageConverter(specials, self._toolbox, self._shield, images=self.shows_images)
         sources = template.source + (tools_template.source if tools_template else "")
-        self._tokens = PrefixTokens(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
+        self._tokens = TokenCache(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
         self._opening, self._bare = self._find_opening(template)
         self.separator = self._find_separator()
 
@@ -371,7 +371,7 @@ class Renderer:
 
 def _cuts(vocab: Tokenizer, sources: str) -> list[str]:
     """Only control tokens that the template writes: others are rare in prompts, and each one costs a little."""
-    if not isinstance(vocab, Cuttable):
+    if not isinstance(vocab, SplittableTokenizer):
         return []
     named = (getattr(vocab, "bos_token", ""), getattr(vocab, "eos_token", ""))
     return [cut for cut in sorted(vocab.cuts) if cut in sources or cut in named]

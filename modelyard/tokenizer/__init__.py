@@ -1,4 +1,4 @@
-"""Token ids of text and text of token ids: tokenizers, the token cache, streaming detokenizers."""
+"""Text to token ids and back: tokenizers, the token cache, streaming detokenizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from modelyard.plugins import MissingLibrary
 
 
 class FileTokenizer(Tokenizer, Protocol):
-    """A vocabulary as files bring it: with the texts that templates ask for, and the template where there is one."""
+    """A tokenizer read from files, with the token texts that templates use, and a chat template if the file has one."""
 
     @property
     def bos_token(self) -> str: ...
@@ -21,15 +21,15 @@ class FileTokenizer(Tokenizer, Protocol):
 
 
 def open_tokenizer(path: Path) -> FileTokenizer:
-    """From a GGUF file through llama.cpp, from everything else through `tokenizers`."""
+    """Through llama.cpp for a GGUF file, through `tokenizers` for everything else."""
     if path.suffix.lower() == ".gguf":
-        return _through_llama(path)
+        return _open_gguf(path)
     from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer.load(path)
 
 
-def _through_llama(path: Path) -> FileTokenizer:
+def _open_gguf(path: Path) -> FileTokenizer:
     try:
         from modelyard.tokenizer.gguf import GgufTokenizer
 

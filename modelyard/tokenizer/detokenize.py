@@ -1,11 +1,11 @@
-"""Token ids to text while they arrive: one detokenizer a stream, never half a character.
+"""Streaming detokenizers: token ids to text, one detokenizer per stream, never half a character.
 
 `TableDetokenizer` knows each token's bytes and runs them through an incremental UTF-8 decoder; most tokens are whole
-characters and cost one look into a table. `PrefixDetokenizer` is for decoders that no table can express (WordPiece
-and the like): it decodes a window again for each token and emits what is new.
+characters and cost one table lookup. `PrefixDetokenizer` is for decoders that no table can express (WordPiece and the
+like): it decodes a window again for each token and emits what is new.
 
-Both emit one piece a token (its text is empty while a character is incomplete) and, before a control token and at the
-end, one piece without a token for bytes that no later token can complete.
+Both emit one piece per token (empty while a character is incomplete). Before a control token and at the end they emit
+one piece without a token for bytes that no later token can complete.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from modelyard.core.engine import IdLogprob, Piece
 
-# The bytes behind a token's spelling, for the tokenizer families whose decoder works token by token.
+# A token's bytes, for the tokenizer families whose decoder works token by token:
 #
-# - byte level (GPT-2's alphabet): every byte has a printable character of its own, «Ġ» is a space;
-# - sentencepiece: «▁» is a space, `<0xNN>` one byte where the decoder falls back to bytes;
-# - anything else: no bytes of its own, only the decoder knows.
+# - byte level (GPT-2's alphabet): every byte is a printable character, "Ġ" is a space;
+# - sentencepiece: "▁" is a space, `<0xNN>` is one byte if the decoder has byte fallback;
+# - other: only the decoder knows.
 
 Family = Literal["byte_level", "sentencepiece", "other"]
 
@@ -31,7 +31,7 @@ _SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Printable Latin-1 stands for itself, the other bytes follow from U+0100 on."""
+    """Printable Latin-1 maps to itself; the other bytes follow from U+0100 on."""
     own = [byte for run in _PRINTABLE for byte in run]
     others = [byte for byte in range(256) if byte not in own]
     return {chr(byte): byte for byte in own} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -51,12 +51,12 @@ def family_of(decoder: dict[str, Any] | None) -> Family:
     types = {part.get("type") for part in parts}
     if types == {"ByteLevel"}:
         return "byte_level"
-    if types and types <= _SENTENCEPIECE and all(_turns_only_the_space(part) for part in parts):
+    if types and types <= _SENTENCEPIECE and all(_replaces_only_spaces(part) for part in parts):
         return "sentencepiece"
     return "other"
 
 
-def _turns_only_the_space(part: dict[str, Any]) -> bool:
+def _replaces_only_spaces(part: dict[str, Any]) -> bool:
     if part["type"] == "Replace":
         return part.get("pattern") == {"String": "▁"} and part.get("content") == " "
     if part["type"] == "Metaspace":
@@ -67,7 +67,7 @@ def _turns_only_the_space(part: dict[str, Any]) -> bool:
 def byte_level(spelling: str) -> bytes:
     try:
         return bytes([BYTE_OF[character] for character in spelling])
-    except KeyError:  # not in the alphabet: a token that was added as it reads
+    except KeyError:  # not in the alphabet: an added token, spelled as it reads
         return spelling.encode()
 
 
@@ -82,19 +82,19 @@ _UNKNOWN = "\ufffd"
 
 
 class TokenTable:
-    """The bytes and the finished pieces of a vocabulary, filled as tokens are met.
+    """The bytes and pieces of a vocabulary, filled on demand.
 
-    Shared by all streams of a model and safe in threads: a race only computes the same entry twice.
+    Shared by all streams of a model. Thread-safe: a race only computes the same entry twice.
     """
 
     def __init__(self, token_bytes: Callable[[int], bytes], specials: Mapping[int, str]) -> None:
-        self.whole: dict[int, Piece] = {}  # tokens that are whole characters
-        self.broken: dict[int, bytes] = {}  # tokens that are not
+        self.whole: dict[int, Piece] = {}  # tokens of whole characters
+        self.broken: dict[int, bytes] = {}  # tokens with incomplete characters
         self.specials = specials
         self._bytes = token_bytes
 
     def learn(self, token: int) -> Piece | None:
-        """The piece of a token that stands for itself, None where its bytes need their neighbours'."""
+        """The token's piece, or None if its bytes are incomplete without their neighbours."""
         if token in self.broken:
             return None
         if token in self.specials:
@@ -113,19 +113,19 @@ class TableDetokenizer:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._whole = table.whole
-        self._utf8: codecs.IncrementalDecoder | None = None  # made when the first half of a character comes
+        self._utf8: codecs.IncrementalDecoder | None = None  # created for the first incomplete character
         self._pending = False
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[IdLogprob] | None = None) -> list[Piece]:
-        out = self._known(ids)
+        out = self._lookup(ids)
         if out is None:
             out = []
             for token in ids:
-                self._careful(token, out)
+                self._feed_one(token, out)
         return out if logprobs is None else with_logprobs(out, logprobs)
 
-    def _known(self, ids: Sequence[int]) -> list[Piece] | None:
-        """Nearly always: every token was met before and stands for itself."""
+    def _lookup(self, ids: Sequence[int]) -> list[Piece] | None:
+        """The common case: every token is known and complete."""
         if self._pending:
             return None
         try:
@@ -133,7 +133,7 @@ class TableDetokenizer:
         except KeyError:
             return None
 
-    def _careful(self, token: int, out: list[Piece]) -> None:
+    def _feed_one(self, token: int, out: list[Piece]) -> None:
         piece = self._whole.get(token) or self._table.learn(token)
         if piece is not None and piece.special:
             out += self.finish()
@@ -154,10 +154,10 @@ class TableDetokenizer:
 
 
 class PrefixDetokenizer:
-    """Exact as far as a decoder looks back `_WINDOW` tokens; none is known that looks back more than one."""
+    """Exact if the decoder looks back at most `_WINDOW` tokens; all known ones look back one."""
 
     _WINDOW = 32
-    _PATIENCE = 4  # bytes of the longest character: what is still broken then stays broken
+    _MAX_HELD = 4  # bytes of the longest character; what is incomplete after that stays so
 
     def __init__(self, decode: Callable[[Sequence[int]], str], specials: Mapping[int, str]) -> None:
         self._decode = decode
@@ -179,7 +179,7 @@ class PrefixDetokenizer:
     def _next(self, token: int) -> str:
         self._ids.append(token)
         text = self._decode(self._ids)
-        if text.endswith(_UNKNOWN) and self._held + 1 < self._PATIENCE:
+        if text.endswith(_UNKNOWN) and self._held + 1 < self._MAX_HELD:
             self._held += 1
             return ""
         return self._show(text)
@@ -199,6 +199,6 @@ class PrefixDetokenizer:
 
 
 def with_logprobs(pieces: Sequence[Piece], logprobs: Sequence[IdLogprob]) -> list[Piece]:
-    """Each token's piece with its logprob; pieces without a token have none."""
+    """Add each token's logprob to its piece; pieces without a token have none."""
     rest = iter(logprobs)
     return [p if p.token < 0 else Piece(p.text, p.special, p.token, next(rest, None)) for p in pieces]

@@ -34,7 +34,9 @@ class GgufTokenizer:
         llama_log.clear()
         self._model: Any = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self._model:
-            raise InvalidRequest(f"{path} has no readable vocabulary: {llama_log.first_error()}", code="tokenizer_broken")
+            raise InvalidRequest(
+                f"{path} has no readable vocabulary: {llama_log.first_error()}", code="tokenizer_broken"
+            )
         self._vocab = lib.llama_model_get_vocab(self._model)
         self.size: int = lib.llama_vocab_n_tokens(self._vocab)
         attributes = {id: lib.llama_vocab_get_attr(self._vocab, id) for id in range(self.size)}

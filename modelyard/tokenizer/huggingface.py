@@ -1,14 +1,15 @@
-"""Where a prompt may be cut so that its parts tokenize as the whole does, told by the tokenizer's own description.
+"""Hugging Face tokenizers (a folder or a tokenizer.json), over the `tokenizers` library.
 
-Tokenizers look for their added tokens first and then treat each stretch between them alone: normalizer, pre-tokenizer
-and model never see across one. So a cut at an added token is exact if that token is certainly found there:
+Prompts are split at control tokens so that no part is tokenized twice (`prefix_cache.py`). A split is exact if the parts
+tokenize as the whole does. Tokenizers find their added tokens first and then process each stretch between them alone,
+so a split at an added token is exact if that token is certainly found there:
 
-- it is searched in the raw text (`normalized` false) and takes no neighbours along (`lstrip`, `rstrip`, `single_word`);
-- no other added token contains it or can end inside it, for then the other one might win;
-- no token asks what stands next to it (`single_word` anywhere rules all cuts out);
-- the steps are ones we know to work stretch by stretch, and the model is no lottery (`dropout`).
+- it is searched in the raw text (`normalized` false) and takes no neighbours (`lstrip`, `rstrip`, `single_word`);
+- no other added token contains it or can end inside it, because the other one might win;
+- no token depends on its neighbours (`single_word` anywhere rules out all splits);
+- all pipeline steps are known to work stretch by stretch, and the model is deterministic (no `dropout`).
 
-Only the start of the text is special (a Metaspace that prepends to the first stretch): the token cache keys it apart.
+Only the start of the text is special (Metaspace prepends to the first stretch); the token cache has its own keys for it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Detokenizer
 from modelyard.tokenizer import detokenize
 from modelyard.tokenizer.detokenize import PrefixDetokenizer, TableDetokenizer, TokenTable
-from modelyard.tokenizer.folder import Ends, read_ends, read_text, tokenizer_file
-from modelyard.tokenizer.shield import Spellings, spelling_pattern, well_formed
-from modelyard.tokenizer.word_cache import Words, ascii_pattern
+from modelyard.tokenizer.shield import TokenSpellings, spelling_pattern, well_formed
+from modelyard.tokenizer.tokenizer_files import SpecialTokens, read_special_tokens, read_text, tokenizer_file
+from modelyard.tokenizer.word_cache import WordCache, ascii_pattern
 
 # fmt: off
 _STEPS = frozenset({
@@ -41,7 +42,7 @@ _STEPS = frozenset({
 # fmt: on
 
 
-class Added(Struct, frozen=True):
+class AddedToken(Struct, frozen=True):
     id: int
     content: str
     single_word: bool = False
@@ -51,24 +52,24 @@ class Added(Struct, frozen=True):
     special: bool = False
 
 
-class ModelPart(Struct, frozen=True):
+class TokenizerModel(Struct, frozen=True):
     type: str | None = None
     dropout: float | None = None
     unk_token: str | None = None
 
 
 class TokenizerFile(Struct, frozen=True):
-    """What we read of a tokenizer.json; the vocabulary itself is left to the library."""
+    """The parts of a tokenizer.json that are read here; the library reads the vocabulary."""
 
-    added_tokens: list[Added] = field(default_factory=list)
+    added_tokens: list[AddedToken] = field(default_factory=list)
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
     decoder: dict[str, Any] | None = None
-    model: ModelPart = ModelPart()
+    model: TokenizerModel = TokenizerModel()
 
 
-def exact_cuts(file: TokenizerFile) -> frozenset[str]:
-    if not _works_in_stretches(file):
+def exact_split_points(file: TokenizerFile) -> frozenset[str]:
+    if not _processes_stretches(file):
         return frozenset()
     raw = [token.content for token in file.added_tokens if not token.normalized]
     everything = "\0".join(raw)
@@ -76,11 +77,11 @@ def exact_cuts(file: TokenizerFile) -> frozenset[str]:
     return frozenset(
         token.content
         for token in file.added_tokens
-        if _stands_alone(token) and everything.count(token.content) == 1 and not _may_overlap(token.content, endings)
+        if _is_exact(token) and everything.count(token.content) == 1 and not _may_overlap(token.content, endings)
     )
 
 
-def _works_in_stretches(file: TokenizerFile) -> bool:
+def _processes_stretches(file: TokenizerFile) -> bool:
     known = all(step in _STEPS for step in _steps(file.normalizer)) and all(
         step in _STEPS for step in _steps(file.pre_tokenizer)
     )
@@ -96,7 +97,7 @@ def _steps(part: dict[str, Any] | None) -> Iterator[str]:
         yield from _steps(step)
 
 
-def _stands_alone(token: Added) -> bool:
+def _is_exact(token: AddedToken) -> bool:
     plain = not (token.normalized or token.lstrip or token.rstrip)
     return plain and len(token.content) > 1 and token.content == token.content.strip() and "\0" not in token.content
 
@@ -105,33 +106,34 @@ def _may_overlap(content: str, endings: set[str]) -> bool:
     return any(content[:length] in endings for length in range(1, len(content)))
 
 
-# Ordinary text to ids with the added tokens out of play: their spellings are letters like any others.
-#
-# The library's own switch (`encode_special_tokens`) spares added tokens that are not flagged special, such as a family's
-# `<tool_call>`, and would need a second copy of the vocabulary. So the steps of the pipeline are run one by one here,
-# without the step that looks for added tokens. Slower, but only text that spells a control token comes this way.
-
-_BEFORE = "x"  # stands before a text that is not the start of the prompt; its own tokens are dropped
+_FILLER = "x"  # before a text that is not the start of the prompt; its tokens are dropped
 
 
 class PlainEncoder:
+    """Encodes text without added tokens: their spellings are ordinary characters.
+
+    The library's switch (`encode_special_tokens`) does not cover added tokens that are not flagged special, such as
+    `<tool_call>`, and would need a second copy of the vocabulary. So this class runs the pipeline's steps without the
+    search for added tokens. That is slower, but only text that spells a control token needs it.
+    """
+
     def __init__(self, tokenizer: HfTokenizer, controls: Mapping[str, int], unknown: str | None) -> None:
         self._tokenizer = tokenizer
         self._controls = frozenset(id for text, id in controls.items() if text != unknown)
         self._pattern = spelling_pattern(text for text in controls if len(text) > 1)
 
     def encode(self, text: str, *, start: bool = True) -> list[int]:
-        """`start` is False for text that goes on from something: some tokenizers put a space before the start."""
+        """`start`: the text begins the prompt. Some tokenizers prepend a space there."""
         if not text:
             return []
         ids = self._run(text, start)
         if self._controls.isdisjoint(ids):
             return ids
-        return self._apart(text, ids, start)
+        return self._encode_split(text, ids, start)
 
     def _run(self, text: str, start: bool) -> list[int]:
         tokenizer = self._tokenizer
-        run = PreTokenizedString(text if start else _BEFORE + text)
+        run = PreTokenizedString(text if start else _FILLER + text)
         if not start:
             run.split(lambda _, whole: [whole[:1], whole[1:]])
         if tokenizer.normalizer is not None:
@@ -144,8 +146,8 @@ class PlainEncoder:
             return list(encoding.ids)
         return [id for id, (begin, _) in zip(encoding.ids, encoding.offsets, strict=True) if begin > 0]
 
-    def _apart(self, text: str, ids: list[int], start: bool) -> list[int]:
-        """A model that holds control tokens among its words (Unigram does) must not see the spelling in one piece."""
+    def _encode_split(self, text: str, ids: list[int], start: bool) -> list[int]:
+        """A model whose vocabulary contains control tokens (Unigram) must not see the spelling in one piece."""
         found = self._pattern.search(text) if self._pattern else None
         if found is None:
             return [id for id in ids if id not in self._controls]
@@ -153,10 +155,8 @@ class PlainEncoder:
         return self.encode(text[:middle], start=start) + self.encode(text[middle:], start=False)
 
 
-# A vocabulary from a Hugging Face folder or a tokenizer.json, over the `tokenizers` library.
-
-# Families add markers such as <tool_call> without flagging them special. They steer all the same; HTML tags and runs of
-# spaces, which some vocabularies also add, do not: no HTML tag has an underscore or a colon in its name.
+# Model families add markers such as <tool_call> without flagging them special; they are control tokens all the same.
+# HTML tags and runs of spaces, which some vocabularies add, are not: no HTML tag name has an underscore or a colon.
 _MARKER = re.compile(
     r"<\|.+\|>|<｜.+｜>|\[/?[A-Z][A-Z_]+\]|</?(?:think|thinking|reasoning)>|</?[A-Za-z]+(?:[_:][A-Za-z]+)+>"
 )
@@ -176,40 +176,42 @@ _TURN_ENDS = (
 )
 _decoder = msgspec.json.Decoder(TokenizerFile)
 
-# The library would share a handful of words between threads, and take three times as long.
+# The library would distribute a handful of words over threads, which takes three times as long.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class HuggingFaceTokenizer:
-    """`bos_token` and `eos_token` are the texts that templates ask for; `bos` is the id that begins a raw prompt."""
+    """`bos_token` and `eos_token` are the texts that templates use; `bos` is the id that begins a raw prompt."""
 
-    def __init__(self, tokenizer: HfTokenizer, file: TokenizerFile, ends: Ends = Ends()) -> None:
+    def __init__(self, tokenizer: HfTokenizer, file: TokenizerFile, special: SpecialTokens = SpecialTokens()) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._added = {token.id: token for token in file.added_tokens}
         self.size = max([tokenizer.get_vocab_size(), *(id + 1 for id in self._added)])
         self.specials = {token.content: token.id for token in file.added_tokens if _is_control(token)}
-        self.cuts = exact_cuts(file).intersection(self.specials)
-        self.bos_token, self.eos_token = ends.bos_token, ends.eos_token
-        self.bos = self._bos(ends)
-        self.eos = self._eos(ends)
+        self.cuts = exact_split_points(file).intersection(self.specials)
+        self.bos_token, self.eos_token = special.bos_token, special.eos_token
+        self.bos = self._bos(special)
+        self.eos = self._eos(special)
         self._control_texts = {id: text for text, id in self.specials.items()}
         self._plain = PlainEncoder(tokenizer, self.specials, file.model.unk_token)
         self._family = detokenize.family_of(file.decoder)
-        self._falls_back = any(p["type"] == "ByteFallback" for p in detokenize.decoder_parts(file.decoder))
+        self._byte_fallback = any(p["type"] == "ByteFallback" for p in detokenize.decoder_parts(file.decoder))
         self._table = TokenTable(self.token_bytes, self._control_texts)
         pattern = ascii_pattern(file)
-        spellings = Spellings(token.content for token in file.added_tokens)
-        self.words = Words(pattern, spellings, self._encode_all) if pattern is not None else None
+        spellings = TokenSpellings(token.content for token in file.added_tokens)
+        self.words = WordCache(pattern, spellings, self._encode_all) if pattern is not None else None
 
     @classmethod
     def load(cls, path: Path) -> HuggingFaceTokenizer:
         file = tokenizer_file(path)
-        return cls.from_text(read_text(file), ends=read_ends(file.parent), where=str(file))
+        return cls.from_text(read_text(file), special=read_special_tokens(file.parent), where=str(file))
 
     @classmethod
-    def from_text(cls, text: str, *, ends: Ends = Ends(), where: str = "the tokenizer") -> HuggingFaceTokenizer:
+    def from_text(
+        cls, text: str, *, special: SpecialTokens = SpecialTokens(), where: str = "the tokenizer"
+    ) -> HuggingFaceTokenizer:
         try:
             file = _decoder.decode(text)
             tokenizer = HfTokenizer.from_str(text)
@@ -218,27 +220,27 @@ class HuggingFaceTokenizer:
                 f"{where} is not a valid tokenizer.json: {error}. Download it again from the source model's repository",
                 code="tokenizer_broken",
             ) from error
-        return cls(tokenizer, file, ends)
+        return cls(tokenizer, file, special)
 
     @property
     def template(self) -> str | None:
-        """A folder's template lies beside the tokenizer: `prompt/template_source.py` looks for it."""
+        """A folder's template is a separate file: `prompt/template_source.py` reads it."""
         return None
 
-    def _bos(self, ends: Ends) -> int | None:
-        id = self._tokenizer.token_to_id(ends.bos_token) if ends.bos_token else None
-        if ends.adds_bos is not None:
-            return id if ends.adds_bos else None
+    def _bos(self, special: SpecialTokens) -> int | None:
+        id = self._tokenizer.token_to_id(special.bos_token) if special.bos_token else None
+        if special.adds_bos is not None:
+            return id if special.adds_bos else None
         begun = self._tokenizer.encode("", add_special_tokens=True).ids
         return begun[0] if begun and id in (None, begun[0]) and begun[0] in self._added else None
 
-    def _eos(self, ends: Ends) -> frozenset[int]:
-        texts = (ends.eos_token, *(text for text in _TURN_ENDS if text in self.specials and self._ends_a_turn(text)))
+    def _eos(self, special: SpecialTokens) -> frozenset[int]:
+        texts = (special.eos_token, *(text for text in _TURN_ENDS if text in self.specials and self._ends_a_turn(text)))
         found = {self._tokenizer.token_to_id(text) for text in texts if text}
-        return frozenset(id for id in found | set(ends.eos_ids) if id is not None)
+        return frozenset(id for id in found | set(special.eos_ids) if id is not None)
 
     def _ends_a_turn(self, text: str) -> bool:
-        """Where messages have channels, `<|end|>` ends one message of several in a turn."""
+        """With channels (harmony), `<|end|>` ends one of several messages in a turn."""
         return text != "<|end|>" or "<|channel|>" not in self.specials
 
     def encode(self, text: str) -> list[int]:
@@ -250,7 +252,7 @@ class HuggingFaceTokenizer:
             return self._encode(well_formed(text))
 
     def _encode(self, text: str) -> list[int]:
-        """As a batch of one: the library's plain `encode` keeps the interpreter locked while it works."""
+        """As a batch of one: the library's `encode` holds the GIL while it works."""
         return self._encode_all([text])[0]
 
     def _encode_all(self, texts: list[str]) -> list[list[int]]:
@@ -268,7 +270,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, token: int) -> bytes:
-        """Empty for an id that names no token: models have more rows than their vocabularies have words."""
+        """Empty for an id without a token: models have more rows than their vocabularies."""
         if token in self._control_texts:
             return self._control_texts[token].encode()
         spelling = self._tokenizer.id_to_token(token) if token >= 0 else None
@@ -277,7 +279,7 @@ class HuggingFaceTokenizer:
         if self._family == "byte_level":
             return spelling.encode() if token in self._added else detokenize.byte_level(spelling)
         if self._family == "sentencepiece":
-            return detokenize.sentencepiece(spelling, self._falls_back)
+            return detokenize.sentencepiece(spelling, self._byte_fallback)
         return self.decode([token]).encode()
 
     def detokenizer(self) -> Detokenizer:
@@ -286,5 +288,5 @@ class HuggingFaceTokenizer:
         return TableDetokenizer(self._table)
 
 
-def _is_control(token: Added) -> bool:
+def _is_control(token: AddedToken) -> bool:
     return token.special or _MARKER.fullmatch(token.content) is not None

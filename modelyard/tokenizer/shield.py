@@ -1,9 +1,8 @@
-"""Text of clients that spells a control token is marked, so that it never becomes one.
+"""The shield: client text that spells a control token is marked, so that it never becomes one.
 
-The mark is U+FDD0. Unicode keeps it as a noncharacter for ever: no keyboard, font or vocabulary has it, yet it is legal
-in UTF-8 and JSON and survives normalisation and templates. A control token's spelling with the mark inside matches no
-control token any more; the token cache takes the mark out again and encodes that stretch as ordinary text. A mark that
-a client sends is removed first, so nobody can write one.
+The mark is U+FDD0, a permanent Unicode noncharacter: no keyboard, font or vocabulary has it, yet it is legal in UTF-8
+and JSON and survives normalisation and templates. A spelling with the mark inside does not match its control token; the
+token cache removes the mark and encodes that stretch as ordinary text. A mark sent by a client is removed first.
 """
 
 from __future__ import annotations
@@ -13,23 +12,21 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-# One pattern for the spellings of all control tokens: the longest wins, and thousands cost no more than a few.
-
-_FEW = 4  # to look for more of them takes longer than the pattern
-_END = ""  # the mark in a trie node that says «a spelling may end here»
+_MAX_INITIALS = 4  # searching for more is slower than the pattern
+_END = ""  # marks a trie node where a spelling may end
 
 
-class Spellings:
-    """Whether a text holds one of them. They begin with a handful of characters, which few texts hold: to look for
-    those takes a tenth of what the pattern does."""
+class TokenSpellings:
+    """Whether a text contains a spelling. Spellings begin with a handful of characters that few texts contain;
+    searching for those first takes a tenth of the time."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
         spellings = tuple(spellings)
         self.pattern = spelling_pattern(spellings)
         initials = tuple({s[:1] for s in spellings}) if self.pattern is not None else ()
-        self._initials = initials if len(initials) <= _FEW else ("",)  # which every text holds
+        self._initials = initials if len(initials) <= _MAX_INITIALS else ("",)  # contained in every text
 
-    def are_in(self, text: str) -> bool:
+    def found_in(self, text: str) -> bool:
         for initial in self._initials:
             if initial in text:
                 return self.pattern is not None and self.pattern.search(text) is not None
@@ -37,9 +34,9 @@ class Spellings:
 
 
 def spelling_pattern(spellings: Iterable[str], *, group: bool = False) -> re.Pattern[str] | None:
-    """Leftmost-longest match of any spelling, as tokenizers match their added tokens; None where there are none.
+    """Leftmost-longest match of any spelling, as tokenizers match their added tokens; None without spellings.
 
-    A plain alternation tries every spelling at every «<», and some vocabularies have thousands: hence the trie.
+    A plain alternation tries every spelling at every "<", and some vocabularies have thousands; hence the trie.
     """
     trie: dict[str, Any] = {}
     for spelling in spellings:
@@ -64,7 +61,7 @@ def _source(node: dict[str, Any]) -> str:
 
 
 def _branch(character: str, child: dict[str, Any]) -> str:
-    """A run without forks is one literal: deep recursion would limit the length of a spelling."""
+    """A run without forks is one literal, which avoids deep recursion."""
     run = [character]
     while len(child) == 1 and _END not in child:
         ((character, child),) = child.items()
@@ -76,28 +73,24 @@ SENTINEL = "\ufdd0"
 
 
 class Shield:
-    """Marks the spellings of the given control tokens; text without any comes back as the same object."""
+    """Marks the spellings of the given control tokens; returns text without any unchanged."""
 
     def __init__(self, specials: Iterable[str]) -> None:
-        # One character cannot be broken up by a mark inside it.
-        self._spellings = Spellings(s for s in specials if len(s) > 1)
+        # A mark cannot go inside a single character.
+        self._spellings = TokenSpellings(s for s in specials if len(s) > 1)
 
     def __call__(self, text: str) -> str:
-        return self.marked(text)
-
-    def marked(self, text: str) -> str:
         if SENTINEL in text:
             text = text.replace(SENTINEL, "")
-        return self._mark(text) if self._spellings.are_in(text) else text
-
-    def _mark(self, text: str) -> str:
+        if not self._spellings.found_in(text):
+            return text
         found, pattern = 1, self._spellings.pattern
-        while found and pattern is not None:  # once more: spellings may overlap, and only the first was broken up
+        while found and pattern is not None:  # spellings may overlap, and one pass marks only the first
             text, found = pattern.subn(_break_up, text)
         return text
 
     def deep(self, value: Any) -> Any:
-        """The same inside lists and dictionaries, keys included."""
+        """Mark all strings inside lists and dictionaries, including keys."""
         if isinstance(value, str):
             return self(value)
         if isinstance(value, dict):
@@ -118,12 +111,12 @@ def _shield(specials: tuple[str, ...]) -> Shield:
 
 
 def shield(text: str, specials: Iterable[str]) -> str:
-    """One text, shielded. Hold a `Shield` where there are many."""
+    """Shield one text. Keep a `Shield` for many."""
     return _shield(tuple(specials))(text)
 
 
 def unshield(text: str) -> str:
-    """The text as people and engines may see it."""
+    """The text without marks."""
     return text.replace(SENTINEL, "")
 
 

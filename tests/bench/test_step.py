@@ -6,7 +6,7 @@ import pytest
 
 from bench.step import Step, ahead, measure, row, tiny_model
 from modelyard.core.request import Sampling
-from tests.engines.llama_cpp.exact import exact_model
+from tests.engines.llama_cpp.exact_models import exact_model
 
 
 def test_row_is_the_median_of_the_steps_in_which_all_streams_ran() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from modelyard.prompt.render import Renderer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from modelyard.tokenizer.prefix_cache import PrefixTokens
+from modelyard.tokenizer.prefix_cache import TokenCache
 from tests.e2e.shapes import VALID, refusal
 from tests.serving import Served, demo, serving
 
@@ -303,7 +303,7 @@ def long_work(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     many = watched(Renderer.text, lambda request: 100 * len(request.tools))
     monkeypatch.setattr(Renderer, "text", many)
     for owner, name in (
-        (PrefixTokens, "encode"),
+        (TokenCache, "encode"),
         (HuggingFaceTokenizer, "encode"),
         (HuggingFaceTokenizer, "encode_plain"),
     ):

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from modelyard.library import default_model
-from tests.engines.llama_cpp.lora import write_lora
+from tests.engines.llama_cpp.lora_files import write_lora
 from tests.serving import serving
 
 

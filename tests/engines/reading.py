@@ -6,7 +6,7 @@ from modelyard.core.engine import Accepted, Chunk, End, Generation, IdLogprob, T
 
 # A row that is computed alone takes another kernel than one in a batch, and adds in another order. With unquantized
 # weights that moves the best log probabilities by less than 0.001, so two runs must agree within `TOLERANCE`
-# (tests/engines/llama_cpp/test_noise.py shows it with the bare C API). Quantized weights also round what goes through
+# (tests/engines/llama_cpp/test_isolation.py shows it with the bare C API). Quantized weights also round what goes through
 # them to eight bits: on SmolLM2 Q4_1 the bare library was seen to differ from itself by 0.28, as much as another KV
 # type makes. Comparisons there are coarse (`ROUNDED`); whatever must be exact is tested on unquantized models.
 TOLERANCE = 1e-2

@@ -13,7 +13,7 @@ from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.core.knobs import Setting
 from modelyard.router.settings import CacheSettings, ModelSettings
 from tests.engines.ct2.helpers import model_folder
-from tests.engines.llama_cpp.stage import model_file
+from tests.engines.llama_cpp.helpers import model_file
 
 GPU = AvailableMemory(8 << 30, {"GPU-1": 8 << 30})
 CPU = AvailableMemory(8 << 30)

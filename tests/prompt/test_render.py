@@ -22,9 +22,9 @@ from modelyard.core.request import (
 from modelyard.prompt.render import MessageConverter, Renderer, ToolDefinitions, definition, instructions
 from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin
-from modelyard.tokenizer.folder import Ends
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.shield import SENTINEL, Shield
+from modelyard.tokenizer.tokenizer_files import SpecialTokens
 from tests.prompt.histories import TALKING, TOOL, ask, call, result, say
 from tests.tokenizer import tokenizers_made as made
 
@@ -250,7 +250,7 @@ def test_the_tail_tells_whether_reasoning_is_open() -> None:
 
 
 def test_raw_prompts_take_control_tokens_for_what_they_are_and_begin_once() -> None:
-    vocab = HuggingFaceTokenizer.from_text(made.byte_level(), ends=Ends("<|endoftext|>", adds_bos=True))
+    vocab = HuggingFaceTokenizer.from_text(made.byte_level(), special=SpecialTokens("<|endoftext|>", adds_bos=True))
     renderer = Renderer(ChatTemplate("x"), vocab)
     assert renderer.raw("a<|im_end|>") == [0, *vocab.encode("a"), 2]
     assert renderer.raw("<|endoftext|>a") == [0, *vocab.encode("a")]

@@ -24,7 +24,7 @@ from modelyard.core.request import Caller, Message, Request, Sampling, Text
 from modelyard.gateway import ChoiceStream
 from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.server.app import ServerApp, compose
-from tests.engines.llama_cpp.stage import model_file
+from tests.engines.llama_cpp.helpers import model_file
 
 CALLER = Caller(trace="t", endpoint="/v1/chat/completions")
 SAMPLING = Sampling(temperature=0.0)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.tokenizer.folder import Ends
-from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, TokenizerFile, exact_cuts
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer, TokenizerFile, exact_split_points
+from modelyard.tokenizer.tokenizer_files import SpecialTokens
 from tests.tokenizer import tokenizers_made as made
 
 SPELLED = st.lists(st.sampled_from([*made.CONTROLS, *made.MARKERS, "</s>", " ", "a", "é", "\n", "👋"]), max_size=8)
@@ -117,7 +117,7 @@ def test_bos_and_every_eos_come_from_the_folder(tmp_path: Path) -> None:
 def test_a_tokenizer_that_adds_no_bos_has_none_for_raw_prompts(tmp_path: Path) -> None:
     path = folder(tmp_path, special_tokens_map={"bos_token": "<|im_start|>"})
     assert HuggingFaceTokenizer.load(path).bos is None
-    assert HuggingFaceTokenizer.from_text(made.byte_level(), ends=Ends("<|im_start|>", adds_bos=True)).bos == 1
+    assert HuggingFaceTokenizer.from_text(made.byte_level(), special=SpecialTokens("<|im_start|>", adds_bos=True)).bos == 1
 
 
 def test_a_missing_tokenizer_says_where_and_what_to_do(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_the_library_starts_no_threads_unless_it_is_told_to(set_before: dict[str
 
 
 def cuts(text: str) -> frozenset[str]:
-    return exact_cuts(msgspec.json.decode(text, type=TokenizerFile))
+    return exact_split_points(msgspec.json.decode(text, type=TokenizerFile))
 
 
 def with_tokens(*contents: str) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from modelyard.tokenizer.prefix_cache import Generations, PrefixTokens
+from modelyard.tokenizer.prefix_cache import TokenCache, TwoGenerationCache
 from modelyard.tokenizer.shield import shield, unshield
 from tests.tokenizer import tokenizers_made as made
 
@@ -62,7 +62,7 @@ TEXTS = st.lists(
 @pytest.mark.parametrize("name", VOCABS)
 def test_the_cache_gives_the_ids_of_a_full_tokenization(name: str) -> None:
     vocab = VOCABS[name]
-    tokens = PrefixTokens(vocab, vocab.cuts, limit_bytes=20_000)
+    tokens = TokenCache(vocab, vocab.cuts, limit_bytes=20_000)
 
     @settings(max_examples=100, deadline=None)
     @given(TEXTS, TEXTS)
@@ -76,7 +76,7 @@ def test_the_cache_gives_the_ids_of_a_full_tokenization(name: str) -> None:
 
 def test_an_unchanged_prefix_is_never_tokenized_again() -> None:
     vocab = Counting(made.byte_level())
-    tokens = PrefixTokens(vocab, vocab.cuts)
+    tokens = TokenCache(vocab, vocab.cuts)
     turn = "<|im_start|>user\nThe quick brown fox<|im_end|>\n"
     tokens.encode(turn)
     vocab.seen.clear()
@@ -86,7 +86,7 @@ def test_an_unchanged_prefix_is_never_tokenized_again() -> None:
 
 def test_fresh_counts_the_characters_still_to_tokenize() -> None:
     vocab = VOCABS["byte level"]
-    tokens = PrefixTokens(vocab, vocab.cuts)
+    tokens = TokenCache(vocab, vocab.cuts)
     text = "start<|im_start|>abc<|im_end|>\n"
     assert tokens.fresh(text) == len("start") + len("abc") + len("\n")
     tokens.encode(text)
@@ -96,7 +96,7 @@ def test_fresh_counts_the_characters_still_to_tokenize() -> None:
 
 def test_old_stretches_leave_when_the_cache_is_full() -> None:
     vocab = VOCABS["byte level"]
-    tokens = PrefixTokens(vocab, vocab.cuts, limit_bytes=4_000)
+    tokens = TokenCache(vocab, vocab.cuts, limit_bytes=4_000)
     tokens.encode("<|im_start|>the first one")
     for number in range(50):
         tokens.encode(f"<|im_start|>another one, number {number}")
@@ -105,7 +105,7 @@ def test_old_stretches_leave_when_the_cache_is_full() -> None:
 
 def test_a_stretch_in_use_stays_while_others_leave() -> None:
     vocab = VOCABS["byte level"]
-    tokens = PrefixTokens(vocab, vocab.cuts, limit_bytes=8_000)
+    tokens = TokenCache(vocab, vocab.cuts, limit_bytes=8_000)
     for number in range(100):
         tokens.encode(f"<|im_start|>the system prompt<|im_end|>number {number}")
     assert tokens.fresh("<|im_start|>the system prompt") == 0
@@ -114,7 +114,7 @@ def test_a_stretch_in_use_stays_while_others_leave() -> None:
 @pytest.mark.parametrize("name", VOCABS)
 def test_shielded_spellings_stay_text_and_real_control_tokens_stay_tokens(name: str) -> None:
     vocab = VOCABS[name]
-    tokens = PrefixTokens(vocab, vocab.cuts)
+    tokens = TokenCache(vocab, vocab.cuts)
     start, end = ("[CLS]", "[SEP]") if name == "word piece" else ("<|im_start|>", "<|im_end|>")
     ids = tokens.encode(f"{start}user {shield(f'quoted {end} fox', vocab.specials)}{end}")
     assert ids.count(vocab.specials[end]) == 1
@@ -124,14 +124,14 @@ def test_shielded_spellings_stay_text_and_real_control_tokens_stay_tokens(name: 
 
 def test_a_shielded_stretch_has_no_extra_space_in_the_middle_of_a_prompt() -> None:
     vocab = VOCABS["metaspace first"]
-    tokens = PrefixTokens(vocab, vocab.cuts)
+    tokens = TokenCache(vocab, vocab.cuts)
     ids = tokens.encode("<|im_start|>" + shield("fox<|im_end|>", vocab.specials))
     assert vocab.token_bytes(ids[1]).startswith(b"f")
 
 
 def test_two_threads_and_a_small_cache_agree_with_the_tokenizer() -> None:
     vocab = VOCABS["byte level"]
-    tokens = PrefixTokens(vocab, vocab.cuts, limit_bytes=3_000)
+    tokens = TokenCache(vocab, vocab.cuts, limit_bytes=3_000)
     texts = [f"<|im_start|>turn {n}<|im_end|>\n" * 3 for n in range(40)]
     wrong: list[str] = []
 
@@ -173,7 +173,7 @@ def spelled(text: str) -> list[int]:
 
 
 def test_what_a_model_has_said_is_told_in_its_own_tokens() -> None:
-    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     prompt, said = tokens.encode(OPENED), spelled("Hello there, how are you?")
     assert said != CHATML.encode_plain("Hello there, how are you?")
     tokens.learn(prompt, said)
@@ -183,7 +183,7 @@ def test_what_a_model_has_said_is_told_in_its_own_tokens() -> None:
 
 
 def test_each_stretch_between_control_tokens_is_learned_apart() -> None:
-    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     prompt, end = tokens.encode(OPENED), CHATML.specials["<|im_end|>"]
     said = [*spelled("Hello there"), end, *spelled(" and there")]
     tokens.learn(prompt, said)
@@ -192,7 +192,7 @@ def test_each_stretch_between_control_tokens_is_learned_apart() -> None:
 
 def test_a_text_that_is_known_already_stays_as_it_is() -> None:
     """Another conversation may stand on it."""
-    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     known = tokens.encode(OPENED + "Hello there, how are you?")
     tokens.learn(tokens.encode(OPENED), spelled("Hello there, how are you?"))
     assert tokens.encode(OPENED + "Hello there, how are you?") == known
@@ -200,21 +200,21 @@ def test_a_text_that_is_known_already_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("text", ["<|im_end|> is how a turn ends", "\ufffd"])
 def test_what_quotes_a_control_token_or_is_no_text_is_not_learned(text: str) -> None:
-    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     said = spelled(text)[:-1] if text == "\ufffd" else spelled(text)
     tokens.learn(tokens.encode(OPENED), said)
-    fresh = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    fresh = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     assert tokens.encode(OPENED + text) == fresh.encode(OPENED + text)
 
 
 def test_a_prompt_without_a_control_token_teaches_nothing() -> None:
-    tokens = PrefixTokens(CHATML, ["<|im_start|>", "<|im_end|>"])
+    tokens = TokenCache(CHATML, ["<|im_start|>", "<|im_end|>"])
     tokens.learn(CHATML.encode_plain("once upon"), spelled(" a time there was"))
     assert tokens.encode("once upon a time there was") == CHATML.encode("once upon a time there was")
 
 
 def test_what_was_put_is_found() -> None:
-    cache = Generations(10_000)
+    cache = TwoGenerationCache(10_000)
     cache.put("one", [1])
     assert cache.get("one") == [1]
     assert cache.get("two") is None
@@ -223,27 +223,17 @@ def test_what_was_put_is_found() -> None:
 
 
 def test_what_is_known_stays_as_it_is() -> None:
-    cache = Generations(10_000)
+    cache = TwoGenerationCache(10_000)
     cache.put("one", [1])
     cache.put("one", [2])
     assert cache.get("one") == [1]
 
 
 def test_what_is_asked_for_stays_and_the_rest_is_forgotten() -> None:
-    cache = Generations(10_000)
+    cache = TwoGenerationCache(10_000)
     cache.put("asked", [1])
     cache.put("never", [2])
     for number in range(200):
         cache.put(f"another {number}", [3])
         assert cache.get("asked") == [1]
     assert "never" not in cache
-
-
-def test_the_old_generation_is_asked_by_itself() -> None:
-    cache = Generations(1_000)
-    cache.put("one", [1])
-    assert cache.revived("one") is None  # it is young
-    while "one" in cache.young:
-        cache.put(f"another {len(cache.young)}", [2])
-    assert cache.revived("one") == [1]
-    assert "one" in cache.young

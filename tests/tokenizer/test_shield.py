@@ -5,7 +5,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modelyard.tokenizer.shield import SENTINEL, Shield, Spellings, shield, spelling_pattern, unshield
+from modelyard.tokenizer.shield import SENTINEL, Shield, TokenSpellings, shield, spelling_pattern, unshield
 
 SPECIALS = ("<|im_end|>", "<|im_start|>", "<a>", ">b<", "[/INST]")
 
@@ -62,10 +62,10 @@ def test_thousands_of_long_spellings_compile() -> None:
 
 @given(st.lists(WORDS, max_size=6), st.text(alphabet="<ab|>.", max_size=30))
 def test_a_text_holds_a_spelling_or_not(words: list[str], text: str) -> None:
-    assert Spellings(words).are_in(text) == any(word in text for word in words)
+    assert TokenSpellings(words).found_in(text) == any(word in text for word in words)
 
 
 def test_many_beginnings_are_left_to_the_pattern() -> None:
-    spellings = Spellings(["<a>", "[b]", "(c)", "{d}", "|e|", "/f/"])
-    assert spellings.are_in("x /f/")
-    assert not spellings.are_in("x /f and |e")
+    spellings = TokenSpellings(["<a>", "[b]", "(c)", "{d}", "|e|", "/f/"])
+    assert spellings.found_in("x /f/")
+    assert not spellings.found_in("x /f and |e")

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from modelyard.tokenizer.shield import Spellings
-from modelyard.tokenizer.word_cache import MAX_TEXT, Words
+from modelyard.tokenizer.shield import TokenSpellings
+from modelyard.tokenizer.word_cache import MAX_TEXT, WordCache
 from tests.tokenizer import tokenizers_made as made
 
 LLAMA3 = (
@@ -113,7 +113,7 @@ def test_clauses_that_were_read_elsewhere_give_the_same_ids(name: str, text: str
         assert found is None or found == vocab._encode(asked)
 
 
-def counted(vocab: HuggingFaceTokenizer) -> tuple[Words, list[str]]:
+def counted(vocab: HuggingFaceTokenizer) -> tuple[WordCache, list[str]]:
     """The same words with nothing learned yet, and what the library is asked for."""
     assert vocab.words is not None
     asked: list[str] = []
@@ -123,7 +123,7 @@ def counted(vocab: HuggingFaceTokenizer) -> tuple[Words, list[str]]:
         return [vocab._encode(word) for word in new]
 
     pattern: re.Pattern[str] = vocab.words._find.__self__
-    return Words(pattern, Spellings(()), encode), asked
+    return WordCache(pattern, TokenSpellings(()), encode), asked
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)

@@ -161,7 +161,7 @@ class FormulaTrials:
 
 
 def tuned_model(goal: str = "chat", **model: object) -> TunedModel:
-    from tests.engines.llama_cpp.stage import model_file
+    from tests.engines.llama_cpp.helpers import model_file
 
     chosen = {"backend": "llama_cpp", "path": str(model_file()), "flash_attn": "off", **model}
     config = load_config(env={}, overrides={"models": {"m": chosen}}).config

@@ -20,7 +20,7 @@ from modelyard.tune.trial import (
     resident_bytes,
     run_trial,
 )
-from tests.engines.llama_cpp.stage import model_file
+from tests.engines.llama_cpp.helpers import model_file
 from tests.serving import demo
 
 LONG = TrialLimits(300.0)

@@ -22,7 +22,7 @@ from modelyard.tune.tuned_model import (
     with_changes,
     without_knobs,
 )
-from tests.engines.llama_cpp.stage import model_file
+from tests.engines.llama_cpp.helpers import model_file
 
 THREADS = Knob(name="n_threads", values=(1, 2), stage=1)
 FLASH = Knob(name="flash_attn", values=("on", "off"), stage=1)

@@ -15,7 +15,7 @@ import pytest
 
 from tests import commands
 from tests.e2e.servers import until
-from tests.engines.llama_cpp.stage import model_file
+from tests.engines.llama_cpp.helpers import model_file
 
 CHAT = "/v1/chat/completions"
 

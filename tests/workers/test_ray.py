@@ -25,7 +25,7 @@ from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.transport import HeartbeatConfig, generate_keys
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
-from tests.engines.llama_cpp import stage as llama_stage
+from tests.engines.llama_cpp import helpers as llama_stage
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
 from tests.workers.nodes import HEAD, Nodes

@@ -17,7 +17,7 @@ from modelyard.tokenizer import open_tokenizer
 from modelyard.workers.tokenizer_files import cached_tokenizers, read_tokenizer_files, store_tokenizer, tokenizer_hash
 from tests import commands
 from tests.e2e.servers import until
-from tests.engines.llama_cpp.stage import model_file
+from tests.engines.llama_cpp.helpers import model_file
 from tests.workers.stage import folder, opened, talking, working
 
 SHIPPED = fake.tokenizer_path(fake.Options())

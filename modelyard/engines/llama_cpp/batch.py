@@ -41,7 +41,8 @@ class SequenceWork(Struct, frozen=True):
 
 
 class BatchSlice(Struct, frozen=True):
-    """Read `count` of the sequence's pending tokens and `drafted` tokens after them; `last` if nothing stays pending."""
+    """Read `count` of the sequence's pending tokens and `drafted` tokens after them; `last` if nothing stays
+    pending."""
 
     sequence: int
     count: int
@@ -50,8 +51,8 @@ class BatchSlice(Struct, frozen=True):
 
 
 def next_adapters(sets: Iterable[Hashable], current: Hashable) -> Any:
-    """The adapter set of the next step: the one after the current, in a ring ordered by the oldest job. New sets join at
-    the end, so none waits forever."""
+    """The adapter set of the next step: the one after the current, in a ring ordered by the oldest job. New sets join
+    at the end, so none waits forever."""
     order = list(dict.fromkeys(sets))
     return order[(order.index(current) + 1) % len(order)] if current in order else order[0]
 
@@ -98,8 +99,8 @@ def _equal_drafts(lengths: Sequence[int], rows: int) -> list[int]:
 class DecodeBatch:
     """The jobs of a cache while each generates one token per step. It is valid until a job joins or leaves.
 
-    On a fast GPU a step takes less than a millisecond, and the GPU idles from the moment a token is known until the next
-    decode is launched. So everything that stays the same between steps is computed here, once.
+    On a fast GPU a step takes less than a millisecond, and the GPU idles from the moment a token is known until the
+    next decode is launched. So everything that stays the same between steps is computed here, once.
     """
 
     def __init__(self, jobs: Mapping[int, LlamaCppJob], slots: Sequence[SequenceSlot]) -> None:

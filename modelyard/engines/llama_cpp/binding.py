@@ -82,8 +82,8 @@ class LogitBias(Structure):
 # --- the thread pool --------------------------------------------------------------------------------------------------
 
 _MAX_THREADS = 512  # GGML_MAX_N_THREADS
-# How long threads spin for the next graph before they sleep, of 100. Not at all: between two steps the gateway needs the
-# core, and waking a thread takes microseconds. On two busy cores 10 and more made steps several times as long.
+# How long threads spin for the next graph before they sleep, of 100. Not at all: between two steps the gateway needs
+# the core, and waking a thread takes microseconds. On two busy cores 10 and more made steps several times as long.
 _POLL = 0
 
 

@@ -3,8 +3,8 @@
     step ─→ uniform: fill the batch ─→ decode ─→ sample all rows ─→ launch the next decode (GPU) ─→ emit
          └→ mixed:   plan slices of prompts, drafts and streams ─→ decode ─→ sample ─→ emit
 
-On a GPU a uniform step launches the next decode before it emits its tokens: that decode is in flight until the next step
-takes its logits, or until `flush`.
+On a GPU a uniform step launches the next decode before it emits its tokens: that decode is in flight until the next
+step takes its logits, or until `flush`.
 """
 
 from __future__ import annotations

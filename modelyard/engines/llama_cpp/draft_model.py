@@ -1,8 +1,8 @@
 """A draft model: a small model with the same vocabulary that drafts for the large one.
 
-It has a context for each cache, with the same sequences, and reads what their jobs hold, one slice per step if it is far
-behind. Then it continues as long as its best token is likely enough. The next step shows which drafts were accepted; the
-KV of the others is removed.
+It has a context for each cache, with the same sequences, and reads what their jobs hold, one slice per step if it is
+far behind. Then it continues as long as its best token is likely enough. The next step shows which drafts were
+accepted; the KV of the others is removed.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ class ModelDrafter:
             self.is_synchronized = self.is_synchronized and lag <= _MAX_LAG
             if count := min(lag, self._n_ubatch - self._batch.size):
                 ids = job.ids[state.n_past : state.n_past + count]
-                # A token that only the large model has becomes the last of the draft's vocabulary: only drafts get worse.
+                # A token that only the large model has becomes the last of the draft's vocabulary: only drafts get
+                # worse.
                 ids = np.minimum(ids, self._n_vocab - 1)
                 row = self._batch.add(ids, state.n_past, sequence, last=count == lag)
                 state.n_past += count

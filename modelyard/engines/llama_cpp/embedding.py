@@ -1,7 +1,7 @@
 """Embeddings, in a context that is created on first use. Inputs are read slice by slice between the caches' steps.
 
-llama.cpp pools only what is in one micro-batch. Here it returns the vector of each token, and numpy takes their mean, the
-first or the last: a long input is read in slices, so a stream waits for one of them at most.
+llama.cpp pools only what is in one micro-batch. Here it returns the vector of each token, and numpy takes their mean,
+the first or the last: a long input is read in slices, so a stream waits for one of them at most.
 """
 
 from __future__ import annotations

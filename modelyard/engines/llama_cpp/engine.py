@@ -1,6 +1,7 @@
 """llama.cpp in process: one model, several named caches, one thread that owns them all.
 
-    generate ─→ inbox ─→ thread: admit ─→ step of each cache that has jobs (`context.py`) ─→ dispatch ─→ queue of the job
+    generate ─→ inbox ─→ thread: admit ─→ step of each cache that has jobs (`context.py`) ─→ dispatch ─→ queue of the
+    job
 
 `ThreadedEngine` has the life cycle. Nothing but its thread touches a llama_context.
 """

@@ -73,8 +73,8 @@ class KvMemory:
         short.memory_seq_rm(self._memory, index, -1, -1)
 
     def cut(self, index: int, keep: int, held: int) -> bool:
-        """Cuts `held` tokens to the first `keep`; False if the model cannot go back so far. llama.cpp accepts a cut even
-        if what a sliding window needs is gone, so the positions are checked."""
+        """Cuts `held` tokens to the first `keep`; False if the model cannot go back so far. llama.cpp accepts a cut
+        even if what a sliding window needs is gone, so the positions are checked."""
         if keep <= 0 or not short.memory_seq_rm(self._memory, index, keep, -1):
             return False
         newest = short.memory_seq_pos_max(self._memory, index)

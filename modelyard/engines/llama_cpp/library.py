@@ -82,7 +82,8 @@ def offloads_to_gpu(layers: int) -> bool:
 
 
 def visible_memory(machine: AvailableMemory) -> AvailableMemory:
-    """What the library can use. `make install` builds it for CPUs: then models are in RAM on a machine with GPUs, too."""
+    """What the library can use. `make install` builds it for CPUs: then models are in RAM on a machine with GPUs,
+    too."""
     return machine if offloads_to_gpu(-1) else structs.replace(machine, gpus={})
 
 
@@ -108,8 +109,8 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 # --- fp16 arithmetic --------------------------------------------------------------------------------------------------
 #
-# On a CPU with AVX512-FP16 the pinned release sums fp16 values in blocks of 128 and takes the remainder one by one. Then
-# flash attention over heads of 64, 80 or 96 decodes at less than half the speed at depth. No API tells whether the
+# On a CPU with AVX512-FP16 the pinned release sums fp16 values in blocks of 128 and takes the remainder one by one.
+# Then flash attention over heads of 64, 80 or 96 decodes at less than half the speed at depth. No API tells whether the
 # library does that, and a measurement would depend on the machine's load, so its code is searched for the instructions.
 
 _FP16_BLOCK = 128

@@ -1,6 +1,7 @@
 """How much a quantized KV cache changes the output: a text is read through two contexts on the same weights.
 
-Both read the same text, so only their predictions differ. Run it in a process of its own: it loads and frees the weights.
+Both read the same text, so only their predictions differ. Run it in a process of its own: it loads and frees the
+weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Samples tokens with numpy: temperature, top_k, top_p and min_p, which is all that most requests use. Pure.
 
-llama.cpp's samplers build a list of the whole vocabulary for each token, and some sort it. Here numpy works on the row of
-logits in place: truncation leaves some dozens of tokens, and without truncation the draw goes by sums of blocks. For
-49,152 tokens that takes 0.03 to 0.1 ms instead of up to 4 ms. The order is llama.cpp's: top_k, top_p, min_p, temperature.
+llama.cpp's samplers build a list of the whole vocabulary for each token, and some sort it. Here numpy works on the row
+of logits in place: truncation leaves some dozens of tokens, and without truncation the draw goes by sums of blocks. For
+49,152 tokens that takes 0.03 to 0.1 ms instead of up to 4 ms. The order is llama.cpp's: top_k, top_p, min_p,
+temperature.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class Options(BaseModel):
 
     replay: str | None = Field(
         default=None,
-        description="For tests: a file of scripted answers that replace the model's. Prompts are read and cached as usual.",
+        description="For tests: a file of scripted answers that replace the model's. Prompts are read and cached.",
     )
     lora: dict[str, OneLora] = Field(
         default_factory=dict, description="LoRA adapters by the name that requests use: a path, or path and scale."
@@ -166,8 +166,8 @@ def flash_attention_mode(options: Options, *, gpu: bool) -> FlashAttentionMode:
 
     On a CPU it is on. Against the plain path it reads prompts 1.1 times as fast (1.7 with AMX), decodes short contexts
     faster and those of 512 tokens as fast, and needs no memory for the scores of whole micro-batches. At 4,000 tokens
-    the plain path decodes 1.5 times as fast without AMX (docs/performance.md). Exception: `library.is_flash_attention_slow`.
-    On a GPU llama.cpp knows whether all devices of the model support it: `auto`.
+    the plain path decodes 1.5 times as fast without AMX (docs/performance.md). Exception:
+    `library.is_flash_attention_slow`. On a GPU llama.cpp knows whether all devices of the model support it: `auto`.
     """
     if options.flash_attn is None:
         return "auto" if gpu else "on"

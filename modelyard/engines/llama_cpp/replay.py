@@ -8,8 +8,8 @@ Each line of the file is one rule of the fake engine's script, as JSON:
     {"result": "created", "steps": [{"text": "Done."}]}
     {"turn": 3, "steps": [{"tokens": 50}]}
 
-`when` searches the last user turn, `result` the tool results after it, `turn` counts the prompts of a session. Steps that
-wait or fail are ignored. A prompt without a matching rule gets an empty answer.
+`when` searches the last user turn, `result` the tool results after it, `turn` counts the prompts of a session. Steps
+that wait or fail are ignored. A prompt without a matching rule gets an empty answer.
 """
 
 from __future__ import annotations

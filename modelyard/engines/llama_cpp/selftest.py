@@ -55,7 +55,8 @@ class BrokenLibrary(Unavailable):
 
 
 class ChildResult(Struct, frozen=True):
-    """`code` is the exit code as subprocess has it (minus the signal); None: the child was stopped at the time limit."""
+    """`code` is the exit code as subprocess has it (minus the signal); None: the child was stopped at the time
+    limit."""
 
     code: int | None
     output: str = ""

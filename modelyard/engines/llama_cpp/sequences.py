@@ -39,8 +39,8 @@ _MIN_COPY = 256  # tokens: a copy makes other jobs' next step longer
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 #
-# A recurrent model keeps one state, at its newest token, and a sliding window drops what is behind it. A sequence of such
-# a model can only be rewound to a checkpoint. Checkpoints are taken
+# A recurrent model keeps one state, at its newest token, and a sliding window drops what is behind it. A sequence of
+# such a model can only be rewound to a checkpoint. Checkpoints are taken
 #
 #     at the end of what it held       when the next turn begins: an edited last message starts from there
 #     shortly before a prompt's end    the next turn may spell the answer differently, or the prompt may come again

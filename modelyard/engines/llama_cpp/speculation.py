@@ -128,9 +128,10 @@ def allowed_prefix(job: LlamaCppJob, draft: list[int]) -> list[int]:
 
 # --- does it pay? -----------------------------------------------------------------------------------------------------
 #
-# A step that moves `streams` streams on takes T seconds, and each drafted row makes it c seconds longer. A row yields as
-# many tokens as its probability to be accepted; without it the same seconds would yield c · streams / T tokens. So that
-# is a row's cost: the probability from which on it pays. Tokens are accepted in order, so the n-th has acceptanceⁿ.
+# A step that moves `streams` streams on takes T seconds, and each drafted row makes it c seconds longer. A row yields
+# as many tokens as its probability to be accepted; without it the same seconds would yield c · streams / T tokens. So
+# that is a row's cost: the probability from which on it pays. Tokens are accepted in order, so the n-th has
+# acceptanceⁿ.
 
 _INITIAL_COST = 0.4  # below what a small model on a CPU costs, so that drafts are tried
 _INITIAL_RATE, _INITIAL_WEIGHT = 0.5, 2.0  # a new job's acceptance, and how many drafts that counts for

@@ -18,8 +18,8 @@ from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.ct2 import helpers as ct2_stage
 from tests.engines.exllamav3 import helpers as exl3_stage
 from tests.engines.fake import helpers as fake_helpers
-from tests.engines.llama_cpp import stage as llama_stage
-from tests.engines.llama_cpp.lora import write_lora
+from tests.engines.llama_cpp import helpers as llama_stage
+from tests.engines.llama_cpp.lora_files import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
 from tests.engines.vllm import helpers as vllm_stage
 from tests.engines.vllm import real_vllm as vllm_real

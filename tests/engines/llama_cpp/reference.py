@@ -12,7 +12,7 @@ import numpy.typing as npt
 from llama_cpp import llama_cpp as lib
 
 from modelyard.tokenizer import llama_log
-from tests.engines.llama_cpp.stage import UBATCH
+from tests.engines.llama_cpp.helpers import UBATCH
 
 Logits = npt.NDArray[np.float32]
 

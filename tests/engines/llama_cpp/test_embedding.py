@@ -16,7 +16,7 @@ from modelyard.engines.llama_cpp import embedding, loading
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.embedding import EmbeddingContext, InputSlice, plan_embedding_steps
 from modelyard.telemetry import system
-from tests.engines.llama_cpp.stage import Tap, answer, model_file, prompt, running, spec, vocabulary
+from tests.engines.llama_cpp.helpers import Tap, answer, model_file, prompt, running, spec, vocabulary
 from tests.engines.reading import end, ids, read, until
 
 CAT, KITTEN, LAW = "A cat sleeps on the sofa.", "A kitten naps on the couch.", "The court rejected the tax appeal."

@@ -27,7 +27,7 @@ from modelyard.engines.llama_cpp import loading
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine, Order
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from tests.engines.llama_cpp import reference
-from tests.engines.llama_cpp.stage import Tap, answer, model_file, prompt, running, spec, vocabulary
+from tests.engines.llama_cpp.helpers import Tap, answer, model_file, prompt, running, spec, vocabulary
 from tests.engines.reading import accepted, end, ids, read, until
 
 TEXTS = ("Tell me about Paris.", "What is 2 + 2?", "Write one line of Python that prints the squares of 0 to 9.")

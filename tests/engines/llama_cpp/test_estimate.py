@@ -26,8 +26,8 @@ from modelyard.engines.llama_cpp.estimate import (
 )
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.telemetry import system
-from tests.engines.llama_cpp.exact import recurrent_model, sliding_model, write
-from tests.engines.llama_cpp.stage import model_buffers, model_file, running, spec
+from tests.engines.llama_cpp.exact_models import recurrent_model, sliding_model, write
+from tests.engines.llama_cpp.helpers import model_buffers, model_file, running, spec
 
 GIB = 2**30
 NO_GPU = AvailableMemory(64 * GIB)

@@ -9,7 +9,7 @@ import pytest
 from modelyard.core.engine import AvailableMemory
 from modelyard.engines.llama_cpp import binding
 from modelyard.engines.llama_cpp.knobs import knobs
-from tests.engines.llama_cpp.stage import UBATCH, answer, running, spec
+from tests.engines.llama_cpp.helpers import UBATCH, answer, running, spec
 from tests.engines.reading import ids
 
 LONG = "A long walk along the river. " * 8

@@ -9,7 +9,7 @@ from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
 from modelyard.engines.llama_cpp.loss import log_probabilities, loss
-from tests.engines.llama_cpp.stage import spec, vocabulary
+from tests.engines.llama_cpp.helpers import spec, vocabulary
 
 TEXT = "The ferry left at noon with eleven goats, two of them stolen, and nobody on board who could swim. " * 2
 

@@ -14,7 +14,7 @@ from modelyard.engines.llama_cpp.estimate import read_model_shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_cpp.repack import Weights, extra_buffers, weights
 from modelyard.library.gguf import TensorInfo
-from tests.engines.llama_cpp.stage import model_buffers
+from tests.engines.llama_cpp.helpers import model_buffers
 
 AVX2 = frozenset({"avx", "avx2"})
 AVX512 = AVX2 | {"avx512f", "avx512_vnni"}

@@ -12,7 +12,7 @@ from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Constraint
 from modelyard.engines.llama_cpp.replay import read_rules as read_rules
-from tests.engines.llama_cpp.stage import chatml, prompt, running, vocabulary
+from tests.engines.llama_cpp.helpers import chatml, prompt, running, vocabulary
 from tests.engines.reading import accepted, end, ids, read
 
 CACHES = {"main": CacheInfo(512, 2)}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from modelyard.engines.llama_cpp import selftest
+from modelyard.core.errors import Unavailable
+from modelyard.engines import llama_cpp
+from modelyard.engines.llama_cpp import library, selftest
 from modelyard.engines.llama_cpp import selftest as tiny
 from modelyard.engines.llama_cpp.library import CONTEXT_DEFAULTS, MODEL_DEFAULTS, SIZES
+from modelyard.engines.llama_cpp.selftest import ChildResult, explain_failure
+from modelyard.plugins import MissingLibrary
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +104,151 @@ def test_the_tiny_model_is_the_same_every_time_and_small(model: Path, tmp_path: 
     tiny.write_tiny_model(tmp_path / "again.gguf")
     assert (tmp_path / "again.gguf").read_bytes() == model.read_bytes()
     assert model.stat().st_size < 3_000_000
+
+
+# What becomes of a child that dies, hangs or disagrees, and when no child is needed.
+
+STAGE = "print('stage decoding a tiny model', flush=True)"
+
+
+def child(code: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, signal, sys, threading\n{STAGE}\n{code}"]
+
+
+def said(code: str, timeout: float = 60) -> str:
+    fault = selftest.run_selftest(child(code), timeout)
+    assert fault is not None
+    assert "\n" not in fault
+    return fault
+
+
+# --- how a child ends -------------------------------------------------------------------------------------------------
+
+
+def test_a_child_that_dies_by_sigill_is_a_sentence_that_says_what_to_do():
+    fault = said("os.kill(os.getpid(), signal.SIGILL)")
+    assert "died while decoding a tiny model: SIGILL, an instruction that this CPU does not have" in fault
+    assert "`make rebuild-engine`" in fault
+    assert "CMAKE_ARGS=-DGGML_NATIVE=OFF" in fault
+
+
+def test_a_child_that_dies_by_another_signal_is_told_by_its_name():
+    assert "died while decoding a tiny model: SIGSEGV" in said("os.kill(os.getpid(), signal.SIGSEGV)")
+
+
+def test_a_child_that_hangs_is_stopped():
+    assert "hung for 1 s while" in said("threading.Event().wait()", timeout=1)
+
+
+def test_a_child_that_disagrees_says_about_what():
+    fault = said("print('fault llama_batch has 64 bytes where release 0.3.36 has 56'); sys.exit(1)")
+    assert fault.startswith("the llama.cpp library does not fit this program: llama_batch has 64 bytes where release")
+
+
+def test_a_child_that_fails_in_python_is_told_by_its_last_line():
+    assert "failed while decoding a tiny model: OSError: no libllama.so" in said("raise OSError('no libllama.so')")
+
+
+def test_a_child_without_a_word_is_told_by_its_exit_code():
+    assert "the llama.cpp library failed while starting: exit code 9; " in str(explain_failure(ChildResult(9), 1))
+
+
+def test_a_signal_that_python_has_no_name_for_is_told_by_its_number():
+    assert "signal 40" in str(explain_failure(ChildResult(-40), 1))
+
+
+def test_a_child_that_passes_is_no_fault():
+    assert selftest.run_selftest(child("print('passed')")) is None
+
+
+def test_the_real_library_passes():
+    assert selftest.run_selftest() is None
+
+
+# --- remembering ------------------------------------------------------------------------------------------------------
+
+
+class Examiner:
+    def __init__(self, *faults: str | None) -> None:
+        self.faults = list(faults)
+        self.asked = 0
+
+    def __call__(self) -> str | None:
+        self.asked += 1
+        return self.faults.pop(0)
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    library = tmp_path / "lib"
+    library.mkdir()
+    (library / "libllama.so").write_bytes(b"machine code")
+    return {"MODELYARD_CACHE": str(tmp_path / "cache"), "LLAMA_CPP_LIB_PATH": str(library)}
+
+
+def test_a_pass_is_remembered(env: dict[str, str]):
+    examiner = Examiner(None)
+    selftest.require_working_library(env, examiner)
+    selftest.require_working_library(env, examiner)
+    assert examiner.asked == 1
+
+
+def test_a_failure_is_raised_and_looked_at_again(env: dict[str, str]):
+    examiner = Examiner("it died", None)
+    with pytest.raises(Unavailable, match="it died") as caught:
+        selftest.require_working_library(env, examiner)
+    assert caught.value.code == "engine_broken"
+    selftest.require_working_library(env, examiner)
+    assert examiner.asked == 2
+
+
+def test_another_library_is_tested_anew(env: dict[str, str]):
+    examiner = Examiner(None, None)
+    selftest.require_working_library(env, examiner)
+    (Path(env["LLAMA_CPP_LIB_PATH"]) / "libllama.so").write_bytes(b"other machine code")
+    selftest.require_working_library(env, examiner)
+    assert examiner.asked == 2
+
+
+def test_another_cpu_is_another_machine(env: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    folder = Path(env["LLAMA_CPP_LIB_PATH"])
+    before = selftest.fingerprint(folder)
+    assert selftest.fingerprint(folder) == before
+    monkeypatch.setattr(selftest, "cpu", lambda: "one without AVX-512")
+    assert selftest.fingerprint(folder) != before
+
+
+def test_another_release_to_be_written_for_is_tested_anew(env: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    before = selftest.fingerprint(Path(env["LLAMA_CPP_LIB_PATH"]))
+    monkeypatch.setattr(selftest, "RELEASE", "9.9.9")
+    assert selftest.fingerprint(Path(env["LLAMA_CPP_LIB_PATH"])) != before
+
+
+def test_a_cpu_is_its_name_and_its_instructions_not_its_speed(tmp_path: Path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\nmodel name\t: X\ncpu MHz\t: 2100\nflags\t: avx\n\nmodel name\t: X\nflags\t: avx\n")
+    assert selftest.cpu_description(info) == "model name\t: X\nflags\t: avx"
+    assert selftest.cpu_description(tmp_path / "none")
+
+
+def test_a_cache_folder_that_cannot_be_written_is_no_fault(env: dict[str, str], tmp_path: Path):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    examiner = Examiner(None, None)
+    selftest.require_working_library(env, examiner)
+    selftest.require_working_library(env, examiner)
+    assert examiner.asked == 2
+
+
+def test_a_library_that_is_not_there_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingLibrary, match="`make install` builds it"):
+        library.library_folder({})
+
+
+def test_an_engine_is_not_made_with_a_broken_library(monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise selftest.BrokenLibrary("it died by SIGILL")
+
+    monkeypatch.setattr(selftest, "require", broken)
+    with pytest.raises(Unavailable, match="SIGILL"):
+        llama_cpp.create(None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""vLLM's deltas as chunks."""
+"""vLLM's side of the engine: outputs as chunks, delivery to the gateway's loop, and errors."""
 
 from __future__ import annotations
 
@@ -8,158 +8,163 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import Accepted, CacheInfo, End, IdLogprob, Media, Prompt, TokenRun, Tokens
+from modelyard.core.engine import Accepted, Chunk, End, IdLogprob, Media, Prompt, TokenRun, Tokens
 from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, NotFound, Unavailable
 from modelyard.core.request import Constraint
 from modelyard.engines import vllm
-from modelyard.engines.vllm import errors
 from modelyard.engines.vllm.async_llm import AsyncLlmRunner, VllmJob
-from tests.engines.vllm.helpers import prompt
+from modelyard.engines.vllm.errors import death_error, first_token_error, load_error, request_error
+from tests.engines.vllm.helpers import prompt as chat_prompt
+
+# --- outputs as chunks ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def loop() -> Any:
-    made = asyncio.new_event_loop()
-    yield made
-    made.close()
+def create_job(prompt: Prompt | None = None, window: int = 100, **fields: Any) -> VllmJob:
+    prompt = prompt or Prompt(parts=(TokenRun([1, 2, 3]),), **{"max_tokens": 9} | fields)
+    job = VllmJob("a", prompt, asyncio.get_running_loop(), on_cancel=lambda _: None)
+    job.limit_output(window)
+    return job
 
 
-def job(loop: Any, **fields: Any) -> VllmJob:
-    prompt = Prompt(parts=(TokenRun([1, 2, 3]),), **{"max_tokens": 9} | fields)
-    made = VllmJob("a", prompt, loop, lambda _: None)
-    made.fit(CacheInfo(100))
-    return made
-
-
-def delta(ids: list[int], reason: str | None = None, logprobs: Any = None, cached: int = 0, prompt: Any = None) -> Any:
-    said = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+def output(ids: list[int], reason: str | None = None, logprobs: Any = None, cached: int = 0, prompt: Any = None) -> Any:
+    delta = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
     return SimpleNamespace(
-        outputs=[said], finished=reason is not None, num_cached_tokens=cached, prompt_token_ids=prompt or [1, 2, 3]
+        outputs=[delta], finished=reason is not None, num_cached_tokens=cached, prompt_token_ids=prompt or [1, 2, 3]
     )
 
 
-def test_first_delta_tells_what_was_cached(loop: Any) -> None:
-    it = job(loop)
-    assert it.heard(delta([7], cached=2)) == [Accepted(2, 2), Tokens([7])]
-    assert it.heard(delta([8, 9])) == [Tokens([8, 9])]
+def last_chunk(job: VllmJob, result: Any) -> End:
+    last = job.handle_output(result)[-1]
+    assert isinstance(last, End)
+    return last
 
 
-def test_token_that_stops_an_answer_is_not_part_of_it(loop: Any) -> None:
-    it = job(loop, logprobs=0)
-    one = {7: SimpleNamespace(logprob=-0.5, rank=1)}
-    *_, said, last = it.heard(delta([7, 2], "stop", [one, {2: SimpleNamespace(logprob=-0.1, rank=1)}]))
-    assert said == Tokens([7], [IdLogprob(7, -0.5)])
+async def test_first_output_gives_the_number_of_cached_tokens() -> None:
+    job = create_job()
+    assert job.handle_output(output([7], cached=2)) == [Accepted(2, 2), Tokens([7])]
+    assert job.handle_output(output([8, 9])) == [Tokens([8, 9])]
+
+
+async def test_stop_token_is_not_part_of_the_answer() -> None:
+    logprobs = [{7: SimpleNamespace(logprob=-0.5, rank=1)}, {2: SimpleNamespace(logprob=-0.1, rank=1)}]
+    *_, tokens, last = create_job(logprobs=0).handle_output(output([7, 2], "stop", logprobs))
+    assert tokens == Tokens([7], [IdLogprob(7, -0.5)])
     assert isinstance(last, End)
     assert (last.reason, last.usage.output) == ("stop", 1)
 
 
-def test_answer_that_stops_at_once_says_nothing(loop: Any) -> None:
-    accepted, last = job(loop).heard(delta([2], "stop"))
+async def test_answer_that_stops_at_once_has_no_tokens() -> None:
+    accepted, last = create_job().handle_output(output([2], "stop"))
     assert isinstance(accepted, Accepted)
     assert isinstance(last, End)
     assert last.usage.output == 0
 
 
 @pytest.mark.parametrize(("window", "reason"), [(100, "length"), (12, "length"), (11, "window")])
-def test_full_answer_says_what_was_full(loop: Any, window: int, reason: str) -> None:
-    it = job(loop)
-    it.fit(CacheInfo(window))
-    last = it.heard(delta([7] * it.most, "length"))[-1]
-    assert isinstance(last, End)
-    assert last.reason == reason
+async def test_end_names_the_limit_that_was_reached(window: int, reason: str) -> None:
+    job = create_job(window=window)
+    assert last_chunk(job, output([7] * job.max_output, "length")).reason == reason
 
 
-def test_reason_that_nobody_knows_is_an_error(loop: Any) -> None:
-    last = job(loop).heard(delta([], "error"))[-1]
-    assert isinstance(last, End)
-    assert last.error is not None
+async def test_answer_cut_below_its_limit_has_filled_the_window() -> None:
+    assert last_chunk(create_job(), output([7], "length")).reason == "window"
 
 
-def test_chosen_token_is_told_even_where_it_is_none_of_the_best(loop: Any) -> None:
-    at = {
+async def test_unknown_finish_reason_is_an_error() -> None:
+    assert last_chunk(create_job(), output([], "error")).error is not None
+
+
+async def test_logprobs_include_a_chosen_token_that_is_not_among_the_best() -> None:
+    candidates = {
         5: SimpleNamespace(logprob=-4.0, rank=30),
         1: SimpleNamespace(logprob=-0.3, rank=1),
         2: SimpleNamespace(logprob=-1.5, rank=2),
     }
-    _, said = job(loop, logprobs=2).heard(delta([5], logprobs=[at]))
-    assert said == Tokens([5], [IdLogprob(5, -4.0, ((1, -0.3), (2, -1.5)))])
+    _, tokens = create_job(logprobs=2).handle_output(output([5], logprobs=[candidates]))
+    assert tokens == Tokens([5], [IdLogprob(5, -4.0, ((1, -0.3), (2, -1.5)))])
 
 
-def test_picture_counts_as_many_tokens_as_its_processor_says(loop: Any) -> None:
-    prompt = Prompt(parts=(TokenRun([1]), Media("image", "ab", b"", 5)), max_tokens=9)
-    it = VllmJob("a", prompt, loop, lambda _: None)
-    it.fit(CacheInfo(100))
-    it.heard(delta([7], prompt=list(range(64))))
-    assert it.prompt_tokens == 64
+async def test_image_counts_as_many_tokens_as_vllms_processor_says() -> None:
+    job = create_job(Prompt(parts=(TokenRun([1]), Media("image", "ab", b"", 5)), max_tokens=9))
+    job.handle_output(output([7], prompt=list(range(64))))
+    assert job.prompt_tokens == 64
 
 
-def test_answer_that_is_cut_before_its_length_has_filled_the_window(loop: Any) -> None:
-    last = job(loop).heard(delta([7], "length"))[-1]
-    assert isinstance(last, End)
-    assert last.reason == "window"
+# --- delivery -------------------------------------------------------------------------------------------------------
 
 
-# vLLM's side of the engine: how what it says reaches the reader's loop.
+class CountingDispatch:
+    def __init__(self) -> None:
+        self.pending: list[Any] = []
+        self.flushed: list[int] = []
+
+    def put(self, job: VllmJob, chunks: list[Chunk], last: bool) -> None:
+        self.pending.append((job, chunks, last))
+
+    def flush(self) -> None:
+        self.flushed.append(len(self.pending))
+        self.pending.clear()
 
 
-async def test_what_one_step_says_to_all_jobs_wakes_the_reader_once() -> None:
-    posted: list[Any] = []
-    core = AsyncLlmRunner(None, lambda _, parcels: posted.append(parcels), lambda _: None, lambda _: None)  # type: ignore[arg-type]
-    jobs = [VllmJob(f"{n}", prompt(), asyncio.get_running_loop(), lambda _: None) for n in range(8)]
+async def test_chunks_of_one_step_wake_the_gateways_loop_once() -> None:
+    dispatch = CountingDispatch()
+    runner = AsyncLlmRunner(None, dispatch, {}, lambda _: None)  # type: ignore[arg-type]
+    jobs = [create_job(chat_prompt()) for _ in range(8)]
     for step in range(2):
-        for job in jobs:  # each in a task of its own, all woken in the same round
-            core._emit(job, [Tokens([step])])
-        assert len(posted) == step
+        for job in jobs:  # the tasks of all jobs run in the same iteration of the loop
+            runner._emit(job, [Tokens([step])])
+        assert len(dispatch.flushed) == step
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert len(posted) == step + 1
-    assert [len(parcels) for parcels in posted] == [8, 8]
+        assert len(dispatch.flushed) == step + 1
+    assert dispatch.flushed == [8, 8]
 
 
-# What vLLM raises, as our errors.
+# --- errors ---------------------------------------------------------------------------------------------------------
 
-REFUSED = (ValueError,)
+REQUEST_ERRORS = (ValueError,)
 
 
-def test_our_own_errors_stay_what_they_are() -> None:
+def test_our_own_errors_stay_unchanged() -> None:
     own = NotFound("gone")
-    assert errors.request_error(own, REFUSED) is own
+    assert request_error(own, REQUEST_ERRORS) is own
 
 
-def test_prompt_that_is_too_long_is_an_overflow() -> None:
-    words = "The decoder prompt (length 300) is longer than the maximum model length of 256. Make sure that …"
-    assert errors.request_error(ValueError(words), REFUSED) == ContextOverflow(300, 256)
+def test_too_long_prompt_is_a_context_overflow() -> None:
+    message = "The decoder prompt (length 300) is longer than the maximum model length of 256. Make sure that …"
+    assert request_error(ValueError(message), REQUEST_ERRORS) == ContextOverflow(300, 256)
 
 
-def test_refusal_of_a_grammar_names_the_field() -> None:
-    error = errors.request_error(ValueError("Grammar error: at 1(8)"), REFUSED, Constraint("regex", "("))
+def test_refused_grammar_names_its_field() -> None:
+    error = request_error(ValueError("Grammar error: at 1(8)"), REQUEST_ERRORS, Constraint("regex", "("))
     assert (error.code, error.param) == ("bad_grammar", "regex")
 
 
-def test_refusal_of_anything_else_is_told_in_vllms_words() -> None:
-    error = errors.request_error(ValueError("min_p must be in [0, 1]"), REFUSED, Constraint("regex", "a"))
+def test_other_refusals_keep_vllms_message() -> None:
+    error = request_error(ValueError("min_p must be in [0, 1]"), REQUEST_ERRORS, Constraint("regex", "a"))
     assert isinstance(error, InvalidRequest)
     assert "min_p must be in [0, 1]" in error.message
 
 
-def test_what_is_not_the_clients_fault_says_nothing_of_the_inside() -> None:
-    error = errors.request_error(RuntimeError("secret"), REFUSED)
+def test_internal_errors_reveal_no_details() -> None:
+    error = request_error(RuntimeError("secret"), REQUEST_ERRORS)
     assert isinstance(error, Internal)
     assert "secret" not in error.message
 
 
-def test_death_tells_how_the_process_ended() -> None:
-    assert errors.death_error([None, -9]) == Unavailable("vLLM's engine process was killed by SIGKILL")
-    assert errors.death_error([]) == Unavailable("vLLM's engine process died")
+def test_death_says_how_the_process_ended() -> None:
+    assert death_error([None, -9]) == Unavailable("vLLM's engine process was killed by SIGKILL")
+    assert death_error([]) == Unavailable("vLLM's engine process died")
 
 
-def test_death_at_the_first_token_tells_the_way_out() -> None:
-    assert "killed by SIGILL" in (told := errors.first_token_error([-4]).message)
-    assert "float32" in told
+def test_death_at_the_first_token_suggests_float32() -> None:
+    message = first_token_error([-4]).message
+    assert "killed by SIGILL" in message
+    assert "float32" in message
 
 
-def test_load_that_failed_is_explained_by_what_vllms_processes_wrote() -> None:
-    failed = errors.load_error(RuntimeError("Engine core initialization failed. See root cause above."), "/m")
+def test_failed_load_is_explained_by_the_log_of_vllms_processes() -> None:
+    failed = load_error(RuntimeError("Engine core initialization failed. See root cause above."), "/m")
     lines = [
         "(EngineCore pid=812) INFO 11-15 09:51:02 [core.py:1] all is well",
         "(EngineCore pid=812) ERROR 11-15 09:51:02 [core.py:1101] ValueError: the KV cache does not fit",
@@ -171,6 +176,6 @@ def test_load_that_failed_is_explained_by_what_vllms_processes_wrote() -> None:
     assert vllm.explain(failed, []) is failed
 
 
-def test_fault_of_another_kind_needs_no_explanation() -> None:
+def test_errors_of_another_kind_are_not_explained() -> None:
     missing = NotFound("the model is not here")
     assert vllm.explain(missing, ["ValueError: something"]) is missing

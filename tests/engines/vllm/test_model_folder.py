@@ -24,61 +24,61 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
-def made(place: Path, config: str = "{}") -> Path:
-    place.mkdir(parents=True)
-    (place / "config.json").write_text(config)
-    return place
+def create_folder(folder: Path, config: str = "{}") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(config)
+    return folder
 
 
-def test_a_folder_is_found_by_its_path_and_by_its_name_in_the_library(hub: Path, tmp_path: Path) -> None:
-    mine, shelf = made(tmp_path / "mine"), made(tmp_path / "cache" / "models" / "org" / "name")
-    assert model_folder.find_folder(str(mine)) == mine
-    assert model_folder.find_folder("org/name") == shelf
+def test_folder_is_found_by_its_path_and_by_its_name_in_the_library(hub: Path, tmp_path: Path) -> None:
+    own, stored = create_folder(tmp_path / "mine"), create_folder(tmp_path / "cache" / "models" / "org" / "name")
+    assert model_folder.find_folder(str(own)) == own
+    assert model_folder.find_folder("org/name") == stored
 
 
-def test_the_hubs_own_cache_is_looked_into_last_and_its_newest_snapshot_taken(hub: Path) -> None:
-    old, new = (made(hub / "models--org--name" / "snapshots" / each) for each in "ab")
+def test_hub_cache_is_searched_last_and_its_newest_snapshot_is_used(hub: Path) -> None:
+    old, new = (create_folder(hub / "models--org--name" / "snapshots" / each) for each in "ab")
     os.utime(old, (1, 1))
     assert model_folder.find_folder("org/name") == new
     assert model_folder.resolve_model(VllmOptions(vllm_model="org/name")) == str(new)
 
 
-def test_what_is_not_here_is_left_to_vllm_and_named_where_it_is_needed(hub: Path) -> None:
+def test_model_that_is_not_here_is_left_to_vllm_or_refused_by_name(hub: Path) -> None:
     assert model_folder.resolve_model(VllmOptions(vllm_model="org/other")) == "org/other"
     with pytest.raises(NotFound, match="'org/other' is not on this machine"):
         model_folder.require_folder("org/other")
 
 
-def test_a_model_that_sees_has_its_language_model_inside(tmp_path: Path) -> None:
-    place = made(tmp_path / "m", '{"model_type": "vl", "text_config": {"hidden_size": 5}}')
+def test_config_of_a_multimodal_model_is_read_from_its_text_config(tmp_path: Path) -> None:
+    folder = create_folder(tmp_path / "m", '{"model_type": "vl", "text_config": {"hidden_size": 5}}')
     assert model_folder.read_folder_config(place)["hidden_size"] == 5
-    (place / "config.json").write_text("no JSON")
+    (folder / "config.json").write_text("no JSON")
     with pytest.raises(InvalidRequest, match=r"config\.json cannot be read"):
         model_folder.read_folder_config(place)
 
 
-def test_what_belongs_to_a_model_is_found_as_the_model_is(hub: Path, tmp_path: Path) -> None:
-    guesser = made(tmp_path / "cache" / "models" / "small")
-    told = VllmOptions(
+def test_tokenizer_and_draft_model_are_found_like_the_model(hub: Path, tmp_path: Path) -> None:
+    draft = create_folder(tmp_path / "cache" / "models" / "small")
+    options = VllmOptions(
         vllm_model="org/name",
         vllm_tokenizer="org/elsewhere",
         vllm_speculative_method="draft_model",
         vllm_speculative_model="small",
         vllm_num_speculative_tokens=3,
     )
-    assert model_folder.resolve_companions(told).vllm_speculative_model == str(guesser)
-    assert model_folder.resolve_companions(told).vllm_tokenizer == "org/elsewhere"
+    assert model_folder.resolve_companions(options).vllm_speculative_model == str(draft)
+    assert model_folder.resolve_companions(options).vllm_tokenizer == "org/elsewhere"
 
 
-# Weights that are whole, and some that are not.
+# --- weights ----------------------------------------------------------------------------------------------------------
 
 
-def test_whole_file_passes(tmp_path: Path) -> None:
+def test_complete_file_passes(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(weights(10))
     check_weights(tmp_path)
 
 
-def test_folder_of_another_format_is_left_to_vllm(tmp_path: Path) -> None:
+def test_other_formats_are_left_to_vllm(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
     check_weights(tmp_path)
 
@@ -88,14 +88,14 @@ def test_folder_of_another_format_is_left_to_vllm(tmp_path: Path) -> None:
     [b"", b"\0" * 8, weights(10)[:-1], weights(10) + b"x", b"\2\0\0\0\0\0\0\0[]", b"\xff" * 40, weights(10)[:12]],
     ids=["empty", "zeros", "cut", "longer", "list", "garbage", "cut head"],
 )
-def test_broken_file_is_named(tmp_path: Path, broken: bytes) -> None:
+def test_broken_file_is_refused_by_name(tmp_path: Path, broken: bytes) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(broken)
     with pytest.raises(InvalidRequest, match=str(file)):
         check_weights(tmp_path)
 
 
-# What vLLM will take, from a model's folder.
+# --- the memory estimate ----------------------------------------------------------------------------------------------
 
 CACHES = {"main": CacheInfo(1000, 2), "fast": CacheInfo(500, 1)}
 HERE = AvailableMemory(1 << 40)
@@ -117,40 +117,40 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def of(model: Path, machine: AvailableMemory = HERE, **options: Any) -> MemoryEstimate:
+def estimated(model: Path, machine: AvailableMemory = HERE, **options: Any) -> MemoryEstimate:
     return estimate(EngineSpec("m", VllmOptions(vllm_model=str(model), **options), CACHES), machine)
 
 
-def test_weights_are_the_files_in_the_format_that_is_computed_in(model: Path) -> None:
-    assert of(model).weights == of(model, vllm_dtype="bfloat16").weights == 1000
-    assert of(model, vllm_dtype="float32").weights == 2000
-    assert of(model, vllm_dtype="float32", vllm_quantization="modelopt").weights == 1000
+def test_weights_are_the_files_in_the_number_format_of_the_computation(model: Path) -> None:
+    assert estimated(model).weights == estimated(model, vllm_dtype="bfloat16").weights == 1000
+    assert estimated(model, vllm_dtype="float32").weights == 2000
+    assert estimated(model, vllm_dtype="float32", vllm_quantization="modelopt").weights == 1000
     (model / "pytorch_model.bin").write_bytes(bytes(7777))
-    assert of(model).weights == 1000, "the same weights once more"
+    assert estimated(model).weights == 1000, "the same weights in another format"
 
 
-def test_kv_is_what_the_windows_need_unless_it_is_named(model: Path) -> None:
+def test_kv_is_what_the_windows_need_unless_its_size_is_set(model: Path) -> None:
     token = 2 * 3 * 2 * 16 * 2
-    assert of(model).kv == token * 1000 * 3
-    assert of(model, vllm_dtype="float32").kv == 2 * token * 1000 * 3
-    assert of(model, vllm_kv_cache_dtype="fp8").kv == token // 2 * 1000 * 3
-    assert of(model, vllm_kv_cache_memory_bytes=1 << 30).kv == of(model, GPU, vllm_kv_cache_memory_bytes=1 << 30).kv
-    assert of(model, vllm_kv_cache_memory_bytes=1 << 30).kv == 1 << 30
+    assert estimated(model).kv == token * 1000 * 3
+    assert estimated(model, vllm_dtype="float32").kv == 2 * token * 1000 * 3
+    assert estimated(model, vllm_kv_cache_dtype="fp8").kv == token // 2 * 1000 * 3
+    assert estimated(model, vllm_kv_cache_memory_bytes=1 << 30).kv == estimated(model, GPU, vllm_kv_cache_memory_bytes=1 << 30).kv
+    assert estimated(model, vllm_kv_cache_memory_bytes=1 << 30).kv == 1 << 30
 
 
-def test_a_gpu_is_filled_up_where_nobody_says_how_much(model: Path) -> None:
-    assert of(model, GPU).total == int((100 << 30) * 0.9)
-    assert of(model, GPU, vllm_gpu_memory_utilization=0.5).total == 50 << 30
-    assert of(model, GPU, vllm_gpu_memory_utilization=0.001).kv == of(model).kv
-    assert (of(model).device, of(model, GPU).device) == ("cpu", "gpu")
+def test_gpu_share_is_filled_with_kv_unless_its_size_is_set(model: Path) -> None:
+    assert estimated(model, GPU).total == int((100 << 30) * 0.9)
+    assert estimated(model, GPU, vllm_gpu_memory_utilization=0.5).total == 50 << 30
+    assert estimated(model, GPU, vllm_gpu_memory_utilization=0.001).kv == estimated(model).kv
+    assert (of(model).device, estimated(model, GPU).device) == ("cpu", "gpu")
 
 
-def test_a_checkpoint_that_guesses_counts_while_it_guesses(model: Path) -> None:
+def test_draft_checkpoint_counts_only_if_it_is_used(model: Path) -> None:
     chosen = {"vllm_speculative_model": str(model), "vllm_num_speculative_tokens": 1}
-    assert of(model, vllm_speculative_method="mtp", **chosen).weights == 2000
-    assert of(model, vllm_speculative_method="off", **chosen).weights == 1000
+    assert estimated(model, vllm_speculative_method="mtp", **chosen).weights == 2000
+    assert estimated(model, vllm_speculative_method="off", **chosen).weights == 1000
 
 
-def test_a_model_that_is_not_here_cannot_be_judged() -> None:
+def test_model_that_is_not_here_has_no_estimate() -> None:
     with pytest.raises(NotFound):
-        of(Path("org/none"))
+        estimated(Path("org/none"))

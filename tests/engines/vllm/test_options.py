@@ -1,4 +1,4 @@
-"""What a definition for vLLM may say, and what one load may set for itself."""
+"""vLLM's options: accepted values, live overrides, and the exact engine arguments that they become."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from modelyard.engines.vllm.options import LIVE_OVERRIDES, VllmOptions, engine_a
 from tests.config.test_pool_definitions import DEFINITIONS
 
 
-def test_nine_fields_may_be_set_for_one_load() -> None:
+def test_live_overrides_are_these_fields() -> None:
     assert list(LIVE_OVERRIDES) == [
         "vllm_max_model_len",
         "vllm_kv_cache_dtype",
@@ -46,12 +46,12 @@ def test_nine_fields_may_be_set_for_one_load() -> None:
         ("vllm_num_speculative_tokens", 8),
     ],
 )
-def test_values_within_their_range_are_taken(field: str, value: Any) -> None:
+def test_live_overrides_accept_values_within_their_range(field: str, value: Any) -> None:
     assert TypeAdapter(LIVE_OVERRIDES[field]).validate_python(value) == value
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "told"),
+    ("field", "value", "message"),
     [
         ("vllm_max_model_len", 0, "greater than or equal to 1"),
         ("vllm_kv_cache_dtype", "fp8 --api-key x", "pattern"),
@@ -62,13 +62,13 @@ def test_values_within_their_range_are_taken(field: str, value: Any) -> None:
         ("vllm_num_speculative_tokens", 0, "greater than or equal to 1"),
     ],
 )
-def test_values_outside_are_refused_with_the_range(field: str, value: Any, told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_live_overrides_refuse_values_outside_their_range(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         TypeAdapter(LIVE_OVERRIDES[field]).validate_python(value)
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({}, "vllm_model is needed"),
         ({"vllm_model": "m", "vllm_dtype": "int3"}, "bfloat16"),
@@ -78,8 +78,8 @@ def test_values_outside_are_refused_with_the_range(field: str, value: Any, told:
         ({"vllm_model": "m", "vllm_engine_args": {"dtype": "half"}}, "dtype is set by vllm_dtype"),
     ],
 )
-def test_nonsense_is_refused_with_the_field_at_fault(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_wrong_options_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         VllmOptions(**fields)
 
 
@@ -91,19 +91,19 @@ def speculating(method: str | None, **fields: Any) -> VllmOptions:
 
 
 @pytest.mark.parametrize(
-    ("method", "fields", "told"),
+    ("method", "fields", "message"),
     [
         (None, {"model": "d"}, "vllm_speculative_model needs vllm_speculative_method"),
         (None, {"n": 3}, "vllm_num_speculative_tokens needs vllm_speculative_method"),
         ("draft_model", {"n": 3}, "draft_model needs vllm_speculative_model"),
         ("draft_model", {"model": "d"}, "draft_model needs vllm_num_speculative_tokens"),
         ("mlp_speculator", {"n": 3}, "mlp_speculator needs vllm_speculative_model"),
-        ("ngram", {"n": 3, "model": "d"}, "ngram guesses without a model: leave vllm_speculative_model out"),
-        ("suffix", {"moe_backend": "triton"}, "leave vllm_speculative_moe_backend out"),
+        ("ngram", {"n": 3, "model": "d"}, "ngram uses no model: remove vllm_speculative_model"),
+        ("suffix", {"moe_backend": "triton"}, "remove vllm_speculative_moe_backend"),
     ],
 )
-def test_ways_to_speculate_are_not_mixed(method: str | None, fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_speculation_fields_that_do_not_match_are_refused(method: str | None, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         speculating(method, **fields)
 
 
@@ -119,31 +119,31 @@ def test_ways_to_speculate_are_not_mixed(method: str | None, fields: dict[str, A
         ("off", {"model": "d", "n": 3}),
     ],
 )
-def test_each_way_stands_by_itself(method: str, fields: dict[str, Any]) -> None:
+def test_each_speculative_method_is_accepted_with_its_fields(method: str, fields: dict[str, Any]) -> None:
     assert speculating(method, **fields).speculates is (method != "off")
 
 
-# The exact engine arguments of a definition.
+# --- engine arguments -----------------------------------------------------------------------------------------------
 
 ONE = {"m": CacheInfo(4096)}
 
 
-def defined(folder: Path, name: str) -> EngineSpec:
-    """The spec that a definition of the llm-pool guide comes to."""
+def pool_spec(folder: Path, name: str) -> EngineSpec:
+    """The spec of a definition in the llm-pool guide."""
     (folder / "pool.json").write_text(json.dumps({"engine": {"models": {name: DEFINITIONS[name]}}}))
     config = load_config(folder / "pool.json", env={}).config
     return engine_spec(config.router().catalog.models[name], config.models[name])
 
 
-def told(**fields: Any) -> dict[str, Any]:
-    """What the fields add to the arguments of a bare definition."""
-    bare = engine_arguments(VllmOptions(vllm_model="m"), ONE)
-    got = engine_arguments(VllmOptions(vllm_model="m", **fields), ONE)
-    return {name: value for name, value in got.items() if bare.get(name) != value}
+def added_arguments(**fields: Any) -> dict[str, Any]:
+    """What the options add to the arguments of a minimal definition."""
+    minimal = engine_arguments(VllmOptions(vllm_model="m"), ONE)
+    arguments = engine_arguments(VllmOptions(vllm_model="m", **fields), ONE)
+    return {name: value for name, value in arguments.items() if minimal.get(name) != value}
 
 
-def test_the_whole_definition_of_a_pool_becomes_these_arguments(tmp_path: Path) -> None:
-    spec = defined(tmp_path, "qwen2.5-vl-3b")
+def test_definition_from_the_pool_guide_becomes_these_arguments(tmp_path: Path) -> None:
+    spec = pool_spec(tmp_path, "qwen2.5-vl-3b")
     assert engine_arguments(spec.options, spec.caches) == {
         "model": "Qwen/Qwen2.5-VL-3B-Instruct",
         "max_model_len": 12288,
@@ -157,7 +157,7 @@ def test_the_whole_definition_of_a_pool_becomes_these_arguments(tmp_path: Path) 
     assert spec.modalities == ("text", "image")
 
 
-def test_a_bare_definition_leaves_everything_else_to_vllm() -> None:
+def test_minimal_definition_leaves_everything_else_to_vllm() -> None:
     assert engine_arguments(VllmOptions(path="/models/m"), ONE) == {
         "model": "/models/m",
         "max_model_len": 4096,
@@ -166,14 +166,14 @@ def test_a_bare_definition_leaves_everything_else_to_vllm() -> None:
     }
 
 
-def test_all_caches_are_one_of_the_widest_window_and_all_their_places() -> None:
+def test_all_caches_become_one_with_the_widest_window_and_all_sequences() -> None:
     caches = {"main": CacheInfo(8192, 3), "fast": CacheInfo(2048, 2)}
-    got = engine_arguments(VllmOptions(vllm_model="m"), caches, "/found/m")
-    assert (got["model"], got["max_model_len"], got["max_num_seqs"]) == ("/found/m", 8192, 5)
+    arguments = engine_arguments(VllmOptions(vllm_model="m"), caches, "/found/m")
+    assert (arguments["model"], arguments["max_model_len"], arguments["max_num_seqs"]) == ("/found/m", 8192, 5)
     assert engine_arguments(VllmOptions(vllm_model="m", vllm_max_num_seqs=9), caches)["max_num_seqs"] == 9
 
 
-def test_each_field_has_its_argument() -> None:
+def test_each_option_becomes_its_argument() -> None:
     plain = {
         "tokenizer": "t",
         "revision": "main",
@@ -187,19 +187,19 @@ def test_each_field_has_its_argument() -> None:
         "enforce_eager": True,
         "seed": 7,
     }
-    assert told(**{f"vllm_{name}": value for name, value in plain.items()}) == plain
+    assert added_arguments(**{f"vllm_{name}": value for name, value in plain.items()}) == plain
 
 
-def test_the_pixels_of_one_load_go_before_the_definitions() -> None:
+def test_vllm_max_pixels_overrides_the_processors_max_pixels() -> None:
     kwargs = {"max_pixels": 1, "min_pixels": 2}
-    assert told(vllm_mm_processor_kwargs=kwargs, vllm_max_pixels=99) == {
+    assert added_arguments(vllm_mm_processor_kwargs=kwargs, vllm_max_pixels=99) == {
         "mm_processor_kwargs": {"max_pixels": 99, "min_pixels": 2}
     }
 
 
-def test_ways_to_speculate_are_kept_apart() -> None:
+def test_speculative_config_follows_the_method() -> None:
     def config(**fields: Any) -> Any:
-        return told(**fields).get("speculative_config")
+        return added_arguments(**fields).get("speculative_config")
 
     assert config(vllm_speculative_method="draft_model", vllm_speculative_model="d", vllm_num_speculative_tokens=3) == {
         "method": "draft_model",
@@ -214,13 +214,13 @@ def test_ways_to_speculate_are_kept_apart() -> None:
     assert config(vllm_speculative_method="off", vllm_speculative_model="d") is None
 
 
-def test_adapters_switch_lora_on() -> None:
-    assert told(lora={"law": "/l", "med": "/m"}, vllm_max_lora_rank=32) == {
+def test_adapters_enable_lora() -> None:
+    assert added_arguments(lora={"law": "/l", "med": "/m"}, vllm_max_lora_rank=32) == {
         "enable_lora": True,
         "max_loras": 2,
         "max_lora_rank": 32,
     }
 
 
-def test_further_arguments_pass_by_their_own_names() -> None:
-    assert told(vllm_engine_args={"block_size": 32}) == {"block_size": 32}
+def test_vllm_engine_args_are_passed_on() -> None:
+    assert added_arguments(vllm_engine_args={"block_size": 32}) == {"block_size": 32}

@@ -18,7 +18,7 @@ from modelyard.engines.vllm_serve.server import (
     reasoning_parser,
     tool_call_parser,
 )
-from tests.engines.vllm.test_options import defined
+from tests.engines.vllm.test_options import pool_spec
 
 SOCKET = ListenAddress("/run/vllm.sock")
 MINIMAL = Options(vllm_model="m")
@@ -42,7 +42,7 @@ def added(**options: Any) -> list[str]:
 
 
 def test_definition_with_an_mtp_assistant_becomes_a_command_line(tmp_path: Path) -> None:
-    spec = defined(tmp_path, "gemma4-nvfp4-vllm-serve")
+    spec = pool_spec(tmp_path, "gemma4-nvfp4-vllm-serve")
     options = spec.options
     served = ServedModel(spec.model, options.model_name)
     assert command_line(options.vllm_serve_binary, served, options, spec.caches, SOCKET) == [
@@ -63,7 +63,7 @@ def test_definition_with_an_mtp_assistant_becomes_a_command_line(tmp_path: Path)
 
 
 def test_definition_with_mtp_layers_becomes_a_command_line(tmp_path: Path) -> None:
-    spec = defined(tmp_path, "qwen3.6-35b-a3b-nvfp4-vllm-serve")
+    spec = pool_spec(tmp_path, "qwen3.6-35b-a3b-nvfp4-vllm-serve")
     options = spec.options
     served = ServedModel(spec.model, options.model_name, "… {{ enable_thinking }} <think> <tool_call> <function=")
     assert command_line(options.vllm_serve_binary, served, options, spec.caches, SOCKET) == [

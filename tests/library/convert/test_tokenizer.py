@@ -14,7 +14,7 @@ from modelyard.library.convert import tokenizer
 from modelyard.library.gguf import read_contents
 from modelyard.tokenizer.gguf import GgufTokenizer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
-from tests.engines.llama_cpp.stage import model_file
+from tests.engines.llama_cpp.helpers import model_file
 from tests.library.convert import tiny
 
 PIECES = [

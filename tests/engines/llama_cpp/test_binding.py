@@ -11,8 +11,8 @@ import pytest
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_cpp import binding
 from modelyard.engines.llama_cpp.binding import ThreadPool
-from tests.engines.llama_cpp.exact import exact_model
-from tests.engines.llama_cpp.stage import id_prompt, running
+from tests.engines.llama_cpp.exact_models import exact_model
+from tests.engines.llama_cpp.helpers import id_prompt, running
 from tests.engines.reading import end, ids, read
 
 RUN = list(range(40))

@@ -1,4 +1,4 @@
-"""What stands beside a tokenizer.json: which tokens begin and end a text, from a Hugging Face folder's other files."""
+"""The files beside a tokenizer.json in a Hugging Face folder: which tokens begin and end a text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from msgspec import Struct
 from modelyard.core.errors import InvalidRequest
 
 
-class Ends(Struct, frozen=True):
-    """The texts that begin and end a turn, and further ids that end one. `adds_bos` None: the files do not say."""
+class SpecialTokens(Struct, frozen=True):
+    """The tokens that begin and end a turn, and more ids that end one. `adds_bos` None: unspecified."""
 
     bos_token: str = ""
     eos_token: str = ""
@@ -41,7 +41,7 @@ def read_text(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in this file; a missing file is an empty one, a broken one is an error that names it."""
+    """The JSON object in this file; empty if the file is missing, an error that names the file if it is invalid."""
     if not file.is_file():
         return {}
     try:
@@ -49,7 +49,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise _broken(file, str(error)) from error
     if not isinstance(value, dict):
-        raise _broken(file, "it holds no object")
+        raise _broken(file, "it does not contain an object")
     return value
 
 
@@ -57,11 +57,11 @@ def _broken(file: Path, why: str) -> InvalidRequest:
     return InvalidRequest(f"{file} is not a valid JSON file: {why}. Download it again", code="tokenizer_broken")
 
 
-def read_ends(folder: Path) -> Ends:
+def read_special_tokens(folder: Path) -> SpecialTokens:
     config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
     generation = read_json(folder / "generation_config.json")
     adds = config.get("add_bos_token")
-    return Ends(
+    return SpecialTokens(
         _text(config, "bos_token"),
         _text(config, "eos_token"),
         tuple(_ids(generation.get("eos_token_id"))),
@@ -70,7 +70,7 @@ def read_ends(folder: Path) -> Ends:
 
 
 def _text(config: Mapping[str, Any], name: str) -> str:
-    """A token is written as its text or as an object with `content`."""
+    """A token is a string or an object with `content`."""
     value = config.get(name)
     if isinstance(value, dict):
         value = value.get("content")

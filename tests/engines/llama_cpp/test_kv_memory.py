@@ -13,7 +13,7 @@ from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_cpp import Options, loading
 from modelyard.engines.llama_cpp.binding import LlamaBatch, lib
 from modelyard.engines.llama_cpp.kv_memory import KvLayout, KvMemory, kv_layout
-from tests.engines.llama_cpp.exact import VOCAB, exact_model
+from tests.engines.llama_cpp.exact_models import VOCAB, exact_model
 
 INFO = CacheInfo(256, 3)
 RUN = np.arange(7, 47, dtype=np.int32)

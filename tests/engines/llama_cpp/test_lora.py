@@ -16,9 +16,9 @@ from modelyard.core.errors import Conflict, InvalidRequest, NotFound
 from modelyard.engines.llama_cpp import Options
 from modelyard.engines.llama_cpp.batch import next_adapters
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
-from tests.engines.llama_cpp.exact import exact_model
-from tests.engines.llama_cpp.lora import write_lora
-from tests.engines.llama_cpp.stage import id_prompt, running
+from tests.engines.llama_cpp.exact_models import exact_model
+from tests.engines.llama_cpp.helpers import id_prompt, running
+from tests.engines.llama_cpp.lora_files import write_lora
 from tests.engines.reading import accepted, assert_alike, end, ids, logprobs, read, until
 
 TALK = [(7 * n) % 250 + 1 for n in range(40)]

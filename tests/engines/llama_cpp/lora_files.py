@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.engines.llama_cpp.exact import write
+from tests.engines.llama_cpp.exact_models import write
 
 RANK = 4
 

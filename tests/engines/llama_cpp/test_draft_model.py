@@ -17,9 +17,9 @@ from modelyard.core.request import Sampling
 from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp.draft_model import most_likely_token
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
-from tests.engines.llama_cpp.exact import chanting_model, exact_model, other_model, recurrent_model
-from tests.engines.llama_cpp.stage import Tap, answer, model_file, running, said, spec
-from tests.engines.llama_cpp.test_speculate import RUNS, SAMPLINGS, CancelAtRun, told, words
+from tests.engines.llama_cpp.exact_models import chanting_model, exact_model, other_model, recurrent_model
+from tests.engines.llama_cpp.helpers import Tap, answer, model_file, running, said, spec
+from tests.engines.llama_cpp.test_speculation import RUNS, SAMPLINGS, CancelAtRun, told, words
 from tests.engines.reading import accepted, assert_alike, end, ids
 
 CACHES = {"main": CacheInfo(256, 4)}

@@ -18,9 +18,9 @@ from modelyard.engines.llama_cpp.batch import DecodeBatch
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.speculation import DraftCost, Speculator
-from tests.engines.llama_cpp.exact import chanting_model, exact_model
-from tests.engines.llama_cpp.stage import Tap, id_prompt, running
-from tests.engines.llama_cpp.test_reuse import SYSTEM, words
+from tests.engines.llama_cpp.exact_models import chanting_model, exact_model
+from tests.engines.llama_cpp.helpers import Tap, id_prompt, running
+from tests.engines.llama_cpp.test_sequence_manager import SYSTEM, words
 from tests.engines.reading import accepted, assert_alike, end, ids, read
 
 SAMPLED = Sampling(temperature=0.9, top_k=50, seed=5)

@@ -16,7 +16,7 @@ from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
 from modelyard.engines.llama_cpp.grammar_mask import GrammarCompiler, GrammarMask, TriggeredMask
-from tests.engines.llama_cpp.stage import answer, prompt, running, said, vocabulary
+from tests.engines.llama_cpp.helpers import answer, prompt, running, said, vocabulary
 from tests.engines.reading import end, ids, logprobs, read
 
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")

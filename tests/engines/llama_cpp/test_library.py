@@ -9,8 +9,9 @@ import pytest
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
 from modelyard.engines import llama_cpp
+from modelyard.engines.llama_cpp import library as halves
 from modelyard.engines.llama_cpp.library import visible_memory
-from tests.engines.llama_cpp.stage import model_file
+from tests.engines.llama_cpp.helpers import model_file
 
 MACHINE = AvailableMemory(1 << 34, {"GPU-0": 1 << 34})
 
@@ -44,3 +45,45 @@ def test_a_library_with_a_gpus_backend_does(library: Path, file: str) -> None:
 def test_a_model_on_a_gpu_gets_a_process_of_its_own(library: Path, fields: dict[str, Any], own: bool) -> None:
     (library / "libggml-cuda.so").touch()
     assert llama_cpp.own_process(fields) is own
+
+
+# Libraries that add half-precision values up are told by their instructions.
+
+# vfmadd231ph zmm0, zmm1, zmm2 · vfmadd213ph zmm16, zmm17, [rax] · vfmadd132ph zmm1, zmm2, zmm3
+HALVES = [b"\x62\xf6\x75\x48\xb8\xc2", b"\x62\xe6\x75\x40\xa8\x00", b"\x62\xf6\x6d\x48\x98\xcb"]
+# vfmadd231ps zmm0, zmm1, zmm2 · vfmadd231pd zmm0, zmm1, zmm2 · vfmadd231ph ymm0, ymm1, ymm2
+OTHERS = [b"\x62\xf2\x75\x48\xb8\xc2", b"\x62\xf2\xf5\x48\xb8\xc2", b"\x62\xf6\x75\x28\xb8\xc2"]
+
+
+@pytest.mark.parametrize("code", HALVES)
+def test_a_multiply_add_of_halves_is_found(code: bytes) -> None:
+    assert halves.count_fp16_fma(b"\x90" + code + b"\xc3") == 1
+
+
+@pytest.mark.parametrize("code", OTHERS)
+def test_other_multiply_adds_are_none_of_it(code: bytes) -> None:
+    assert halves.count_fp16_fma(code * 100) == 0
+
+
+def library_halves(folder: Path, code: bytes) -> Path:
+    folder.mkdir()
+    (folder / "libggml-cpu.so").write_bytes(b"\x7fELF" + code)
+    return folder
+
+
+def test_heads_of_whole_blocks_are_never_slow(tmp_path: Path) -> None:
+    folder = library_halves(tmp_path / "lib", b"".join(HALVES))
+    assert [head for head in (0, 64, 80, 96, 128, 192, 256) if halves.is_flash_attention_slow(head, folder)] == [
+        64,
+        80,
+        96,
+        192,
+    ]
+
+
+def test_a_library_without_them_is_slow_with_no_head(tmp_path: Path) -> None:
+    assert not halves.is_flash_attention_slow(64, library_halves(tmp_path / "lib", b"".join(OTHERS)))
+
+
+def test_one_by_chance_is_not_enough(tmp_path: Path) -> None:
+    assert not halves.is_flash_attention_slow(64, library_halves(tmp_path / "lib", HALVES[0]))

@@ -3,18 +3,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from modelyard.tokenizer.folder import Ends, read_ends, tokenizer_file
+from modelyard.tokenizer.tokenizer_files import SpecialTokens, read_special_tokens, tokenizer_file
 
 
 def test_an_empty_folder_says_nothing(tmp_path: Path) -> None:
-    assert read_ends(tmp_path) == Ends()
+    assert read_special_tokens(tmp_path) == SpecialTokens()
 
 
 def test_the_config_goes_before_the_map_of_special_tokens(tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "<old>"}))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<new>"}}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert read_ends(tmp_path) == Ends("<s>", "<new>", (7,), None)
+    assert read_special_tokens(tmp_path) == SpecialTokens("<s>", "<new>", (7,), None)
 
 
 def test_a_folder_and_its_file_are_the_same_tokenizer(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from modelyard.core.errors import Timeout
 from modelyard.engines.llama_cpp import job as speech
 from modelyard.engines.llama_cpp.job import LlamaCppJob
-from tests.engines.llama_cpp.stage import id_prompt
+from tests.engines.llama_cpp.helpers import id_prompt
 
 
 def speaker(window: int = 64, **fields: Any) -> LlamaCppJob:
