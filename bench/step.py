@@ -173,7 +173,7 @@ async def opened(file: Path, threads: int, streams: int) -> LlamaCppEngine:
 
 async def speak(engine: LlamaCppEngine, streams: int, tokens: int, sampling: Sampling) -> None:
     async def one(number: int) -> None:
-        ids = [(number * 7919 + at * 104729) % engine._n_vocab for at in range(_PROMPT)]
+        ids = [(number * 7919 + at * 104729) % engine.n_vocab for at in range(_PROMPT)]
         prompt = Prompt(parts=(TokenRun(ids),), sampling=sampling, max_tokens=tokens, session=str(number))
         async for batch in engine.generate(prompt):
             if isinstance(batch[-1], End) and batch[-1].error is not None:

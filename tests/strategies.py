@@ -1,7 +1,7 @@
 """Hypothesis strategies for the core values, shared by the tests of every protocol.
 
-Everything drawn is in the normal form of `core/request.py`. The switches turn on what only some protocols can express; a
-test that needs expressible values leaves them off, or normalises what it drew with `msgspec.structs.replace`.
+Everything drawn is in the normal form of `core/request.py`. The switches turn on what only some protocols can express.
+A test that needs expressible values leaves them off, or normalises what it drew with `msgspec.structs.replace`.
 """
 
 from __future__ import annotations
@@ -257,6 +257,7 @@ def requests(
     server: bool = False,
     deferred: bool = False,
     namespaces: bool = False,
+    constrained: bool = True,
     named_constraints: bool = False,
     json_object: bool = True,
     reasoning: bool = True,
@@ -273,7 +274,9 @@ def requests(
         "stop": st.lists(texts(1), max_size=3).map(tuple),
         "n": st.integers(1, 4) if n else st.just(1),
         "logprobs": _optional(st.integers(0, 20)) if logprobs else st.none(),
-        "constraint": _optional(constraints(named=named_constraints, json_object=json_object)),
+        "constraint": _optional(constraints(named=named_constraints, json_object=json_object))
+        if constrained
+        else st.none(),
         "reasoning": reasonings() if reasoning else st.just(Reasoning()),
         "stream": st.booleans(),
         "user": _optional(names()),

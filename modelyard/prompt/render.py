@@ -1,6 +1,8 @@
-"""A request to the prompt that a model reads: template, shield and token cache of one model, held together.
+"""Renders a request to the prompt that a model reads: tools and messages → chat template → token ids.
 
-Needs no running engine: prompts are counted, checked and cut off before anything is leased.
+Needs no loaded engine: prompts are counted and checked before anything is leased. Client text is shielded on the way,
+so that a control token spelled in it stays text. Assistant text is shielded too (a model may quote a control token),
+except for reasoning tags, which templates search for.
 """
 
 from __future__ import annotations
@@ -31,9 +33,7 @@ from modelyard.prompt.translation import SOURCE, TARGET, translated
 from modelyard.tokenizer.prefix_cache import SplittableTokenizer, TokenCache
 from modelyard.tokenizer.shield import Shield, unshield
 
-# The tools on offer, in the shape that templates expect, and in words where a template has no place for them.
-
-_REMEMBERED = 4 << 20  # bytes of JSON: an agent sends the same list with each request
+_MAX_CACHED_TOOLS = 4 << 20  # bytes of JSON; an agent sends the same list with each request
 _encode = msgspec.json.Encoder().encode
 _FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
@@ -50,7 +50,7 @@ def definition(tool: Tool, shield: Shield) -> Frozen:
 
 
 def _description(tool: Tool) -> str:
-    """A custom tool's grammar is told in words, too: a model that is only held to it would not know what it writes."""
+    """A custom tool's description includes its grammar: a model that is only constrained does not know the format."""
     rules = tool.grammar.get("definition") if tool.kind == "custom" and tool.grammar else None
     if not isinstance(rules, str) or not rules:
         return tool.description
@@ -59,12 +59,12 @@ def _description(tool: Tool) -> str:
 
 
 class ToolDefinitions:
-    """Definitions of the tools that stand at the head of a prompt: neither deferred nor run by somebody else."""
+    """The tool definitions of a prompt: all tools that are neither deferred nor run by a provider."""
 
     def __init__(self, shield: Shield) -> None:
         self._shield = shield
         self._known: dict[bytes, list[Frozen]] = {}
-        self._held = 0
+        self._cached_bytes = 0
 
     def offered(self, tools: Sequence[Tool]) -> list[Frozen]:
         shown = [tool for tool in tools if not tool.deferred and tool.kind != "server"]
@@ -73,14 +73,14 @@ class ToolDefinitions:
         key = _encode(shown)
         found = self._known.get(key)
         if found is None:
-            self._held += len(key)
-            if self._held > _REMEMBERED:
-                self._known, self._held = {}, len(key)
+            self._cached_bytes += len(key)
+            if self._cached_bytes > _MAX_CACHED_TOOLS:
+                self._known, self._cached_bytes = {}, len(key)
             found = self._known[key] = [definition(tool, self._shield) for tool in shown]
         return found
 
     def announce(self, name: str, tools: Iterable[Tool]) -> str:
-        """The text that stands where a deferred tool was discovered."""
+        """The text at the point where a deferred tool was discovered."""
         for tool in tools:
             if tool.name == name:
                 return f"From here on this tool can be called too:\n{tojson(definition(tool, self._shield))}"
@@ -88,7 +88,7 @@ class ToolDefinitions:
 
 
 def instructions(tools: Sequence[Frozen]) -> str:
-    """For templates that know no tools: the list in words, with the most common way to call one."""
+    """For templates without tool support: the tools as text, with the most common call syntax."""
     listed = "\n".join(tojson(tool) for tool in tools)
     return (
         f"You can call these tools. Each line defines one as JSON:\n<tools>\n{listed}\n</tools>\n"
@@ -97,25 +97,20 @@ def instructions(tools: Sequence[Frozen]) -> str:
     )
 
 
-# Messages of a request as the dictionaries that chat templates read.
-#
-# Client text is shielded on the way: a spelling of a control token in it stays text. What an assistant said is shielded
-# too (a model may have quoted one), except for reasoning tags, which templates look for in its text.
-
-RAW = "__raw"  # holds arguments that are no JSON object: every template can print a dictionary
+RAW = "__raw"  # key for arguments that are not a JSON object: every template can print a dictionary
 _decode = msgspec.json.Decoder().decode
 
 
 class MessageConverter:
-    """Turns requests into entries. `images`: the template has a place for them; else a word stands there."""
+    """Messages to the dictionaries that templates read. `images`: the template supports them; else they become text."""
 
-    def __init__(self, specials: Sequence[str], toolbox: ToolDefinitions, shield: Shield, *, images: bool) -> None:
+    def __init__(self, specials: Sequence[str], tools: ToolDefinitions, shield: Shield, *, images: bool) -> None:
         self._shield = shield
         self._shield_reply = Shield(text for text in specials if not _is_reasoning_tag(text))
-        self._toolbox = toolbox
+        self._tools = tools
         self._images = images
 
-    def entries(self, request: Request) -> list[TemplateMessage]:
+    def convert(self, request: Request) -> list[TemplateMessage]:
         out: list[TemplateMessage] = []
         names: dict[str, str] = {}
         for message in request.messages:
@@ -124,10 +119,10 @@ class MessageConverter:
             elif message.role == "tool":
                 out.extend(self._results(message, names, request.tools))
             else:
-                out.append(self._said(message, request.tools))
+                out.append(self._other(message, request.tools))
         return out
 
-    def _said(self, message: Message, tools: Sequence[Tool]) -> TemplateMessage:
+    def _other(self, message: Message, tools: Sequence[Tool]) -> TemplateMessage:
         entry: TemplateMessage = {"role": message.role, "content": self._content(message.parts, tools)}
         if message.name:
             entry["name"] = self._shield(message.name)
@@ -148,7 +143,7 @@ class MessageConverter:
             elif isinstance(part, Image):
                 yield {"type": "image"}
             elif isinstance(part, ToolReference):
-                yield {"type": "text", "text": self._toolbox.announce(part.name, tools)}
+                yield {"type": "text", "text": self._tools.announce(part.name, tools)}
 
     def _results(self, message: Message, names: dict[str, str], tools: Sequence[Tool]) -> Iterator[TemplateMessage]:
         for part in message.parts:
@@ -168,9 +163,9 @@ class MessageConverter:
         texts = [part.text for part in message.parts if isinstance(part, Text)]
         if texts:
             entry["content"] = shield(texts[0] if len(texts) == 1 else "".join(texts))
-        thoughts = [part.text for part in message.parts if isinstance(part, Thinking) and part.text]
-        if thoughts:
-            entry["reasoning_content"] = shield("\n".join(thoughts))
+        thinking = [part.text for part in message.parts if isinstance(part, Thinking) and part.text]
+        if thinking:
+            entry["reasoning_content"] = shield("\n".join(thinking))
         calls = [part for part in message.parts if isinstance(part, ToolCall)]
         if calls:
             names.update((call.id, self._shield(call.name)) for call in calls)
@@ -193,7 +188,7 @@ class MessageConverter:
             return {RAW: self._shield(text)}
         if call.verbatim:
             return spelled(self._shield.deep(value), self._shield(text))
-        escaped = "\\u" in text or "\\/" in text  # a spelling may hide behind JSON's escapes
+        escaped = "\\u" in text or "\\/" in text  # JSON escapes may hide a control token's spelling
         return self._shield.deep(value) if escaped or self._shield(text) is not text else value
 
 
@@ -201,17 +196,17 @@ def _is_reasoning_tag(text: str) -> bool:
     return "think" in text.lower() or "reasoning" in text.lower()
 
 
-_HERE = "\ufdd1"  # marks where a prefilled reply ends; a noncharacter like the shield's own
-# Switches by which templates keep the reasoning of earlier turns: one that drops it changes the prompt from the first
-# answer on, with every new question. A model's own settings and a request's win over them.
-_KEEPS = {
+_PREFILL_END = "\ufdd1"  # marks the end of a prefilled reply; a noncharacter, like the shield's mark
+# Template switches that keep the reasoning of earlier turns. Dropping it changes the prompt from the first reply on,
+# with every new question, and loses the KV cache. The model's settings and the request override them.
+_KEEP_REASONING = {
     "preserve_thinking": True,
     "clear_thinking": False,
     "keep_past_thinking": True,
     "truncate_history_thinking": False,
     "drop_thinking": False,
 }
-_OURS = frozenset({"messages", "range", "raise_exception", "strftime_now"})
+_RESERVED = frozenset({"messages", "range", "raise_exception", "strftime_now"})
 
 
 class Rendered(Struct, frozen=True):
@@ -244,17 +239,17 @@ class Renderer:
         self._plain = AdaptedTemplate(template)
         self._with_tools = AdaptedTemplate(tools_template) if tools_template is not None else self._plain
         knows_tools = self._with_tools.template.mentions("tools")
-        self._keeps = {tamed.template: _kept(tamed.template) for tamed in (self._plain, self._with_tools)}
+        self._keep_reasoning = {tamed.template: _keep_reasoning(tamed.template) for tamed in (self._plain, self._with_tools)}
         self._overrules = tools_prompt == "always"
         self.tells_tools = self._overrules or (tools_prompt == "auto" and not knows_tools)
         self._thinking, self._kwargs = thinking_default, dict(template_kwargs or {})
         self.thinking_modes = _thinking_modes(self._plain)
         self.translates = template.mentions(SOURCE)
         self._shield = Shield(vocab.specials)
-        self._toolbox = ToolDefinitions(self._shield)
+        self._tools = ToolDefinitions(self._shield)
         self.shows_images = any(template.mentions(word) for word in ("image", "image_url"))
         specials = tuple(vocab.specials)
-        self._conversation = MessageConverter(specials, self._toolbox, self._shield, images=self.shows_images)
+        self._converter = MessageConverter(specials, self._tools, self._shield, images=self.shows_images)
         sources = template.source + (tools_template.source if tools_template else "")
         self._tokens = TokenCache(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
         self._opening, self._bare = self._find_opening(template)
@@ -267,9 +262,9 @@ class Renderer:
         """The prompt, with the shield's marks: for `tokens` and `fresh`. People get `unshield(text)`."""
         if self.translates:
             return self._translation(translated(request))
-        tools = self._toolbox.offered(request.tools) if request.tools else []
+        tools = self._tools.offered(request.tools) if request.tools else []
         tamed = self._with_tools if tools else self._plain
-        entries = self._conversation.entries(request)
+        entries = self._converter.convert(request)
         if self._overrules:
             entries = tools_as_text(entries)
         if tools and self.tells_tools:
@@ -283,7 +278,7 @@ class Renderer:
 
     def _translation(self, request: Request) -> str:
         """One turn whose content is one item. Such a template takes nothing else, so there is nothing to tame."""
-        (entry,) = self._conversation.entries(request)
+        (entry,) = self._converter.convert(request)
         codes = {name: request.chat_template_kwargs[name] for name in (SOURCE, TARGET)}
         content = [{"type": "text", **codes, "text": entry["content"]}]
         template = self._plain.template
@@ -299,7 +294,7 @@ class Renderer:
             out["thinking_budget"] = reasoning.budget
         if enabled is not None:
             out |= _switched(template, enabled)
-        out |= self._keeps[template]
+        out |= self._keep_reasoning[template]
         if request.documents:
             out["documents"] = self._shield.deep(request.documents)
         if self._kwargs or request.chat_template_kwargs:
@@ -307,7 +302,7 @@ class Renderer:
         return out
 
     def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if taken := _OURS & kwargs.keys():
+        if taken := _RESERVED & kwargs.keys():
             name = min(taken)
             raise InvalidRequest(f"chat_template_kwargs may not set {name!r}", param=f"chat_template_kwargs.{name}")
         return {name: self._shield.deep(value) for name, value in kwargs.items()}
@@ -377,9 +372,9 @@ def _cuts(vocab: Tokenizer, sources: str) -> list[str]:
     return [cut for cut in sorted(vocab.cuts) if cut in sources or cut in named]
 
 
-def _kept(template: ChatTemplate) -> dict[str, Any]:
-    """The switches of `_KEEPS` that this template has."""
-    return {name: value for name, value in _KEEPS.items() if template.mentions(name)}
+def _keep_reasoning(template: ChatTemplate) -> dict[str, Any]:
+    """The switches of `_KEEP_REASONING` that this template has."""
+    return {name: value for name, value in _KEEP_REASONING.items() if template.mentions(name)}
 
 
 def _switched(template: ChatTemplate, enabled: bool) -> dict[str, Any]:
@@ -410,10 +405,10 @@ def _is_empty_reply(entry: TemplateMessage) -> bool:
 def _continued(tamed: AdaptedTemplate, entries: list[TemplateMessage], variables: dict[str, Any]) -> str:
     """The prompt cut after the last message's text, so that the model goes on where it ends."""
     reply = entries[-1]["content"]
-    marked = entries[-1] | {"content": reply + _HERE, "prefix": True}
+    marked = entries[-1] | {"content": reply + _PREFILL_END, "prefix": True}
     try:
         text = tamed.render([*entries[:-1], marked], variables | {"add_generation_prompt": False})
     except TemplateFailed:
         text = ""  # the template wants no reply at the end: it is put there by hand
-    head, found, _ = text.rpartition(_HERE)
+    head, found, _ = text.rpartition(_PREFILL_END)
     return head if found else str(tamed.render(entries[:-1], variables)) + reply

@@ -1,14 +1,72 @@
+"""Engines that tests share: opening one for every test would take most of the time of the suite.
+
+The tests of this package run on one event loop and are sorted by subject. A shared engine is emptied before each test.
+"""
+
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from modelyard.core.engine import CacheInfo, TextEngine
-from tests.engines.conformance.subjects import SUBJECTS, Subject, chosen
+from modelyard.core.engine import CacheInfo, Control, TextEngine
+from tests.engines.conformance.subjects import CLUSTER, SUBJECTS, Subject, params
 from tests.workers.nodes import Nodes, nodes
 
 Open = Callable[..., Awaitable[TextEngine]]
+
+_HERE = Path(__file__).parent
+_UNSHARED = ("vllm_real", *CLUSTER)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mine = [at for at, item in enumerate(items) if item.path.is_relative_to(_HERE)]
+    ordered = sorted((items[at] for at in mine), key=_subject_of)
+    for at, item in zip(mine, ordered, strict=True):
+        item.add_marker(pytest.mark.asyncio(loop_scope="package"))
+        items[at] = item
+
+
+def _subject_of(item: pytest.Item) -> tuple[str, str]:
+    callspec = getattr(item, "callspec", None)
+    names = callspec.params if callspec is not None else {}
+    return item.path.name == "test_chat_engines.py" and "chat" or "text", str(names.get("subject", ""))
+
+
+class SharedEngines:
+    """Open engines of one subject at a time, by their arguments."""
+
+    def __init__(self) -> None:
+        self._subject: Subject | None = None
+        self._engines: dict[tuple[int, int, bool], TextEngine] = {}
+
+    async def get(self, subject: Subject, window: int, parallel: int, slow: bool) -> TextEngine:
+        if subject is not self._subject:
+            await self.close()
+            self._subject = subject
+        key = (window, parallel, slow)
+        if key not in self._engines:
+            self._engines[key] = await open_engine(subject, window, parallel, slow)
+        return self._engines[key]
+
+    async def discard_unusable(self) -> None:
+        for key, engine in tuple(self._engines.items()):
+            if engine.lost.done() or engine.stats().running:
+                del self._engines[key]
+                await engine.close()
+
+    async def close(self) -> None:
+        while self._engines:
+            await self._engines.popitem()[1].close()
+
+
+async def open_engine(subject: Subject, window: int, parallel: int, slow: bool) -> TextEngine:
+    caches = {"main": CacheInfo(window, parallel), "fast": CacheInfo(window, parallel)}
+    engine = subject.create(caches, slow=slow)
+    await engine.open(lambda *_: None)
+    return engine
 
 
 @pytest.fixture(scope="package")
@@ -17,24 +75,42 @@ def ray_cluster() -> Iterator[Nodes]:
         yield made
 
 
-@pytest.fixture(params=chosen(SUBJECTS))
+@pytest.fixture(params=params(SUBJECTS))
 def subject(request: pytest.FixtureRequest) -> Subject:
     if request.param == "llama_cpp_ray":
         request.getfixturevalue("ray_cluster")
     return SUBJECTS[request.param]
 
 
-@pytest.fixture
-async def opened(subject: Subject) -> AsyncIterator[Open]:
-    """Opens the subject's engine, and closes it when the test is over."""
-    engines: list[TextEngine] = []
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def shared_engines() -> AsyncIterator[SharedEngines]:
+    shared = SharedEngines()
+    yield shared
+    await shared.close()
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def opened(subject: Subject, shared_engines: SharedEngines) -> AsyncIterator[Open]:
+    """Returns an open engine without KV of earlier tests. Do not close it: `fresh` is for tests that do."""
+    closing: list[TextEngine] = []
 
     async def open_(window: int = 512, parallel: int = 2, *, slow: bool = False) -> TextEngine:
-        caches = {"main": CacheInfo(window, parallel), "fast": CacheInfo(window, parallel)}
-        engines.append(engine := subject.make(caches, slow=slow))
-        await engine.open(lambda *_: None)
+        if window != 512 or subject in [SUBJECTS[name] for name in _UNSHARED]:
+            closing.append(engine := await open_engine(subject, window, parallel, slow))
+            return engine
+        engine = await shared_engines.get(subject, window, parallel, slow)
+        await engine.control(Control("evict"))
         return engine
 
     yield open_
-    for engine in engines:
+    for engine in closing:
         await engine.close()
+    await shared_engines.discard_unusable()
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def fresh(subject: Subject) -> AsyncIterator[TextEngine]:
+    """An open engine for one test."""
+    engine = await open_engine(subject, 512, 2, slow=True)
+    yield engine
+    await engine.close()

@@ -63,7 +63,7 @@ def model_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]
     found: dict[str, float] = {}
     listener: Any = lib.llama_log_callback(lambda _level, text, _: lines.append(text.decode("utf-8", "replace")))
     with monkeypatch.context() as patch:
-        patch.setattr(gguf, "_listener", listener)
+        patch.setattr(llama_log, "_callback", listener)
         llama_log.clear()
         yield found
     llama_log.clear()
@@ -102,16 +102,16 @@ class Tap:
     def __init__(self, engine: LlamaCppEngine) -> None:
         self.seen: list[tuple[int, Chunk]] = []
         for held in engine._caches.values():
-            held._emit, held._emit_all = self._emit, self._emit_all
+            held._emit, held._emit_batch = self._emit, self._emit_batch
         self._next = engine._dispatch.put
 
     def _emit(self, job: LlamaCppJob, chunks: list[Chunk], last: bool) -> None:
-        self.seen += [(job.arrived, chunk) for chunk in chunks]
+        self.seen += [(job.arrival, chunk) for chunk in chunks]
         for chunk in chunks:
             self.on_chunk(job, chunk)
         self._next(job, chunks, last)
 
-    def _emit_all(self, jobs: Sequence[LlamaCppJob], tokens: list[int]) -> None:
+    def _emit_batch(self, jobs: Sequence[LlamaCppJob], tokens: list[int]) -> None:
         for job, token in zip(jobs, tokens, strict=True):
             self._emit(job, [Tokens([token])], False)
 

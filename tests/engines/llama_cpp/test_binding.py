@@ -32,7 +32,7 @@ def test_pool_has_its_threads_until_it_is_closed() -> None:
     pool.close()
 
 
-def test_single_thread_needs_no_pool() -> None:
+def test_single_thread_needs_no_thread_pool() -> None:
     before = count()
     pool = ThreadPool(1)
     assert not pool.is_shared
@@ -40,13 +40,13 @@ def test_single_thread_needs_no_pool() -> None:
     pool.close()
 
 
-async def test_caches_compute_on_one_pool() -> None:
+async def test_caches_compute_on_one_thread_pool() -> None:
     caches = {"main": CacheInfo(128, 1), "fast": CacheInfo(128, 1)}
     answers = []
     for n_threads in (1, 2):
         async with running(caches, path=str(exact_model()), n_threads=n_threads) as engine:
-            assert engine._pool is not None
-            assert engine._pool.is_shared == (n_threads > 1)
+            assert engine._thread_pool is not None
+            assert engine._thread_pool.is_shared == (n_threads > 1)
             answers += [ids(await read(engine.generate(id_prompt(RUN, cache=cache)))) for cache in caches]
             held = count()
             await read(engine.generate(id_prompt(RUN[:20], cache="main")))
@@ -67,8 +67,8 @@ async def test_prompts_may_be_read_with_more_threads_than_answers_are_made_with(
     for n_threads_batch in (None, 2):
         made = {"path": str(exact_model()), "n_threads": 1, "n_threads_batch": n_threads_batch}
         async with running(caches, **made) as engine:
-            assert engine._pool is not None
-            assert engine._pool.is_shared == (n_threads_batch == 2)
+            assert engine._thread_pool is not None
+            assert engine._thread_pool.is_shared == (n_threads_batch == 2)
             answers.append(ids(await read(engine.generate(id_prompt(RUN)))))
     assert answers[0] == answers[1]
 

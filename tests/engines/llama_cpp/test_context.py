@@ -32,14 +32,14 @@ TYPICAL = Sampling(temperature=0.9, typical_p=0.8, seed=5)  # drawn by llama.cpp
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As with a library built for GPUs; how many jobs each step had that was given ahead of time."""
     sent: list[int] = []
-    plain = context.LlamaContext._send
+    plain = context.LlamaContext._launch
 
     def counted(cache: context.LlamaContext, choir: DecodeBatch, tokens: list[int]) -> None:
         sent.append(len(choir))
         plain(cache, choir, tokens)
 
     monkeypatch.setattr(context.lib, "llama_supports_gpu_offload", lambda: True)
-    monkeypatch.setattr(context.LlamaContext, "_send", counted)
+    monkeypatch.setattr(context.LlamaContext, "_launch", counted)
     return sent
 
 
@@ -57,7 +57,7 @@ class Fifth(Tap):
         self._deed, self._loop, self._said = deed, asyncio.get_running_loop(), 0
 
     def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
-        if job.arrived != 1 or not isinstance(chunk, Tokens):
+        if job.arrival != 1 or not isinstance(chunk, Tokens):
             return
         self._said += 1
         if self._said == 5:
@@ -73,7 +73,7 @@ async def answer(engine: LlamaCppEngine, run: list[int], **fields: Any) -> list[
 async def at_once(engine: LlamaCppEngine, *prompts: Prompt) -> list[list[Chunk]]:
     """The answers to prompts that all wait when the thread takes the first of them."""
     all_there = threading.Event()
-    held = asyncio.create_task(engine._order(lambda: all_there.wait(60) and None))
+    held = asyncio.create_task(engine.run_on_thread(lambda: all_there.wait(60) and None))
     await asyncio.sleep(0)  # the thread is told to wait before it is told anything else
     streams = [engine.generate(prompt) for prompt in prompts]
     all_there.set()
@@ -225,8 +225,8 @@ async def test_where_nothing_is_worth_trying_a_step_does_not_wait_for_guesses(
 ) -> None:
     monkeypatch.setattr(DraftCost, "of", lambda *_: 1.0)  # a guessed row costs as much as a step
     order: list[str] = []
-    send, guess = context.LlamaContext._send, Speculator.guess
-    monkeypatch.setattr(context.LlamaContext, "_send", lambda *given: (order.append("sent"), send(*given))[1])
+    send, guess = context.LlamaContext._launch, Speculator.guess
+    monkeypatch.setattr(context.LlamaContext, "_launch", lambda *given: (order.append("sent"), send(*given))[1])
     monkeypatch.setattr(Speculator, "guess", lambda *given: (order.append("guessed"), guess(*given))[1])
     async with exact(path=str(chanting_model()), speculation="auto") as engine:
         found = await answer(engine, SYSTEM, max_tokens=12, logprobs=None)

@@ -153,7 +153,7 @@ async def test_a_triggered_grammar_that_cannot_be_compiled_is_dropped(caplog: py
 
 
 def held(constraint: Constraint) -> Any:
-    made = GrammarCompiler(vocabulary()._vocab, vocabulary().size).make(constraint)
+    made = GrammarCompiler(vocabulary()._vocab, vocabulary().size).compile(constraint)
     assert made is not None
     return made
 
@@ -164,7 +164,7 @@ def write(mask: GrammarMask | TriggeredMask, *wanted: int) -> int:
     for rank, token in enumerate(wanted):
         logits[token] = len(wanted) - rank
     choose: Callable[[], int] = lambda: int(logits.argmax())  # noqa: E731
-    return mask.pick(logits, choose)
+    return mask.sample(logits, choose)
 
 
 def token(text: str) -> int:
@@ -234,7 +234,7 @@ def chain(length: int) -> Constraint:
 def test_a_grammar_as_deep_as_its_length_allows_does_not_exhaust_the_stack() -> None:
     masks = GrammarCompiler(vocabulary()._vocab, vocabulary().size)
     try:
-        assert write(masks.order(chain(1500)).result(), token("x"), token('{"')) == token('{"')
+        assert write(masks.submit(chain(1500)).result(), token("x"), token('{"')) == token('{"')
     finally:
         masks.close()
 

@@ -1,4 +1,4 @@
-"""What a job says after a row: the token, and why it was the last."""
+"""One generation: its next token, why it ends, and what its End reports."""
 
 from __future__ import annotations
 
@@ -8,53 +8,64 @@ from typing import Any
 import pytest
 
 from modelyard.core.errors import Timeout
-from modelyard.engines.llama_cpp import job as speech
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from tests.engines.llama_cpp.helpers import id_prompt
 
 
-def speaker(window: int = 64, **fields: Any) -> LlamaCppJob:
+def started_job(window: int = 64, **fields: Any) -> LlamaCppJob:
+    """A prompt of three tokens, one of them cached."""
     job = LlamaCppJob(id_prompt([1, 2, 3], **fields), asyncio.get_running_loop(), 1)
-    job.begin(1, window)
+    job.limit_output(window)
+    job.start(1)
     return job
 
 
 @pytest.mark.parametrize(
-    ("window", "fields", "token", "ending"),
+    ("window", "fields", "token", "reason"),
     [
-        pytest.param(64, {}, 9, None, id="it goes on"),
-        pytest.param(64, {"stop_ids": (9,)}, 9, "stop", id="a stop"),
-        pytest.param(64, {}, -1, "stop", id="no token at all"),
-        pytest.param(64, {"max_tokens": 1}, 9, "length", id="its last token"),
-        pytest.param(4, {"max_tokens": 8}, 9, "window", id="the end of the window"),
-        pytest.param(4, {"max_tokens": 1}, 9, "length", id="both: what it asked for is what ends it"),
+        pytest.param(64, {}, 9, None, id="continues"),
+        pytest.param(64, {"stop_ids": (9,)}, 9, "stop", id="stop token"),
+        pytest.param(64, {}, -1, "stop", id="no token"),
+        pytest.param(64, {"max_tokens": 1}, 9, "length", id="max_tokens"),
+        pytest.param(4, {"max_tokens": 8}, 9, "window", id="full window"),
+        pytest.param(4, {"max_tokens": 1}, 9, "length", id="max_tokens wins over the window"),
     ],
 )
-async def test_why_a_token_was_the_last(window: int, fields: dict[str, Any], token: int, ending: str | None) -> None:
-    job = speaker(window, **fields)
-    said = speech.new_output(job)
-    assert speech.append_token(job, token, said) == (None if ending is None else (ending, None))
-    assert said.ids == job.ids[3:].tolist() == ([] if ending == "stop" else [9])
+async def test_a_token_ends_the_job_for_the_right_reason(
+    window: int, fields: dict[str, Any], token: int, reason: str | None
+) -> None:
+    job = started_job(window, **fields)
+    output = job.new_output()
+    assert job.accept(token, output) == (None if reason is None else (reason, None))
+    assert output.ids == job.ids[3:].tolist() == ([] if reason == "stop" else [9])
 
 
-async def test_odds_are_gathered_only_where_they_are_asked_for() -> None:
-    assert speech.new_output(speaker(logprobs=None)).logprobs is None
-    assert speech.new_output(speaker(logprobs=0)).logprobs == []
+async def test_logprobs_are_collected_only_if_requested() -> None:
+    assert started_job(logprobs=None).new_output().logprobs is None
+    assert started_job(logprobs=0).new_output().logprobs == []
 
 
-async def test_an_end_counts_what_was_read_kept_and_said() -> None:
-    job, late = speaker(), Timeout("late")
-    job.prefilled()
-    speech.append_token(job, 9, speech.new_output(job))
-    found = speech.end(job, "error", late)
-    assert (found.reason, found.error) == ("error", late)
-    assert (found.usage.prompt, found.usage.cached, found.usage.output) == (3, 1, 1)
-    assert found.timings.decode is not None
-    assert found.timings.total is not None
-    assert found.timings.total >= found.timings.decode
+async def test_the_end_reports_usage_timings_and_error() -> None:
+    job, error = started_job(), Timeout("late")
+    job.mark_prefilled()
+    job.accept(9, job.new_output())
+    end = job.end("error", error)
+    assert (end.reason, end.error) == ("error", error)
+    assert (end.usage.prompt, end.usage.cached, end.usage.output) == (3, 1, 1)
+    assert end.timings.decode is not None
+    assert end.timings.total is not None
+    assert end.timings.total >= end.timings.decode
 
 
-async def test_one_that_said_nothing_has_no_time_to_its_first_token() -> None:
-    found = speech.end(speaker(), "cancelled", None)
-    assert found.timings.first_token is None
-    assert found.timings.total is not None
+async def test_a_job_without_output_has_no_time_to_first_token() -> None:
+    end = started_job().end("cancelled")
+    assert end.timings.first_token is None
+    assert end.timings.total is not None
+
+
+async def test_the_array_grows_with_the_output() -> None:
+    job = started_job(window=5000, max_tokens=4000)
+    for token in range(3000):
+        job.append(token)
+    assert job.ids.tolist() == [1, 2, 3, *range(3000)]
+    assert (job.last_token, job.n_output, job.pending) == (2999, 3000, 3002)

@@ -11,7 +11,8 @@ import pytest
 
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.llama_cpp import Options, loading
-from modelyard.engines.llama_cpp.binding import LlamaBatch, lib
+from modelyard.engines.llama_cpp.batch import LlamaBatch
+from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.kv_memory import KvLayout, KvMemory, kv_layout
 from tests.engines.llama_cpp.exact_models import VOCAB, exact_model
 
@@ -32,7 +33,7 @@ class Reader:
         self._batch.clear()
         row = self._batch.add(np.asarray(ids, np.int32), start, sequence, last=True)
         assert lib.llama_decode(self.raw, self._batch.raw) == 0
-        self.kv.decoded(0, 0.0)
+        self.kv.after_decode(0, 0.0)
         found: Any = lib.llama_get_logits_ith(self.raw, row)
         assert isinstance(found, POINTER(c_float))
         return np.ctypeslib.as_array(found, shape=(VOCAB,)).copy()
@@ -52,10 +53,10 @@ def readers() -> Iterator[list[Reader]]:
 def test_what_is_taken_out_of_one_context_says_the_same_in_another(readers: list[Reader]) -> None:
     one, other = readers
     one.read(0, RUN)
-    data = one.kv.take(0)
+    data = one.kv.export(0)
     assert data is not None
     assert data.nbytes == one.kv.size(0)
-    assert other.kv.put(2, data)
+    assert other.kv.restore(2, data)
     assert other.kv.cut(2, len(RUN), held=len(RUN))
     assert np.allclose(one.read(0, [5], len(RUN)), other.read(2, [5], len(RUN)), atol=1e-3)
 
@@ -63,10 +64,10 @@ def test_what_is_taken_out_of_one_context_says_the_same_in_another(readers: list
 def test_bytes_that_are_no_state_are_refused(readers: list[Reader]) -> None:
     one, other = readers
     one.read(0, RUN)
-    data = one.kv.take(0)
+    data = one.kv.export(0)
     assert data is not None
-    assert not other.kv.put(0, data[:-10])
-    assert not other.kv.put(0, np.zeros(100, np.uint8))
+    assert not other.kv.restore(0, data[:-10])
+    assert not other.kv.restore(0, np.zeros(100, np.uint8))
     other.kv.clear(0)
     assert not other.kv.cut(0, 1, held=1)
     assert np.allclose(one.read(1, RUN), other.read(0, RUN), atol=1e-3), "and nothing of them stays behind"
@@ -75,20 +76,20 @@ def test_bytes_that_are_no_state_are_refused(readers: list[Reader]) -> None:
 def test_stream_copy_that_waits_for_a_decode_is_neither_taken_nor_changed(readers: list[Reader]) -> None:
     kv = readers[0].kv
     readers[0].read(0, RUN)
-    before = kv.take(0)
+    before = kv.export(0)
     assert before is not None
     assert kv.copy(kv, 0, 1, "stream")
-    assert kv.take(1) is None, "its data is not there yet"
-    assert kv.take(0) is not None
-    assert not kv.put(0, before), "that would be copied"
-    assert not kv.put(1, before), "that would be written over"
-    assert kv.ways(kv, 1, 2) == kv.ways(kv, 2, 0) == ["stream"]
+    assert kv.export(1) is None, "its data is not there yet"
+    assert kv.export(0) is not None
+    assert not kv.restore(0, before), "that would be copied"
+    assert not kv.restore(1, before), "that would be written over"
+    assert kv.copy_methods(kv, 1, 2) == kv.copy_methods(kv, 2, 0) == ["stream"]
     readers[0].read(2, [3])
-    after = kv.take(1)
+    after = kv.export(1)
     assert after is not None
     assert after.nbytes == before.nbytes
-    assert kv.put(0, before)
-    assert kv.ways(kv, 1, 0) == ["stream", "state"]
+    assert kv.restore(0, before)
+    assert kv.copy_methods(kv, 1, 0) == ["stream", "state"]
     logits = [readers[0].read(n, [5], len(RUN)) for n in range(2)]
     assert np.allclose(logits[0], logits[1], atol=1e-3)
 
@@ -96,12 +97,12 @@ def test_stream_copy_that_waits_for_a_decode_is_neither_taken_nor_changed(reader
 def test_first_decodes_of_prompts_are_measured_and_streams_are_not(readers: list[Reader]) -> None:
     costs = readers[0].kv.costs
     prior = costs.token
-    readers[0].kv.decoded(1, 0.0)
+    readers[0].kv.after_decode(1, 0.0)
     assert costs.token == prior
-    readers[0].kv.decoded(64, 0.0)  # began long ago
+    readers[0].kv.after_decode(64, 0.0)  # began long ago
     slow = costs.token
     assert slow > prior
-    readers[0].kv.decoded(64, float("inf"))
+    readers[0].kv.after_decode(64, float("inf"))
     assert costs.token < slow
 
 

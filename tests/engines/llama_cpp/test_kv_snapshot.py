@@ -54,7 +54,7 @@ def alike(one: KvSnapshot, other: KvSnapshot) -> bool:
     same = [(a.tokens, a.data.tolist()) for a in one.checkpoints] == [
         (b.tokens, b.data.tolist()) for b in other.checkpoints
     ]
-    plain = all(getattr(one, name) == getattr(other, name) for name in ("session", "adapters", "priority", "worn"))
+    plain = all(getattr(one, name) == getattr(other, name) for name in ("session", "adapters", "priority", "adapter_versions"))
     return same and plain and np.array_equal(one.tokens, other.tokens) and np.array_equal(one.state, other.state)
 
 
@@ -82,7 +82,7 @@ def test_head_is_checked_before_the_rest_is_read() -> None:
     damaged = written()[:-50] + bytes(50)
     with pytest.raises(SnapshotMismatch, match=r"^no$"):
         read(damaged, check)
-    assert (seen[0].origin, seen[0].worn, seen[0].tokens) == (ORIGIN, IMAGE.worn, 40)
+    assert (seen[0].origin, seen[0].adapter_versions, seen[0].tokens) == (ORIGIN, IMAGE.adapter_versions, 40)
 
 
 @given(st.integers(0, len(written()) - 1), st.integers(1, 255))

@@ -237,7 +237,7 @@ async def test_whatever_differs_is_told_and_left_out(
     async with opened(folder, caches, **options) as engine:
         assert engine.stats().restored_tokens == 0
         chunks = await answer(engine, session="a")
-        assert f"the saved KV in {file} is left out: " in caplog.text
+        assert f"the saved KV in {file} is ignored: " in caplog.text
         assert told in caplog.text
     assert accepted(chunks).cached_tokens == 0
     assert file.exists()
@@ -281,7 +281,7 @@ async def test_damaged_file_is_left_out(place: int, folder: Path, caplog: pytest
     file.write_bytes(data)
     async with opened(folder) as engine:
         assert engine.stats().restored_tokens == 0
-        assert "is left out" in caplog.text
+        assert "is ignored" in caplog.text
         assert_alike(await answer(engine, session="a"), first)
 
 
@@ -294,7 +294,7 @@ async def test_cut_and_foreign_files_are_left_out(folder: Path, caplog: pytest.L
         file.with_name(f"{file.stem[:-1]}{n}x.kv").write_bytes(data)
     async with opened(folder) as engine:
         assert engine.stats().restored_tokens > 0, "and they are in nobody's way"
-    assert caplog.text.count("is left out") == 4
+    assert caplog.text.count("is ignored") == 4
 
 
 async def test_state_that_llama_cpp_refuses_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,12 +366,12 @@ async def test_loading_that_is_given_up_does_not_restore_on(folder: Path, monkey
     read_: list[Path] = []
     monkeypatch.setattr(kv_store.KvStore, "_read", lambda self, cache, file: read_.append(file))
     async with opened(folder) as engine:
-        engine._over = InvalidRequest("given up")
-        assert engine._keeper is not None
+        engine._stop_error = InvalidRequest("given up")
+        assert engine._kv_store is not None
         read_.clear()
-        await asyncio.to_thread(engine._keeper.restore_all, engine._caches.values(), lambda: engine._over is None)
+        await asyncio.to_thread(engine._kv_store.restore_all, engine._caches.values(), lambda: engine._stop_error is None)
         assert read_ == []
-        engine._over = None
+        engine._stop_error = None
 
 
 async def test_log_tells_what_was_saved_and_restored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -483,7 +483,7 @@ def test_file_that_does_not_fit_is_left_where_it_is_and_the_log_says_why(
     file = write(where := store(tmp_path))
     assert where.read(file, ORIGIN, lambda adapters: ()) is not None
     assert where.read(file, replace(ORIGIN, release="0.4"), lambda adapters: ()) is None
-    assert f"the saved KV in {file} is left out: release was 0.3.36 and is 0.4" in caplog.text
+    assert f"the saved KV in {file} is ignored: release was 0.3.36 and is 0.4" in caplog.text
     assert where.read(file, ORIGIN, lambda adapters: (("law", 1.0, "x"),)) is None
     assert "adapters were () and are (('law', 1.0, 'x'),)" in caplog.text
     assert where.read(file.with_name("gone.kv"), ORIGIN, lambda adapters: ()) is None

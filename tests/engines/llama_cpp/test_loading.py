@@ -12,8 +12,8 @@ from modelyard.config.engine_options import engine_spec
 from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
-from modelyard.engines.llama_cpp import Options, loading
-from modelyard.engines.llama_cpp.options import Options
+from modelyard.engines.llama_cpp import loading
+from modelyard.engines.llama_cpp.options import FlashAttentionMode, Options, flash_attention_mode
 
 
 @pytest.mark.parametrize(
@@ -28,13 +28,13 @@ from modelyard.engines.llama_cpp.options import Options
         ("on", True, "on"),
     ],
 )
-def test_the_users_word_comes_first_then_the_backend(asked: Any, gpu: bool, mode: loading.FlashAttentionMode) -> None:
-    assert loading.flash_attention_mode(Options(path="x", flash_attn=asked), gpu=gpu) == mode
+def test_the_users_word_comes_first_then_the_backend(asked: Any, gpu: bool, mode: FlashAttentionMode) -> None:
+    assert flash_attention_mode(Options(path="x", flash_attn=asked), gpu=gpu) == mode
 
 
 def test_a_cache_may_differ_from_its_model() -> None:
-    options = Options(path="x", flash_attn="on").of(CacheInfo(64, flash_attn=False))
-    assert loading.flash_attention_mode(options, gpu=False) == "off"
+    options = Options(path="x", flash_attn="on").for_cache(CacheInfo(64, flash_attn=False))
+    assert flash_attention_mode(options, gpu=False) == "off"
 
 
 def spec(*caches: CacheInfo, **options: Any) -> EngineSpec:
@@ -43,8 +43,8 @@ def spec(*caches: CacheInfo, **options: Any) -> EngineSpec:
 
 
 def test_where_it_is_slow_the_plain_way_is_taken() -> None:
-    assert loading.resolve_flash_attention(spec(), gpu=False, slow=lambda: True).options.flash_attn == "off"
-    assert loading.resolve_flash_attention(spec(), gpu=False, slow=lambda: False) == spec()
+    assert loading.resolve_flash_attention(spec(), gpu=False, is_slow=lambda: True).options.flash_attn == "off"
+    assert loading.resolve_flash_attention(spec(), gpu=False, is_slow=lambda: False) == spec()
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_where_it_is_slow_the_plain_way_is_taken() -> None:
     ],
 )
 def test_a_wish_or_values_that_are_no_halves_leave_it_as_it_is(asked: EngineSpec) -> None:
-    assert loading.resolve_flash_attention(asked, gpu=False, slow=lambda: True) == asked
+    assert loading.resolve_flash_attention(asked, gpu=False, is_slow=lambda: True) == asked
 
 
 def test_a_gpu_is_not_looked_at() -> None:
-    assert loading.resolve_flash_attention(spec(), gpu=True, slow=lambda: pytest.fail("nobody needs to know")) == spec()
+    assert loading.resolve_flash_attention(spec(), gpu=True, is_slow=lambda: pytest.fail("nobody needs to know")) == spec()
 
 
 # The names that older servers gave to llama.cpp's settings, and that each of them reaches a context.

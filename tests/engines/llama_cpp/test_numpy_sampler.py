@@ -69,8 +69,8 @@ def _applied(chain: Any, row: Row) -> set[int]:
     ids=lambda s: f"{s.top_k}-{s.top_p}-{s.min_p}",
 )
 def test_what_is_cut_is_what_llama_cpp_cuts(row: Row, sampling: Sampling) -> None:
-    ids, depths = NumpySampler(sampling, 1).kept(row)
-    left = {int(token) for token, depth in zip(ids, depths, strict=True) if depth > -inf}
+    ids, gaps = NumpySampler(sampling, 1).truncate(row)
+    left = {int(token) for token, gap in zip(ids, gaps, strict=True) if gap > -inf}
     expected = left_by_llama_cpp(row, sampling)
     # Both add up thousands of chances, in another order: the last token of a share may be on either side of it.
     assert len(left ^ expected) <= (1 if sampling.top_p and len(expected) > 256 else 0)
@@ -115,12 +115,12 @@ def test_a_share_of_many_is_the_fewest_that_have_it(share: float) -> None:
 def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling, count: int) -> None:
     row = np.full(count, -30, np.float32)
     row[:: count // 12] = normal(1.0, len(row[:: count // 12]))
-    dice, draws = NumpySampler(sampling, 7), 1500
-    kept, _ = dice.kept(row) if not dice._cuts_nothing else (np.arange(count), None)
+    sampler, draws = NumpySampler(sampling, 7), 1500
+    kept, _ = sampler.truncate(row) if sampler.truncates else (np.arange(count), None)
     weights = np.zeros(count)
     weights[kept] = np.exp((row[kept] - row.max()).astype(np.float64) / (sampling.temperature or 1.0))
     expected = weights / weights.sum()
-    found = np.bincount([dice.pick(row) for _ in range(draws)], minlength=count) / draws
+    found = np.bincount([sampler.sample(row) for _ in range(draws)], minlength=count) / draws
     assert np.abs(found - expected).max() < 0.04
     assert not found[expected < 1e-9].any()
 
@@ -129,19 +129,19 @@ def test_a_token_that_is_impossible_never_comes() -> None:
     row = np.full(3000, -inf, np.float32)
     row[[5, 1234, 2999]] = [1.0, 2.0, 0.5]
     for sampling in (Sampling(), Sampling(top_k=40), Sampling(top_p=0.999), Sampling(min_p=0.01)):
-        dice = NumpySampler(sampling, 3)
-        assert {dice.pick(row) for _ in range(200)} == {5, 1234, 2999}
+        sampler = NumpySampler(sampling, 3)
+        assert {sampler.sample(row) for _ in range(200)} == {5, 1234, 2999}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1e-30), Sampling(temperature=1e-30, top_p=0.9)])
 def test_the_coldest_takes_the_best(sampling: Sampling) -> None:
     row = normal(3.0)
-    assert NumpySampler(sampling, 1).pick(row) == row.argmax()
+    assert NumpySampler(sampling, 1).sample(row) == row.argmax()
 
 
 def test_a_seed_makes_tokens_come_again() -> None:
     row = normal(1.0)
-    runs = [[dice.pick(row) for _ in range(20)] for dice in (NumpySampler(Sampling(), seed) for seed in (1, 1, 2))]
+    runs = [[sampler.sample(row) for _ in range(20)] for sampler in (NumpySampler(Sampling(), seed) for seed in (1, 1, 2))]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
 
@@ -151,7 +151,7 @@ def test_a_seed_makes_tokens_come_again() -> None:
     "sampling", [Sampling(), Sampling(top_k=40), Sampling(top_p=0.9), Sampling(min_p=0.1)], ids=str
 )
 def test_logits_that_are_no_numbers_end_nothing(broken: float, sampling: Sampling) -> None:
-    assert 0 <= NumpySampler(sampling, 1).pick(np.full(1000, broken, np.float32)) < 1000
+    assert 0 <= NumpySampler(sampling, 1).sample(np.full(1000, broken, np.float32)) < 1000
 
 
 # Dice thrown together give what each gives alone.
@@ -175,25 +175,25 @@ def rows(spread: float, vocab: int = 6000, seed: int = 3) -> np.ndarray:  # type
 @pytest.mark.parametrize("vocab", [6000, 1000, 50], ids=["blocks", "no blocks", "fewer than are asked for"])
 def test_each_gets_the_token_that_it_would_get_alone(spread: float, vocab: int) -> None:
     together, alone = ([NumpySampler(sampling, seed) for seed, sampling in enumerate(ALL)] for _ in range(2))
-    throw = BatchSampler(together)
+    batch = BatchSampler(together)
     for seed in range(30):
         held = rows(spread, vocab, seed)
-        assert throw.pick(held) == [dice.pick(row) for dice, row in zip(alone, held, strict=True)]
+        assert batch.sample(held) == [sampler.sample(row) for sampler, row in zip(alone, held, strict=True)]
 
 
 def test_a_row_with_few_possible_tokens_is_drawn_from_all_the_same() -> None:
     held = rows(2.0)
     held[1] = -inf
     held[1, [7, 70]] = 1.0
-    throw = BatchSampler([NumpySampler(sampling, 1) for sampling in ALL])
-    assert {throw.pick(held)[1] for _ in range(30)} == {7, 70}
+    batch = BatchSampler([NumpySampler(sampling, 1) for sampling in ALL])
+    assert {batch.sample(held)[1] for _ in range(30)} == {7, 70}
 
 
 @pytest.mark.parametrize("broken", [nan, inf, -inf])
 def test_a_row_that_is_no_numbers_disturbs_no_other(broken: float) -> None:
     held = rows(2.0)
-    expected = [dice.pick(row) for dice, row in zip([NumpySampler(sampling, 1) for sampling in ALL], held, strict=True)]
+    expected = [sampler.sample(row) for sampler, row in zip([NumpySampler(sampling, 1) for sampling in ALL], held, strict=True)]
     held[2] = broken
-    found = BatchSampler([NumpySampler(sampling, 1) for sampling in ALL]).pick(held)
+    found = BatchSampler([NumpySampler(sampling, 1) for sampling in ALL]).sample(held)
     assert found[:2] + found[3:] == expected[:2] + expected[3:]
     assert 0 <= found[2] < held.shape[1]

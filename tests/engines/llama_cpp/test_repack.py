@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from modelyard.engines.llama_cpp import loading, repack, selftest
+from modelyard.engines.llama_cpp import library, loading, repack, selftest
 from modelyard.engines.llama_cpp.binding import lib
 from modelyard.engines.llama_cpp.estimate import read_model_shape
 from modelyard.engines.llama_cpp.options import Options
-from modelyard.engines.llama_cpp.repack import Weights, extra_buffers, weights
+from modelyard.engines.llama_cpp.repack import WeightsMemory, extra_buffers, weights_memory
 from modelyard.library.gguf import TensorInfo
 from tests.engines.llama_cpp.helpers import model_buffers
 
@@ -81,28 +81,28 @@ def q8_model(*, tied: bool) -> list[TensorInfo]:
 @pytest.mark.parametrize("features", [AVX2, AVX512, frozenset[str]()])
 def test_weights_that_are_not_copied_are_the_file(features: frozenset[str]) -> None:
     files = [(10 * BYTES, q8_model(tied=False))]
-    assert weights(files, extra_buffers(features, amx_kernels=True), mmap=True) == Weights(10 * BYTES)
+    assert weights_memory(files, extra_buffers(features, amx_kernels=True), mmap=True) == WeightsMemory(10 * BYTES)
 
 
 def test_copied_weights_count_in_their_new_size_and_their_pages_in_the_file_as_page_cache() -> None:
     files, buffers = [(10 * BYTES, q8_model(tied=False))], extra_buffers(AMX, amx_kernels=True)
     grown = 512 * 256 // 32 * 4  # four bytes for each block of 34
     # Two matrices lie between the embedding and the norm, which stay; the output lies behind them: it is unmapped.
-    assert weights(files, buffers, mmap=True) == Weights(10 * BYTES + 3 * grown, 2 * BYTES)
-    assert weights(files, buffers, mmap=False) == Weights(10 * BYTES + 3 * grown)
+    assert weights_memory(files, buffers, mmap=True) == WeightsMemory(10 * BYTES + 3 * grown, 2 * BYTES)
+    assert weights_memory(files, buffers, mmap=False) == WeightsMemory(10 * BYTES + 3 * grown)
 
 
 def test_an_embedding_that_is_the_output_matrix_too_is_held_twice() -> None:
     files, buffers = [(10 * BYTES, q8_model(tied=True))], extra_buffers(AMX, amx_kernels=True)
     grown = 512 * 256 // 32 * 4
-    assert weights(files, buffers, mmap=True) == Weights(11 * BYTES + 3 * grown, 2 * BYTES)
+    assert weights_memory(files, buffers, mmap=True) == WeightsMemory(11 * BYTES + 3 * grown, 2 * BYTES)
 
 
 def test_the_files_of_a_split_model_have_mappings_of_their_own() -> None:
     first, second = q8_model(tied=False)[:2], q8_model(tied=False)[2:]
     buffers = extra_buffers(AMX, amx_kernels=True)
-    parts = weights([(4 * BYTES, first), (6 * BYTES, second)], buffers, mmap=True)
-    assert parts.needed == weights([(10 * BYTES, first + second)], buffers, mmap=True).needed
+    parts = weights_memory([(4 * BYTES, first), (6 * BYTES, second)], buffers, mmap=True)
+    assert parts.needed == weights_memory([(10 * BYTES, first + second)], buffers, mmap=True).needed
     assert parts.page_cache == 0  # one tensor stays in each file, so nothing lies between two of them
 
 
@@ -112,17 +112,17 @@ def test_the_files_of_a_split_model_have_mappings_of_their_own() -> None:
 def test_features_are_read_as_linux_tells_them(tmp_path: Path) -> None:
     for line in ("flags\t\t: fpu avx2 amx_int8", "Features\t: fp avx2 amx_int8"):
         (tmp_path / line[:5]).write_text(f"processor\t: 0\n{line}\nprocessor\t: 1\n{line}\n")
-        assert {"avx2", "amx_int8"} < repack.cpu_features(tmp_path / line[:5])
+        assert {"avx2", "amx_int8"} < library.cpu_features(tmp_path / line[:5])
     (tmp_path / "odd").write_text("processor: 0\n")
-    assert repack.cpu_features(tmp_path / "odd") == frozenset()
+    assert library.cpu_features(tmp_path / "odd") == frozenset()
 
 
 def test_a_library_tells_by_its_file_whether_it_has_amx_kernels(tmp_path: Path) -> None:
     for name, code in (("with", b"\x7fELF..amx repack tensor %s"), ("without", b"\x7fELF..CPU_REPACK")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "libggml-cpu.so").write_bytes(code)
-    assert repack.has_amx_kernels(tmp_path / "with")
-    assert not repack.has_amx_kernels(tmp_path / "without")
+    assert library.has_amx_kernels(tmp_path / "with")
+    assert not library.has_amx_kernels(tmp_path / "without")
 
 
 def test_the_installed_library_has_the_buffer_types_that_are_expected_of_it() -> None:
@@ -137,7 +137,7 @@ def test_the_installed_library_has_the_buffer_types_that_are_expected_of_it() ->
     names = []
     while types[len(names)]:
         names.append(library.ggml_backend_buft_name(ctypes.c_void_p(types[len(names)])).decode())
-    assert [buffer.name for buffer in repack.available()] == names
+    assert [buffer.name for buffer in repack.installed_extra_buffers()] == names
 
 
 @pytest.mark.parametrize("mmap", [True, False])
@@ -146,7 +146,7 @@ def test_a_model_with_every_type_takes_what_is_expected_on_this_cpu(
 ) -> None:
     file = tmp_path / "tiny.gguf"
     selftest.write_tiny_model(file)
-    expected = weights(read_model_shape(file).files, repack.available(), mmap)
+    expected = weights_memory(read_model_shape(file).files, repack.installed_extra_buffers(), mmap=mmap)
     with model_buffers(monkeypatch) as taken:
         lib.llama_model_free(loading.load_model(file, Options(path=str(file), use_mmap=mmap), lambda _: True))
     assert expected.needed + expected.page_cache == pytest.approx(taken["model"], rel=0.02)

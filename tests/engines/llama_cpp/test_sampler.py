@@ -200,10 +200,10 @@ def as_llama_cpp(row: Row, biases: dict[int, float], strengths: tuple[float, flo
     return np.array([array.data[at].logit for at in range(VOCABTilt)], np.float32)
 
 
-def seen(tilt: LogitProcessor, row: Row) -> Row:
+def seen(processor: LogitProcessor, row: Row) -> Row:
     """The row as whoever chooses finds it."""
     found: list[Row] = []
-    tilt.pick(row, lambda changed: (found.append(changed.copy()), 5)[1])
+    processor.sample(row, lambda changed: (found.append(changed.copy()), 5)[1])
     return found[0]
 
 
@@ -214,28 +214,28 @@ def test_a_row_is_changed_as_llama_cpp_changes_it(
     biases: dict[int, float], strengths: tuple[float, float, float], count: int
 ) -> None:
     said = np.random.default_rng(2).integers(0, 40, count).tolist()
-    tilt, row = LogitProcessor(biases, Penalties(*strengths, said)), a_row()
+    processor, row = LogitProcessor(biases, Penalties(*strengths, said)), a_row()
     expected = as_llama_cpp(row, biases, strengths, said)
-    np.testing.assert_allclose(seen(tilt, row), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(seen(processor, row), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_row_is_as_it_was_afterwards_also_where_choosing_fails() -> None:
-    tilt, row = LogitProcessor({3: 4.0, 5: -inf}, Penalties(1.5, 0.1, 0.1, [3, 5, 9])), a_row()
-    tilt.pick(row, lambda changed: int(changed.argmax()))
+    processor, row = LogitProcessor({3: 4.0, 5: -inf}, Penalties(1.5, 0.1, 0.1, [3, 5, 9])), a_row()
+    processor.sample(row, lambda changed: int(changed.argmax()))
     assert (row == a_row()).all()
 
     def fail(changed: Row) -> int:
         raise ValueError
 
     with pytest.raises(ValueError):  # noqa: PT011 ours
-        tilt.pick(row, fail)
+        processor.sample(row, fail)
     assert (row == a_row()).all()
 
 
 def test_what_is_chosen_counts_from_then_on_and_is_forgotten_again() -> None:
-    tilt, row = LogitProcessor({}, Penalties(1.0, 0.0, 10.0, [])), a_row()
-    assert seen(tilt, row)[5] == row[5]  # and says 5
-    assert seen(tilt, row)[5] == pytest.approx(row[5] - 10)
+    processor, row = LogitProcessor({}, Penalties(1.0, 0.0, 10.0, [])), a_row()
+    assert seen(processor, row)[5] == row[5]  # and says 5
+    assert seen(processor, row)[5] == pytest.approx(row[5] - 10)
     for _ in range(PENALTY_WINDOW):
-        tilt.pick(row, lambda _: 6)
-    assert seen(tilt, row)[5] == row[5]
+        processor.sample(row, lambda _: 6)
+    assert seen(processor, row)[5] == row[5]

@@ -240,7 +240,7 @@ async def test_measured_costs_decide_by_themselves() -> None:
     async with running({"main": CacheInfo(512, 2), "fast": CacheInfo(512, 2)}, path=str(exact_model())) as engine:
         await answer(engine, long + words(1), session="a")
         chunks = await answer(engine, long + words(2), session="b", cache="fast")
-        assert engine._caches["main"].places.kv.costs != CopyCosts()
+        assert engine._caches["main"].sequences.kv.costs != CopyCosts()
     assert accepted(chunks).cached_tokens in (0, len(long))
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
         assert_alike(chunks, await answer(engine, long + words(2)))
@@ -257,9 +257,9 @@ class Reaper(Tap):
         self.left: dict[int, int] = {}  # chunks until the end, by the job's number
 
     def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
-        if job.arrived in self.left:
-            self.left[job.arrived] -= 1
-            if self.left[job.arrived] <= 0:
+        if job.arrival in self.left:
+            self.left[job.arrival] -= 1
+            if self.left[job.arrival] <= 0:
                 job.cancel()
 
 
@@ -277,7 +277,7 @@ async def test_conversations_in_any_order_say_what_each_says_alone(seed: int) ->
         reaper = Reaper(engine)
         for _ in range(24):
             batch = _fitting(random.sample(list(homes), random.randint(1, 5)), homes, places)
-            reaper.left = {engine._arrived + 1: random.randint(1, 6)} if random.random() < 0.4 else {}
+            reaper.left = {engine._job_count + 1: random.randint(1, 6)} if random.random() < 0.4 else {}
             jobs = {n: engine.generate(id_prompt(told[n], cache=homes[n], session=str(n))) for n in batch}
             for n, job in jobs.items():
                 chunks = await read(job)
@@ -556,43 +556,43 @@ def image(*tokens: int, size: int = 100, **fields: Any) -> KvSnapshot:
 def test_lot_gives_whoever_holds_most_of_what_is_wanted() -> None:
     short, long = image(1, 2), image(1, 2, 3, 9)
     lot = KvOffload(1000)
-    lot.park(long)
-    lot.park(short)
-    assert lot.best(run(1, 2, 3, 4), (), can_cut=True) == (long, 3)
-    assert lot.best(run(1, 2, 3, 4), (), can_cut=False) == (short, 2)
-    assert lot.best(run(7), (), can_cut=True) is None
-    assert lot.best(run(1, 2), (("pirate", 1.0),), can_cut=True) is None
+    lot.add(long)
+    lot.add(short)
+    assert lot.find(run(1, 2, 3, 4), (), can_rewind=True) == (long, 3)
+    assert lot.find(run(1, 2, 3, 4), (), can_rewind=False) == (short, 2)
+    assert lot.find(run(7), (), can_rewind=True) is None
+    assert lot.find(run(1, 2), (("pirate", 1.0),), can_rewind=True) is None
 
 
 def test_lot_takes_one_that_cannot_be_cut_up_at_its_checkpoint() -> None:
     lot = KvOffload(1000)
-    lot.park(held := image(1, 2, 3, 9, checkpoints=(Checkpoint(2, np.zeros(4, np.uint8)),)))
-    assert lot.best(run(1, 2, 3, 4), (), can_cut=False) == (held, 2)
+    lot.add(held := image(1, 2, 3, 9, checkpoints=(Checkpoint(2, np.zeros(4, np.uint8)),)))
+    assert lot.find(run(1, 2, 3, 4), (), can_rewind=False) == (held, 2)
 
 
 def test_lot_is_bounded_and_the_oldest_goes() -> None:
     lot = KvOffload(250)
     for tokens in ((1, 1), (2, 2), (3, 3)):
-        lot.park(image(*tokens))
+        lot.add(image(*tokens))
     assert (len(lot), lot.size) == (2, 200)
-    assert lot.best(run(1, 1), (), can_cut=True) is None
-    lot.park(image(4, 4, size=251))
+    assert lot.find(run(1, 1), (), can_rewind=True) is None
+    lot.add(image(4, 4, size=251))
     assert len(lot) == lot.size == 0  # it did not fit even alone
 
 
 def test_conversation_that_went_on_takes_the_place_of_what_it_was() -> None:
     lot = KvOffload(1000)
-    lot.park(image(1, 2))
-    lot.park(image(1, 2, 3))
-    lot.park(image(1, 2, 3, 4, adapters=(("pirate", 1.0),)))
+    lot.add(image(1, 2))
+    lot.add(image(1, 2, 3))
+    lot.add(image(1, 2, 3, 4, adapters=(("pirate", 1.0),)))
     assert len(lot) == 2
 
 
 def test_lot_forgets_an_adapter_and_everything() -> None:
     lot = KvOffload(1000)
-    lot.park(image(1, 2, adapters=(("pirate", 1.0),)))
-    lot.park(image(1, 2))
-    lot.forget("pirate")
+    lot.add(image(1, 2, adapters=(("pirate", 1.0),)))
+    lot.add(image(1, 2))
+    lot.drop_adapter("pirate")
     assert (len(lot), lot.size) == (1, 100)
     lot.clear()
     assert len(lot) == lot.size == 0

@@ -16,9 +16,9 @@ from modelyard.engines.llama_cpp.sequences import (
     Checkpoints,
     CopyCosts,
     CopyMethod,
-    Ids,
     SequenceChoice,
     SequenceSlot,
+    TokenIds,
     add_checkpoint,
     checkpoint_positions,
     checkpoints_within,
@@ -32,7 +32,7 @@ from modelyard.engines.llama_cpp.sequences import (
 )
 
 
-def run(*tokens: int) -> Ids:
+def run(*tokens: int) -> TokenIds:
     return np.array(tokens, np.int32)
 
 
@@ -40,9 +40,9 @@ def slot(index: int, *tokens: int, **fields: Any) -> SequenceSlot:
     return SequenceSlot(index, run(*tokens), **fields)
 
 
-OLD_MAIN = slot(0, 9, 9, 9, used=1)
-NEW_MAIN = slot(1, 8, 8, 8, used=3)
-BACKGROUND = slot(2, 7, 7, 7, used=2, priority="background")
+OLD_MAIN = slot(0, 9, 9, 9, use_order=1)
+NEW_MAIN = slot(1, 8, 8, 8, use_order=3)
+BACKGROUND = slot(2, 7, 7, 7, use_order=2, priority="background")
 EMPTY = slot(3)
 
 
@@ -76,7 +76,7 @@ EMPTY = slot(3)
             id="the longer of two prefixes",
         ),
         pytest.param(
-            [slot(0, 1, 2, used=1), slot(1, 1, 2, used=2)],
+            [slot(0, 1, 2, use_order=1), slot(1, 1, 2, use_order=2)],
             run(1, 2, 3),
             None,
             SequenceChoice(1, 2),
@@ -104,42 +104,42 @@ EMPTY = slot(3)
             id="most of it, and nobody's session",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)],
+            [slot(0, 1, 2, 5, 6, 7, prompt_length=2), slot(1)],
             run(1, 2),
             None,
             SequenceChoice(0, 2),
             id="the same prompt once more",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=2, busy=True), slot(1)],
+            [slot(0, 1, 2, 5, 6, 7, prompt_length=2, busy=True), slot(1)],
             run(1, 2),
             None,
             SequenceChoice(1, 0),
             id="while it runs",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=4), slot(1)],
+            [slot(0, 1, 2, 5, 6, 7, prompt_length=4), slot(1)],
             run(1, 2),
             None,
             SequenceChoice(1, 0),
             id="it was a talk's opening",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)],
+            [slot(0, 1, 2, 5, 6, 7, prompt_length=2), slot(1)],
             run(1, 2, 3),
             None,
             SequenceChoice(1, 0),
             id="it goes on otherwise",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=2, session="a"), slot(1)],
+            [slot(0, 1, 2, 5, 6, 7, prompt_length=2, session="a"), slot(1)],
             run(1, 2),
             None,
             SequenceChoice(1, 0),
             id="the same prompt, and a session's",
         ),
         pytest.param(
-            [slot(0, 1, 2, 5, 6, 7, asked=2), slot(1)],
+            [slot(0, 1, 2, 5, 6, 7, prompt_length=2), slot(1)],
             run(1, 2),
             "a",
             SequenceChoice(1, 0),
@@ -172,7 +172,7 @@ EMPTY = slot(3)
         ),
     ],
 )
-def test_choice(slots: list[SequenceSlot], prompt: Ids, session: str | None, expected: SequenceChoice) -> None:
+def test_choice(slots: list[SequenceSlot], prompt: TokenIds, session: str | None, expected: SequenceChoice) -> None:
     assert choose_sequence(slots, prompt, session) == expected
 
 
@@ -222,7 +222,7 @@ def at(*places: int) -> tuple[Checkpoint, ...]:
     ],
 )
 def test_kv_reaches_as_far_as_it_can_be_cut(held: SequenceSlot, can_cut: bool, expected: int) -> None:
-    assert reusable_tokens(held, run(1, 2, 3, 4), (), can_cut=can_cut) == expected
+    assert reusable_tokens(held, run(1, 2, 3, 4), (), can_rewind=can_cut) == expected
 
 
 CPU = CopyCosts(token=1e-3, byte=5e-10)
@@ -284,11 +284,11 @@ SLOTS = st.lists(
     st.builds(
         dict,
         tokens=RUNS,
-        asked=st.integers(0, 8),
+        prompt_length=st.integers(0, 8),
         session=st.sampled_from([None, "a", "b"]),
         adapters=ADAPTERS,
         priority=st.sampled_from(["main", "background"]),
-        used=st.integers(0, 9),
+        use_order=st.integers(0, 9),
         busy=st.booleans(),
     ),
     min_size=1,
@@ -298,7 +298,7 @@ SLOTS = st.lists(
 
 @given(SLOTS, RUNS, st.sampled_from([None, "a"]), ADAPTERS)
 def test_chosen_sequence_is_idle_and_keeps_only_its_own_verified_prefix(
-    slots: list[SequenceSlot], prompt: Ids, session: str | None, adapters: Any
+    slots: list[SequenceSlot], prompt: TokenIds, session: str | None, adapters: Any
 ) -> None:
     slots[0].busy = False
     choice = choose_sequence(slots, prompt, session, adapters)
@@ -307,14 +307,14 @@ def test_chosen_sequence_is_idle_and_keeps_only_its_own_verified_prefix(
     assert list(chosen.tokens[: choice.keep]) == list(prompt[: choice.keep])
     assert choice.keep == 0 or chosen.adapters == adapters
     for other in slots:
-        shared = reusable_tokens(other, prompt, adapters, can_cut=True)
+        shared = reusable_tokens(other, prompt, adapters, can_rewind=True)
         assert list(other.tokens[:shared]) == list(prompt[:shared])
         assert shared == 0 or other.adapters == adapters
 
 
 @given(SLOTS, RUNS, st.sampled_from([None, "a"]), ADAPTERS)
 def test_nobody_is_evicted_while_there_is_an_empty_sequence_or_the_sessions_own(
-    slots: list[SequenceSlot], prompt: Ids, session: str | None, adapters: Any
+    slots: list[SequenceSlot], prompt: TokenIds, session: str | None, adapters: Any
 ) -> None:
     slots[0].busy = False
     choice = choose_sequence(slots, prompt, session, adapters)

@@ -201,11 +201,11 @@ class Watch:
         self.tried: list[str] = []
         self._speculator = engine._caches["main"].speculator
         assert self._speculator is not None
-        self._guess = self._speculator.guess
-        self._speculator.guess = self._watched  # type: ignore[method-assign]
+        self._draft = self._speculator.draft
+        self._speculator.draft = self._watched  # type: ignore[method-assign]
 
     def _watched(self, streams: Mapping[int, LlamaCppJob]) -> Drafts:
-        found = self._guess(streams)
+        found = self._draft(streams)
         self.tried += [said([Tokens(guess)]) for guess in found.values()]
         return found
 
@@ -239,7 +239,7 @@ async def test_sliding_window_is_guessed_for_only_where_it_keeps_what_lies_behin
 class Parrot:
     """A source that says what it is told to."""
 
-    is_free = is_abreast = True
+    is_free = is_synchronized = True
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = list(tokens)
@@ -248,7 +248,7 @@ class Parrot:
     def end(self, sequence: int) -> None: ...
     def close(self) -> None: ...
 
-    def guess(self, counts: Mapping[int, int]) -> Drafts:
+    def draft(self, counts: Mapping[int, int]) -> Drafts:
         return {sequence: self.tokens[:count] for sequence, count in counts.items()}
 
 
@@ -262,12 +262,12 @@ async def speculating(*tokens: int, measured: bool = True, **fields: Any) -> tup
 async def test_guesses_that_come_true_unasked_bring_guessing_back() -> None:
     speculator, jobs = await speculating(7, 8, 9, 9)
     for _ in range(40):
-        speculator.took(1, 0, 0.010)
-        speculator.took(1, 4, 0.040)  # a row costs three quarters of a step
-    assert speculator.guess(jobs) == {}
+        speculator.measure(1, 0, 0.010)
+        speculator.measure(1, 4, 0.040)  # a row costs three quarters of a step
+    assert speculator.draft(jobs) == {}
     steps = 0
-    while not (guesses := speculator.guess(jobs)) and steps < 40:
-        speculator.heard(0, 0, 0, 7)  # what had not been tried came
+    while not (guesses := speculator.draft(jobs)) and steps < 40:
+        speculator.observe(0, 0, 0, 7)  # what had not been tried came
         steps += 1
     assert 0 < steps < 40
     assert guesses[0][0] == 7
@@ -275,33 +275,33 @@ async def test_guesses_that_come_true_unasked_bring_guessing_back() -> None:
 
 async def test_guesses_that_fail_are_given_up() -> None:
     speculator, jobs = await speculating(7, 8, 9, 9)
-    speculator.took(1, 0, 0.010)
-    assert speculator.guess(jobs)
-    assert not speculator.rests
+    speculator.measure(1, 0, 0.010)
+    assert speculator.draft(jobs)
+    assert not speculator.is_idle
     for _ in range(20):
-        speculator.heard(0, 2, 0, 5)
-    assert speculator.guess(jobs) == {}
-    assert speculator.rests
+        speculator.observe(0, 2, 0, 5)
+    assert speculator.draft(jobs) == {}
+    assert speculator.is_idle
 
 
 async def test_one_that_rests_wakes_when_somebody_comes() -> None:
     speculator, jobs = await speculating(7)  # nobody knows yet what a step takes
-    speculator.guess(jobs)
-    assert speculator.rests
+    speculator.draft(jobs)
+    assert speculator.is_idle
     speculator.begin(1, jobs[0])
-    assert not speculator.rests
+    assert not speculator.is_idle
 
 
 async def test_guess_ends_before_a_token_that_ends_the_job() -> None:
     speculator, jobs = await speculating(7, 8, 9, 9, measured=False, stop_ids=(9,))
-    assert speculator.guess(jobs) == {0: [7, 8]}
+    assert speculator.draft(jobs) == {0: [7, 8]}
 
 
 @pytest.mark.parametrize(("seed", "measured", "guesses"), [(None, True, True), (1, True, False), (1, False, True)])
 async def test_seeded_job_is_left_alone_where_times_decide(seed: int | None, measured: bool, guesses: bool) -> None:
     speculator, jobs = await speculating(7, 8, measured=measured, sampling=Sampling(temperature=1.0, seed=seed))
-    speculator.took(1, 0, 0.010)
-    assert bool(speculator.guess(jobs)) == guesses
+    speculator.measure(1, 0, 0.010)
+    assert bool(speculator.draft(jobs)) == guesses
     speculator.end(0)
 
 
@@ -355,58 +355,58 @@ def learned(plain: float, wide: float, *, streams: int = 1, guessed: int = 4, st
     ],
 )
 def test_price_is_what_was_measured(price: DraftCost, streams: int, expected: float) -> None:
-    assert price.of(streams) == pytest.approx(expected, abs=0.02)
+    assert price.per_row(streams) == pytest.approx(expected, abs=0.02)
 
 
 def test_nothing_is_tried_before_a_step_without_guesses_was_seen() -> None:
     price = DraftCost()
-    assert price.of(1) == 1.0
+    assert price.per_row(1) == 1.0
     price.observe(1, 3, 0.010)  # nothing to hold it against
-    assert price.of(1) == 1.0
+    assert price.per_row(1) == 1.0
     price.observe(1, 0, 0.008)
-    assert 0 < price.of(1) < 0.5
-    assert price.of(2) == 1.0
+    assert 0 < price.per_row(1) < 0.5
+    assert price.per_row(2) == 1.0
 
 
 def test_one_stalled_step_does_not_turn_guessing_off() -> None:
     price = learned(0.010, 0.012)
     price.observe(1, 4, 3.0)
-    assert draft_length(0.7, price.of(1), 8) > 0
+    assert draft_length(0.7, price.per_row(1), 8) > 0
 
 
 def test_dear_rows_are_tried_again_after_a_while() -> None:
     price = learned(0.010, 0.060)
-    assert draft_length(0.9, price.of(1), 8) == 0
+    assert draft_length(0.9, price.per_row(1), 8) == 0
     for _ in range(1000):
         price.observe(1, 0, 0.010)
-    assert draft_length(0.9, price.of(1), 8) > 0
+    assert draft_length(0.9, price.per_row(1), 8) > 0
 
 
 def test_record_follows_what_became_of_the_guesses() -> None:
     record = AcceptanceRate()
-    assert record.acceptance == 0.5
+    assert record.rate == 0.5
     for _ in range(60):
-        record.note(4, 4)
-    assert record.acceptance > 0.98
+        record.update(4, 4)
+    assert record.rate > 0.98
     for _ in range(60):
-        record.note(4, 0)
-    assert record.acceptance < 0.1
+        record.update(4, 0)
+    assert record.rate < 0.1
 
 
 def test_guesses_behind_a_miss_do_not_count() -> None:
     one, other = AcceptanceRate(), AcceptanceRate()
-    one.note(8, 2)
-    other.note(3, 2)
-    assert one.acceptance == other.acceptance
+    one.update(8, 2)
+    other.update(3, 2)
+    assert one.rate == other.rate
 
 
 def test_bad_record_is_forgotten_by_and_by() -> None:
     record = AcceptanceRate()
     for _ in range(60):
-        record.note(1, 0)
+        record.update(1, 0)
     for _ in range(1500):
-        record.rest()
-    assert record.acceptance > 0.4
+        record.decay()
+    assert record.rate > 0.4
 
 
 # Guesses from a text's own past: against a plain search, in any pieces it may come in.
@@ -428,7 +428,7 @@ TEXTS = st.lists(st.integers(0, 2), max_size=120)
     ],
 )
 def test_guess(text: list[int], count: int, expected: list[int]) -> None:
-    assert NgramIndex(text).guess(count) == expected
+    assert NgramIndex(text).draft(count) == expected
 
 
 def searched(text: list[int], count: int) -> list[int]:
@@ -444,7 +444,7 @@ def searched(text: list[int], count: int) -> list[int]:
 
 @given(TEXTS, st.integers(1, 9))
 def test_guess_is_what_a_search_finds(text: list[int], count: int) -> None:
-    assert NgramIndex(text).guess(count) == searched(text, count)
+    assert NgramIndex(text).draft(count) == searched(text, count)
 
 
 @given(st.lists(TEXTS, max_size=6), st.integers(1, 9))
@@ -454,10 +454,10 @@ def test_text_that_comes_in_pieces_is_one_text(pieces: list[list[int]], count: i
         grown.extend(piece)
         whole += piece
         assert len(grown) == len(whole)
-        assert grown.guess(count) == searched(whole, count)
+        assert grown.draft(count) == searched(whole, count)
 
 
 def test_long_text_is_taken_in_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculation, "_BITE", 40)
     text = NgramIndex([*range(97), 1, 2, 3])
-    assert [text.guess(1) for _ in range(3)] == [[], [], [4]]
+    assert [text.draft(1) for _ in range(3)] == [[], [], [4]]

@@ -1,4 +1,4 @@
-"""Prints the shapes of the calls that the engine makes, of whichever vLLM it is run with: `python shapes.py`."""
+"""Prints the signatures that the engine uses, of the vLLM in the path: `python library_signatures.py`."""
 
 import dataclasses
 import inspect
@@ -27,18 +27,18 @@ def parameters(call: Any) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    told = {
+    printed = {
         "calls": {name: parameters(getattr(AsyncLLM, name)) for name in METHODS}
         | {"tokens_input": parameters(tokens_input), "LLM.generate": parameters(LLM.generate)},
         "fields": {
             kind.__name__: fields(kind)
             for kind in (AsyncEngineArgs, SamplingParams, StructuredOutputsParams, LoRARequest)
         },
-        "deltas": RequestOutputKind.DELTA.name,
+        "delta": RequestOutputKind.DELTA.name,
         "is_dict": issubclass(TokensPrompt, dict),
-        "refusals": issubclass(VLLMValidationError, VLLMClientError),
-        "death": issubclass(EngineDeadError, Exception),
+        "request_errors": issubclass(VLLMValidationError, VLLMClientError),
+        "dead_error": issubclass(EngineDeadError, Exception),
         "coroutines": [name for name in METHODS if inspect.iscoroutinefunction(getattr(AsyncLLM, name))],
         "generators": [name for name in METHODS if inspect.isasyncgenfunction(getattr(AsyncLLM, name))],
     }
-    print("\n" + json.dumps(told))
+    print("\n" + json.dumps(printed))

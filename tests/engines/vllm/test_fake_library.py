@@ -1,4 +1,4 @@
-"""The stand-in has the shapes of the real vLLM, and of nothing else."""
+"""The fake library has the signatures of the real vLLM."""
 
 from __future__ import annotations
 
@@ -15,45 +15,48 @@ import pytest
 from modelyard.core.engine import CacheInfo
 from modelyard.engines.vllm.options import VllmOptions, engine_arguments
 from tests.engines.vllm import real_vllm
+from tests.engines.vllm.helpers import FAKE_LIBRARY
 
 HERE = Path(__file__).parent
 
 
 @cache
-def shapes(python: str, *paths: Path) -> dict[str, Any]:
+def signatures(python: str, *paths: Path) -> dict[str, Any]:
     env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
-    done = subprocess.run([python, str(HERE / "shapes.py")], env=env, capture_output=True, text=True, check=True)
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    done = subprocess.run(
+        [python, str(HERE / "library_signatures.py")], env=env, capture_output=True, text=True, check=True
+    )
+    printed: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return printed
 
 
-def standin() -> dict[str, Any]:
-    return shapes(sys.executable, HERE / "standin", HERE.parents[2])
+def fake_signatures() -> dict[str, Any]:
+    return signatures(sys.executable, FAKE_LIBRARY, HERE.parents[2])
 
 
-def test_standin_tells_its_shapes() -> None:
-    """Else the comparison with the real one, which is seldom run, would compare nothing."""
-    told = standin()
-    assert told["generators"] == ["generate"]
-    assert set(told["coroutines"]) == {"abort", "remove_lora"}
-    assert told["calls"]["generate"]["lora_request"] == "KEYWORD_ONLY"
-    assert "temperature" in told["fields"]["SamplingParams"]
+def test_fake_library_prints_its_signatures() -> None:
+    """Otherwise the comparison with the real one, which seldom runs, would compare nothing."""
+    printed = fake_signatures()
+    assert printed["generators"] == ["generate"]
+    assert set(printed["coroutines"]) == {"abort", "remove_lora"}
+    assert printed["calls"]["generate"]["lora_request"] == "KEYWORD_ONLY"
+    assert "temperature" in printed["fields"]["SamplingParams"]
 
 
 @pytest.mark.vllm
-def test_real_vllm_takes_every_call_that_the_standin_takes() -> None:
-    ours, theirs = standin(), shapes(real_vllm.python())
+def test_real_vllm_accepts_every_call_of_the_fake_library() -> None:
+    ours, theirs = fake_signatures(), signatures(real_vllm.python())
     for name, parameters in ours["calls"].items():
         assert parameters.items() <= theirs["calls"][name].items(), name
     for name, fields in ours["fields"].items():
         assert set(fields) <= set(theirs["fields"][name]), name
-    for name in ("deltas", "is_dict", "refusals", "death", "coroutines", "generators"):
+    for name in ("delta", "is_dict", "request_errors", "dead_error", "coroutines", "generators"):
         assert ours[name] == theirs[name], name
 
 
 @pytest.mark.vllm
-def test_real_vllm_knows_every_argument_that_our_fields_become() -> None:
-    settings = VllmOptions(
+def test_real_vllm_knows_every_argument_that_our_options_become() -> None:
+    options = VllmOptions(
         vllm_model="m",
         vllm_tokenizer="t",
         vllm_revision="main",
@@ -76,6 +79,6 @@ def test_real_vllm_knows_every_argument_that_our_fields_become() -> None:
         lora={"a": "b"},
         vllm_max_lora_rank=8,
     )
-    told = engine_arguments(settings, {"main": CacheInfo(512)})
-    assert len(told) > 20
-    assert told.keys() <= set(shapes(real_vllm.python())["fields"]["AsyncEngineArgs"])
+    arguments = engine_arguments(options, {"main": CacheInfo(512)})
+    assert len(arguments) > 20
+    assert arguments.keys() <= set(signatures(real_vllm.python())["fields"]["AsyncEngineArgs"])

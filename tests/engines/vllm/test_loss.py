@@ -1,4 +1,4 @@
-"""What a KV cache of coarser numbers costs with vLLM: two of them read one text, each in a process of its own."""
+"""The quality loss of a quantized KV cache with vLLM: two processes evaluate one text."""
 
 from __future__ import annotations
 
@@ -15,39 +15,38 @@ from modelyard.engines.vllm.loss import TOP_LOGPROBS, compare, divergence, evalu
 from modelyard.engines.vllm.options import engine_arguments
 from modelyard.tune.trial_process import QUALITY_TEXT
 from tests.engines.vllm import real_vllm
-from tests.engines.vllm.helpers import spec
+from tests.engines.vllm.helpers import FAKE_LIBRARY, spec
 
-STANDIN = Path(__file__).parent / "standin"
 IDS = [5, 9, 2, 7]
 
 
 @pytest.fixture
-def standin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{STANDIN}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+def fake_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{FAKE_LIBRARY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
-@pytest.mark.usefixtures("standin")
-def test_coarser_numbers_are_held_against_the_references() -> None:
-    lost = loss(spec(vllm_kv_cache_dtype="fp8"), spec(), IDS)
-    assert lost.reference == pytest.approx(4)
-    assert lost.perplexity == pytest.approx(1 / 0.23)
-    moved = 0.25 * math.log(0.25 / 0.23) + 0.125 * math.log(0.125 / 0.145)
-    assert lost.divergence == pytest.approx(moved)
+@pytest.mark.usefixtures("fake_library")
+def test_loss_compares_with_the_reference() -> None:
+    measured = loss(spec(vllm_kv_cache_dtype="fp8"), spec(), IDS)
+    assert measured.reference == pytest.approx(4)
+    assert measured.perplexity == pytest.approx(1 / 0.23)
+    expected = 0.25 * math.log(0.25 / 0.23) + 0.125 * math.log(0.125 / 0.145)
+    assert measured.divergence == pytest.approx(expected)
 
 
-@pytest.mark.usefixtures("standin")
-def test_numbers_that_vllm_refuses_are_a_refusal_in_its_own_words() -> None:
+@pytest.mark.usefixtures("fake_library")
+def test_refused_number_format_is_reported_with_vllms_message() -> None:
     with pytest.raises(InvalidRequest, match="could not read the text: ValueError: fp9 is no number format"):
         loss(spec(vllm_kv_cache_dtype="fp9"), spec(), IDS)
 
 
-def test_an_interpreter_that_is_not_there_is_said() -> None:
+def test_missing_interpreter_is_reported() -> None:
     absent = EngineSpec("m", spec().options, spec().caches, python="/nowhere/python")
     with pytest.raises(InvalidRequest, match=r"could not read the text: .*nowhere"):
         loss(absent, absent, IDS)
 
 
-def test_the_reader_is_made_for_one_text_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_evaluation_is_set_up_for_one_text_only(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "vllm_kv_cache_dtype": "fp8",
         "vllm_speculative_method": "ngram",
@@ -55,8 +54,8 @@ def test_the_reader_is_made_for_one_text_and_nothing_beside_it(tmp_path: Path) -
         "lora": {"a": str(tmp_path)},
         "vllm_max_num_seqs": 64,
     }
-    told = evaluation_spec(spec({"main": CacheInfo(32_768, 8)}, **options), 700)
-    arguments = engine_arguments(told.options, told.caches)
+    evaluation = evaluation_spec(spec({"main": CacheInfo(32_768, 8)}, **options), 700)
+    arguments = engine_arguments(evaluation.options, evaluation.caches)
     assert arguments["kv_cache_dtype"] == "fp8"
     assert arguments["block_size"] == 16
     assert (arguments["max_model_len"], arguments["max_num_seqs"]) == (708, 1)
@@ -65,48 +64,48 @@ def test_the_reader_is_made_for_one_text_and_nothing_beside_it(tmp_path: Path) -
     assert arguments.keys().isdisjoint({"speculative_config", "enable_lora"})
 
 
-def test_most_of_the_text_is_read_out_of_the_cache() -> None:
-    """Kernels may use exact numbers for what they read in the same step: the steps must be short."""
-    told = evaluation_spec(spec(), 700)
-    arguments = engine_arguments(told.options, told.caches)
+def test_most_of_the_text_is_read_from_the_cache() -> None:
+    """Kernels may use exact numbers for the tokens of the same step, so the steps must be short."""
+    evaluation = evaluation_spec(spec(), 700)
+    arguments = engine_arguments(evaluation.options, evaluation.caches)
     assert arguments["enable_chunked_prefill"]
     assert arguments["max_num_batched_tokens"] < 700 / 4
 
 
-def row(*odds: float) -> dict[int, float]:
-    return {token: math.log(share) for token, share in enumerate(odds)}
+def row(*probabilities: float) -> dict[int, float]:
+    return {token: math.log(probability) for token, probability in enumerate(probabilities)}
 
 
 @pytest.mark.parametrize(
-    ("mine", "reference", "apart"),
+    ("mine", "reference", "expected"),
     [
         (row(0.5, 0.25), row(0.5, 0.25), 0.0),
         (row(0.25, 0.25), row(0.5, 0.25), 0.5 * math.log(2) + 0.25 * math.log(0.25 / 0.5)),
         (row(0.5, 0.5), row(0.5, 0.5), 0.0),
         (row(0.5), row(0.5, 0.25), 0.0),
     ],
-    ids=["the same", "less sure", "nothing left over", "a token that only one has told is one of the others"],
+    ids=["the same", "less sure", "no remainder", "a token in one row only counts as another"],
 )
-def test_divergence_takes_all_that_was_not_told_as_one(
-    mine: dict[int, float], reference: dict[int, float], apart: float
+def test_divergence_counts_all_other_tokens_as_one(
+    mine: dict[int, float], reference: dict[int, float], expected: float
 ) -> None:
-    assert divergence(mine, reference) == pytest.approx(apart)
+    assert divergence(mine, reference) == pytest.approx(expected)
 
 
-def test_divergence_stays_finite_where_the_others_have_no_odds_at_all() -> None:
+def test_divergence_stays_finite_without_a_remainder() -> None:
     assert math.isfinite(divergence(row(0.5, 0.5), row(0.5, 0.25)))
 
 
-def test_an_answer_of_another_length_than_the_text_is_refused() -> None:
+def test_result_of_another_length_than_the_text_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="1 and 2 tokens of 2"):
         compare([row(0.5)], [row(0.5), row(0.5)], [0, 0, 0])
 
 
 @pytest.mark.vllm
-def test_a_real_vllm_reads_the_built_in_text_in_both_number_formats() -> None:
+def test_real_vllm_evaluates_the_built_in_text_in_both_number_formats() -> None:
     ids = real_vllm.vocabulary().encode_plain(QUALITY_TEXT)
-    lost = loss(real_vllm.spec(vllm_kv_cache_dtype="fp8"), real_vllm.spec(), ids)
-    assert 5 < lost.reference < 50
-    assert abs(lost.rise) < 0.2
-    assert lost.divergence is not None
-    assert 0 < lost.divergence < 0.2
+    measured = loss(real_vllm.spec(vllm_kv_cache_dtype="fp8"), real_vllm.spec(), ids)
+    assert 5 < measured.reference < 50
+    assert abs(measured.rise) < 0.2
+    assert measured.divergence is not None
+    assert 0 < measured.divergence < 0.2

@@ -1,4 +1,4 @@
-"""Where a model lies on this machine."""
+"""The folder of a model that vLLM runs: where it is, whether it is complete, and how much memory it needs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import pytest
 
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec, MemoryEstimate
 from modelyard.core.errors import InvalidRequest, NotFound
-from modelyard.engines.vllm import estimate, model_folder
-from modelyard.engines.vllm.model_folder import check_weights
+from modelyard.engines.vllm import estimate
+from modelyard.engines.vllm.model_folder import (
+    check_weights,
+    find_folder,
+    read_config,
+    require_folder,
+    resolve_companions,
+    resolve_model,
+)
 from modelyard.engines.vllm.options import VllmOptions
 from tests.engines.vllm.helpers import weights
 
@@ -32,29 +39,29 @@ def create_folder(folder: Path, config: str = "{}") -> Path:
 
 def test_folder_is_found_by_its_path_and_by_its_name_in_the_library(hub: Path, tmp_path: Path) -> None:
     own, stored = create_folder(tmp_path / "mine"), create_folder(tmp_path / "cache" / "models" / "org" / "name")
-    assert model_folder.find_folder(str(own)) == own
-    assert model_folder.find_folder("org/name") == stored
+    assert find_folder(str(own)) == own
+    assert find_folder("org/name") == stored
 
 
 def test_hub_cache_is_searched_last_and_its_newest_snapshot_is_used(hub: Path) -> None:
     old, new = (create_folder(hub / "models--org--name" / "snapshots" / each) for each in "ab")
     os.utime(old, (1, 1))
-    assert model_folder.find_folder("org/name") == new
-    assert model_folder.resolve_model(VllmOptions(vllm_model="org/name")) == str(new)
+    assert find_folder("org/name") == new
+    assert resolve_model(VllmOptions(vllm_model="org/name")) == str(new)
 
 
 def test_model_that_is_not_here_is_left_to_vllm_or_refused_by_name(hub: Path) -> None:
-    assert model_folder.resolve_model(VllmOptions(vllm_model="org/other")) == "org/other"
+    assert resolve_model(VllmOptions(vllm_model="org/other")) == "org/other"
     with pytest.raises(NotFound, match="'org/other' is not on this machine"):
-        model_folder.require_folder("org/other")
+        require_folder("org/other")
 
 
 def test_config_of_a_multimodal_model_is_read_from_its_text_config(tmp_path: Path) -> None:
     folder = create_folder(tmp_path / "m", '{"model_type": "vl", "text_config": {"hidden_size": 5}}')
-    assert model_folder.read_folder_config(place)["hidden_size"] == 5
+    assert read_config(folder)["hidden_size"] == 5
     (folder / "config.json").write_text("no JSON")
     with pytest.raises(InvalidRequest, match=r"config\.json cannot be read"):
-        model_folder.read_folder_config(place)
+        read_config(folder)
 
 
 def test_tokenizer_and_draft_model_are_found_like_the_model(hub: Path, tmp_path: Path) -> None:
@@ -66,8 +73,8 @@ def test_tokenizer_and_draft_model_are_found_like_the_model(hub: Path, tmp_path:
         vllm_speculative_model="small",
         vllm_num_speculative_tokens=3,
     )
-    assert model_folder.resolve_companions(options).vllm_speculative_model == str(draft)
-    assert model_folder.resolve_companions(options).vllm_tokenizer == "org/elsewhere"
+    assert resolve_companions(options).vllm_speculative_model == str(draft)
+    assert resolve_companions(options).vllm_tokenizer == "org/elsewhere"
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -134,15 +141,19 @@ def test_kv_is_what_the_windows_need_unless_its_size_is_set(model: Path) -> None
     assert estimated(model).kv == token * 1000 * 3
     assert estimated(model, vllm_dtype="float32").kv == 2 * token * 1000 * 3
     assert estimated(model, vllm_kv_cache_dtype="fp8").kv == token // 2 * 1000 * 3
-    assert estimated(model, vllm_kv_cache_memory_bytes=1 << 30).kv == estimated(model, GPU, vllm_kv_cache_memory_bytes=1 << 30).kv
-    assert estimated(model, vllm_kv_cache_memory_bytes=1 << 30).kv == 1 << 30
+    assert (
+        estimated(model, vllm_kv_cache_memory_bytes=1 << 30).kv
+        == estimated(model, GPU, vllm_kv_cache_memory_bytes=1 << 30).kv
+    )
+    for machine in (HERE, GPU):
+        assert estimated(model, machine, vllm_kv_cache_memory_bytes=1 << 30).kv == 1 << 30
 
 
 def test_gpu_share_is_filled_with_kv_unless_its_size_is_set(model: Path) -> None:
     assert estimated(model, GPU).total == int((100 << 30) * 0.9)
     assert estimated(model, GPU, vllm_gpu_memory_utilization=0.5).total == 50 << 30
     assert estimated(model, GPU, vllm_gpu_memory_utilization=0.001).kv == estimated(model).kv
-    assert (of(model).device, estimated(model, GPU).device) == ("cpu", "gpu")
+    assert (estimated(model).device, estimated(model, GPU).device) == ("cpu", "gpu")
 
 
 def test_draft_checkpoint_counts_only_if_it_is_used(model: Path) -> None:

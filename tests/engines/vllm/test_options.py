@@ -102,7 +102,9 @@ def speculating(method: str | None, **fields: Any) -> VllmOptions:
         ("suffix", {"moe_backend": "triton"}, "remove vllm_speculative_moe_backend"),
     ],
 )
-def test_speculation_fields_that_do_not_match_are_refused(method: str | None, fields: dict[str, Any], message: str) -> None:
+def test_speculation_fields_that_do_not_match_are_refused(
+    method: str | None, fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         speculating(method, **fields)
 

@@ -1,4 +1,4 @@
-"""Sampling settings in vLLM's words."""
+"""A job as vLLM's arguments: sampling, structured output, images and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.engines.vllm.helpers import adapter, prompt, running
 VOCABULARY = 1000
 
 
-def asked(sampling: Sampling = Sampling(), **more: Any) -> dict[str, Any]:
+def arguments(sampling: Sampling = Sampling(), **more: Any) -> dict[str, Any]:
     return sampling_arguments(Prompt(parts=(TokenRun([1]),), sampling=sampling, **more), 7, VOCABULARY)
 
 
-def test_what_nobody_asked_for_changes_nothing() -> None:
-    assert asked() == {
+def test_default_sampling_is_neutral() -> None:
+    assert arguments() == {
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": 0,
@@ -53,8 +53,8 @@ def test_what_nobody_asked_for_changes_nothing() -> None:
     }
 
 
-def test_every_knob_that_vllm_has_is_turned() -> None:
-    told = asked(
+def test_sampling_fields_are_passed_on() -> None:
+    made = arguments(
         Sampling(
             temperature=0.5,
             top_p=0.9,
@@ -69,70 +69,71 @@ def test_every_knob_that_vllm_has_is_turned() -> None:
         stop_ids=(3, 4),
         logprobs=2,
     )
-    assert (told["temperature"], told["top_p"], told["top_k"], told["min_p"]) == (0.5, 0.9, 40, 0.05)
-    assert (told["repetition_penalty"], told["presence_penalty"], told["frequency_penalty"]) == (1.1, 0.2, 0.3)
-    assert (told["seed"], told["logit_bias"], told["stop_token_ids"], told["logprobs"]) == (7, {5: 2.0}, [3, 4], 2)
+    assert (made["temperature"], made["top_p"], made["top_k"], made["min_p"]) == (0.5, 0.9, 40, 0.05)
+    assert (made["repetition_penalty"], made["presence_penalty"], made["frequency_penalty"]) == (1.1, 0.2, 0.3)
+    assert (made["seed"], made["logit_bias"], made["stop_token_ids"], made["logprobs"]) == (7, {5: 2.0}, [3, 4], 2)
 
 
-def test_each_knob_is_either_turned_or_named_as_one_that_is_not() -> None:
-    told = set(asked(Sampling(seed=1, logit_bias={1: 1.0})))
-    assert {field.name for field in fields(Sampling)} == (told & {f.name for f in fields(Sampling)}) | set(IGNORED)
+def test_every_sampling_field_is_either_passed_on_or_listed_as_ignored() -> None:
+    made = set(arguments(Sampling(seed=1, logit_bias={1: 1.0})))
+    assert {field.name for field in fields(Sampling)} == (made & {f.name for f in fields(Sampling)}) | set(IGNORED)
 
 
-def test_values_that_others_take_for_off_are_off() -> None:
-    told = asked(Sampling(top_p=0.0, top_k=-1, temperature=-1.0))
-    assert (told["top_p"], told["top_k"], told["temperature"]) == (1.0, 0, 0.0)
+def test_values_that_mean_off_elsewhere_are_neutral() -> None:
+    made = arguments(Sampling(top_p=0.0, top_k=-1, temperature=-1.0))
+    assert (made["top_p"], made["top_k"], made["temperature"]) == (1.0, 0, 0.0)
 
 
-def test_bias_on_tokens_that_do_not_exist_is_left_out() -> None:
-    assert asked(Sampling(logit_bias={-1: 1.0, 999: 1.0, 1000: 1.0}))["logit_bias"] == {999: 1.0}
-    assert "logit_bias" not in asked(Sampling(logit_bias={1000: 1.0}))
+def test_logit_bias_of_unknown_tokens_is_dropped() -> None:
+    assert arguments(Sampling(logit_bias={-1: 1.0, 999: 1.0, 1000: 1.0}))["logit_bias"] == {999: 1.0}
+    assert "logit_bias" not in arguments(Sampling(logit_bias={1000: 1.0}))
 
 
-def test_any_seed_is_a_seed() -> None:
+def test_any_seed_is_mapped_to_a_valid_one() -> None:
     """To vLLM -1 means none, and a number of more bits is an error."""
-    assert asked(Sampling(seed=-1))["seed"] == (1 << 63) - 1
-    assert asked(Sampling(seed=1 << 70))["seed"] == 0
+    assert arguments(Sampling(seed=-1))["seed"] == (1 << 63) - 1
+    assert arguments(Sampling(seed=1 << 70))["seed"] == 0
 
 
-def test_complete_form_may_end_the_answer() -> None:
-    assert asked(constraint=Constraint("json_object"))["ignore_eos"] is False
+def test_complete_grammar_may_end_the_answer() -> None:
+    assert arguments(constraint=Constraint("json_object"))["ignore_eos"] is False
 
 
-def test_background_work_comes_after_the_rest() -> None:
+def test_background_requests_have_lower_priority() -> None:
     assert PRIORITIES["main"] < PRIORITIES["background"]
 
 
-# Constraints in vLLM's words; grammars are compiled as its guidance backend does it, on a vocabulary of bytes.
+# --- structured output ----------------------------------------------------------------------------------------------
+# Grammars are compiled like in vLLM's guidance backend, on a vocabulary of bytes.
 
 CALL = 'start: "{" r0 "}"\nr0: NUMBER\nNUMBER: /[0-9]+/\n'
 BYTES = LLTokenizer("byte")
 
 
-def fits(lark: str, text: str) -> bool:
-    """Whether an answer may be this text, and end there."""
+def matches(lark: str, text: str) -> bool:
+    """Whether the grammar accepts this text as a whole answer."""
     matcher = LLMatcher(BYTES, grammar_from("grammar", lark), log_level=0)
     assert not matcher.get_error()
     ids = BYTES.tokenize_str(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-def test_schema_is_written_in_one_way() -> None:
-    told = json.loads(structured_output_arguments(Constraint("json_schema", '{"type": "object"}'))["json"])
-    assert told["type"] == "object"
-    assert told["x-guidance"] == {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+def test_schema_fixes_the_spacing() -> None:
+    schema = json.loads(structured_output_arguments(Constraint("json_schema", '{"type": "object"}'))["json"])
+    assert schema["type"] == "object"
+    assert schema["x-guidance"] == {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def test_any_object_is_an_object() -> None:
+def test_json_object_becomes_a_schema() -> None:
     assert json.loads(structured_output_arguments(Constraint("json_object"))["json"])["type"] == "object"
 
 
-def test_schema_that_allows_everything_stays_as_it_is() -> None:
+def test_boolean_schema_stays_unchanged() -> None:
     assert structured_output_arguments(Constraint("json_schema", "true")) == {"json": "true"}
 
 
 @pytest.mark.parametrize(
-    ("constraint", "told"),
+    ("constraint", "expected"),
     [
         (Constraint("regex", "[a-c]+"), {"regex": "[a-c]+"}),
         (Constraint("lark", 'start: "a"'), {"grammar": 'start: "a"'}),
@@ -140,22 +141,22 @@ def test_schema_that_allows_everything_stays_as_it_is() -> None:
         (Constraint("tools", 'start: "a"', tools=("t",)), {"grammar": 'start: "a"'}),
     ],
 )
-def test_other_forms_are_told_as_they_are(constraint: Constraint, told: dict[str, Any]) -> None:
-    assert structured_output_arguments(constraint) == told
+def test_other_constraints_are_passed_on(constraint: Constraint, expected: dict[str, Any]) -> None:
+    assert structured_output_arguments(constraint) == expected
 
 
-def test_call_that_has_no_grammar_cannot_be_required() -> None:
+def test_tool_call_without_a_grammar_cannot_be_required() -> None:
     with pytest.raises(Unsupported, match="no grammar"):
         structured_output_arguments(Constraint("tools", tools=("t",)))
 
 
-def test_schema_that_is_no_json_is_refused_with_its_field() -> None:
+def test_schema_that_is_not_json_is_refused_with_its_field() -> None:
     with pytest.raises(InvalidRequest) as caught:
         structured_output_arguments(Constraint("json_schema", "{"))
     assert (caught.value.code, caught.value.param) == ("bad_grammar", "response_format")
 
 
-def test_grammar_that_could_break_the_compiler_is_refused() -> None:
+def test_grammar_that_could_overflow_the_compilers_stack_is_refused() -> None:
     rules = "\n".join(f"r{n}: r{n + 1}" for n in range(4000))
     with pytest.raises(InvalidRequest, match="longer than"):
         structured_output_arguments(Constraint("lark", f"start: r0\n{rules}"))
@@ -174,29 +175,29 @@ def test_grammar_that_could_break_the_compiler_is_refused() -> None:
         ("a <tool>{12", False),
     ],
 )
-def test_answer_is_free_until_the_trigger_and_after_what_follows_it(text: str, allowed: bool) -> None:
+def test_only_the_text_after_each_trigger_is_constrained(text: str, allowed: bool) -> None:
     lark = structured_output_arguments(Constraint("lark", CALL, trigger="<tool>", tools=("t",)))["grammar"]
-    assert fits(lark, text) is allowed
+    assert matches(lark, text) is allowed
 
 
-def test_marker_of_the_vocabulary_triggers_by_its_number() -> None:
-    mark = BYTES.tokenize_str("~")[0]
+def test_control_token_triggers_by_its_id() -> None:
+    id = BYTES.tokenize_str("~")[0]
     lark = structured_output_arguments(
-        Constraint("lark", CALL, trigger="<call>", tools=("t",)), ControlTokens({"<call>": mark})
+        Constraint("lark", CALL, trigger="<call>", tools=("t",)), ControlTokens({"<call>": id})
     )["grammar"]
-    assert fits(lark, "a ~{12} b")
-    assert fits(lark, "no call")
-    assert not fits(lark, "a ~{x}")
-    assert not fits(lark, "a ~")
+    assert matches(lark, "a ~{12} b")
+    assert matches(lark, "no call")
+    assert not matches(lark, "a ~{x}")
+    assert not matches(lark, "a ~")
 
 
-def test_markers_may_stand_in_free_text() -> None:
-    """Reasoning, say, which some families put between markers."""
+def test_control_tokens_may_occur_in_unconstrained_text() -> None:
+    """Such as the markers of reasoning."""
     lark = structured_output_arguments(
         Constraint("lark", CALL, trigger="<tool>", tools=("t",)), ControlTokens({"<a>": 256, "<b>": 9})
     )["grammar"]
     assert "<[9,256]>" in lark
-    assert ControlTokens({"a": 3, "b": 4, "c": 5, "d": 9}).others() == "3-5,9"
+    assert ControlTokens({"a": 3, "b": 4, "c": 5, "d": 9}).ranges() == "3-5,9"
 
 
 def test_only_the_rule_start_is_renamed() -> None:
@@ -204,17 +205,18 @@ def test_only_the_rule_start_is_renamed() -> None:
         "grammar"
     ]
     assert 'starter: "start: no"' in lark
-    assert fits(lark, "go!start: no")
+    assert matches(lark, "go!start: no")
 
 
-# Pictures on their way to vLLM, opened by a stand-in for Pillow: the real one comes with vLLM.
+# --- images -----------------------------------------------------------------------------------------------------------
+# Opened by a fake Pillow: the real one comes with vLLM.
 
 
 class Bomb(Exception):
     pass
 
 
-def opened(stream: BytesIO) -> Any:
+def open_image(stream: BytesIO) -> Any:
     data = stream.read()
     if not data.startswith(b"IMG"):
         raise OSError("cannot identify image file")
@@ -224,60 +226,60 @@ def opened(stream: BytesIO) -> Any:
 
 @pytest.fixture(autouse=True)
 def pillow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    image = ModuleType("PIL.Image")
-    image.open, image.DecompressionBombError = opened, Bomb  # type: ignore[attr-defined]
+    module = ModuleType("PIL.Image")
+    module.open, module.DecompressionBombError = open_image, Bomb  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "PIL", ModuleType("PIL"))
-    monkeypatch.setitem(sys.modules, "PIL.Image", image)
+    monkeypatch.setitem(sys.modules, "PIL.Image", module)
     return
 
 
-def picture(data: bytes = b"IMG", hash: str = "ab") -> Media:
+def image(data: bytes = b"IMG", hash: str = "ab") -> Media:
     return Media("image", hash, data, 0)
 
 
-def test_text_alone_has_nothing_beside_it() -> None:
+def test_text_prompt_has_no_multi_modal_data() -> None:
     assert multi_modal_data([]) == {}
 
 
-def test_pictures_go_along_in_order_and_known_by_their_hashes() -> None:
-    assert multi_modal_data([picture(b"IMG1", "aa"), picture(b"IMG2", "bb")]) == {
+def test_images_are_passed_in_order_with_their_hashes() -> None:
+    assert multi_modal_data([image(b"IMG1", "aa"), image(b"IMG2", "bb")]) == {
         "multi_modal_data": {"image": [("RGB", b"IMG1"), ("RGB", b"IMG2")]},
         "multi_modal_uuids": {"image": ["aa", "bb"]},
     }
 
 
-@pytest.mark.parametrize(("data", "words"), [(b"GIF", "cannot be read"), (b"IMGhuge", "too large")])
-def test_picture_that_cannot_be_used_is_the_clients_fault(data: bytes, words: str) -> None:
-    with pytest.raises(InvalidRequest, match=words) as caught:
-        multi_modal_data([picture(data)])
+@pytest.mark.parametrize(("data", "message"), [(b"GIF", "cannot be read"), (b"IMGhuge", "too large")])
+def test_unusable_image_is_an_invalid_request(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        multi_modal_data([image(data)])
     assert caught.value.code == "invalid_image"
 
 
-def test_sound_is_refused() -> None:
+def test_audio_is_refused() -> None:
     with pytest.raises(Unsupported):
         multi_modal_data([Media("audio", "ab", b"", 0)])
 
 
-async def test_prompt_with_a_picture_is_vllms_to_prepare() -> None:
+async def test_prompt_with_an_image_is_a_tokens_prompt() -> None:
     async with running(modalities=("text", "image")) as engine:
         assert engine.info.capabilities.modalities == ("text", "image")
-        asked = prompt(parts=(TokenRun(prompt().ids), picture()))
+        asked = prompt(parts=(TokenRun(prompt().ids), image()))
         assert end(await read(engine.generate(asked))).error is None
-        assert engine._core is not None
-        told = engine._core._llm.asked[-1]["prompt"]
-        assert type(told).__name__ == "TokensPrompt"
-        assert told["multi_modal_data"] == {"image": [("RGB", b"IMG")]}
-        assert told["cache_salt"]
+        assert engine._runner is not None
+        sent = engine._runner._llm.asked[-1]["prompt"]
+        assert type(sent).__name__ == "TokensPrompt"
+        assert sent["multi_modal_data"] == {"image": [("RGB", b"IMG")]}
+        assert sent["cache_salt"]
 
 
-async def test_unreadable_picture_fails_its_job_alone() -> None:
+async def test_unreadable_image_fails_only_its_job() -> None:
     async with running(modalities=("text", "image")) as engine:
-        bad = prompt(parts=(TokenRun(prompt().ids), picture(b"GIF")))
+        bad = prompt(parts=(TokenRun(prompt().ids), image(b"GIF")))
         assert isinstance(end(await read(engine.generate(bad))).error, InvalidRequest)
         assert end(await read(engine.generate(prompt()))).error is None
 
 
-# LoRA adapters by name.
+# --- LoRA adapters ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -285,51 +287,51 @@ def adapters(tmp_path: Path) -> LoraAdapters:
     return LoraAdapters({"law": str(adapter(tmp_path / "law"))})
 
 
-def test_adapter_is_known_by_its_name(adapters: LoraAdapters) -> None:
-    worn = adapters.worn((("law", 1.0),))
-    assert worn is not None
-    assert (worn.name, worn.number) == ("law", 1)
-    assert adapters.worn(()) is None
+def test_adapter_is_selected_by_its_name(adapters: LoraAdapters) -> None:
+    selected = adapters.select((("law", 1.0),))
+    assert selected is not None
+    assert (selected.name, selected.id) == ("law", 1)
+    assert adapters.select(()) is None
 
 
-def test_namesake_is_another_to_vllm(adapters: LoraAdapters, tmp_path: Path) -> None:
-    """Else it would be given the KV of the one before it."""
-    first = adapters.worn((("law", 1.0),))
+def test_replaced_adapter_has_another_identity_in_vllm(adapters: LoraAdapters, tmp_path: Path) -> None:
+    """Otherwise it would reuse the KV of the adapter before it."""
+    first = adapters.select((("law", 1.0),))
     adapters.load(f"law={adapter(tmp_path / 'other')}")
-    second = adapters.worn((("law", 1.0),))
+    second = adapters.select((("law", 1.0),))
     assert first is not None
     assert second is not None
-    assert first.known_as != second.known_as
-    assert first.number != second.number
+    assert first.unique_name != second.unique_name
+    assert first.id != second.id
 
 
 def test_unloaded_adapter_is_unknown(adapters: LoraAdapters) -> None:
     adapters.unload("law")
     with pytest.raises(NotFound, match="law"):
-        adapters.worn((("law", 1.0),))
+        adapters.select((("law", 1.0),))
     with pytest.raises(NotFound):
         adapters.unload("law")
 
 
-def test_several_at_once_and_half_strengths_are_refused(adapters: LoraAdapters) -> None:
+def test_several_adapters_and_partial_strength_are_refused(adapters: LoraAdapters) -> None:
     with pytest.raises(Unsupported, match="one adapter"):
-        adapters.worn((("law", 1.0), ("law", 1.0)))
+        adapters.select((("law", 1.0), ("law", 1.0)))
     with pytest.raises(Unsupported, match="full strength"):
-        adapters.worn((("law", 0.5),))
+        adapters.select((("law", 0.5),))
 
 
-def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
+def test_folder_without_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=str(tmp_path)):
         LoraAdapters({"law": str(tmp_path)})
 
 
-def test_model_that_was_loaded_without_room_for_adapters_says_so(tmp_path: Path) -> None:
+def test_model_without_configured_adapters_refuses_them(tmp_path: Path) -> None:
     none = LoraAdapters({})
-    for act in (lambda: none.worn((("law", 1.0),)), lambda: none.load(f"law={adapter(tmp_path / 'law')}")):
+    for act in (lambda: none.select((("law", 1.0),)), lambda: none.load(f"law={adapter(tmp_path / 'law')}")):
         with pytest.raises(Unsupported, match="lora setting"):
             act()
 
 
-def test_order_without_a_name_is_refused(adapters: LoraAdapters) -> None:
+def test_load_argument_without_a_name_is_refused(adapters: LoraAdapters) -> None:
     with pytest.raises(InvalidRequest, match="name=folder"):
         adapters.load("law")

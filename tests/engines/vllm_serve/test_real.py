@@ -19,7 +19,7 @@ from modelyard.core.errors import Cancelled, ContextOverflow, ModelyardError, Un
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
 from modelyard.core.request import Constraint, Request, Sampling
 from modelyard.engines.vllm_serve.engine import VllmServeEngine
-from tests.engines.conformance.test_chat import NO_END
+from tests.engines.conformance.test_chat_engines import NO_END
 from tests.engines.vllm.real_vllm import write_adapter
 from tests.engines.vllm_serve import real_server
 from tests.engines.vllm_serve.helpers import chat_request, read_events

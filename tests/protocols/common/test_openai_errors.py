@@ -152,14 +152,12 @@ def test_retry_after_and_queue_position_become_headers() -> None:
     assert msgspec.json.decode(written.body)["error"]["queue_position"] == 4
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"<html>", b"[]", b"{}", b'{"error":null}', b'{"error":"x"}', b"\xff", b"[" * 9999]
-)
 @pytest.mark.parametrize("status", [400, 404, 418, 429, 500, 502, 503, 529])
-def test_any_upstream_body_becomes_an_error_with_a_message(status: int, body: bytes) -> None:
-    error = read_http_error(status, {"retry-after": "nan"}, body)
-    assert error.message
-    assert error.kind in STATUS
+def test_any_upstream_body_becomes_an_error_with_a_message(status: int) -> None:
+    for body in (b"", b"<html>", b"[]", b"{}", b'{"error":null}', b'{"error":"x"}', b"\xff", b"[" * 9999):
+        error = read_http_error(status, {"retry-after": "nan"}, body)
+        assert error.message
+        assert error.kind in STATUS
 
 
 def test_an_error_outside_an_error_field_is_read_too() -> None:

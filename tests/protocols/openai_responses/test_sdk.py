@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import httpx2
 import openai
 import pytest
@@ -10,25 +12,32 @@ from modelyard.core.events import collect_reply
 from modelyard.protocols import openai_responses
 from tests.protocols.openai_responses.helpers import CASES, TRACE, stream
 
-COMPLETED_CASES = sorted(CASES.keys() - {"failed", "length", "cut_call", "cut_custom_call", "content_filter"})
+INCOMPLETE = {"length", "cut_call", "cut_custom_call", "content_filter"}
+
+Answer = Callable[[bytes, str], openai.OpenAI]
 
 
-def client(body: bytes, content_type: str) -> openai.OpenAI:
-    def answer(request: httpx2.Request) -> httpx2.Response:
-        return httpx2.Response(200, content=body, headers={"content-type": content_type})
+@pytest.fixture(scope="module")
+def answering() -> Iterator[Answer]:
+    """A client that receives the given body and content type as the answer to its next request."""
+    answer: list[httpx2.Response] = []
+    transport = httpx2.MockTransport(lambda request: answer.pop())
+    with openai.OpenAI(
+        api_key="x", base_url="http://test/v1", http_client=httpx2.Client(transport=transport)
+    ) as client:
 
-    return openai.OpenAI(
-        api_key="x", base_url="http://test/v1", http_client=httpx2.Client(transport=httpx2.MockTransport(answer))
-    )
+        def answer_with(body: bytes, content_type: str) -> openai.OpenAI:
+            answer[:] = [httpx2.Response(200, content=body, headers={"content-type": content_type})]
+            return client
+
+        yield answer_with
 
 
-@pytest.mark.parametrize("name", COMPLETED_CASES)
-def test_the_stream_helper_builds_the_final_response(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(CASES.keys() - INCOMPLETE - {"failed"}))
+def test_the_stream_helper_builds_the_final_response(answering: Answer, name: str) -> None:
     request, events = CASES[name]
-    with (
-        client(stream(request, events), "text/event-stream") as sdk,
-        sdk.responses.stream(model="tiny", input="hello") as response,
-    ):
+    sdk = answering(stream(request, events), "text/event-stream")
+    with sdk.responses.stream(model="tiny", input="hello") as response:
         final = response.get_final_response()
     assert (final.id, final.output_text) == (f"resp_{TRACE}", collect_reply(events).text)
     assert len(final.output) == max(1, len(collect_reply(events).blocks))
@@ -36,20 +45,18 @@ def test_the_stream_helper_builds_the_final_response(name: str) -> None:
     assert final.usage.total_tokens == 27
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_every_stream_is_read_to_its_end(name: str) -> None:
-    with client(stream(*CASES[name]), "text/event-stream") as sdk:
+def test_every_stream_is_read_to_its_end(answering: Answer) -> None:
+    for case in CASES.values():
+        sdk = answering(stream(*case), "text/event-stream")
         kinds = [event.type for event in sdk.responses.create(model="tiny", input="hello", stream=True)]
-    assert kinds[0] == "response.created"
-    assert kinds[-1] in ("response.completed", "response.incomplete", "response.failed")
+        assert kinds[0] == "response.created"
+        assert kinds[-1] in ("response.completed", "response.incomplete", "response.failed")
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"failed"}))
-def test_a_whole_reply_is_read_as_a_response(name: str) -> None:
+def test_a_whole_reply_is_read_as_a_response(answering: Answer, name: str) -> None:
     request, events = CASES[name]
-    with client(openai_responses.write_reply([collect_reply(events)], request), "application/json") as sdk:
-        response = sdk.responses.create(model="tiny", input="hello")
+    sdk = answering(openai_responses.write_reply([collect_reply(events)], request), "application/json")
+    response = sdk.responses.create(model="tiny", input="hello")
     assert response.output_text == collect_reply(events).text
-    assert response.status == (
-        "incomplete" if name in ("length", "cut_call", "cut_custom_call", "content_filter") else "completed"
-    )
+    assert response.status == ("incomplete" if name in INCOMPLETE else "completed")

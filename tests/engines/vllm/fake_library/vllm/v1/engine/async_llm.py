@@ -111,7 +111,7 @@ class AsyncLLM:
             pace = {name: self.behaviour[name] for name in ("token_delay", "prefill_rate") if name in self.behaviour}
             options = fake.Options(echo=True, **{"token_delay": 0.0} | pace)
             caches = {"kv": CacheInfo(self.args.max_model_len, self.args.max_num_seqs)}
-            model = fake.create(EngineSpec("standin", options, caches))
+            model = fake.create(EngineSpec("fake", options, caches))
             assert isinstance(model, FakeTextEngine)
             await model.open(lambda *_: None)
             self._models.setdefault(key, model)
