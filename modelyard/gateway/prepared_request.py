@@ -14,7 +14,7 @@ from modelyard.core.lease import LeaseRequest
 from modelyard.core.request import Caller, Constraint, Priority, Request, Sampling
 from modelyard.gateway.model import Model
 from modelyard.gateway.priority import background_task_id
-from modelyard.prompt.images import pictures
+from modelyard.prompt.images import image_media
 from modelyard.router.routes import Target
 
 
@@ -138,7 +138,7 @@ class PreparedRequest(Struct, frozen=True, kw_only=True, gc=False):
             raise ValueError("a chat engine takes the request itself")
         media: tuple[Media, ...] = ()  # after the tokens; the template left a marker for each
         if "image" in model.modalities and model.text.renderer.shows_images:
-            media = pictures(request)
+            media = image_media(request)
         return Prompt(
             parts=(TokenRun(rendered.ids), *media),
             sampling=_with_seed(self.sampling, choice % request.n),

@@ -1,7 +1,7 @@
-"""Schemas as a grammar can hold a model to them: what it cannot enforce is dropped, and said, never refused.
+"""Reduces JSON Schemas to what a grammar can enforce. Other keywords are dropped with a warning, never refused.
 
-A tool's schema comes from whoever wrote the tool. A keyword that is unknown to the grammar's language, or that makes no
-sense, must not fail the request: the arguments are then held to the rest of it.
+A tool's schema comes from the tool's author. A keyword that the grammar language does not support, or that makes no
+sense, must not fail the request: the rest of the schema is enforced.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ from modelyard.core.request import Constraint, Tool
 
 _TYPES = frozenset({"string", "boolean", "integer", "number", "null", "object", "array"})
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-_SIZES = ("int32", "int64", "float", "double")  # how a number is stored: true of any that a model writes
+_SIZES = ("int32", "int64", "float", "double")  # storage sizes of numbers; they restrict nothing
 _BRANCHING = {"not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas"}
 _COUNTING = {"contains", "minContains", "maxContains", "uniqueItems", "unevaluatedProperties", "unevaluatedItems"}
 _UNENFORCEABLE = frozenset({*_BRANCHING, *_COUNTING, "propertyNames", "$dynamicRef", "$recursiveRef"})
 _BOUNDS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
 _NUMBER_BOUNDS = (("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum"))
-# Looking around, backward references, word boundaries and possessive repetition: no automaton does these.
+# Lookaround, back-references, word boundaries and possessive repetition are not regular.
 _UNREGULAR = re.compile(r"\(\?(?!:)|\\[1-9bBAZzGkKpPQE]|[*+?}]\+")
-# Where ^ and $ are no anchors, or stand at either end: anywhere else no automaton does them either.
+# Where ^ and $ are not anchors, or are at either end; elsewhere they are not supported.
 _UNANCHORED = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\A\^|\$\Z", re.DOTALL)
 _MAX_DEPTH = 64
 _DROP = object()
 
 
 def enforceable(tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], list[str]]:
-    """The tools with schemas that a grammar can take, and a warning for each keyword that was dropped."""
+    """The tools with enforceable schemas, and a warning for each dropped keyword."""
     warnings: list[str] = []
     return tuple(_tool(tool, warnings) for tool in tools), warnings
 
 
-def enforceable_format(asked: Constraint) -> tuple[Constraint, list[str]]:
-    """The same for an answer's own schema. Text that is no schema stays: the engine says what is wrong with it."""
+def enforceable_format(constraint: Constraint) -> tuple[Constraint, list[str]]:
+    """The same for a response format. Invalid text stays: the engine reports what is wrong with it."""
     warnings: list[str] = []
-    schema = schema_of(asked) if asked.text else None
+    schema = schema_of(constraint) if constraint.text else None
     if schema is None:
-        return asked, warnings
-    reduced = Reduction(asked.name or "schema", schema, warnings).reduced()
-    return msgspec.structs.replace(asked, text=json.dumps(reduced, ensure_ascii=False)), warnings
+        return constraint, warnings
+    reduced = SchemaReducer(constraint.name or "schema", schema, warnings).reduced()
+    return msgspec.structs.replace(constraint, text=json.dumps(reduced, ensure_ascii=False)), warnings
 
 
-def schema_of(asked: Constraint) -> dict[str, Any] | None:
-    """The schema that an answer must fit; None where its text is none."""
-    if not asked.text:
-        return {"type": "object"} if asked.kind == "json_object" else {}
+def schema_of(constraint: Constraint) -> dict[str, Any] | None:
+    """The schema of a response format; None if its text is not a schema."""
+    if not constraint.text:
+        return {"type": "object"} if constraint.kind == "json_object" else {}
     try:
-        schema = json.loads(asked.text)
+        schema = json.loads(constraint.text)
     except (ValueError, RecursionError):
         return None
     return schema if isinstance(schema, dict) else None
 
 
 def _tool(tool: Tool, warnings: list[str]) -> Tool:
-    reduced = Reduction(tool.name, tool.parameters, warnings).reduced()
+    reduced = SchemaReducer(tool.name, tool.parameters, warnings).reduced()
     return msgspec.structs.replace(tool, parameters=reduced if isinstance(reduced, dict) else {})
 
 
-class Reduction:
-    """One schema, keyword by keyword. A method that returns `_DROP` leaves its keyword out."""
+class SchemaReducer:
+    """Processes one schema, keyword by keyword. A method that returns `_DROP` drops its keyword."""
 
     def __init__(self, name: str, schema: Mapping[str, Any], warnings: list[str]) -> None:
         self._name, self._root, self._warnings = name, schema, warnings
@@ -83,7 +83,7 @@ class Reduction:
             kept = self._keyword(word, value, f"{path}/{word}", depth)
             if kept is not _DROP:
                 out[word] = kept
-        return self._settled(out, schema, path)
+        return self._checked(out, schema, path)
 
     def _keyword(self, word: str, value: Any, path: str, depth: int) -> Any:
         if word in _LISTS_OF_SCHEMAS:
@@ -95,13 +95,13 @@ class Reduction:
         if word == "items":  # a list in the older drafts
             return (self._all if isinstance(value, list) else self._schema)(value, path, depth + 1)
         if word == "$ref":
-            return value if self._is_here(value) else self._warn(path)
+            return value if self._resolves(value) else self._warn(path)
         if word == "format" and value in _SIZES:
             return _DROP
         if check := _CHECKS.get(word):
             return value if check(value) else self._warn(path)
         forbids = word in _UNENFORCEABLE and value is not False
-        return self._warn(path) if forbids else _DROP  # the others say nothing about values
+        return self._warn(path) if forbids else _DROP  # the others do not restrict values
 
     def _all(self, value: Any, path: str, depth: int) -> Any:
         if not isinstance(value, list) or not value:
@@ -113,8 +113,8 @@ class Reduction:
             return self._warn(path)
         return {key: self._schema(one, f"{path}/{key}", depth + 1) for key, one in value.items()}
 
-    def _settled(self, out: dict[str, Any], schema: Mapping[str, Any], path: str) -> dict[str, Any]:
-        """What single keywords cannot know of each other."""
+    def _checked(self, out: dict[str, Any], schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Check keywords that depend on each other."""
         for low, high in (*_BOUNDS, *_NUMBER_BOUNDS):
             if low in out and high in out and out[low] > out[high]:
                 self._drop(out, high, path)
@@ -131,7 +131,7 @@ class Reduction:
         return out
 
     def _widen(self, out: dict[str, Any], path: str) -> None:
-        """Exactly one of several is beyond a grammar; any of them is not."""
+        """A grammar cannot express "exactly one"; it can express "any"."""
         if "anyOf" in out:
             self._drop(out, "oneOf", path)
         else:
@@ -142,8 +142,8 @@ class Reduction:
             del out[word]
             self._warn(f"{path}/{word}")
 
-    def _is_here(self, ref: Any) -> bool:
-        """Inside this very schema, where it can be found."""
+    def _resolves(self, ref: Any) -> bool:
+        """Whether the reference resolves inside this schema."""
         found: Any = self._root
         if not isinstance(ref, str) or not ref.startswith("#"):
             return False

@@ -1,8 +1,9 @@
-"""Fetch one image from an allowed host or folder, and from nowhere else.
+"""Images of a request: every URL becomes a `data:` URL, or an error that names the setting at fault.
 
-The dangers are requests that make the gateway read its owner's network or disk. So a host is checked by name, then by
-every address it resolves to, and the connection goes to the address that was checked: a second lookup could answer
-differently. Each redirect goes through the same gate. A file is checked after its symbolic links are resolved.
+Images are fetched only from allowed hosts and folders, because a request could otherwise make the gateway read its
+owner's network (SSRF) or disk. A host is checked by name, then by every address it resolves to, and the connection goes
+to the checked address: a second lookup could answer differently. Each redirect is checked the same way. A file is
+checked after its symbolic links are resolved.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ _MAGIC = (
 )
 
 
-class Picture(Struct, frozen=True):
+class FetchedImage(Struct, frozen=True):
     media_type: str
     data: bytes
 
 
-class Fetcher:
+class ImageFetcher:
     def __init__(self, settings: ImageSettings) -> None:
         self._settings = settings
         self._hosts = [allowed.lower() for allowed in settings.allow if not allowed.startswith("file://")]
         self._folders = [Path(unquote(urlsplit(a).path)) for a in settings.allow if a.startswith("file://")]
         self._client: httpx.AsyncClient | None = None
 
-    async def fetch(self, url: str) -> Picture:
+    async def fetch(self, url: str) -> FetchedImage:
         scheme = url.partition(":")[0].lower()
         if scheme == "file":
             return await asyncio.to_thread(self._read, url)
@@ -71,7 +72,7 @@ class Fetcher:
 
     # --- http -------------------------------------------------------------------------------------------------------
 
-    async def _get(self, url: str) -> Picture:
+    async def _get(self, url: str) -> FetchedImage:
         import httpx
 
         try:
@@ -86,18 +87,18 @@ class Fetcher:
         except httpx.HTTPError as error:
             raise unreachable(f"{url[:200]} cannot be fetched: {error or type(error).__name__}") from None
 
-    async def _follow(self, url: httpx.URL) -> Picture:
+    async def _follow(self, url: httpx.URL) -> FetchedImage:
         for _ in range(_REDIRECTS + 1):
-            found = await self._hop(url)
-            if isinstance(found, Picture):
+            found = await self._request(url)
+            if isinstance(found, FetchedImage):
                 return found
             url = url.join(found)
             if url.scheme not in ("http", "https"):
                 raise refused(f"the image's host redirects to {str(url)[:80]!r}: only http(s) is followed")
         raise unreachable(f"the image's host redirects more than {_REDIRECTS} times")
 
-    async def _hop(self, url: httpx.URL) -> Picture | str:
-        """One request: the picture, or where it is said to be. Of several addresses the first that answers."""
+    async def _request(self, url: httpx.URL) -> FetchedImage | str:
+        """One request: the image, or the redirect's location. Tries each address until one accepts."""
         import httpx
 
         host = url.raw_host.decode("ascii").lower().rstrip(".")
@@ -105,12 +106,12 @@ class Fetcher:
         *others, last = await self._resolve(host)
         for address in others:
             try:
-                return await self._ask(url, host, address)
+                return await self._request_address(url, host, address)
             except httpx.ConnectError:
                 continue
-        return await self._ask(url, host, last)
+        return await self._request_address(url, host, last)
 
-    async def _ask(self, url: httpx.URL, host: str, address: str) -> Picture | str:
+    async def _request_address(self, url: httpx.URL, host: str, address: str) -> FetchedImage | str:
         async with self._connect().stream(
             "GET",
             url.copy_with(host=address),
@@ -122,7 +123,7 @@ class Fetcher:
             return await self._body(response, host)
 
     def _connect(self) -> httpx.AsyncClient:
-        """No proxy: it would look the name up again. No kept connection: it would serve another name of the address."""
+        """No proxy: it would resolve the name again. No keep-alive: the connection might serve another name."""
         import httpx
 
         if self._client is None:
@@ -139,7 +140,7 @@ class Fetcher:
     async def _resolve(self, host: str) -> list[str]:
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # the second for names that no lookup can be made of
+        except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be encoded
             raise unreachable(f"the image's host {host[:100]!r} has no address: {error}") from None
         addresses = list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in found))
         if not self._settings.allow_private and not all(is_public(ip_address(a)) for a in addresses):
@@ -148,7 +149,7 @@ class Fetcher:
             )
         return addresses
 
-    async def _body(self, response: httpx.Response, host: str) -> Picture:
+    async def _body(self, response: httpx.Response, host: str) -> FetchedImage:
         limit = self._settings.max_bytes
         if response.status_code != 200:
             raise unreachable(f"the image's host {host!r} answered with status {response.status_code}")
@@ -160,12 +161,12 @@ class Fetcher:
             data += chunk
             if len(data) > limit:
                 raise too_large(limit)
-        return Picture(media_type, bytes(data))
+        return FetchedImage(media_type, bytes(data))
 
     # --- files ------------------------------------------------------------------------------------------------------
 
-    def _read(self, url: str) -> Picture:
-        """The path is checked before it is touched: a refusal says nothing about what is there."""
+    def _read(self, url: str) -> FetchedImage:
+        """Check the path before accessing it, so that a refusal reveals nothing."""
         try:
             parts = urlsplit(url)
         except ValueError as error:
@@ -175,17 +176,17 @@ class Fetcher:
         if parts.netloc not in ("", "localhost") or not any(path.is_relative_to(folder) for folder in folders):
             raise refused('that file is not allowed; the setting images.allow lists folders as "file:///folder/"')
         try:
-            data = _regular(path, self._settings.max_bytes)
+            data = _read_regular_file(path, self._settings.max_bytes)
         except OSError as error:
             raise unreachable(f"the image {path.name!r} cannot be read: {error.strerror}") from None
         media_type = sniff(data)
         if media_type is None:
-            raise unreachable(f"{path.name!r} is no image of a known kind (PNG, JPEG, GIF, WebP, BMP, TIFF)")
-        return Picture(media_type, data)
+            raise unreachable(f"{path.name!r} is not an image of a known type (PNG, JPEG, GIF, WebP, BMP, TIFF)")
+        return FetchedImage(media_type, data)
 
 
-def _regular(path: Path, limit: int) -> bytes:
-    """Never a pipe or a device: opening one could wait for ever, reading one might never end."""
+def _read_regular_file(path: Path, limit: int) -> bytes:
+    """Read a regular file; a pipe or device could block for ever."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -203,7 +204,7 @@ def sniff(data: bytes) -> str | None:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """Also looks at the IPv4 address that some IPv6 addresses carry inside."""
+    """Also check the IPv4 address that some IPv6 addresses embed."""
     if isinstance(address, IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if address in _NAT64:
@@ -213,7 +214,7 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
     return address.is_global and not address.is_multicast
 
 
-# --- refusals -------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 def refused(message: str) -> InvalidRequest:
@@ -232,59 +233,56 @@ def too_large(limit: int) -> InvalidRequest:
     )
 
 
-# Images of a request, brought in: every URL becomes a `data:` URL or an error that names the setting at fault.
-
-_SMALL = 256 * 1024  # characters that are decoded on the loop; more goes to a thread
-_AT_ONCE = 8
+_INLINE_CHARS = 256 * 1024  # decoded on the event loop; more in a thread
+_MAX_CONCURRENT = 8
 
 
 class Images:
-    """`inline` gives the same object back where nothing had to be fetched."""
+    """`inline` returns the same object if nothing had to be fetched."""
 
     def __init__(self, settings: ImageSettings) -> None:
         self._settings = settings
-        self._fetcher = Fetcher(settings)
+        self._fetcher = ImageFetcher(settings)
 
     async def inline(self, request: Request) -> Request:
         urls = dict.fromkeys(_urls(request))
         if not urls:
             return request
-        fetched = await self._all([url for url in urls if not await self._is_inline(url)])
+        fetched = await self._fetch_all([url for url in urls if not await self._is_inline(url)])
         if not fetched:
             return request
-        return replace(request, messages=tuple(_with(message, fetched) for message in request.messages))
+        return replace(request, messages=tuple(_with_fetched(message, fetched) for message in request.messages))
 
     async def close(self) -> None:
         await self._fetcher.close()
 
     async def _is_inline(self, url: str) -> bool:
-        """A `data:` URL that is fit to use; an unfit one is an error."""
+        """Whether it is a `data:` URL. Raise if it is invalid."""
         if url[:5].lower() != "data:":
             return False
-        if len(url) > _SMALL:
+        if len(url) > _INLINE_CHARS:
             await asyncio.to_thread(check_data, url, self._settings.max_bytes)
         else:
             check_data(url, self._settings.max_bytes)
         return True
 
-    async def _all(self, urls: list[str]) -> dict[str, str]:
-        gate = asyncio.Semaphore(_AT_ONCE)
+    async def _fetch_all(self, urls: list[str]) -> dict[str, str]:
+        gate = asyncio.Semaphore(_MAX_CONCURRENT)
 
         async def one(url: str) -> str:
             async with gate:
                 return data_url(await self._fetcher.fetch(url))
 
-        await asyncio.sleep(0)  # a group stands in a task, and a request is one only after it has waited
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {url: group.create_task(one(url)) for url in urls}
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the first refusal is what the client should hear
+            raise failures.exceptions[0] from None
         return {url: task.result() for url, task in tasks.items()}
 
 
-def data_url(picture: Picture) -> str:
-    return f"data:{picture.media_type};base64,{base64.b64encode(picture.data).decode()}"
+def data_url(image: FetchedImage) -> str:
+    return f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}"
 
 
 def check_data(url: str, max_bytes: int) -> None:
@@ -306,9 +304,9 @@ def check_data(url: str, max_bytes: int) -> None:
         raise too_large(max_bytes)
 
 
-def pictures(request: Request) -> tuple[Media, ...]:
-    """The images themselves, in the order in which a template gives each its place; all of them are `data:` URLs. How
-    many tokens one takes only the model's own processor knows."""
+def image_media(request: Request) -> tuple[Media, ...]:
+    """The images in the order of the template's markers; all are `data:` URLs. Only the model's processor knows how many
+    tokens each one takes."""
     return tuple(_media(base64.b64decode(url.partition(",")[2])) for url in _urls(request))
 
 
@@ -320,7 +318,7 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(message, code="invalid_image", param="messages")
 
 
-# --- where a request holds images -----------------------------------------------------------------------------------
+# --- the images of a request ----------------------------------------------------------------------------------------
 
 
 def _urls(request: Request) -> Iterator[str]:
@@ -332,7 +330,7 @@ def _urls(request: Request) -> Iterator[str]:
                 yield from (each.url for each in part.content if isinstance(each, Image))
 
 
-def _with(message: Message, fetched: Mapping[str, str]) -> Message:
+def _with_fetched(message: Message, fetched: Mapping[str, str]) -> Message:
     parts = tuple(_part(part, fetched) for part in message.parts)
     return message if parts == message.parts else replace(message, parts=parts)
 

@@ -1,7 +1,7 @@
 """Renders a request to the prompt that a model reads: tools and messages → chat template → token ids.
 
 Needs no loaded engine: prompts are counted and checked before anything is leased. Client text is shielded on the way,
-so that a control token spelled in it stays text. Assistant text is shielded too (a model may quote a control token),
+so that a control token with_json in it stays text. Assistant text is shielded too (a model may quote a control token),
 except for reasoning tags, which templates search for.
 """
 
@@ -27,7 +27,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.prompt.template import ChatTemplate, Frozen, TemplateFailed, TemplateMessage, spelled, tojson
+from modelyard.prompt.template import ChatTemplate, Frozen, TemplateFailed, TemplateMessage, tojson, with_json
 from modelyard.prompt.template_adapter import AdaptedTemplate, tools_as_text, used_tool
 from modelyard.prompt.translation import SOURCE, TARGET, translated
 from modelyard.tokenizer.prefix_cache import SplittableTokenizer, TokenCache
@@ -187,7 +187,7 @@ class MessageConverter:
         if not isinstance(value, dict):
             return {RAW: self._shield(text)}
         if call.verbatim:
-            return spelled(self._shield.deep(value), self._shield(text))
+            return with_json(self._shield.deep(value), self._shield(text))
         escaped = "\\u" in text or "\\/" in text  # JSON escapes may hide a control token's spelling
         return self._shield.deep(value) if escaped or self._shield(text) is not text else value
 
@@ -210,7 +210,7 @@ _RESERVED = frozenset({"messages", "range", "raise_exception", "strftime_now"})
 
 
 class Rendered(Struct, frozen=True):
-    """`text` as people may read it. `tail` is what the assistant's turn already holds: see `Renderer.tail`."""
+    """`text` is without the shield's marks. `tail`: see `Renderer.tail`."""
 
     text: str
     ids: list[int]
@@ -218,16 +218,16 @@ class Rendered(Struct, frozen=True):
 
 
 class Renderer:
-    """`template_kwargs` are the model's own settings for its template; a request's win over them.
+    """`template_kwargs` are the model's template settings; a request's override them.
 
-    `tools_template` is the variant that some models bring for requests with tools. `tools_prompt` says when the tools
-    are told in words instead: where the template has no place for them (auto), always or never.
+    `tools_template` is the variant that some models have for requests with tools. `tools_prompt` selects when tools are
+    described as text: if the template does not support them (auto), always or never.
     """
 
     def __init__(
         self,
         template: ChatTemplate,
-        vocab: Tokenizer,
+        tokenizer: Tokenizer,
         *,
         thinking_default: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -235,23 +235,25 @@ class Renderer:
         tools_prompt: Literal["auto", "always", "never"] = "auto",
         cache_bytes: int = 32 << 20,
     ) -> None:
-        self.vocab = vocab
+        self.tokenizer = tokenizer
         self._plain = AdaptedTemplate(template)
         self._with_tools = AdaptedTemplate(tools_template) if tools_template is not None else self._plain
         knows_tools = self._with_tools.template.mentions("tools")
-        self._keep_reasoning = {tamed.template: _keep_reasoning(tamed.template) for tamed in (self._plain, self._with_tools)}
-        self._overrules = tools_prompt == "always"
-        self.tells_tools = self._overrules or (tools_prompt == "auto" and not knows_tools)
+        self._keep_reasoning = {
+            adapted.template: _keep_reasoning(adapted.template) for adapted in (self._plain, self._with_tools)
+        }
+        self._always_as_text = tools_prompt == "always"
+        self.describes_tools = self._always_as_text or (tools_prompt == "auto" and not knows_tools)
         self._thinking, self._kwargs = thinking_default, dict(template_kwargs or {})
         self.thinking_modes = _thinking_modes(self._plain)
         self.translates = template.mentions(SOURCE)
-        self._shield = Shield(vocab.specials)
+        self._shield = Shield(tokenizer.specials)
         self._tools = ToolDefinitions(self._shield)
         self.shows_images = any(template.mentions(word) for word in ("image", "image_url"))
-        specials = tuple(vocab.specials)
+        specials = tuple(tokenizer.specials)
         self._converter = MessageConverter(specials, self._tools, self._shield, images=self.shows_images)
         sources = template.source + (tools_template.source if tools_template else "")
-        self._tokens = TokenCache(vocab, _cuts(vocab, sources), limit_bytes=cache_bytes)
+        self._tokens = TokenCache(tokenizer, _cuts(tokenizer, sources), limit_bytes=cache_bytes)
         self._opening, self._bare = self._find_opening(template)
         self.separator = self._find_separator()
 
@@ -259,25 +261,25 @@ class Renderer:
         return f"<Renderer {self._plain!r}>"
 
     def text(self, request: Request) -> str:
-        """The prompt, with the shield's marks: for `tokens` and `fresh`. People get `unshield(text)`."""
+        """The prompt with the shield's marks, for `tokens` and `fresh`. Use `unshield(text)` to show it."""
         if self.translates:
             return self._translation(translated(request))
         tools = self._tools.offered(request.tools) if request.tools else []
-        tamed = self._with_tools if tools else self._plain
+        adapted = self._with_tools if tools else self._plain
         entries = self._converter.convert(request)
-        if self._overrules:
+        if self._always_as_text:
             entries = tools_as_text(entries)
-        if tools and self.tells_tools:
+        if tools and self.describes_tools:
             entries, tools = [{"role": "system", "content": instructions(tools)}, *entries], []
-        variables = self._variables(request, tamed.template, tools)
+        variables = self._variables(request, adapted.template, tools)
         if entries and _is_prefill(entries[-1]):
-            return _continued(tamed, entries, variables)
+            return _render_prefill(adapted, entries, variables)
         if entries and _is_empty_reply(entries[-1]):
             entries = entries[:-1]
-        return tamed.render(entries, variables)
+        return adapted.render(entries, variables)
 
     def _translation(self, request: Request) -> str:
-        """One turn whose content is one item. Such a template takes nothing else, so there is nothing to tame."""
+        """One turn with one content item; such a template takes nothing else."""
         (entry,) = self._converter.convert(request)
         codes = {name: request.chat_template_kwargs[name] for name in (SOURCE, TARGET)}
         content = [{"type": "text", **codes, "text": entry["content"]}]
@@ -293,7 +295,7 @@ class Renderer:
         if reasoning.budget is not None and template.mentions("thinking_budget"):
             out["thinking_budget"] = reasoning.budget
         if enabled is not None:
-            out |= _switched(template, enabled)
+            out |= _thinking_switches(template, enabled)
         out |= self._keep_reasoning[template]
         if request.documents:
             out["documents"] = self._shield.deep(request.documents)
@@ -312,17 +314,17 @@ class Renderer:
         return self._tokens.encode(text)
 
     def learn(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """What the model said behind a prompt, in its own tokens: the next prompt that tells it is made of these."""
+        """Cache the generated tokens: the next prompt that contains this reply uses them."""
         self._tokens.learn(prompt, output)
 
     def fresh(self, text: str) -> int:
-        """How many characters of it were never tokenized: the caller sends long ones to a thread."""
+        """How many characters are not cached; the caller tokenizes long ones in a thread."""
         return self._tokens.fresh(text)
 
     def raw(self, prompt: str) -> list[int]:
-        """A prompt without a template, as legacy completions send it. Control tokens in it are meant."""
+        """A prompt without a template (legacy completions). Control tokens in it are intended."""
         ids = self._tokens.encode(unshield(prompt))
-        bos = self.vocab.bos
+        bos = self.tokenizer.bos
         return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
 
     def apply(self, request: Request) -> Rendered:
@@ -330,14 +332,14 @@ class Renderer:
         return Rendered(unshield(text), self.tokens(text), self.tail(text))
 
     def tail(self, text: str) -> str:
-        """The end of the prompt from where the assistant's turn opens: whether reasoning is open is read from it."""
+        """The prompt from the start of the assistant's turn on: it shows whether reasoning is open."""
         if self._bare and text.endswith(self._bare):
-            return ""  # a turn with nothing in it: the usual case, and nothing to read
+            return ""  # the usual case: an empty turn
         at = text.rfind(self._opening) if self._opening else -1
         return unshield(text[at:]) if at >= 0 else ""
 
     def _find_separator(self) -> str:
-        """The white space that the template writes between an answer's text and its first call."""
+        """The white space that the template writes between a reply's text and its first call."""
         probe = used_tool("call_0123456789")
         probe[1] = probe[1] | {"content": "probe text"}
         variables = {"tools": None, "add_generation_prompt": True}
@@ -348,8 +350,8 @@ class Renderer:
         return rest[: len(rest) - len(rest.lstrip())]
 
     def _find_opening(self, template: ChatTemplate) -> tuple[str, str]:
-        """What opens an assistant's turn, from a small prompt with and without it: the token that begins it, and all
-        of it where it is no more than that token, a role and a line break."""
+        """What opens an assistant's turn: its first token, and the whole opening if it is only that token, a role and
+        a line break. Found by rendering a small prompt with and without it."""
         entries: list[TemplateMessage] = [{"role": "user", "content": "probe one"}]
         try:
             with_it = template.render({"messages": entries, "tools": None, "add_generation_prompt": True})
@@ -358,18 +360,18 @@ class Renderer:
             return "", ""
         opening = with_it[len(without) :] if with_it.startswith(without) else ""
         opening = opening or with_it.rpartition("probe one")[2]
-        found = [text for text in self.vocab.specials if opening.startswith(text)]
+        found = [text for text in self.tokenizer.specials if opening.startswith(text)]
         token = max(found, key=len) if found else opening.partition("\n")[0]
         bare = opening.endswith("\n") and opening.removeprefix(token).strip().isalpha()
         return token, opening if bare and found else ""
 
 
-def _cuts(vocab: Tokenizer, sources: str) -> list[str]:
-    """Only control tokens that the template writes: others are rare in prompts, and each one costs a little."""
-    if not isinstance(vocab, SplittableTokenizer):
+def _cuts(tokenizer: Tokenizer, sources: str) -> list[str]:
+    """Control tokens that the template writes; others are rare in prompts, and each has a cost."""
+    if not isinstance(tokenizer, SplittableTokenizer):
         return []
-    named = (getattr(vocab, "bos_token", ""), getattr(vocab, "eos_token", ""))
-    return [cut for cut in sorted(vocab.cuts) if cut in sources or cut in named]
+    named = (getattr(tokenizer, "bos_token", ""), getattr(tokenizer, "eos_token", ""))
+    return [cut for cut in sorted(tokenizer.cuts) if cut in sources or cut in named]
 
 
 def _keep_reasoning(template: ChatTemplate) -> dict[str, Any]:
@@ -377,18 +379,20 @@ def _keep_reasoning(template: ChatTemplate) -> dict[str, Any]:
     return {name: value for name, value in _KEEP_REASONING.items() if template.mentions(name)}
 
 
-def _switched(template: ChatTemplate, enabled: bool) -> dict[str, Any]:
+def _thinking_switches(template: ChatTemplate, enabled: bool) -> dict[str, Any]:
     return {name: enabled for name in ("enable_thinking", "thinking") if template.mentions(name)}
 
 
-def _thinking_modes(tamed: AdaptedTemplate) -> tuple[str, ...]:
-    """The template has a switch where a small prompt comes out differently with it on and off."""
+def _thinking_modes(adapted: AdaptedTemplate) -> tuple[str, ...]:
+    """The template has a thinking switch if a small prompt renders differently with it on and off."""
     entries: list[TemplateMessage] = [{"role": "user", "content": "probe one"}]
     variables: dict[str, Any] = {"tools": None, "add_generation_prompt": True}
-    if not _switched(tamed.template, True):
+    if not _thinking_switches(adapted.template, True):
         return ("default",)
     try:
-        on, off = (tamed.render(entries, variables | _switched(tamed.template, is_on)) for is_on in (True, False))
+        on, off = (
+            adapted.render(entries, variables | _thinking_switches(adapted.template, is_on)) for is_on in (True, False)
+        )
     except TemplateFailed:
         return ("default",)
     return ("default",) if on == off else ("default", "enabled", "disabled")
@@ -402,13 +406,13 @@ def _is_empty_reply(entry: TemplateMessage) -> bool:
     return entry["role"] == "assistant" and len(entry) == 2 and not entry["content"]
 
 
-def _continued(tamed: AdaptedTemplate, entries: list[TemplateMessage], variables: dict[str, Any]) -> str:
-    """The prompt cut after the last message's text, so that the model goes on where it ends."""
+def _render_prefill(adapted: AdaptedTemplate, entries: list[TemplateMessage], variables: dict[str, Any]) -> str:
+    """The prompt, cut after the last message's text, so that the model continues it."""
     reply = entries[-1]["content"]
     marked = entries[-1] | {"content": reply + _PREFILL_END, "prefix": True}
     try:
-        text = tamed.render([*entries[:-1], marked], variables | {"add_generation_prompt": False})
+        text = adapted.render([*entries[:-1], marked], variables | {"add_generation_prompt": False})
     except TemplateFailed:
-        text = ""  # the template wants no reply at the end: it is put there by hand
+        text = ""  # the template accepts no reply at the end; append it
     head, found, _ = text.rpartition(_PREFILL_END)
-    return head if found else str(tamed.render(entries[:-1], variables)) + reply
+    return head if found else str(adapted.render(entries[:-1], variables)) + reply

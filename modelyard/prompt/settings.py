@@ -1,4 +1,4 @@
-"""Settings of what a prompt may pull in from outside: images by URL."""
+"""Settings of images by URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A chat template: sandboxed Jinja with Hugging Face's semantics, compiled once and asked what it knows."""
+"""Chat templates: sandboxed Jinja with Hugging Face's semantics, and limits on what a template may consume.
+
+A template comes with a model, so it is untrusted code. Jinja's sandbox protects Python's internals; the limits here stop
+mistakes and crude bombs: loops over `range` share one budget per render, repetition and padding are limited, and the
+output has a maximum length.
+"""
 
 from __future__ import annotations
 
@@ -36,30 +41,30 @@ _WIDE = re.compile(
 )  # widths of five digits, or given by an argument
 
 
-class Refusal(TemplateRuntimeError):
+class TemplateRaised(TemplateRuntimeError):
     """The template's own `raise_exception`."""
 
 
 def raise_exception(message: object) -> None:
-    raise Refusal(str(message))
+    raise TemplateRaised(str(message))
 
 
-class Steps:
-    """The budget of one render for `range`: nested loops spend it together."""
+class LoopBudget:
+    """The budget of one render for `range`, shared by nested loops."""
 
     def __init__(self) -> None:
-        self._left = MAX_STEPS
+        self._remaining = MAX_STEPS
 
     def range(self, *arguments: int) -> range:
         asked = range(*arguments)
-        self._left -= len(asked)
-        if self._left < 0:
+        self._remaining -= len(asked)
+        if self._remaining < 0:
             raise SecurityError(f"the template loops more than {MAX_STEPS} times")
         return asked
 
 
 class GenerationBlocks(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what a model wrote, for training; here it is only its body."""
+    """`{% generation %}…{% endgeneration %}` marks generated text for training; here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as a plain set
 
@@ -69,18 +74,18 @@ class GenerationBlocks(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-_OF_EVERY_DICT = frozenset(dir(dict))
-_OF_A_LOOP = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+_LOOP_ATTRIBUTES = frozenset({"first", "last", "index", "index0", "length", "previtem", "nextitem"})
 
 
 class PromptEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`message.role` and `loop.first`, which is most of what templates do, without the long way of checks."""
-        if type(obj) is dict and attribute not in _OF_EVERY_DICT:
+        """Shortcut for `message.role` and `loop.first`, which most templates consist of."""
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        if type(obj) is LoopContext and attribute in _OF_A_LOOP:
+        if type(obj) is LoopContext and attribute in _LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
@@ -98,11 +103,11 @@ class PromptEnvironment(ImmutableSandboxedEnvironment):
         if attr in _PADDING and isinstance(obj, str):
             return False
         if attr in _BUILDING and type(obj) in (list, dict):
-            return True  # some families keep a queue of call ids in a list; what they are given is theirs to change
+            return True  # some templates keep a queue of call ids in a list; their variables are copies
         return super().is_safe_attribute(obj, attr, value)
 
     def is_safe_callable(self, obj: Any) -> bool:
-        """A list that a loop walks while it grows would never end."""
+        """A loop over a list that it extends would never end."""
         owner = getattr(obj, "__self__", None)
         if isinstance(owner, list | dict) and len(owner) > MAX_BUILT:
             raise SecurityError(f"the template builds a collection of more than {MAX_BUILT} items")
@@ -129,15 +134,15 @@ _plain_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class Frozen(dict[str, Any]):
-    """A dictionary that never changes and has one spelling as JSON: a tool's definition, which is written again and
-    again, or arguments in the words in which a model wrote them."""
+    """An immutable dictionary with a cached JSON text: a tool's definition, or arguments exactly as a model wrote
+    them."""
 
     __slots__ = ("_json",)
     _json: str
 
 
-def spelled(value: dict[str, Any], text: str) -> Frozen:
-    """`text` is how this value is written as JSON."""
+def with_json(value: dict[str, Any], text: str) -> Frozen:
+    """`text` is the value's JSON text."""
     made = Frozen(value)
     made._json = text
     return made
@@ -150,11 +155,11 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Hugging Face defines it: no HTML escapes, and characters as they are."""
+    """As in Hugging Face: no HTML escapes, no ASCII escapes."""
     if ensure_ascii or indent is not None or separators is not None or sort_keys:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if type(value) is not Frozen:
-        return _around(value) if _holds_frozen(value) else _plain_json(value)
+        return _json_with_frozen(value) if _holds_frozen(value) else _plain_json(value)
     try:
         return value._json
     except AttributeError:
@@ -166,8 +171,8 @@ def _holds_frozen(value: Any) -> bool:
     return type(value) is dict and any(type(item) is Frozen for item in value.values())
 
 
-def _around(value: dict[str, Any]) -> str:
-    """As `_plain_json` writes it, with each spelling as it is: templates put arguments beside a call's name."""
+def _json_with_frozen(value: dict[str, Any]) -> str:
+    """JSON with the cached texts inside: templates put arguments beside a call's name."""
     return "{" + ", ".join(f"{_plain_json(str(key))}: {tojson(item)}" for key, item in value.items()) + "}"
 
 
@@ -193,7 +198,7 @@ def environment() -> PromptEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlocks], autoescape=False
     )
     made.filters |= {"tojson": tojson, "center": _center, "indent": _indent, "format": _format}
-    del made.filters["slice"], made.globals["lipsum"]  # both make as much as they are asked for
+    del made.filters["slice"], made.globals["lipsum"]  # both produce unbounded output
     made.globals["raise_exception"] = raise_exception
     return made
 
@@ -210,7 +215,7 @@ class TemplateFailed(InvalidRequest):
 
 
 class TemplateRefused(TemplateFailed):
-    """The template said no, in its own words."""
+    """The template called `raise_exception`."""
 
     default_code = "template_refused"
 
@@ -232,7 +237,7 @@ class ChatTemplate:
         now: Callable[[], datetime] = local_now,
     ) -> None:
         self.source = source
-        # Jinja would flatten its globals anew for each render; here they are laid under the variables once.
+        # Jinja would copy its globals for each render; this copies them once.
         self._fixed: dict[str, Any] = {
             **_environment.globals,
             "strftime_now": lambda form: now().strftime(form),
@@ -256,11 +261,11 @@ class ChatTemplate:
         return name in self._words
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        variables = {**self._fixed, **variables, "range": Steps().range}
+        variables = {**self._fixed, **variables, "range": LoopBudget().range}
         context = Context(_environment, variables, self._template.name, self._template.blocks)
         try:
-            return _joined(self._template.root_render_func(context))
-        except Refusal as error:
+            return _join_limited(self._template.root_render_func(context))
+        except TemplateRaised as error:
             raise TemplateRefused(f"the chat template refuses this conversation: {error.message}") from error
         except RecursionError:
             raise TemplateFailed("the chat template calls itself without end") from None
@@ -277,7 +282,7 @@ class ChatTemplate:
         return found
 
 
-def _joined(chunks: Iterator[str]) -> str:
+def _join_limited(chunks: Iterator[str]) -> str:
     parts: list[str] = []
     room = MAX_OUTPUT
     for chunk in chunks:

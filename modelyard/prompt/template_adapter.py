@@ -1,6 +1,12 @@
-"""The steps that bring a history into a form that a template takes: pure, each one a list of entries to another.
+"""Adapts message histories that a chat template would refuse or drop.
 
-None loses a word: what has no place of its own is told as text, in its place.
+Agents send what no template author expected: system messages in the middle and at the end, two messages of one role in
+a row, calls and results for templates without tool support. What a template accepts is found once, by rendering small
+probes: a probe fails if the template raises, or if one of its texts is missing from the prompt or out of order. Each
+failed probe enables one step for all conversations, so a prompt's form never depends on earlier requests and prefixes
+stay stable. If a history fails all the same, the remaining steps are added one by one until it renders.
+
+A step is a pure function from messages to messages. No step loses text.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ def developer_as_system(entries: list[TemplateMessage]) -> list[TemplateMessage]
 
 
 def short_call_ids(entries: list[TemplateMessage]) -> list[TemplateMessage]:
-    """Some templates insist on nine letters and digits."""
+    """Some templates require nine letters and digits."""
     return [_with_short_ids(entry) for entry in entries]
 
 
@@ -38,8 +44,8 @@ def _short(id: str) -> str:
 
 
 def one_system_first(entries: list[TemplateMessage]) -> list[TemplateMessage]:
-    """Leading system messages become one; later ones stay in their place as a reminder in the user's turn."""
-    start = _after_systems(entries)
+    """Leading system messages become one; later ones stay in place as a reminder in a user message."""
+    start = _first_after_system(entries)
     head: list[TemplateMessage] = []
     for entry in entries[:start]:
         head = [_joined(head[0], entry)] if head else [entry]
@@ -49,7 +55,7 @@ def one_system_first(entries: list[TemplateMessage]) -> list[TemplateMessage]:
 _SYSTEM = ("system", "developer")
 
 
-def _after_systems(entries: Sequence[TemplateMessage]) -> int:
+def _first_after_system(entries: Sequence[TemplateMessage]) -> int:
     return next((at for at, entry in enumerate(entries) if entry["role"] not in _SYSTEM), len(entries))
 
 
@@ -58,7 +64,7 @@ def _reminder(entry: TemplateMessage) -> TemplateMessage:
 
 
 def user_opens(entries: list[TemplateMessage]) -> list[TemplateMessage]:
-    start = _after_systems(entries)
+    start = _first_after_system(entries)
     if start < len(entries) and entries[start]["role"] == "user":
         return entries
     return [*entries[:start], {"role": "user", "content": "(the conversation goes on)"}, *entries[start:]]
@@ -75,10 +81,10 @@ def one_message_a_turn(entries: list[TemplateMessage]) -> list[TemplateMessage]:
 
 
 def tools_as_text(entries: list[TemplateMessage]) -> list[TemplateMessage]:
-    return [_told(entry) for entry in entries]
+    return [_tool_message_as_text(entry) for entry in entries]
 
 
-def _told(entry: TemplateMessage) -> TemplateMessage:
+def _tool_message_as_text(entry: TemplateMessage) -> TemplateMessage:
     if entry["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{_text(entry['content'])}\n</tool_response>"}
     if "tool_calls" not in entry:
@@ -96,7 +102,7 @@ def system_in_first_user(entries: list[TemplateMessage]) -> list[TemplateMessage
     return [_joined(system, rest[0]), *rest[1:]] if rest and rest[0]["role"] == "user" else [system, *rest]
 
 
-# Applied in this order, whichever are on: a later step tidies up what an earlier one left.
+# The order in which enabled steps apply; later steps rely on earlier ones.
 STEPS: tuple[Step, ...] = (
     developer_as_system,
     short_call_ids,
@@ -106,8 +112,8 @@ STEPS: tuple[Step, ...] = (
     system_in_first_user,
     one_message_a_turn,
 )
-# Added in this order, for a history that still fails: the tools go last, for the model loses most with them.
-LADDER: tuple[Step, ...] = (
+# The order in which steps are added for a history that still fails; tools go last, because they cost the model most.
+FALLBACK_ORDER: tuple[Step, ...] = (
     developer_as_system,
     short_call_ids,
     one_system_first,
@@ -119,7 +125,7 @@ LADDER: tuple[Step, ...] = (
 
 
 def _joined(first: TemplateMessage, second: TemplateMessage) -> TemplateMessage:
-    """Two messages of one role as one; nothing of either is lost."""
+    """Join two messages of one role."""
     both = first | second | {"content": _joined_content(first["content"], second["content"])}
     if "tool_calls" in both:
         both["tool_calls"] = first.get("tool_calls", []) + second.get("tool_calls", [])
@@ -148,17 +154,10 @@ def _text(content: str | list[TemplateMessage]) -> str:
     return "\n".join(item.get("text", "[image]") for item in content)
 
 
-# Histories that a template would refuse or lose are brought into a form that it takes.
-#
-# Agents send what no template author thought of: system messages in the middle and at the end, two messages of one role
-# in a row, calls and results for templates that know no tools. What a template can take is found out once, by rendering
-# small probes: a probe fails if the template raises OR if a text of it is missing from the prompt or out of order. Each
-# failed probe switches on one step, for every later conversation alike: a prompt's form never depends on what was asked
-# before, so prefixes stay stable. A history that fails all the same climbs the ladder: the remaining steps are added one
-# by one until it renders.
+# --- probes -----------------------------------------------------------------------------------------------------------
 
 
-def _say(role: str, content: str) -> TemplateMessage:
+def _message(role: str, content: str) -> TemplateMessage:
     return {"role": role, "content": content}
 
 
@@ -166,11 +165,11 @@ def used_tool(call_id: str) -> list[TemplateMessage]:
     function = {"name": "probename", "arguments": {"probekey": "probevalue"}}
     call = {"id": call_id, "type": "function", "function": function}
     return [
-        _say("user", "probe one"),
-        _say("assistant", "") | {"tool_calls": [call]},
-        _say("tool", "probe result") | {"name": "probename", "tool_call_id": call_id},
-        _say("assistant", "probe two"),
-        _say("user", "probe three"),
+        _message("user", "probe one"),
+        _message("assistant", "") | {"tool_calls": [call]},
+        _message("tool", "probe result") | {"name": "probename", "tool_call_id": call_id},
+        _message("assistant", "probe two"),
+        _message("user", "probe three"),
     ]
 
 
@@ -178,27 +177,30 @@ _TOOL = {
     "type": "function",
     "function": {"name": "probename", "description": "probe", "parameters": {"type": "object", "properties": {}}},
 }
-_ONE, _TWO, _THREE = _say("user", "probe one"), _say("assistant", "probe two"), _say("user", "probe three")
+_ONE, _TWO, _THREE = _message("user", "probe one"), _message("assistant", "probe two"), _message("user", "probe three")
 _CALLED = ("probe one", "probename", "probevalue", "probe result", "probe two", "probe three")
 
-# step → conversations that need no such step where they come out whole: (entries, texts in their order)
+# step → conversations that render completely if the step is not needed: (messages, texts in order)
 _PROBES: Mapping[Step, tuple[tuple[list[TemplateMessage], tuple[str, ...]], ...]] = {
     developer_as_system: (
-        ([_say("developer", "probe rule"), _ONE], ("probe rule", "probe one")),
-        ([_ONE, _TWO, _say("developer", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),
+        ([_message("developer", "probe rule"), _ONE], ("probe rule", "probe one")),
+        ([_ONE, _TWO, _message("developer", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),
     ),
     tools_as_text: ((used_tool("abcdef123"), _CALLED),),
     short_call_ids: ((used_tool("call_0123456789"), _CALLED),),
     one_system_first: (
-        ([_say("system", "probe rule"), _say("system", "probe more"), _ONE], ("probe rule", "probe more", "probe one")),
-        ([_ONE, _TWO, _say("system", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),
-        ([_ONE, _TWO, _THREE, _say("system", "probe rule")], ("probe three", "probe rule")),
+        (
+            [_message("system", "probe rule"), _message("system", "probe more"), _ONE],
+            ("probe rule", "probe more", "probe one"),
+        ),
+        ([_ONE, _TWO, _message("system", "probe rule"), _THREE], ("probe two", "probe rule", "probe three")),
+        ([_ONE, _TWO, _THREE, _message("system", "probe rule")], ("probe three", "probe rule")),
     ),
     user_opens: (([_TWO, _THREE], ("probe two", "probe three")),),
-    system_in_first_user: (([_say("system", "probe rule"), _ONE], ("probe rule", "probe one")),),
+    system_in_first_user: (([_message("system", "probe rule"), _ONE], ("probe rule", "probe one")),),
     one_message_a_turn: (
         (
-            [_ONE, _THREE, _TWO, _say("assistant", "probe four"), _ONE],
+            [_ONE, _THREE, _TWO, _message("assistant", "probe four"), _ONE],
             ("probe one", "probe three", "probe two", "probe four"),
         ),
     ),
@@ -206,16 +208,16 @@ _PROBES: Mapping[Step, tuple[tuple[list[TemplateMessage], tuple[str, ...]], ...]
 
 
 class AdaptedTemplate:
-    """A template that takes every history. `repr` tells which steps it needs."""
+    """A template that accepts every history. `repr` shows the steps it needs."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
-        self.steps = tuple(step for step in STEPS if not all(self._takes(*probe) for probe in _PROBES[step]))
+        self.steps = tuple(step for step in STEPS if not all(self._accepts(*probe) for probe in _PROBES[step]))
 
     def __repr__(self) -> str:
-        return f"<TamedTemplate [{', '.join(step.__name__ for step in self.steps)}]>"
+        return f"<AdaptedTemplate [{', '.join(step.__name__ for step in self.steps)}]>"
 
-    def _takes(self, entries: list[TemplateMessage], texts: Sequence[str]) -> bool:
+    def _accepts(self, entries: list[TemplateMessage], texts: Sequence[str]) -> bool:
         used = [_TOOL] if any(entry["role"] == "tool" for entry in entries) else None
         try:
             text = self.template.render({"messages": entries, "tools": used, "add_generation_prompt": True})
@@ -232,11 +234,11 @@ class AdaptedTemplate:
         try:
             return self._render(entries, variables, self.steps)
         except TemplateFailed as error:
-            return self._climb(entries, variables, error)
+            return self._add_steps(entries, variables, error)
 
-    def _climb(self, entries: list[TemplateMessage], variables: Mapping[str, Any], error: TemplateFailed) -> str:
+    def _add_steps(self, entries: list[TemplateMessage], variables: Mapping[str, Any], error: TemplateFailed) -> str:
         on = set(self.steps)
-        for step in LADDER:
+        for step in FALLBACK_ORDER:
             if step in on:
                 continue
             on.add(step)
@@ -244,7 +246,7 @@ class AdaptedTemplate:
                 return self._render(entries, variables, [each for each in STEPS if each in on])
             except TemplateFailed:
                 continue
-        raise error  # the first one: it is about the conversation as it was sent
+        raise error  # the first one describes the conversation as it was sent
 
     def _render(self, entries: list[TemplateMessage], variables: Mapping[str, Any], steps: Sequence[Step]) -> str:
         for step in steps:

@@ -1,4 +1,4 @@
-"""Where a model's chat template comes from: the first of these that has one.
+"""Finds a model's chat template. The first source that has one wins:
 
 1. `chat_template` of the model: the text itself or the path of a file
 2. `prompt_format` of the model: the name of a template in `prompt/templates/`
@@ -20,8 +20,8 @@ import msgspec
 from modelyard.core.errors import InvalidRequest
 
 _TEMPLATES = Path(__file__).parent / "templates"
-_ALSO = {"chatml": "generic"}
-# what a model's name may hold → the built-in template of that family; the first one wins
+_ALIASES = {"chatml": "generic"}
+# part of a model's name → built-in template of that family; the first match wins
 _FAMILIES = (
     ("qwen", "qwen3_template"),
     ("qwq", "qwen3_template"),
@@ -40,7 +40,7 @@ _FAMILIES = (
 )
 
 
-# what ends a turn in a built-in template; where the vocabulary has no such token, its spelling is a stop string
+# end-of-turn texts of the built-in templates; one that is not a token of the vocabulary becomes a stop string
 _STOPS = {
     "generic": ("<|im_end|>",),
     "gemma4_template": ("<turn|>",),
@@ -52,8 +52,8 @@ _STOPS = {
 
 
 class TemplateSource(NamedTuple):
-    """`for_tools` is the variant that some models bring for requests with tools; `stops` end a turn besides the model's
-    own end tokens."""
+    """`for_tools` is the variant that some models have for requests with tools; `stops` end a turn in addition to the
+    model's end tokens."""
 
     text: str
     origin: str
@@ -72,7 +72,7 @@ def find_template(
     fallback: str | None = None,
 ) -> TemplateSource:
     if chat_template:
-        return _given(chat_template, folder)
+        return _explicit(chat_template, folder)
     if prompt_format:
         return _built_in(prompt_format, f"prompt_format {prompt_format}")
     if embedded:
@@ -81,10 +81,10 @@ def find_template(
         return found
     for part, family in _FAMILIES:
         if part in name.lower():
-            return _built_in(family, f"the built-in {family}, for the name {name!r} holds {part!r}")
+            return _built_in(family, f"the built-in {family}, because the name {name!r} contains {part!r}")
     if fallback:
         return _built_in(fallback, f"the engine's default, {fallback}")
-    raise _nothing(name, folder)
+    raise _no_template(name, folder)
 
 
 def formats() -> tuple[str, ...]:
@@ -101,18 +101,18 @@ def builtin(name: str) -> str:
 
 
 def _file(name: str) -> Path:
-    known = _ALSO.get(name, name)
+    known = _ALIASES.get(name, name)
     for stem in (known, f"{known}_template"):
         if known.replace("_", "").isalnum() and (path := _TEMPLATES / f"{stem}.jinja").is_file():
             return path
     close = difflib.get_close_matches(name, formats(), 1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise InvalidRequest(
-        f"there is no prompt_format {name!r}; known are {', '.join(formats())}.{hint}", code="unknown_prompt_format"
+        f"there is no prompt_format {name!r}; choose one of {', '.join(formats())}.{hint}", code="unknown_prompt_format"
     )
 
 
-def _given(chat_template: str, folder: Path | None) -> TemplateSource:
+def _explicit(chat_template: str, folder: Path | None) -> TemplateSource:
     if "{" in chat_template or "\n" in chat_template:
         return TemplateSource(chat_template, "chat_template")
     path = Path(chat_template).expanduser()
@@ -158,10 +158,10 @@ def _read(path: Path) -> str:
         raise InvalidRequest(f"{path} cannot be read: {error}", code="template_broken") from error
 
 
-def _nothing(name: str, folder: Path | None) -> InvalidRequest:
+def _no_template(name: str, folder: Path | None) -> InvalidRequest:
     where = f" in {folder}" if folder is not None else ""
     return InvalidRequest(
-        f"the model {name!r} brings no chat template{where}. What to do: 1. find the source model it was made from; "
+        f"the model {name!r} has no chat template{where}. What to do: 1. find the source model it was made from; "
         "2. look for its chat_template.jinja, chat_template.json or the chat_template in its tokenizer_config.json; "
         "3. compare it with the model's documentation; 4. set chat_template to its text or path, or set prompt_format "
         f"to one of {', '.join(formats())}",

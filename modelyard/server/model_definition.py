@@ -116,9 +116,9 @@ def _text_parts(
         ("tokenizer", f"{where}, {vocab.size} tokens"),
         ("template", f"from {source.origin}"),
         ("format", f"{form.name}: {format_.why}"),
-        ("tools", "told in words, called as hermes does" if renderer.tells_tools else "by the template"),
+        ("tools", "told in words, called as hermes does" if renderer.describes_tools else "by the template"),
     ]
-    told = with_hermes_calls(form) if renderer.tells_tools else None
+    told = with_hermes_calls(form) if renderer.describes_tools else None
     return TextPipeline(renderer, vocab, form, tuple(sorted(vocab.eos | stops)), told, stop_strings=spelled)
 
 

@@ -154,7 +154,7 @@ NATIVE = "{{ tools | tojson if tools else 'none' }}\n{% for m in messages %}{{ m
 def test_tools_are_told_in_words_as_the_setting_says(template: str, setting: Any, tells: bool) -> None:
     renderer = echo(template, tools_prompt=setting)
     text = renderer.text(ask(say("user", "x"), tools=(TOOL,)))
-    assert renderer.tells_tools is tells
+    assert renderer.describes_tools is tells
     assert ("<tool_call>" in text) is tells
     assert ("<tool_call>" in renderer.text(ask(say("user", "x")))) is False
 
@@ -169,7 +169,7 @@ def test_tools_that_are_told_in_words_are_called_so_in_the_history_too() -> None
 
 
 def test_a_tools_template_knows_tools_for_both() -> None:
-    assert not echo("plain", tools_template=ChatTemplate("{{ tools | length }} tools")).tells_tools
+    assert not echo("plain", tools_template=ChatTemplate("{{ tools | length }} tools")).describes_tools
 
 
 def test_a_tools_template_is_used_only_with_tools() -> None:

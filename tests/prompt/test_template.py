@@ -17,7 +17,7 @@ from modelyard.prompt.template import (
     TemplateFailed,
     TemplateRefused,
     environment,
-    spelled,
+    with_json,
     tojson,
 )
 
@@ -192,7 +192,7 @@ def test_a_list_that_grows_under_its_own_loop_is_stopped() -> None:
 
 
 def test_arguments_are_written_as_they_were_spelled_also_beside_their_name() -> None:
-    arguments = spelled({"b": 1, "a": "é"}, '{"b":1,  "a":"\\u00e9"}')
+    arguments = with_json({"b": 1, "a": "é"}, '{"b":1,  "a":"\\u00e9"}')
     assert tojson(arguments) == '{"b":1,  "a":"\\u00e9"}'
     assert tojson({"name": "x", "arguments": arguments}) == '{"name": "x", "arguments": {"b":1,  "a":"\\u00e9"}}'
     assert tojson({"name": "x", "arguments": {"b": 1}, 2: None}) == '{"name": "x", "arguments": {"b": 1}, "2": null}'
