@@ -48,7 +48,7 @@ def build(folder: Path) -> None:
         note(folder)
         _say("trying it (half a minute) …")
         _run([str(vllm_env.python(folder)), "-c", _IMPORTS])
-        vllm_env.put_stamp(folder)
+        vllm_env.write_stamp(folder)
 
 
 def steps(folder: Path, *, installed: bool) -> Iterator[list[str]]:

@@ -129,7 +129,7 @@ def models_add(
     from modelyard.library import progress
 
     meter = progress.ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
-    entry = _guarded(lambda: shelf.add_model(source, name=name, quant=quant, meter=meter))
+    entry = _guarded(lambda: shelf.add_model(source, name=name, quant=quant, progress=meter))
     out.print(f"{escape(entry.name)} is in the library. To serve it, write into modelyard.toml:", soft_wrap=True)
     out.print(described.config_snippet(entry), markup=False, highlight=False, soft_wrap=True)
 
@@ -196,7 +196,7 @@ def models_convert(
     from modelyard.library.convert import convert
 
     meter = progress.ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
-    entry = _guarded(lambda: convert(name, to, out=target, quantization=quantization, meter=meter))
+    entry = _guarded(lambda: convert(name, to, out=target, quantization=quantization, progress=meter))
     out.print(f"{escape(entry.name)} is in the library: {escape(entry.path)}", soft_wrap=True)
     if to == "ct2":
         out.print("To serve it, write into modelyard.toml:")

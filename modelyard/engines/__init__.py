@@ -1,5 +1,14 @@
-"""The engines: each file or package here is a backend by its own name, apart from what they share."""
+"""The engines. Each package or module here is a backend with its own name, except those in NOT_PLUGINS."""
 
 NOT_PLUGINS = frozenset(
-    {"cores", "generation_queue", "grammars", "hf_folder", "in_process", "managed", "token_dispatch", "upstream"}
+    {
+        "cores",
+        "generation_queue",
+        "grammars",
+        "hf_folder",
+        "in_process",
+        "managed",
+        "token_dispatch",
+        "upstream",
+    }
 )

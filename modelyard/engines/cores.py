@@ -1,4 +1,4 @@
-"""The CPU cores that this process may compute on."""
+"""The CPU cores that this process may use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def logical() -> int:
-    """As the system counts them: those of one core that share its arithmetic count twice."""
+    """Hardware threads: two that share a core count twice."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -18,7 +18,7 @@ def physical() -> int:
 
 
 def thread_counts() -> tuple[int, ...]:
-    """Numbers of threads worth trying: the powers of two, all cores, one fewer, and all that the system counts."""
+    """Thread counts worth trying: powers of two, all physical cores, one fewer, and all logical cores."""
     cores, most = physical(), logical()
     powers = {1 << n for n in range(most.bit_length()) if 1 << n <= most}
     return tuple(sorted(powers | {cores, max(1, cores - 1), most}))

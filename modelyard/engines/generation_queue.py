@@ -1,9 +1,8 @@
-"""The bounded queue between an engine and the one reader of a job: what every engine hands out as its Generation.
+"""The queue between an engine and the reader of one generation: what every engine returns as its `Generation`.
 
-A list and at most one Future. The engine appends, the reader takes everything that waits. A reader that lags costs no
-wake-up a token: neighbouring `Tokens` reach it as one chunk. A reader that stalls is noticed by the engine: `put` says
-False once `limit` items wait, and `on_drained` tells when the reader has taken them. A job that is done when it begins
-needs no queue: it hands out a `Whole`.
+It holds a list and at most one Future. The engine appends; the reader takes everything at once. A slow reader costs no
+wake-up per token: it gets neighbouring `Tokens` as one chunk. If the reader stalls, `put` returns False once `limit`
+items wait, and `on_drained` is called when the reader has taken them.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Generic, TypeVar, cast
 
-from msgspec import Struct
-
 from modelyard.core.engine import Tokens
 
 T = TypeVar("T")
 
+Sink = Callable[[list[T], bool], None]  # (items, whether they are the last)
+
 
 class GenerationQueue(Generic[T]):
-    """Made on the reader's loop. `put`, `put_many` and `close` belong to its thread; the others to any."""
+    """Create it on the reader's event loop. `cancel` may be called from any thread, everything else on the loop."""
 
-    __slots__ = ("_closed", "_loop", "_on_cancel", "_on_room", "_reader", "_sink", "_waiting", "limit")
+    __slots__ = ("_closed", "_items", "_loop", "_on_cancel", "_on_drained", "_reader", "_sink", "limit")
 
     def __init__(
         self,
@@ -35,20 +34,20 @@ class GenerationQueue(Generic[T]):
     ) -> None:
         self.limit = limit
         self._loop = loop or asyncio.get_running_loop()
-        self._waiting: list[T] = []
+        self._items: list[T] = []
         self._reader: asyncio.Future[None] | None = None
         self._closed = False
-        self._sink: Callable[[list[T], bool], None] | None = None
-        self._on_room = on_drained
-        # A list, because `pop` is atomic: two threads that cancel at once still cancel once.
+        self._sink: Sink[T] | None = None
+        self._on_drained = on_drained
+        # A list, because `pop` is atomic: if two threads cancel at once, the callback still runs once.
         self._on_cancel = [on_cancel] if on_cancel else []
 
     def __repr__(self) -> str:
-        return f"<GenerationQueue {len(self._waiting)} waiting{', closed' if self._closed else ''}>"
+        return f"<GenerationQueue {len(self._items)} waiting{', closed' if self._closed else ''}>"
 
     @property
     def full(self) -> bool:
-        return len(self._waiting) >= self.limit
+        return len(self._items) >= self.limit
 
     @property
     def closed(self) -> bool:
@@ -59,39 +58,35 @@ class GenerationQueue(Generic[T]):
     def put(self, item: T) -> bool:
         """Always takes the item; False asks the engine to wait for `on_drained`."""
         if self._closed:
-            raise RuntimeError(f"{item!r} was put into a mailbox that is closed")
-        self._waiting.append(item)
+            raise RuntimeError(f"{item!r} was put into a closed queue")
+        self._items.append(item)
         if self._reader is not None or self._sink is not None:
             self._wake()
-        return len(self._waiting) < self.limit
+        return len(self._items) < self.limit
 
     def put_many(self, items: Iterable[T], *, last: bool = False) -> bool:
-        """Several at once; `last` closes the mailbox behind them."""
+        """Puts several items; `last` closes the queue behind them."""
         if self._closed:
-            raise RuntimeError("items were put into a mailbox that is closed")
-        self._waiting.extend(items)
+            raise RuntimeError("items were put into a closed queue")
+        self._items.extend(items)
         if last:
             self.close()
         else:
             self._wake()
-        return len(self._waiting) < self.limit
-
-    def post_many(self, items: Iterable[T], *, last: bool = False) -> None:
-        """`put_many` from another thread, at the price of one wake-up of the loop."""
-        self._loop.call_soon_threadsafe(lambda: self.put_many(items, last=last))
+        return len(self._items) < self.limit
 
     def close(self) -> None:
-        """Nothing more will come and nothing is left to cancel; what waits can still be read."""
+        """No more items follow, and there is nothing to cancel. Waiting items can still be read."""
         self._closed = True
         self._on_cancel.clear()
-        self._on_room = None
+        self._on_drained = None
         self._wake()
 
     def _wake(self) -> None:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
         elif self._sink is not None:
-            self._pour(self._sink)
+            self._forward(self._sink)
 
     # --- the reader's side ------------------------------------------------------------------------------------------
 
@@ -99,40 +94,37 @@ class GenerationQueue(Generic[T]):
         return self
 
     async def __anext__(self) -> list[T]:
-        """Nothing is taken before it is handed out, so a reader that is cancelled while it waits loses nothing."""
-        while not self._waiting:
+        """Items leave the queue only when they are returned, so cancelling a waiting reader loses nothing."""
+        while not self._items:
             if self._closed:
                 raise StopAsyncIteration
             if self._reader is not None and not self._reader.done():
-                raise RuntimeError("a job has one reader, and another already waits")
+                raise RuntimeError("a generation has one reader, and another one is waiting")
             self._reader = reader = self._loop.create_future()
             try:
                 await reader
             finally:
                 if self._reader is reader:
                     self._reader = None
-        items, self._waiting = self._waiting, []
-        if len(items) >= self.limit and self._on_room is not None:
-            self._on_room()
+        items, self._items = self._items, []
+        if len(items) >= self.limit and self._on_drained is not None:
+            self._on_drained()
         return items if len(items) == 1 else merge_tokens(items)
 
-    def forward_to(self, sink: Callable[[list[T], bool], None] | None) -> None:
-        """From now on `sink` gets all that comes, at once, and whether it was the last; None: it waits here again.
-
-        For whoever passes items on and needs no task a job to do so. What waits already goes first.
-        """
+    def forward_to(self, sink: Sink[T] | None) -> None:
+        """Passes every item to `sink` at once, without a reader task; waiting items first. None stops forwarding."""
         self._sink = sink
-        if sink is not None and (self._waiting or self._closed):
-            self._pour(sink)
+        if sink is not None and (self._items or self._closed):
+            self._forward(sink)
 
-    def _pour(self, sink: Callable[[list[T], bool], None]) -> None:
-        had_no_room = self.full
-        items, self._waiting = self._waiting, []
+    def _forward(self, sink: Sink[T]) -> None:
+        was_full = self.full
+        items, self._items = self._items, []
         if self._closed:
             self._sink = None
         sink(items if len(items) < 2 else merge_tokens(items), self._closed)
-        if had_no_room and self._on_room is not None:
-            self._on_room()
+        if was_full and self._on_drained is not None:
+            self._on_drained()
 
     def cancel(self) -> None:
         try:
@@ -142,60 +134,34 @@ class GenerationQueue(Generic[T]):
         on_cancel()
 
 
-class Whole(Struct, Generic[T], eq=False):
-    """All of a job that was done at once, read like a mailbox that was filled and closed before anybody looked. It has
-    nothing to wait for and nothing to cancel: it keeps nothing but its items, which are told as they are."""
-
-    items: list[T]
-
-    def __aiter__(self) -> Whole[T]:
-        return self
-
-    async def __anext__(self) -> list[T]:
-        items, self.items = self.items, []
-        if not items:
-            raise StopAsyncIteration
-        return items
-
-    def forward_to(self, sink: Callable[[list[T], bool], None] | None) -> None:
-        if sink is not None:
-            items, self.items = self.items, []
-            sink(items, True)
-
-    def cancel(self) -> None:
-        pass
-
-
 def merge_tokens(items: list[T]) -> list[T]:
-    """The same items with every run of neighbouring `Tokens` as one."""
+    """The same items with every run of neighbouring `Tokens` as one. Chunks with and without logprobs do not mix."""
     if [*map(type, items)].count(Tokens) < 2 or not _has_neighbours(items):
         return items
-    out: list[T] = []
-    for alike, group in groupby(items, _likeness):
+    merged: list[T] = []
+    for has_logprobs, group in groupby(items, _has_logprobs):
         run = list(group)
-        out += run if alike is None else [cast(T, _one(cast(list[Tokens], run)))]
-    return out
+        if has_logprobs is None or len(run) == 1:
+            merged += run
+        else:
+            chunks = cast(list[Tokens], run)
+            ids = [token for chunk in chunks for token in chunk.ids]
+            logprobs = [each for chunk in chunks for each in chunk.logprobs or ()]
+            merged.append(cast(T, Tokens(ids, logprobs or None)))
+    return merged
 
 
 def _has_neighbours(items: list[T]) -> bool:
-    """Two `Tokens` side by side; grouping costs more than to look."""
-    before: type | None = None
+    """Whether two `Tokens` are side by side: cheaper than grouping."""
+    previous: type | None = None
     for item in items:
         kind = type(item)
-        if kind is Tokens and before is Tokens:
+        if kind is Tokens and previous is Tokens:
             return True
-        before = kind
+        previous = kind
     return False
 
 
-def _likeness(item: object) -> bool | None:
-    """None: never merged. Chunks with and without logprobs do not mix."""
+def _has_logprobs(item: object) -> bool | None:
+    """None for everything but `Tokens`: never merged."""
     return item.logprobs is not None if isinstance(item, Tokens) else None
-
-
-def _one(run: list[Tokens]) -> Tokens:
-    if len(run) == 1:
-        return run[0]
-    ids = [token for chunk in run for token in chunk.ids]
-    logprobs = [each for chunk in run for each in chunk.logprobs or ()]
-    return Tokens(ids, logprobs or None)

@@ -733,7 +733,7 @@ class TextOutput:
         elif end.reason == "length":
             reason = self._rendered.budget.limit
         else:
-            reason = "tool_calls" if scanner.has_calls else "end"
+            reason = "tool_calls" if scanner.has_complete_call else "end"
         self.over = True
         events.append(Finished(reason, self.usage, scanner.stop_string, end.timings))
 

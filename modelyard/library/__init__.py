@@ -1,1 +1,1 @@
-"""Model files on this machine: finding them, fetching them once, and remembering which are ours."""
+"""Model files on this machine: finding, fetching, converting and registering them."""

@@ -1,10 +1,11 @@
-"""Reads the head of a GGUF file: names to numbers, texts and lists, and the shapes of the tensors, never their data."""
+"""Reads GGUF headers: the metadata and the shapes of the tensors, never their data."""
 
 from __future__ import annotations
 
 import math
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -13,12 +14,15 @@ from msgspec import Struct
 from modelyard.core.errors import InvalidRequest
 from modelyard.library.model_files import split_parts
 
+Lists = Literal["none", "short", "all"]
+
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_TEXT, _LIST = 8, 9
-_SHORT = 1024  # a list up to here is one number a layer
-_LONGEST = 1 << 28  # of one text: more is a broken length
+_STRING, _ARRAY = 8, 9
+_MAX_SHORT = 1024  # elements of a list with one number per layer
+_MAX_STRING = 1 << 28  # bytes; more means a corrupt length
+_MAX_DIMENSIONS = 8
 # llama.cpp's names of general.file_type
-_QUANTS = {
+_QUANTIZATIONS = {
     0: "F32",
     1: "F16",
     2: "Q4_0",
@@ -56,7 +60,7 @@ _QUANTS = {
 
 
 class GgufSummary(Struct, frozen=True):
-    """What a model file says of itself. Zero or empty: it does not say."""
+    """The main metadata of a model. Zero or empty means unknown."""
 
     architecture: str = ""
     name: str = ""
@@ -68,7 +72,7 @@ class GgufSummary(Struct, frozen=True):
 
 
 class TensorInfo(Struct, frozen=True):
-    """Where a tensor lies in its file. `shape` has rows first, as in numpy; `kind` is ggml's number of its type."""
+    """A tensor in its file. `shape` has rows first, as in numpy; `kind` is the number of its ggml type."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,163 +81,144 @@ class TensorInfo(Struct, frozen=True):
 
 
 def read_summary(file: Path) -> GgufSummary:
-    """Of the whole model, all its parts together."""
-    try:
-        heads = [_head(part) for part in split_parts(file)]
-        size = sum(part.stat().st_size for part in split_parts(file))
-    except (OSError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{file} is not a readable GGUF file: {error}", code="model_unreadable") from error
-    about, family = heads[0][0], str(heads[0][0].get("general.architecture", ""))
+    """The summary of a model with all its parts."""
+    parts = split_parts(file)
+    headers = [read_contents(part, lists="none") for part in parts]
+    metadata = headers[0][0]
+    architecture = str(metadata.get("general.architecture", ""))
     return GgufSummary(
-        family,
-        str(about.get("general.name", "")),
-        sum(count for _, count in heads),
-        _QUANTS.get(about.get("general.file_type", -1), ""),
-        about.get(f"{family}.context_length", 0),
-        about.get(f"{family}.block_count", 0),
-        size,
+        architecture,
+        str(metadata.get("general.name", "")),
+        sum(math.prod(tensor.shape) for _, tensors in headers for tensor in tensors),
+        _QUANTIZATIONS.get(metadata.get("general.file_type", -1), ""),
+        metadata.get(f"{architecture}.context_length", 0),
+        metadata.get(f"{architecture}.block_count", 0),
+        sum(part.stat().st_size for part in parts),
     )
 
 
-def _head(path: Path) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
-        tensors, count = _counts(file)
-        metadata = dict(_entries(file, count, lists="none"))
-        return metadata, sum(_elements(file) for _ in range(tensors))
+def read_contents(path: Path, *, lists: Lists = "all") -> tuple[dict[str, Any], list[TensorInfo]]:
+    """The metadata and the tensors of one file.
+
+    `lists="short"` replaces a list that is longer than a model has layers, such as the vocabulary, by its length;
+    `lists="none"` omits all lists.
+    """
+    with _opened(path) as file:
+        tensor_count, count = _read_counts(file)
+        metadata = dict(_read_metadata(file, count, lists))
+        tensors = [_read_tensor_info(file) for _ in range(tensor_count)]
+        # Offsets are relative to the data, which begin at the next aligned byte after the header.
+        alignment = int(metadata.get("general.alignment", 32))
+        if alignment <= 0:
+            raise ValueError(f"an alignment of {alignment} bytes")
+        data = -(-file.tell() // alignment) * alignment
+        return metadata, [TensorInfo(t.name, t.shape, t.kind, data + t.offset) for t in tensors]
 
 
 def read_metadata(file: IO[bytes]) -> dict[str, Any]:
-    """All of it, lists of tokens included. A ValueError says what is wrong with the file."""
-    _tensors, count = _counts(file)
-    return dict(_entries(file, count, lists="all"))
+    """All metadata, including the vocabulary. Raises ValueError for an invalid file."""
+    _, count = _read_counts(file)
+    return dict(_read_metadata(file, count, "all"))
 
 
 def without_tensors(path: Path) -> bytes:
-    """The file as if it were the whole of a model that has no tensors: enough to read its vocabulary from."""
+    """The header as a complete GGUF file without tensors, from which a tokenizer can be loaded."""
+    with _opened(path) as file:
+        _, count = _read_counts(file)
+        start, spans = file.tell(), []
+        for name, _ in _read_metadata(file, count, "short"):
+            if not name.startswith("split."):  # else llama.cpp would look for the other parts
+                spans.append((start, file.tell()))
+            start = file.tell()
+        file.seek(0)
+        magic, version = _unpack(file, "4sI")
+        chunks = [struct.pack("<4sIQQ", magic, version, 0, len(spans))]
+        for start, end in spans:
+            file.seek(start)
+            chunks.append(_read(file, end - start))
+        return b"".join(chunks)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         with path.open("rb") as file:
-            _tensors, count = _counts(file)
-            begin, spans = file.tell(), []
-            for name, _ in _entries(file, count, lists="short"):
-                if not name.startswith("split."):  # or the other parts would be looked for
-                    spans.append((begin, file.tell()))
-                begin = file.tell()
-            return _spliced(file, spans)
+            yield file
     except (OSError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"{path} is not a readable GGUF file: {error}", code="model_unreadable") from error
 
 
-def _spliced(file: IO[bytes], spans: list[tuple[int, int]]) -> bytes:
-    file.seek(0)
-    magic, version = _unpack(file, "4sI")
-    told = [struct.pack("<4sIQQ", magic, version, 0, len(spans))]
-    for begin, end in spans:
-        file.seek(begin)
-        told.append(_take(file, end - begin))
-    return b"".join(told)
-
-
-def read_contents(path: Path, *, lists: Literal["short", "all"] = "all") -> tuple[dict[str, Any], list[TensorInfo]]:
-    """The metadata, and where each tensor lies. With `lists="short"` a list that is longer than a model has layers,
-    such as the vocabulary, is replaced by its length."""
-    try:
-        with path.open("rb") as file:
-            tensors, count = _counts(file)
-            metadata = dict(_entries(file, count, lists=lists))
-            places = [_place(file) for _ in range(tensors)]
-            return metadata, _from_start(places, file.tell(), int(metadata.get("general.alignment", 32)))
-    except (OSError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{path} is not a readable GGUF file: {error}", code="model_unreadable") from error
-
-
-def _from_start(places: list[TensorInfo], head: int, alignment: int) -> list[TensorInfo]:
-    """The file counts from where the data begin, which is the next aligned byte after its head."""
-    begin = -(-head // alignment) * alignment
-    return [TensorInfo(place.name, place.shape, place.kind, begin + place.offset) for place in places]
-
-
-def _counts(file: IO[bytes]) -> tuple[int, int]:
+def _read_counts(file: IO[bytes]) -> tuple[int, int]:
+    """The numbers of tensors and of metadata entries."""
     magic, version, tensors, count = _unpack(file, "4sIQQ")
     if magic != b"GGUF" or version < 2:
         raise ValueError(f"not a GGUF file of version 2 or later: {magic!r}, version {version}")
     return tensors, count
 
 
-def _entries(file: IO[bytes], count: int, *, lists: Literal["none", "short", "all"]) -> Iterator[tuple[str, Any]]:
+def _read_metadata(file: IO[bytes], count: int, lists: Lists) -> Iterator[tuple[str, Any]]:
+    """`_read_array` must run even for lists that are omitted: it moves to the next entry."""
     for _ in range(count):
-        name = _text(file)
-        kind = _unpack(file, "I")[0]
-        if kind == _LIST and lists != "all":
-            held = _skim_list(file)
-            if lists == "short":
-                yield name, held
-        else:
-            yield name, _value(file, kind)
+        name = _read_string(file)
+        (kind,) = _unpack(file, "I")
+        if kind != _ARRAY:
+            yield name, _read_scalar(file, kind)
+            continue
+        array = _read_array(file, whole=lists == "all")
+        if lists != "none":
+            yield name, array
 
 
-def _value(file: IO[bytes], kind: int) -> Any:
-    if kind == _TEXT:
-        return _text(file)
-    if kind == _LIST:
-        inner, count = _unpack(file, "IQ")
-        _check_inner(inner)
-        return [_value(file, inner) for _ in range(count)]
+def _read_scalar(file: IO[bytes], kind: int) -> Any:
+    if kind == _STRING:
+        return _read_string(file)
     if kind not in _SCALARS:
         raise ValueError(f"a GGUF value of the unknown kind {kind}")
     return _unpack(file, _SCALARS[kind])[0]
 
 
-def _skim_list(file: IO[bytes]) -> list[Any] | int:
-    """Its numbers where they are few, else how many it holds."""
-    inner, count = _unpack(file, "IQ")
-    _check_inner(inner)
-    if inner != _TEXT and count <= _SHORT:
-        return [_value(file, inner) for _ in range(count)]
-    if inner != _TEXT:
-        file.seek(count * struct.calcsize("<" + _SCALARS[inner]), 1)
-        return int(count)
-    for _ in range(count):
-        file.seek(_length(file), 1)
+def _read_array(file: IO[bytes], *, whole: bool) -> list[Any] | int:
+    """The elements; unless `whole`, only the length of an array of strings or of many numbers."""
+    kind, count = _unpack(file, "IQ")
+    if kind != _STRING and kind not in _SCALARS:
+        raise ValueError(f"a GGUF list of the unknown kind {kind}")
+    if whole or (kind != _STRING and count <= _MAX_SHORT):
+        return [_read_scalar(file, kind) for _ in range(count)]
+    if kind == _STRING:
+        for _ in range(count):
+            file.seek(_read_length(file), 1)
+    else:
+        file.seek(count * struct.calcsize("<" + _SCALARS[kind]), 1)
     return int(count)
 
 
-def _check_inner(kind: int) -> None:
-    if kind != _TEXT and kind not in _SCALARS:
-        raise ValueError(f"a GGUF list of the unknown kind {kind}")
-
-
-def _elements(file: IO[bytes]) -> int:
-    """How many numbers the next tensor holds."""
-    return math.prod(_place(file).shape)
-
-
-def _place(file: IO[bytes]) -> TensorInfo:
-    name = _text(file)
+def _read_tensor_info(file: IO[bytes]) -> TensorInfo:
+    name = _read_string(file)
     (dimensions,) = _unpack(file, "I")
-    if dimensions > 8:
+    if dimensions > _MAX_DIMENSIONS:
         raise ValueError(f"a tensor of {dimensions} dimensions")
     shape = _unpack(file, f"{dimensions}Q")
     kind, offset = _unpack(file, "IQ")
     return TensorInfo(name, tuple(reversed(shape)), kind, offset)
 
 
-def _text(file: IO[bytes]) -> str:
-    return _take(file, _length(file)).decode("utf-8", "replace")
+def _read_string(file: IO[bytes]) -> str:
+    return _read(file, _read_length(file)).decode("utf-8", "replace")
 
 
-def _length(file: IO[bytes]) -> int:
+def _read_length(file: IO[bytes]) -> int:
     length: int = _unpack(file, "Q")[0]
-    if length > _LONGEST:
-        raise ValueError(f"a text of {length} bytes")
+    if length > _MAX_STRING:
+        raise ValueError(f"a string of {length} bytes")
     return length
 
 
-def _unpack(file: IO[bytes], form: str) -> tuple[Any, ...]:
-    form = "<" + form
-    return struct.unpack(form, _take(file, struct.calcsize(form)))
+def _unpack(file: IO[bytes], layout: str) -> tuple[Any, ...]:
+    layout = "<" + layout
+    return struct.unpack(layout, _read(file, struct.calcsize(layout)))
 
 
-def _take(file: IO[bytes], size: int) -> bytes:
+def _read(file: IO[bytes], size: int) -> bytes:
     data = file.read(size)
     if len(data) != size:
         raise ValueError("the GGUF file ends in the middle of its metadata")

@@ -1,4 +1,4 @@
-"""Models from a Hugging Face repository, or from any server that speaks like one (HF_ENDPOINT)."""
+"""Downloads models from the Hugging Face hub, or from any server with its API (HF_ENDPOINT)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from modelyard.library.progress import OnBytes, ProgressReporter, format_size
 from modelyard.plugins import MissingLibrary
 
 
-def fetch(repo: str, quant: str | None, meter: ProgressReporter) -> Path:
-    """The model's first file in the library; a download that was broken off goes on where it ended."""
-    with _translated(repo):
-        sizes, digests = _listing(repo)
+def fetch(repo: str, quant: str | None, progress: ProgressReporter) -> Path:
+    """The model's first file in the library. An interrupted download is resumed."""
+    with _translated_errors(repo):
+        sizes, digests = _list_files(repo)
         variant = choose_variant(repo, find_variants(sizes), quant)
         folder = models_dir() / repo
-        with file_lock(
-            folder / ".fetch.lock", lambda: meter.say(f"another process is fetching from {repo}: waiting for it")
-        ):
-            _check_room(variant, sizes, folder)
-            _download(repo, variant, folder, meter)
+        wait = f"another process is fetching from {repo}: waiting for it"
+        with file_lock(folder / ".fetch.lock", lambda: progress.write_line(wait)):
+            _check_disk_space(variant, sizes, folder)
+            _download(repo, variant, folder, progress)
         for name in variant.files:
-            _verify_digest(folder / name, digests.get(name))
+            _verify(folder / name, digests.get(name))
     return folder / variant.files[0]
 
 
-def _listing(repo: str) -> tuple[dict[str, int], dict[str, str]]:
+def _list_files(repo: str) -> tuple[dict[str, int], dict[str, str]]:
     """The repository's files with their sizes, and the checksums of those that have one."""
     from huggingface_hub import HfApi
 
@@ -49,31 +48,29 @@ def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or None
 
 
-def _check_room(variant: ModelVariant, sizes: dict[str, int], folder: Path) -> None:
-    """Better said now than after an hour."""
+def _check_disk_space(variant: ModelVariant, sizes: dict[str, int], folder: Path) -> None:
     needed = sum(sizes[name] for name in variant.files if not (folder / name).exists())
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise Unavailable(
-            f"{variant.label} needs {format_size(needed)} and {folder} has room for {format_size(free)}",
-            code="disk_full",
+            f"{variant.label} needs {format_size(needed)}, and {folder} has {format_size(free)} free", code="disk_full"
         )
 
 
-def _download(repo: str, variant: ModelVariant, folder: Path, meter: ProgressReporter) -> None:
+def _download(repo: str, variant: ModelVariant, folder: Path, progress: ProgressReporter) -> None:
     from huggingface_hub import hf_hub_download
 
     for number, name in enumerate(variant.files, 1):
         part = f" ({number} of {len(variant.files)})" if len(variant.files) > 1 else ""
-        with meter.watch(Path(name).name + part) as on_bytes:
-            hf_hub_download(repo, name, local_dir=folder, endpoint=_endpoint(), tqdm_class=_teller(on_bytes))
+        with progress.track(Path(name).name + part) as on_bytes:
+            hf_hub_download(repo, name, local_dir=folder, endpoint=_endpoint(), tqdm_class=_tqdm_class(on_bytes))
 
 
-def _teller(on_bytes: OnBytes) -> Any:
-    """A stand-in for the hub's own progress bar that tells ours."""
+def _tqdm_class(on_bytes: OnBytes) -> Any:
+    """A replacement of the hub's progress bar that reports to `on_bytes`."""
     from tqdm import tqdm
 
-    class Teller(tqdm):  # type: ignore[misc]
+    class ReportingTqdm(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **named: Any) -> None:
             named.pop("name", None)
             super().__init__(*args, **{**named, "disable": True})
@@ -84,24 +81,24 @@ def _teller(on_bytes: OnBytes) -> Any:
             on_bytes(self._done, self._all)
             return None
 
-    return Teller
+    return ReportingTqdm
 
 
-def _verify_digest(file: Path, wanted: str | None) -> None:
-    if wanted is None:
+def _verify(file: Path, sha256: str | None) -> None:
+    if sha256 is None:
         return
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != wanted:
+    if found != sha256:
         file.unlink()
         raise InvalidRequest(
-            f"{file.name} arrived broken (checksum {found}, not {wanted}) and was removed: add it again",
+            f"{file.name} was corrupted in transfer (checksum {found}, expected {sha256}) and removed: add it again",
             code="checksum_mismatch",
         )
 
 
 @contextmanager
-def _translated(repo: str) -> Iterator[None]:
+def _translated_errors(repo: str) -> Iterator[None]:
     try:
         from huggingface_hub import errors
     except ModuleNotFoundError as error:
@@ -111,20 +108,15 @@ def _translated(repo: str) -> Iterator[None]:
     except ModelyardError:
         raise
     except errors.GatedRepoError as error:
-        raise Forbidden(f"{repo} asks for its terms to be accepted on its page, and for HF_TOKEN after that") from error
+        raise Forbidden(f"{repo} is gated: accept its terms on its page and set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
-        raise NotFound(f"the hub has no repository {repo!r}, or HF_TOKEN does not open it") from error
-    except (
-        Exception
-    ) as error:  # several HTTP libraries' errors, by the hub library's version; a full disk; a name it refuses
-        raise Unavailable(f"{repo} could not be fetched: {_first_line(error)}", code="fetch_failed") from error
+        raise NotFound(f"the hub has no repository {repo!r}, or HF_TOKEN has no access to it") from error
+    except Exception as error:  # errors of several HTTP libraries (by the hub's version), a full disk, an invalid name
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        raise Unavailable(f"{repo} could not be fetched: {reason}", code="fetch_failed") from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
-
-
-# Which files of a repository are which variant of the model, and which one is meant.
+# --- variants ---------------------------------------------------------------------------------------------------------
 
 _QUANT = re.compile(
     r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|TQ\d_\d|BF16|F16|F32|MXFP4(?:_MOE)?)(?![A-Za-z0-9])",
@@ -133,58 +125,58 @@ _QUANT = re.compile(
 
 
 class ModelVariant(Struct, frozen=True):
-    """One model of a repository: its files in order and their bytes in all."""
+    """One model of a repository: its files in order and their total size."""
 
     label: str
     files: tuple[str, ...]
-    format_size: int
+    size: int
 
 
-def find_variants(files: Mapping[str, int]) -> list[ModelVariant]:
-    """From the repository's files with their sizes."""
-    names = [name for name in files if _is_model(PurePosixPath(name))]
-    found = group_split_files(names).items()
-    return [ModelVariant(_label(base), tuple(parts), sum(files[part] for part in parts)) for base, parts in found]
+def find_variants(sizes: Mapping[str, int]) -> list[ModelVariant]:
+    """The variants of a repository with these files."""
+    names = [name for name in sizes if _is_model(PurePosixPath(name))]
+    groups = group_split_files(names).items()
+    return [ModelVariant(_label(base), tuple(parts), sum(sizes[part] for part in parts)) for base, parts in groups]
 
 
 def _is_model(path: PurePosixPath) -> bool:
-    """Not a projector or a statistic, and nothing that would land outside its folder."""
+    """Not an image projector or an importance matrix, and not a path outside the folder."""
     if path.is_absolute() or ".." in path.parts:
         return False
     return path.suffix.lower() == ".gguf" and not path.name.lower().startswith(("mmproj", "imatrix"))
 
 
 def _label(base: str) -> str:
-    """The quantization that the name says, in the file's own part of it before the folder's."""
+    """The quantization in the name of the file or, second, of its folder."""
     for part in reversed(PurePosixPath(base).parts):
         if found := _QUANT.findall(part):
             return str(found[-1]).upper()
     return PurePosixPath(base).name
 
 
-def choose_variant(repo: str, found: Sequence[ModelVariant], quant: str | None) -> ModelVariant:
-    """The one that is meant: by its quantization or a file's name, or because there is no other."""
-    if not found:
-        raise NotFound(f"{repo} holds no GGUF file: look for a repository whose name ends in GGUF", code="no_gguf")
-    fitting = [variant for variant in found if quant is None or _is_called(variant, quant)]
-    if len(fitting) == 1:
-        return fitting[0]
-    if not fitting:
-        raise NotFound(f"{repo} has no {quant!r}; it has {_listed(found)}", code="unknown_quant", param="quant")
-    names = fitting if quant is None else [ModelVariant(v.files[0], v.files, v.size) for v in fitting]
+def choose_variant(repo: str, variants: Sequence[ModelVariant], quant: str | None) -> ModelVariant:
+    """The variant with this quantization or file name, or the only one."""
+    if not variants:
+        raise NotFound(f"{repo} has no GGUF file: look for a repository whose name ends in GGUF", code="no_gguf")
+    wanted = quant.lower().strip("/") if quant is not None else None
+    matching = [
+        variant
+        for variant in variants
+        if wanted is None or wanted in (variant.label.lower(), *(name.lower() for name in variant.files))
+    ]
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
+        raise NotFound(f"{repo} has no {quant!r}; it has {_format(variants)}", code="unknown_quant", param="quant")
+    # The quantization does not decide: show file names, which do.
+    shown = matching if quant is None else [ModelVariant(v.files[0], v.files, v.size) for v in matching]
     raise InvalidRequest(
-        f"{repo} has {len(fitting)} variants: choose one with --quant: {_listed(names)}",
+        f"{repo} has {len(matching)} variants: choose one with --quant: {_format(shown)}",
         code="ambiguous_quant",
         param="quant",
     )
 
 
-def _is_called(variant: ModelVariant, quant: str) -> bool:
-    wanted = quant.lower().strip("/")
-    return wanted == variant.label.lower() or wanted in {name.lower() for name in variant.files}
-
-
-def _listed(found: Sequence[ModelVariant]) -> str:
-    return ", ".join(
-        f"{variant.label} ({format_size(variant.size)})" for variant in sorted(found, key=lambda v: v.size)
-    )
+def _format(variants: Sequence[ModelVariant]) -> str:
+    ordered = sorted(variants, key=lambda variant: variant.size)
+    return ", ".join(f"{variant.label} ({format_size(variant.size)})" for variant in ordered)

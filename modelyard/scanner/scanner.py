@@ -75,7 +75,7 @@ class Scanner:
         return self._visible.stopped
 
     @property
-    def has_calls(self) -> bool:
+    def has_complete_call(self) -> bool:
         """At least one call is complete."""
         return self._calls.count > 0
 

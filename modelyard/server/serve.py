@@ -63,7 +63,7 @@ def _prepare(config: Config) -> None:
             "or try --config configs/demo.toml, which needs no engine"
         )
     if any(default_model.is_default(model.path) for model in config.models.values()):
-        default_model.fetch(ProgressReporter(say=logging.getLogger("modelyard.library").info))
+        default_model.fetch(ProgressReporter(write_line=logging.getLogger("modelyard.library").info))
 
 
 async def _serve_one(config: Config, reread: Reread, scheduler: str | None = None) -> int:

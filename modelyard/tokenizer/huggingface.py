@@ -1,7 +1,7 @@
 """Hugging Face tokenizers (a folder or a tokenizer.json), over the `tokenizers` library.
 
-Prompts are split at control tokens so that no part is tokenized twice (`prefix_cache.py`). A split is exact if the parts
-tokenize as the whole does. Tokenizers find their added tokens first and then process each stretch between them alone,
+Prompts are split at control tokens so that no part is tokenized twice (`prefix_cache.py`). A split is exact if the
+parts tokenize as the whole does. Tokenizers find their added tokens first and then process each stretch between them alone,
 so a split at an added token is exact if that token is certainly found there:
 
 - it is searched in the raw text (`normalized` false) and takes no neighbours (`lstrip`, `rstrip`, `single_word`);
@@ -9,7 +9,7 @@ so a split at an added token is exact if that token is certainly found there:
 - no token depends on its neighbours (`single_word` anywhere rules out all splits);
 - all pipeline steps are known to work stretch by stretch, and the model is deterministic (no `dropout`).
 
-Only the start of the text is special (Metaspace prepends to the first stretch); the token cache has its own keys for it.
+Only the start of the text is special (Metaspace prepends to the first stretch); the token cache keys it separately.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from modelyard.core.engine import Chunk, End, Generation, Prompt, TextEngine
 from modelyard.core.events import Usage
-from modelyard.engines.generation_queue import GenerationQueue, Whole
+from modelyard.engines.generation_queue import GenerationQueue
 
 _LONGEST = 4096  # chunks that are kept for somebody who may join
 _TAIL = 16  # tokens at the end of a prompt by which a candidate is found
@@ -39,9 +39,9 @@ class RunDeduplicator:
         if shared is not None and shared.asked == _asked(prompt):
             return shared.join()
         source = engine.generate(prompt)
-        if not isinstance(source, (GenerationQueue, Whole)):
+        if not isinstance(source, GenerationQueue):
             return source
-        self._open[key] = shared = SharedRun(cast("GenerationQueue[Chunk] | Whole[Chunk]", source), prompt)
+        self._open[key] = shared = SharedRun(cast("GenerationQueue[Chunk]", source), prompt)
         shared.on_shut = partial(self._shut, key, shared)
         box = shared.join()
         shared.begin()
@@ -60,7 +60,7 @@ def _asked(prompt: Prompt) -> Prompt:
 class SharedRun:
     """One run and its readers' mailboxes."""
 
-    def __init__(self, source: GenerationQueue[Chunk] | Whole[Chunk], prompt: Prompt) -> None:
+    def __init__(self, source: GenerationQueue[Chunk], prompt: Prompt) -> None:
         self.asked = _asked(prompt)
         self._source, self._usage = source, Usage(prompt.n_tokens)
         self._said: list[Chunk] = []

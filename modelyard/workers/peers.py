@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from modelyard.core.engine import EngineStats, Generation
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Failed
-from modelyard.engines.generation_queue import GenerationQueue, Whole
+from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers.messages import (
     ChatEvents,
     Heartbeat,
@@ -46,10 +46,10 @@ class RunningRequest:
     ) -> None:
         self.id, self.peer, self.hosted, self.ended = id, peer, hosted, ended
         self._post, self.over = post, False
-        self._generation: GenerationQueue[Any] | Whole[Any] | None = None
+        self._generation: GenerationQueue[Any] | None = None
 
     def begin(self, generation: Generation[Any]) -> None:
-        if not isinstance(generation, (GenerationQueue, Whole)):
+        if not isinstance(generation, GenerationQueue):
             raise TypeError(f"an engine hands out its jobs as mailboxes, and this is a {type(generation).__name__}")
         self._generation = generation
         self.go_on()

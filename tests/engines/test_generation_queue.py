@@ -1,8 +1,7 @@
-"""The mailbox between an engine and its one reader."""
+"""The queue between an engine and the one reader of a generation."""
 
 import asyncio
 import threading
-from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -10,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard.core.engine import Accepted, Chunk, End, IdLogprob, Tokens
-from modelyard.engines.generation_queue import GenerationQueue, Whole, merge_tokens
+from modelyard.engines.generation_queue import GenerationQueue, merge_tokens
 
 
-async def everything(queue: GenerationQueue[Chunk]) -> list[Chunk]:
+async def read_all(queue: GenerationQueue[Chunk]) -> list[Chunk]:
     return [item async for batch in queue for item in batch]
 
 
-async def test_reader_takes_all_that_waits_at_once() -> None:
+async def test_reader_takes_all_waiting_items_at_once() -> None:
     queue: GenerationQueue[int] = GenerationQueue()
     queue.put(1)
     queue.put_many([2, 3])
     assert await anext(queue) == [1, 2, 3]
 
 
-async def test_reader_waits_only_when_there_is_nothing() -> None:
+async def test_reader_waits_only_if_the_queue_is_empty() -> None:
     queue: GenerationQueue[int] = GenerationQueue()
     reading = asyncio.ensure_future(anext(queue))
     await asyncio.sleep(0)
@@ -33,50 +32,12 @@ async def test_reader_waits_only_when_there_is_nothing() -> None:
     assert await reading == [7]
 
 
-async def test_closed_mailbox_gives_what_waits_and_then_ends() -> None:
+async def test_closed_queue_returns_waiting_items_and_then_ends() -> None:
     queue: GenerationQueue[int] = GenerationQueue()
     queue.put_many([1], last=True)
     assert await anext(queue) == [1]
     with pytest.raises(StopAsyncIteration):
         await anext(queue)
-
-
-def filled_and_closed() -> GenerationQueue[int]:
-    queue: GenerationQueue[int] = GenerationQueue()
-    queue.put_many([1, 2], last=True)
-    return queue
-
-
-ALIKE = [filled_and_closed, lambda: Whole([1, 2])]
-
-
-@pytest.mark.parametrize("made", ALIKE)
-async def test_a_whole_job_reads_like_a_mailbox_that_was_filled_and_closed(
-    made: Callable[[], GenerationQueue[int] | Whole[int]],
-) -> None:
-    queue = made()
-    queue.cancel()
-    assert [batch async for batch in queue] == [[1, 2]]
-    with pytest.raises(StopAsyncIteration):
-        await anext(queue)
-    assert poured(queue) == [([], True)]
-
-
-@pytest.mark.parametrize("made", ALIKE)
-async def test_a_whole_job_is_poured_like_a_mailbox_that_was_filled_and_closed(
-    made: Callable[[], GenerationQueue[int] | Whole[int]],
-) -> None:
-    queue = made()
-    queue.forward_to(None)
-    assert poured(queue) == [([1, 2], True)]
-    with pytest.raises(StopAsyncIteration):
-        await anext(queue)
-
-
-def poured(queue: GenerationQueue[int] | Whole[int]) -> list[tuple[list[int], bool]]:
-    got: list[tuple[list[int], bool]] = []
-    queue.forward_to(lambda items, last: got.append((items, last)))
-    return got
 
 
 async def test_close_wakes_a_waiting_reader() -> None:
@@ -88,7 +49,7 @@ async def test_close_wakes_a_waiting_reader() -> None:
         await reading
 
 
-async def test_put_after_close_is_a_loud_mistake() -> None:
+async def test_put_after_close_raises() -> None:
     queue: GenerationQueue[int] = GenerationQueue()
     queue.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -109,7 +70,7 @@ async def test_cancelling_a_waiting_reader_loses_nothing() -> None:
     assert await anext(queue) == [1, 2]
 
 
-async def test_new_reader_may_wait_before_the_cancelled_one_has_run() -> None:
+async def test_new_reader_may_wait_before_a_cancelled_one_has_run() -> None:
     queue: GenerationQueue[int] = GenerationQueue()
     first = asyncio.ensure_future(anext(queue))
     await asyncio.sleep(0)
@@ -130,13 +91,13 @@ async def test_second_reader_is_refused() -> None:
     assert await first == [1]
 
 
-async def test_lagging_reader_gets_neighbouring_tokens_as_one_chunk() -> None:
+async def test_slow_reader_gets_neighbouring_tokens_as_one_chunk() -> None:
     queue: GenerationQueue[Chunk] = GenerationQueue()
     queue.put_many([Accepted(), Tokens([1]), Tokens([2]), Tokens([3]), End("stop")], last=True)
-    assert await everything(queue) == [Accepted(), Tokens([1, 2, 3]), End("stop")]
+    assert await read_all(queue) == [Accepted(), Tokens([1, 2, 3]), End("stop")]
 
 
-async def test_prompt_reader_gets_each_chunk_by_itself() -> None:
+async def test_fast_reader_gets_each_chunk_separately() -> None:
     queue: GenerationQueue[Chunk] = GenerationQueue()
     for token in (1, 2):
         chunk = Tokens([token])
@@ -150,21 +111,21 @@ async def test_logprobs_stay_with_their_tokens_when_merged() -> None:
     assert merge_tokens([Tokens([1], [one]), Tokens([2])]) == [Tokens([1], [one]), Tokens([2])]
 
 
-async def test_put_says_false_when_full_and_on_room_follows_the_reader() -> None:
-    room: list[str] = []
-    queue: GenerationQueue[int] = GenerationQueue(limit=2, on_drained=lambda: room.append("room"))
+async def test_put_returns_false_if_full_and_on_drained_follows_the_reader() -> None:
+    calls: list[str] = []
+    queue: GenerationQueue[int] = GenerationQueue(limit=2, on_drained=lambda: calls.append("drained"))
     assert queue.put(1)
     assert not queue.put(2)
     assert queue.full
     assert await anext(queue) == [1, 2]
-    assert room == ["room"]
+    assert calls == ["drained"]
     assert not queue.full
     queue.put(3)
     await anext(queue)
-    assert room == ["room"]
+    assert calls == ["drained"]
 
 
-async def test_cancel_reaches_the_engine_once_from_any_thread() -> None:
+async def test_cancel_calls_back_once_from_any_thread() -> None:
     calls: list[int] = []
     queue: GenerationQueue[int] = GenerationQueue(on_cancel=lambda: calls.append(1))
     threads = [threading.Thread(target=queue.cancel) for _ in range(8)]
@@ -176,11 +137,11 @@ async def test_cancel_reaches_the_engine_once_from_any_thread() -> None:
     assert calls == [1]
 
 
-async def test_iteration_goes_on_to_its_last_item_after_cancel() -> None:
+async def test_iteration_continues_to_the_last_item_after_cancel() -> None:
     queue: GenerationQueue[Chunk] = GenerationQueue(on_cancel=lambda: queue.put_many([End("cancelled")], last=True))
     queue.put(Tokens([1]))
     queue.cancel()
-    assert await everything(queue) == [Tokens([1]), End("cancelled")]
+    assert await read_all(queue) == [Tokens([1]), End("cancelled")]
 
 
 async def test_cancel_after_the_end_does_nothing() -> None:
@@ -191,22 +152,7 @@ async def test_cancel_after_the_end_does_nothing() -> None:
     assert calls == []
 
 
-async def test_items_posted_by_another_thread_arrive_in_order() -> None:
-    queue: GenerationQueue[int] = GenerationQueue()
-
-    def produce() -> None:
-        for number in range(0, 100, 2):
-            queue.post_many([number, number + 1])
-        queue.post_many([], last=True)
-
-    thread = threading.Thread(target=produce)
-    thread.start()
-    got = [item async for batch in queue for item in batch]
-    thread.join()
-    assert got == list(range(100))
-
-
-def test_repr_says_what_waits() -> None:
+def test_repr_counts_the_waiting_items() -> None:
     loop = asyncio.new_event_loop()
     queue: GenerationQueue[int] = GenerationQueue(loop=loop)
     queue.put(1)
@@ -222,7 +168,7 @@ chunks = st.one_of(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(chunks, max_size=30))
-def test_merging_keeps_every_token_in_order_and_leaves_no_neighbours(items: list[Chunk]) -> None:
+def test_merge_tokens_keeps_every_token_in_order_and_leaves_no_neighbours(items: list[Chunk]) -> None:
     out = merge_tokens(items)
 
     def flat(chunks: list[Chunk]) -> list[object]:
@@ -232,7 +178,7 @@ def test_merging_keeps_every_token_in_order_and_leaves_no_neighbours(items: list
     assert not any(isinstance(a, Tokens) and isinstance(b, Tokens) for a, b in pairwise(out))
 
 
-async def test_what_is_poured_goes_to_the_sink_at_once_and_waits_again_when_it_stops():
+async def test_forwarded_items_reach_the_sink_at_once_until_forwarding_stops():
     got: list[tuple[list[object], bool]] = []
     queue: GenerationQueue[object] = GenerationQueue(limit=2)
     queue.put("before")
@@ -246,11 +192,11 @@ async def test_what_is_poured_goes_to_the_sink_at_once_and_waits_again_when_it_s
     assert got == [(["before"], False), (["one"], False), (["two", "three"], False), (["last"], True)]
 
 
-async def test_pouring_out_of_a_full_mailbox_tells_the_engine_that_there_is_room():
-    told: list[str] = []
-    queue: GenerationQueue[object] = GenerationQueue(limit=1, on_drained=lambda: told.append("room"))
+async def test_forwarding_from_a_full_queue_calls_on_drained():
+    calls: list[str] = []
+    queue: GenerationQueue[object] = GenerationQueue(limit=1, on_drained=lambda: calls.append("drained"))
     queue.put("full")
-    queue.forward_to(lambda items, last: told.append(f"{items} {last}"))
-    assert told == ["['full'] False", "room"]
+    queue.forward_to(lambda items, last: calls.append(f"{items} {last}"))
+    assert calls == ["['full'] False", "drained"]
     queue.close()
-    assert told[-1] == "[] True"
+    assert calls[-1] == "[] True"

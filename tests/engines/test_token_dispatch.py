@@ -13,105 +13,105 @@ from modelyard.engines.token_dispatch import TokenDispatch
 class Job:
     def __init__(self) -> None:
         self.queue: GenerationQueue[Chunk] = GenerationQueue()
-        self.heard: list[Chunk] = []
-        self.queue.forward_to(lambda chunks, _: self.heard.extend(chunks))
+        self.received: list[Chunk] = []
+        self.queue.forward_to(lambda chunks, _: self.received.extend(chunks))
 
 
-def dispatch() -> TokenDispatch:
+def create_dispatch() -> TokenDispatch:
     return TokenDispatch(asyncio.get_running_loop())
 
 
-def word(id: int) -> list[Chunk]:
+def token(id: int) -> list[Chunk]:
     return [Tokens([id])]
 
 
-async def settled() -> None:
-    """The loop has done all that it was told so far."""
+async def loop_idle() -> None:
+    """Returns when the loop has run all callbacks scheduled so far."""
     done = asyncio.Event()
     asyncio.get_running_loop().call_soon_threadsafe(done.set)
     await done.wait()
 
 
-async def test_what_somebody_waits_for_is_handed_over_at_the_end_of_its_step() -> None:
-    out, job = dispatch(), Job()
+async def test_urgent_chunks_are_delivered_at_the_end_of_their_step() -> None:
+    out, job = create_dispatch(), Job()
     out.before_gpu_wait()
-    out.put(job, word(1))
+    out.put(job, token(1))
     out.end_step(next_is_similar=True)
-    await settled()
-    assert job.heard == word(1)
+    await loop_idle()
+    assert job.received == token(1)
 
 
-async def test_a_token_among_many_lies_until_the_next_step_waits() -> None:
-    out, job = dispatch(), Job()
+async def test_other_tokens_are_held_until_the_next_gpu_wait() -> None:
+    out, job = create_dispatch(), Job()
     out.before_gpu_wait()
-    out.put(job, word(1), urgent=False)
+    out.put(job, token(1), urgent=False)
     out.end_step(next_is_similar=True)
-    await settled()
-    assert job.heard == []
+    await loop_idle()
+    assert job.received == []
     out.before_gpu_wait()
-    await settled()
-    assert job.heard == word(1)
+    await loop_idle()
+    assert job.received == token(1)
 
 
-async def test_nothing_lies_where_no_step_follows() -> None:
-    out, job = dispatch(), Job()
+async def test_nothing_is_held_if_no_similar_step_follows() -> None:
+    out, job = create_dispatch(), Job()
     out.before_gpu_wait()
-    out.put(job, word(1), urgent=False)
+    out.put(job, token(1), urgent=False)
     out.end_step(next_is_similar=False)
-    await settled()
-    assert job.heard == word(1)
+    await loop_idle()
+    assert job.received == token(1)
 
 
-async def test_nothing_lies_where_steps_do_not_wait() -> None:
-    out, job = dispatch(), Job()
+async def test_nothing_is_held_if_steps_do_not_wait_for_the_gpu() -> None:
+    out, job = create_dispatch(), Job()
     out.before_gpu_wait()
-    out.put(job, word(1), urgent=False)
+    out.put(job, token(1), urgent=False)
     out.end_step(next_is_similar=True)
-    out.put(job, word(2), urgent=False)
+    out.put(job, token(2), urgent=False)
     out.end_step(next_is_similar=True)
-    await settled()
-    assert job.heard == [*word(1), *word(2)]
+    await loop_idle()
+    assert job.received == [*token(1), *token(2)]
 
 
-async def test_an_urgent_word_takes_along_what_lies_before_it() -> None:
-    out, job, other = dispatch(), Job(), Job()
+async def test_urgent_chunk_flushes_what_was_held_before_it() -> None:
+    out, job, other = create_dispatch(), Job(), Job()
     out.before_gpu_wait()
-    out.put(job, word(1), urgent=False)
+    out.put(job, token(1), urgent=False)
     out.put(other, [End("stop", Usage())], True, urgent=False)
     out.end_step(next_is_similar=True)
-    await settled()
-    assert job.heard == word(1)
+    await loop_idle()
+    assert job.received == token(1)
     assert other.queue.closed
 
 
-async def test_a_mailbox_that_has_closed_meanwhile_is_passed_over() -> None:
-    out, gone, job = dispatch(), Job(), Job()
+async def test_job_that_has_ended_meanwhile_is_skipped() -> None:
+    out, gone, job = create_dispatch(), Job(), Job()
     gone.queue.close()
-    out.put(gone, word(1))
-    out.put(job, word(2))
+    out.put(gone, token(1))
+    out.put(job, token(2))
     out.flush()
-    await settled()
-    assert gone.heard == []
-    assert job.heard == word(2)
+    await loop_idle()
+    assert gone.received == []
+    assert job.received == token(2)
 
 
-async def test_a_round_is_a_token_for_each_in_the_order_in_which_it_was_put() -> None:
-    out, job, gone, other = dispatch(), Job(), Job(), Job()
+async def test_batch_gives_each_job_its_token_in_order() -> None:
+    out, job, gone, other = create_dispatch(), Job(), Job(), Job()
     gone.queue.close()
-    out.put(job, word(1))
+    out.put(job, token(1))
     out.put_batch((job, gone, other), [2, 3, 4])
     out.put(other, [End("stop", Usage())], True)
     out.flush()
-    await settled()
-    assert [token for chunk in job.heard if isinstance(chunk, Tokens) for token in chunk.ids] == [1, 2]
-    assert gone.heard == []
-    assert other.heard == [*word(4), End("stop", Usage())]
+    await loop_idle()
+    assert [token for chunk in job.received if isinstance(chunk, Tokens) for token in chunk.ids] == [1, 2]
+    assert gone.received == []
+    assert other.received == [*token(4), End("stop", Usage())]
 
 
-async def test_a_round_is_not_left_lying() -> None:
-    out, job = dispatch(), Job()
+async def test_batch_is_not_held() -> None:
+    out, job = create_dispatch(), Job()
     out.before_gpu_wait()
     out.put_batch((job,), [1])
     out.end_step(next_is_similar=True)
-    await settled()
-    assert job.heard == word(1)
+    await loop_idle()
+    assert job.received == token(1)

@@ -67,7 +67,7 @@ def said() -> list[str]:
 
 
 def fetch(said: list[str], **changed: Any) -> Path:
-    return default_model.fetch(ProgressReporter(say=said.append), msgspec.structs.replace(TINY, **changed))
+    return default_model.fetch(ProgressReporter(write_line=said.append), msgspec.structs.replace(TINY, **changed))
 
 
 def left(cache: Path) -> list[str]:

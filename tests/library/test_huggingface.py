@@ -42,13 +42,13 @@ def said() -> list[str]:
 
 @pytest.fixture
 def meter(said: list[str]) -> ProgressReporter:
-    return ProgressReporter(say=said.append)
+    return ProgressReporter(write_line=said.append)
 
 
 def test_one_variant_is_fetched_checked_and_named_after_its_repository(
     hub: Hub, meter: ProgressReporter, said: list[str], cache: Path
 ):
-    entry = models.add_model(REPO, quant="q4_k_m", meter=meter)
+    entry = models.add_model(REPO, quant="q4_k_m", progress=meter)
     assert (entry.name, entry.source, entry.owned) == ("Tiny", REPO, True)
     assert Path(entry.path) == cache / "models/maker/Tiny-GGUF/Tiny-Q4_K_M.gguf"
     assert Path(entry.path).read_bytes() == gguf_bytes()
@@ -61,23 +61,23 @@ def test_one_variant_is_fetched_checked_and_named_after_its_repository(
 def test_a_split_variant_lies_where_a_configuration_looks_for_it(
     hub: Hub, meter: ProgressReporter, said: list[str], cache: Path
 ):
-    entry = models.add_model(f"{REPO}:UD-Q6_K_XL", name="big", meter=meter)
+    entry = models.add_model(f"{REPO}:UD-Q6_K_XL", name="big", progress=meter)
     assert locate_model_file("maker/Tiny-GGUF/UD-Q6_K_XL/") == Path(entry.path)
     assert "fetching Tiny-UD-Q6_K_XL-00002-of-00002.gguf (2 of 2)" in said
 
 
 def test_several_variants_are_listed_with_their_sizes(hub: Hub, meter: ProgressReporter):
     with pytest.raises(InvalidRequest, match=r"has 2 variants: choose one with --quant: Q4_K_M \(\d+ B\), UD-Q6_K_XL"):
-        models.add_model(REPO, meter=meter)
+        models.add_model(REPO, progress=meter)
     with pytest.raises(NotFound, match=r"has no 'Q1'; it has Q4_K_M"):
-        models.add_model(REPO, quant="Q1", meter=meter)
+        models.add_model(REPO, quant="Q1", progress=meter)
     assert models.list_models() == []
 
 
 def test_what_is_here_already_is_not_fetched_again(hub: Hub, meter: ProgressReporter):
-    models.add_model(REPO, quant="Q4_K_M", meter=meter)
+    models.add_model(REPO, quant="Q4_K_M", progress=meter)
     before = len([path for path in hub.asked if path.endswith("Q4_K_M.gguf")])
-    models.add_model(REPO, quant="Q4_K_M", meter=meter)
+    models.add_model(REPO, quant="Q4_K_M", progress=meter)
     after = len([path for path in hub.asked if path.endswith("Q4_K_M.gguf")])
     assert after - before <= 1, "a look at its checksum at most"
 
@@ -85,10 +85,10 @@ def test_what_is_here_already_is_not_fetched_again(hub: Hub, meter: ProgressRepo
 def test_a_file_that_arrives_broken_is_removed(hub: Hub, meter: ProgressReporter, cache: Path):
     hub.damage.add("Tiny-Q4_K_M.gguf")
     with pytest.raises(InvalidRequest, match="arrived broken"):
-        models.add_model(REPO, quant="Q4_K_M", meter=meter)
+        models.add_model(REPO, quant="Q4_K_M", progress=meter)
     assert not list(cache.rglob("*.gguf"))
     hub.damage.clear()
-    assert models.add_model(REPO, quant="Q4_K_M", meter=meter).name == "Tiny"
+    assert models.add_model(REPO, quant="Q4_K_M", progress=meter).name == "Tiny"
 
 
 def test_a_repository_that_is_not_there_is_gated_or_has_no_gguf_is_a_sentence(hub: Hub, meter: ProgressReporter):
@@ -107,7 +107,7 @@ def test_a_model_that_the_disk_has_no_room_for_is_not_begun(
 ):
     monkeypatch.setattr("modelyard.library.huggingface.shutil.disk_usage", lambda folder: SimpleNamespace(free=3))
     with pytest.raises(Unavailable, match=r"Q4_K_M needs \d+ B and .* has room for 3 B"):
-        models.add_model(REPO, quant="Q4_K_M", meter=meter)
+        models.add_model(REPO, quant="Q4_K_M", progress=meter)
     assert not [path for path in hub.asked if "resolve" in path]
 
 
@@ -118,8 +118,8 @@ def test_a_hub_that_cannot_be_reached_is_a_sentence(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_fetched_model_goes_with_its_files_and_its_neighbours_stay(hub: Hub, meter: ProgressReporter, cache: Path):
-    one = models.add_model(REPO, quant="Q4_K_M", name="one", meter=meter)
-    two = models.add_model(REPO, quant="UD-Q6_K_XL", name="two", meter=meter)
+    one = models.add_model(REPO, quant="Q4_K_M", name="one", progress=meter)
+    two = models.add_model(REPO, quant="UD-Q6_K_XL", name="two", progress=meter)
     models.remove_model("two")
     assert not Path(two.path).parent.exists()
     assert Path(one.path).exists()

@@ -20,7 +20,7 @@ def test_it_is_ready_once_its_stamp_is_there_and_of_this_recipe(tmp_path: Path) 
     vllm_env.program(tmp_path).parent.mkdir()
     vllm_env.program(tmp_path).touch()
     assert not vllm_env.is_ready(tmp_path), "an installation that was cut off"
-    vllm_env.put_stamp(tmp_path)
+    vllm_env.write_stamp(tmp_path)
     assert vllm_env.is_ready(tmp_path)
     (tmp_path / ".installed").write_text("another version")
     assert not vllm_env.is_ready(tmp_path)

@@ -11,7 +11,7 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.request import Image, Message, Part, Request, Text, ToolResult
-from modelyard.prompt.images import Images, is_public, pictures, sniff
+from modelyard.prompt.images import Images, image_media, is_public, sniff
 from modelyard.prompt.settings import ImageSettings
 from tests.prompt.picture_server import PNG, PictureServer, serve
 
@@ -238,7 +238,7 @@ async def test_unfit_file_is_an_error_with_a_reason(folder: Path) -> None:
     allow = [f"file://{folder}/"]
     (folder / "text.png").write_text("hello")
     os.mkfifo(folder / "pipe.png")
-    assert "no image" in (await refusal(f"file://{folder}/text.png", allow=allow)).message
+    assert "not an image" in (await refusal(f"file://{folder}/text.png", allow=allow)).message
     assert "regular file" in (await refusal(f"file://{folder}/pipe.png", allow=allow)).message
     assert "cannot be read" in (await refusal(f"file://{folder}/gone.png", allow=allow)).message
     assert (await refusal(f"file://{folder}/a%20b.png", allow=allow, max_bytes=10)).code == "image_too_large"
@@ -247,9 +247,9 @@ async def test_unfit_file_is_an_error_with_a_reason(folder: Path) -> None:
 # --- as an engine takes them ----------------------------------------------------------------------------------------
 
 
-def test_pictures_come_in_the_order_of_the_conversation_with_their_hashes() -> None:
+def test_images_come_in_the_order_of_the_conversation_with_their_hashes() -> None:
     other = "data:image/png;base64," + base64.b64encode(b"other").decode()
-    found = pictures(asking(Image(DATA), ToolResult("1", (Text("x"), Image(other))), Image(DATA)))
+    found = image_media(asking(Image(DATA), ToolResult("1", (Text("x"), Image(other))), Image(DATA)))
     assert [each.data for each in found] == [PNG, b"other", PNG]
     assert found[0] == found[2]
     assert found[0].sha256 != found[1].sha256

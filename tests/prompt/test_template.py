@@ -13,12 +13,12 @@ from modelyard.prompt.template import (
     MAX_STEPS,
     ChatTemplate,
     Frozen,
-    Steps,
+    LoopBudget,
     TemplateFailed,
     TemplateRefused,
     environment,
-    with_json,
     tojson,
+    with_json,
 )
 
 
@@ -164,7 +164,7 @@ def test_indent_and_center_are_what_they_are_in_jinja() -> None:
 
 
 def test_loops_share_one_budget() -> None:
-    steps = Steps()
+    steps = LoopBudget()
     assert list(steps.range(1, 4)) == [1, 2, 3]
     steps.range(MAX_STEPS - 3)
     with pytest.raises(SecurityError):

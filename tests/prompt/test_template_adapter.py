@@ -60,7 +60,7 @@ def test_what_a_template_needs_is_found_by_probes() -> None:
 
 
 def test_repr_tells_the_steps() -> None:
-    assert repr(AdaptedTemplate(ChatTemplate(NINE))) == "<TamedTemplate [short_call_ids]>"
+    assert repr(AdaptedTemplate(ChatTemplate(NINE))) == "<AdaptedTemplate [short_call_ids]>"
 
 
 def test_a_late_system_message_stays_in_its_place_as_a_reminder(vocab: HuggingFaceTokenizer) -> None:
@@ -129,7 +129,9 @@ def test_short_ids_are_stable_and_calls_still_meet_their_results() -> None:
 
 
 def test_a_system_prompt_alone_becomes_the_users() -> None:
-    assert template_adapter.system_in_first_user([entry("system", "a"), entry("developer", "b")]) == [entry("user", "a\n\nb")]
+    assert template_adapter.system_in_first_user([entry("system", "a"), entry("developer", "b")]) == [
+        entry("user", "a\n\nb")
+    ]
 
 
 def test_a_user_opens_every_conversation() -> None:

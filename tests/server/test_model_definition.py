@@ -113,7 +113,7 @@ def test_what_ends_a_turn_of_a_named_format_is_a_token_or_a_stop_string():
         defined(prompt_format="generic").model.pipeline,
         defined(prompt_format="gemma4_template").model.pipeline,
     )
-    assert own.vocab.specials["<|im_end|>"] in own.stop_ids
+    assert own.tokenizer.specials["<|im_end|>"] in own.stop_ids
     assert own.stop_strings == ()
     assert foreign.stop_strings == ("<turn|>",)
 

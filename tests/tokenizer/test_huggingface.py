@@ -117,7 +117,9 @@ def test_bos_and_every_eos_come_from_the_folder(tmp_path: Path) -> None:
 def test_a_tokenizer_that_adds_no_bos_has_none_for_raw_prompts(tmp_path: Path) -> None:
     path = folder(tmp_path, special_tokens_map={"bos_token": "<|im_start|>"})
     assert HuggingFaceTokenizer.load(path).bos is None
-    assert HuggingFaceTokenizer.from_text(made.byte_level(), special=SpecialTokens("<|im_start|>", adds_bos=True)).bos == 1
+    assert (
+        HuggingFaceTokenizer.from_text(made.byte_level(), special=SpecialTokens("<|im_start|>", adds_bos=True)).bos == 1
+    )
 
 
 def test_a_missing_tokenizer_says_where_and_what_to_do(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from modelyard.core.engine import Accepted, Chunk, End, Prompt, TokenRun, Tokens
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Sampling
-from modelyard.engines.generation_queue import GenerationQueue, Whole
+from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers.dedup import RunDeduplicator
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
@@ -64,8 +64,10 @@ async def heard(box: GenerationQueue[Chunk]) -> list[Chunk]:
 class Instant:
     """Its jobs are done when they begin."""
 
-    def generate(self, prompt: Prompt) -> Whole[Chunk]:
-        return Whole([Accepted(2), Tokens([5]), End("stop")])
+    def generate(self, prompt: Prompt) -> GenerationQueue[Chunk]:
+        queue: GenerationQueue[Chunk] = GenerationQueue()
+        queue.put_many([Accepted(2), Tokens([5]), End("stop")], last=True)
+        return queue
 
 
 async def test_a_job_that_is_done_at_once_is_heard_and_cannot_be_joined_any_more() -> None:

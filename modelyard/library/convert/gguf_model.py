@@ -1,4 +1,4 @@
-"""A GGUF file as a Hugging Face model: its shape, and its weights under the other world's names and in its layout."""
+"""A GGUF file as a Hugging Face model: its shape, and its weights with the names and the layout of Hugging Face."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _BIASES = {f"attn_{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
 
 
 class ModelFamily(Struct, frozen=True):
-    """`interleaved`: llama.cpp stores the rows of queries and keys in pairs for its rotation, and they are to be put
-    back into two halves."""
+    """`interleaved`: llama.cpp stores the rows of queries and keys in pairs for its rotary embedding; Hugging Face
+    expects two halves."""
 
     architecture: str
     model_type: str
@@ -62,23 +62,23 @@ class ModelShape(Struct, frozen=True):
     context: int
     epsilon: float
     rope_base: float
-    tied: bool  # words in and words out are one table
+    tied: bool  # input and output embeddings are the same tensor
 
 
 class GgufModel:
-    """One GGUF model, whole. Nothing of its weights is in memory until it is asked for."""
+    """A GGUF model with all its parts. Weights are read on access."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._places: dict[str, tuple[Path, TensorInfo]] = {}
+        self._tensors: dict[str, tuple[Path, TensorInfo]] = {}
         self.metadata: Mapping[str, Any] = {}
         for part in split_parts(file):
-            metadata, places = read_contents(part)
+            metadata, tensors = read_contents(part)
             self.metadata = self.metadata or metadata
-            self._places |= {place.name: (part, place) for place in places}
-        self.family = _family(file, self.metadata, self._places)
-        self.shape = _shape(self.metadata, self._places)
-        self._names = _names(file, self.family, self._places)
+            self._tensors |= {tensor.name: (part, tensor) for tensor in tensors}
+        self.family = _family(file, self.metadata, self._tensors)
+        self.shape = _shape(self.metadata, self._tensors)
+        self._names = _names(file, self.family, self._tensors)
 
     @property
     def tokens(self) -> list[str]:
@@ -86,84 +86,85 @@ class GgufModel:
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor, by its new name, in the file's order."""
-        return {new: self._places[old][1].shape for new, old in self._names.items()}
+        """The shape of each tensor by its Hugging Face name, in the order of the file."""
+        return {new: self._tensors[old][1].shape for new, old in self._names.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Weights]]:
         return ((name, self[name]) for name in self._names)
 
     def __getitem__(self, name: str) -> Weights:
-        file, place = self._places[self._names[name]]
-        weights = _dequantized(file, place)
+        weights = _dequantize(*self._tensors[self._names[name]])
         if self.family.interleaved and ".q_proj." in name:
-            return _in_halves(weights, self.shape.heads)
+            return _deinterleave(weights, self.shape.heads)
         if self.family.interleaved and ".k_proj." in name:
-            return _in_halves(weights, self.shape.kv_heads)
+            return _deinterleave(weights, self.shape.kv_heads)
         return weights
 
 
-def _family(file: Path, about: Mapping[str, Any], places: Mapping[str, Any]) -> ModelFamily:
-    name = about.get("general.architecture", "")
+def _family(file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelFamily:
+    name = metadata.get("general.architecture", "")
     if name not in _FAMILIES:
-        raise _cannot(file, f"its architecture is {name!r} and only {', '.join(_FAMILIES)} can be converted here")
-    scaling = about.get(f"{name}.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in places:
-        raise _cannot(file, "its positions are scaled, and a GGUF file does not tell by which formula")
+        raise _not_convertible(
+            file, f"its architecture is {name!r}, and only {', '.join(_FAMILIES)} can be converted here"
+        )
+    scaling = metadata.get(f"{name}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in tensors:
+        raise _not_convertible(file, "it uses RoPE scaling, and a GGUF file does not contain the formula")
     return _FAMILIES[name]
 
 
-def _cannot(file: Path, why: str) -> Unsupported:
+def _not_convertible(file: Path, reason: str) -> Unsupported:
     return Unsupported(
-        f"{file} cannot be converted: {why}. Convert the original model instead, with ct2-transformers-converter",
+        f"{file} cannot be converted: {reason}. Convert the original model instead, with ct2-transformers-converter",
         code="model_not_convertible",
     )
 
 
-def _shape(about: Mapping[str, Any], places: Mapping[str, tuple[Path, TensorInfo]]) -> ModelShape:
-    family = about["general.architecture"]
-    number = {key.removeprefix(f"{family}."): value for key, value in about.items() if key.startswith(f"{family}.")}
-    vocab, width = places["token_embd.weight"][1].shape
-    heads = number["attention.head_count"]
+def _shape(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Path, TensorInfo]]) -> ModelShape:
+    prefix = metadata["general.architecture"] + "."
+    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    vocab, width = tensors["token_embd.weight"][1].shape
+    heads = values["attention.head_count"]
     return ModelShape(
-        layers=number["block_count"],
+        layers=values["block_count"],
         width=width,
         heads=heads,
-        kv_heads=number.get("attention.head_count_kv", heads),
-        head_width=number.get("attention.key_length", width // heads),
-        inner=number["feed_forward_length"],
+        kv_heads=values.get("attention.head_count_kv", heads),
+        head_width=values.get("attention.key_length", width // heads),
+        inner=values["feed_forward_length"],
         vocab=vocab,
-        context=number["context_length"],
-        epsilon=round(number["attention.layer_norm_rms_epsilon"], 12),
-        rope_base=number.get("rope.freq_base", 10000.0),
-        tied="output.weight" not in places,
+        context=values["context_length"],
+        epsilon=round(values["attention.layer_norm_rms_epsilon"], 12),
+        rope_base=values.get("rope.freq_base", 10000.0),
+        tied="output.weight" not in tensors,
     )
 
 
-def _names(file: Path, family: ModelFamily, places: Mapping[str, Any]) -> dict[str, str]:
-    """New name → name in the file. A tensor that nobody would read is a model that nobody understood."""
+def _names(file: Path, family: ModelFamily, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Names in the file by Hugging Face names. An unknown tensor means that the model is not supported."""
     known = _LAYER | (_BIASES if family.biased else {})
     found = {}
-    for old in places:
+    for old in tensors:
         block, _, rest = old.removeprefix("blk.").partition(".")
         new = f"model.layers.{block}.{known[rest]}" if old.startswith("blk.") and rest in known else _GLOBAL.get(old)
         if new is None:
-            raise _cannot(file, f"nothing is known of its tensor {old}")
+            raise _not_convertible(file, f"its tensor {old} is unknown")
         found[new] = old
     return found
 
 
-def _dequantized(file: Path, place: TensorInfo) -> Weights:
+def _dequantize(file: Path, tensor: TensorInfo) -> Weights:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize
 
-    kind = GGMLQuantizationType(place.kind)
+    kind = GGMLQuantizationType(tensor.kind)
     block, size = GGML_QUANT_SIZES[kind]
-    *rows, columns = place.shape
-    raw = np.memmap(file, np.uint8, "r", place.offset, (*rows, columns // block * size))
-    return np.array(dequantize(raw, kind), np.float32)  # a copy: what is not quantized is still the read-only file
+    *rows, columns = tensor.shape
+    raw = np.memmap(file, np.uint8, "r", tensor.offset, (*rows, columns // block * size))
+    return np.array(dequantize(raw, kind), np.float32)  # a copy: unquantized data are still the read-only file
 
 
-def _in_halves(weights: Weights, heads: int) -> Weights:
+def _deinterleave(weights: Weights, heads: int) -> Weights:
     rows, columns = weights.shape
     pairs = weights.reshape(heads, rows // heads // 2, 2, columns)
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(rows, columns))

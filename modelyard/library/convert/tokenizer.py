@@ -1,6 +1,6 @@
-"""A GGUF file's vocabulary as a Hugging Face folder has it: tokenizer.json, its settings, the chat template. Pure.
+"""Converts the vocabulary of a GGUF file to tokenizer.json, its configuration and the chat template. Pure.
 
-Byte-level BPE only. How text is cut into words before that goes by a name in the file, one of `_CUTS`.
+Byte-level BPE only. The pre-tokenizer is selected by its name in the file (`_PRE_TOKENIZERS`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<|end_of_text|>")
 
 
-def _bytes(*, by_words: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": by_words}
+def _byte_level(*, use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
 
 
 def _split(digits: str) -> dict[str, Any]:
@@ -31,28 +31,28 @@ def _split(digits: str) -> dict[str, Any]:
     }
 
 
-_CUTS: dict[str, list[dict[str, Any]]] = {
-    "gpt-2": [_bytes(by_words=True)],
-    "smollm": [{"type": "Digits", "individual_digits": True}, _bytes(by_words=True)],
-    "qwen2": [_split(r"\p{N}"), _bytes(by_words=False)],
-    "llama-bpe": [_split(r"\p{N}{1,3}"), _bytes(by_words=False)],
+_PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_byte_level(use_regex=True)],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _byte_level(use_regex=True)],
+    "qwen2": [_split(r"\p{N}"), _byte_level(use_regex=False)],
+    "llama-bpe": [_split(r"\p{N}{1,3}"), _byte_level(use_regex=False)],
 }
 
 
-def files(about: Mapping[str, Any], context: int) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each."""
-    yield "tokenizer.json", _json(_tokenizer(about))
-    yield "tokenizer_config.json", _json(_config(about, context))
-    yield "generation_config.json", _json(_generation(about))
-    if template := about.get("tokenizer.chat_template"):
+def tokenizer_files(metadata: Mapping[str, Any], context: int) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the files."""
+    yield "tokenizer.json", _json(_tokenizer(metadata))
+    yield "tokenizer_config.json", _json(_config(metadata, context))
+    yield "generation_config.json", _json(_generation(metadata))
+    if template := metadata.get("tokenizer.chat_template"):
         yield "chat_template.jinja", template.encode()
 
 
-def named(about: Mapping[str, Any]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, `unk_token` and `pad_token`, as far as the file names them."""
-    tokens = about["tokenizer.ggml.tokens"]
+def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, `unk_token` and `pad_token`, if the file has them."""
+    tokens = metadata["tokenizer.ggml.tokens"]
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: about.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     return {name: tokens[id] for name, id in ids.items() if id is not None}
 
 
@@ -60,28 +60,29 @@ def _json(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2)
 
 
-def _tokenizer(about: Mapping[str, Any]) -> dict[str, Any]:
-    model, cut = about.get("tokenizer.ggml.model"), about.get("tokenizer.ggml.pre", "gpt-2")
-    if model != "gpt2" or cut not in _CUTS:
+def _tokenizer(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if model != "gpt2" or pre not in _PRE_TOKENIZERS:
         raise Unsupported(
-            f"a tokenizer of the kind {model} ({cut}) cannot be written as a tokenizer.json here; known are byte-level "
-            f"ones cut as {', '.join(_CUTS)}. Convert the original model instead, with ct2-transformers-converter",
+            f"a tokenizer of the type {model} ({pre}) cannot be converted here; supported is byte-level BPE with the "
+            f"pre-tokenizers {', '.join(_PRE_TOKENIZERS)}. Convert the original model instead, with "
+            "ct2-transformers-converter",
             code="model_not_convertible",
         )
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": list(_added(about)),
-        "normalizer": {"type": "NFC"} if cut == "qwen2" else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _CUTS[cut]},
-        "post_processor": _begin(about),
-        "decoder": _bytes(by_words=True),
-        "model": _merging(about, ignore_merges=cut == "llama-bpe"),
+        "added_tokens": list(_added_tokens(metadata)),
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": _PRE_TOKENIZERS[pre]},
+        "post_processor": _post_processor(metadata),
+        "decoder": _byte_level(use_regex=True),
+        "model": _bpe_model(metadata, ignore_merges=pre == "llama-bpe"),
     }
 
 
-def _merging(about: Mapping[str, Any], *, ignore_merges: bool) -> dict[str, Any]:
+def _bpe_model(metadata: Mapping[str, Any], *, ignore_merges: bool) -> dict[str, Any]:
     return {
         "type": "BPE",
         "dropout": None,
@@ -91,24 +92,24 @@ def _merging(about: Mapping[str, Any], *, ignore_merges: bool) -> dict[str, Any]
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": ignore_merges,
-        "vocab": {token: id for id, token in enumerate(about["tokenizer.ggml.tokens"])},
-        "merges": about["tokenizer.ggml.merges"],
+        "vocab": {token: id for id, token in enumerate(metadata["tokenizer.ggml.tokens"])},
+        "merges": metadata["tokenizer.ggml.merges"],
     }
 
 
-def _added(about: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    tokens = about["tokenizer.ggml.tokens"]
+def _added_tokens(metadata: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    tokens = metadata["tokenizer.ggml.tokens"]
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    for id, kind in enumerate(about.get("tokenizer.ggml.token_type", ())):
+    for id, kind in enumerate(metadata.get("tokenizer.ggml.token_type", ())):
         if kind in (_CONTROL, _USER_DEFINED):
             yield {"id": id, "content": tokens[id], **plain, "special": kind == _CONTROL}
 
 
-def _begin(about: Mapping[str, Any]) -> dict[str, Any] | None:
-    if not about.get("tokenizer.ggml.add_bos_token"):
+def _post_processor(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not metadata.get("tokenizer.ggml.add_bos_token"):
         return None
-    id = about["tokenizer.ggml.bos_token_id"]
-    text = about["tokenizer.ggml.tokens"][id]
+    id = metadata["tokenizer.ggml.bos_token_id"]
+    text = metadata["tokenizer.ggml.tokens"][id]
     first = {"SpecialToken": {"id": text, "type_id": 0}}
     return {
         "type": "TemplateProcessing",
@@ -118,20 +119,20 @@ def _begin(about: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _config(about: Mapping[str, Any], context: int) -> dict[str, Any]:
+def _config(metadata: Mapping[str, Any], context: int) -> dict[str, Any]:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bool(about.get("tokenizer.ggml.add_bos_token", False)),
+        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", False)),
         "clean_up_tokenization_spaces": False,
         "model_max_length": context,
-    } | named(about)
-    template = about.get("tokenizer.chat_template")
+    } | special_tokens(metadata)
+    template = metadata.get("tokenizer.chat_template")
     return config | ({"chat_template": template} if template else {})
 
 
-def _generation(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Every token that may end an answer: the file's own, and those of its family."""
-    ids = {token: id for id, token in enumerate(about["tokenizer.ggml.tokens"])}
-    ends = {ids[text] for text in _TURN_ENDS if text in ids} | {about.get("tokenizer.ggml.eos_token_id")}
-    first = about.get("tokenizer.ggml.bos_token_id")
+def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """All tokens that may end a reply: the one of the file, and those of its family."""
+    ids = {token: id for id, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    ends = {ids[text] for text in _TURN_ENDS if text in ids} | {metadata.get("tokenizer.ggml.eos_token_id")}
+    first = metadata.get("tokenizer.ggml.bos_token_id")
     return {"bos_token_id": first, "eos_token_id": sorted(id for id in ends if id is not None)}

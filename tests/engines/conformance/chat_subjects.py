@@ -1,8 +1,8 @@
-"""The chat engines under the conformance suite, each told how to be made and what it takes to be asked."""
+"""The chat engines under the conformance suite: how to create each, and what it can do."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Protocol, cast
 
@@ -11,8 +11,8 @@ import pytest
 from modelyard.core.engine import CacheInfo, ChatEngine, EngineSpec
 from modelyard.engines import fake, openai_remote
 from modelyard.engines.openai_remote.options import ApiKind
-from tests.engines.llama_server import helpers as llama_stage
-from tests.engines.vllm_serve import helpers as vllm_stage
+from tests.engines.llama_server import helpers as llama_helpers
+from tests.engines.vllm_serve import helpers as vllm_helpers
 from tests.engines.vllm_serve import real_server as vllm_real
 from tests.serving import serving
 
@@ -25,95 +25,93 @@ ECHO: dict[str, Any] = {
 
 
 class ChatSubject(Protocol):
-    """`made` gives an engine that is not opened, with all that it needs around it.
+    """`create` returns an engine that is not open yet, with everything that it needs.
 
-    `counts`: it can tell a prompt's tokens; `exact`: it says the same again, whatever runs beside it.
+    `counts`: it counts the tokens of a prompt. `is_exact`: concurrent requests do not change its answers.
     """
 
     counts: bool
-    exact: bool
+    is_exact: bool
 
-    def made(self) -> AbstractAsyncContextManager[ChatEngine]: ...
+    def create(self) -> AbstractAsyncContextManager[ChatEngine]: ...
 
 
 class Fake:
-    counts = exact = True
+    counts = is_exact = True
 
     @asynccontextmanager
-    async def made(self) -> AsyncIterator[ChatEngine]:
+    async def create(self) -> AsyncIterator[ChatEngine]:
         options = fake.Options(kind="chat", **ECHO)
         yield cast(ChatEngine, fake.create(EngineSpec("demo", options, CACHES)))
 
 
 class LlamaServer:
-    counts, exact = True, False
+    counts, is_exact = True, False
 
     @asynccontextmanager
-    async def made(self) -> AsyncIterator[ChatEngine]:
-        yield llama_stage.engine(CACHES)
+    async def create(self) -> AsyncIterator[ChatEngine]:
+        yield llama_helpers.engine(CACHES)
 
 
 class VllmServe:
-    """Without vLLM: a program that takes its command line, and only echoes."""
+    """A fake vllm program that only echoes."""
 
-    counts = exact = True
+    counts = is_exact = True
 
     @asynccontextmanager
-    async def made(self) -> AsyncIterator[ChatEngine]:
-        yield vllm_stage.engine(CACHES)
+    async def create(self) -> AsyncIterator[ChatEngine]:
+        yield vllm_helpers.engine(CACHES)
 
 
 class VllmServeOverLlamaServer:
-    """Without vLLM, and with a real model: a llama-server behind vLLM's command line. It counts in another way."""
+    """A real model: llama-server behind vLLM's command line. It has no tokenizer endpoint like vLLM's."""
 
-    counts = exact = False
+    counts = is_exact = False
 
     @asynccontextmanager
-    async def made(self) -> AsyncIterator[ChatEngine]:
-        yield vllm_stage.engine(CACHES, **vllm_stage.real_model())
+    async def create(self) -> AsyncIterator[ChatEngine]:
+        yield vllm_helpers.engine(CACHES, **vllm_helpers.real_model())
 
 
 class RealVllmServe:
-    counts, exact = True, False
+    counts, is_exact = True, False
 
     @asynccontextmanager
-    async def made(self) -> AsyncIterator[ChatEngine]:
+    async def create(self) -> AsyncIterator[ChatEngine]:
         yield vllm_real.engine(CACHES)
 
 
 class Remote:
-    """In front of a second Modelyard, whose engine is the fake."""
+    """In front of a second Modelyard with the fake engine."""
 
-    exact = True
+    is_exact = True
 
     def __init__(self, kind: ApiKind) -> None:
         self._kind, self.counts = kind, kind != "chat_completions"
 
     @asynccontextmanager
-    async def made(self) -> AsyncIterator[ChatEngine]:
-        for url in _second():
+    async def create(self) -> AsyncIterator[ChatEngine]:
+        with serving({"models": {"demo": {"backend": "fake", "n_ctx": 4096, "parallel": 8, **ECHO}}}) as other:
             options = openai_remote.Options(
-                remote_base_url=f"{url}/v1", remote_model="demo", remote_api_kind=self._kind, remote_extensions=True
+                remote_base_url=f"{other.url}/v1",
+                remote_model="demo",
+                remote_api_kind=self._kind,
+                remote_extensions=True,
             )
             yield cast(ChatEngine, openai_remote.create(EngineSpec("frontier", options, CACHES)))
 
 
-def _second() -> Iterator[str]:
-    with serving({"models": {"demo": {"backend": "fake", "n_ctx": 4096, "parallel": 8, **ECHO}}}) as other:
-        yield other.url
-
-
 class RemoteLlamaServer:
-    """In front of a llama-server that somebody else runs."""
+    """In front of a llama-server as a remote server."""
 
-    counts = exact = False
+    counts = is_exact = False
 
     @asynccontextmanager
-    async def made(self) -> AsyncIterator[ChatEngine]:
-        async with llama_stage.running_engine(CACHES, llama_server_host="127.0.0.1") as there:
-            place = there._running.client.place
+    async def create(self) -> AsyncIterator[ChatEngine]:
+        async with llama_helpers.running_engine(CACHES, llama_server_host="127.0.0.1") as there:
+            address = there.server.upstream.address
             options = openai_remote.Options(
-                remote_base_url=f"{place.base_url}/v1", remote_model="smollm2", remote_headers=dict(place.headers)
+                remote_base_url=f"{address.base_url}/v1", remote_model="smollm2", remote_headers=dict(address.headers)
             )
             yield cast(ChatEngine, openai_remote.create(EngineSpec("frontier", options, CACHES)))
 
@@ -129,4 +127,4 @@ CHAT_SUBJECTS: dict[str, ChatSubject] = {
     "vllm_serve_over_llama_server": VllmServeOverLlamaServer(),
     "vllm_serve_real": RealVllmServe(),
 }
-MARKED = {"vllm_serve_real": pytest.mark.vllm}  # too heavy for every run
+MARKED = {"vllm_serve_real": pytest.mark.vllm}  # too slow for every run

@@ -23,16 +23,13 @@ _UNSHARED = ("vllm_real", *CLUSTER)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mine = [at for at, item in enumerate(items) if item.path.is_relative_to(_HERE)]
-    ordered = sorted((items[at] for at in mine), key=_subject_of)
-    for at, item in zip(mine, ordered, strict=True):
-        item.add_marker(pytest.mark.asyncio(loop_scope="package"))
+    for at, item in zip(mine, sorted((items[at] for at in mine), key=_sort_key), strict=True):
         items[at] = item
 
 
-def _subject_of(item: pytest.Item) -> tuple[str, str]:
+def _sort_key(item: pytest.Item) -> tuple[bool, str]:
     callspec = getattr(item, "callspec", None)
-    names = callspec.params if callspec is not None else {}
-    return item.path.name == "test_chat_engines.py" and "chat" or "text", str(names.get("subject", ""))
+    return item.path.name == "test_chat_engines.py", callspec.params.get("subject", "") if callspec is not None else ""
 
 
 class SharedEngines:

@@ -10,21 +10,21 @@ from typing import Any, cast
 
 import pytest
 
+from modelyard import plugins
 from modelyard.core.engine import CacheInfo, Capabilities, EngineInfo, EngineSpec, Prompt, TextEngine, TokenRun
 from modelyard.core.request import Sampling
 from modelyard.core.tokenizer import Tokenizer
-from modelyard import plugins
 from modelyard.engines import fake
 from modelyard.workers.process_engine import create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
-from tests.engines.ct2 import helpers as ct2_stage
-from tests.engines.exllamav3 import helpers as exl3_stage
+from tests.engines.ct2 import helpers as ct2_helpers
+from tests.engines.exllamav3 import helpers as exllama_helpers
 from tests.engines.fake import helpers as fake_helpers
-from tests.engines.llama_cpp import helpers as llama_stage
+from tests.engines.llama_cpp import helpers as llama_helpers
 from tests.engines.llama_cpp.lora_files import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
-from tests.engines.vllm import helpers as vllm_stage
-from tests.engines.vllm import real_vllm as vllm_real
+from tests.engines.vllm import helpers as vllm_helpers
+from tests.engines.vllm import real_vllm
 from tests.workers.split import FarEngine, RayEngine, SplitEngine
 
 GREEDY = Sampling(temperature=0)
@@ -87,12 +87,12 @@ class LlamaCpp(Subject):
     backend = "llama_cpp"
     tolerance = ROUNDED
     reports_progress = True
-    tokenizer = property(lambda self: llama_stage.vocabulary())
-    file = property(lambda self: llama_stage.model_file())
+    tokenizer = property(lambda self: llama_helpers.vocabulary())
+    file = property(lambda self: llama_helpers.model_file())
 
     def spec(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         del slow  # it is slow enough
-        return llama_stage.spec(caches, **({"path": str(file)} if file is not None else {}))
+        return llama_helpers.spec(caches, **({"path": str(file)} if file is not None else {}))
 
     def write_adapter(self, folder: Path) -> Path | None:
         return write_lora(folder / "adapter.gguf", width=576, layers=30, seed=1, strength=0.1)
@@ -101,85 +101,85 @@ class LlamaCpp(Subject):
 class Ct2(Subject):
     backend = "ct2"
     reuses_kv = False
-    tokenizer = property(lambda self: ct2_stage.vocabulary())
-    file = property(lambda self: ct2_stage.tiny_folder() / "model.bin")
+    tokenizer = property(lambda self: ct2_helpers.vocabulary())
+    file = property(lambda self: ct2_helpers.tiny_folder() / "model.bin")
 
     def spec(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         del slow
         if file is not None and file.exists():  # a broken file among intact ones
             for name in ("config.json", "vocabulary.json"):
-                copyfile(ct2_stage.tiny_folder() / name, file.parent / name)
-        return ct2_stage.spec(caches, **({"path": str(file)} if file is not None else {}))
+                copyfile(ct2_helpers.tiny_folder() / name, file.parent / name)
+        return ct2_helpers.spec(caches, **({"path": str(file)} if file is not None else {}))
 
 
 class ExLlamaV3(Subject):
-    """On the fake ExLlamaV3, or on the real one if MODELYARD_EXL3_MODEL names a model. It reports progress, but computes
-    a short prompt in one step with the first token."""
+    """On the fake ExLlamaV3, or on the real one if MODELYARD_EXL3_MODEL names a model. It reports progress, but it
+    computes a short prompt in one step with the first token."""
 
     backend = "exllamav3"
-    tolerance = TOLERANCE if exl3_stage.REAL is None else ROUNDED
-    tokenizer = property(lambda self: exl3_stage.vocabulary())
-    file = property(lambda self: next(exl3_stage.model_folder().glob("*.safetensors")))
+    tolerance = TOLERANCE if exllama_helpers.REAL is None else ROUNDED
+    tokenizer = property(lambda self: exllama_helpers.vocabulary())
+    file = property(lambda self: next(exllama_helpers.model_folder().glob("*.safetensors")))
 
     def create(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> TextEngine:
-        return cast(TextEngine, exl3_stage.make(self.spec(caches, slow=slow, file=file), slow=slow))
+        return cast(TextEngine, exllama_helpers.make(self.spec(caches, slow=slow, file=file), slow=slow))
 
     def spec(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         del slow
         if file is not None and file.exists():  # a broken file among intact ones
             for name in ("config.json", "tokenizer.json"):
-                copyfile(exl3_stage.model_folder() / name, file.parent / name)
-        return exl3_stage.spec(caches, **({"path": str(file.parent)} if file is not None else {}))
+                copyfile(exllama_helpers.model_folder() / name, file.parent / name)
+        return exllama_helpers.spec(caches, **({"path": str(file.parent)} if file is not None else {}))
 
 
 class Vllm(Subject):
     """On the fake vLLM, which keeps KV in blocks of tokens like the real one."""
 
     backend = "vllm"
-    block = vllm_stage.BLOCK
+    block = vllm_helpers.BLOCK
     tokenizer = property(lambda self: fake_helpers.tokenizer())
-    file = property(lambda self: vllm_stage.model_folder() / "model.safetensors")
+    file = property(lambda self: vllm_helpers.model_folder() / "model.safetensors")
 
     def create(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> TextEngine:
-        vllm_stage.use_fake_library()
+        vllm_helpers.use_fake_library()
         return super().create(caches, slow=slow, file=file)
 
     def spec(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         if file is not None and file.exists():  # a broken file among intact ones
-            copyfile(vllm_stage.model_folder() / "config.json", file.parent / "config.json")
+            copyfile(vllm_helpers.model_folder() / "config.json", file.parent / "config.json")
         options: dict[str, Any] = {} if file is None else {"vllm_model": str(file.parent)}
         timing = {"token_delay": 0.001, "prefill_rate": 5000.0} if slow else {}
-        first = vllm_stage.adapter(vllm_stage.model_folder() / "first")
-        return vllm_stage.spec(caches, timing, lora={"first": str(first)}, **options)
+        first = vllm_helpers.adapter(vllm_helpers.model_folder() / "first")
+        return vllm_helpers.spec(caches, timing, lora={"first": str(first)}, **options)
 
     def prompt_for(self, pattern: str) -> str:
         return fake_helpers.chatml(("user", pattern))
 
     def write_adapter(self, folder: Path) -> Path | None:
-        return vllm_stage.adapter(folder / "law")
+        return vllm_helpers.adapter(folder / "law")
 
 
 class RealVllm(Subject):
     """The real vLLM on the CPU, in a worker that outlives the tests: make test-vllm."""
 
     backend = "vllm"
-    block = vllm_real.BLOCK
-    tokenizer = property(lambda self: vllm_real.vocabulary())
-    file = property(lambda self: vllm_real.model_folder() / "model.safetensors")
+    block = real_vllm.BLOCK
+    tokenizer = property(lambda self: real_vllm.vocabulary())
+    file = property(lambda self: real_vllm.model_folder() / "model.safetensors")
 
     def create(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> TextEngine:
-        return cast(TextEngine, vllm_real.SharedVllmEngine(self.spec(caches, slow=slow, file=file)))
+        return cast(TextEngine, real_vllm.SharedVllmEngine(self.spec(caches, slow=slow, file=file)))
 
     def spec(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> EngineSpec:
         del slow
         if file is not None and file.exists():
-            copyfile(vllm_real.model_folder() / "config.json", file.parent / "config.json")
+            copyfile(real_vllm.model_folder() / "config.json", file.parent / "config.json")
         options: dict[str, Any] = {} if file is None else {"vllm_model": str(file.parent)}
-        first = vllm_real.write_adapter(vllm_stage.model_folder() / "first_real")
-        return vllm_real.spec(caches, lora={"first": str(first)}, **options)
+        first = real_vllm.write_adapter(vllm_helpers.model_folder() / "first_real")
+        return real_vllm.spec(caches, lora={"first": str(first)}, **options)
 
     def write_adapter(self, folder: Path) -> Path | None:
-        return vllm_real.write_adapter(folder / "law", seed=2)
+        return real_vllm.write_adapter(folder / "law", seed=2)
 
 
 class InProcess(Subject):

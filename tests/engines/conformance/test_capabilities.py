@@ -1,4 +1,4 @@
-"""What an engine says that it can do it does, and what it cannot it refuses: adapters, and answers of a given form."""
+"""Every text engine does what it declares and refuses the rest: LoRA adapters and constrained answers."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ import pytest
 from modelyard.core.engine import Chunk, Control, Generation
 from modelyard.core.errors import ModelyardError, Unsupported
 from modelyard.core.request import Constraint
-from tests.engines.conformance.abilities import assert_declared
 from tests.engines.conformance.conftest import Open
-from tests.engines.conformance.subjects import Subject, keeps_blocks, prompt, reread
+from tests.engines.conformance.subjects import Subject, assert_declared, prompt, reusable_tokens
 from tests.engines.reading import accepted, assert_alike, end, ids, logprobs, read
 
-LAW = (("law", 1.0),)
+pytestmark = pytest.mark.asyncio(loop_scope="package")
+
+ADAPTERS = (("law", 1.0),)
 SCHEMA = {
     "type": "object",
     "properties": {"color": {"enum": ["red", "green", "blue"]}, "sure": {"type": "boolean"}},
     "required": ["color", "sure"],
     "additionalProperties": False,
 }
-FORM = Constraint("json_schema", json.dumps(SCHEMA))
+CONSTRAINT = Constraint("json_schema", json.dumps(SCHEMA))
 
 
-async def test_adapter_is_heard_while_it_is_worn_and_at_no_other_time(
-    subject: Subject, opened: Open, tmp_path: Path
-) -> None:
+async def test_adapter_changes_only_the_jobs_that_use_it(subject: Subject, opened: Open, tmp_path: Path) -> None:
     engine = await opened(parallel=1)
     if not engine.info.capabilities.lora:
-        await _refused(engine.generate(prompt(subject, adapters=LAW)))
+        await _assert_unsupported(engine.generate(prompt(subject, adapters=ADAPTERS)))
         return
-    file = subject.adapter(tmp_path)
+    file = subject.write_adapter(tmp_path)
     before = await read(engine.generate(prompt(subject)))
     await engine.control(Control("load_adapter", argument=f"law={file}"))
-    worn = await read(engine.generate(prompt(subject, adapters=LAW)))
+    adapted = await read(engine.generate(prompt(subject, adapters=ADAPTERS)))
     after = await read(engine.generate(prompt(subject)))
     await engine.control(Control("unload_adapter", argument="law"))
     assert_alike(before, after, subject.tolerance)
     assert_alike(before, await read(engine.generate(prompt(subject))), subject.tolerance)
     if file is not None:
-        assert _differ(before, worn, subject.tolerance)
-        own = reread(subject, prompt(subject).n_tokens) if keeps_blocks(subject) else 0  # of `before`, beside the other
-        assert (accepted(worn).cached_tokens, accepted(after).cached_tokens) == (0, own), "KV is of one adapter"
+        assert _differ(before, adapted, subject.tolerance)
+        # A block cache still has the KV of `before`.
+        cached = reusable_tokens(subject, prompt(subject).n_tokens) if subject.block else 0
+        assert (accepted(adapted).cached_tokens, accepted(after).cached_tokens) == (0, cached), "adapters share no KV"
 
 
 def _differ(one: list[Chunk], other: list[Chunk], tolerance: float) -> bool:
@@ -52,34 +52,34 @@ def _differ(one: list[Chunk], other: list[Chunk], tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize("text", ["Which color do you like best?", "Say nothing at all."])
-async def test_answer_has_the_form_that_was_asked_for(subject: Subject, opened: Open, text: str) -> None:
+async def test_answer_satisfies_its_json_schema(subject: Subject, opened: Open, text: str) -> None:
     engine = await opened()
-    asked = prompt(subject, text, constraint=FORM, max_tokens=64)
+    constrained = prompt(subject, text, constraint=CONSTRAINT, max_tokens=64)
     if not engine.info.capabilities.structured:
-        await _refused(engine.generate(asked))
+        await _assert_unsupported(engine.generate(constrained))
         return
-    chunks = await read(engine.generate(asked))
+    chunks = await read(engine.generate(constrained))
     assert end(chunks).reason == "stop"
-    jsonschema.validate(json.loads(subject.vocabulary.decode(ids(chunks))), SCHEMA)
+    jsonschema.validate(json.loads(subject.tokenizer.decode(ids(chunks))), SCHEMA)
 
 
-async def test_form_of_one_answer_does_not_bind_another(subject: Subject, opened: Open) -> None:
+async def test_constraint_of_one_job_does_not_affect_another(subject: Subject, opened: Open) -> None:
     engine = await opened(parallel=2)
     if not engine.info.capabilities.structured:
-        await _refused(engine.generate(prompt(subject, constraint=FORM)))
+        await _assert_unsupported(engine.generate(prompt(subject, constraint=CONSTRAINT)))
         return
     alone = await read(engine.generate(prompt(subject, session="a")))
-    jobs = [engine.generate(prompt(subject, session="b", constraint=FORM, max_tokens=64))]
+    jobs = [engine.generate(prompt(subject, session="b", constraint=CONSTRAINT, max_tokens=64))]
     jobs.append(engine.generate(prompt(subject, session="a")))
-    bound, free = [await read(job) for job in jobs]
-    jsonschema.validate(json.loads(subject.vocabulary.decode(ids(bound))), SCHEMA)
+    constrained, free = [await read(job) for job in jobs]
+    jsonschema.validate(json.loads(subject.tokenizer.decode(ids(constrained))), SCHEMA)
     assert_alike(alone, free, subject.tolerance)
 
 
-async def _refused(job: Generation[Chunk]) -> None:
+async def _assert_unsupported(job: Generation[Chunk]) -> None:
     error: ModelyardError | None = end(await read(job)).error
     assert isinstance(error, Unsupported)
 
 
-async def test_it_promises_no_more_than_its_module_declares(opened: Open) -> None:
-    assert_declared((await opened(window=64)).info)
+async def test_engine_claims_no_more_than_its_module_declares(opened: Open) -> None:
+    assert_declared((await opened()).info)

@@ -1,4 +1,4 @@
-"""How every token engine opens, closes, is cancelled, and refuses what it cannot read."""
+"""Every text engine opens, closes, cancels jobs, evicts caches and reports broken files in the same way."""
 
 from __future__ import annotations
 
@@ -12,39 +12,48 @@ from pathlib import Path
 import psutil
 import pytest
 
-from modelyard.core.engine import Accepted, CacheInfo, Control, Progress, Tokens
+from modelyard.core.engine import Accepted, CacheInfo, Control, Progress, TextEngine, Tokens
 from modelyard.core.errors import ModelyardError, NotFound, Unavailable
 from tests.engines.conformance.conftest import Open
-from tests.engines.conformance.subjects import RELOADED, REUSING, TELLING, Subject, prompt, reread
+from tests.engines.conformance.subjects import (
+    FAST_TO_LOAD,
+    REPORTING_PROGRESS,
+    REUSING_KV,
+    Subject,
+    prompt,
+    reusable_tokens,
+)
 from tests.engines.reading import accepted, end, ids, read, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 
 CACHES = {"main": CacheInfo(256, 2)}
 LONG = "A long walk along the river. " * 20
 CYCLES = 8
-GROWTH = 64 << 20  # a context or a model that stays behind so often is several times this
+MAX_GROWTH = 64 << 20  # bytes; a leaked context or model would add several times as much
 
 
-async def test_opening_tells_its_progress(subject: Subject) -> None:
-    told: list[float] = []
-    engine = subject.make(CACHES)
-    await engine.open(lambda done, _: told.append(done))
-    await asyncio.sleep(0)  # what another thread has told reaches the loop in its next round
+async def test_load_reports_its_progress(subject: Subject) -> None:
+    reports: list[float] = []
+    engine = subject.create(CACHES)
+    await engine.open(lambda done, _: reports.append(done))
+    await asyncio.sleep(0)  # a report of another thread arrives in the next loop iteration
     await engine.close()
-    assert told == sorted(told)
-    assert told[-1] == 1.0
+    assert reports == sorted(reports)
+    assert reports[-1] == 1.0
 
 
 async def test_engine_closes_twice_and_unopened(subject: Subject) -> None:
-    engine = subject.make(CACHES)
+    engine = subject.create(CACHES)
     await engine.close()
-    opened = subject.make(CACHES)
+    opened = subject.create(CACHES)
     await opened.open(lambda *_: None)
     await opened.close()
     await opened.close()
 
 
-async def test_opening_can_be_given_up(subject: Subject) -> None:
-    engine = subject.make(CACHES)
+async def test_load_can_be_cancelled(subject: Subject) -> None:
+    engine = subject.create(CACHES)
     task = asyncio.create_task(engine.open(lambda *_: None))
     await asyncio.sleep(0)
     task.cancel()
@@ -52,40 +61,34 @@ async def test_opening_can_be_given_up(subject: Subject) -> None:
     await engine.close()
 
 
-async def test_close_ends_what_runs_and_what_waits(subject: Subject, opened: Open) -> None:
-    engine = await opened(slow=True)
-    running = engine.generate(prompt(subject, LONG, max_tokens=200))
+async def test_close_fails_running_waiting_and_later_jobs(subject: Subject, fresh: TextEngine) -> None:
+    running = fresh.generate(prompt(subject, LONG, max_tokens=200))
     seen = await until(running, Accepted)
-    waiting = engine.generate(prompt(subject, LONG, max_tokens=200))
-    await engine.close()
-    for chunks in (seen + await read(running), await read(waiting)):
+    waiting = fresh.generate(prompt(subject, LONG, max_tokens=200))
+    await fresh.close()
+    for chunks in (seen + await read(running), await read(waiting), await read(fresh.generate(prompt(subject)))):
         assert isinstance(end(chunks).error, Unavailable)
 
 
-async def test_closed_engine_refuses_jobs(subject: Subject, opened: Open) -> None:
-    engine = await opened()
-    await engine.close()
-    assert isinstance(end(await read(engine.generate(prompt(subject)))).error, Unavailable)
-
-
-@pytest.mark.parametrize("subject", RELOADED, indirect=True)
-async def test_many_loads_and_unloads_leave_no_memory_behind(subject: Subject) -> None:
-    async def cycle() -> int:
-        """What was taken while it was open."""
-        closed = _own_memory()
-        engine = subject.make(CACHES)
+@pytest.mark.parametrize("subject", FAST_TO_LOAD, indirect=True)
+async def test_repeated_loads_leak_no_memory(subject: Subject) -> None:
+    async def cycle(measure: Callable[[], int] = lambda: 0) -> int:
+        engine = subject.create(CACHES)
         await engine.open(lambda *_: None)
         assert ids(await read(engine.generate(prompt(subject, "Hi.", max_tokens=1))))
-        taken = _own_memory() - closed
+        open_memory = measure()
         await engine.close()
-        return taken
+        return open_memory
 
-    loads = [await cycle() for _ in range(3)]  # the first ones fill pools and tables that stay
+    for _ in range(2):  # the first loads fill pools that stay
+        await cycle()
+    closed = _own_memory()
+    size = await cycle(_own_memory) - closed
     before = _own_memory()
     for _ in range(CYCLES):
         await cycle()
-    # An allocator keeps some of what it got, and more in a process that has seen much; a load that stays is a multiple.
-    assert _own_memory() - before < max(GROWTH, loads[-1] // 2)
+    # Allocators keep some memory, and more in a long-lived process; a leak would be a multiple of it.
+    assert _own_memory() - before < max(MAX_GROWTH, size // 2)
 
 
 def _own_memory() -> int:
@@ -96,10 +99,10 @@ def _own_memory() -> int:
     return int(memory.rss - memory.shared)
 
 
-# --- cancelling -----------------------------------------------------------------------------------------------------
+# --- cancellation -----------------------------------------------------------------------------------------------------
 
 
-async def test_job_cancelled_at_once_still_ends(subject: Subject, opened: Open) -> None:
+async def test_job_cancelled_at_once_ends(subject: Subject, opened: Open) -> None:
     engine = await opened(slow=True)
     generation = engine.generate(prompt(subject, LONG, max_tokens=200))
     generation.cancel()
@@ -108,8 +111,8 @@ async def test_job_cancelled_at_once_still_ends(subject: Subject, opened: Open) 
     assert ids(chunks) == []
 
 
-@pytest.mark.parametrize("subject", TELLING, indirect=True)
-async def test_job_cancelled_while_it_is_read_stops_reading(subject: Subject, opened: Open) -> None:
+@pytest.mark.parametrize("subject", REPORTING_PROGRESS, indirect=True)
+async def test_job_cancelled_during_prefill_stops(subject: Subject, opened: Open) -> None:
     engine = await opened(slow=True, parallel=1)
     generation = engine.generate(asked := prompt(subject, LONG, max_tokens=200))
     chunks = await until(generation, Progress)
@@ -120,7 +123,7 @@ async def test_job_cancelled_while_it_is_read_stops_reading(subject: Subject, op
     assert max(chunk.done for chunk in chunks if isinstance(chunk, Progress)) < asked.n_tokens
 
 
-async def test_job_cancelled_while_it_speaks_counts_what_it_said(subject: Subject, opened: Open) -> None:
+async def test_job_cancelled_during_decoding_counts_its_output(subject: Subject, opened: Open) -> None:
     engine = await opened(slow=True)
     generation = engine.generate(prompt(subject, "Count to a thousand. " * 6, max_tokens=200))
     chunks = await until(generation, Tokens)
@@ -131,7 +134,7 @@ async def test_job_cancelled_while_it_speaks_counts_what_it_said(subject: Subjec
     assert 0 < end(chunks).usage.output == len(ids(chunks)) < 200
 
 
-async def test_place_of_a_cancelled_job_is_free_when_it_has_ended(subject: Subject, opened: Open) -> None:
+async def test_cancelled_job_frees_its_slot(subject: Subject, opened: Open) -> None:
     engine = await opened(slow=True, parallel=1)
     for kind in (Accepted, Tokens):
         generation = engine.generate(prompt(subject, max_tokens=200))
@@ -142,31 +145,33 @@ async def test_place_of_a_cancelled_job_is_free_when_it_has_ended(subject: Subje
         assert end(await read(engine.generate(prompt(subject, "Hi.", max_tokens=1)))).error is None
 
 
-async def test_cancelling_one_job_leaves_the_other_alone(subject: Subject, opened: Open) -> None:
+async def test_cancelling_one_job_does_not_affect_another(subject: Subject, opened: Open) -> None:
     engine = await opened(slow=True)
-    doomed, other = (engine.generate(prompt(subject, session=name, max_tokens=9)) for name in ("a", "b"))
-    await until(doomed, Accepted)
-    doomed.cancel()
+    cancelled, other = (engine.generate(prompt(subject, session=name, max_tokens=9)) for name in ("a", "b"))
+    await until(cancelled, Accepted)
+    cancelled.cancel()
     chunks = await read(other)
     assert end(chunks).reason in ("length", "stop")
     assert len(ids(chunks)) == end(chunks).usage.output > 0
-    await read(doomed)
+    await read(cancelled)
 
 
-# --- evicting -------------------------------------------------------------------------------------------------------
+# --- eviction -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("subject", REUSING, indirect=True)
-async def test_evicting_one_cache_leaves_the_others_reuse_untouched(subject: Subject, opened: Open) -> None:
+@pytest.mark.parametrize("subject", REUSING_KV, indirect=True)
+async def test_evicting_one_cache_keeps_the_others(subject: Subject, opened: Open) -> None:
     engine = await opened()
     for cache in ("main", "fast"):
         await read(engine.generate(prompt(subject, cache=cache, max_tokens=1)))
     await engine.control(Control("evict", "main"))
-    kept = {c: accepted(await read(engine.generate(prompt(subject, cache=c)))).cached_tokens for c in ("main", "fast")}
-    assert kept == {"main": 0, "fast": reread(subject, prompt(subject).n_tokens)}
+    cached = {
+        c: accepted(await read(engine.generate(prompt(subject, cache=c)))).cached_tokens for c in ("main", "fast")
+    }
+    assert cached == {"main": 0, "fast": reusable_tokens(subject, prompt(subject).n_tokens)}
 
 
-async def test_evicting_without_a_name_evicts_all(subject: Subject, opened: Open) -> None:
+async def test_evicting_without_a_name_evicts_all_caches(subject: Subject, opened: Open) -> None:
     engine = await opened()
     for cache in ("main", "fast"):
         await read(engine.generate(prompt(subject, cache=cache, max_tokens=1)))
@@ -191,19 +196,17 @@ def _garbage(data: bytes) -> bytes:
     "damage",
     [pytest.param(lambda data: b"", id="empty"), _garbage, pytest.param(lambda data: data[: len(data) // 3], id="cut")],
 )
-async def test_broken_file_keeps_the_engine_from_opening(
-    subject: Subject, damage: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
+async def test_broken_file_fails_the_load(subject: Subject, damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     broken = tmp_path / subject.file.name
     broken.write_bytes(damage(subject.file.read_bytes()))
-    engine = subject.make(CACHES, file=broken)
+    engine = subject.create(CACHES, file=broken)
     with pytest.raises(ModelyardError, match=str(broken)):
         await engine.open(lambda *_: None)
     await engine.close()
 
 
 async def test_missing_file_is_named(subject: Subject, tmp_path: Path) -> None:
-    engine = subject.make(CACHES, file=tmp_path / subject.file.name)
+    engine = subject.create(CACHES, file=tmp_path / subject.file.name)
     with pytest.raises(ModelyardError, match=str(tmp_path)):
         await engine.open(lambda *_: None)
     await engine.close()

@@ -1,4 +1,4 @@
-"""The pool of threads: one for all contexts, gone when it is closed, and no harm where the library has none."""
+"""The thread pool: shared by all contexts, ended by close, optional."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def count() -> int:
     return psutil.Process().num_threads()
 
 
-def test_pool_has_its_threads_until_it_is_closed() -> None:
+def test_a_pool_has_threads_until_it_is_closed() -> None:
     before = count()
     pool = ThreadPool(3)
     assert pool.is_shared
@@ -32,7 +32,7 @@ def test_pool_has_its_threads_until_it_is_closed() -> None:
     pool.close()
 
 
-def test_single_thread_needs_no_thread_pool() -> None:
+def test_a_single_thread_needs_no_pool() -> None:
     before = count()
     pool = ThreadPool(1)
     assert not pool.is_shared
@@ -40,7 +40,7 @@ def test_single_thread_needs_no_thread_pool() -> None:
     pool.close()
 
 
-async def test_caches_compute_on_one_thread_pool() -> None:
+async def test_caches_share_one_pool() -> None:
     caches = {"main": CacheInfo(128, 1), "fast": CacheInfo(128, 1)}
     answers = []
     for n_threads in (1, 2):
@@ -54,14 +54,14 @@ async def test_caches_compute_on_one_thread_pool() -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
-async def test_cache_with_fewer_threads_than_the_pool_computes_with_its_own() -> None:
+async def test_a_cache_may_use_fewer_threads_than_the_pool() -> None:
     caches = {"main": CacheInfo(128, 1, n_threads=2), "fast": CacheInfo(128, 1, n_threads=1)}
     async with running(caches, path=str(exact_model())) as engine:
         main, fast = [await read(engine.generate(id_prompt(RUN, cache=cache))) for cache in caches]
     assert ids(main) == ids(fast)
 
 
-async def test_prompts_may_be_read_with_more_threads_than_answers_are_made_with() -> None:
+async def test_prompts_may_use_more_threads_than_streams() -> None:
     caches = {"main": CacheInfo(128, 1)}
     answers = []
     for n_threads_batch in (None, 2):
@@ -73,9 +73,7 @@ async def test_prompts_may_be_read_with_more_threads_than_answers_are_made_with(
     assert answers[0] == answers[1]
 
 
-async def test_library_without_pools_still_computes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_library_without_pools_works(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(binding, "lib", SimpleNamespace(_lib=SimpleNamespace()))
     with caplog.at_level(logging.INFO, logger=binding.__name__):
         async with running({"main": CacheInfo(128, 1)}, path=str(exact_model()), n_threads=2) as engine:
@@ -83,8 +81,8 @@ async def test_library_without_pools_still_computes(
     assert "ggml_threadpool_params_init" in caplog.text
 
 
-def test_pool_brings_no_second_copy_of_the_library() -> None:
-    """Its threads would compute with tables that nobody has filled."""
+def test_a_pool_loads_no_second_copy_of_the_library() -> None:
+    """Its threads would compute with empty tables."""
     ThreadPool(2).close()
     mapped = {mapping.path for mapping in psutil.Process().memory_maps() if "libggml-cpu" in mapping.path}
     assert len(mapped) == 1

@@ -1,4 +1,4 @@
-"""Embeddings on the default model: alike is near, equal is equal, long inputs are read in slices between tokens."""
+"""Embeddings: the plan of steps, and vectors of the default model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cosine(a: list[float], b: list[float]) -> float:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def test_short_inputs_share_a_step_and_a_long_one_has_its_own() -> None:
+def test_short_inputs_share_a_step_and_a_long_one_has_its_own_steps() -> None:
     assert plan_embedding_steps([3, 4, 20, 2, 8], 8) == [
         [InputSlice(0, 0, 3), InputSlice(1, 0, 4)],
         [InputSlice(2, 0, 8)],
@@ -59,7 +59,7 @@ def test_every_token_is_read_once_in_order_and_no_step_is_too_large(lengths: lis
 # --- on the model -----------------------------------------------------------------------------------------------------
 
 
-async def test_alike_sentences_are_nearer_than_others_and_vectors_have_length_one() -> None:
+async def test_similar_sentences_have_similar_vectors_of_length_one() -> None:
     async with running() as engine:
         assert isinstance(engine, EmbeddingEngine)
         assert engine.info.capabilities.embeddings
@@ -71,7 +71,7 @@ async def test_alike_sentences_are_nearer_than_others_and_vectors_have_length_on
     assert [cosine(one, one) for one in made.vectors] == pytest.approx([1.0] * 4, abs=1e-5)
 
 
-async def test_a_vector_is_the_same_alone_in_a_batch_and_after_a_longer_input() -> None:
+async def test_a_vector_does_not_depend_on_the_batch() -> None:
     async with running() as engine:
         (alone,) = (await engine.embed(tokens(CAT))).vectors
         (again,) = (await engine.embed(tokens(CAT))).vectors
@@ -81,7 +81,7 @@ async def test_a_vector_is_the_same_alone_in_a_batch_and_after_a_longer_input() 
 
 
 @pytest.mark.parametrize(("pooling", "code"), [("mean", 1), ("cls", 2), ("last", 3)])
-async def test_slices_pool_to_what_llama_cpp_makes_of_the_whole(pooling: str, code: int) -> None:
+async def test_slices_are_pooled_as_llama_cpp_pools_the_whole(pooling: str, code: int) -> None:
     text = tokens(LAW + " " + CAT + " " + KITTEN)[0]
     assert len(text) > 16
     async with running(pooling=pooling) as engine:
@@ -90,7 +90,7 @@ async def test_slices_pool_to_what_llama_cpp_makes_of_the_whole(pooling: str, co
 
 
 def whole(text: list[int], pooling: int) -> list[float]:
-    """Pooled by llama.cpp itself, in one micro-batch."""
+    """Pooled by llama.cpp, in one micro-batch."""
     asked = spec(n_ubatch=64, n_batch=64)
     model = loading.load_model(model_file(), asked.options, lambda _: True)
     params = loading.context_parameters(CacheInfo(256), asked.options)
@@ -106,7 +106,7 @@ def whole(text: list[int], pooling: int) -> list[float]:
     return embedding.normalize(made)
 
 
-async def test_a_long_input_never_keeps_a_stream_waiting_for_more_than_one_slice(
+async def test_a_stream_waits_for_one_slice_of_a_long_input_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     order: list[str] = []
@@ -131,7 +131,7 @@ async def test_a_long_input_never_keeps_a_stream_waiting_for_more_than_one_slice
         assert "token" in order[earlier:later]
 
 
-async def test_embeddings_leave_the_caches_alone() -> None:
+async def test_embeddings_do_not_touch_the_caches() -> None:
     async with running() as engine:
         before = await answer(engine, "Tell me about Paris.", session="a")
         await engine.embed(tokens(CAT))
@@ -141,14 +141,14 @@ async def test_embeddings_leave_the_caches_alone() -> None:
 
 
 @pytest.mark.parametrize("bad", [[], [49152], [-1]])
-async def test_an_input_that_is_no_text_is_refused_and_the_engine_lives(bad: list[int]) -> None:
+async def test_an_invalid_input_is_refused(bad: list[int]) -> None:
     async with running() as engine:
         with pytest.raises(InvalidRequest):
             await engine.embed([*tokens(CAT), bad])
         assert len((await engine.embed(tokens(CAT))).vectors) == 1
 
 
-async def test_a_context_that_cannot_fit_is_a_sentence_and_the_engine_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_context_that_does_not_fit_is_refused_and_the_engine_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as engine:
         with monkeypatch.context() as patch:
             patch.setattr(system, "free_memory", lambda **_: AvailableMemory(0))

@@ -1,4 +1,4 @@
-"""The memory of a model before it is loaded: near what llama.cpp then really takes, and a refusal with the numbers."""
+"""The memory estimate of a model: close to what llama.cpp allocates, and a refusal with the numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GIB = 2**30
 NO_GPU = AvailableMemory(64 * GIB)
 
 
-def taken(file: Path, options: Options, info: CacheInfo, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def allocated(file: Path, options: Options, info: CacheInfo, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     with model_buffers(monkeypatch) as found:
         model = loading.load_model(file, options, lambda _: True)
         raw = loading.create_context(model, "main", info, options)
@@ -53,11 +53,11 @@ def taken(file: Path, options: Options, info: CacheInfo, monkeypatch: pytest.Mon
         (CacheInfo(4096, 1, flash_attn=True, type_k="q4_0", type_v="q8_0"), {"n_ubatch": 128}),
     ],
 )
-def test_the_estimate_is_within_15_percent_of_what_llama_cpp_takes(
+def test_the_estimate_is_within_15_percent_of_what_llama_cpp_allocates(
     info: CacheInfo, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = spec({"main": info}, n_batch=512, **options)
-    real = taken(model_file(), asked.options, info, monkeypatch)
+    real = allocated(model_file(), asked.options, info, monkeypatch)
     guess = llama_cpp.estimate(asked, NO_GPU)
     assert guess.device == "cpu"
     assert guess.weights + guess.page_cache == pytest.approx(real["model"], rel=0.15)
@@ -70,7 +70,7 @@ def test_the_estimate_is_within_15_percent_of_what_llama_cpp_takes(
 def test_models_that_cannot_rewind_are_estimated_too(made: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     info = CacheInfo(1024, 64)
     asked = spec({"main": info}, path=str(made()))
-    real = taken(made(), asked.options, info, monkeypatch)
+    real = allocated(made(), asked.options, info, monkeypatch)
     assert llama_cpp.estimate(asked, NO_GPU).kv == pytest.approx(real["KV"], rel=0.15)
 
 
@@ -83,7 +83,7 @@ def test_every_cache_of_a_model_counts_and_the_weights_count_once() -> None:
 async def test_a_window_of_ten_million_tokens_is_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loading, "load", lambda *_: pytest.fail("the weights were loaded"))
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(InvalidRequest, match=r"'smollm2' needs about \d+\.\d GiB of RAM and .* are free") as refused:
         async with running({"main": CacheInfo(10_000_000)}):
             pass
@@ -91,7 +91,7 @@ async def test_a_window_of_ten_million_tokens_is_refused_before_anything_is_load
     assert re.search(r"weights \d+ MiB, KV caches [\d.]+ GiB, compute buffers [\d.]+ [GM]iB", refused.value.message)
 
 
-def test_overcommit_loads_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overcommit_skips_the_memory_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "free_memory", lambda **_: AvailableMemory(0))
     asked = spec(overcommit=True)
     loading.check_before_loading(model_file(), asked)
@@ -105,7 +105,7 @@ MODEL = ModelShape(
 
 
 @pytest.mark.parametrize(("layers", "share"), [(-1, 1.0), (0, 0.0), (16, 0.5), (99, 1.0)])
-def test_the_layers_on_a_gpu_are_held_against_its_memory(layers: int, share: float) -> None:
+def test_offloaded_layers_count_against_gpu_memory(layers: int, share: float) -> None:
     machine = AvailableMemory(64 * GIB, {"GPU-1": 12 * GIB, "GPU-2": 12 * GIB})
     options = Options(path="m.gguf", n_gpu_layers=layers)
     assert gpu_share(MODEL, options, machine) == share
@@ -147,10 +147,10 @@ def test_recurrent_layers_keep_a_state_instead_of_kv(tmp_path: Path) -> None:
     assert compute_bytes(found, CacheInfo(4096, 2), Options(path="x")) > 0
 
 
-def test_a_head_that_says_odd_things_is_a_sentence(tmp_path: Path) -> None:
+def test_invalid_metadata_is_an_error_with_the_reason(tmp_path: Path) -> None:
     file = tmp_path / "odd.gguf"
     write(file, {"general.architecture": "odd", "odd.block_count": "many"}, {})
-    with pytest.raises(InvalidRequest, match="says odd things of itself"):
+    with pytest.raises(InvalidRequest, match="has invalid metadata"):
         read_model_shape(file)
     loading.check_before_loading(file, spec())  # llama.cpp itself will say what is wrong
 
@@ -162,10 +162,10 @@ def test_a_window_beyond_the_trained_length_is_allowed_with_a_warning(caplog: py
     with caplog.at_level(logging.WARNING):
         loading.check_before_loading(model_file(), spec({"main": CacheInfo(8192), "long": CacheInfo(9000)}))
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert "'long' has a window of 9000 tokens and the model 'smollm2' was trained on 8192" in warning
+    assert "'long' has a window of 9000 tokens, but the model 'smollm2' was trained on 8192" in warning
 
 
-def test_scaled_positions_need_no_warning_and_reach_the_context(caplog: pytest.LogCaptureFixture) -> None:
+def test_rope_options_suppress_the_warning_and_reach_the_context(caplog: pytest.LogCaptureFixture) -> None:
     asked = spec({"main": CacheInfo(9000)}, rope_scaling="yarn", rope_freq_scale=0.5, yarn_orig_ctx=8192)
     with caplog.at_level(logging.WARNING):
         loading.check_before_loading(model_file(), asked)
@@ -176,7 +176,7 @@ def test_scaled_positions_need_no_warning_and_reach_the_context(caplog: pytest.L
     assert (plain.rope_scaling_type, plain.rope_freq_base, plain.yarn_ext_factor) == (-1, 0.0, -1.0)
 
 
-def test_draft_model_counts_with_its_weights_and_a_context_for_each_cache() -> None:
+def test_a_draft_model_adds_its_weights_and_a_context_per_cache() -> None:
     caches = {"main": CacheInfo(1024, 2), "fast": CacheInfo(512, 1)}
     alone = llama_cpp.estimate(spec(caches), NO_GPU)
     drafted = llama_cpp.estimate(spec(caches, draft_model_path=str(model_file()), speculation="draft"), NO_GPU)

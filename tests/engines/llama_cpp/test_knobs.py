@@ -1,4 +1,4 @@
-"""What the optimizer may turn of a llama.cpp model, and why `n_batch` is none of it."""
+"""The settings that the optimizer may change; `n_batch` is not one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LONG = "A long walk along the river. " * 8
 
 
 async def handed_over(monkeypatch: pytest.MonkeyPatch, n_batch: int) -> tuple[list[int], list[int]]:
-    """How many tokens llama.cpp was given at a time, and what it said."""
+    """The sizes of all decodes, and the answer."""
     sizes: list[int] = []
     decode = binding.lib.llama_decode
 
@@ -31,13 +31,13 @@ async def handed_over(monkeypatch: pytest.MonkeyPatch, n_batch: int) -> tuple[li
     return sizes, said
 
 
-async def test_n_batch_changes_nothing_of_what_llama_cpp_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_n_batch_does_not_change_the_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = [await handed_over(monkeypatch, n_batch) for n_batch in (UBATCH // 2, 32 * UBATCH)]
     assert small == large
     assert max(small[0]) == UBATCH
 
 
-def test_n_batch_is_no_knob_and_n_ubatch_is_one() -> None:
+def test_n_ubatch_is_a_knob_and_n_batch_is_not() -> None:
     names = {knob.name for knob in knobs(spec(), AvailableMemory(1 << 34), "batch")}
     assert "n_ubatch" in names
     assert "n_batch" not in names

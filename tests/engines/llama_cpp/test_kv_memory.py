@@ -1,4 +1,4 @@
-"""A context's KV as bytes and as copies, straight on a context: what comes back, and what is refused until it is."""
+"""The KV of a context: exported, restored and copied on real contexts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUN = np.arange(7, 47, dtype=np.int32)
 
 
 class Reader:
-    """A context that is read by hand."""
+    """A context without an engine."""
 
     def __init__(self, model: Any, options: Options) -> None:
         self.raw = loading.create_context(model, "main", INFO, options)
@@ -50,7 +50,7 @@ def readers() -> Iterator[list[Reader]]:
     lib.llama_model_free(model)
 
 
-def test_what_is_taken_out_of_one_context_says_the_same_in_another(readers: list[Reader]) -> None:
+def test_exported_kv_gives_the_same_logits_in_another_context(readers: list[Reader]) -> None:
     one, other = readers
     one.read(0, RUN)
     data = one.kv.export(0)
@@ -61,7 +61,7 @@ def test_what_is_taken_out_of_one_context_says_the_same_in_another(readers: list
     assert np.allclose(one.read(0, [5], len(RUN)), other.read(2, [5], len(RUN)), atol=1e-3)
 
 
-def test_bytes_that_are_no_state_are_refused(readers: list[Reader]) -> None:
+def test_invalid_bytes_are_refused(readers: list[Reader]) -> None:
     one, other = readers
     one.read(0, RUN)
     data = one.kv.export(0)
@@ -70,19 +70,19 @@ def test_bytes_that_are_no_state_are_refused(readers: list[Reader]) -> None:
     assert not other.kv.restore(0, np.zeros(100, np.uint8))
     other.kv.clear(0)
     assert not other.kv.cut(0, 1, held=1)
-    assert np.allclose(one.read(1, RUN), other.read(0, RUN), atol=1e-3), "and nothing of them stays behind"
+    assert np.allclose(one.read(1, RUN), other.read(0, RUN), atol=1e-3), "nothing of them remains"
 
 
-def test_stream_copy_that_waits_for_a_decode_is_neither_taken_nor_changed(readers: list[Reader]) -> None:
+def test_a_pending_stream_copy_is_neither_exported_nor_overwritten(readers: list[Reader]) -> None:
     kv = readers[0].kv
     readers[0].read(0, RUN)
     before = kv.export(0)
     assert before is not None
     assert kv.copy(kv, 0, 1, "stream")
-    assert kv.export(1) is None, "its data is not there yet"
+    assert kv.export(1) is None, "its data is not copied yet"
     assert kv.export(0) is not None
-    assert not kv.restore(0, before), "that would be copied"
-    assert not kv.restore(1, before), "that would be written over"
+    assert not kv.restore(0, before), "it would be copied"
+    assert not kv.restore(1, before), "it would be overwritten"
     assert kv.copy_methods(kv, 1, 2) == kv.copy_methods(kv, 2, 0) == ["stream"]
     readers[0].read(2, [3])
     after = kv.export(1)
@@ -94,7 +94,7 @@ def test_stream_copy_that_waits_for_a_decode_is_neither_taken_nor_changed(reader
     assert np.allclose(logits[0], logits[1], atol=1e-3)
 
 
-def test_first_decodes_of_prompts_are_measured_and_streams_are_not(readers: list[Reader]) -> None:
+def test_the_first_decodes_of_prompts_are_measured(readers: list[Reader]) -> None:
     costs = readers[0].kv.costs
     prior = costs.token
     readers[0].kv.after_decode(1, 0.0)
@@ -109,6 +109,6 @@ def test_first_decodes_of_prompts_are_measured_and_streams_are_not(readers: list
 @pytest.mark.parametrize(
     ("flash_attn", "expected"), [(None, "on"), (False, "off"), (True, "on"), ("on", "on"), ("auto", "auto")]
 )
-def test_layout_says_what_the_settings_come_to(flash_attn: Any, expected: str) -> None:
+def test_the_layout_has_the_resolved_settings(flash_attn: Any, expected: str) -> None:
     options = Options(path="x", flash_attn=flash_attn, swa_full=False)
     assert kv_layout(CacheInfo(64, 2, "Q8_0", "f16"), options) == KvLayout("q8_0", "f16", expected, 2, False)

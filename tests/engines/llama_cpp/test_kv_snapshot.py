@@ -1,4 +1,4 @@
-"""Saved KV as bytes: what goes in comes out, and nothing comes out of a file that does not agree or is damaged."""
+"""Snapshots as bytes: they round-trip, and damaged or foreign files are refused."""
 
 from __future__ import annotations
 
@@ -54,17 +54,19 @@ def alike(one: KvSnapshot, other: KvSnapshot) -> bool:
     same = [(a.tokens, a.data.tolist()) for a in one.checkpoints] == [
         (b.tokens, b.data.tolist()) for b in other.checkpoints
     ]
-    plain = all(getattr(one, name) == getattr(other, name) for name in ("session", "adapters", "priority", "adapter_versions"))
+    plain = all(
+        getattr(one, name) == getattr(other, name) for name in ("session", "adapters", "priority", "adapter_versions")
+    )
     return same and plain and np.array_equal(one.tokens, other.tokens) and np.array_equal(one.state, other.state)
 
 
-def test_what_goes_in_comes_out() -> None:
+def test_a_snapshot_round_trips() -> None:
     assert alike(read(written()), IMAGE)
     bare = KvSnapshot(np.array([5], np.int32), np.array([1], np.uint8))
     assert alike(read(written(bare)), bare)
 
 
-def test_large_ones_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_snapshots_are_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = written()
     monkeypatch.setattr(image_, "_PIECE", 16)
     assert len(list(encode_snapshot(ORIGIN, IMAGE))) > 10
@@ -72,7 +74,7 @@ def test_large_ones_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alike(read(whole), IMAGE)
 
 
-def test_head_is_checked_before_the_rest_is_read() -> None:
+def test_the_header_is_checked_before_the_rest_is_read() -> None:
     seen: list[SnapshotHeader] = []
 
     def check(head: SnapshotHeader) -> None:
@@ -86,7 +88,7 @@ def test_head_is_checked_before_the_rest_is_read() -> None:
 
 
 @given(st.integers(0, len(written()) - 1), st.integers(1, 255))
-def test_no_changed_byte_gets_through(place: int, change: int) -> None:
+def test_every_changed_byte_is_detected(place: int, change: int) -> None:
     data = bytearray(written())
     data[place] ^= change
     with pytest.raises(SnapshotMismatch):
@@ -94,21 +96,21 @@ def test_no_changed_byte_gets_through(place: int, change: int) -> None:
 
 
 @given(st.integers(0, len(written()) - 1))
-def test_no_cut_file_gets_through(length: int) -> None:
+def test_every_truncated_file_is_detected(length: int) -> None:
     with pytest.raises(SnapshotMismatch):
         read(written()[:length])
 
 
 @pytest.mark.parametrize("data", [b"", b"GGUF", bytes(1000), b"MYARD-KV" + b"\xff" * 100, written() + b"x"])
-def test_garbage_is_told_from_saved_kv(data: bytes) -> None:
+def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(SnapshotMismatch):
         read(data)
 
 
-def test_another_version_is_named() -> None:
+def test_another_version_is_refused_by_its_number() -> None:
     data = bytearray(written())
     data[8] = 9
-    with pytest.raises(SnapshotMismatch, match="of version 9"):
+    with pytest.raises(SnapshotMismatch, match="has version 9"):
         read(bytes(data))
 
 
@@ -128,18 +130,18 @@ def test_another_version_is_named() -> None:
         ({"positions": {"rope_freq_scale": 0.5, "yarn_orig_ctx": 9}}, "yarn_orig_ctx was 9 and is None"),
     ],
 )
-def test_every_field_that_differs_is_told(change: dict[str, Any], words: str) -> None:
+def test_every_difference_of_the_origin_is_named(change: dict[str, Any], words: str) -> None:
     assert origin_differences(replace(ORIGIN, **change), ORIGIN) == [words]
     assert origin_differences(ORIGIN, ORIGIN) == []
 
 
-def test_session_is_known_by_its_hash_only() -> None:
+def test_a_session_is_stored_as_a_hash() -> None:
     assert hash_session(None) is None
     assert hash_session("key/talk") == hash_session("key/talk") != hash_session("key2/talk")
     assert "key" not in str(hash_session("key/talk"))
 
 
-# Which weights a file holds: told apart by size, head and samples, and the same wherever the file lies.
+# --- identity of weights ----------------------------------------------------------------------------------------------
 
 SIZE = _HEAD + 3 * _SAMPLE
 
@@ -151,7 +153,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_is_the_same_wherever_the_file_lies_and_whenever_it_was_made(file: Path, tmp_path: Path) -> None:
+def test_identity_does_not_depend_on_path_and_time(file: Path, tmp_path: Path) -> None:
     moved = tmp_path / "moved.gguf"
     before = file_identity([file])
     file.rename(moved)
@@ -160,7 +162,7 @@ def test_it_is_the_same_wherever_the_file_lies_and_whenever_it_was_made(file: Pa
 
 
 @pytest.mark.parametrize("place", [0, _HEAD - 1, _HEAD, _HEAD + 2 * _SAMPLE, SIZE - 1])
-def test_a_byte_of_the_head_or_of_a_sample_changes_it(file: Path, place: int) -> None:
+def test_identity_depends_on_the_head_and_on_samples(file: Path, place: int) -> None:
     before = file_identity([file])
     data = bytearray(SIZE)
     data[place] = 1
@@ -168,14 +170,14 @@ def test_a_byte_of_the_head_or_of_a_sample_changes_it(file: Path, place: int) ->
     assert file_identity([file]) != before
 
 
-def test_size_and_parts_change_it(file: Path, tmp_path: Path) -> None:
+def test_identity_depends_on_size_and_parts(file: Path, tmp_path: Path) -> None:
     (tmp_path / "longer.gguf").write_bytes(bytes(SIZE + 1))
     found = [file_identity([file]), file_identity([tmp_path / "longer.gguf"]), file_identity([file, file])]
     assert len(set(found)) == 3
 
 
 @pytest.mark.parametrize("size", [0, 1, _HEAD, _HEAD + 1, _HEAD + _SAMPLE, SIZE, 1 << 30, 1 << 40])
-def test_samples_lie_in_the_file_and_are_few(size: int) -> None:
+def test_samples_are_few_and_within_the_file(size: int) -> None:
     found = sample_offsets(size)
     assert len(found) <= 1100
     assert all(_HEAD <= place < size for place in found)

@@ -369,7 +369,9 @@ async def test_loading_that_is_given_up_does_not_restore_on(folder: Path, monkey
         engine._stop_error = InvalidRequest("given up")
         assert engine._kv_store is not None
         read_.clear()
-        await asyncio.to_thread(engine._kv_store.restore_all, engine._caches.values(), lambda: engine._stop_error is None)
+        await asyncio.to_thread(
+            engine._kv_store.restore_all, engine._caches.values(), lambda: engine._stop_error is None
+        )
         assert read_ == []
         engine._stop_error = None
 

@@ -1,4 +1,4 @@
-"""How attention is computed: what the user said, else by the backend."""
+"""Options as parameters of a context: flash attention, names of settings, types of KV caches."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from modelyard.engines.llama_cpp.options import FlashAttentionMode, Options, fla
         ("on", True, "on"),
     ],
 )
-def test_the_users_word_comes_first_then_the_backend(asked: Any, gpu: bool, mode: FlashAttentionMode) -> None:
+def test_the_users_flash_attention_setting_wins_over_the_default_of_the_device(
+    asked: Any, gpu: bool, mode: FlashAttentionMode
+) -> None:
     assert flash_attention_mode(Options(path="x", flash_attn=asked), gpu=gpu) == mode
 
 
-def test_a_cache_may_differ_from_its_model() -> None:
+def test_a_cache_overrides_its_models_flash_attention() -> None:
     options = Options(path="x", flash_attn="on").for_cache(CacheInfo(64, flash_attn=False))
     assert flash_attention_mode(options, gpu=False) == "off"
 
@@ -42,7 +44,7 @@ def spec(*caches: CacheInfo, **options: Any) -> EngineSpec:
     return EngineSpec("m", Options(path="x", **options), named)
 
 
-def test_where_it_is_slow_the_plain_way_is_taken() -> None:
+def test_flash_attention_is_off_if_it_is_slow() -> None:
     assert loading.resolve_flash_attention(spec(), gpu=False, is_slow=lambda: True).options.flash_attn == "off"
     assert loading.resolve_flash_attention(spec(), gpu=False, is_slow=lambda: False) == spec()
 
@@ -56,15 +58,15 @@ def test_where_it_is_slow_the_plain_way_is_taken() -> None:
         spec(CacheInfo(64, type_v="f32")),
     ],
 )
-def test_a_wish_or_values_that_are_no_halves_leave_it_as_it_is(asked: EngineSpec) -> None:
+def test_flash_attention_stays_if_it_is_set_or_values_are_not_fp16(asked: EngineSpec) -> None:
     assert loading.resolve_flash_attention(asked, gpu=False, is_slow=lambda: True) == asked
 
 
-def test_a_gpu_is_not_looked_at() -> None:
-    assert loading.resolve_flash_attention(spec(), gpu=True, is_slow=lambda: pytest.fail("nobody needs to know")) == spec()
+def test_a_gpu_needs_no_check_for_slow_flash_attention() -> None:
+    assert loading.resolve_flash_attention(spec(), gpu=True, is_slow=lambda: pytest.fail("unexpected check")) == spec()
 
 
-# The names that older servers gave to llama.cpp's settings, and that each of them reaches a context.
+# --- options reach the context ----------------------------------------------------------------------------------------
 
 
 def spec_of(raw: dict[str, Any], folder: Path) -> EngineSpec:
@@ -77,7 +79,7 @@ def parameters(spec: EngineSpec, cache: str) -> Any:
     return loading.context_parameters(spec.caches[cache], spec.options)
 
 
-def test_the_pools_names_set_layers_window_types_and_flash_attention(tmp_path: Path) -> None:
+def test_names_of_older_servers_set_layers_window_types_and_flash_attention(tmp_path: Path) -> None:
     model = {
         "model_path": "x.gguf",
         "gguf_n_gpu_layers": 7,
@@ -92,7 +94,7 @@ def test_the_pools_names_set_layers_window_types_and_flash_attention(tmp_path: P
     assert (made.n_ctx, made.flash_attn_type, made.type_k, made.type_v) == (256, -1, 8, 0)
 
 
-def test_a_caches_settings_go_over_its_models(tmp_path: Path) -> None:
+def test_a_cache_overrides_its_models_settings(tmp_path: Path) -> None:
     settings = {"n_threads": 1, "n_batch": 512, "n_ubatch": 128, "flash_attn": False, "cache_type_k": "q8_0"}
     own = {"n_threads": 2, "n_batch": 256, "n_ubatch": 64, "flash_attn": True, "cache_type_v": "q4_0"}
     caches = {"plain": {"model": "m", "n_ctx": 64}, "own": {"model": "m", "n_ctx": 64, **own}}
@@ -103,6 +105,6 @@ def test_a_caches_settings_go_over_its_models(tmp_path: Path) -> None:
     assert tuple(getattr(over, name) for name in fields) == (2, 256, 64, 1, 8, 2)
 
 
-def test_a_number_format_that_does_not_exist_is_told_which_do() -> None:
-    with pytest.raises(InvalidRequest, match=r"'q9' is no number format of a KV cache; there are f32, f16, q4_0"):
+def test_an_unknown_kv_type_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidRequest, match=r"'q9' is not a type of a KV cache; use one of f32, f16, q4_0"):
         loading.context_parameters(CacheInfo(64, type_k="q9"), Options(path="x.gguf"))

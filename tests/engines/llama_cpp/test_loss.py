@@ -1,4 +1,4 @@
-"""What rounded KV caches cost on a text: nothing where nothing is rounded, and more the coarser they are."""
+"""The loss of quantized KV caches: none without quantization, and more with coarser types."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def lost(keys: str, values: str) -> Loss:
     return loss(spec(caches), spec({"main": CacheInfo(512, 1)}), vocabulary().encode_plain(TEXT))
 
 
-def test_the_same_numbers_lose_nothing():
+def test_the_same_type_loses_nothing():
     same = lost("f16", "f16")
     assert same.rise == 0
     assert same.divergence == 0
     assert same.perplexity > 1
 
 
-def test_coarser_numbers_move_the_odds_further():
+def test_coarser_types_lose_more():
     fine, coarse = lost("q8_0", "q8_0"), lost("q4_0", "q4_0")
     assert fine.divergence is not None
     assert coarse.divergence is not None
@@ -34,12 +34,12 @@ def test_coarser_numbers_move_the_odds_further():
     assert fine.reference == coarse.reference
 
 
-def test_a_format_that_is_none_is_refused_and_leaves_nothing_open():
+def test_an_unknown_type_is_refused():
     with pytest.raises(InvalidRequest, match="q3_k"):
         lost("q3_k", "f16")
 
 
-def test_odds_add_up_to_one_whatever_the_logits_are():
+def test_probabilities_add_up_to_one():
     odds = log_probabilities(np.asarray([1e4, 1e4 - 1, -1e4], np.float32))
     assert np.exp(odds).sum() == pytest.approx(1.0)
     assert odds[0] - odds[1] == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Tokens drawn by numpy: the cuts are llama.cpp's own, and the chances are the model's."""
+"""Sampling with numpy: truncation as in llama.cpp, probabilities as in the model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ROWS = {
 }
 
 
-def left_by_llama_cpp(row: Row, sampling: Sampling) -> set[int]:
-    """What its samplers leave of the row."""
+def truncated_by_llama_cpp(row: Row, sampling: Sampling) -> set[int]:
+    """What llama.cpp's samplers leave of the row."""
     chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
     if sampling.top_k:
         lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_k(sampling.top_k))
@@ -68,29 +68,29 @@ def _applied(chain: Any, row: Row) -> set[int]:
     ],
     ids=lambda s: f"{s.top_k}-{s.top_p}-{s.min_p}",
 )
-def test_what_is_cut_is_what_llama_cpp_cuts(row: Row, sampling: Sampling) -> None:
+def test_truncation_leaves_what_llama_cpp_leaves(row: Row, sampling: Sampling) -> None:
     ids, gaps = NumpySampler(sampling, 1).truncate(row)
     left = {int(token) for token, gap in zip(ids, gaps, strict=True) if gap > -inf}
-    expected = left_by_llama_cpp(row, sampling)
+    expected = truncated_by_llama_cpp(row, sampling)
     # Both add up thousands of chances, in another order: the last token of a share may be on either side of it.
     assert len(left ^ expected) <= (1 if sampling.top_p and len(expected) > 256 else 0)
     assert left
 
 
 @pytest.mark.parametrize("count", [1, 7, 40, 600, VOCAB, VOCAB + 5])
-def test_the_likeliest_come_in_order(count: int) -> None:
+def test_top_tokens_are_ordered(count: int) -> None:
     row = normal(1.0)
     assert top_tokens(row, count).tolist() == np.argsort(-row, kind="stable")[:count].tolist()
 
 
-def test_tokens_that_are_all_alike_are_neither_lost_nor_too_many() -> None:
+def test_equal_tokens_are_neither_lost_nor_too_many() -> None:
     row = np.zeros(1000, np.float32)
     assert len(top_tokens(row, 40)) == 40
-    assert len(nucleus(row, 0.5)) in (500, 1000), "all that lie as deep as the last one may stay"
+    assert len(nucleus(row, 0.5)) in (500, 1000), "all tokens that are as likely as the last one may stay"
 
 
 @pytest.mark.parametrize("share", [0.3, 0.99, 0.9999999])
-def test_a_share_of_many_is_the_fewest_that_have_it(share: float) -> None:
+def test_a_nucleus_has_the_fewest_tokens_of_its_share(share: float) -> None:
     row = normal(0.5, 20000)
     chances = np.exp(row.astype(np.float64))
     chances /= chances.sum()
@@ -112,7 +112,7 @@ def test_a_share_of_many_is_the_fewest_that_have_it(share: float) -> None:
     ids=lambda s: f"{s.temperature}-{s.top_k}-{s.top_p}-{s.min_p}",
 )
 @pytest.mark.parametrize("count", [12, 700])
-def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling, count: int) -> None:
+def test_tokens_are_sampled_by_their_probability(sampling: Sampling, count: int) -> None:
     row = np.full(count, -30, np.float32)
     row[:: count // 12] = normal(1.0, len(row[:: count // 12]))
     sampler, draws = NumpySampler(sampling, 7), 1500
@@ -125,7 +125,7 @@ def test_tokens_come_as_often_as_they_are_likely(sampling: Sampling, count: int)
     assert not found[expected < 1e-9].any()
 
 
-def test_a_token_that_is_impossible_never_comes() -> None:
+def test_impossible_tokens_are_never_sampled() -> None:
     row = np.full(3000, -inf, np.float32)
     row[[5, 1234, 2999]] = [1.0, 2.0, 0.5]
     for sampling in (Sampling(), Sampling(top_k=40), Sampling(top_p=0.999), Sampling(min_p=0.01)):
@@ -134,14 +134,16 @@ def test_a_token_that_is_impossible_never_comes() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=1e-30), Sampling(temperature=1e-30, top_p=0.9)])
-def test_the_coldest_takes_the_best(sampling: Sampling) -> None:
+def test_a_tiny_temperature_is_greedy(sampling: Sampling) -> None:
     row = normal(3.0)
     assert NumpySampler(sampling, 1).sample(row) == row.argmax()
 
 
-def test_a_seed_makes_tokens_come_again() -> None:
+def test_a_seed_reproduces_tokens() -> None:
     row = normal(1.0)
-    runs = [[sampler.sample(row) for _ in range(20)] for sampler in (NumpySampler(Sampling(), seed) for seed in (1, 1, 2))]
+    runs = [
+        [sampler.sample(row) for _ in range(20)] for sampler in (NumpySampler(Sampling(), seed) for seed in (1, 1, 2))
+    ]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
 
@@ -150,11 +152,11 @@ def test_a_seed_makes_tokens_come_again() -> None:
 @pytest.mark.parametrize(
     "sampling", [Sampling(), Sampling(top_k=40), Sampling(top_p=0.9), Sampling(min_p=0.1)], ids=str
 )
-def test_logits_that_are_no_numbers_end_nothing(broken: float, sampling: Sampling) -> None:
+def test_logits_that_are_not_finite_give_some_token(broken: float, sampling: Sampling) -> None:
     assert 0 <= NumpySampler(sampling, 1).sample(np.full(1000, broken, np.float32)) < 1000
 
 
-# Dice thrown together give what each gives alone.
+# --- several samplers at once -----------------------------------------------------------------------------------------
 
 ALL = [
     Sampling(top_k=40),
@@ -173,7 +175,7 @@ def rows(spread: float, vocab: int = 6000, seed: int = 3) -> np.ndarray:  # type
 
 @pytest.mark.parametrize("spread", [0.5, 2.0, 8.0])
 @pytest.mark.parametrize("vocab", [6000, 1000, 50], ids=["blocks", "no blocks", "fewer than are asked for"])
-def test_each_gets_the_token_that_it_would_get_alone(spread: float, vocab: int) -> None:
+def test_a_batch_samples_what_each_sampler_samples_alone(spread: float, vocab: int) -> None:
     together, alone = ([NumpySampler(sampling, seed) for seed, sampling in enumerate(ALL)] for _ in range(2))
     batch = BatchSampler(together)
     for seed in range(30):
@@ -181,7 +183,7 @@ def test_each_gets_the_token_that_it_would_get_alone(spread: float, vocab: int) 
         assert batch.sample(held) == [sampler.sample(row) for sampler, row in zip(alone, held, strict=True)]
 
 
-def test_a_row_with_few_possible_tokens_is_drawn_from_all_the_same() -> None:
+def test_a_row_with_few_possible_tokens_is_sampled_in_a_batch() -> None:
     held = rows(2.0)
     held[1] = -inf
     held[1, [7, 70]] = 1.0
@@ -190,9 +192,11 @@ def test_a_row_with_few_possible_tokens_is_drawn_from_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("broken", [nan, inf, -inf])
-def test_a_row_that_is_no_numbers_disturbs_no_other(broken: float) -> None:
+def test_a_row_that_is_not_finite_does_not_affect_others(broken: float) -> None:
     held = rows(2.0)
-    expected = [sampler.sample(row) for sampler, row in zip([NumpySampler(sampling, 1) for sampling in ALL], held, strict=True)]
+    expected = [
+        sampler.sample(row) for sampler, row in zip([NumpySampler(sampling, 1) for sampling in ALL], held, strict=True)
+    ]
     held[2] = broken
     found = BatchSampler([NumpySampler(sampling, 1) for sampling in ALL]).sample(held)
     assert found[:2] + found[3:] == expected[:2] + expected[3:]

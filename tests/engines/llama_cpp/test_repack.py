@@ -1,4 +1,4 @@
-"""Which weights llama.cpp copies into buffers of another layout: by CPU, by type, and as the library really does it."""
+"""Which weights llama.cpp copies into extra buffers: by CPU, by type, and in the installed library."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_library_without_amx_kernels_uses_none_on_a_cpu_that_has_them() -> Non
     assert buffer_of(matrix(Q8_0), AMX, amx_kernels=False) is None
 
 
-def test_experts_and_odd_shapes_are_taken_by_fewer_buffers() -> None:
+def test_experts_and_unaligned_shapes_use_other_buffers_or_none() -> None:
     experts = matrix(Q4_0, 8, 512, 256, name="blk.0.ffn_up_exps.weight")
     assert buffer_of(experts, AMX) == "CPU_REPACK"
     assert buffer_of(matrix(Q8_0, 8, 512, 256, name=experts.name), AMX) is None
@@ -79,7 +79,7 @@ def q8_model(*, tied: bool) -> list[TensorInfo]:
 
 
 @pytest.mark.parametrize("features", [AVX2, AVX512, frozenset[str]()])
-def test_weights_that_are_not_copied_are_the_file(features: frozenset[str]) -> None:
+def test_without_copies_the_weights_are_the_file(features: frozenset[str]) -> None:
     files = [(10 * BYTES, q8_model(tied=False))]
     assert weights_memory(files, extra_buffers(features, amx_kernels=True), mmap=True) == WeightsMemory(10 * BYTES)
 
@@ -92,13 +92,13 @@ def test_copied_weights_count_in_their_new_size_and_their_pages_in_the_file_as_p
     assert weights_memory(files, buffers, mmap=False) == WeightsMemory(10 * BYTES + 3 * grown)
 
 
-def test_an_embedding_that_is_the_output_matrix_too_is_held_twice() -> None:
+def test_a_tied_embedding_is_held_twice() -> None:
     files, buffers = [(10 * BYTES, q8_model(tied=True))], extra_buffers(AMX, amx_kernels=True)
     grown = 512 * 256 // 32 * 4
     assert weights_memory(files, buffers, mmap=True) == WeightsMemory(11 * BYTES + 3 * grown, 2 * BYTES)
 
 
-def test_the_files_of_a_split_model_have_mappings_of_their_own() -> None:
+def test_the_files_of_a_split_model_are_mapped_separately() -> None:
     first, second = q8_model(tied=False)[:2], q8_model(tied=False)[2:]
     buffers = extra_buffers(AMX, amx_kernels=True)
     parts = weights_memory([(4 * BYTES, first), (6 * BYTES, second)], buffers, mmap=True)
@@ -109,7 +109,7 @@ def test_the_files_of_a_split_model_have_mappings_of_their_own() -> None:
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-def test_features_are_read_as_linux_tells_them(tmp_path: Path) -> None:
+def test_cpu_features_are_read_from_cpuinfo(tmp_path: Path) -> None:
     for line in ("flags\t\t: fpu avx2 amx_int8", "Features\t: fp avx2 amx_int8"):
         (tmp_path / line[:5]).write_text(f"processor\t: 0\n{line}\nprocessor\t: 1\n{line}\n")
         assert {"avx2", "amx_int8"} < library.cpu_features(tmp_path / line[:5])
@@ -117,7 +117,7 @@ def test_features_are_read_as_linux_tells_them(tmp_path: Path) -> None:
     assert library.cpu_features(tmp_path / "odd") == frozenset()
 
 
-def test_a_library_tells_by_its_file_whether_it_has_amx_kernels(tmp_path: Path) -> None:
+def test_amx_kernels_are_found_in_the_librarys_file(tmp_path: Path) -> None:
     for name, code in (("with", b"\x7fELF..amx repack tensor %s"), ("without", b"\x7fELF..CPU_REPACK")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "libggml-cpu.so").write_bytes(code)
@@ -125,7 +125,7 @@ def test_a_library_tells_by_its_file_whether_it_has_amx_kernels(tmp_path: Path) 
     assert not library.has_amx_kernels(tmp_path / "without")
 
 
-def test_the_installed_library_has_the_buffer_types_that_are_expected_of_it() -> None:
+def test_the_installed_library_has_the_expected_buffer_types() -> None:
     library = lib._lib
     library.ggml_backend_dev_by_type.restype = library.ggml_backend_dev_backend_reg.restype = ctypes.c_void_p
     library.ggml_backend_reg_get_proc_address.restype = ctypes.c_void_p
@@ -141,7 +141,7 @@ def test_the_installed_library_has_the_buffer_types_that_are_expected_of_it() ->
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_a_model_with_every_type_takes_what_is_expected_on_this_cpu(
+def test_a_model_with_every_type_takes_the_expected_memory_on_this_cpu(
     tmp_path: Path, mmap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "tiny.gguf"

@@ -1,4 +1,4 @@
-"""Scripted answers on the real engine: they are said and read into the KV, and the next turn finds them there."""
+"""Scripted answers on the real engine: their KV is computed and reused by the next turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def said(chunks: Any) -> str:
     return vocabulary().decode(ids(chunks))
 
 
-async def test_an_answer_is_the_scripts_and_the_next_turn_reads_only_what_is_new(tmp_path: Path) -> None:
+async def test_the_script_answers_and_the_next_turn_reuses_its_kv(tmp_path: Path) -> None:
     call = {"name": "read", "arguments": {"path": "a.txt"}}
     rules = script(
         tmp_path,
@@ -52,7 +52,7 @@ async def test_an_answer_is_the_scripts_and_the_next_turn_reads_only_what_is_new
     assert accepted(second).cached_tokens == end(first).usage.prompt + end(first).usage.output
 
 
-async def test_turns_count_for_each_session_and_a_prompt_without_a_rule_is_answered_with_nothing(
+async def test_turns_count_per_session_and_a_prompt_without_a_rule_gets_an_empty_answer(
     tmp_path: Path,
 ) -> None:
     rules = script(tmp_path, *({"turn": n, "steps": [{"text": f"Answer {n}."}]} for n in (1, 2)))
@@ -63,7 +63,7 @@ async def test_turns_count_for_each_session_and_a_prompt_without_a_rule_is_answe
     assert heard == ["Answer 1.", "Answer 2.", "Answer 1.", "", "", "Answer 2."]
 
 
-async def test_the_script_is_cut_where_a_real_answer_would_be_and_no_grammar_holds_it(tmp_path: Path) -> None:
+async def test_limits_apply_to_scripted_answers_and_grammars_do_not(tmp_path: Path) -> None:
     rules = script(tmp_path, {"steps": [{"tokens": 40}]})
     async with running(CACHES, replay=rules) as engine:
         cut = await read(engine.generate(prompt(max_tokens=7)))
@@ -78,13 +78,13 @@ async def test_the_script_is_cut_where_a_real_answer_would_be_and_no_grammar_hol
     ("line", "told"),
     [("{", "line 2"), ('{"steps": [{"shout": "x"}]}', "steps.0"), ('{"when": "("}', "line 2")],
 )
-def test_a_line_that_is_no_rule_is_named(tmp_path: Path, line: str, told: str) -> None:
+def test_an_invalid_rule_is_named(tmp_path: Path, line: str, told: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"steps": []}\n' + line)
     with pytest.raises(InvalidRequest, match=told):
         read_rules(file)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"nothing\.jsonl cannot be read"):
         read_rules(tmp_path / "nothing.jsonl")

@@ -1,4 +1,4 @@
-"""Sampling settings on the default model: each does what it is for, and none breaks a job."""
+"""Sampling settings on the default model, logprobs, and logit processors."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ async def spoken(engine: LlamaCppEngine, text: str = TEXT, max_tokens: int = 6, 
     return ids(chunks)
 
 
-async def test_seed_makes_an_answer_come_again(engine: LlamaCppEngine) -> None:
-    await spoken(engine, max_tokens=1)  # from here on each run reads the same single token anew
+async def test_a_seed_reproduces_an_answer(engine: LlamaCppEngine) -> None:
+    await spoken(engine, max_tokens=1)  # from here on each run evaluates the same single token
     runs = {seed: [await spoken(engine, temperature=1.5, seed=seed) for _ in range(2)] for seed in (1, 2)}
     assert runs[1][0] == runs[1][1]
     assert runs[2][0] == runs[2][1]
@@ -77,7 +77,7 @@ async def test_bias_forbids_and_forces_tokens(engine: LlamaCppEngine) -> None:
     assert await spoken(engine, max_tokens=3, temperature=1.0, logit_bias={forced: 100.0}) == [forced] * 3
 
 
-async def test_bias_of_a_token_that_does_not_exist_is_ignored(engine: LlamaCppEngine) -> None:
+async def test_a_bias_of_an_unknown_token_is_ignored(engine: LlamaCppEngine) -> None:
     await spoken(engine, max_tokens=1)
     free = await spoken(engine, temperature=0)
     assert await spoken(engine, temperature=0, logit_bias={10**6: 100.0, -5: 100.0}) == free
@@ -85,14 +85,14 @@ async def test_bias_of_a_token_that_does_not_exist_is_ignored(engine: LlamaCppEn
 
 @pytest.mark.parametrize("back", [None, -1, 64])
 async def test_dry_breaks_a_loop(engine: LlamaCppEngine, back: int | None) -> None:
-    """Unset and -1 mean as far back as there is."""
+    """Unset and -1 mean the whole context."""
     looped = await spoken(engine, LOOP, 18, temperature=0)
     free = await spoken(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=back)
     assert _longest_repeat(looped) > 3
     assert _longest_repeat(free) <= 3
 
 
-async def test_dry_that_looks_back_at_nothing_does_nothing(engine: LlamaCppEngine) -> None:
+async def test_dry_without_lookback_does_nothing(engine: LlamaCppEngine) -> None:
     await spoken(engine, LOOP, 1)
     free = await spoken(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=0)
     assert free == await spoken(engine, LOOP, 18, temperature=0)
@@ -119,7 +119,7 @@ def _longest_repeat(ids: list[int]) -> int:
     ],
     ids=str,
 )
-async def test_setting_runs_and_is_reproducible(engine: LlamaCppEngine, sampling: dict[str, object]) -> None:
+async def test_every_setting_runs_and_is_reproducible(engine: LlamaCppEngine, sampling: dict[str, object]) -> None:
     await spoken(engine, max_tokens=1)
     chosen = {"temperature": 1.0, "seed": 5} | sampling
     first = await spoken(engine, max_tokens=4, **chosen)
@@ -127,14 +127,14 @@ async def test_setting_runs_and_is_reproducible(engine: LlamaCppEngine, sampling
     assert first == await spoken(engine, max_tokens=4, **chosen)
 
 
-async def test_logprobs_are_of_the_model_and_not_of_the_samplers(engine: LlamaCppEngine) -> None:
+async def test_logprobs_are_those_of_the_model_before_sampling(engine: LlamaCppEngine) -> None:
     await spoken(engine, max_tokens=1)
     plain = await answer(engine, TEXT, max_tokens=1, logprobs=3)
     hot = await answer(engine, TEXT, max_tokens=1, logprobs=3, sampling=Sampling(temperature=3.0, seed=1, top_k=2))
     assert plain[-2].logprobs[0].top == hot[-2].logprobs[0].top  # type: ignore[union-attr,index]
 
 
-def test_logprob_of_is_a_log_softmax() -> None:
+def test_token_logprob_is_a_log_softmax() -> None:
     logits = np.array([1.0, 3.0, 2.0, -1.0], np.float32)
     expected = np.log(np.exp(logits) / np.exp(logits).sum())
     found = token_logprob(logits, 2, 9)
@@ -168,7 +168,7 @@ async def test_penalties_count_the_last_tokens_of_the_prompt(presence: float, fr
     assert changed
 
 
-async def test_dry_sees_what_the_prompt_repeats(engine: LlamaCppEngine) -> None:
+async def test_dry_sees_repetitions_of_the_prompt(engine: LlamaCppEngine) -> None:
     text = "<|im_start|>one two three four five six. one two three four five six. one two three"
     (four,) = vocabulary().encode_plain(" four")
     assert await spoken(engine, text, 1, temperature=0) == [four]
@@ -176,32 +176,32 @@ async def test_dry_sees_what_the_prompt_repeats(engine: LlamaCppEngine) -> None:
     assert await spoken(engine, text, 1, temperature=0, dry_multiplier=50.0, dry_penalty_last_n=3) == [four]
 
 
-# Biases and penalties: what llama.cpp's own samplers make of a row, and the row as it was afterwards.
+# --- logit processors -------------------------------------------------------------------------------------------------
 
-VOCABTilt = 300
+ROW_SIZE = 300
 
 
 def a_row(seed: int = 1) -> Row:
-    return np.random.default_rng(seed).normal(0, 3, VOCABTilt).astype(np.float32)
+    return np.random.default_rng(seed).normal(0, 3, ROW_SIZE).astype(np.float32)
 
 
 def as_llama_cpp(row: Row, biases: dict[int, float], strengths: tuple[float, float, float], said: list[int]) -> Row:
-    data = (lib.llama_token_data * VOCABTilt)(*[(token, value, 0.0) for token, value in enumerate(row.tolist())])
-    array = lib.llama_token_data_array(data, VOCABTilt, -1, False)
+    data = (lib.llama_token_data * ROW_SIZE)(*[(token, value, 0.0) for token, value in enumerate(row.tolist())])
+    array = lib.llama_token_data_array(data, ROW_SIZE, -1, False)
     pairs = (lib.llama_logit_bias * len(biases))(*biases.items())
     for sampler in (
-        lib.llama_sampler_init_logit_bias(VOCABTilt, len(biases), pairs),
-        lib.llama_sampler_init_penalties(VOCABTilt, PENALTY_WINDOW, *strengths),
+        lib.llama_sampler_init_logit_bias(ROW_SIZE, len(biases), pairs),
+        lib.llama_sampler_init_penalties(ROW_SIZE, PENALTY_WINDOW, *strengths),
     ):
         for token in said:
             lib.llama_sampler_accept(sampler, token)
         lib.llama_sampler_apply(sampler, ctypes.byref(array))
         lib.llama_sampler_free(sampler)
-    return np.array([array.data[at].logit for at in range(VOCABTilt)], np.float32)
+    return np.array([array.data[at].logit for at in range(ROW_SIZE)], np.float32)
 
 
 def seen(processor: LogitProcessor, row: Row) -> Row:
-    """The row as whoever chooses finds it."""
+    """The row that the sampler sees."""
     found: list[Row] = []
     processor.sample(row, lambda changed: (found.append(changed.copy()), 5)[1])
     return found[0]
@@ -210,7 +210,7 @@ def seen(processor: LogitProcessor, row: Row) -> Row:
 @pytest.mark.parametrize("biases", [{}, {3: 4.0, 299: -inf, 7: -2.5}])
 @pytest.mark.parametrize("strengths", [(1.0, 0.0, 0.0), (1.3, 0.0, 0.0), (1.0, 0.4, 0.7), (1.2, -0.5, -1.0)])
 @pytest.mark.parametrize("count", [0, 10, 100])
-def test_a_row_is_changed_as_llama_cpp_changes_it(
+def test_biases_and_penalties_are_those_of_llama_cpp(
     biases: dict[int, float], strengths: tuple[float, float, float], count: int
 ) -> None:
     said = np.random.default_rng(2).integers(0, 40, count).tolist()
@@ -219,7 +219,7 @@ def test_a_row_is_changed_as_llama_cpp_changes_it(
     np.testing.assert_allclose(seen(processor, row), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_row_is_as_it_was_afterwards_also_where_choosing_fails() -> None:
+def test_the_row_is_restored_also_if_sampling_fails() -> None:
     processor, row = LogitProcessor({3: 4.0, 5: -inf}, Penalties(1.5, 0.1, 0.1, [3, 5, 9])), a_row()
     processor.sample(row, lambda changed: int(changed.argmax()))
     assert (row == a_row()).all()
@@ -232,7 +232,7 @@ def test_the_row_is_as_it_was_afterwards_also_where_choosing_fails() -> None:
     assert (row == a_row()).all()
 
 
-def test_what_is_chosen_counts_from_then_on_and_is_forgotten_again() -> None:
+def test_a_sampled_token_counts_within_the_penalty_window() -> None:
     processor, row = LogitProcessor({}, Penalties(1.0, 0.0, 10.0, [])), a_row()
     assert seen(processor, row)[5] == row[5]  # and says 5
     assert seen(processor, row)[5] == pytest.approx(row[5] - 10)

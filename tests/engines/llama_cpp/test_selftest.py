@@ -1,4 +1,4 @@
-"""The self-test on the real library: it passes as it is, and sees what is changed under it."""
+"""The self-test: stages and faults of the child, explanations of the parent, and remembered passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_each_stage_is_said_before_it_begins_and_the_end_is_a_pass(model: Path, capsys: pytest.CaptureFixture[str]):
+def test_each_stage_is_printed_before_it_begins(model: Path, capsys: pytest.CaptureFixture[str]):
     assert selftest.main(["--model", str(model)]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "stage loading the library",
@@ -73,16 +73,16 @@ def test_a_model_that_cannot_be_loaded_is_a_fault(tmp_path: Path, capsys: pytest
 def test_kernels_that_disagree_are_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(selftest, "_decode", lambda path, fast: [1.0, 0.0] if fast else [0.0, 1.0])
     assert selftest.main([]) == 1
-    assert "the fast kernels compute something else than the plain ones (0.000)" in capsys.readouterr().out
+    assert "the fast kernels compute something else than the generic ones (0.000)" in capsys.readouterr().out
 
 
-def test_logits_that_are_no_numbers_are_a_fault(
+def test_logits_that_are_not_finite_are_a_fault(
     monkeypatch: pytest.MonkeyPatch, model: Path, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(selftest, "_decode_tiny", lambda: None)
+    monkeypatch.setattr(selftest, "_decode_tiny_model", lambda: None)
     monkeypatch.setattr(selftest, "_decode", lambda path, fast: [float("nan")])
     assert selftest.main(["--model", str(model)]) == 1
-    assert "gives logits that are no numbers" in capsys.readouterr().out
+    assert "gives logits that are not finite" in capsys.readouterr().out
 
 
 def test_the_kernels_of_every_type_of_weights_agree(model: Path):
@@ -93,7 +93,7 @@ def test_the_kernels_of_every_type_of_weights_agree(model: Path):
     assert selftest.cosine(fast, plain) > 0.99
 
 
-def test_two_runs_are_alike_by_their_direction():
+def test_cosine_compares_directions():
     assert selftest.cosine([1.0, 2.0], [2.0, 4.0]) == pytest.approx(1)
     assert selftest.cosine([1.0, 0.0], [-1.0, 0.0]) == -1
     assert selftest.cosine([float("nan")], [1.0]) == 0
@@ -106,7 +106,7 @@ def test_the_tiny_model_is_the_same_every_time_and_small(model: Path, tmp_path: 
     assert model.stat().st_size < 3_000_000
 
 
-# What becomes of a child that dies, hangs or disagrees, and when no child is needed.
+# --- the parent -------------------------------------------------------------------------------------------------------
 
 STAGE = "print('stage decoding a tiny model', flush=True)"
 
@@ -125,14 +125,14 @@ def said(code: str, timeout: float = 60) -> str:
 # --- how a child ends -------------------------------------------------------------------------------------------------
 
 
-def test_a_child_that_dies_by_sigill_is_a_sentence_that_says_what_to_do():
+def test_death_by_sigill_is_explained_with_what_to_do():
     fault = said("os.kill(os.getpid(), signal.SIGILL)")
     assert "died while decoding a tiny model: SIGILL, an instruction that this CPU does not have" in fault
     assert "`make rebuild-engine`" in fault
     assert "CMAKE_ARGS=-DGGML_NATIVE=OFF" in fault
 
 
-def test_a_child_that_dies_by_another_signal_is_told_by_its_name():
+def test_another_signal_is_named():
     assert "died while decoding a tiny model: SIGSEGV" in said("os.kill(os.getpid(), signal.SIGSEGV)")
 
 
@@ -140,20 +140,20 @@ def test_a_child_that_hangs_is_stopped():
     assert "hung for 1 s while" in said("threading.Event().wait()", timeout=1)
 
 
-def test_a_child_that_disagrees_says_about_what():
+def test_a_fault_of_the_child_is_reported():
     fault = said("print('fault llama_batch has 64 bytes where release 0.3.36 has 56'); sys.exit(1)")
     assert fault.startswith("the llama.cpp library does not fit this program: llama_batch has 64 bytes where release")
 
 
-def test_a_child_that_fails_in_python_is_told_by_its_last_line():
+def test_a_python_error_of_the_child_is_reported_by_its_last_line():
     assert "failed while decoding a tiny model: OSError: no libllama.so" in said("raise OSError('no libllama.so')")
 
 
-def test_a_child_without_a_word_is_told_by_its_exit_code():
+def test_a_silent_child_is_reported_by_its_exit_code():
     assert "the llama.cpp library failed while starting: exit code 9; " in str(explain_failure(ChildResult(9), 1))
 
 
-def test_a_signal_that_python_has_no_name_for_is_told_by_its_number():
+def test_an_unknown_signal_is_reported_by_its_number():
     assert "signal 40" in str(explain_failure(ChildResult(-40), 1))
 
 
@@ -193,7 +193,7 @@ def test_a_pass_is_remembered(env: dict[str, str]):
     assert examiner.asked == 1
 
 
-def test_a_failure_is_raised_and_looked_at_again(env: dict[str, str]):
+def test_a_failure_is_raised_and_not_remembered(env: dict[str, str]):
     examiner = Examiner("it died", None)
     with pytest.raises(Unavailable, match="it died") as caught:
         selftest.require_working_library(env, examiner)
@@ -202,7 +202,7 @@ def test_a_failure_is_raised_and_looked_at_again(env: dict[str, str]):
     assert examiner.asked == 2
 
 
-def test_another_library_is_tested_anew(env: dict[str, str]):
+def test_another_library_is_tested_again(env: dict[str, str]):
     examiner = Examiner(None, None)
     selftest.require_working_library(env, examiner)
     (Path(env["LLAMA_CPP_LIB_PATH"]) / "libllama.so").write_bytes(b"other machine code")
@@ -210,28 +210,28 @@ def test_another_library_is_tested_anew(env: dict[str, str]):
     assert examiner.asked == 2
 
 
-def test_another_cpu_is_another_machine(env: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+def test_another_cpu_is_tested_again(env: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     folder = Path(env["LLAMA_CPP_LIB_PATH"])
     before = selftest.fingerprint(folder)
     assert selftest.fingerprint(folder) == before
-    monkeypatch.setattr(selftest, "cpu", lambda: "one without AVX-512")
+    monkeypatch.setattr(selftest, "cpu_description", lambda: "one without AVX-512")
     assert selftest.fingerprint(folder) != before
 
 
-def test_another_release_to_be_written_for_is_tested_anew(env: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+def test_another_pinned_release_is_tested_again(env: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     before = selftest.fingerprint(Path(env["LLAMA_CPP_LIB_PATH"]))
     monkeypatch.setattr(selftest, "RELEASE", "9.9.9")
     assert selftest.fingerprint(Path(env["LLAMA_CPP_LIB_PATH"])) != before
 
 
-def test_a_cpu_is_its_name_and_its_instructions_not_its_speed(tmp_path: Path):
+def test_a_cpu_is_described_by_its_name_and_instructions(tmp_path: Path):
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: X\ncpu MHz\t: 2100\nflags\t: avx\n\nmodel name\t: X\nflags\t: avx\n")
     assert selftest.cpu_description(info) == "model name\t: X\nflags\t: avx"
     assert selftest.cpu_description(tmp_path / "none")
 
 
-def test_a_cache_folder_that_cannot_be_written_is_no_fault(env: dict[str, str], tmp_path: Path):
+def test_a_read_only_cache_folder_is_not_a_fault(env: dict[str, str], tmp_path: Path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     examiner = Examiner(None, None)
     selftest.require_working_library(env, examiner)
@@ -239,16 +239,16 @@ def test_a_cache_folder_that_cannot_be_written_is_no_fault(env: dict[str, str], 
     assert examiner.asked == 2
 
 
-def test_a_library_that_is_not_there_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingLibrary, match="`make install` builds it"):
         library.library_folder({})
 
 
-def test_an_engine_is_not_made_with_a_broken_library(monkeypatch: pytest.MonkeyPatch):
+def test_no_engine_is_created_with_a_broken_library(monkeypatch: pytest.MonkeyPatch):
     def broken() -> None:
         raise selftest.BrokenLibrary("it died by SIGILL")
 
-    monkeypatch.setattr(selftest, "require", broken)
+    monkeypatch.setattr(selftest, "require_working_library", broken)
     with pytest.raises(Unavailable, match="SIGILL"):
         llama_cpp.create(None)  # type: ignore[arg-type]

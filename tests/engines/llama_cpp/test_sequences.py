@@ -1,4 +1,4 @@
-"""Which sequence takes a prompt: the decision table, and what holds for any state."""
+"""Choosing a sequence, copying KV and keeping checkpoints: decision tables and invariants."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ EMPTY = slot(3)
             run(1, 2),
             None,
             SequenceChoice(1, 0),
-            id="a short common start is no reason",
+            id="a short common prefix does not count",
         ),
         pytest.param(
             [slot(0, 1, 2, 3, 4, session="a"), slot(1)],
@@ -101,7 +101,7 @@ EMPTY = slot(3)
             run(1, 2, 3, 9),
             None,
             SequenceChoice(0, 3),
-            id="most of it, and nobody's session",
+            id="most of it, without a session",
         ),
         pytest.param(
             [slot(0, 1, 2, 5, 6, 7, prompt_length=2), slot(1)],
@@ -115,28 +115,28 @@ EMPTY = slot(3)
             run(1, 2),
             None,
             SequenceChoice(1, 0),
-            id="while it runs",
+            id="the same prompt while it runs",
         ),
         pytest.param(
             [slot(0, 1, 2, 5, 6, 7, prompt_length=4), slot(1)],
             run(1, 2),
             None,
             SequenceChoice(1, 0),
-            id="it was a talk's opening",
+            id="a prefix of the last prompt",
         ),
         pytest.param(
             [slot(0, 1, 2, 5, 6, 7, prompt_length=2), slot(1)],
             run(1, 2, 3),
             None,
             SequenceChoice(1, 0),
-            id="it goes on otherwise",
+            id="a longer prompt",
         ),
         pytest.param(
             [slot(0, 1, 2, 5, 6, 7, prompt_length=2, session="a"), slot(1)],
             run(1, 2),
             None,
             SequenceChoice(1, 0),
-            id="the same prompt, and a session's",
+            id="the same prompt in another session",
         ),
         pytest.param(
             [slot(0, 1, 2, 5, 6, 7, prompt_length=2), slot(1)],
@@ -151,7 +151,7 @@ EMPTY = slot(3)
             run(1),
             None,
             SequenceChoice(2, 0, evicted=True),
-            id="background goes first",
+            id="background is evicted first",
         ),
         pytest.param(
             [OLD_MAIN, NEW_MAIN], run(1), None, SequenceChoice(0, 0, evicted=True), id="the least recently used"
@@ -168,35 +168,39 @@ EMPTY = slot(3)
             run(1, 2),
             "a",
             SequenceChoice(0, 0),
-            id="not even in a session",
+            id="no KV of other adapters in a session",
         ),
     ],
 )
-def test_choice(slots: list[SequenceSlot], prompt: TokenIds, session: str | None, expected: SequenceChoice) -> None:
+def test_the_right_sequence_is_chosen(
+    slots: list[SequenceSlot], prompt: TokenIds, session: str | None, expected: SequenceChoice
+) -> None:
     assert choose_sequence(slots, prompt, session) == expected
 
 
 @pytest.mark.parametrize(
     ("slots", "session", "expected"),
     [
-        pytest.param([slot(0)], "a", False, id="nobody was there"),
-        pytest.param([slot(0, 9, session="a")], "a", False, id="its own, of which nothing stays"),
-        pytest.param([slot(0, 9, session="a", adapters=(("x", 1.0),))], "a", False, id="its own under an adapter"),
+        pytest.param([slot(0)], "a", False, id="empty"),
+        pytest.param([slot(0, 9, session="a")], "a", False, id="its own session without common prefix"),
+        pytest.param(
+            [slot(0, 9, session="a", adapters=(("x", 1.0),))], "a", False, id="its own session with an adapter"
+        ),
         pytest.param([slot(0, 1, session="b")], "a", False, id="all of it stays"),
         pytest.param([slot(0, 9, session="b")], "a", True, id="another session's"),
-        pytest.param([slot(0, 9, session="b")], None, True, id="another's, by somebody without a session"),
-        pytest.param([slot(0, 9)], "a", True, id="that of somebody without a session"),
+        pytest.param([slot(0, 9, session="b")], None, True, id="another session's, for a job without session"),
+        pytest.param([slot(0, 9)], "a", True, id="one without session"),
         pytest.param([slot(0, 1, 2, 9)], None, False, id="most of it is the same conversation"),
-        pytest.param([slot(0, 1, 2, 9, session="b")], None, True, id="but not where it is a session's"),
-        pytest.param([slot(0, 1, 2, adapters=(("x", 1.0),))], None, True, id="the same words under an adapter"),
+        pytest.param([slot(0, 1, 2, 9, session="b")], None, True, id="most of it, but of a session"),
+        pytest.param([slot(0, 1, 2, adapters=(("x", 1.0),))], None, True, id="the same tokens with an adapter"),
         pytest.param([slot(0, 9, session="b"), slot(1)], "a", False, id="there is an empty one"),
         pytest.param([slot(0, 9, session="b"), slot(1, busy=True)], "a", True, id="the empty one is busy"),
         pytest.param(
-            [slot(0, 5, session="a", busy=True), slot(1, 9, session="b")], "a", True, id="for its second answer"
+            [slot(0, 5, session="a", busy=True), slot(1, 9, session="b")], "a", True, id="its own session is busy"
         ),
     ],
 )
-def test_evicted_is_told_exactly_where_anothers_conversation_goes(
+def test_evicted_is_set_exactly_if_another_conversation_is_lost(
     slots: list[SequenceSlot], session: str | None, expected: bool
 ) -> None:
     assert choose_sequence(slots, run(1, 2, 3), session).evicted is expected
@@ -212,16 +216,18 @@ def at(*places: int) -> tuple[Checkpoint, ...]:
 @pytest.mark.parametrize(
     ("held", "can_cut", "expected"),
     [
-        pytest.param(slot(0, 1, 2, 3, 9), True, 3, id="up to where they part"),
-        pytest.param(slot(0, 1, 2, adapters=(("x", 1.0),)), True, 0, id="under another adapter nothing"),
-        pytest.param(slot(0, 1, 2), False, 2, id="all of it, which needs no cut"),
-        pytest.param(slot(0, 1, 2, 3, 9), False, 0, id="without a checkpoint nothing"),
-        pytest.param(slot(0, 1, 2, 3, 9, checkpoints=at(1, 2, 4)), False, 2, id="to the last before they part"),
-        pytest.param(slot(0, 1, 2, 3, 9, checkpoints=at(4)), False, 0, id="not to one behind it"),
+        pytest.param(slot(0, 1, 2, 3, 9), True, 3, id="up to the divergence"),
+        pytest.param(slot(0, 1, 2, adapters=(("x", 1.0),)), True, 0, id="another adapter"),
+        pytest.param(slot(0, 1, 2), False, 2, id="all of it without a cut"),
+        pytest.param(slot(0, 1, 2, 3, 9), False, 0, id="no checkpoint"),
+        pytest.param(
+            slot(0, 1, 2, 3, 9, checkpoints=at(1, 2, 4)), False, 2, id="last checkpoint before the divergence"
+        ),
+        pytest.param(slot(0, 1, 2, 3, 9, checkpoints=at(4)), False, 0, id="checkpoint after the divergence"),
         pytest.param(slot(0, 7, 2, 3, checkpoints=at(1)), False, 0, id="nothing in common"),
     ],
 )
-def test_kv_reaches_as_far_as_it_can_be_cut(held: SequenceSlot, can_cut: bool, expected: int) -> None:
+def test_reusable_tokens_end_where_the_kv_can_be_cut(held: SequenceSlot, can_cut: bool, expected: int) -> None:
     assert reusable_tokens(held, run(1, 2, 3, 4), (), can_rewind=can_cut) == expected
 
 
@@ -233,19 +239,21 @@ KIB = 1 << 10
 @pytest.mark.parametrize(
     ("saved", "held", "window", "token_bytes", "costs", "ways", "expected"),
     [
-        pytest.param(255, 255, 4096, 23 * KIB, CPU, ["stream", "state"], None, id="too few to bother"),
-        pytest.param(256, 256, 4096, 23 * KIB, CPU, ["stream", "state"], "state", id="what it holds is little"),
-        pytest.param(2000, 2000, 2048, 23 * KIB, CPU, ["stream", "state"], "stream", id="it is nearly full"),
+        pytest.param(255, 255, 4096, 23 * KIB, CPU, ["stream", "state"], None, id="too few tokens"),
+        pytest.param(256, 256, 4096, 23 * KIB, CPU, ["stream", "state"], "state", id="a short sequence"),
+        pytest.param(2000, 2000, 2048, 23 * KIB, CPU, ["stream", "state"], "stream", id="a nearly full sequence"),
         pytest.param(2000, 2000, 2048, 23 * KIB, CPU, ["state"], "state", id="from another context"),
-        pytest.param(2000, 2000, 2048, 23 * KIB, CPU, [], None, id="from one that is not alike"),
-        pytest.param(300, 300, 131072, 128 * KIB, CPU, ["stream"], None, id="an endless stream for a few tokens"),
+        pytest.param(2000, 2000, 2048, 23 * KIB, CPU, [], None, id="from another layout"),
+        pytest.param(300, 300, 131072, 128 * KIB, CPU, ["stream"], None, id="a huge stream for a few tokens"),
         pytest.param(300, 8000, 8192, 512 * KIB, CPU, ["state"], None, id="a long conversation for a few tokens"),
         pytest.param(300, 8000, 8192, 16 * KIB, CPU, ["state"], "state", id="the same in a small model"),
-        pytest.param(4000, 4000, 8192, 128 * KIB, GPU, ["state"], None, id="where reading is faster than moving"),
-        pytest.param(4000, 4000, 8192, 2 * KIB, GPU, ["stream", "state"], "state", id="and where it is not"),
+        pytest.param(4000, 4000, 8192, 128 * KIB, GPU, ["state"], None, id="evaluating is faster than copying"),
+        pytest.param(
+            4000, 4000, 8192, 2 * KIB, GPU, ["stream", "state"], "state", id="copying is faster than evaluating"
+        ),
     ],
 )
-def test_kv_is_copied_where_that_is_cheaper_than_reading(
+def test_kv_is_copied_if_that_is_cheaper_than_evaluating(
     saved: int,
     held: int,
     window: int,
@@ -267,12 +275,12 @@ def test_kv_is_copied_where_that_is_cheaper_than_reading(
         pytest.param(6, 9, 10, 4, False, True, id="the window is there"),
         pytest.param(7, 9, 10, 4, False, False, id="the window has moved on"),
         pytest.param(0, 2, 3, 4, False, True, id="shorter than the window"),
-        pytest.param(9, 9, 10, 0, True, True, id="the state of a recurrent model stands at the end"),
-        pytest.param(11, 11, 10, 0, True, False, id="and cannot go back"),
-        pytest.param(9, 9, 10, 4, True, False, id="a hybrid with a window is held to its window"),
+        pytest.param(9, 9, 10, 0, True, True, id="a recurrent state at the end"),
+        pytest.param(11, 11, 10, 0, True, False, id="a recurrent state beyond the cut"),
+        pytest.param(9, 9, 10, 4, True, False, id="a hybrid without its window"),
     ],
 )
-def test_cut_sequence_is_used_only_where_it_is_intact(
+def test_a_cut_sequence_is_used_only_if_it_is_intact(
     oldest: int, newest: int, keep: int, n_swa: int, only_forward: bool, expected: bool
 ) -> None:
     assert is_intact(oldest, newest, keep, n_swa=n_swa, only_forward=only_forward) is expected
@@ -313,7 +321,7 @@ def test_chosen_sequence_is_idle_and_keeps_only_its_own_verified_prefix(
 
 
 @given(SLOTS, RUNS, st.sampled_from([None, "a"]), ADAPTERS)
-def test_nobody_is_evicted_while_there_is_an_empty_sequence_or_the_sessions_own(
+def test_nothing_is_evicted_while_there_is_an_empty_sequence_or_the_sessions_own(
     slots: list[SequenceSlot], prompt: TokenIds, session: str | None, adapters: Any
 ) -> None:
     slots[0].busy = False
@@ -336,10 +344,10 @@ def test_common_prefix_is_the_longest(a: Ids, b: Ids) -> None:
     assert n == min(len(a), len(b)) or a[n] != b[n]
 
 
-# Which states of a sequence are kept, and which one is taken up: tables and what holds for any of them.
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def at_checkpoints(*tokens: int, size: int = 10) -> Checkpoints:
+def checkpoints_at(*tokens: int, size: int = 10) -> Checkpoints:
     return tuple(Checkpoint(one, np.zeros(size, np.uint8)) for one in tokens)
 
 
@@ -350,15 +358,13 @@ def tokens(held: Checkpoints) -> list[int]:
 @pytest.mark.parametrize(
     ("held", "keep", "expected"), [((), 9, None), ((5,), 4, None), ((5,), 5, 5), ((5, 9, 12), 11, 9), ((5, 9), 99, 9)]
 )
-def test_a_sequence_is_taken_up_at_the_last_place_before_the_cut(
-    held: tuple[int, ...], keep: int, expected: int | None
-) -> None:
-    found = latest_checkpoint(at_checkpoints(*held), keep)
+def test_the_latest_checkpoint_before_the_cut_is_found(held: tuple[int, ...], keep: int, expected: int | None) -> None:
+    found = latest_checkpoint(checkpoints_at(*held), keep)
     assert (found.tokens if found else None) == expected
 
 
-def test_a_cut_leaves_only_what_was_before_it() -> None:
-    assert tokens(checkpoints_within(at_checkpoints(5, 9, 12), 9)) == [5, 9]
+def test_a_cut_keeps_only_earlier_checkpoints() -> None:
+    assert tokens(checkpoints_within(checkpoints_at(5, 9, 12), 9)) == [5, 9]
 
 
 @pytest.mark.parametrize(
@@ -366,55 +372,57 @@ def test_a_cut_leaves_only_what_was_before_it() -> None:
     [
         pytest.param((), 100, [100], id="the first"),
         pytest.param((100, 200), 300, [100, 200, 300], id="room for it"),
-        pytest.param((100, 150, 300), 400, [100, 300, 400], id="the nearest to the one before goes"),
-        pytest.param((30, 200, 400), 500, [200, 400, 500], id="the first is near to the start"),
+        pytest.param((100, 150, 300), 400, [100, 300, 400], id="the smallest gap is dropped"),
+        pytest.param((30, 200, 400), 500, [200, 400, 500], id="the first is near the start"),
         pytest.param((100, 300, 500), 510, [300, 500, 510], id="never the new one"),
-        pytest.param((100, 300, 500), 300, [100, 300], id="what lies behind is not true any more"),
+        pytest.param((100, 300, 500), 300, [100, 300], id="later ones are invalid"),
     ],
 )
-def test_the_one_goes_whose_loss_costs_the_fewest_tokens(held: tuple[int, ...], new: int, expected: list[int]) -> None:
-    assert tokens(add_checkpoint(at_checkpoints(*held), at_checkpoints(new)[0], CheckpointLimits(3, 1000))) == expected
+def test_the_checkpoint_whose_loss_costs_the_fewest_tokens_is_dropped(
+    held: tuple[int, ...], new: int, expected: list[int]
+) -> None:
+    assert tokens(add_checkpoint(checkpoints_at(*held), checkpoints_at(new)[0], CheckpointLimits(3, 1000))) == expected
 
 
-def test_bytes_are_bounded_too() -> None:
-    assert tokens(add_checkpoint(at_checkpoints(100, 150, 300), at_checkpoints(400)[0], CheckpointLimits(9, 25))) == [
+def test_the_bytes_of_checkpoints_are_limited() -> None:
+    assert tokens(add_checkpoint(checkpoints_at(100, 150, 300), checkpoints_at(400)[0], CheckpointLimits(9, 25))) == [
         300,
         400,
     ]
-    assert tokens(add_checkpoint(at_checkpoints(100), at_checkpoints(200, size=26)[0], CheckpointLimits(9, 25))) == [
+    assert tokens(add_checkpoint(checkpoints_at(100), checkpoints_at(200, size=26)[0], CheckpointLimits(9, 25))) == [
         100
     ]
 
 
 @given(st.lists(st.integers(1, 500), unique=True, max_size=12), st.integers(0, 4), st.integers(0, 60))
-def test_what_is_kept_is_in_order_and_within_its_bound(made: list[int], count: int, size: int) -> None:
+def test_checkpoints_are_ordered_and_within_their_limits(made: list[int], count: int, size: int) -> None:
     held: Checkpoints = ()
     for one in made:
-        held = add_checkpoint(held, at_checkpoints(one)[0], CheckpointLimits(count, size))
+        held = add_checkpoint(held, checkpoints_at(one)[0], CheckpointLimits(count, size))
         assert tokens(held) == sorted(set(tokens(held)))
         assert len(held) <= count
         assert sum(each.size for each in held) <= size
 
 
-def test_one_near_to_another_is_not_worth_it() -> None:
+def test_a_checkpoint_near_another_is_not_useful() -> None:
     assert is_checkpoint_useful((), MIN_DISTANCE)
     assert not is_checkpoint_useful((), MIN_DISTANCE - 1)
-    assert not is_checkpoint_useful(at_checkpoints(100), 100 + MIN_DISTANCE - 1)
-    assert is_checkpoint_useful(at_checkpoints(100), 100 + MIN_DISTANCE)
+    assert not is_checkpoint_useful(checkpoints_at(100), 100 + MIN_DISTANCE - 1)
+    assert is_checkpoint_useful(checkpoints_at(100), 100 + MIN_DISTANCE)
 
 
 @pytest.mark.parametrize(
     ("length", "start", "partings", "held", "expected"),
     [
-        pytest.param(300, 0, [], (), [292], id="a little before the end"),
-        pytest.param(300, 0, [100, 0, 300], (), [100, 292], id="and where others part"),
-        pytest.param(300, 280, [100], (), [], id="nothing of what is not read"),
-        pytest.param(300, 0, [100, 110], (), [100, 292], id="not two that are near"),
-        pytest.param(300, 150, [200], (180,), [292], id="nor near one that is there"),
-        pytest.param(20, 0, [10], (), [], id="nothing of a short one"),
+        pytest.param(300, 0, [], (), [292], id="shortly before the end"),
+        pytest.param(300, 0, [100, 0, 300], (), [100, 292], id="at divergences"),
+        pytest.param(300, 280, [100], (), [], id="nothing in the cached part"),
+        pytest.param(300, 0, [100, 110], (), [100, 292], id="not two near each other"),
+        pytest.param(300, 150, [200], (180,), [292], id="not near an existing one"),
+        pytest.param(20, 0, [10], (), [], id="a short prompt"),
     ],
 )
-def test_a_prompt_pauses_where_its_state_is_worth_keeping(
+def test_a_prompt_pauses_at_useful_checkpoints(
     length: int, start: int, partings: list[int], held: tuple[int, ...], expected: list[int]
 ) -> None:
-    assert checkpoint_positions(length, start, partings, at_checkpoints(*held)) == expected
+    assert checkpoint_positions(length, start, partings, checkpoints_at(*held)) == expected

@@ -89,7 +89,7 @@ def test_leavings_of_a_killed_conversion_are_swept(added: str, cache: Path):
 
 def test_progress_reaches_the_end(added: str):
     told: list[str] = []
-    convert(added, "hf", meter=ProgressReporter(Console(file=io.StringIO()), told.append))
+    convert(added, "hf", progress=ProgressReporter(Console(file=io.StringIO()), told.append))
     assert told[0] == "converting tiny.gguf to bfloat16"
     assert "100 %" in told[-1]
 

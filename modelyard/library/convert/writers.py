@@ -1,0 +1,139 @@
+"""Writes a model's configuration and weights as a Hugging Face folder or as a CTranslate2 folder."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from modelyard.library.convert.gguf_model import GgufModel, Weights
+from modelyard.library.convert.tokenizer import special_tokens
+
+OnTensor = Callable[[int], None]  # called with the number of elements of each converted tensor
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+_SAFETENSORS_TYPES = {"bfloat16": ("BF16", 2), "float16": ("F16", 2), "float32": ("F32", 4)}
+
+
+def write_hf(model: GgufModel, folder: Path, dtype: str, on_tensor: OnTensor) -> None:
+    """config.json, and the weights as safetensors with one tensor in memory at a time."""
+    (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(_hf_config(model, dtype)), indent=2))
+    with (folder / "model.safetensors").open("wb") as out:
+        out.write(_safetensors_header(model, dtype))
+        for _, weights in model:
+            out.write(_to_bytes(weights, dtype))
+            on_tensor(weights.size)
+
+
+def _hf_config(model: GgufModel, dtype: str) -> dict[str, Any]:
+    shape, metadata = model.shape, model.metadata
+    return {
+        "architectures": [model.family.architecture],
+        "model_type": model.family.model_type,
+        "hidden_act": "silu",
+        "hidden_size": shape.width,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_width,
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": shape.epsilon,
+        "rope_theta": shape.rope_base,
+        "vocab_size": shape.vocab,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "torch_dtype": dtype,
+        "use_cache": True,
+    }
+
+
+def _safetensors_header(model: GgufModel, dtype: str) -> bytes:
+    """Names, types and offsets as JSON after its length; spaces align the data to 8 bytes."""
+    kind, size = _SAFETENSORS_TYPES[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name, shape in model.sizes.items():
+        end = start + prod(shape) * size
+        header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _to_bytes(weights: Weights, dtype: str) -> bytes:
+    if dtype != "bfloat16":
+        return weights.astype(dtype).tobytes()
+    bits = weights.view(np.uint32)  # bfloat16 is the upper half, rounded to nearest, ties to even
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+# --- CTranslate2 ------------------------------------------------------------------------------------------------------
+
+
+def write_ct2(model: GgufModel, folder: Path, quantization: str, on_tensor: OnTensor) -> None:
+    """Uses CTranslate2's model specification, which needs neither torch nor transformers."""
+    from ctranslate2.specs import common_spec, transformer_spec
+
+    shape = model.shape
+    spec = transformer_spec.TransformerDecoderModelSpec.from_config(
+        shape.layers,
+        shape.heads,
+        activation=common_spec.Activation.SWISH,
+        ffn_glu=True,
+        rms_norm=True,
+        rotary_dim=0,  # the whole head
+        rotary_interleave=False,
+        rotary_base=shape.rope_base,
+        num_heads_kv=None if shape.kv_heads == shape.heads else shape.kv_heads,
+        head_dim=None if shape.head_width * shape.heads == shape.width else shape.head_width,
+        quant_type=common_spec.Quantization.CT2,
+    )
+    _set_weights(spec.decoder, model, on_tensor)
+    # A model may have more rows than its vocabulary has tokens.
+    tokens = model.tokens
+    spec.register_vocabulary(tokens + [f"<extra_id_{n}>" for n in range(shape.vocab - len(tokens))])
+    names = special_tokens(model.metadata)
+    spec.config.bos_token = names.get("bos_token", "")
+    spec.config.eos_token = names.get("eos_token", "")
+    spec.config.unk_token = names.get("unk_token", "")
+    spec.config.layer_norm_epsilon = shape.epsilon
+    spec.validate()
+    spec.optimize(quantization)
+    spec.save(str(folder))
+
+
+def _set_weights(decoder: Any, model: GgufModel, on_tensor: OnTensor) -> None:
+    def tensor(name: str) -> Any:
+        weights = model[name]
+        on_tensor(weights.size)
+        return weights
+
+    def fused_qkv(layer: str, kind: str) -> Any:
+        names = [f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"]
+        return np.concatenate([tensor(name) for name in names]) if names[0] in model.sizes else None
+
+    decoder.scale_embeddings = False
+    decoder.embeddings.weight = tensor("model.embed_tokens.weight")
+    decoder.layer_norm.gamma = tensor("model.norm.weight")
+    decoder.projection.weight = decoder.embeddings.weight if model.shape.tied else tensor("lm_head.weight")
+    for number, layer in enumerate(decoder.layer):
+        name, attention, ffn = f"model.layers.{number}", layer.self_attention, layer.ffn
+        attention.layer_norm.gamma = tensor(f"{name}.input_layernorm.weight")
+        attention.linear[0].weight = fused_qkv(name, "weight")
+        if (bias := fused_qkv(name, "bias")) is not None:
+            attention.linear[0].bias = bias
+        attention.linear[1].weight = tensor(f"{name}.self_attn.o_proj.weight")
+        ffn.layer_norm.gamma = tensor(f"{name}.post_attention_layernorm.weight")
+        ffn.linear_0.weight = tensor(f"{name}.mlp.gate_proj.weight")
+        ffn.linear_0_noact.weight = tensor(f"{name}.mlp.up_proj.weight")
+        ffn.linear_1.weight = tensor(f"{name}.mlp.down_proj.weight")
