@@ -7,8 +7,7 @@ from pathlib import Path
 from modelyard.config.load import load_config
 from modelyard.engines import ct2
 from modelyard.engines.ct2.options import IGNORED
-from modelyard.library.convert import ct2 as to_ct2
-from modelyard.library.convert import hf as to_hf
+from modelyard.library.convert import QUANTIZATIONS
 from tests.docs.pages import DOCS, blocks
 
 PAGE = (DOCS / "ct2.md").read_text()
@@ -35,7 +34,7 @@ def test_the_example_loads(tmp_path: Path) -> None:
 
 
 def test_every_number_format_of_a_conversion_is_named() -> None:
-    assert all(f"`{name}`" in PAGE for name in (*to_ct2.TYPES, *to_hf.TYPES))
+    assert all(f"`{name}`" in PAGE for name in (*QUANTIZATIONS["ct2"], *QUANTIZATIONS["hf"]))
 
 
 def test_ignored_knobs_are_named_by_themselves_or_by_their_family() -> None:

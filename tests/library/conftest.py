@@ -1,4 +1,4 @@
-"""Every test has a library of its own, and an empty current folder."""
+"""Each test has its own library and an empty current folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small GGUF files: a head that the reader understands, and no weights worth loading."""
+"""Small GGUF files with a valid header and no usable weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def number(name: str, value: int) -> bytes:
 
 
 def gguf_bytes(*, quant: int = 15) -> bytes:
-    """Architecture toy, 2 layers, 512 tokens of context, a list of tokens, two tensors of 600 numbers in all."""
+    """Architecture "toy", 2 layers, 512 tokens of context, a vocabulary, two tensors with 600 elements in all."""
     entries = [
         text("general.architecture") + struct.pack("<I", 8) + text("toy"),
         text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc"),

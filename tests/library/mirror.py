@@ -1,4 +1,4 @@
-"""A Debian mirror of a few tiny packages, over HTTP, made by the real dpkg-deb."""
+"""A Debian mirror with small packages over HTTP, built by the real dpkg-deb."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Mirror:
         self.url = ""
 
     def add(self, name: str, files: Files, sha256: str = "") -> None:
-        """A package with these files, each of them a program; with a checksum of its own if wanted."""
+        """Add a package with these executable files. `sha256` overrides the checksum in the index."""
         tree = self._folder / f"{name}-tree"
         (tree / "DEBIAN").mkdir(parents=True)
         (tree / "DEBIAN" / "control").write_text(
@@ -42,8 +42,8 @@ class Mirror:
         self._list(name, deb, sha256 or hashlib.sha256(deb.read_bytes()).hexdigest())
 
     def _list(self, name: str, deb: Path, sha256: str) -> None:
-        told = f"Package: {name}\nVersion: 1.0\nFilename: {deb.name}\nSize: {deb.stat().st_size}\nSHA256: {sha256}\n"
-        self._stanzas.append(told + "Description: tiny\n more: of it")
+        stanza = f"Package: {name}\nVersion: 1.0\nFilename: {deb.name}\nSize: {deb.stat().st_size}\nSHA256: {sha256}\n"
+        self._stanzas.append(stanza + "Description: tiny\n more: of it")
 
     def publish(self, suite: str, kind: str) -> None:
         folder = self._folder / "dists" / suite / "main" / f"binary-{kind}"
@@ -53,13 +53,13 @@ class Mirror:
 
 @contextmanager
 def mirror(folder: Path) -> Iterator[Mirror]:
-    made = Mirror(folder)
+    web = Mirror(folder)
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(folder))) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
-        made.url = f"http://127.0.0.1:{server.server_port}/"
+        web.url = f"http://127.0.0.1:{server.server_port}/"
         try:
-            yield made
+            yield web
         finally:
             server.shutdown()
             thread.join(30)

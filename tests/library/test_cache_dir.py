@@ -1,5 +1,3 @@
-"""Where the library lies, and that two processes take turns."""
-
 from __future__ import annotations
 
 import subprocess
@@ -9,7 +7,7 @@ from pathlib import Path
 from modelyard.library.cache_dir import cache_dir, file_lock
 
 
-def test_the_folder_is_the_users_own_choice_else_the_systems():
+def test_the_cache_folder_follows_the_environment():
     assert cache_dir({"MODELYARD_CACHE": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
     assert cache_dir({"XDG_CACHE_HOME": "/b"}) == Path("/b/modelyard")
     assert cache_dir({}) == Path.home() / ".cache/modelyard"
@@ -18,15 +16,15 @@ def test_the_folder_is_the_users_own_choice_else_the_systems():
 HOLDER = """
 import sys
 from pathlib import Path
-from modelyard.library.cache_dir import locked
-with locked(Path(sys.argv[1])):
+from modelyard.library.cache_dir import file_lock
+with file_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
-def test_a_lock_that_another_process_holds_is_waited_for_and_freed_by_its_death(tmp_path: Path):
-    told: list[str] = []
+def test_a_lock_of_another_process_is_awaited_and_released_by_its_death(tmp_path: Path):
+    calls: list[str] = []
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path / "x.lock")],
         stdin=subprocess.PIPE,
@@ -37,16 +35,16 @@ def test_a_lock_that_another_process_holds_is_waited_for_and_freed_by_its_death(
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
 
-        def leave() -> None:
-            told.append("waiting")
+        def on_wait() -> None:
+            calls.append("waiting")
             holder.kill()
 
-        with file_lock(tmp_path / "x.lock", leave):
+        with file_lock(tmp_path / "x.lock", on_wait):
             assert holder.wait() != 0
-    assert told == ["waiting"]
+    assert calls == ["waiting"]
 
 
-def test_a_free_lock_is_taken_without_a_word(tmp_path: Path):
+def test_a_free_lock_is_taken_without_waiting(tmp_path: Path):
     with file_lock(tmp_path / "deep/x.lock", lambda: (_ for _ in ()).throw(AssertionError)):
         pass
     with file_lock(tmp_path / "deep/x.lock"):

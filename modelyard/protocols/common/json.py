@@ -10,6 +10,7 @@ import msgspec
 from modelyard.core.errors import InvalidRequest
 
 T = TypeVar("T")
+JsonObject = dict[str, Any]
 
 _PATH = re.compile(r" - at `(?P<path>[^`]+)`$")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")

@@ -36,7 +36,7 @@ from modelyard.core.request import (
     ToolResult,
 )
 from modelyard.protocols.common.extensions import present, write_extensions
-from modelyard.protocols.common.json import decode, encode
+from modelyard.protocols.common.json import JsonObject, decode, encode
 from modelyard.protocols.common.response_metrics import read_metrics
 from modelyard.protocols.common.sse import SseParser
 from modelyard.protocols.openai_responses.errors import read_failure
@@ -52,9 +52,6 @@ from modelyard.protocols.openai_responses.request import (
     join_turns,
     read_thinking,
 )
-
-JsonObject = dict[str, Any]
-
 
 # --- the outgoing request -------------------------------------------------------------------------------------------
 

@@ -11,11 +11,10 @@ from msgspec import Raw
 
 from modelyard.core.events import Block, BlockKind, Finished, Reply, Started, TokenLogprob, Usage
 from modelyard.core.request import Constraint, Message, Request, Text, Tool, ToolCall, ToolChoice
-from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.reasoning_signature import pack_reasoning
 from modelyard.protocols.common.response_metrics import write_metrics
 
-JsonObject = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 _EMPTY_LIST = Raw(b"[]")

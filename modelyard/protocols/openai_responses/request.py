@@ -37,13 +37,10 @@ from modelyard.protocols.common.extensions import (
     read_priority,
     read_sampling,
 )
-from modelyard.protocols.common.json import dumps
+from modelyard.protocols.common.json import JsonObject, dumps
 from modelyard.protocols.common.openai_fields import check_range
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
 from modelyard.protocols.pool_responses.request import ITEM_TYPES as POOL_ITEM_TYPES
-
-JsonObject = dict[str, Any]
-
 
 # --- the body -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +158,7 @@ _SESSION_HEADERS = ("thread-id", "session-id", "x-session-id", "x-session-affini
 
 def read_body(body: ResponsesBody, headers: Mapping[str, str]) -> Request:
     if not body.model:
-        raise InvalidRequest("model is required: name the model that shall answer", param="model")
+        raise InvalidRequest("model is required: send one of the names that GET /v1/models lists", param="model")
     if not body.input and not body.previous_response_id:
         raise InvalidRequest("input is empty: send a text or a list of items", param="input")
     if body.background:

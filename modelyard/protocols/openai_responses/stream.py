@@ -8,7 +8,6 @@ The response's id comes from the trace, so that a keep-alive before `Started` al
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from modelyard.core.events import (
     Block,
@@ -22,7 +21,7 @@ from modelyard.core.events import (
     TokenLogprob,
 )
 from modelyard.core.request import Request, Text, Thinking, ToolCall
-from modelyard.protocols.common.json import encode
+from modelyard.protocols.common.json import JsonObject, encode
 from modelyard.protocols.common.sse import frame
 from modelyard.protocols.openai_responses.errors import write_failure
 from modelyard.protocols.openai_responses.reply import (
@@ -36,7 +35,6 @@ from modelyard.protocols.openai_responses.reply import (
     write_logprobs,
 )
 
-JsonObject = dict[str, Any]
 NamedEvent = tuple[str, JsonObject]  # an event's type and its fields
 
 

@@ -34,9 +34,9 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sent: list[int] = []
     plain = context.LlamaContext._launch
 
-    def counted(cache: context.LlamaContext, choir: DecodeBatch, tokens: list[int]) -> None:
-        sent.append(len(choir))
-        plain(cache, choir, tokens)
+    def counted(cache: context.LlamaContext, batch: DecodeBatch, tokens: list[int]) -> None:
+        sent.append(len(batch))
+        plain(cache, batch, tokens)
 
     monkeypatch.setattr(context.lib, "llama_supports_gpu_offload", lambda: True)
     monkeypatch.setattr(context.LlamaContext, "_launch", counted)

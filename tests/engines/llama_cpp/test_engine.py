@@ -23,8 +23,9 @@ from modelyard.core.engine import (
 )
 from modelyard.core.errors import InvalidRequest, ModelyardError, Overloaded, Timeout, Unavailable, Unsupported
 from modelyard.engines import llama_cpp
+from modelyard.engines.in_process import ThreadCall
 from modelyard.engines.llama_cpp import loading
-from modelyard.engines.llama_cpp.engine import LlamaCppEngine, Order
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.helpers import Tap, answer, model_file, prompt, running, spec, vocabulary
@@ -121,7 +122,7 @@ async def test_cancelled_jobs_kv_is_still_good_for_its_prompt() -> None:
 def hold(engine: LlamaCppEngine) -> threading.Event:
     """Keeps the engine's thread from its inbox until the event is set."""
     event = threading.Event()
-    engine._inbox.put(Order(lambda: bool(event.wait(60)) and None, engine._loop.create_future()))
+    engine._inbox.put(ThreadCall(lambda: event.wait(60), engine._loop.create_future()))
     return event
 
 

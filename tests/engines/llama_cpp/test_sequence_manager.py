@@ -16,7 +16,7 @@ from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot
 from modelyard.engines.llama_cpp.sequence_manager import KvOffload
-from modelyard.engines.llama_cpp.sequences import Checkpoint, CopyCosts, CopyMethod, Ids
+from modelyard.engines.llama_cpp.sequences import Checkpoint, CopyCosts, CopyMethod, TokenIds
 from tests.engines.llama_cpp.exact_models import N_SWA, VOCAB, exact_model, hybrid_model, recurrent_model, sliding_model
 from tests.engines.llama_cpp.helpers import Tap, chatml, id_prompt, running, said
 from tests.engines.llama_cpp.helpers import answer as asked
@@ -542,60 +542,60 @@ async def test_conversations_in_any_order_say_what_each_says_alone_rewind(model:
 # Conversations that had to make room come back as they were: an agent's errands cost its main one nothing.
 
 
-def run(*tokens: int) -> Ids:
+def run(*tokens: int) -> TokenIds:
     return np.array(tokens, np.int32)
 
 
-def image(*tokens: int, size: int = 100, **fields: Any) -> KvSnapshot:
+def snapshot(*tokens: int, size: int = 100, **fields: Any) -> KvSnapshot:
     return KvSnapshot(run(*tokens), np.zeros(size - 4 * len(tokens), np.uint8), **fields)
 
 
-# --- the lot ----------------------------------------------------------------------------------------------------------
+# --- offloaded conversations ------------------------------------------------------------------------------------------
 
 
 def test_lot_gives_whoever_holds_most_of_what_is_wanted() -> None:
-    short, long = image(1, 2), image(1, 2, 3, 9)
-    lot = KvOffload(1000)
-    lot.add(long)
-    lot.add(short)
-    assert lot.find(run(1, 2, 3, 4), (), can_rewind=True) == (long, 3)
-    assert lot.find(run(1, 2, 3, 4), (), can_rewind=False) == (short, 2)
-    assert lot.find(run(7), (), can_rewind=True) is None
-    assert lot.find(run(1, 2), (("pirate", 1.0),), can_rewind=True) is None
+    short, long = snapshot(1, 2), snapshot(1, 2, 3, 9)
+    offload = KvOffload(1000)
+    offload.add(long)
+    offload.add(short)
+    assert offload.find(run(1, 2, 3, 4), (), can_rewind=True) == (long, 3)
+    assert offload.find(run(1, 2, 3, 4), (), can_rewind=False) == (short, 2)
+    assert offload.find(run(7), (), can_rewind=True) is None
+    assert offload.find(run(1, 2), (("pirate", 1.0),), can_rewind=True) is None
 
 
 def test_lot_takes_one_that_cannot_be_cut_up_at_its_checkpoint() -> None:
-    lot = KvOffload(1000)
-    lot.add(held := image(1, 2, 3, 9, checkpoints=(Checkpoint(2, np.zeros(4, np.uint8)),)))
-    assert lot.find(run(1, 2, 3, 4), (), can_rewind=False) == (held, 2)
+    offload = KvOffload(1000)
+    offload.add(held := snapshot(1, 2, 3, 9, checkpoints=(Checkpoint(2, np.zeros(4, np.uint8)),)))
+    assert offload.find(run(1, 2, 3, 4), (), can_rewind=False) == (held, 2)
 
 
 def test_lot_is_bounded_and_the_oldest_goes() -> None:
-    lot = KvOffload(250)
+    offload = KvOffload(250)
     for tokens in ((1, 1), (2, 2), (3, 3)):
-        lot.add(image(*tokens))
-    assert (len(lot), lot.size) == (2, 200)
-    assert lot.find(run(1, 1), (), can_rewind=True) is None
-    lot.add(image(4, 4, size=251))
-    assert len(lot) == lot.size == 0  # it did not fit even alone
+        offload.add(snapshot(*tokens))
+    assert (len(offload), offload.size) == (2, 200)
+    assert offload.find(run(1, 1), (), can_rewind=True) is None
+    offload.add(snapshot(4, 4, size=251))
+    assert len(offload) == offload.size == 0  # it did not fit even alone
 
 
 def test_conversation_that_went_on_takes_the_place_of_what_it_was() -> None:
-    lot = KvOffload(1000)
-    lot.add(image(1, 2))
-    lot.add(image(1, 2, 3))
-    lot.add(image(1, 2, 3, 4, adapters=(("pirate", 1.0),)))
-    assert len(lot) == 2
+    offload = KvOffload(1000)
+    offload.add(snapshot(1, 2))
+    offload.add(snapshot(1, 2, 3))
+    offload.add(snapshot(1, 2, 3, 4, adapters=(("pirate", 1.0),)))
+    assert len(offload) == 2
 
 
 def test_lot_forgets_an_adapter_and_everything() -> None:
-    lot = KvOffload(1000)
-    lot.add(image(1, 2, adapters=(("pirate", 1.0),)))
-    lot.add(image(1, 2))
-    lot.drop_adapter("pirate")
-    assert (len(lot), lot.size) == (1, 100)
-    lot.clear()
-    assert len(lot) == lot.size == 0
+    offload = KvOffload(1000)
+    offload.add(snapshot(1, 2, adapters=(("pirate", 1.0),)))
+    offload.add(snapshot(1, 2))
+    offload.drop_adapter("pirate")
+    assert (len(offload), offload.size) == (1, 100)
+    offload.clear()
+    assert len(offload) == offload.size == 0
 
 
 # --- in the engine ----------------------------------------------------------------------------------------------------

@@ -333,12 +333,12 @@ def test_nothing_is_evicted_while_there_is_an_empty_sequence_or_the_sessions_own
         assert choice.keep < len(chosen.tokens)
     else:
         whole, own = choice.keep == len(chosen.tokens), session is not None and chosen.session == session
-        most, again = 2 * choice.keep >= len(chosen.tokens), choice.keep == chosen.asked == len(prompt)
+        most, again = 2 * choice.keep >= len(chosen.tokens), choice.keep == chosen.prompt_length == len(prompt)
         assert whole or own or (session is None and chosen.session is None and (most or again))
 
 
 @given(RUNS, RUNS)
-def test_common_prefix_is_the_longest(a: Ids, b: Ids) -> None:
+def test_common_prefix_is_the_longest(a: TokenIds, b: TokenIds) -> None:
     n = common_prefix(a, b)
     assert list(a[:n]) == list(b[:n])
     assert n == min(len(a), len(b)) or a[n] != b[n]

@@ -1,4 +1,4 @@
-"""The tokenizer.json of a conversion gives the ids that llama.cpp gives from the GGUF file."""
+"""A converted tokenizer.json gives the same ids as llama.cpp with the GGUF file."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def texts() -> list[str]:
 
 
 def vocabularies(file: Path, folder: Path) -> tuple[GgufTokenizer, HuggingFaceTokenizer]:
-    for name, content in tokenizer.files(read_contents(file)[0], 8192):
+    for name, content in tokenizer.tokenizer_files(read_contents(file)[0], 8192):
         (folder / name).write_bytes(content)
     return GgufTokenizer(file), HuggingFaceTokenizer.load(folder)
 
 
-def test_default_model_is_tokenized_as_llama_cpp_does(smollm2: Path, tmp_path: Path):
+def test_the_default_model_is_tokenized_like_llama_cpp(smollm2: Path, tmp_path: Path):
     theirs, ours = vocabularies(smollm2, tmp_path)
     for text in [*texts(), Path(__file__).read_text("utf-8")]:
         assert ours.encode(text) == theirs.encode(text), repr(text)
@@ -51,21 +51,21 @@ def test_default_model_is_tokenized_as_llama_cpp_does(smollm2: Path, tmp_path: P
     assert {0, 2} <= ours.eos
 
 
-@pytest.mark.parametrize("cut", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
-def test_each_way_to_cut_words_is_llama_cpps(cut: str, smollm2: Path, tmp_path: Path):
-    about = read_contents(smollm2)[0]
-    merges = about["tokenizer.ggml.merges"][:4000]
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
+def test_each_pre_tokenizer_matches_llama_cpp(pre: str, smollm2: Path, tmp_path: Path):
+    metadata = read_contents(smollm2)[0]
+    merges = metadata["tokenizer.ggml.merges"][:4000]
     words = tiny.tokens()[: len(tiny.SPECIALS) + 256] + [merge.replace(" ", "") for merge in merges]
     words = list(dict.fromkeys(words))
-    theirs, ours = vocabularies(tiny.write_vocabulary(tmp_path / "words.gguf", cut, words, merges), tmp_path)
+    theirs, ours = vocabularies(tiny.write_vocabulary(tmp_path / "words.gguf", pre, words, merges), tmp_path)
     for text in texts():
         text = unicodedata.normalize("NFC", text)
         assert ours.encode(text) == theirs.encode(text), repr(text)
 
 
-def test_folder_says_how_texts_begin_and_end(tmp_path: Path):
-    about = read_contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]
-    made = {name: content.decode() for name, content in tokenizer.files(about, 256)}
+def test_the_files_have_special_tokens_and_template(tmp_path: Path):
+    metadata = read_contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]
+    made = {name: content.decode() for name, content in tokenizer.tokenizer_files(metadata, 256)}
     config = json.loads(made["tokenizer_config.json"])
     assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")
     assert config["model_max_length"] == 256
@@ -73,13 +73,13 @@ def test_folder_says_how_texts_begin_and_end(tmp_path: Path):
     assert json.loads(made["generation_config.json"])["eos_token_id"] == [0, 2]
 
 
-def test_begin_of_text_that_the_file_adds_is_added(tmp_path: Path):
-    about = dict(read_contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]) | {"tokenizer.ggml.add_bos_token": True}
-    for name, content in tokenizer.files(about, 256):
+def test_the_bos_token_is_added_if_the_file_says_so(tmp_path: Path):
+    metadata = dict(read_contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]) | {"tokenizer.ggml.add_bos_token": True}
+    for name, content in tokenizer.tokenizer_files(metadata, 256):
         (tmp_path / name).write_bytes(content)
     assert HuggingFaceTokenizer.load(tmp_path).bos == 1
 
 
-def test_tokenizer_of_another_kind_is_refused_with_what_to_do():
+def test_another_tokenizer_type_is_refused_with_an_alternative():
     with pytest.raises(Unsupported, match="ct2-transformers-converter"):
-        list(tokenizer.files({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": []}, 256))
+        list(tokenizer.tokenizer_files({"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": []}, 256))

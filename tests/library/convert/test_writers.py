@@ -1,4 +1,4 @@
-"""A converted model computes what llama.cpp computes from the file it was made of."""
+"""A converted model computes the same as llama.cpp with the GGUF file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engines.llama_cpp import reference
 from tests.library.convert import tiny
 
 
-def made(tmp_path: Path, architecture: str = "llama", quantization: str | None = None) -> Path:
+def converted(tmp_path: Path, architecture: str = "llama", quantization: str | None = None) -> Path:
     file = tiny.write_model(tmp_path / "tiny.gguf", architecture)
     return Path(convert(str(file), "hf", quantization=quantization, out=tmp_path / "out").path)
 
@@ -42,8 +42,8 @@ def _values(about: dict[str, Any], body: bytes) -> Any:
     return values.reshape(about["shape"])
 
 
-def test_config_tells_the_shape(tmp_path: Path):
-    config = json.loads((made(tmp_path) / "config.json").read_text())
+def test_the_config_has_the_shape(tmp_path: Path):
+    config = json.loads((converted(tmp_path) / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["hidden_size"], config["num_hidden_layers"]) == (tiny.WIDTH, tiny.LAYERS)
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (tiny.HEADS, tiny.KV_HEADS)
@@ -53,8 +53,8 @@ def test_config_tells_the_shape(tmp_path: Path):
     assert config["torch_dtype"] == "bfloat16"
 
 
-def test_words_in_and_out_that_are_one_table_are_told_so(tmp_path: Path):
-    folder = made(tmp_path, "qwen2")
+def test_tied_embeddings_are_marked(tmp_path: Path):
+    folder = converted(tmp_path, "qwen2")
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
     found = tensors(folder)
     assert "lm_head.weight" not in found
@@ -65,8 +65,8 @@ def test_words_in_and_out_that_are_one_table_are_told_so(tmp_path: Path):
     ("quantization", "dtype", "off"),
     [("float32", "F32", 0.0), ("float16", "F16", 2.0**-11), ("bfloat16", "BF16", 2.0**-8)],
 )
-def test_weights_are_rounded_to_the_nearest(quantization: str, dtype: str, off: float, tmp_path: Path):
-    found = tensors(made(tmp_path, quantization=quantization))
+def test_weights_are_rounded_to_nearest(quantization: str, dtype: str, off: float, tmp_path: Path):
+    found = tensors(converted(tmp_path, quantization=quantization))
     for new, old in (("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")):
         kind, got = found[new]
         wanted = tiny._weights("llama")[old].astype(np.float32)
@@ -74,9 +74,9 @@ def test_weights_are_rounded_to_the_nearest(quantization: str, dtype: str, off: 
         assert np.all(np.abs(got - wanted) <= off * np.abs(wanted) + 1e-7)
 
 
-def test_queries_and_keys_are_put_back_into_halves(tmp_path: Path):
-    """llama.cpp turns neighbours, the other world turns the first half against the second."""
-    found = tensors(made(tmp_path, quantization="float32"))
+def test_queries_and_keys_are_deinterleaved(tmp_path: Path):
+    """llama.cpp rotates neighbouring rows, Hugging Face the first half with the second."""
+    found = tensors(converted(tmp_path, quantization="float32"))
     stored, half = tiny._weights("llama")["blk.0.attn_q.weight"].astype(np.float32), tiny.WIDTH // tiny.HEADS // 2
     got = found["model.layers.0.self_attn.q_proj.weight"][1]
     assert np.array_equal(got[:half], stored[0 : 2 * half : 2])
@@ -87,7 +87,7 @@ IDS = [1, 20, 30, 40, 77, 140, 3, 9, 200, 31, 8]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_same_log_probabilities_as_llama_cpp(architecture: str, tmp_path: Path):
+def test_log_probabilities_match_llama_cpp(architecture: str, tmp_path: Path):
     file = tiny.write_model(tmp_path / "tiny.gguf", architecture)
     folder = convert(str(file), "ct2", quantization="float32", out=tmp_path / "out").path
     generator = ctranslate2.Generator(folder, intra_threads=1, compute_type="float32")
@@ -95,19 +95,19 @@ def test_same_log_probabilities_as_llama_cpp(architecture: str, tmp_path: Path):
     got = np.array(view)[0, -1]
     del generator, view
     (expected,) = reference.logprobs(file, IDS, [[len(IDS)]])
-    assert np.abs(got - expected).max() < 0.1  # llama.cpp's KV has sixteen bits
+    assert np.abs(got - expected).max() < 0.1  # llama.cpp's KV cache has 16 bits
     assert np.ptp(expected) > 10, "a flat distribution would show nothing"
 
 
 @pytest.mark.parametrize(("quantization", "at_most"), [("int8", 0.3), ("float16", 0.6), ("float32", 1.1)])
-def test_quantization_decides_the_size(quantization: str, at_most: float, tmp_path: Path):
+def test_the_quantization_determines_the_size(quantization: str, at_most: float, tmp_path: Path):
     file = tiny.write_model(tmp_path / "tiny.gguf")
     folder = Path(convert(str(file), "ct2", quantization=quantization, out=tmp_path / "out").path)
     numbers = sum(data.size for data in tiny._weights("llama").values())
     assert (folder / "model.bin").stat().st_size < at_most * 4 * numbers + 8192
 
 
-def test_an_engine_can_tell_what_it_would_take(tmp_path: Path):
+def test_the_engine_estimates_the_memory_of_a_conversion(tmp_path: Path):
     file = tiny.write_model(tmp_path / "tiny.gguf")
     folder = convert(str(file), "ct2", out=tmp_path / "out").path
     memory = ct2.estimate(EngineSpec("tiny", ct2.Options(path=folder), {}), AvailableMemory(1 << 30))
