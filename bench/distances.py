@@ -22,7 +22,8 @@ from modelyard.workers.client import WorkerSession, remote_engine
 from modelyard.workers.messages import EngineOpened
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import ClusterKeys, generate_keys
-from modelyard.workers.worker import HostedEngine, Worker, open_engine_message
+from modelyard.workers.worker import HostedEngine, Worker
+from modelyard.workers.messages import open_engine_message
 
 _EVERY_S = 0.002
 _TURN = 1 << 31  # ids are 32 bits; the clock comes round after 36 minutes
@@ -74,7 +75,7 @@ def _telling(endpoint: str, keys: ClusterKeys | None) -> None:
 async def far(endpoint: str, keys: ClusterKeys | None = None) -> AsyncIterator[Any]:
     async with workers.child(_telling, endpoint, keys):
         session = WorkerSession(endpoint, "bench", keys=keys)
-        await session.meet()
+        await session.connect()
         yield remote_engine(session, EngineOpened("e", "text", EngineInfo("clock")))
         await session.close()
 

@@ -256,7 +256,7 @@ async def run(
             process = create_process_engine("exllamav3", spec, "text")
             assert isinstance(process, ProcessTextEngine)
             stack.push_async_callback(process.close)
-            with patch.object(process_engine, "command", lambda endpoint, _, first=first: _command(endpoint, first)):
+            with patch.object(process_engine, "worker_command", lambda endpoint, _, first=first: _command(endpoint, first)):
                 await process.open(lambda *_: None)
             ways[name], pids[name] = through(process), process.pid or 0
         rates = await measured(ways, pids, rounds, seconds)

@@ -15,7 +15,7 @@ from bench.subjects import configuration
 from modelyard.config.load import load_config
 from modelyard.prompt.render import Renderer
 from modelyard.protocols import openai_chat
-from modelyard.server.model_definition import define
+from modelyard.server.model_definition import define_model
 from modelyard.tokenizer.shield import unshield
 
 TOKENS, GROWTH, TURNS = 20_000, 200, 30
@@ -47,7 +47,7 @@ def measure(tokenizer: Path) -> Growth:
 
 def _renderer(tokenizer: Path) -> Renderer:
     config = load_config(env={}, overrides=configuration(tokenizer, 0)).config
-    return define(config.router().catalog.models["bench"], config.models["bench"]).model.pipeline.renderer
+    return define_model(config.router().catalog.models["bench"], config.models["bench"]).model.pipeline.renderer
 
 
 class Author:

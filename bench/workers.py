@@ -35,7 +35,8 @@ from modelyard.workers.packing import pack_ids
 from modelyard.workers.process_engine import create_process_engine
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
-from modelyard.workers.worker import HostedEngine, Worker, open_engine_message
+from modelyard.workers.worker import HostedEngine, Worker
+from modelyard.workers.messages import open_engine_message
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 
 Row = tuple[str, str, str]
@@ -224,7 +225,7 @@ async def throughput(streams: int, tokens: int, rounds: int) -> list[Row]:
     endpoint = address("w")
     async with child(_stepping, endpoint):
         session = WorkerSession(endpoint, "bench")
-        await session.meet()
+        await session.connect()
         engine: Any = remote_engine(session, EngineOpened("e", "text", EngineInfo("stepper")))
         rates = [await rate(engine, streams, tokens) for _ in range(rounds)]
         await session.close()

@@ -1,7 +1,7 @@
-"""Finds a Chrome or Chromium with its driver for the workbench's tests, or fetches Debian's: `python setup/browser.py`.
+"""Finds Chrome or Chromium with its driver for the tests of the workbench, or installs Debian's.
 
-What is on the machine comes first. As root, apt installs it; without root, apt's packages are unpacked into the cache
-folder, where they are found again. Prints the two paths, or says why there is none.
+`python setup/browser.py` prints both paths, or why there is no browser. An installed browser is preferred. As root, apt
+installs one; without root, apt's packages are unpacked into the cache folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIMEOUT_S = 900
 
 
 class Browser(NamedTuple):
-    """`environment` is what both must be started with, beside what is there anyway."""
+    """`environment` holds additional variables for both programs."""
 
     browser: Path
     driver: Path
@@ -32,22 +32,22 @@ class Browser(NamedTuple):
 
 
 class NoBrowser(Exception):
-    """There is none, and why none can be had."""
+    """There is no browser and none can be installed."""
 
 
 def find(which: Callable[[str], str | None] = shutil.which, folder: Path | None = None) -> Browser | None:
-    """The machine's own, else the one in the cache folder. A browser whose driver is not here cannot be used."""
+    """The installed browser, else the one in the cache folder. A browser without a driver is not usable."""
     browser, driver = next(filter(None, map(which, BROWSERS)), None), which(DRIVER)
     if browser and driver:
         return Browser(Path(browser), Path(driver), {})
-    return unpacked(folder or home())
+    return _find_unpacked(folder or browser_dir())
 
 
-def home() -> Path:
+def browser_dir() -> Path:
     return cache_dir() / "browser"
 
 
-def unpacked(root: Path) -> Browser | None:
+def _find_unpacked(root: Path) -> Browser | None:
     browser, driver = root / "usr/lib/chromium/chromium", root / "usr/bin/chromedriver"
     if not (browser.is_file() and driver.is_file()):
         return None
@@ -59,26 +59,26 @@ def install() -> Browser:
     if (found := find()) is not None:
         return found
     if shutil.which("apt-get") is None:
-        raise NoBrowser("no Chrome or Chromium with its chromedriver is on this machine; install them")
+        raise NoBrowser("Chrome or Chromium and chromedriver are not installed; install them")
     if os.geteuid() == 0:
-        _with_apt()
+        _install_with_apt()
     else:
-        _without_root(home())
+        _install_without_root(browser_dir())
     if (found := find()) is None:
-        raise NoBrowser("apt brought no chromium and chromedriver")
+        raise NoBrowser("apt did not install chromium and chromedriver")
     return found
 
 
-def _with_apt() -> None:
+def _install_with_apt() -> None:
     _run("apt-get", "update", "-q")
     _run("apt-get", "install", "-q", "-y", "--no-install-recommends", *PACKAGES)
 
 
-def _without_root(root: Path) -> None:
-    """apt works out what is missing and fetches it, in folders of our own; nothing is installed, only unpacked."""
+def _install_without_root(root: Path) -> None:
+    """apt resolves and downloads the packages in private folders; they are unpacked, not installed."""
     root.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="modelyard-browser-", dir=root.parent) as made:
-        work = Path(made)
+    with tempfile.TemporaryDirectory(prefix="modelyard-browser-", dir=root.parent) as name:
+        work = Path(name)
         for folder in ("lists/partial", "archives/partial", "root"):
             (work / folder).mkdir(parents=True)
         options = [

@@ -1,9 +1,9 @@
-"""Puts the coding agents into the cache folder, at the versions that our tests run: `python setup/clients.py`.
+"""Installs the coding agents into the cache folder, in the versions that the tests use.
 
-python setup/clients.py               all of them, where they are not there yet (about 2 GB)
+python setup/clients.py               all that are missing (about 2 GB)
 python setup/clients.py claude aider  only these
 
-Agents from npm are installed without their install scripts; aider gets an environment of its own. Nothing outside of
+Agents from npm are installed without their install scripts; aider gets its own virtual environment. Nothing outside
 the cache folder is changed.
 """
 
@@ -21,7 +21,7 @@ from modelyard.launch import agents, programs
 from modelyard.launch.plan import Agent
 from modelyard.library.cache_dir import file_lock
 
-_TAIL = 15  # lines of what an installer said last
+_MAX_LINES = 15  # of a failed installer's output
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,13 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def install(agent: Agent, env: Mapping[str, str]) -> Path:
-    """Its program. The stamp is written last: a folder without it is the wreck of an installation that was cut off."""
+    """Install the agent and return its program. The stamp is written last: without it the folder is incomplete."""
     folder, program = programs.folder(agent, env), programs.pinned(agent, env)
     stamp = folder / ".installed"
-    with file_lock(folder.parent / f".{folder.name}.lock", lambda: _say(f"another process installs {agent.title}")):
+    with file_lock(folder.parent / f".{folder.name}.lock", lambda: _log(f"another process installs {agent.title}")):
         if not (stamp.is_file() and program.is_file()):
             shutil.rmtree(folder, ignore_errors=True)
-            _say(f"installing {agent.title} {agent.version} from {agent.source} into {folder} …")
+            _log(f"installing {agent.title} {agent.version} from {agent.source} into {folder} …")
             for command in commands(agent, folder, shutil.which("npm", path=env.get("PATH"))):
                 _run(command, env)
             if not program.is_file():
@@ -57,7 +57,7 @@ def commands(agent: Agent, folder: Path, npm: str | None) -> list[list[str]]:
         pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
         return [[sys.executable, "-m", "venv", str(folder)], [*pip, agent.requirement]]
     if npm is None:
-        raise Unavailable(f"{agent.title} comes from npm, which is not here: install Node.js 20 or newer")
+        raise Unavailable(f"{agent.title} needs npm, which is missing: install Node.js 20 or newer")
     flags = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
     return [[npm, "install", "--prefix", str(folder), *flags, agent.requirement]]
 
@@ -65,11 +65,11 @@ def commands(agent: Agent, folder: Path, npm: str | None) -> list[list[str]]:
 def _run(command: list[str], env: Mapping[str, str]) -> None:
     done = subprocess.run(command, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        said = "\n".join(done.stdout.splitlines()[-_TAIL:])
-        raise Unavailable(f"{' '.join(command)} failed; the last that it said:\n{said}")
+        output = "\n".join(done.stdout.splitlines()[-_MAX_LINES:])
+        raise Unavailable(f"{' '.join(command)} failed; its last output:\n{output}")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,7 +1,6 @@
-"""Puts a native llama-server into the cache folder, prints its path: `.venv/bin/python setup/llama_server.py`.
+"""Installs a native llama-server into the cache folder and prints its path: `python setup/llama_server.py`.
 
-It is what the benchmarks measure us against, what the tests of the llama_server engine start, and a quick way to one
-for a user of that engine. The work is done by modelyard/library/llama_server.py.
+Benchmarks and the tests of the llama_server engine use it. See modelyard/library/llama_server.py.
 """
 
 from __future__ import annotations

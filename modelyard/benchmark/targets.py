@@ -28,8 +28,8 @@ from modelyard.library import default_model
 from modelyard.processes.child_process import ChildProcess, describe_exit
 from modelyard.protocols import openai_chat
 from modelyard.router.catalog import CacheEntry
-from modelyard.server.engine_factory import blueprint
-from modelyard.server.model_definition import define
+from modelyard.server.engine_factory import model_spec
+from modelyard.server.model_definition import define_model
 
 T = TypeVar("T")
 
@@ -79,8 +79,8 @@ def engine_target(config: Config, name: str, cache: CacheEntry, workload: Worklo
     async def opened(status: Status) -> AsyncIterator[LoadTarget]:
         entry = config.router().catalog.models[cache.model]
         _fetch_default(config, cache.model, status)
-        model = define(entry, config.models[cache.model]).model
-        engine = blueprint(config, entry, model.fault).make()
+        model = define_model(entry, config.models[cache.model]).model
+        engine = model_spec(config, entry, model.fault).make()
         try:
             await engine.open(lambda done, what: status(f"{what} {done:.0%}"))
             if isinstance(engine, TextEngine):

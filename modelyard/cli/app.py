@@ -372,11 +372,11 @@ def _print_models(seen: ConfigDescription) -> None:
 
 def _print_memory(loaded: LoadedConfig) -> None:
     """What the models would take; one that cannot tell is told of among the problems."""
-    from modelyard.server.memory_estimate import footprints, format_size, machine
+    from modelyard.server.memory_estimate import available_memory, estimate_all, format_size
 
-    here = machine()
+    here = available_memory()
     table = _table("memory", "weights", "KV caches", "compute", "in all")
-    for taken in footprints(loaded.config, here):
+    for taken in estimate_all(loaded.config, here):
         if (m := taken.memory) is not None and m.total:
             table.add_row(escape(taken.model), *map(format_size, (m.weights, m.kv, m.compute, m.total)))
     if table.row_count:

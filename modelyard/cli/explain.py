@@ -12,8 +12,8 @@ from modelyard.core.errors import ModelyardError, NotFound
 from modelyard.library import models
 from modelyard.library.models import describe_entry, describe_file
 from modelyard.router.catalog import ModelEntry
-from modelyard.server.memory_estimate import footprint, machine, sentence
-from modelyard.server.model_definition import define
+from modelyard.server.memory_estimate import available_memory, describe_memory, estimate_memory
+from modelyard.server.model_definition import define_model
 from modelyard.workers import interpreter
 
 
@@ -45,9 +45,9 @@ def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
     if entry is not None:
         settings = config.models[entry.name]
         rows = [("model", entry.name), ("engine", entry.backend), *describe_file(settings.path)]
-        here = machine()
-        rows.append(("memory", sentence(footprint(config, entry, here), here)))
-        return [*rows, *define(entry, settings).notes]
+        here = available_memory()
+        rows.append(("memory", describe_memory(estimate_memory(config, entry, here), here)))
+        return [*rows, *define_model(entry, settings).notes]
     if (kept := models.find_model(name)) is not None:
         return describe_entry(kept)
     raise NotFound(f"no model {name!r}; there are {', '.join(catalog.names())}")

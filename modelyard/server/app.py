@@ -1,4 +1,4 @@
-"""The composition root: the only file that knows every part. It makes them, joins them and ends them; no globals."""
+"""The composition root: builds all parts of a gateway process, connects them and closes them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from modelyard.prompt.images import Images
 from modelyard.scheduler.memory_planner import MeasurementStore, MemoryPlanner
 from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
-from modelyard.server.admin_service import AdminService, Reread, defined
-from modelyard.server.engine_factory import blueprints
-from modelyard.server.memory_estimate import machine
+from modelyard.server.admin_service import AdminService, ConfigLoader, define_models
+from modelyard.server.engine_factory import model_specs
+from modelyard.server.memory_estimate import available_memory
 from modelyard.store import open_store
 from modelyard.telemetry.history import History
 from modelyard.telemetry.metrics import Metrics
@@ -45,7 +45,7 @@ from modelyard.workers.remote_pool import RemotePool, RemoteStore
 
 
 class ServerApp(Struct):
-    """One gateway process, put together and not yet running."""
+    """One gateway process, built and not yet running."""
 
     config: Config
     keys: tuple[Key, ...]
@@ -59,7 +59,7 @@ class ServerApp(Struct):
 
 
 async def _stop(gateway: Gateway, scheduler: Scheduler | RemotePool) -> None:
-    """Every answer under way ends in an error that its client can read, and nothing new begins."""
+    """End every running request with an error that its client can read; accept no new ones."""
     gateway.stop(Unavailable("the server is shutting down", code="shutting_down"))
     await scheduler.close()
 
@@ -67,18 +67,18 @@ async def _stop(gateway: Gateway, scheduler: Scheduler | RemotePool) -> None:
 def compose(
     config: Config,
     env: Mapping[str, str] = os.environ,
-    reread: Reread | None = None,
+    load_config: ConfigLoader | None = None,
     pool: RemotePool | None = None,
-    welcome: Callable[[], None] = lambda: None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> ServerApp:
-    """`pool` is a scheduler in another process; without one it is part of this. `welcome` is called once all of it is
-    open to others, and before the first model is loaded."""
+    """`pool` is a scheduler in another process; without it, this process has its own. `on_ready` is called when the
+    server can be reached, before the first model is loaded."""
     keys = read_keys(config.keys, env)
     check_bind(config.http, keys)
     metrics, router = Metrics(), config.router()
-    models = {name: definition.model for name, definition in defined(config).items()}
+    models = {name: definition.model for name, definition in define_models(config).items()}
     scheduler = pool or make_scheduler(config, env)
-    scheduler.reconfigure(blueprints(config, {name: model.fault for name, model in models.items()}))
+    scheduler.reconfigure(model_specs(config, {name: model.fault for name, model in models.items()}))
     store, shared = _store(config, scheduler)
     gateway = Gateway(
         router=router,
@@ -91,49 +91,49 @@ def compose(
         stored=StoredResponses(store),
     )
     metrics.set_queue_source(lambda: {name: status.waiting for name, status in scheduler.status().items()})
-    if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one tells its figures
+    if env.get(INDEX_VARIABLE, "0") == "0":  # of several gateways on one pool, one reports its metrics
         metrics.set_pool_source(scheduler.metrics)
     peer = MetricsPeer(env[SOCKET_VARIABLE], metrics) if env.get(SOCKET_VARIABLE) else None
-    service = AdminService(config, scheduler, gateway, reread)
+    service = AdminService(config, scheduler, gateway, load_config)
     return ServerApp(
         config,
         keys,
         scheduler,
         gateway,
         service,
-        _front(config, keys, scheduler, gateway, peer, service, store, welcome),
+        _build_http(config, keys, scheduler, gateway, peer, service, store, on_ready),
     )
 
 
 def make_scheduler(
-    config: Config, env: Mapping[str, str], sites: Callable[[], Sequence[Node]] = lambda: (Node(),)
+    config: Config, env: Mapping[str, str], nodes: Callable[[], Sequence[Node]] = lambda: (Node(),)
 ) -> Scheduler:
-    """`sites` are the machines on which engines may be opened, where this is not the only one."""
+    """`nodes` are the machines on which engines may be opened."""
     gauge = MemoryGauge()
-    ledger = MeasurementStore(cache_dir(env) / "measured.json")
+    measurements = MeasurementStore(cache_dir(env) / "measured.json")
     settings = config.scheduler
     planner = MemoryPlanner(
-        settings.memory_limits(), available=machine, meter=gauge.read, measurements=ledger, nodes=sites
+        settings.memory_limits(), available=available_memory, meter=gauge.read, measurements=measurements, nodes=nodes
     )
     return Scheduler(settings.options(), limits=key_limits(config), memory_planner=planner)
 
 
 def key_limits(config: Config) -> dict[str, KeyLimits]:
-    """Of the keys that have any: the others cost a request nothing."""
+    """Only of keys that have limits."""
     fields = KeyLimits.__struct_fields__
     limits = {key.name: KeyLimits(**{field: getattr(key, field) for field in fields}) for key in config.keys}
     return {name: its for name, its in limits.items() if its != KeyLimits()}
 
 
 def _store(config: Config, scheduler: Scheduler | RemotePool) -> tuple[Store, bool]:
-    """What is remembered between requests, and whether other gateways see it, too."""
+    """The store for data between requests, and whether other gateways share it."""
     in_memory = config.store.backend == "memory"
     if in_memory and isinstance(scheduler, RemotePool):
         return RemoteStore(scheduler), True
     return open_store(config.store), not in_memory
 
 
-def _front(
+def _build_http(
     config: Config,
     keys: tuple[Key, ...],
     scheduler: Scheduler | RemotePool,
@@ -141,7 +141,7 @@ def _front(
     peer: MetricsPeer | None,
     service: AdminService,
     store: Store,
-    welcome: Callable[[], None],
+    on_ready: Callable[[], None],
 ) -> ASGIApp:
     settings = config.log
     disk_captures = (
@@ -151,17 +151,17 @@ def _front(
     )
 
     @asynccontextmanager
-    async def life(_: Any) -> AsyncIterator[None]:
+    async def lifespan(_: Any) -> AsyncIterator[None]:
         if peer is not None:
             await peer.open()
         await workbench.meet(built)
-        welcome()
+        on_ready()
         for name, model in config.models.items():
             if model.enabled:
                 scheduler.preload(name)
-        _calm_collector()
+        _tune_garbage_collector()
         yield
-        await _stop(gateway, scheduler)  # not everybody who runs this app says goodbye first
+        await _stop(gateway, scheduler)  # not every ASGI server calls `ServerApp.stop` first
         await service.close()
         await gateway.close()
         await store.close()
@@ -179,13 +179,13 @@ def _front(
     admin = AdminContext(scheduler, gateway, memory_captures, service, cache_dir() / "tune", time.time, peers)
     workbench = Workbench(meeting=meeting_place(), keeper=is_keeper(), own=own_place())
     context = front.HttpContext(gateway, config.http, keys, scrape, captures, admin, workbench)
-    built = front.build_app(context, life)
+    built = front.build_app(context, lifespan)
     return built
 
 
-def _calm_collector() -> None:
-    """What is there at start stays for good, and requests leave no cycles behind: without this the collector walks
-    everything again and again, and 1,000 streams wait up to 170 ms for it."""
+def _tune_garbage_collector() -> None:
+    """Objects of the start-up live for ever, and requests leave no cycles. Without this the collector traverses all of
+    them again and again, and 1,000 streams wait up to 170 ms for it."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

@@ -1,4 +1,4 @@
-"""Watches the configuration's files and has them read anew when they change, and when SIGHUP says so."""
+"""Reloads the configuration when its files change, and on SIGHUP."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from modelyard.http.admin.context import ReloadResult
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 Reload = Callable[[], Awaitable[ReloadResult]]
-Stamps = Mapping[Path, tuple[int, int] | None]
+FileStamps = Mapping[Path, tuple[int, int] | None]
 
 
-def stamps(files: Iterable[Path]) -> Stamps:
-    """Time and size of each; None for one that is not there: an editor may be writing it."""
+def file_stamps(files: Iterable[Path]) -> FileStamps:
+    """Modification time and size of each file; None for a missing one, which an editor may be writing."""
     return {file: _stamp(file) for file in files}
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
     try:
-        told = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return told.st_mtime_ns, told.st_size
+    return status.st_mtime_ns, status.st_size
 
 
-async def watch(files: tuple[Path, ...], reload: Reload, look_s: float = _LOOK_S) -> None:
-    """Until cancelled. A change counts when it has stayed for one look: half a file is no configuration."""
-    known = seen = stamps(files)
+async def watch(files: tuple[Path, ...], reload: Reload, poll_s: float = _POLL_S) -> None:
+    """Run until cancelled. A change counts when it is stable for one interval: the file may be half written."""
+    known = seen = file_stamps(files)
     while True:
-        await asyncio.sleep(look_s)
-        now = await asyncio.to_thread(stamps, files)
+        await asyncio.sleep(poll_s)
+        now = await asyncio.to_thread(file_stamps, files)
         if now != known and now == seen and None not in now.values():
             known = now
-            await told(reload)
+            await reload_and_log(reload)
         seen = now
 
 
-async def told(reload: Reload) -> None:
-    """A configuration that is wrong, or anything else that goes wrong, leaves the old one in place and is logged."""
+async def reload_and_log(reload: Reload) -> None:
+    """Log the result. If the new configuration has errors, the old one stays."""
     try:
         done = await reload()
     except ModelyardError as error:
@@ -56,21 +56,21 @@ async def told(reload: Reload) -> None:
         log.warning("%s", warning)
     sums = (("added", done.added), ("removed", done.removed), ("changed", done.changed))
     what = "; ".join(f"{word} {', '.join(names)}" for word, names in sums if names)
-    log.info("the configuration was read anew: %s", what or "no model changed")
+    log.info("configuration reloaded: %s", what or "no model changed")
 
 
 @contextlib.contextmanager
 def on_hangup(reload: Reload) -> Iterator[None]:
-    """SIGHUP reads it anew, where there is such a signal."""
+    """Reload on SIGHUP, where the platform has it."""
     loop, tasks = asyncio.get_running_loop(), set[asyncio.Task[None]]()
 
-    def hear() -> None:
-        task = loop.create_task(told(reload))
+    def on_signal() -> None:
+        task = loop.create_task(reload_and_log(reload))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
     with contextlib.suppress(NotImplementedError, AttributeError):
-        loop.add_signal_handler(signal.SIGHUP, hear)
+        loop.add_signal_handler(signal.SIGHUP, on_signal)
     try:
         yield
     finally:

@@ -1,12 +1,13 @@
-"""A model's blueprint made from its settings: how the pool makes its engine, what it takes, and how it is run."""
+"""Builds the pool's model specs from the configuration: how an engine is created, and what one load may override."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec.structs import replace
-from pydantic import ValidationError
+from pydantic import AliasChoices, TypeAdapter, ValidationError
 
 from modelyard import plugins
 from modelyard.config.engine_options import engine_spec
@@ -17,35 +18,80 @@ from modelyard.core.errors import InvalidRequest, ModelyardError
 from modelyard.core.pool import ModelSpec, Overrides
 from modelyard.router.catalog import ModelEntry
 from modelyard.router.settings import ModelSettings
-from modelyard.server.load_overrides import altered
 from modelyard.workers.process_engine import create_process_engine
 
-# (backend, spec, identity, machine) → the engine, wherever it may run
-Placing = Callable[[str, EngineSpec, str, str], Engine]
+# Settings for one load of a model: which fields an engine lets an administrator change, and the changed definition.
+
+# Engines may have other names for fields of all models.
+_CANONICAL = {
+    str(alias): name
+    for name, info in ModelSettings.model_fields.items()
+    if isinstance(info.validation_alias, AliasChoices)
+    for alias in info.validation_alias.choices
+}
 
 
-def blueprint(
-    config: Config, entry: ModelEntry, fault: ModelyardError | None = None, place: Placing | None = None
+def allowed_overrides(settings: ModelSettings) -> Mapping[str, Any]:
+    """Field → type with range; empty for an engine without such fields or one that is not installed."""
+    if settings.backend not in plugins.names("engines"):
+        return {}
+    fields: Mapping[str, Any] = getattr(plugins.load("engines", settings.backend), "LIVE_OVERRIDES", {})
+    return fields
+
+
+def override_schemas(settings: ModelSettings) -> dict[str, Any]:
+    """The allowed overrides as JSON Schemas, for forms."""
+    return {name: TypeAdapter(kind).json_schema() for name, kind in allowed_overrides(settings).items()}
+
+
+def with_overrides(config: Config, name: str, overrides: Mapping[str, Any]) -> Config:
+    """The configuration with one model changed, for one load."""
+    settings, fields = config.models[name], allowed_overrides(config.models[name])
+    checked = {_CANONICAL.get(field, field): _checked(field, value, fields, name) for field, value in overrides.items()}
+    if "n_ctx" in checked and any(cache.model == name for cache in config.caches.values()):
+        raise InvalidRequest(f"the windows of {name!r} are set by its caches, not by a load", param="n_ctx")
+    changed = ModelSettings.model_validate(settings.model_dump(exclude_unset=True) | checked)
+    return config.model_copy(update={"models": {**config.models, name: changed}})
+
+
+def _checked(field: str, value: Any, fields: Mapping[str, Any], name: str) -> Any:
+    if field not in fields:
+        known = f"allowed are {', '.join(fields)}" if fields else "its engine allows no overrides"
+        raise InvalidRequest(
+            f"{field} cannot be set for one load of {name!r}; {known}", code="override_not_allowed", param=field
+        )
+    try:
+        return TypeAdapter(fields[field]).validate_python(value)
+    except ValidationError as error:
+        raise InvalidRequest(f"{field}: {error.errors()[0]['msg']}, got {value!r}", param=field) from None
+
+
+# (backend, spec, identity, node) → the engine, wherever it runs
+PlaceEngine = Callable[[str, EngineSpec, str, str], Engine]
+
+
+def model_spec(
+    config: Config, entry: ModelEntry, fault: ModelyardError | None = None, place: PlaceEngine | None = None
 ) -> ModelSpec:
-    """`fault` is why the model could not be defined: it fails when it is loaded, with that reason, and alone. `place`
-    is asked for the engine where it is not made in this process or a child of it."""
+    """`fault`: the model could not be defined; loading it fails with this reason. `place` creates the engine if it does
+    not run in this process or a child of it."""
     settings = config.models[entry.name]
     identity = _identity(entry, settings)
 
-    def make(site: str = "") -> Engine:
+    def make(node: str = "") -> Engine:
         if fault is not None:
             raise fault
         module, spec = plugins.load("engines", entry.backend), engine_spec(entry, settings)
         if place is not None:
-            return place(entry.backend, spec, identity, site)
-        if is_apart(settings):
+            return place(entry.backend, spec, identity, node)
+        if runs_in_own_process(settings):
             return create_process_engine(entry.backend, spec, module.kind(spec.options))
         engine: Engine = module.create(spec)
         return engine
 
-    def estimate(here: AvailableMemory) -> MemoryEstimate:
-        taken: MemoryEstimate = plugins.load("engines", entry.backend).estimate(engine_spec(entry, settings), here)
-        return taken
+    def estimate(available: AvailableMemory) -> MemoryEstimate:
+        estimated: MemoryEstimate = plugins.load("engines", entry.backend).estimate(engine_spec(entry, settings), available)
+        return estimated
 
     ttl = settings.idle_ttl_s if settings.idle_ttl_s is not None else config.scheduler.idle_ttl_s
     return ModelSpec(
@@ -54,7 +100,7 @@ def blueprint(
         make=make,
         make_at=make,
         estimate=estimate,
-        altered=lambda overrides: _altered(config, entry.name, fault, place, overrides),
+        altered=lambda overrides: _spec_with_overrides(config, entry.name, fault, place, overrides),
         identity=identity,
         replicas=settings.replicas,
         replica_max=settings.replica_max,
@@ -65,9 +111,8 @@ def blueprint(
     )
 
 
-def is_apart(settings: ModelSettings) -> bool:
-    """Whether the engine gets a process of its own: where that is asked for, where it has an interpreter of its own, or
-    where its module says that it should."""
+def runs_in_own_process(settings: ModelSettings) -> bool:
+    """Whether the engine gets its own process: by its settings, for another Python interpreter, or by its module."""
     if settings.placement != "auto":
         return settings.placement == "process"
     if settings.python is not None:
@@ -78,36 +123,36 @@ def is_apart(settings: ModelSettings) -> bool:
     return bool(getattr(module, "OWN_PROCESS", False))
 
 
-def _altered(
-    config: Config, name: str, fault: ModelyardError | None, place: Placing | None, overrides: Overrides
+def _spec_with_overrides(
+    config: Config, name: str, fault: ModelyardError | None, place: PlaceEngine | None, overrides: Overrides
 ) -> ModelSpec:
-    """As if the overrides stood in the model's section; the file is left as it is."""
-    changed = altered(config, name, overrides)
+    """As if the overrides were in the model's section of the configuration."""
+    changed = with_overrides(config, name, overrides)
     entry = changed.router().catalog.models[name]
     try:
         engine_spec(entry, changed.models[name])
-    except ValidationError as error:  # each value may be, but not together with the others
+    except ValidationError as error:  # each value is valid, but not their combination
         raise InvalidRequest(validation_message(error.errors()[0]), code="bad_override") from None
-    return replace(blueprint(changed, entry, fault, place), altered=None)
+    return replace(model_spec(changed, entry, fault, place), altered=None)
 
 
-def blueprints(
-    config: Config, faults: Mapping[str, ModelyardError | None], place: Placing | None = None
+def model_specs(
+    config: Config, faults: Mapping[str, ModelyardError | None], place: PlaceEngine | None = None
 ) -> dict[str, ModelSpec]:
     entries = config.router().catalog.models
-    return {name: blueprint(config, entry, faults.get(name), place) for name, entry in entries.items()}
+    return {name: model_spec(config, entry, faults.get(name), place) for name, entry in entries.items()}
 
 
 def _identity(entry: ModelEntry, settings: ModelSettings) -> str:
-    """Of two models that make the same engine it is the same."""
+    """Equal for two models that create the same engine."""
     try:
         spec = engine_spec(entry, settings)
-    except (ModelyardError, ValidationError):  # it cannot be loaded anyway; a corrected one is another
+    except (ModelyardError, ValidationError):  # not loadable; a corrected model has another identity
         return f"{entry.name}:{hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]}"
-    told = _told(entry.backend, spec) + f"\n{is_apart(settings)}"
-    return f"{entry.name}:{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    description = _describe(entry.backend, spec) + f"\n{runs_in_own_process(settings)}"
+    return f"{entry.name}:{hashlib.sha256(description.encode()).hexdigest()[:16]}"
 
 
-def _told(backend: str, spec: EngineSpec) -> str:
+def _describe(backend: str, spec: EngineSpec) -> str:
     caches = sorted((name, repr(info)) for name, info in spec.caches.items())
     return "\n".join((backend, spec.options.model_dump_json(), repr(caches), repr(spec.modalities), repr(spec.python)))

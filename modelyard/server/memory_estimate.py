@@ -1,4 +1,4 @@
-"""What each model of a configuration will take of memory, beside what is free: asked before anything is loaded."""
+"""The memory that each model of a configuration needs, estimated before it is loaded, and what is free."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from modelyard.engines.llama_cpp.estimate import format_size
 from modelyard.router.catalog import ModelEntry
 from modelyard.telemetry import system
 
-__all__ = ["Footprint", "footprint", "footprints", "format_size", "machine", "sentence"]
+__all__ = ["ModelMemory", "estimate_memory", "estimate_all", "format_size", "available_memory", "describe_memory"]
 
 
-class Footprint(Struct, frozen=True):
-    """Bytes of one replica, or why they cannot be told."""
+class ModelMemory(Struct, frozen=True):
+    """Bytes of one replica, or why they are unknown."""
 
     model: str
     memory: MemoryEstimate | None
     note: str = ""
 
 
-def machine() -> AvailableMemory:
+def available_memory() -> AvailableMemory:
     return system.free_memory(with_gpus=True)
 
 
-def footprints(config: Config, here: AvailableMemory) -> Iterator[Footprint]:
+def estimate_all(config: Config, available: AvailableMemory) -> Iterator[ModelMemory]:
     for entry in config.router().catalog.models.values():
-        yield footprint(config, entry, here)
+        yield estimate_memory(config, entry, available)
 
 
-def footprint(config: Config, entry: ModelEntry, here: AvailableMemory) -> Footprint:
+def estimate_memory(config: Config, entry: ModelEntry, available: AvailableMemory) -> ModelMemory:
     try:
         module = plugins.load("engines", entry.backend)
-        return Footprint(entry.name, module.estimate(engine_spec(entry, config.models[entry.name]), here))
+        return ModelMemory(entry.name, module.estimate(engine_spec(entry, config.models[entry.name]), available))
     except ModelyardError as error:
-        return Footprint(entry.name, None, error.message)
+        return ModelMemory(entry.name, None, error.message)
 
 
-def sentence(taken: Footprint, here: AvailableMemory) -> str:
-    """As people read it: the sum, its parts, and what is free."""
-    if taken.memory is None:
-        return f"not known: {taken.note}"
-    parts = ((format_size(b), what) for b, what in _parts(taken.memory) if b)
-    told = f"about {format_size(taken.memory.total)} ({', '.join(f'{what} {count}' for count, what in parts)})"
-    if not taken.memory.total:
-        return "none of its own"
-    gpus = f", {format_size(sum(here.gpus.values()))} of GPU memory" if here.gpus else ""
-    return f"{told}; free now: {format_size(here.ram_free)} of RAM{gpus}"
+def describe_memory(estimated: ModelMemory, available: AvailableMemory) -> str:
+    """A sentence for people: the total, its parts, and what is free."""
+    if estimated.memory is None:
+        return f"unknown: {estimated.note}"
+    parts = ((format_size(b), what) for b, what in _parts(estimated.memory) if b)
+    total = f"about {format_size(estimated.memory.total)} ({', '.join(f'{what} {count}' for count, what in parts)})"
+    if not estimated.memory.total:
+        return "none in this process"
+    gpus = f", {format_size(sum(available.gpus.values()))} of GPU memory" if available.gpus else ""
+    return f"{total}; free now: {format_size(available.ram_free)} of RAM{gpus}"
 
 
 def _parts(memory: MemoryEstimate) -> tuple[tuple[int, str], ...]:

@@ -1,6 +1,6 @@
-"""A model's definition made from its settings: tokenizer, template, output format, and where each came from.
+"""Builds a model's definition from its settings: tokenizer, template, output format, and where each comes from.
 
-It needs no engine and no weights. One that cannot be made keeps its fault, which fails that model alone when it loads.
+It needs no engine and no weights. A definition that fails keeps its error; only that model fails, when it is loaded.
 """
 
 from __future__ import annotations
@@ -25,39 +25,37 @@ from modelyard.scanner.formats import load as load_format
 from modelyard.tokenizer import FileTokenizer, open_tokenizer
 
 
-class Definition(Struct):
+class ModelDefinition(Struct):
     model: Model
-    notes: list[tuple[str, str]] = field(default_factory=list)  # what people may want to know, as rows
+    notes: list[tuple[str, str]] = field(default_factory=list)  # rows for `modelyard models explain`
 
 
-def define(entry: ModelEntry, settings: ModelSettings) -> Definition:
+def define_model(entry: ModelEntry, settings: ModelSettings) -> ModelDefinition:
     notes = _cache_notes(entry)
     try:
         module = plugins.load("engines", entry.backend)
-        if settings.python is None:  # else it need not work here
+        if settings.python is None:  # another interpreter need not work in this one
             plugins.verify(module)
         options = engine_options(settings)
         kind = module.kind(options)
-        text = (_text_parts if kind == "text" else _counting)(entry, settings, module, options, notes)
+        text = (_text_pipeline if kind == "text" else _local_counting)(entry, settings, module, options, notes)
         translates = _translates(settings, text)
     except ModelyardError as error:
-        return Definition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
-    return Definition(_model(entry, kind, text, getattr(module, "REMOTE", False), translates=translates), notes)
+        return ModelDefinition(_model(entry, "text", fault=error), [*notes, ("fault", error.message)])
+    return ModelDefinition(_model(entry, kind, text, getattr(module, "REMOTE", False), translates=translates), notes)
 
 
-def _counting(
+def _local_counting(
     entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
 ) -> TextPipeline | None:
-    """Of an engine that renders by itself, and whose tokenizer is here: its tokens are known before it is asked.
-
-    Where they cannot be, it is no fault: the engine counts when it is up.
-    """
+    """The pipeline of an engine that renders by itself, if its tokenizer is available here: tokens are counted before
+    the request is sent. Without it, the engine counts once it is loaded."""
     if not getattr(module, "COUNTS_LOCALLY", False):
         return None
     try:
-        return _text_parts(entry, settings, module, options, notes)
+        return _text_pipeline(entry, settings, module, options, notes)
     except ModelyardError as error:
-        notes.append(("tokenizer", f"the engine's own, once it is loaded: {error.message}"))
+        notes.append(("tokenizer", f"the engine's, once it is loaded: {error.message}"))
         return None
 
 
@@ -92,34 +90,34 @@ def _model(
     )
 
 
-def _text_parts(
+def _text_pipeline(
     entry: ModelEntry, settings: ModelSettings, module: Any, options: Any, notes: list[tuple[str, str]]
 ) -> TextPipeline:
     where: Path = Path(settings.tokenizer_path) if settings.tokenizer_path else module.tokenizer_path(options)
-    vocab = open_tokenizer(where)
-    embedded = module.chat_template(options) or vocab.template
-    if embedded and module.kind(options) == "chat":  # it uses the file's own, whatever format is named here
+    tokenizer = open_tokenizer(where)
+    embedded = module.chat_template(options) or tokenizer.template
+    if embedded and module.kind(options) == "chat":  # such an engine always uses the file's template
         settings = settings.model_copy(update={"prompt_format": None})
     source = _template(entry, settings, embedded, getattr(module, "PROMPT_FORMAT", None), where)
-    format_ = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
-    form = load_format(format_.format)
-    stops = {vocab.specials[text] for text in (*form.stop_tokens, *source.stops) if text in vocab.specials}
-    spelled = tuple(text for text in source.stops if text not in vocab.specials)
+    detected = detect(settings.format, source.text + (source.for_tools or ""), entry.name)
+    format = load_format(detected.format)
+    stops = {tokenizer.specials[text] for text in (*format.stop_tokens, *source.stops) if text in tokenizer.specials}
+    stop_strings = tuple(text for text in source.stops if text not in tokenizer.specials)
     renderer = Renderer(
-        _compiled(source.text, vocab),
-        vocab,
+        _compile(source.text, tokenizer),
+        tokenizer,
         thinking_default=entry.enable_thinking,
-        tools_template=_compiled(source.for_tools, vocab) if source.for_tools else None,
+        tools_template=_compile(source.for_tools, tokenizer) if source.for_tools else None,
         tools_prompt=settings.tools_prompt,
     )
     notes += [
-        ("tokenizer", f"{where}, {vocab.size} tokens"),
+        ("tokenizer", f"{where}, {tokenizer.size} tokens"),
         ("template", f"from {source.origin}"),
-        ("format", f"{form.name}: {format_.why}"),
-        ("tools", "told in words, called as hermes does" if renderer.describes_tools else "by the template"),
+        ("format", f"{format.name}: {detected.why}"),
+        ("tools", "described as text, calls in the hermes format" if renderer.describes_tools else "by the template"),
     ]
-    told = with_hermes_calls(form) if renderer.describes_tools else None
-    return TextPipeline(renderer, vocab, form, tuple(sorted(vocab.eos | stops)), told, stop_strings=spelled)
+    tools_format = with_hermes_calls(format) if renderer.describes_tools else None
+    return TextPipeline(renderer, tokenizer, format, tuple(sorted(tokenizer.eos | stops)), tools_format, stop_strings=stop_strings)
 
 
 def _template(
@@ -135,8 +133,8 @@ def _template(
     )
 
 
-def _compiled(text: str, vocab: FileTokenizer) -> ChatTemplate:
-    return ChatTemplate(text, bos_token=vocab.bos_token, eos_token=vocab.eos_token)
+def _compile(text: str, tokenizer: FileTokenizer) -> ChatTemplate:
+    return ChatTemplate(text, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
 
 
 def _cache_notes(entry: ModelEntry) -> list[tuple[str, str]]:

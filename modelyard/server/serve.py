@@ -1,4 +1,4 @@
-"""Running the server: one process that serves, or one that looks after several."""
+"""`modelyard serve`: one server process, or a supervisor of several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from modelyard.library import default_model
 from modelyard.library.progress import ProgressReporter
 from modelyard.processes.ports import listen, reserve_port
 from modelyard.processes.supervisor import INDEX_VARIABLE, run_supervised
-from modelyard.server.admin_service import Reread
+from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import compose, key_limits
 from modelyard.server.config_watcher import on_hangup, watch
 from modelyard.server.scheduler_process import gateway_pool
@@ -30,13 +30,13 @@ from modelyard.telemetry import log
 from modelyard.telemetry.metrics_hub import MetricsHub
 from modelyard.workers.worker_process import PARENT_VARIABLE
 
-_FIRST_WORD_S = 10.0  # for the scheduler to answer; without it the gateway starts, too, and says that it is not well
+_SCHEDULER_WAIT_S = 10.0  # then the gateway starts without the scheduler and reports itself unhealthy
 
 
 def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None = None) -> int:
-    """Serve until told to stop; the exit code. With several workers this process only looks after them.
+    """Serve until stopped; return the exit code. With several workers this process supervises them.
 
-    `scheduler` is the address of one in another process: then no engine runs in this one.
+    `scheduler` is the address of a scheduler in another process: then no engine runs in this one.
     """
     log.setup(config.log)
     check_bind(config.http, read_keys(config.keys))
@@ -44,18 +44,18 @@ def serve(config: Config, path: Path | None, http: Mapping[str, Any], debug: boo
     scheduler = scheduler or config.scheduler.endpoint or None
     split = config.http.workers > 1 or (config.workers.cluster and scheduler is None)
     if split and INDEX_VARIABLE not in os.environ:
-        return _serve_fleet(config, path, http, debug, scheduler)
+        return _serve_supervised(config, path, http, debug, scheduler)
     with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
         return runner.run(_serve_one(config, lambda: load_config(path, overrides=_overrides(http, debug)), scheduler))
 
 
 def _overrides(http: Mapping[str, Any], debug: bool) -> dict[str, Any]:
-    """What the command line has set: it holds over every reading of the files."""
+    """Options of the command line; they override the files, also after a reload."""
     return {"http": dict(http), "log": {"debug_dir": "debug"} if debug else {}}
 
 
 def _prepare(config: Config) -> None:
-    """All that may take long or be refused before anybody is told to come."""
+    """Everything that may take long or fail, before the server announces itself."""
     here = [model for model in config.models.values() if model.enabled]
     if here and all(model.backend == "llama_cpp" for model in here) and find_spec("llama_cpp") is None:
         raise plugins.MissingLibrary(
@@ -66,39 +66,39 @@ def _prepare(config: Config) -> None:
         default_model.fetch(ProgressReporter(write_line=logging.getLogger("modelyard.library").info))
 
 
-async def _serve_one(config: Config, reread: Reread, scheduler: str | None = None) -> int:
+async def _serve_one(config: Config, load: ConfigLoader, scheduler: str | None = None) -> int:
     pool = None if scheduler is None else gateway_pool(config, scheduler)
     if pool is not None:
-        await pool.ready(_FIRST_WORD_S)
-    server_app = compose(config, reread=reread, pool=pool, welcome=lambda: _announce(config, listening))
+        await pool.wait_ready(_SCHEDULER_WAIT_S)
+    built = compose(config, load=load, pool=pool, on_ready=lambda: _announce(config, listener))
     if pool is not None:
-        pool.on_edition, pool.on_engine = server_app.admin.follow, server_app.admin.learn
-        server_app.admin.learn_all()
-    server = front.make_server(server_app.app, config.http, server_app.stop)
-    # Alone, it shares its port with nobody: SO_REUSEPORT would let a second server take half of the requests.
-    listening = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
-    with on_hangup(server_app.admin.reload):
-        watching = asyncio.create_task(watch(await _files(reread), server_app.admin.reload)) if config.watch else None
-        await server.serve(sockets=[listening])
+        pool.on_config_change, pool.on_new_engine = built.admin.follow, built.admin.learn
+        built.admin.learn_all()
+    server = front.make_server(built.app, config.http, built.stop)
+    # A single process does not share its port: with SO_REUSEPORT a second server would take half of the requests.
+    listener = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
+    with on_hangup(built.admin.reload):
+        watching = asyncio.create_task(watch(await _files(load), built.admin.reload)) if config.watch else None
+        await server.serve(sockets=[listener])
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
     return 0 if server.started else 1
 
 
-def _announce(config: Config, listening: socket.socket) -> None:
-    """Said when signals are heeded and siblings can reach it, not before: people and programs wait for this line."""
+def _announce(config: Config, listener: socket.socket) -> None:
+    """Called when signal handlers and peer sockets are ready: people and programs wait for this line."""
     log.announce(
-        config.http.host, listening.getsockname()[1], config.http.ssl_certfile is not None, list(config.models)
+        config.http.host, listener.getsockname()[1], config.http.ssl_certfile is not None, list(config.models)
     )
 
 
-async def _files(reread: Reread) -> tuple[Path, ...]:
-    loaded = await asyncio.to_thread(reread)
+async def _files(load: ConfigLoader) -> tuple[Path, ...]:
+    loaded = await asyncio.to_thread(load)
     return tuple(source for source in loaded.source if isinstance(source, Path))
 
 
-def _serve_fleet(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None) -> int:
+def _serve_supervised(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None) -> int:
     held = reserve_port(config.http.host, config.http.port)
     port = held.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
@@ -110,7 +110,7 @@ def _serve_fleet(config: Config, path: Path | None, http: Mapping[str, Any], deb
             os.environ[PARENT_VARIABLE] = str(os.getpid())
         if scheduler is not None:
             argv += ["--scheduler", scheduler]
-        elif config.store.backend == "memory":  # a conversation may go on in another process than it began in
+        elif config.store.backend == "memory":  # a conversation may continue in another process
             os.environ |= {
                 "MODELYARD_STORE__BACKEND": "sqlite",
                 "MODELYARD_STORE__PATH": str(Path(folder) / "store.sqlite"),
@@ -130,8 +130,8 @@ def _arguments(path: Path | None, http: Mapping[str, Any], port: int, debug: boo
 
 
 def needs_scheduler(config: Config) -> bool:
-    """Whether several gateways must share one: where weights would be loaded by each of them, or a key's limits count
-    for all together. Else each has engines of its own, and no token makes a detour."""
+    """Whether several gateways need one scheduler: if each would load the weights, or if keys have limits. Otherwise
+    each gateway has its own engines, and tokens take no detour."""
     backends = {entry.backend for entry in config.router().catalog.models.values()} & set(plugins.names("engines"))
     return bool(key_limits(config) or config.workers.cluster) or any(
         plugins.load("engines", backend).HOLDS_WEIGHTS for backend in backends

@@ -18,7 +18,7 @@ from modelyard.config.settings import LoadedConfig
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.library.cache_dir import cache_dir
-from modelyard.server.memory_estimate import machine
+from modelyard.server.memory_estimate import available_memory
 from modelyard.tune import config_writer, goals, report
 from modelyard.tune.optimizer import Optimizer, OptimizerPlan, QualityBounds, TrialHistory, fingerprint
 from modelyard.tune.plot import plot
@@ -59,7 +59,7 @@ def optimize(
         config_writer.writable_files(loaded)
     if options.plot is not None:
         drawing.check_file(options.plot)
-    available = machine()
+    available = available_memory()
     model = TunedModel(loaded.config, _model_name(loaded, options.model), plan.goal, available)
     if plan.memory is None:
         plan = replace(plan, memory=int(_MEMORY_SHARE * available.ram_free))

@@ -27,8 +27,8 @@ from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.knobs import Loss
 from modelyard.gateway.model import Model
 from modelyard.router.catalog import ModelEntry
-from modelyard.server.engine_factory import blueprint
-from modelyard.server.model_definition import define
+from modelyard.server.engine_factory import model_spec
+from modelyard.server.model_definition import define_model
 from modelyard.telemetry.system import read_memory
 from modelyard.tune.trial import (
     EngineBenchResult,
@@ -95,10 +95,10 @@ async def _measure(job: TrialJob) -> Outcome:
 def _create_engine(job: TrialJob) -> tuple[ModelEntry, Engine, Model]:
     config = Config.model_validate(job.config)
     entry, settings = config.router().catalog.models[job.model], config.models[job.model]
-    model = define(entry, settings).model
+    model = define_model(entry, settings).model
     if model.fault is not None:
         raise model.fault
-    return entry, blueprint(config, entry).make(), model
+    return entry, model_spec(config, entry).make(), model
 
 
 async def _run_load(job: TrialJob, entry: ModelEntry, target: LoadTarget) -> Round:
@@ -160,7 +160,7 @@ def _engine_bench(job: TrialJob) -> EngineBenchResult:
 def _quality_loss(job: TrialJob, reference: dict[str, Any]) -> Loss:
     """What the rounding of this setting loses on `QUALITY_TEXT` against the reference."""
     entry, spec, config = _engine_spec(job.config, job.model)
-    model = define(entry, config.models[job.model]).model
+    model = define_model(entry, config.models[job.model]).model
     if model.fault is not None:
         raise model.fault
     tokenizer = model.pipeline.tokenizer

@@ -1,1 +1,1 @@
-"""Engines in other processes and on other machines: token ids over ZeroMQ, behind the same seam as any engine."""
+"""Engines in other processes and on other machines, and the link to the scheduler that places them."""

@@ -1,4 +1,4 @@
-"""`python -m modelyard.workers ENDPOINT [--hired]`: a worker as a child of a gateway, or hired by a scheduler."""
+"""`python -m modelyard.workers ENDPOINT [--hired]`: a worker as the child of a gateway, or started by a scheduler."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ import sys
 from pathlib import Path
 
 from modelyard.workers.transport import read_keys
-from modelyard.workers.worker_process import run_worker, worker_loop_factory
-
-KEYS_VARIABLE = "MODELYARD_WORKER_KEYS"
+from modelyard.workers.worker_process import KEYS_VARIABLE, run_worker, worker_loop_factory
 
 
 def main() -> None:
-    endpoint, *more = sys.argv[1:]
+    endpoint, *options = sys.argv[1:]
     file = os.environ.get(KEYS_VARIABLE)
     keys = read_keys(Path(file)) if file else None
     with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
-        runner.run(run_worker(endpoint, keys=keys, hired="--hired" in more))
+        runner.run(run_worker(endpoint, keys=keys, exit_when_orphaned="--hired" in options))
 
 
 if __name__ == "__main__":

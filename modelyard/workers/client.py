@@ -1,4 +1,10 @@
-"""Engines that live in a worker, as any other engine looks: their requests travel, their tokens come back."""
+"""The client side of a worker: the session with it, and engines that run in it.
+
+connect ─ Hello ─→ Welcome ─→ (open engines, requests …) ─→ lost: the link broke, the worker was silent, or we closed it
+
+A session that is lost never recovers: messages in flight are lost, and every request in it ends with that error. To use
+the worker again, create a new session.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ from modelyard.core.engine import (
     Prompt,
 )
 from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
-from modelyard.core.events import Event, Failed
+from modelyard.core.events import Event, Failed, Finished
 from modelyard.core.request import Request
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers.messages import (
@@ -58,40 +64,33 @@ from modelyard.workers.messages import (
     UpdateBatch,
     Welcome,
     WorkerReply,
+    decode_for_client,
     encode,
-    read_for_client,
     to_chunk,
     to_infer_request,
     version_mismatch,
 )
-from modelyard.workers.packing import MalformedMessage, pack_ids, unpack_ids, unpack_vector
+from modelyard.workers.packing import MalformedMessage, pack_ids, unpack_vector
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
-
-# A client's conversation with one worker: greeting, heartbeats, its requests and their answers.
-#
-# connect ─ Hello ─→ Welcome ─→ (open engines, requests …) ─→ over: the link broke, the worker fell silent, or was left
-#
-# A session that is over never begins again: what was on its way is lost with it, and every request in it ends with that
-# error. Whoever wants the worker back makes a new one.
 
 log = logging.getLogger(__name__)
 
-_ROOM = 1024  # items that may wait for a reader before the worker is asked to hold
+_QUEUE_LIMIT = 1024  # items that may wait for a reader before the worker is asked to pause
 
 
 class SessionRequest:
-    """One request on its way. `last` makes its end of an error."""
+    """A request in flight. `make_end` turns an error into the last item of its queue."""
 
-    __slots__ = ("box", "held", "last")
+    __slots__ = ("is_paused", "make_end", "queue")
 
-    def __init__(self, box: GenerationQueue[Any], last: Callable[[ModelyardError], Any]) -> None:
-        self.box, self.last, self.held = box, last, False
+    def __init__(self, queue: GenerationQueue[Any], make_end: Callable[[ModelyardError], Any]) -> None:
+        self.queue, self.make_end, self.is_paused = queue, make_end, False
 
 
 class WorkerSession:
-    """`lost` resolves when it is over, whatever the reason. `broke` is called in place of `end` where the connection
-    breaks: whoever knows more of the reason may wait for it a moment, and must then call `end`. With `meet_s` it is
-    over where the worker does not answer in that time; without, whoever waits in `meet` says how long."""
+    """`lost` resolves when the session ends, whatever the reason. `on_broken` is called instead of `end` when the
+    connection breaks: a caller that expects a better error may wait for it, and must then call `end`. With
+    `connect_timeout_s` the session ends if the worker does not answer in that time."""
 
     def __init__(
         self,
@@ -99,394 +98,381 @@ class WorkerSession:
         name: str,
         *,
         keys: ClusterKeys | None = None,
-        pace: HeartbeatConfig = HeartbeatConfig(),
-        broke: Callable[[ModelyardError], None] | None = None,
-        meet_s: float | None = None,
+        heartbeat: HeartbeatConfig = HeartbeatConfig(),
+        on_broken: Callable[[ModelyardError], None] | None = None,
+        connect_timeout_s: float | None = None,
     ) -> None:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self.endpoint, self._pace = endpoint, pace
-        self._broke = broke or self.end
+        self.endpoint, self._heartbeat = endpoint, heartbeat
+        self._on_broken = on_broken or self.end
         self.lost: asyncio.Future[ModelyardError] = self._loop.create_future()
         self.welcome: Welcome | None = None
-        self.complaint = ""  # why it has not answered yet, as far as is known
-        self.answered = 0  # the number of the last beat that came back
-        self.leaving = False  # the worker has said goodbye: what runs there ends, nothing new begins
-        self._met: asyncio.Future[Welcome] = self._loop.create_future()
+        self.is_draining = False  # the worker has said goodbye: it finishes its requests and takes no new ones
+        self.stats: dict[str, EngineStats] = {}
+        self.last_reply = 0  # number of the last heartbeat that the worker answered
+        self._connect_error = ""
+        self._connected: asyncio.Future[Welcome] = self._loop.create_future()
         self._ids = count(1)
         self._requests: dict[int, SessionRequest] = {}
-        self._asked: dict[int, asyncio.Future[WorkerReply]] = {}
+        self._calls: dict[int, asyncio.Future[WorkerReply]] = {}
         self._opening: dict[str, tuple[asyncio.Future[EngineOpened], OnProgress]] = {}
         self._closing: dict[str, asyncio.Future[None]] = {}
-        self._watchers: dict[str, Callable[[ModelyardError], None]] = {}
-        self.stats: dict[str, EngineStats] = {}
-        self._pulse = HeartbeatMonitor(pace.patience)
-        self._dialer = DealerSocket(endpoint, self._heard, self._dropped, keys)
+        self._loss_callbacks: dict[str, Callable[[ModelyardError], None]] = {}
+        self._monitor = HeartbeatMonitor(heartbeat.worker_misses)
+        self._socket = DealerSocket(endpoint, self._on_data, self._on_disconnect, keys)
         self._timer: asyncio.TimerHandle | None = None
-        self._hear: Mapping[type, Callable[[Any], None]] = {
-            UpdateBatch: self._frame,
-            Heartbeat: self._beat,
-            Welcome: self._welcomed,
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            UpdateBatch: self._on_updates,
+            Heartbeat: self._on_heartbeat,
+            Welcome: self._on_welcome,
             ConnectionRefused: lambda message: self.end(Unavailable(f"the worker refused us: {message.reason}")),
-            LoadProgress: self._loading,
-            EngineOpened: self._opened,
-            EngineOpenFailed: self._open_failed,
-            EngineClosed: self._closed,
-            EngineLost: self._engine_lost,
-            WorkerReply: self._done,
-            Goodbye: self._goodbye,
+            LoadProgress: self._on_load_progress,
+            EngineOpened: self._on_opened,
+            EngineOpenFailed: self._on_open_failed,
+            EngineClosed: self._on_closed,
+            EngineLost: self._on_engine_lost,
+            WorkerReply: self._on_reply,
+            Goodbye: self._on_goodbye,
         }
-        self._send(Hello(VERSION, name))
-        if meet_s is not None:
-            self._timer = self._loop.call_later(meet_s, self._unmet)
+        self.send(Hello(VERSION, name))
+        if connect_timeout_s is not None:
+            self._timer = self._loop.call_later(connect_timeout_s, self._on_connect_timeout)
 
     def __repr__(self) -> str:
-        return f"<Session {self.endpoint}: {len(self._requests)} requests{', over' if self.over else ''}>"
+        return f"<WorkerSession {self.endpoint}: {len(self._requests)} requests{', lost' if self.is_lost else ''}>"
 
     @property
-    def over(self) -> bool:
+    def is_lost(self) -> bool:
         return self.lost.done()
 
-    def _unmet(self) -> None:
-        if not self._met.done():
-            self.end(Unavailable(f"the worker at {self.endpoint} does not answer. {self.complaint}".rstrip()))
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests
 
-    async def meet(self) -> Welcome:
-        """Waits until the worker has answered; how long is the caller's to say."""
-        return await asyncio.shield(self._met)
+    @property
+    def heartbeats_sent(self) -> int:
+        return self._monitor.number
+
+    def _on_connect_timeout(self) -> None:
+        if not self._connected.done():
+            message = f"the worker at {self.endpoint} does not answer. {self._connect_error}"
+            self.end(Unavailable(message.rstrip()))
+
+    async def connect(self) -> Welcome:
+        """Wait for the worker's answer; the caller sets the timeout."""
+        return await asyncio.shield(self._connected)
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
-    async def open(self, order: OpenEngine, progress: OnProgress) -> EngineOpened:
-        """While an engine loads its worker may be silent: no heartbeat is missed then."""
-        self._check()
+    async def open(self, message: OpenEngine, progress: OnProgress) -> EngineOpened:
+        """A worker may be silent while an engine loads: heartbeats are not missed then."""
+        self._check_alive()
         opening: asyncio.Future[EngineOpened] = self._loop.create_future()
-        self._opening[order.engine] = (opening, progress)
+        self._opening[message.engine] = (opening, progress)
         try:
-            self._must_send(order)
+            self._send_or_raise(message)
             return await opening
         finally:
-            self._opening.pop(order.engine, None)
-            self._pulse.heard()
+            self._opening.pop(message.engine, None)
+            self._monitor.reset()
 
     async def close_engine(self, engine: str) -> None:
-        """Done when the engine is gone, or its worker."""
-        if self.over:
+        """Done when the engine or its worker is gone."""
+        if self.is_lost:
             return
-        self._watchers.pop(engine, None)
+        self._loss_callbacks.pop(engine, None)
         closing = self._closing[engine] = self._loop.create_future()
-        self._send(CloseEngine(engine))
+        self.send(CloseEngine(engine))
         await closing
 
-    def tell(self, message: LinkMessage) -> None:
-        """A word that needs no answer."""
-        self._send(message)
-
-    def watch(self, engine: str, lost: Callable[[ModelyardError], None]) -> None:
-        """Whom to tell when this engine dies, or the session ends."""
-        if self.over:
-            lost(self.lost.result())
+    def on_engine_lost(self, engine: str, callback: Callable[[ModelyardError], None]) -> None:
+        """Call `callback` when this engine dies or the session ends."""
+        if self.is_lost:
+            callback(self.lost.result())
         else:
-            self._watchers[engine] = lost
+            self._loss_callbacks[engine] = callback
 
-    def unwatch(self, engine: str) -> None:
-        self._watchers.pop(engine, None)
+    def remove_loss_callback(self, engine: str) -> None:
+        self._loss_callbacks.pop(engine, None)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def text(self, message: Callable[[int], LinkMessage]) -> GenerationQueue[Chunk]:
-        return self._begin(message, lambda error: End("error", error=error))
+    def generate(self, message: Callable[[int], LinkMessage]) -> GenerationQueue[Chunk]:
+        return self._start(message, lambda error: End("error", error=error))
 
     def chat(self, message: Callable[[int], LinkMessage]) -> GenerationQueue[Event]:
-        return self._begin(message, Failed)
+        return self._start(message, Failed)
 
-    def _begin(
-        self, message: Callable[[int], LinkMessage], last: Callable[[ModelyardError], Any]
+    def _start(
+        self, message: Callable[[int], LinkMessage], make_end: Callable[[ModelyardError], Any]
     ) -> GenerationQueue[Any]:
         id = next(self._ids)
-        box: GenerationQueue[Any] = GenerationQueue(
-            on_cancel=lambda: self._soon(partial(self._abort, id)),
-            on_drained=partial(self._go_on, id),
-            limit=_ROOM,
+        queue: GenerationQueue[Any] = GenerationQueue(
+            on_cancel=lambda: self._run_on_loop(partial(self._abort, id)),
+            on_drained=partial(self._resume, id),
+            limit=_QUEUE_LIMIT,
             loop=self._loop,
         )
         try:
-            self._check()
-            self._must_send(message(id))
+            self._check_alive()
+            self._send_or_raise(message(id))
         except ModelyardError as error:
-            box.put_many([last(error)], last=True)
+            queue.put_many([make_end(error)], last=True)
         else:
-            self._requests[id] = SessionRequest(box, last)
-        return box
+            self._requests[id] = SessionRequest(queue, make_end)
+        return queue
 
-    def _soon(self, deed: Callable[[], None]) -> None:
-        """At once on the loop's own thread: whoever cancels there and leaves wants it sent before he is gone."""
+    def _run_on_loop(self, callback: Callable[[], None]) -> None:
+        """At once on the loop's own thread: a caller that cancels and then closes wants the message sent before."""
         if threading.get_ident() == self._thread:
-            deed()
+            callback()
         else:
-            self._loop.call_soon_threadsafe(deed)
+            self._loop.call_soon_threadsafe(callback)
 
     def _abort(self, id: int) -> None:
         if id in self._requests:
-            self._send(AbortRequest(id))
+            self.send(AbortRequest(id))
 
-    def _go_on(self, id: int) -> None:
+    def _resume(self, id: int) -> None:
         request = self._requests.get(id)
-        if request is not None and request.held:
-            request.held = False
-            self._send(ResumeRequest(id))
+        if request is not None and request.is_paused:
+            request.is_paused = False
+            self.send(ResumeRequest(id))
 
-    async def ask(self, message: Callable[[int], LinkMessage]) -> WorkerReply:
-        """An order or a question; raises what the worker says is wrong with it."""
-        self._check()
+    async def call(self, message: Callable[[int], LinkMessage]) -> WorkerReply:
+        """Send a message and wait for its reply; raises the error in it."""
+        self._check_alive()
         id = next(self._ids)
-        asked: asyncio.Future[WorkerReply] = self._loop.create_future()
-        self._asked[id] = asked
+        pending: asyncio.Future[WorkerReply] = self._loop.create_future()
+        self._calls[id] = pending
         try:
-            self._must_send(message(id))
-            answer = await asked
+            self._send_or_raise(message(id))
+            reply = await pending
         finally:
-            self._asked.pop(id, None)
-        if answer.error is not None:
-            raise answer.error
-        return answer
+            self._calls.pop(id, None)
+        if reply.error is not None:
+            raise reply.error
+        return reply
 
-    # --- what the worker says ---------------------------------------------------------------------------------------
+    # --- messages from the worker -----------------------------------------------------------------------------------
 
-    def _heard(self, data: bytes) -> None:
-        if self.over:
+    def _on_data(self, data: bytes) -> None:
+        if self.is_lost:
             return
-        self._pulse.heard()
+        self._monitor.reset()
         try:
-            message = read_for_client(data)
-            self._hear[type(message)](message)
+            message = decode_for_client(data)
+            self._handlers[type(message)](message)
         except MalformedMessage as error:
-            log.warning("%s sent what is no message: %s", self.endpoint, error)
+            log.warning("%s sent a malformed message: %s", self.endpoint, error)
             self.end(Unavailable(f"the worker at {self.endpoint} does not speak our protocol: {error}"))
 
-    def _frame(self, frame: UpdateBatch) -> None:
-        if frame.stats:
-            self.stats.update(frame.stats)
-        for item in frame.items:
-            self._item(item)
+    def _on_updates(self, batch: UpdateBatch) -> None:
+        if batch.stats:
+            self.stats.update(batch.stats)
+        for update in batch.updates:
+            self._on_update(update)
 
-    def _item(self, item: RequestUpdate) -> None:
-        request = self._requests.get(item.request_id)
+    def _on_update(self, update: RequestUpdate) -> None:
+        id = update.request_id
+        request = self._requests.get(id)
         if request is None:
             return  # it has ended here already
-        if type(item) is ChatEvents:
-            last = bool(item.events) and type(item.events[-1]).__name__ in ("Finished", "Failed")
-            self._put(item.request_id, request, item.events, last)
+        if type(update) is ChatEvents:
+            items: list[Any] = update.events
+            last = bool(items) and isinstance(items[-1], (Finished, Failed))
         else:
-            ends = type(item) is RequestFinished or type(item) is RequestFailed
-            self._put(item.request_id, request, [to_chunk(item, unpack_ids)], ends)
-
-    def _put(self, id: int, request: SessionRequest, items: list[Any], last: bool) -> None:
+            items = [to_chunk(update)]
+            last = type(update) is RequestFinished or type(update) is RequestFailed
         if last:
             del self._requests[id]
-        if not request.box.put_many(items, last=last) and not (last or request.held):
-            request.held = True
-            self._send(PauseRequest(id))
+        if not request.queue.put_many(items, last=last) and not (last or request.is_paused):
+            request.is_paused = True
+            self.send(PauseRequest(id))
 
-    def _beat(self, beat: Heartbeat) -> None:
-        """Zero is the worker's own: it says nothing of when it heard us last."""
-        self.answered = beat.number or self.answered
-        self.stats.update(beat.stats)
+    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """0 is the worker's own heartbeat: it does not say when it heard us last."""
+        self.last_reply = heartbeat.number or self.last_reply
+        self.stats.update(heartbeat.stats)
 
-    def _welcomed(self, welcome: Welcome) -> None:
-        if (fault := version_mismatch(welcome.version)) is not None:
-            self.end(Unavailable(f"the worker at {self.endpoint} cannot be used: {fault}"))
+    def _on_welcome(self, welcome: Welcome) -> None:
+        if (mismatch := version_mismatch(welcome.version)) is not None:
+            self.end(Unavailable(f"the worker at {self.endpoint} cannot be used: {mismatch}"))
             return
         self.welcome = welcome
-        if not self._met.done():
-            self._met.set_result(welcome)
+        if not self._connected.done():
+            self._connected.set_result(welcome)
             if self._timer is not None:
                 self._timer.cancel()
             self._tick()
 
-    def _loading(self, loading: LoadProgress) -> None:
-        if loading.engine in self._opening:
-            self._opening[loading.engine][1](loading.done, loading.doing)
+    def _on_load_progress(self, progress: LoadProgress) -> None:
+        if progress.engine in self._opening:
+            self._opening[progress.engine][1](progress.done, progress.doing)
 
-    def _opened(self, opened: EngineOpened) -> None:
-        if opened.engine in self._opening and not (waiting := self._opening[opened.engine][0]).done():
-            waiting.set_result(opened)
+    def _on_opened(self, opened: EngineOpened) -> None:
+        if opened.engine in self._opening and not (future := self._opening[opened.engine][0]).done():
+            future.set_result(opened)
 
-    def _open_failed(self, failed: EngineOpenFailed) -> None:
-        if failed.engine in self._opening and not (waiting := self._opening[failed.engine][0]).done():
-            waiting.set_exception(failed.error)
+    def _on_open_failed(self, failed: EngineOpenFailed) -> None:
+        if failed.engine in self._opening and not (future := self._opening[failed.engine][0]).done():
+            future.set_exception(failed.error)
 
-    def _closed(self, closed: EngineClosed) -> None:
-        if (waiting := self._closing.pop(closed.engine, None)) is not None and not waiting.done():
-            waiting.set_result(None)
+    def _on_closed(self, closed: EngineClosed) -> None:
+        if (future := self._closing.pop(closed.engine, None)) is not None and not future.done():
+            future.set_result(None)
 
-    def _engine_lost(self, lost: EngineLost) -> None:
-        if (tell := self._watchers.pop(lost.engine, None)) is not None:
-            tell(lost.error)
+    def _on_engine_lost(self, lost: EngineLost) -> None:
+        if (callback := self._loss_callbacks.pop(lost.engine, None)) is not None:
+            callback(lost.error)
 
-    def _done(self, done: WorkerReply) -> None:
-        self.stats.update(done.stats)
-        if (waiting := self._asked.pop(done.request_id, None)) is not None and not waiting.done():
-            waiting.set_result(done)
+    def _on_reply(self, reply: WorkerReply) -> None:
+        self.stats.update(reply.stats)
+        if (future := self._calls.pop(reply.request_id, None)) is not None and not future.done():
+            future.set_result(reply)
 
-    def _goodbye(self, goodbye: Goodbye) -> None:
-        self.leaving = True
-        error = Unavailable(f"the worker at {self.endpoint} is leaving: {goodbye.reason}", code="worker_leaving")
-        for tell in self._take_watchers():
-            tell(error)
+    def _on_goodbye(self, goodbye: Goodbye) -> None:
+        self.is_draining = True
+        message = f"the worker at {self.endpoint} is shutting down: {goodbye.reason}"
+        self._report_loss(Unavailable(message, code="worker_leaving"))
 
     # --- its end ----------------------------------------------------------------------------------------------------
 
-    def _dropped(self, why: str) -> None:
-        if self._met.done():
-            self._broke(Unavailable(f"the worker was lost: {why}"))
+    def _on_disconnect(self, reason: str) -> None:
+        if self._connected.done():
+            self._on_broken(Unavailable(f"the worker was lost: {reason}"))
         else:
-            self.complaint = why  # not up yet, or not ours: whoever waits decides when to give up
+            self._connect_error = reason  # not started yet, or not ours: the caller decides when to give up
 
     def _tick(self) -> None:
-        if self.over:
+        if self.is_lost:
             return
-        self._timer = self._loop.call_later(self._pace.beat_s, self._tick)
+        self._timer = self._loop.call_later(self._heartbeat.interval_s, self._tick)
         if self._opening:
-            self._pulse.heard()
-        if self._pulse.tick():
-            silent = self._pace.beat_s * self._pace.patience
+            self._monitor.reset()
+        if self._monitor.tick():
+            silent = self._heartbeat.interval_s * self._heartbeat.worker_misses
             self.end(Unavailable(f"the worker at {self.endpoint} has been silent for {silent:.1f} s"))
         else:
-            self._send(Heartbeat(self._pulse.number))
+            self.send(Heartbeat(self._monitor.number))
 
     def end(self, error: ModelyardError) -> None:
-        """Everything in it ends with this error. Idempotent."""
-        if self.over:
+        """End everything in the session with this error. Idempotent."""
+        if self.is_lost:
             return
         self.lost.set_result(error)
         if self._timer is not None:
             self._timer.cancel()
-        for tell in self._take_watchers():  # first: whoever tries again elsewhere must not be sent here
-            tell(error)
+        self._report_loss(error)  # first: requests that are retried must not be sent here
         requests, self._requests = self._requests, {}
         for request in requests.values():
-            request.box.put_many([request.last(error)], last=True)
-        waiting: list[asyncio.Future[Any]] = [self._met, *(opening for opening, _ in self._opening.values())]
-        for future in (*waiting, *self._asked.values()):
+            request.queue.put_many([request.make_end(error)], last=True)
+        futures: list[asyncio.Future[Any]] = [self._connected, *(future for future, _ in self._opening.values())]
+        for future in (*futures, *self._calls.values()):
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # marks it seen: nobody may be waiting
+                future.exception()  # mark it retrieved: it may have no waiter
         for closing in self._closing.values():
             if not closing.done():
                 closing.set_result(None)
         self._closing.clear()
 
-    def _take_watchers(self) -> list[Callable[[ModelyardError], None]]:
-        watchers, self._watchers = self._watchers, {}
-        return list(watchers.values())
-
-    @property
-    def idle(self) -> bool:
-        return not self._requests
-
-    @property
-    def beats(self) -> int:
-        """How many were sent."""
-        return self._pulse.number
+    def _report_loss(self, error: ModelyardError) -> None:
+        callbacks, self._loss_callbacks = self._loss_callbacks, {}
+        for callback in callbacks.values():
+            callback(error)
 
     async def close(self) -> None:
-        """Idempotent. What still runs ends as unavailable."""
-        if not self.over:
-            self._send(Goodbye())
+        """Requests that still run end as unavailable. Idempotent."""
+        if not self.is_lost:
+            self.send(Goodbye())
             self.end(Unavailable("the engine was closed"))
-        await self._dialer.close()
+        await self._socket.close()
 
-    def _check(self) -> None:
-        if self.over:
+    def _check_alive(self) -> None:
+        if self.is_lost:
             raise self.lost.result()
 
-    def _must_send(self, message: LinkMessage) -> None:
-        if not self._dialer.send(encode(message)):
-            raise Unavailable(f"the worker at {self.endpoint} takes nothing more: too much waits for it already")
+    def _send_or_raise(self, message: LinkMessage) -> None:
+        if not self._socket.send(encode(message)):
+            raise Unavailable(f"the worker at {self.endpoint} does not read: too many messages wait for it")
 
-    def _send(self, message: LinkMessage) -> None:
-        """A small word to the worker. Where not even that can be queued, it has not read for very long: its silence
-        is about to be noticed."""
-        self._dialer.send(encode(message))
+    def send(self, message: LinkMessage) -> None:
+        """Send without an error: a worker whose queue is full has not read for long, and its silence is about to be
+        noticed."""
+        self._socket.send(encode(message))
 
+
+# --- engines --------------------------------------------------------------------------------------------------------
 
 EngineLoss = asyncio.Future[ModelyardError]
 
 
 class RemoteEngine:
-    """An engine that is open in a worker. Closing it lets go of it: it stays open there."""
+    """An engine that is open in a worker. Closing it only detaches from it."""
 
     def __init__(self, session: WorkerSession, engine: str, info: EngineInfo, lost: EngineLoss | None = None) -> None:
         self._session, self.id, self.info = session, engine, info
         self.lost: EngineLoss = lost or asyncio.get_running_loop().create_future()
-        session.watch(engine, self._died)
+        session.on_engine_lost(engine, self._on_lost)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.id} at {self._session.endpoint}>"
 
-    def _died(self, error: ModelyardError) -> None:
+    def _on_lost(self, error: ModelyardError) -> None:
         if not self.lost.done():
             self.lost.set_result(error)
 
     async def open(self, progress: OnProgress) -> None:
         progress(1.0, "ready")
 
-    async def study(self, have: tuple[str, ...]) -> WorkerReply:
-        """Its tokenizer, from the worker; raises where that one cannot tell."""
-        welcome = await self._session.meet()
-        if TOKENIZER_FEATURE not in welcome.able:
+    async def fetch_tokenizer(self, have: tuple[str, ...]) -> WorkerReply:
+        """The tokenizer files, from the worker."""
+        welcome = await self._session.connect()
+        if TOKENIZER_FEATURE not in welcome.features:
             raise Unsupported(f"the worker {welcome.worker} is too old to send its tokenizers: update it")
-        return await self._session.ask(lambda id: FetchTokenizer(id, self.id, have))
+        return await self._session.call(lambda id: FetchTokenizer(id, self.id, have))
 
     def stats(self) -> EngineStats:
         return self._session.stats.get(self.id, EngineStats())
 
     async def close(self) -> None:
-        self._session.unwatch(self.id)
+        self._session.remove_loss_callback(self.id)
 
 
 class RemoteTextEngine(RemoteEngine):
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        return self._session.text(lambda id: AddRequest(self.id, to_infer_request(id, prompt)))
+        return self._session.generate(lambda id: AddRequest(self.id, to_infer_request(id, prompt)))
 
     async def control(self, op: Control) -> None:
-        await self._session.ask(lambda id: ControlEngine(id, self.id, op))
+        await self._session.call(lambda id: ControlEngine(id, self.id, op))
 
 
 class RemoteEmbeddingEngine(RemoteTextEngine):
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
         packed = [pack_ids(ids) for ids in batch]
-        done = await self._session.ask(lambda id: EmbedTokens(id, self.id, packed))
-        return Embeddings([unpack_vector(vector) for vector in done.vectors], done.tokens or 0)
+        reply = await self._session.call(lambda id: EmbedTokens(id, self.id, packed))
+        return Embeddings([unpack_vector(vector) for vector in reply.vectors], reply.tokens or 0)
 
 
 class RemoteChatEngine(RemoteEngine):
     def chat(self, request: Request) -> Generation[Event]:
-        bare = replace(request, warnings=())
-        return self._session.chat(lambda id: AddChat(self.id, id, bare))
+        without_warnings = replace(request, warnings=())
+        return self._session.chat(lambda id: AddChat(self.id, id, without_warnings))
 
     async def count(self, request: Request) -> int | None:
-        return (await self._session.ask(lambda id: CountTokens(id, self.id, request))).tokens
-
-
-class ReportedLoss(EngineLoss):
-    """An engine's `lost` that tells somebody in the same breath: who tries again must not be sent there."""
-
-    def __init__(self, tell: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop=loop)
-        self._tell = tell
-
-    def set_result(self, result: ModelyardError, /) -> None:
-        super().set_result(result)
-        self._tell()
+        return (await self._session.call(lambda id: CountTokens(id, self.id, request))).tokens
 
 
 def remote_engine(
     session: WorkerSession, opened: EngineOpened, lost: EngineLoss | None = None
 ) -> RemoteTextEngine | RemoteChatEngine:
-    """The engine of this kind. One that makes no embeddings has no `embed`: that is how the gateway tells.
-
-    `lost` is whom to tell of its death, where somebody has promised that already.
-    """
-    kind = RemoteChatEngine if opened.kind == "chat" else RemoteEmbeddingEngine if opened.embeds else RemoteTextEngine
+    """`lost` is the future to use as the engine's. Only an embedding engine has `embed`; the gateway checks for it."""
+    kind = (
+        RemoteChatEngine
+        if opened.kind == "chat"
+        else RemoteEmbeddingEngine
+        if opened.embeds
+        else RemoteTextEngine
+    )
     return kind(session, opened.engine, opened.info, lost)

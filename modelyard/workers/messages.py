@@ -1,76 +1,96 @@
-"""Every message between gateways, the scheduler and workers, grouped by who receives it, and how it is written.
+"""Every message between gateways, the scheduler and workers, grouped by receiver, and its encoding.
 
-MessagePack lists with a tag in front, by msgspec: a peer that knows more fields than we do is understood, fields are
-only ever added at the end, and nothing is ever unpickled. A `Hello` of another protocol version is refused in words.
+MessagePack lists with a tag in front, by msgspec. A peer that knows more fields than we do is understood, fields are only
+ever added at the end, and nothing is ever unpickled. Another protocol version is refused with a reason.
 
-    client                          worker
+    client of a worker              worker
     Hello(version, …)          ──→
-                               ←──  Welcome(version, …) | Refused(reason)
+                               ←──  Welcome(version, …) | ConnectionRefused(reason)
     OpenEngine(engine, …)      ──→
-                               ←──  Loading* · (Opened | OpenFailed)
+                               ←──  LoadProgress* · (EngineOpened | EngineOpenFailed)
     AddRequest(InferRequest)   ──→
-                               ←──  Frame[Accepted · Progress* · Step* · (Finish | Error)]   one a step and destination
-    AbortRequest, Hold, GoOn   ──→
-    Beat(n)                    ──→
-                               ←──  Beat(n, …)                     whoever is silent for too long is lost
+                               ←──  UpdateBatch[RequestAccepted · PrefillProgress* · TokenStep* ·
+                                    (RequestFinished | RequestFailed)]      one batch per engine step and client
+    AbortRequest, PauseRequest, ResumeRequest ──→
+    Heartbeat(n)               ──→
+                               ←──  Heartbeat(n, …)                         a silent peer is lost
+
+    gateway                         scheduler
+    JoinGateway(version, …)    ──→                                          a new connection; lists the leases in use
+                               ←──  JoinAccepted · PoolState*               models and engines, whenever they change
+    RequestLease(ticket, …)    ──→
+                               ←──  LeaseQueued? · (LeaseGranted | LeaseDenied)
+    ReleaseLease(ticket)       ──→                                          returned, or no longer wanted
+                               ←──  LeaseRevoked(ticket)
+    PoolCommand, GetSnapshot, StoreOperation ──→
+                               ←──  SchedulerReply(id)
+
+Tokens do not pass the scheduler: a grant names the worker and the engine, and the gateway talks to the worker directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field
 
 from modelyard.core import engine as core
-from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineStats, IdLogprob, Media, Prompt
+from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, EngineStats, IdLogprob, Media, Prompt
 from modelyard.core.errors import Internal, ModelyardError
 from modelyard.core.events import Event, Timings, Usage
-from modelyard.core.lease import ModelStatus
+from modelyard.core.lease import LeaseRequest, ModelStatus
 from modelyard.core.pool import ModelStateChange
 from modelyard.core.request import Constraint, Priority, Request, Sampling
-from modelyard.workers.packing import MalformedMessage, flatten_prompt, pack_error, unflatten_prompt, unpack_error
+from modelyard.workers.packing import (
+    MalformedMessage,
+    flatten_prompt,
+    pack_error,
+    pack_ids,
+    unflatten_prompt,
+    unpack_error,
+    unpack_ids,
+)
 
 VERSION = 1
-TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.able`: `Study` is understood
-
-T = TypeVar("T")
+TOKENIZER_FEATURE = "tokenizer"  # in `Welcome.features`: the worker understands `FetchTokenizer`
+_AFFINITY_TOKENS = 4096  # tokens of a prompt that the scheduler uses to choose a replica
 
 
 class LinkMessage(Struct, frozen=True, array_like=True, kw_only=False):
-    """The base of all: a list on the wire."""
+    """Base class: a list on the wire."""
 
 
-# --- both ways ------------------------------------------------------------------------------------------------------
+# --- both directions ------------------------------------------------------------------------------------------------
 
 
 class Heartbeat(LinkMessage, frozen=True, tag="beat"):
-    """I live. A worker answers with the same number and with what its engines say of themselves."""
+    """A worker replies with the same number and the stats of its engines. 0 is not a reply."""
 
     number: int
     stats: dict[str, EngineStats] = field(default_factory=dict)
 
 
 class Goodbye(LinkMessage, frozen=True, tag="bye"):
-    """The sender leaves in peace. From a worker: it takes nothing new and ends when its answers have."""
+    """The sender disconnects. From a worker: it takes nothing new and exits when its requests have ended."""
 
     reason: str = ""
 
 
-# --- for a worker ---------------------------------------------------------------------------------------------------
+# --- to a worker ----------------------------------------------------------------------------------------------------
 
 
 class Hello(LinkMessage, frozen=True, tag="hello"):
-    """`name` is who asks, the same on all his links; `able` are optional parts of the protocol that he speaks."""
+    """`name` identifies the client, the same on all its links. `features` are optional parts of the protocol."""
 
     version: int
     name: str
-    able: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
 
 
 class OpenEngine(LinkMessage, frozen=True, tag="open"):
-    """`options` is the engine's own Options as JSON. An engine of this id that is open already is taken over."""
+    """`options` is the engine's Options as JSON. If an engine with this id is open already, it is used."""
 
     engine: str
     backend: str
@@ -86,8 +106,8 @@ class CloseEngine(LinkMessage, frozen=True, tag="close"):
 
 
 class InferRequest(LinkMessage, frozen=True):
-    """`request_id` is the client's own number; `tokens` are little-endian u32; `media` stand after so many of them;
-    `lora_adapter` are names with their strengths."""
+    """`request_id` is chosen by the client. `tokens` are little-endian u32. `media` come with their offset in tokens.
+    `lora_adapter` are names with their scales."""
 
     request_id: int
     tokens: bytes
@@ -122,7 +142,7 @@ class AbortRequest(LinkMessage, frozen=True, tag="abort"):
 
 
 class PauseRequest(LinkMessage, frozen=True, tag="hold"):
-    """Its reader lags: nothing more of this request until `GoOn`."""
+    """The reader of this request lags: send nothing until `ResumeRequest`."""
 
     request_id: int
 
@@ -150,14 +170,14 @@ class CountTokens(LinkMessage, frozen=True, tag="count"):
 
 
 class DropClient(LinkMessage, frozen=True, tag="forget"):
-    """The client of this name is gone: end what it left behind, then answer `Done`."""
+    """The client of this name is gone: end its requests, then reply."""
 
     request_id: int
     name: str
 
 
 class FetchTokenizer(LinkMessage, frozen=True, tag="study"):
-    """The tokenizer of this engine, for a gateway without its files; those of the hashes in `have` it has already."""
+    """Send the tokenizer files of this engine, unless their hash is in `have`."""
 
     request_id: int
     engine: str
@@ -165,7 +185,7 @@ class FetchTokenizer(LinkMessage, frozen=True, tag="study"):
 
 
 class ShutdownWorker(LinkMessage, frozen=True, tag="dismiss"):
-    """From the scheduler to a worker that it started: nothing is left to do, end."""
+    """From the scheduler to a worker that it started."""
 
 
 ToWorker = (
@@ -188,11 +208,11 @@ ToWorker = (
 )
 
 
-# --- for a client of a worker ---------------------------------------------------------------------------------------
+# --- to a client of a worker ----------------------------------------------------------------------------------------
 
 
 class HostedEngineInfo(LinkMessage, frozen=True):
-    """An engine that the worker holds open."""
+    """An engine that is open in the worker."""
 
     engine: str
     model: str
@@ -206,7 +226,7 @@ class Welcome(LinkMessage, frozen=True, tag="welcome"):
     worker: str
     pid: int
     engines: list[HostedEngineInfo] = []
-    able: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
 
 
 class ConnectionRefused(LinkMessage, frozen=True, tag="refused"):
@@ -236,7 +256,7 @@ class EngineClosed(LinkMessage, frozen=True, tag="closed"):
 
 
 class EngineLost(LinkMessage, frozen=True, tag="lost"):
-    """The engine died; its worker lives."""
+    """The engine died; its worker is alive."""
 
     engine: str
     error: ModelyardError
@@ -272,8 +292,6 @@ class RequestFinished(LinkMessage, frozen=True, tag="f"):
 
 
 class RequestFailed(LinkMessage, frozen=True, tag="e"):
-    """The error carries its message and code."""
-
     request_id: int
     error: ModelyardError
     usage: Usage = Usage()
@@ -281,7 +299,7 @@ class RequestFailed(LinkMessage, frozen=True, tag="e"):
 
 
 class ChatEvents(LinkMessage, frozen=True, tag="c"):
-    """What a chat engine said; the last one ends the request."""
+    """Events of a chat engine. Finished or Failed ends the request."""
 
     request_id: int
     events: list[Event]
@@ -291,15 +309,15 @@ RequestUpdate = RequestAccepted | PrefillProgress | TokenStep | RequestFinished 
 
 
 class UpdateBatch(LinkMessage, frozen=True, tag="frame"):
-    """All that one step made for one client. `stats` come along where an engine has just become idle."""
+    """Everything that one step produced for one client. `stats` of engines that have just become idle."""
 
-    items: list[RequestUpdate]
+    updates: list[RequestUpdate]
     stats: dict[str, EngineStats] = field(default_factory=dict)
 
 
 class WorkerReply(LinkMessage, frozen=True, tag="done"):
-    """The answer to `Order`, `Embed`, `Count`, `Forget` and `Study`; `stats` are what an order has changed;
-    `tokenizer` is its hash, and `files` are none where the asker has them."""
+    """The reply to `ControlEngine`, `EmbedTokens`, `CountTokens`, `DropClient` and `FetchTokenizer`. `tokenizer` is the
+    hash of the files; `files` is empty if the client has them."""
 
     request_id: int
     error: ModelyardError | None = None
@@ -325,100 +343,11 @@ ToClient = (
 )
 
 
-# --- how they are written -------------------------------------------------------------------------------------------
-
-
-def _written(value: Any) -> Any:
-    if isinstance(value, ModelyardError):
-        return pack_error(value)
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
-
-
-def _read(kind: type, value: Any) -> Any:
-    if kind is ModelyardError:
-        return unpack_error(value)
-    raise NotImplementedError(f"{kind.__name__} does not travel")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_written)
-encode: Callable[[LinkMessage], bytes] = _encoder.encode
-
-
-def decoder(kind: Any) -> Callable[[bytes], Any]:
-    """From bytes to one of these messages; whatever else comes is `Malformed`."""
-    decoder = msgspec.msgpack.Decoder(kind, dec_hook=_read)
-
-    def read(data: bytes) -> Any:
-        try:
-            return decoder.decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
-            raise MalformedMessage(str(error)) from None
-
-    return read
-
-
-read_for_worker: Callable[[bytes], ToWorker] = decoder(ToWorker)
-read_for_client: Callable[[bytes], ToClient] = decoder(ToClient)
-
-
-def version_mismatch(theirs: int) -> str | None:
-    """Why we cannot talk, or None."""
-    if theirs == VERSION:
-        return None
-    older = "the other side is older" if theirs < VERSION else "this side is older"
-    return f"protocol version {theirs} is not {VERSION}: {older}; run the same Modelyard on both sides"
-
-
-def to_chunk(item: RequestUpdate, ids: Callable[[bytes], list[int]]) -> core.Chunk:
-    """The engine's word for it."""
-    if type(item) is TokenStep:
-        return core.Tokens(ids(item.tokens), item.logprobs)
-    if isinstance(item, RequestAccepted):
-        return core.Accepted(item.cached_tokens, item.divergence, item.evicted, item.elsewhere)
-    if isinstance(item, PrefillProgress):
-        return core.Progress(item.done, item.total)
-    if isinstance(item, RequestFinished):
-        return core.End(item.reason, item.usage, item.timings)
-    if isinstance(item, RequestFailed):
-        return core.End("error", item.usage, item.timings, item.error)
-    raise MalformedMessage("a token engine said events")
-
-
-def to_update(request_id: int, chunk: core.Chunk, packed: Callable[[list[int]], bytes]) -> RequestUpdate:
-    if type(chunk) is core.Tokens:
-        return TokenStep(request_id, packed(chunk.ids), chunk.logprobs)
-    if isinstance(chunk, core.Accepted):
-        return RequestAccepted(request_id, chunk.cached_tokens, chunk.divergence, chunk.evicted, chunk.elsewhere)
-    if isinstance(chunk, core.Progress):
-        return PrefillProgress(request_id, chunk.done, chunk.total)
-    assert isinstance(chunk, core.End)  # noqa: S101  there is no fifth
-    if chunk.reason != "error":
-        return RequestFinished(request_id, chunk.reason, chunk.usage, chunk.timings)
-    error = chunk.error or Internal("the engine failed and did not say why")
-    return RequestFailed(request_id, error, chunk.usage, chunk.timings)
-
-
-def stats_of(engines: Mapping[str, core.Engine]) -> dict[str, EngineStats]:
-    return {name: engine.stats() for name, engine in engines.items()}
-
-
-# Every message between gateways and workers on one side and the scheduler on the other, grouped by who receives it.
-#
-#     gateway                         scheduler
-#     Join(version, name, held)  ──→                                a new conversation; `held` are places it still uses
-#                                ←──  Joined · State*               models and engines, whenever they change
-#     Ask(ticket, …)             ──→
-#                                ←──  (Queued)? · (Granted | Denied)
-#     Leave(ticket)              ──→                                given back, or given up
-#                                ←──  Revoked(ticket)
-#     Command · Look · Keep …    ──→
-#                                ←──  Answer(id)
-#
-# Tokens do not pass here: a grant names the worker and the engine, and the gateway speaks to it directly.
+# --- to the scheduler -----------------------------------------------------------------------------------------------
 
 
 class WireLeaseRequest(LinkMessage, frozen=True):
-    """A demand on its way; `prompt` are the first tokens, where it matters which replica knows them."""
+    """A `LeaseRequest`. `prompt` holds the first tokens if the model has several replicas."""
 
     model: str
     cache: str
@@ -433,47 +362,44 @@ class WireLeaseRequest(LinkMessage, frozen=True):
     is_retry: bool = False
 
 
-# --- for the scheduler ------------------------------------------------------------------------------------------------
-
-
 class JoinGateway(LinkMessage, frozen=True, tag="join"):
-    """A gateway comes, or comes back under the same name. `held` are the places in which its answers still run."""
+    """A gateway connects, or reconnects under the same name. `leases` are those whose requests still run."""
 
     version: int
     name: str
-    held: tuple[tuple[int, WireLeaseRequest], ...] = ()
+    leases: tuple[tuple[int, WireLeaseRequest], ...] = ()
 
 
 class RegisterWorker(LinkMessage, frozen=True, tag="enlist"):
-    """A worker offers itself, again and again; `engines` are open there already. `machine` is the name of the one that
-    it runs on, with what is free there: bytes of RAM, and of each GPU by its UUID."""
+    """A worker registers itself, repeatedly, with the engines that it has open. `node` is the name of its machine, with
+    its free memory: RAM, and each GPU by UUID."""
 
     version: int
     name: str
     endpoint: str
     engines: tuple[HostedEngineInfo, ...] = ()
-    machine: str = ""
+    node: str = ""
     ram_free: int = 0
     gpus: dict[str, int] = field(default_factory=dict)
 
 
 class RequestLease(LinkMessage, frozen=True, tag="ask"):
-    """`avoid` are engines that the gateway has just lost: the scheduler may not know of that yet."""
+    """`avoid` are engines that the gateway has just lost; the scheduler may not know yet."""
 
     ticket: int
-    demand: WireLeaseRequest
+    request: WireLeaseRequest
     avoid: tuple[str, ...] = ()
 
 
 class ReleaseLease(LinkMessage, frozen=True, tag="leave"):
-    """`spent` output tokens were made there."""
+    """`spent` is the number of output tokens."""
 
     ticket: int
     spent: int = 0
 
 
 class PoolCommand(LinkMessage, frozen=True, tag="command"):
-    """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace."""
+    """`argument` is JSON: the overrides of a load, `force`, a number of replicas, a trace id."""
 
     id: int
     verb: Literal["load", "unload", "drain", "scale", "cancel", "reload"]
@@ -487,7 +413,7 @@ class GetSnapshot(LinkMessage, frozen=True, tag="look"):
 
 
 class StoreOperation(LinkMessage, frozen=True, tag="keep"):
-    """The store that all gateways share. A value is put, none is looked up, `delete` says what it says."""
+    """An operation on the store that all gateways share: put if there is a value, delete, or else get."""
 
     id: int
     scope: bytes
@@ -509,7 +435,7 @@ ToScheduler = (
 )
 
 
-# --- for a gateway --------------------------------------------------------------------------------------------------
+# --- to a gateway ---------------------------------------------------------------------------------------------------
 
 
 class EngineLocation(LinkMessage, frozen=True):
@@ -528,13 +454,13 @@ class JoinAccepted(LinkMessage, frozen=True, tag="joined"):
 
 
 class PoolState(LinkMessage, frozen=True, tag="state"):
-    """`edition` counts how often the configuration was read anew."""
+    """`config_version` counts the reloads of the configuration."""
 
     models: dict[str, ModelStatus]
     engines: tuple[EngineLocation, ...] = ()
     replicas: dict[str, int] = field(default_factory=dict)
-    figures: dict[str, dict[str, int]] = field(default_factory=dict)
-    edition: int = 0
+    metrics: dict[str, dict[str, int]] = field(default_factory=dict)
+    config_version: int = 0
 
 
 class LeaseQueued(LinkMessage, frozen=True, tag="queued"):
@@ -565,7 +491,7 @@ class ModelChanged(LinkMessage, frozen=True, tag="changed"):
 
 
 class SchedulerReply(LinkMessage, frozen=True, tag="answer"):
-    """`value` is MessagePack of what was asked for, or the stored bytes themselves."""
+    """`value` is the requested object as MessagePack, or the stored bytes themselves."""
 
     id: int
     error: ModelyardError | None = None
@@ -586,14 +512,91 @@ ToGateway = (
     | Goodbye
 )
 
-read_for_scheduler: Callable[[bytes], ToScheduler] = decoder(ToScheduler)
-read_for_gateway: Callable[[bytes], ToGateway] = decoder(ToGateway)
+
+# --- encoding -------------------------------------------------------------------------------------------------------
 
 
-# A job's prompt as it travels to a worker, and back into what an engine takes. Pure; a new field stands in both.
+def _encode_hook(value: Any) -> Any:
+    if isinstance(value, ModelyardError):
+        return pack_error(value)
+    raise NotImplementedError(f"cannot encode {type(value).__name__}")
+
+
+def _decode_hook(kind: type, value: Any) -> Any:
+    if kind is ModelyardError:
+        return unpack_error(value)
+    raise NotImplementedError(f"cannot decode {kind.__name__}")
+
+
+encode: Callable[[LinkMessage], bytes] = msgspec.msgpack.Encoder(enc_hook=_encode_hook).encode
+
+
+def _decoder(kind: Any) -> Callable[[bytes], Any]:
+    decode = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook).decode
+
+    def decode_or_raise(data: bytes) -> Any:
+        """Raises MalformedMessage."""
+        try:
+            return decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            raise MalformedMessage(str(error)) from None
+
+    return decode_or_raise
+
+
+decode_for_worker: Callable[[bytes], ToWorker] = _decoder(ToWorker)
+decode_for_client: Callable[[bytes], ToClient] = _decoder(ToClient)
+decode_for_scheduler: Callable[[bytes], ToScheduler] = _decoder(ToScheduler)
+decode_for_gateway: Callable[[bytes], ToGateway] = _decoder(ToGateway)
+
+
+def version_mismatch(theirs: int) -> str | None:
+    """Why the versions are incompatible, or None."""
+    if theirs == VERSION:
+        return None
+    older = "the other side is older" if theirs < VERSION else "this side is older"
+    return f"protocol version {theirs} is not {VERSION}: {older}; run the same Modelyard on both sides"
+
+
+# --- conversion from and to core types ------------------------------------------------------------------------------
+
+
+def to_chunk(update: RequestUpdate) -> core.Chunk:
+    if type(update) is TokenStep:
+        return core.Tokens(unpack_ids(update.tokens), update.logprobs)
+    if isinstance(update, RequestAccepted):
+        return core.Accepted(update.cached_tokens, update.divergence, update.evicted, update.elsewhere)
+    if isinstance(update, PrefillProgress):
+        return core.Progress(update.done, update.total)
+    if isinstance(update, RequestFinished):
+        return core.End(update.reason, update.usage, update.timings)
+    if isinstance(update, RequestFailed):
+        return core.End("error", update.usage, update.timings, update.error)
+    raise MalformedMessage("a token engine sent chat events")
+
+
+def to_update(request_id: int, chunk: core.Chunk) -> RequestUpdate:
+    if type(chunk) is core.Tokens:
+        return TokenStep(request_id, pack_ids(chunk.ids), chunk.logprobs)
+    if isinstance(chunk, core.Accepted):
+        return RequestAccepted(request_id, chunk.cached_tokens, chunk.divergence, chunk.evicted, chunk.elsewhere)
+    if isinstance(chunk, core.Progress):
+        return PrefillProgress(request_id, chunk.done, chunk.total)
+    assert isinstance(chunk, core.End)  # noqa: S101  the last member of the union
+    if chunk.reason != "error":
+        return RequestFinished(request_id, chunk.reason, chunk.usage, chunk.timings)
+    error = chunk.error or Internal("the engine failed without a reason")
+    return RequestFailed(request_id, error, chunk.usage, chunk.timings)
+
+
+def open_engine_message(engine: str, backend: str, spec: EngineSpec, identity: str = "") -> OpenEngine:
+    """Only options that were set are sent; the worker's engine has its own defaults."""
+    options: bytes = spec.options.model_dump_json(exclude_unset=True).encode()
+    return OpenEngine(engine, backend, spec.model, options, dict(spec.caches), spec.modalities, identity)
 
 
 def to_infer_request(id: int, prompt: Prompt) -> InferRequest:
+    """A new field of `Prompt` belongs here and in `to_prompt`."""
     tokens, media = flatten_prompt(prompt)
     return InferRequest(
         request_id=id,
@@ -614,20 +617,52 @@ def to_infer_request(id: int, prompt: Prompt) -> InferRequest:
     )
 
 
-def to_prompt(asked: InferRequest) -> Prompt:
-    """Raises Malformed where its tokens are none."""
+def to_prompt(request: InferRequest) -> Prompt:
+    """Raises MalformedMessage if the tokens or media are invalid."""
     return Prompt(
-        parts=unflatten_prompt(asked.tokens, asked.media),
-        sampling=asked.sampling_params,
-        max_tokens=asked.max_tokens,
-        stop_ids=asked.stop_ids,
-        constraint=asked.constraint,
-        cache=asked.cache,
-        session=asked.session,
-        priority=asked.priority,
-        adapters=asked.lora_adapter,
-        logprobs=asked.logprobs,
-        deadline=asked.deadline,
-        trace=asked.trace,
-        dedup_key=asked.dedup_key,
+        parts=unflatten_prompt(request.tokens, request.media),
+        sampling=request.sampling_params,
+        max_tokens=request.max_tokens,
+        stop_ids=request.stop_ids,
+        constraint=request.constraint,
+        cache=request.cache,
+        session=request.session,
+        priority=request.priority,
+        adapters=request.lora_adapter,
+        logprobs=request.logprobs,
+        deadline=request.deadline,
+        trace=request.trace,
+        dedup_key=request.dedup_key,
+    )
+
+
+def to_wire_lease_request(request: LeaseRequest, *, with_prompt: bool) -> WireLeaseRequest:
+    return WireLeaseRequest(
+        model=request.model,
+        cache=request.cache,
+        tokens=request.tokens,
+        weight=request.weight,
+        key=request.key,
+        session=request.session,
+        priority=request.priority,
+        deadline=request.deadline,
+        trace=request.trace,
+        prompt=pack_ids(request.prompt[:_AFFINITY_TOKENS]) if with_prompt else b"",
+        is_retry=request.is_retry,
+    )
+
+
+def from_wire_lease_request(wire: WireLeaseRequest, *, is_retry: bool = False) -> LeaseRequest:
+    return LeaseRequest(
+        model=wire.model,
+        cache=wire.cache,
+        tokens=wire.tokens,
+        weight=wire.weight,
+        key=wire.key,
+        session=wire.session,
+        priority=wire.priority,
+        deadline=wire.deadline,
+        trace=wire.trace,
+        prompt=unpack_ids(wire.prompt),
+        is_retry=wire.is_retry or is_retry,
     )

@@ -1,4 +1,4 @@
-"""Token ids, vectors, prompts and errors in the forms in which they travel. Pure."""
+"""The wire forms of token ids, vectors, prompts and errors. Pure."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from modelyard.core import errors
 from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError
 
-_SWAPPED = sys.byteorder == "big"  # the wire is little-endian
+_BIG_ENDIAN = sys.byteorder == "big"  # the wire is little-endian
 _ERRORS: dict[str, type[ModelyardError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, ModelyardError)
 }
-# What an error may carry beside its words; a field of another name or kind is not taken from a wire.
-_CARRIED: dict[str, tuple[type, ...]] = {
+# The attributes that an error may carry. Others, and values of other types, are not accepted from the wire.
+_ATTRIBUTES: dict[str, tuple[type, ...]] = {
     "message": (str,),
     "code": (str,),
     "param": (str,),
@@ -27,19 +27,17 @@ _CARRIED: dict[str, tuple[type, ...]] = {
     "window": (int,),
     "position": (int,),
 }
-
-
-# The fields of some kinds alone, as they are where the other side did not send them.
-_FIELDS: dict[type[ModelyardError], tuple[tuple[str, Any], ...]] = {
-    errors.Internal: (("id", ""),),
-    errors.Overloaded: (("position", None),),
-    errors.ContextOverflow: (("prompt_tokens", 0), ("window", 0)),
-    errors.OutputOverflow: (("prompt_tokens", 0), ("max_tokens", 0), ("window", 0)),
+# Defaults of the attributes that only some classes have.
+_DEFAULTS: dict[type[ModelyardError], dict[str, Any]] = {
+    errors.Internal: {"id": ""},
+    errors.Overloaded: {"position": None},
+    errors.ContextOverflow: {"prompt_tokens": 0, "window": 0},
+    errors.OutputOverflow: {"prompt_tokens": 0, "max_tokens": 0, "window": 0},
 }
 
 
 class MalformedMessage(ValueError):
-    """Bytes that are no message of ours."""
+    """Bytes that are not a message of the protocol, or a message that is not allowed here."""
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
@@ -47,35 +45,35 @@ class MalformedMessage(ValueError):
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     try:
-        return _bytes(array("I", ids))
+        return _pack(array("I", ids))
     except (OverflowError, TypeError):
         raise InvalidRequest("the prompt holds token ids outside 0…4294967295") from None
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    return _numbers("I", data).tolist()
+    return _unpack("I", data).tolist()
 
 
 def pack_vector(vector: Iterable[float]) -> bytes:
-    return _bytes(array("d", vector))
+    return _pack(array("d", vector))
 
 
 def unpack_vector(data: bytes) -> list[float]:
-    return _numbers("d", data).tolist()
+    return _unpack("d", data).tolist()
 
 
-def _bytes(numbers: array[Any]) -> bytes:
-    if _SWAPPED:
+def _pack(numbers: array[Any]) -> bytes:
+    if _BIG_ENDIAN:
         numbers.byteswap()
     return numbers.tobytes()
 
 
-def _numbers(code: str, data: bytes) -> array[Any]:
+def _unpack(code: str, data: bytes) -> array[Any]:
     numbers = array(code)
     if len(data) % numbers.itemsize:
-        raise MalformedMessage(f"{len(data)} bytes are no list of numbers of {numbers.itemsize} bytes each")
+        raise MalformedMessage(f"{len(data)} bytes are not a list of {numbers.itemsize}-byte numbers")
     numbers.frombytes(data)
-    if _SWAPPED:
+    if _BIG_ENDIAN:
         numbers.byteswap()
     return numbers
 
@@ -84,7 +82,7 @@ def _numbers(code: str, data: bytes) -> array[Any]:
 
 
 def flatten_prompt(prompt: Prompt) -> tuple[bytes, list[tuple[int, Media]]]:
-    """All tokens of a prompt as one run, and its media with the number of tokens that stand before each."""
+    """All tokens of a prompt as one run, and its media with the number of tokens before each."""
     media: list[tuple[int, Media]] = []
     before = 0
     for part in prompt.parts:
@@ -96,18 +94,18 @@ def flatten_prompt(prompt: Prompt) -> tuple[bytes, list[tuple[int, Media]]]:
 
 
 def unflatten_prompt(tokens: bytes, media: Sequence[tuple[int, Media]]) -> tuple[TokenRun | Media, ...]:
-    ids, at = unpack_ids(tokens), 0
-    built: list[TokenRun | Media] = []
-    for place, one in media:
-        if not at <= place <= len(ids):
-            raise MalformedMessage("a picture stands outside its prompt")
-        if place > at:
-            built.append(TokenRun(ids[at:place]))
-        built.append(one)
-        at = place
-    if at < len(ids) or not built:
-        built.append(TokenRun(ids[at:]))
-    return tuple(built)
+    ids, position = unpack_ids(tokens), 0
+    parts: list[TokenRun | Media] = []
+    for offset, item in media:
+        if not position <= offset <= len(ids):
+            raise MalformedMessage("a media offset is outside the prompt")
+        if offset > position:
+            parts.append(TokenRun(ids[position:offset]))
+        parts.append(item)
+        position = offset
+    if position < len(ids) or not parts:
+        parts.append(TokenRun(ids[position:]))
+    return tuple(parts)
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -115,26 +113,24 @@ def unflatten_prompt(tokens: bytes, media: Sequence[tuple[int, Media]]) -> tuple
 
 def pack_error(error: ModelyardError) -> list[Any]:
     kind = next(name for name in (base.__name__ for base in type(error).__mro__) if name in _ERRORS)
-    carried = {name: value for name, value in vars(error).items() if name in _CARRIED and value is not None}
-    return [kind, carried]
+    attributes = {name: value for name, value in vars(error).items() if name in _ATTRIBUTES and value is not None}
+    return [kind, attributes]
 
 
 def unpack_error(packed: Any) -> ModelyardError:
-    """An error of a kind that this version does not know is still an error, with the same words."""
+    """An error class that this version does not know becomes `Internal` with the same message."""
     match packed:
-        case [str(kind), dict(carried), *_] if isinstance(carried.get("message"), str):
-            return _revived(_ERRORS.get(kind, Internal), carried)
-    raise MalformedMessage("an error without words")
-
-
-def _revived(kind: type[ModelyardError], carried: dict[str, Any]) -> ModelyardError:
-    """Past its own constructor, whose words are made of numbers: the words have been made already."""
+        case [str(name), dict(attributes), *_] if isinstance(attributes.get("message"), str):
+            kind = _ERRORS.get(name, Internal)
+        case _:
+            raise MalformedMessage("an error without a message")
+    # Bypass the constructor, which composes the message from numbers: the message is complete already.
     error = kind.__new__(kind)
-    ModelyardError.__init__(error, carried["message"])
-    vars(error).update(
-        {name: value for own, fields in _FIELDS.items() if issubclass(kind, own) for name, value in fields}
-    )
-    for name, kinds in _CARRIED.items():
-        if isinstance(value := carried.get(name), kinds):
+    ModelyardError.__init__(error, attributes["message"])
+    for base, defaults in _DEFAULTS.items():
+        if issubclass(kind, base):
+            vars(error).update(defaults)
+    for name, types in _ATTRIBUTES.items():
+        if isinstance(value := attributes.get(name), types):
             setattr(error, name, value)
     return error

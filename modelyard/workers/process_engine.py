@@ -1,7 +1,7 @@
-"""An engine in a child process of its own: same seam, but its death costs one replica, and no GIL is shared.
+"""An engine in a child process: its death costs one replica only, and it does not share the GIL.
 
-start the child ─→ it listens ─→ Welcome ─→ OpenEngine ─→ Opened ─→ ready ─→ close: CloseEngine, SIGTERM, SIGKILL
-     └─ it ends before that: the reason stands in its own last words
+start the child ─→ it listens ─→ Welcome ─→ OpenEngine ─→ EngineOpened ─→ ready ─→ close: CloseEngine, SIGTERM, SIGKILL
+     └─ it exits before that: the last lines of its output tell why
 """
 
 from __future__ import annotations
@@ -31,31 +31,25 @@ from modelyard.core.errors import ModelyardError, Timeout, Unavailable
 from modelyard.core.events import Event
 from modelyard.core.request import Request
 from modelyard.processes.child_process import ChildProcess, describe_exit
-from modelyard.workers import interpreter
-from modelyard.workers.client import (
-    RemoteChatEngine,
-    RemoteEmbeddingEngine,
-    RemoteTextEngine,
-    WorkerSession,
-    remote_engine,
-)
+from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.interpreter import check_interpreter, interpreter_path, worker_environment
+from modelyard.workers.messages import open_engine_message
 from modelyard.workers.transport import HeartbeatConfig
-from modelyard.workers.worker import open_engine_message
 
 T = TypeVar("T")
 
-_START_S = 120.0  # Python, on a machine that is busy with loading something else
-_CLOSE_S = 60.0  # an engine may have much to save
-_STOP_S = 5.0  # a worker without engines has nothing left to do
-_MOMENT_S = 0.1  # between a broken connection and the news of the process's end
-_WORDS = 5  # lines of its output that explain a death
+_START_S = 120.0  # starting Python on a machine that is busy with loading a model
+_CLOSE_S = 60.0  # an engine may have a lot to save
+_STOP_S = 5.0  # for a worker without engines to exit
+_SETTLE_S = 0.1  # between a broken connection and the exit of the process, or output and the message about it
+_ERROR_LINES = 5  # of its output that explain an exit
 
 
 class ProcessEngine:
-    """What the engines of both kinds share. `pid` is the child's."""
+    """What both kinds of engines share. `pid` is the child's."""
 
-    def __init__(self, backend: str, spec: EngineSpec, pace: HeartbeatConfig = HeartbeatConfig()) -> None:
-        self._backend, self._spec, self._pace = backend, spec, pace
+    def __init__(self, backend: str, spec: EngineSpec, heartbeat: HeartbeatConfig = HeartbeatConfig()) -> None:
+        self._backend, self._spec, self._heartbeat = backend, spec, heartbeat
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
         self.info = EngineInfo(backend, dict(spec.caches))
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -63,7 +57,7 @@ class ProcessEngine:
         self._session: WorkerSession | None = None
         self._engine: Any = None
         self._watching: asyncio.Task[None] | None = None
-        self._over: ModelyardError = Unavailable("the engine is not open")
+        self._closed_error: ModelyardError = Unavailable("the engine is not open")
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._spec.model} in process {self.pid}>"
@@ -75,77 +69,75 @@ class ProcessEngine:
     def log_tail(self) -> list[str]:
         return self._child.log.lines() if self._child is not None else []
 
-    # --- life -------------------------------------------------------------------------------------------------------
-
     async def open(self, progress: OnProgress) -> None:
         progress(0.0, "starting a process")
         self._folder = tempfile.TemporaryDirectory(prefix="modelyard-", ignore_cleanup_errors=True)
         endpoint, python = f"ipc://{Path(self._folder.name) / 'worker'}", self._spec.python
         if python is not None:
-            await interpreter.check_interpreter(python)
-        env = interpreter.worker_environment(python, Path(self._folder.name), os.environ)
-        self._child = await ChildProcess.start(worker_command(endpoint, python), env)
+            await check_interpreter(python)
+        env = worker_environment(python, Path(self._folder.name), os.environ)
+        self._child = child = await ChildProcess.start(worker_command(endpoint, python), env)
         name = f"gateway-{os.getpid()}"
-        self._session = session = WorkerSession(endpoint, name, pace=self._pace, broke=self._broke)
+        session = WorkerSession(endpoint, name, heartbeat=self._heartbeat, on_broken=self._on_broken)
+        self._session = session
         try:
             async with asyncio.timeout(_START_S):
-                await self._while_it_lives(session.meet())
+                await self._while_alive(child, session.connect())
         except TimeoutError:
             raise Timeout(f"the engine's process did not answer within {_START_S:g} s", code="load_timeout") from None
-        order = open_engine_message(uuid4().hex[:16], self._backend, self._spec)
+        message = open_engine_message(uuid4().hex[:16], self._backend, self._spec)
         try:
-            opened = await self._while_it_lives(session.open(order, progress))
+            opened = await self._while_alive(child, session.open(message, progress))
         except ModelyardError as error:
-            raise await self._explained(error) from error
+            raise await self._explain(error) from error
         self.info = opened.info
         self._engine = remote_engine(session, opened, self.lost)
-        self._watching = asyncio.get_running_loop().create_task(self._watch(self._child, session))
+        self._watching = asyncio.get_running_loop().create_task(self._watch(child, session))
 
-    async def _while_it_lives(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, or why the child has ended before there was one."""
-        assert self._child is not None  # noqa: S101  the caller has started it
+    async def _while_alive(self, child: ChildProcess, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, or the reason why the child exited before."""
         task = asyncio.get_running_loop().create_task(work)
         try:
-            await asyncio.wait({task, self._child.ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() or (task.exception() is not None and self._child.ended.done()):
-                raise self._death(self._child)
+            await asyncio.wait({task, child.ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or (task.exception() is not None and child.ended.done()):
+                raise self._exit_error(child)
             return task.result()
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _explained(self, error: ModelyardError) -> ModelyardError:
-        """Some engines have helpers of their own: what these say of a fault stands in the child's output alone."""
+    async def _explain(self, error: ModelyardError) -> ModelyardError:
+        """Some engines have helper processes whose errors appear only in the child's output."""
         explain = getattr(plugins.load("engines", self._backend), "explain", None)
         if explain is None:
             return error
-        await asyncio.sleep(_MOMENT_S)  # what was written before the news may come after it
+        await asyncio.sleep(_SETTLE_S)
         explained: ModelyardError = explain(error, self.log_tail())
         return explained
 
-    def _death(self, child: ChildProcess) -> Unavailable:
-        words = child.log.tail(_WORDS)
-        told = f"the process of the engine of {self._spec.model!r} {describe_exit(child.ended.result())}"
-        return Unavailable(f"{told}: {words}" if words else told)
+    def _exit_error(self, child: ChildProcess) -> Unavailable:
+        message = f"the process of the engine of {self._spec.model!r} {describe_exit(child.ended.result())}"
+        lines = child.log.tail(_ERROR_LINES)
+        return Unavailable(f"{message}: {lines}" if lines else message)
 
     async def _watch(self, child: ChildProcess, session: WorkerSession) -> None:
         await asyncio.shield(child.ended)
-        session.end(self._death(child))
+        session.end(self._exit_error(child))
 
-    def _broke(self, error: ModelyardError) -> None:
-        """The process's end says more than the broken connection that comes with it: it gets a moment to be first."""
+    def _on_broken(self, error: ModelyardError) -> None:
+        """The exit of the process explains more than the broken connection: let it be reported first."""
         if self._session is not None:
-            asyncio.get_running_loop().call_later(_MOMENT_S, self._session.end, error)
+            asyncio.get_running_loop().call_later(_SETTLE_S, self._session.end, error)
 
     async def close(self) -> None:
-        """Idempotent. A child that does not answer any more is ended at once."""
-        self._over = self.lost.result() if self.lost.done() else Unavailable("the engine was closed")
+        """Idempotent. A child that does not respond any more is killed at once."""
+        self._closed_error = self.lost.result() if self.lost.done() else Unavailable("the engine was closed")
         if self._watching is not None:
             self._watching.cancel()
         child, session = self._child, self._session
         try:
             if child is not None and session is not None:
-                await self._end(child, session)
+                await self._stop(child, session)
             elif child is not None:
                 await child.stop(0.0)
         finally:
@@ -154,59 +146,58 @@ class ProcessEngine:
             if self._folder is not None:
                 self._folder.cleanup()
 
-    async def _end(self, child: ChildProcess, session: WorkerSession) -> None:
-        if self._engine is not None and not session.over and not self.lost.done():
+    async def _stop(self, child: ChildProcess, session: WorkerSession) -> None:
+        if self._engine is not None and not session.is_lost and not self.lost.done():
             try:
                 async with asyncio.timeout(_CLOSE_S):
                     await session.close_engine(self._engine.id)
             except TimeoutError:
                 child.signal(signal.SIGKILL)
-        session.end(self._over)
+        session.end(self._closed_error)
         if self.lost.done() or self._engine is None:
-            child.signal(signal.SIGKILL)  # it may be stopped, and would not hear a milder word
+            child.signal(signal.SIGKILL)  # it may be stopped (SIGSTOP) and would not receive SIGTERM
         await child.stop(_STOP_S)
 
     def stats(self) -> EngineStats:
         return EngineStats() if self._engine is None else self._engine.stats()
 
-    def _there(self) -> Any:
+    def _open_engine(self) -> Any:
         if self._engine is None:
-            raise self._over
+            raise self._closed_error
         return self._engine
 
 
 class ProcessTextEngine(ProcessEngine):
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
-        engine: RemoteTextEngine = self._there()
-        return engine.generate(prompt)
+        generation: Generation[Chunk] = self._open_engine().generate(prompt)
+        return generation
 
     async def control(self, op: Control) -> None:
-        engine: RemoteTextEngine = self._there()
-        await engine.control(op)
+        await self._open_engine().control(op)
 
 
 class ProcessEmbeddingEngine(ProcessTextEngine):
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings:
-        engine: RemoteEmbeddingEngine = self._there()
-        return await engine.embed(batch)
+        embeddings: Embeddings = await self._open_engine().embed(batch)
+        return embeddings
 
 
 class ProcessChatEngine(ProcessEngine):
     def chat(self, request: Request) -> Generation[Event]:
-        engine: RemoteChatEngine = self._there()
-        return engine.chat(request)
+        generation: Generation[Event] = self._open_engine().chat(request)
+        return generation
 
     async def count(self, request: Request) -> int | None:
-        engine: RemoteChatEngine = self._there()
-        return await engine.count(request)
+        tokens: int | None = await self._open_engine().count(request)
+        return tokens
 
 
 def create_process_engine(
-    backend: str, spec: EngineSpec, kind: str, pace: HeartbeatConfig = HeartbeatConfig()
+    backend: str, spec: EngineSpec, kind: str, heartbeat: HeartbeatConfig = HeartbeatConfig()
 ) -> ProcessTextEngine | ProcessChatEngine:
-    """The engine of this kind in a process of its own, not yet opened."""
-    return (ProcessChatEngine if kind == "chat" else ProcessEmbeddingEngine)(backend, spec, pace)
+    """The engine of this kind, not yet opened."""
+    return (ProcessChatEngine if kind == "chat" else ProcessEmbeddingEngine)(backend, spec, heartbeat)
 
 
 def worker_command(endpoint: str, python: str | None = None) -> list[str]:
-    return [interpreter.interpreter_path(python), "-m", "modelyard.workers", endpoint]
+    return [interpreter_path(python), "-m", "modelyard.workers", endpoint]

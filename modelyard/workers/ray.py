@@ -1,10 +1,10 @@
-"""Workers as actors of a Ray cluster: Ray places them, starts them again and loses them; tokens still travel our way.
+"""Workers as actors of a Ray cluster. Ray places, restarts and loses them; requests and tokens use our own link.
 
-An actor is a worker in a process that Ray has put on some node. The scheduler asks it for its address and speaks to it
-as to any other. When it dies Ray starts it anew, on another node where it must; a new one is asked for as well, and the
-next engine of its model is opened in whichever is there first. How soon a death is noticed is our own heartbeat's
-doing, since Ray takes 16 seconds to miss a node. So long it would put the new one there, too, and wait: it is asked for
-anywhere but on the node of the lost one.
+An actor is a worker in a process that Ray has started on some node. The scheduler asks it for its address and talks to it
+as to any other worker. When an actor dies, Ray restarts it, on another node if necessary. The scheduler also requests a
+new actor, and the next engine of the model opens in whichever answers first. Our own heartbeat detects a death: Ray takes
+16 seconds to notice a lost node. For that long Ray would also place the new actor on the lost node and wait, so the new
+one is requested on any other node.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from modelyard.workers.worker import Worker
 
 log = logging.getLogger(__name__)
 
-_RESTARTS = 100  # of one actor; after that the scheduler asks for another
-_ANSWER_S = 60.0  # for a node to start a process, or for Ray to start one again
-_SHUNNED_S = 30.0  # the node of a lost worker; if it is gone, Ray knows that long before
-_NODE = "ray.io/node-id"  # the label under which Ray tells nodes apart
+_MAX_RESTARTS = 100  # of one actor; after that the scheduler requests another
+_START_S = 60.0  # for Ray to start or restart a process
+_AVOID_NODE_S = 30.0  # the node of a lost worker; if it is gone, Ray knows that much earlier
+_NODE_LABEL = "ray.io/node-id"
 
 
 class ActorResources(Struct, frozen=True):
-    """What an actor is promised on its node."""
+    """What Ray reserves for an actor."""
 
     num_cpus: float = 1.0
     num_gpus: float = 0.0
@@ -38,140 +38,144 @@ class ActorResources(Struct, frozen=True):
     custom: Mapping[str, float] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
-        told = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": dict(self.custom)}
-        return told if self.memory is None else told | {"memory": self.memory}
+        options = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": dict(self.custom)}
+        return options if self.memory is None else options | {"memory": self.memory}
 
 
 class WorkerActor:
-    """Runs on some node. The worker is made in the first call, on the loop that Ray gives to async methods."""
+    """Runs on a Ray node. The worker is created in the first call, on the loop that Ray gives to async methods."""
 
-    def __init__(self, keys: tuple[str, str] | None, beat_s: float, patience: int) -> None:
+    def __init__(self, keys: tuple[str, str] | None, interval_s: float, worker_misses: int) -> None:
         self._keys = None if keys is None else ClusterKeys(*keys)
-        self._pace = HeartbeatConfig(beat_s, patience)
+        self._heartbeat = HeartbeatConfig(interval_s, worker_misses)
         self._worker: Worker | None = None
 
     async def address(self) -> tuple[str, str]:
-        """Where it listens, and on which node."""
+        """Its endpoint and its node."""
         if self._worker is None:
             host = _ray().util.get_node_ip_address()
-            self._worker = Worker(f"tcp://{host}:*", keys=self._keys, pace=self._pace)
+            self._worker = Worker(f"tcp://{host}:*", keys=self._keys, heartbeat=self._heartbeat)
         return self._worker.endpoint, str(_ray().get_runtime_context().get_node_id())
 
 
 class ActorHandle:
-    """An actor that we have asked for, and the node that it was on when it last answered."""
+    """An actor that we have requested, and its node when it last answered."""
 
     __slots__ = ("actor", "node")
 
     def __init__(self, actor: Any) -> None:
         self.actor, self.node = actor, ""
 
-    def kill(self, *, for_good: bool) -> None:
-        _ray().kill(self.actor, no_restart=for_good)
+    def kill(self, *, restart: bool) -> None:
+        _ray().kill(self.actor, no_restart=not restart)
 
 
-def avoid_nodes_selector(shunned: Iterable[str], alive: Iterable[str]) -> dict[str, str]:
-    """Labels of the nodes that a new actor may go to: not those that were just lost, while there are others. Pure."""
-    avoided = set(shunned)
-    return {_NODE: f"!in({','.join(sorted(avoided))})"} if avoided and set(alive) - avoided else {}
+def avoid_nodes_selector(avoid: Iterable[str], alive: Iterable[str]) -> dict[str, str]:
+    """The label selector of a new actor: not on the nodes to avoid, if others are alive. Pure."""
+    avoided = set(avoid)
+    return {_NODE_LABEL: f"!in({','.join(sorted(avoided))})"} if avoided and set(alive) - avoided else {}
 
 
 class RayCluster:
-    """The actors that this scheduler has asked for, by model."""
+    """The actors that this scheduler has requested, by model."""
 
     def __init__(
-        self, address: str, resources: Mapping[str, ActorResources], keys: ClusterKeys | None, pace: HeartbeatConfig
+        self,
+        address: str,
+        resources: Mapping[str, ActorResources],
+        keys: ClusterKeys | None,
+        heartbeat: HeartbeatConfig,
     ) -> None:
-        self._address, self._resources, self._keys, self._pace = address, resources, keys, pace
+        self._address, self._resources, self._keys, self._heartbeat = address, resources, keys, heartbeat
         self._idle: dict[str, list[ActorHandle]] = {}
-        self._shunned: dict[str, float] = {}  # node → until when
+        self._avoided: dict[str, float] = {}  # node → until when
 
     async def open(self) -> None:
         ray = _ray()
         if not ray.is_initialized():
-            where = None if self._address in ("local", "ray://local") else self._address
+            address = None if self._address in ("local", "ray://local") else self._address
             try:
-                await asyncio.to_thread(ray.init, where, log_to_driver=False, logging_level=logging.WARNING)
+                await asyncio.to_thread(ray.init, address, log_to_driver=False, logging_level=logging.WARNING)
             except ConnectionError as error:
                 raise Unavailable(f"no Ray cluster answers at {self._address}: {error}", code="no_cluster") from error
 
     async def start(self, model: str) -> tuple[ActorHandle, str]:
-        """An actor for one engine of this model, and its address: one that Ray has started again, or a new one.
+        """An actor for one engine of this model, and its endpoint: a restarted or a new one, whichever answers first.
 
-        Whichever is there first: where the node is lost, Ray knows that only after a while, and nobody waits for that.
+        If a node is lost, Ray notices that only after a while, and we do not wait for it.
         """
         idle = self._idle.get(model)
-        asked = [await self._new(model), *([idle.pop()] if idle else [])]
+        handles = [await self._create(model), *([idle.pop()] if idle else [])]
         loop = asyncio.get_running_loop()
-        asking = {loop.create_task(self._where(posting)): posting for posting in asked}
+        tasks = {loop.create_task(self._address_of(handle)): handle for handle in handles}
         chosen = None
         try:
-            chosen, endpoint = await _first(asking)
+            chosen, endpoint = await _first_answer(tasks)
             return chosen, endpoint
         finally:
-            for task, posting in asking.items():
+            for task, handle in tasks.items():
                 task.cancel()
-                if posting is not chosen:  # its place on a node is for others
-                    posting.kill(for_good=True)
-            await asyncio.gather(*asking, return_exceptions=True)
+                if handle is not chosen:  # free its resources
+                    handle.kill(restart=False)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _new(self, model: str) -> ActorHandle:
+    async def _create(self, model: str) -> ActorHandle:
         keys = None if self._keys is None else (self._keys.public, self._keys.secret)
-        options = self._resources.get(model, ActorResources()).options() | await self._labels()
-        made = _ray().remote(WorkerActor).options(max_restarts=_RESTARTS, max_concurrency=1000, **options)
-        return ActorHandle(made.remote(keys, self._pace.beat_s, self._pace.patience))
+        options = self._resources.get(model, ActorResources()).options() | await self._placement_options()
+        actor = _ray().remote(WorkerActor).options(max_restarts=_MAX_RESTARTS, max_concurrency=1000, **options)
+        return ActorHandle(actor.remote(keys, self._heartbeat.interval_s, self._heartbeat.worker_misses))
 
-    async def _labels(self) -> dict[str, Any]:
+    async def _placement_options(self) -> dict[str, Any]:
         now = asyncio.get_running_loop().time()
-        self._shunned = {node: until for node, until in self._shunned.items() if until > now}
-        if not self._shunned:
+        self._avoided = {node: until for node, until in self._avoided.items() if until > now}
+        if not self._avoided:
             return {}
         alive = [str(node["NodeID"]) for node in await asyncio.to_thread(_ray().nodes) if node["Alive"]]
-        labels = avoid_nodes_selector(self._shunned, alive)
-        return {"label_selector": labels} if labels else {}
+        selector = avoid_nodes_selector(self._avoided, alive)
+        return {"label_selector": selector} if selector else {}
 
-    async def _where(self, posting: ActorHandle) -> str:
-        """Asked anew each time: an actor that was started again listens elsewhere."""
+    async def _address_of(self, handle: ActorHandle) -> str:
+        """Ask each time: a restarted actor listens on another address."""
         errors = import_module("ray.exceptions")
-        deadline = asyncio.get_running_loop().time() + _ANSWER_S
+        deadline = asyncio.get_running_loop().time() + _START_S
         while True:
             try:
-                endpoint, posting.node = await asyncio.wait_for(_result(posting.actor.address.remote()), _ANSWER_S)
+                endpoint, handle.node = await asyncio.wait_for(_result(handle.actor.address.remote()), _START_S)
                 return str(endpoint)
             except errors.ActorUnavailableError:
                 if asyncio.get_running_loop().time() > deadline:
-                    raise Unavailable("Ray has not started the worker again in time") from None
+                    raise Unavailable("Ray has not restarted the worker in time") from None
                 await asyncio.sleep(0.2)
             except (errors.RayError, TimeoutError) as error:
-                raise Unavailable(f"Ray has no place for the worker: {type(error).__name__}: {error}") from error
+                raise Unavailable(f"Ray cannot place the worker: {type(error).__name__}: {error}") from error
 
-    def give_back(self, model: str, posting: ActorHandle, *, kill: bool) -> None:
-        """A worker without an engine: the next engine of its model may have it, unless it is not wanted any more."""
-        posting.kill(for_good=not kill)
-        if kill:  # it hangs: Ray starts it anew
-            self._idle.setdefault(model, []).append(posting)
+    def give_back(self, model: str, handle: ActorHandle, *, restart: bool) -> None:
+        """A worker without an engine. With `restart` it hangs: Ray restarts it for the next engine of its model."""
+        handle.kill(restart=restart)
+        if restart:
+            self._idle.setdefault(model, []).append(handle)
 
-    def lost(self, model: str, posting: ActorHandle) -> None:
-        """It died: Ray starts it again, and the next engine of its model goes there, or to another node."""
-        self._idle.setdefault(model, []).append(posting)
-        self._shunned[posting.node] = asyncio.get_running_loop().time() + _SHUNNED_S
+    def on_lost(self, model: str, handle: ActorHandle) -> None:
+        """It died and Ray restarts it. The next engine of its model opens there, or on another node."""
+        self._idle.setdefault(model, []).append(handle)
+        self._avoided[handle.node] = asyncio.get_running_loop().time() + _AVOID_NODE_S
 
     async def close(self) -> None:
-        for postings in self._idle.values():
-            for posting in postings:
-                posting.kill(for_good=True)
+        for handles in self._idle.values():
+            for handle in handles:
+                handle.kill(restart=False)
 
 
-async def _first(asking: Mapping[asyncio.Task[str], ActorHandle]) -> tuple[ActorHandle, str]:
-    """Who answers first, and with what; raises where nobody can."""
-    left = set(asking)
+async def _first_answer(tasks: Mapping[asyncio.Task[str], ActorHandle]) -> tuple[ActorHandle, str]:
+    """The first actor that answers, with its endpoint; raises if none does."""
+    pending = set(tasks)
     while True:
-        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             if task.exception() is None:
-                return asking[task], task.result()
+                return tasks[task], task.result()
             log.warning("an actor is gone for good: %s", task.exception())
-        if not left:
+        if not pending:
             raise Unavailable(f"Ray has started no worker: {done.pop().exception()}")
 
 

@@ -1,12 +1,17 @@
-"""Questions that a gateway has put to the scheduler, until they are answered or the link to it breaks."""
+"""The scheduler as a gateway sees it: the interfaces of a local scheduler, over a link that may break and recover.
+
+The scheduler's state is mirrored here as it changes, so that queries are answered at once. While the link is broken,
+running requests continue, because they talk to their workers directly. Waiting requests are sent again when the link is
+back, and refused when that takes too long.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,7 +20,7 @@ from modelyard.core.errors import Cancelled, ModelyardError, NotFound, Unavailab
 from modelyard.core.lease import Lease, LeaseRequest, ModelStatus, RevocableLease
 from modelyard.core.pool import ModelSpec, ModelStateChange, Overrides, PoolSnapshot, RequestSnapshot
 from modelyard.telemetry.broadcast import ModelChangeBroadcast
-from modelyard.workers.client import RemoteChatEngine, RemoteTextEngine, ReportedLoss, WorkerSession, remote_engine
+from modelyard.workers.client import EngineLoss, RemoteChatEngine, RemoteTextEngine, WorkerSession, remote_engine
 from modelyard.workers.messages import (
     VERSION,
     ConnectionRefused,
@@ -40,157 +45,104 @@ from modelyard.workers.messages import (
     StoreOperation,
     WireLeaseRequest,
     WorkerReply,
+    decode_for_gateway,
     encode,
-    read_for_gateway,
+    to_wire_lease_request,
     version_mismatch,
 )
-from modelyard.workers.packing import MalformedMessage, pack_ids
+from modelyard.workers.packing import MalformedMessage
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig, HeartbeatMonitor
 
+log = logging.getLogger(__name__)
 
-class PendingReplies:
-    """`send` gets each question under the next number of `number`."""
-
-    def __init__(self, send: Callable[[LinkMessage], None], number: Callable[[], int]) -> None:
-        self._send, self._number = send, number
-        self._asked: dict[int, asyncio.Future[bytes | None]] = {}
-
-    async def put(self, message: Callable[[int], LinkMessage]) -> bytes | None:
-        id = self._number()
-        waiting: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
-        self._asked[id] = waiting
-        self._send(message(id))
-        try:
-            return await waiting
-        finally:
-            self._asked.pop(id, None)
-
-    def answered(self, answer: SchedulerReply) -> None:
-        if (waiting := self._asked.pop(answer.id, None)) is not None and not waiting.done():
-            if answer.error is not None:
-                waiting.set_exception(answer.error)
-            else:
-                waiting.set_result(answer.value)
-
-    def fail(self, error: ModelyardError) -> None:
-        for waiting in self._asked.values():
-            if not waiting.done():
-                waiting.set_exception(error)
-                waiting.exception()  # marks it seen: nobody may be waiting
-        self._asked.clear()
-
-
-# A place that a gateway has asked the scheduler for: a ticket while it waits, a lease while it runs.
-
-_BEGINNING = 4096  # tokens of a prompt by which replicas are told apart
-
-
-class RemoteLeaseOwner(Protocol):
-    def left(self, place: RemoteLease) -> None:
-        """It is given back, or given up."""
-        ...
+_AVOID_S = 3.0  # a lost engine is reported with every lease request for this long
 
 
 class RemoteLease(RevocableLease, eq=False):
-    _owner: RemoteLeaseOwner
+    """A ticket while it waits at the scheduler, a lease while it runs."""
+
+    _pool: RemotePool
     id: int
-    asked: WireLeaseRequest
+    request: WireLeaseRequest
     _future: asyncio.Future[None]
     weight: int
     waited: float = 0.0
     position: int = 0
     spent: int = 0
-    over: bool = False
-    found: Engine | None = None
-    engine_id: str = ""
+    is_finished: bool = False
+    granted_engine: Engine | None = None
 
-    # --- a ticket ---------------------------------------------------------------------------------------------------
+    # --- Ticket -----------------------------------------------------------------------------------------------------
 
     @property
     def granted(self) -> bool:
-        return self.found is not None
+        return self.granted_engine is not None
 
     @property
-    def waits(self) -> bool:
-        return self.found is None and not self.over
+    def is_waiting(self) -> bool:
+        return self.granted_engine is None and not self.is_finished
 
-    def grant(self, engine: Engine, engine_id: str, weight: int, waited: float) -> None:
-        self.found, self.engine_id, self.weight, self.waited, self.position = engine, engine_id, weight, waited, 0
+    def grant(self, engine: Engine, weight: int, waited: float) -> None:
+        self.granted_engine, self.weight, self.waited, self.position = engine, weight, waited, 0
         if not self._future.done():
             self._future.set_result(None)
 
     def refuse(self, error: ModelyardError) -> None:
-        self.over, self.position = True, 0
+        self.is_finished, self.position = True, 0
         if not self._future.done():
             self._future.set_exception(error)
-            self._future.exception()  # marks it seen: the client may have left before reading it
+            self._future.exception()  # mark it retrieved: the client may have disconnected
 
     async def lease(self) -> Lease:
-        if self.found is None or self.over:
+        if self.granted_engine is None or self.is_finished:
             await asyncio.shield(self._future)
         return self
 
     def cancel(self) -> None:
-        if not self.over:
-            self.over = True
+        if not self.is_finished:
+            self.is_finished = True
             self._revokers = ()
-            self._owner.left(self)
-            if self.found is None:
-                self.refuse(_given_up())
+            self._pool.release(self)
+            if self.granted_engine is None:
+                self.refuse(_cancelled())
 
-    # --- a lease ----------------------------------------------------------------------------------------------------
+    # --- Lease ------------------------------------------------------------------------------------------------------
 
     @property
     def engine(self) -> Engine:
-        if self.found is None:
-            raise _given_up()
-        return self.found
+        if self.granted_engine is None:
+            raise _cancelled()
+        return self.granted_engine
 
     @property
     def cache(self) -> str:
-        return self.asked.cache
+        return self.request.cache
 
     def spend(self, tokens: int) -> None:
-        """Told when the place goes back."""
+        """Reported to the scheduler with the release."""
         self.spent += tokens
 
     release = cancel
 
 
-def to_wire_lease_request(demand: LeaseRequest, several: bool) -> WireLeaseRequest:
-    """A demand as it travels. The prompt's beginning goes along where `several` replicas may know it."""
-    return WireLeaseRequest(
-        model=demand.model,
-        cache=demand.cache,
-        tokens=demand.tokens,
-        weight=demand.weight,
-        key=demand.key,
-        session=demand.session,
-        priority=demand.priority,
-        deadline=demand.deadline,
-        trace=demand.trace,
-        prompt=pack_ids(demand.prompt[:_BEGINNING]) if several else b"",
-        is_retry=demand.is_retry,
-    )
+def _cancelled() -> Cancelled:
+    return Cancelled("the request was cancelled while it waited")
 
 
-def _given_up() -> Cancelled:
-    return Cancelled("the request was given up while it waited")
+class ReportedLoss(EngineLoss):
+    """An engine's `lost` future that calls back in the same call that sets it, so that a retry avoids the engine."""
 
+    def __init__(self, on_lost: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._on_lost = on_lost
 
-# The scheduler as a gateway sees it: the same seams as one in its own process, over a link that may break and heal.
-#
-# What the scheduler knows is mirrored here as it changes, so that questions are answered at once. While the link is
-# broken answers that run go on, since they speak to their workers directly; who waits is asked for again when it is back,
-# and is turned away when that takes too long.
-
-log = logging.getLogger(__name__)
-
-_AVOID_S = 3.0  # the scheduler hears of a lost engine from us for so long
+    def set_result(self, result: ModelyardError, /) -> None:
+        super().set_result(result)
+        self._on_lost()
 
 
 class RemotePool:
-    """`Leases` and `Pool` of `core`. `connected` tells whether the scheduler is there now."""
+    """`LeaseProvider` and `Pool` of `core`. `is_connected` tells whether the scheduler is reachable now."""
 
     def __init__(
         self,
@@ -198,54 +150,55 @@ class RemotePool:
         name: str,
         *,
         keys: ClusterKeys | None = None,
-        pace: HeartbeatConfig = HeartbeatConfig(),
+        heartbeat: HeartbeatConfig = HeartbeatConfig(),
         timeout_s: float = 30.0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.endpoint, self.name = endpoint, name
-        self._keys, self._pace, self._timeout_s = keys, pace, timeout_s
-        self.connected = False
+        self._keys, self._heartbeat, self._timeout_s = keys, heartbeat, timeout_s
+        self.is_connected = False
         self.state = PoolState({})
-        self.on_edition: Callable[[int], None] | None = None  # called when the configuration was read anew elsewhere
-        self.on_engine: Callable[[str], None] | None = None  # called with a model's name when an engine of it is new
+        self.on_config_change: Callable[[int], None] | None = None  # another gateway has reloaded the configuration
+        self.on_new_engine: Callable[[str], None] | None = None  # called with the model's name
         self._ids = count(1)
-        self._places: dict[int, RemoteLease] = {}
-        self._inquiries = PendingReplies(self._send, lambda: next(self._ids))
-        self._sessions: dict[str, WorkerSession] = {}
+        self._leases: dict[int, RemoteLease] = {}
+        self._calls: dict[int, asyncio.Future[bytes | None]] = {}
+        self._sessions: dict[str, WorkerSession] = {}  # by endpoint
         self._engines: dict[str, RemoteTextEngine | RemoteChatEngine] = {}
-        self._ids_of: dict[str, list[str]] = {}  # engines by model
-        self._lost: dict[str, float] = {}
+        self._engines_by_model: dict[str, list[str]] = {}
+        self._lost_engines: dict[str, float] = {}
         self._snapshot = PoolSnapshot(models={})
         self._requests: tuple[RequestSnapshot, ...] = ()
         self._changes = ModelChangeBroadcast()
-        self._first = asyncio.Event()
-        self._closed: asyncio.Task[None] | None = None
+        self._answered = asyncio.Event()  # the first state or a refusal has arrived
+        self._closing: asyncio.Task[None] | None = None
         self._refusal: ModelyardError | None = None
-        self._away_since: float | None = self._loop.time()
+        self._disconnected_since: float | None = self._loop.time()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._hear: Mapping[type, Callable[[Any], None]] = {
-            LeaseGranted: self._granted,
-            LeaseDenied: self._denied,
-            LeaseQueued: self._queued,
-            PoolState: self._stated,
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            LeaseGranted: self._on_granted,
+            LeaseDenied: self._on_denied,
+            LeaseQueued: self._on_queued,
+            LeaseRevoked: self._on_revoked,
+            PoolState: self._on_state,
+            ModelChanged: lambda message: self._changes.publish(message.change),
+            SchedulerReply: self._on_reply,
+            JoinAccepted: self._on_joined,
+            ConnectionRefused: self._on_refused,
             Heartbeat: lambda _: None,
-            SchedulerReply: self._inquiries.answered,
-            LeaseRevoked: self._revoked,
-            ModelChanged: self._changed,
-            JoinAccepted: self._joined,
-            ConnectionRefused: self._refused,
             Goodbye: lambda _: None,
         }
-        self._pulse = HeartbeatMonitor(pace.patience)
-        self._dial()
-        self._timer = self._loop.call_later(pace.beat_s, self._tick)
+        self._monitor = HeartbeatMonitor(heartbeat.worker_misses)
+        self._connect()
+        self._timer = self._loop.call_later(heartbeat.interval_s, self._tick)
 
     def __repr__(self) -> str:
-        return f"<RemotePool {self.endpoint}{'' if self.connected else ', away'}: {len(self._places)} places>"
+        disconnected = "" if self.is_connected else ", disconnected"
+        return f"<RemotePool {self.endpoint}{disconnected}: {len(self._leases)} leases>"
 
-    async def ready(self, seconds: float) -> None:
-        """Waits for the scheduler's first word. Without it the gateway starts, and says that it is not well."""
-        waiting = asyncio.ensure_future(self._first.wait())
+    async def wait_ready(self, seconds: float) -> None:
+        """Wait for the scheduler's first state. Without it the gateway starts too, and reports that it is unhealthy."""
+        waiting = asyncio.ensure_future(self._answered.wait())
         try:
             await asyncio.wait({waiting}, timeout=seconds)
         finally:
@@ -255,270 +208,288 @@ class RemotePool:
 
     # --- the link ---------------------------------------------------------------------------------------------------
 
-    def _dial(self) -> None:
-        """A new conversation: whatever was on its way in the last one is lost."""
-        self._dialer = DealerSocket(self.endpoint, self._heard, self._dropped, self._keys)
-        held = [(place.id, place.asked) for place in self._places.values() if place.granted]
+    def _connect(self) -> None:
+        """Start a new conversation; messages in flight in the last one are lost."""
+        self._socket = DealerSocket(self.endpoint, self._on_data, self._on_disconnect, self._keys)
+        held = [(lease.id, lease.request) for lease in self._leases.values() if lease.granted]
         self._send(JoinGateway(VERSION, self.name, tuple(held)))
-        self._pulse.heard()
+        self._monitor.reset()
 
-    def _dropped(self, why: str) -> None:
-        if self.connected:
-            log.warning("the scheduler is away: %s", why)
-            self._redial()
+    def _on_disconnect(self, reason: str) -> None:
+        if self.is_connected:
+            log.warning("the scheduler is disconnected: %s", reason)
+            self._reconnect()
 
-    def _redial(self) -> None:
-        self.connected = False
-        self._away_since = self._away_since if self._away_since is not None else self._loop.time()
-        self._spawn(self._dialer.close())
-        self._inquiries.fail(Unavailable("the scheduler was lost; try again", code="scheduler_lost"))
-        self._dial()
+    def _reconnect(self) -> None:
+        self.is_connected = False
+        if self._disconnected_since is None:
+            self._disconnected_since = self._loop.time()
+        self._spawn(self._socket.close())
+        self._fail_calls(Unavailable("the connection to the scheduler was lost; try again", code="scheduler_lost"))
+        self._connect()
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._pace.beat_s, self._tick)
-        if self._pulse.tick() and self._refusal is None:  # also where our first word was lost with its connection
-            if self.connected:
-                log.warning("the scheduler is silent")
-            self._redial()
-        elif self.connected:
-            self._send(Heartbeat(self._pulse.number))
-        self._turn_away()
+        self._timer = self._loop.call_later(self._heartbeat.interval_s, self._tick)
+        if self._monitor.tick() and self._refusal is None:  # also if our first message was lost with its connection
+            if self.is_connected:
+                log.warning("the scheduler is silent: reconnecting")
+            self._reconnect()
+        elif self.is_connected:
+            self._send(Heartbeat(self._monitor.number))
+        if self._disconnected_since is not None and self._loop.time() - self._disconnected_since >= self._timeout_s:
+            for lease in [lease for lease in self._leases.values() if lease.is_waiting]:
+                del self._leases[lease.id]
+                lease.refuse(self._unreachable())
 
-    def _turn_away(self) -> None:
-        """Who waits for a scheduler that does not come back has waited long enough."""
-        if self._away_since is None or self._loop.time() - self._away_since < self._timeout_s:
-            return
-        for place in [one for one in self._places.values() if one.waits]:
-            del self._places[place.id]
-            place.refuse(self._absence())
+    def _unreachable(self) -> Unavailable:
+        return Unavailable(f"the scheduler at {self.endpoint} is unreachable", code="scheduler_lost")
 
-    def _absence(self) -> Unavailable:
-        return Unavailable(f"the scheduler at {self.endpoint} is away", code="scheduler_lost")
-
-    def _heard(self, data: bytes) -> None:
-        self._pulse.heard()
+    def _on_data(self, data: bytes) -> None:
+        self._monitor.reset()
         try:
-            message = read_for_gateway(data)
-            self._hear[type(message)](message)
+            message = decode_for_gateway(data)
+            self._handlers[type(message)](message)
         except MalformedMessage as error:
-            log.warning("the scheduler sent what is no message: %s", error)
-            self._redial()
+            log.warning("the scheduler sent a malformed message: %s", error)
+            self._reconnect()
 
-    def _joined(self, joined: JoinAccepted) -> None:
-        if (fault := version_mismatch(joined.version)) is not None:
-            self._refusal = Unavailable(f"the scheduler at {self.endpoint} cannot be used: {fault}")
-            self._first.set()
+    def _on_joined(self, joined: JoinAccepted) -> None:
+        if (mismatch := version_mismatch(joined.version)) is not None:
+            self._refusal = Unavailable(f"the scheduler at {self.endpoint} cannot be used: {mismatch}")
+            self._answered.set()
             return
-        self.connected, self._away_since = True, None
-        for place in self._places.values():
-            if place.waits:
-                self._ask(place)
+        self.is_connected, self._disconnected_since = True, None
+        for lease in self._leases.values():
+            if lease.is_waiting:
+                self._send_lease_request(lease)
 
-    def _refused(self, refused: ConnectionRefused) -> None:
+    def _on_refused(self, refused: ConnectionRefused) -> None:
         self._refusal = Unavailable(f"the scheduler refused us: {refused.reason}")
         log.error("%s", self._refusal.message)
-        self._first.set()
+        self._answered.set()
 
     def _send(self, message: LinkMessage) -> None:
-        self._dialer.send(encode(message))
+        self._socket.send(encode(message))
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # --- places -----------------------------------------------------------------------------------------------------
+    # --- leases -----------------------------------------------------------------------------------------------------
 
     def request(self, demand: LeaseRequest) -> RemoteLease:
-        if self._closed is not None:
-            raise Unavailable("the server is shutting down", code="shutting_down")
-        if self._away_since is not None and self._loop.time() - self._away_since > self._timeout_s:
-            raise self._absence()
-        number = next(self._ids)
-        asked = to_wire_lease_request(demand, self.state.replicas.get(demand.model, 1) > 1)
-        place = self._places[number] = RemoteLease(self, number, asked, self._loop.create_future(), asked.weight)
-        if self.connected:
-            self._ask(place)
-        return place
+        if self._closing is not None:
+            raise _shutting_down()
+        if self._disconnected_since is not None and self._loop.time() - self._disconnected_since > self._timeout_s:
+            raise self._unreachable()
+        id = next(self._ids)
+        wire = to_wire_lease_request(demand, with_prompt=self.state.replicas.get(demand.model, 1) > 1)
+        lease = self._leases[id] = RemoteLease(self, id, wire, self._loop.create_future(), wire.weight)
+        if self.is_connected:
+            self._send_lease_request(lease)
+        return lease
 
-    def _ask(self, place: RemoteLease) -> None:
+    def _send_lease_request(self, lease: RemoteLease) -> None:
         now = self._loop.time()
-        self._lost = {engine: at for engine, at in self._lost.items() if now - at < _AVOID_S}
-        self._send(RequestLease(place.id, place.asked, tuple(self._lost)))
+        self._lost_engines = {engine: since for engine, since in self._lost_engines.items() if now - since < _AVOID_S}
+        self._send(RequestLease(lease.id, lease.request, tuple(self._lost_engines)))
 
-    def left(self, place: RemoteLease) -> None:
-        if self._places.pop(place.id, None) is not None:
-            self._send(ReleaseLease(place.id, place.spent))
+    def release(self, lease: RemoteLease) -> None:
+        if self._leases.pop(lease.id, None) is not None:
+            self._send(ReleaseLease(lease.id, lease.spent))
 
-    def _granted(self, granted: LeaseGranted) -> None:
-        place = self._places.get(granted.ticket)
-        if place is None:
-            self._send(ReleaseLease(granted.ticket))  # given up meanwhile: the two have crossed
-            return
-        engine = self._sound(granted.engine)
-        if engine is None:
-            del self._places[place.id]
+    def _on_granted(self, granted: LeaseGranted) -> None:
+        lease = self._leases.get(granted.ticket)
+        if lease is None:  # cancelled while the grant was in flight
             self._send(ReleaseLease(granted.ticket))
-            place.refuse(Unavailable("the scheduler granted an engine that nobody knows", code="engine_gone"))
             return
-        place.grant(engine, granted.engine, granted.weight, granted.waited)
+        engine = self._usable_engine(granted.engine)
+        if engine is None:
+            del self._leases[lease.id]
+            self._send(ReleaseLease(granted.ticket))
+            lease.refuse(Unavailable("the scheduler granted an unknown engine", code="engine_gone"))
+            return
+        lease.grant(engine, granted.weight, granted.waited)
 
-    def _sound(self, id: str) -> RemoteTextEngine | RemoteChatEngine | None:
-        """It is well, says the scheduler: where our link to it was not, another one is made."""
-        at = next((at for at in self.state.engines if at.engine == id), None)
-        session = None if at is None else self._sessions.get(at.endpoint)
-        if at is not None and session is not None and session.over:
-            self._engines[id] = self._reach(at)
-            self._lost.pop(id, None)
+    def _usable_engine(self, id: str) -> RemoteTextEngine | RemoteChatEngine | None:
+        """The scheduler says that it is alive: if only our session with it was lost, make a new one."""
+        location = next((each for each in self.state.engines if each.engine == id), None)
+        session = None if location is None else self._sessions.get(location.endpoint)
+        if location is not None and session is not None and session.is_lost:
+            self._engines[id] = self._connect_engine(location)
+            self._lost_engines.pop(id, None)
         return self._engines.get(id)
 
-    def _denied(self, denied: LeaseDenied) -> None:
-        if (place := self._places.pop(denied.ticket, None)) is not None:
-            place.refuse(denied.error)
+    def _on_denied(self, denied: LeaseDenied) -> None:
+        if (lease := self._leases.pop(denied.ticket, None)) is not None:
+            lease.refuse(denied.error)
 
-    def _queued(self, queued: LeaseQueued) -> None:
-        if (place := self._places.get(queued.ticket)) is not None and place.waits:
-            place.position = queued.position
+    def _on_queued(self, queued: LeaseQueued) -> None:
+        if (lease := self._leases.get(queued.ticket)) is not None and lease.is_waiting:
+            lease.position = queued.position
 
-    def _revoked(self, revoked: LeaseRevoked) -> None:
-        if (place := self._places.get(revoked.ticket)) is not None:
-            place.revoke(revoked.error)
+    def _on_revoked(self, revoked: LeaseRevoked) -> None:
+        if (lease := self._leases.get(revoked.ticket)) is not None:
+            lease.revoke(revoked.error)
 
-    # --- what is known ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
-    def _stated(self, state: PoolState) -> None:
-        edition, self.state = self.state.edition, state
-        there = {at.engine: at for at in state.engines}
-        self._ids_of = {model: [at.engine for at in state.engines if at.model == model] for model in state.models}
-        for engine in [id for id in self._engines if id not in there]:
+    def _on_state(self, state: PoolState) -> None:
+        old_version, self.state = self.state.config_version, state
+        locations = {location.engine: location for location in state.engines}
+        self._engines_by_model = {
+            model: [location.engine for location in state.engines if location.model == model] for model in state.models
+        }
+        for engine in [id for id in self._engines if id not in locations]:
             self._spawn(self._engines.pop(engine).close())
-        for at in there.values():
-            if at.engine not in self._engines or self._engines[at.engine].lost.done():
-                self._engines[at.engine] = self._reach(at)
-                if self.on_engine is not None:
-                    self.on_engine(at.model)
-        used = {at.endpoint for at in state.engines}
-        for endpoint in [each for each in self._sessions if each not in used]:
-            self._retire(endpoint)
-        if self._first.is_set() and edition != state.edition and self.on_edition is not None:
-            self.on_edition(state.edition)
-        self._first.set()
+        for id, location in locations.items():
+            if id not in self._engines or self._engines[id].lost.done():
+                self._engines[id] = self._connect_engine(location)
+                if self.on_new_engine is not None:
+                    self.on_new_engine(location.model)
+        used = {location.endpoint for location in state.engines}
+        for endpoint, session in list(self._sessions.items()):
+            if endpoint not in used and (session.is_lost or session.is_idle):  # requests may still run there
+                del self._sessions[endpoint]
+                self._spawn(session.close())
+        if self._answered.is_set() and old_version != state.config_version and self.on_config_change is not None:
+            self.on_config_change(state.config_version)
+        self._answered.set()
 
-    def _retire(self, endpoint: str) -> None:
-        """Of an engine that is not granted any more: answers may still run there."""
-        session = self._sessions[endpoint]
-        if session.over or session.idle:
-            del self._sessions[endpoint]
-            self._spawn(session.close())
-
-    def _reach(self, at: EngineLocation) -> RemoteTextEngine | RemoteChatEngine:
-        session = self._sessions.get(at.endpoint)
-        if session is None or session.over:
+    def _connect_engine(self, location: EngineLocation) -> RemoteTextEngine | RemoteChatEngine:
+        session = self._sessions.get(location.endpoint)
+        if session is None or session.is_lost:
             if session is not None:
                 self._spawn(session.close())
-            within = self._pace.notice_s  # it is ready, says the scheduler: one that does not answer is lost
-            session = WorkerSession(at.endpoint, self.name, keys=self._keys, pace=self._pace, meet_s=within)
-            self._sessions[at.endpoint] = session
-        return remote_engine(
-            session,
-            EngineOpened(at.engine, at.kind, at.info, at.embeds),
-            ReportedLoss(lambda: self.lost(at.engine), self._loop),
-        )
+            session = self._sessions[location.endpoint] = WorkerSession(
+                location.endpoint,
+                self.name,
+                keys=self._keys,
+                heartbeat=self._heartbeat,
+                connect_timeout_s=self._heartbeat.detection_s,  # the worker is ready: if it does not answer, it is lost
+            )
+        opened = EngineOpened(location.engine, location.kind, location.info, location.embeds)
+        return remote_engine(session, opened, ReportedLoss(lambda: self.report_lost(location.engine), self._loop))
 
-    def lost(self, engine: str) -> None:
-        """Heard here, at a worker's link; the scheduler may not have noticed yet."""
-        self._lost[engine] = self._loop.time()
+    def report_lost(self, engine: str) -> None:
+        """Our link to the worker broke; the scheduler may not have noticed yet."""
+        self._lost_engines[engine] = self._loop.time()
 
     def status(self) -> Mapping[str, ModelStatus]:
         return self.state.models
 
     def metrics(self) -> Mapping[str, Mapping[str, int]]:
-        return self.state.figures
+        return self.state.metrics
 
     def engine(self, model: str) -> Engine | None:
-        for id in self._ids_of.get(model, ()):  # asked several times a request
+        for id in self._engines_by_model.get(model, ()):  # called several times per request
             if (found := self._engines.get(id)) is not None and not found.lost.done():
                 return found
         return None
 
     def engines(self, name: str) -> tuple[Engine, ...]:
-        return tuple(
-            e for id in self._ids_of.get(name, ()) if (e := self._engines.get(id)) is not None and not e.lost.done()
-        )
+        found = (self._engines.get(id) for id in self._engines_by_model.get(name, ()))
+        return tuple(engine for engine in found if engine is not None and not engine.lost.done())
 
-    async def tokenizer(self, model: str, have: tuple[str, ...]) -> WorkerReply | None:
-        """Of a model whose files only its workers have; None while no engine of it is up."""
-        found = next((self._engines[at.engine] for at in self.state.engines if at.model == model), None)
-        return None if found is None else await found.study(have)
+    async def fetch_tokenizer(self, model: str, have: tuple[str, ...]) -> WorkerReply | None:
+        """The tokenizer of a model whose files only its workers have; None while no engine of it is open."""
+        found = next((self._engines[each.engine] for each in self.state.engines if each.model == model), None)
+        return None if found is None else await found.fetch_tokenizer(have)
 
     def snapshot(self) -> PoolSnapshot:
+        """As of the last `refresh`."""
         return self._snapshot
 
     def requests(self) -> tuple[RequestSnapshot, ...]:
+        """As of the last `refresh`."""
         return self._requests
 
     async def refresh(self) -> None:
-        """What `snapshot` and `requests` tell is as old as the last call of this."""
-        seen, live = await asyncio.gather(self._look("snapshot"), self._look("requests"))
-        self._snapshot = msgspec.msgpack.decode(seen, type=PoolSnapshot)
-        self._requests = msgspec.msgpack.decode(live, type=tuple[RequestSnapshot, ...])
-
-    async def _look(self, what: Any) -> bytes:
-        return await self.question(lambda id: GetSnapshot(id, what)) or b""
+        snapshot, requests = await asyncio.gather(
+            self.call(lambda id: GetSnapshot(id, "snapshot")), self.call(lambda id: GetSnapshot(id, "requests"))
+        )
+        self._snapshot = msgspec.msgpack.decode(snapshot or b"", type=PoolSnapshot)
+        self._requests = msgspec.msgpack.decode(requests or b"", type=tuple[RequestSnapshot, ...])
 
     def subscribe(self) -> AsyncIterator[ModelStateChange]:
         return self._changes.subscribe()
 
-    def _changed(self, changed: ModelChanged) -> None:
-        self._changes.publish(changed.change)
+    # --- calls ------------------------------------------------------------------------------------------------------
 
-    # --- orders -----------------------------------------------------------------------------------------------------
+    async def call(self, message: Callable[[int], LinkMessage]) -> bytes | None:
+        """Send a message and wait for the value of its reply."""
+        if not self.is_connected:
+            raise self._unreachable()
+        id = next(self._ids)
+        pending = self._calls[id] = self._loop.create_future()
+        self._send(message(id))
+        try:
+            return await pending
+        finally:
+            self._calls.pop(id, None)
 
-    async def question(self, message: Callable[[int], LinkMessage]) -> bytes | None:
-        if not self.connected:
-            raise self._absence()
-        return await self._inquiries.put(message)
+    def _on_reply(self, reply: SchedulerReply) -> None:
+        if (pending := self._calls.pop(reply.id, None)) is not None and not pending.done():
+            if reply.error is not None:
+                pending.set_exception(reply.error)
+            else:
+                pending.set_result(reply.value)
 
-    def _order(self, verb: Any, name: str, argument: Any = None) -> asyncio.Future[None]:
+    def _fail_calls(self, error: ModelyardError) -> None:
+        for pending in self._calls.values():
+            if not pending.done():
+                pending.set_exception(error)
+                pending.exception()  # mark it retrieved: it may have no waiter
+        self._calls.clear()
+
+    # --- admin operations -------------------------------------------------------------------------------------------
+
+    def _command(
+        self, verb: Literal["load", "unload", "drain", "scale"], name: str, argument: Any = None
+    ) -> asyncio.Future[None]:
         if name not in self.state.models:
-            raise NotFound(f"there is no model {name!r}", code="model_not_found")
+            raise NotFound(f"unknown model {name!r}", code="model_not_found")
 
-        async def work() -> None:
-            await self.question(lambda id: PoolCommand(id, verb, name, msgspec.json.encode(argument)))
+        async def run() -> None:
+            await self.call(lambda id: PoolCommand(id, verb, name, msgspec.json.encode(argument)))
             await self.refresh()
 
-        return asyncio.ensure_future(work())
+        return asyncio.ensure_future(run())
 
     def load(self, name: str, overrides: Overrides | None = None) -> asyncio.Future[None]:
-        return self._order("load", name, overrides)
+        return self._command("load", name, overrides)
 
     def unload(self, name: str, force: bool = False) -> asyncio.Future[None]:
-        return self._order("unload", name, force)
+        return self._command("unload", name, force)
 
     def drain(self, name: str) -> asyncio.Future[None]:
-        return self._order("drain", name)
+        return self._command("drain", name)
 
     def scale(self, name: str, replicas: int) -> asyncio.Future[None]:
-        return self._order("scale", name, replicas)
+        return self._command("scale", name, replicas)
 
     def cancel(self, trace: str) -> int:
-        """Of those whom the last `refresh` has seen."""
-        found = sum(1 for one in self._requests if trace and one.trace == trace)
+        """Counts the requests that the last `refresh` has seen."""
+        found = sum(1 for request in self._requests if trace and request.trace == trace)
         if found:
-            self._spawn(self._cancel(trace))
+
+            async def run() -> None:
+                await self.call(lambda id: PoolCommand(id, "cancel", argument=msgspec.json.encode(trace)))
+
+            self._spawn(run())
         return found
 
-    async def _cancel(self, trace: str) -> None:
-        await self.question(lambda id: PoolCommand(id, "cancel", argument=msgspec.json.encode(trace)))
-
     def reconfigure(self, blueprints: Mapping[str, ModelSpec]) -> None:
-        """The models are the scheduler's: it reads its own configuration (`reload`)."""
+        """The scheduler reads its own configuration (`reload`)."""
         del blueprints
 
     async def reload(self) -> None:
-        """The scheduler reads its configuration anew, and all other gateways hear of it."""
-        edition = msgspec.msgpack.decode(await self.question(lambda id: PoolCommand(id, "reload")) or b"\0", type=int)
-        self.state = msgspec.structs.replace(self.state, edition=edition)
+        """The scheduler reloads its configuration and notifies all other gateways."""
+        value = await self.call(lambda id: PoolCommand(id, "reload"))
+        self.state = msgspec.structs.replace(
+            self.state, config_version=msgspec.msgpack.decode(value or b"\0", type=int)
+        )
 
     def preload(self, name: str) -> None:
         """The scheduler does that."""
@@ -527,48 +498,47 @@ class RemotePool:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Idempotent; whoever asks again waits for the same end, and whoever is cancelled does not break it off."""
-        if self._closed is None:
-            self._closed = self._loop.create_task(self._end())
-        await asyncio.shield(self._closed)
+        """Idempotent. A second caller waits for the same end; cancelling a caller does not interrupt it."""
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close())
+        await asyncio.shield(self._closing)
 
-    async def _end(self) -> None:
+    async def _close(self) -> None:
         self._timer.cancel()
-        error = Unavailable("the server is shutting down", code="shutting_down")
-        for place in list(self._places.values()):
-            place.refuse(error) if place.waits else place.revoke(error)
+        error = _shutting_down()
+        for lease in list(self._leases.values()):
+            lease.refuse(error) if lease.is_waiting else lease.revoke(error)
         self._changes.close()
         self._send(Goodbye())
-        await self._dialer.close()  # first: whoever still heard the scheduler would go and meet new workers
+        await self._socket.close()  # first: a new state would open sessions with new workers
         await asyncio.gather(*(session.close() for session in self._sessions.values()))
-        self._inquiries.fail(error)
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # links that are on their way out: each in a moment
+        self._fail_calls(error)
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # sockets that are closing
 
 
-# The memory between requests that all gateways of a scheduler share: it lives with the scheduler.
+def _shutting_down() -> Unavailable:
+    return Unavailable("the server is shutting down", code="shutting_down")
 
 
 class RemoteStore:
-    """`Store` of `core`. Bounds and scopes are kept where the entries are."""
+    """`Store` of `core`, kept by the scheduler for all its gateways. Limits and scopes are enforced there."""
 
     def __init__(self, pool: RemotePool) -> None:
         self._pool = pool
 
     async def get(self, scope: str, key: str) -> bytes | None:
-        return await self._pool.question(lambda id: StoreOperation(id, _bytes(scope), _bytes(key)))
+        return await self._pool.call(lambda id: StoreOperation(id, _encode(scope), _encode(key)))
 
     async def put(self, scope: str, key: str, value: bytes) -> None:
-        await self._pool.question(lambda id: StoreOperation(id, _bytes(scope), _bytes(key), value))
+        await self._pool.call(lambda id: StoreOperation(id, _encode(scope), _encode(key), value))
 
     async def delete(self, scope: str, key: str) -> bool:
-        return (
-            await self._pool.question(lambda id: StoreOperation(id, _bytes(scope), _bytes(key), delete=True))
-            is not None
-        )
+        reply = await self._pool.call(lambda id: StoreOperation(id, _encode(scope), _encode(key), delete=True))
+        return reply is not None
 
     async def close(self) -> None:
-        """The link is the pool's to close."""
+        """The pool closes the link."""
 
 
-def _bytes(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")

@@ -1,24 +1,26 @@
-"""What the scheduler's desk does for its callers: demands and orders in the pool's own words, and the shared store."""
+"""The scheduler's server: gateways request leases, send admin commands and share a store; workers register themselves.
+
+It stands in front of the scheduler and decides nothing itself. A gateway is identified by its name: one that reconnects
+keeps the leases of its running requests. When a gateway is gone, its leases are released as soon as the workers have ended
+its requests.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
 from modelyard.core.engine import AvailableMemory, Node
 from modelyard.core.errors import InvalidRequest, ModelyardError
-from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
+from modelyard.core.lease import Lease, LeaseProvider, Ticket
 from modelyard.core.pool import Pool
 from modelyard.core.store import Store
 from modelyard.workers.messages import (
     VERSION,
-    ConnectionRefused,
-    EngineLocation,
     GetSnapshot,
     Goodbye,
     Heartbeat,
@@ -28,6 +30,7 @@ from modelyard.workers.messages import (
     LeaseGranted,
     LeaseQueued,
     LeaseRevoked,
+    LinkMessage,
     ModelChanged,
     PoolCommand,
     PoolState,
@@ -37,417 +40,320 @@ from modelyard.workers.messages import (
     SchedulerReply,
     StoreOperation,
     WireLeaseRequest,
+    decode_for_scheduler,
     encode,
-    read_for_scheduler,
+    from_wire_lease_request,
     version_mismatch,
 )
-from modelyard.workers.packing import MalformedMessage, unpack_ids
-from modelyard.workers.peers import Peer, PeerSender
-from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, RouterSocket
-from modelyard.workers.worker import to_modelyard_error
+from modelyard.workers.packing import MalformedMessage
+from modelyard.workers.peer_server import Peer, PeerServer
+from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerEngine, WorkerPool
-
-
-def from_wire_lease_request(asked: WireLeaseRequest, *, is_retry: bool = False) -> LeaseRequest:
-    return LeaseRequest(
-        model=asked.model,
-        cache=asked.cache,
-        tokens=asked.tokens,
-        weight=asked.weight,
-        key=asked.key,
-        session=asked.session,
-        priority=asked.priority,
-        deadline=asked.deadline,
-        trace=asked.trace,
-        prompt=unpack_ids(asked.prompt),
-        is_retry=asked.is_retry or is_retry,
-    )
-
-
-def lease_of(ticket: Ticket) -> Lease:
-    """A ticket that is granted and its lease are one object in our scheduler."""
-    lease: Any = ticket
-    granted: Lease = lease
-    return granted
-
-
-def engine_of(ticket: Ticket) -> Any:
-    try:
-        return lease_of(ticket).engine
-    except ModelyardError:
-        return None
-
-
-async def run_pool_command(pool: Pool, command: PoolCommand, argument: Any) -> bytes | None:
-    """Shielded: the work goes on when the one who asked for it leaves."""
-    name = command.model
-    if command.verb == "cancel":
-        return msgspec.msgpack.encode(pool.cancel(str(argument)))
-    orders: dict[str, Callable[[], asyncio.Future[None]]] = {
-        "load": lambda: pool.load(name, argument),
-        "unload": lambda: pool.unload(name, bool(argument)),
-        "drain": lambda: pool.drain(name),
-        "scale": lambda: pool.scale(name, _count(argument)),
-    }
-    await asyncio.shield(orders[command.verb]())
-    return None
-
-
-def _count(argument: Any) -> int:
-    if not isinstance(argument, int):
-        raise InvalidRequest("the number of replicas is a whole number", param="replicas")
-    return argument
-
-
-async def run_store_operation(store: Store, keep: StoreOperation) -> bytes | None:
-    """What the store has; for a deletion, something where there was something."""
-    scope, key = (part.decode("utf-8", "surrogatepass") for part in (keep.scope, keep.key))
-    if keep.delete:
-        return b"\1" if await store.delete(scope, key) else None
-    if keep.value is None:
-        return await store.get(scope, key)
-    await store.put(scope, key, keep.value)
-    return None
-
-
-# The scheduler's desk: gateways ask it for places, administrators' orders reach it, workers offer themselves.
-#
-# It stands in front of the scheduler and of the shared store, and decides nothing itself. A gateway is known by its name:
-# one that comes back keeps the places in which its answers still run and is given no other; one that is gone gives back
-# all, as soon as the workers have ended what ran for it.
 
 log = logging.getLogger(__name__)
 
-_REMEMBERED = 1024  # identities of peers that have gone or were sent away
-_SOON_S = 0.02  # changes within it are told together
+_PUBLISH_DELAY_S = 0.02  # changes within it are published together
 
 
 class SchedulerBackend(LeaseProvider, Pool, Protocol):
-    """What the desk stands in front of."""
+    """The scheduler behind the server."""
 
     def metrics(self) -> Mapping[str, Mapping[str, int]]: ...
 
 
+class SchedulerPeer(Peer):
+    def __init__(self, identity: bytes, name: str, max_missed: int, role: Literal["gateway", "worker"]) -> None:
+        super().__init__(identity, name, max_missed)
+        self.role = role
+
+
 class GatewayLease(msgspec.Struct):
-    """A gateway's place: what it asked for and the ticket that it has here."""
+    """A lease or ticket that a gateway holds."""
 
-    asked: WireLeaseRequest
+    request: WireLeaseRequest
     ticket: Ticket
-    lease: Lease | None = None
+
+    @property
+    def lease(self) -> Lease:
+        """In our scheduler a granted ticket and its lease are the same object."""
+        return cast(Lease, self.ticket)
 
 
-class SchedulerServer:
+class SchedulerServer(PeerServer[SchedulerPeer]):
     def __init__(
         self,
         endpoint: str,
-        pool: SchedulerBackend,
-        crew: WorkerPool,
+        backend: SchedulerBackend,
+        workers: WorkerPool,
         store: Store,
         reload: Callable[[], Awaitable[Any]],
         *,
         keys: ClusterKeys | None = None,
-        pace: HeartbeatConfig = HeartbeatConfig(),
+        heartbeat: HeartbeatConfig = HeartbeatConfig(),
     ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._pool, self._crew, self._store, self._reload, self._pace = pool, crew, store, reload, pace
-        self.faults = self.edition = 0
-        self._peers: dict[bytes, Peer] = {}
-        self._workers: dict[bytes, Peer] = {}
-        self._places: dict[str, dict[int, GatewayLease]] = {}
-        self._standing: dict[tuple[str, int], WireLeaseRequest] = {}  # places of old that could not be counted yet
-        self._away: OrderedDict[bytes, None] = OrderedDict()
-        self._told: bytes = b""
-        self._known: set[str] = set()
-        self._due: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._post = PeerSender(
-            lambda: self._listener, lambda: None, self._loop.call_soon, self._loop.call_later, self._gone
-        )
-        self._do: Mapping[type, Callable[[Peer, Any], None]] = {
-            RequestLease: self._ask,
-            ReleaseLease: self._leave,
-            PoolCommand: self._command,
-            GetSnapshot: self._look,
-            StoreOperation: self._keep,
-            Heartbeat: self._beat,
-            Goodbye: lambda peer, _: self._gone(peer),
+        self._backend, self._workers, self._store, self._reload = backend, workers, store, reload
+        self.config_version = 0
+        self._leases: dict[str, dict[int, GatewayLease]] = {}  # by the gateway's name and its ticket number
+        # Leases of a previous scheduler that cannot be counted yet, because their engine is not ready here.
+        self._inherited: dict[tuple[str, int], WireLeaseRequest] = {}
+        self._published = b""
+        self._published_engines: set[str] = set()
+        self._publish_timer: asyncio.TimerHandle | None = None
+        handlers: dict[type, Callable[[SchedulerPeer, Any], None]] = {
+            RequestLease: self._on_request_lease,
+            ReleaseLease: self._on_release_lease,
+            PoolCommand: self._on_command,
+            GetSnapshot: self._on_get_snapshot,
+            StoreOperation: self._on_store_operation,
+            RegisterWorker: self._on_register_worker,
+            Heartbeat: lambda peer, heartbeat: self._send(peer, Heartbeat(heartbeat.number)),
         }
-        self._listener = RouterSocket(endpoint, self._heard, keys)
-        self._timer = self._loop.call_later(pace.beat_s, self._tick)
-        self._spawn(self._follow())
+        super().__init__(endpoint, decode_for_scheduler, handlers, keys=keys, heartbeat=heartbeat)
+        self._spawn(self._forward_changes())
 
     def __repr__(self) -> str:
-        return f"<Desk {len(self._peers)} gateways, {len(self._workers)} workers>"
+        gateways = len(self._gateways())
+        return f"<SchedulerServer {gateways} gateways, {len(self._peers) - gateways} workers>"
 
-    @property
-    def endpoint(self) -> str:
-        return self._listener.endpoint
+    def _gateways(self) -> list[SchedulerPeer]:
+        return [peer for peer in self._peers.values() if peer.role == "gateway"]
 
-    # --- who speaks -------------------------------------------------------------------------------------------------
+    # --- peers ------------------------------------------------------------------------------------------------------
 
-    def _heard(self, identity: bytes, data: bytes) -> None:
-        if identity in self._away:
-            return
-        peer = self._peers.get(identity) or self._workers.get(identity)
+    def _on_first_message(self, identity: bytes, message: LinkMessage) -> None:
+        if not isinstance(message, (JoinGateway, RegisterWorker)):
+            raise MalformedMessage("the first message must be JoinGateway or RegisterWorker")
+        role: Literal["gateway", "worker"] = "gateway" if isinstance(message, JoinGateway) else "worker"
+        peer = SchedulerPeer(identity, message.name, self._heartbeat.client_misses, role)
+        if (reason := version_mismatch(message.version)) is not None:
+            self._refuse(peer, reason)
+        elif isinstance(message, RegisterWorker):
+            self._peers[identity] = peer
+            self._on_register_worker(peer, message)
+        else:
+            for old in [each for each in self._gateways() if each.name == message.name]:
+                old.is_gone = True
+                del self._peers[old.identity]
+            self._peers[identity] = peer
+            self._take_over_leases(message)
+            self._send(peer, JoinAccepted(VERSION))
+            self._send(peer, self._state())
+
+    def _take_over_leases(self, join: JoinGateway) -> None:
+        """Keep the leases of its running requests and drop the others: it requests them again."""
+        known, held = self._leases.get(join.name, {}), dict(join.leases)
+        for number, lease in list(known.items()):
+            if number not in held:
+                lease.ticket.cancel()
+                del known[number]
+        for number, request in held.items():
+            if number not in known and not self._adopt_lease(join.name, number, request):
+                self._inherited[join.name, number] = request
+
+    def _adopt_lease(self, gateway: str, number: int, request: WireLeaseRequest) -> bool:
+        """Count a lease that a previous scheduler granted. Fails while its engine is not ready here."""
         try:
-            message = read_for_scheduler(data)
-            if isinstance(message, RegisterWorker):
-                self._enlist(identity, peer, message)
-            elif isinstance(message, JoinGateway) and peer is None:
-                self._join(identity, message)
-            elif peer is not None and type(message) in self._do:
-                peer.pulse.heard()
-                self._do[type(message)](peer, message)
-            else:
-                raise MalformedMessage("a conversation begins with Join")
-        except MalformedMessage as error:
-            self._send_away(peer or Peer(identity, "", 1), str(error))
-
-    def _send_away(self, peer: Peer, reason: str) -> None:
-        self.faults += 1
-        log.warning("a peer was sent away: %s", reason)
-        self._post.send(peer, ConnectionRefused(reason))
-        self._gone(peer)
-
-    def _join(self, identity: bytes, join: JoinGateway) -> None:
-        peer = Peer(identity, join.name, self._pace.indulgence)
-        if (reason := version_mismatch(join.version)) is not None:
-            self._send_away(peer, reason)
-            return
-        for old in [one for one in self._peers.values() if one.name == join.name]:
-            old.gone = True
-            del self._peers[old.identity]
-        self._peers[identity] = peer
-        self._take_over(join)
-        self._post.send(peer, JoinAccepted(VERSION))
-        self._post.send(peer, self._state())
-
-    def _take_over(self, join: JoinGateway) -> None:
-        """The places it still uses are its own; what it had asked for otherwise it asks again."""
-        had, kept = self._places.get(join.name, {}), dict(join.held)
-        for number, counter in list(had.items()):
-            if number not in kept:
-                counter.ticket.cancel()
-                del had[number]
-        for number, asked in kept.items():
-            if number not in had and not self._seat(join.name, number, asked):
-                self._standing[join.name, number] = asked
-
-    def _seat(self, name: str, number: int, asked: WireLeaseRequest) -> bool:
-        """A place that another scheduler gave: it counts here from now on, once its engine is up here, too."""
-        try:
-            ticket = self._pool.request(from_wire_lease_request(asked, is_retry=True))
+            ticket = self._backend.request(from_wire_lease_request(request, is_retry=True))
         except ModelyardError:
             return False
         if ticket.granted:
-            self._places.setdefault(name, {})[number] = GatewayLease(asked, ticket)
+            self._leases.setdefault(gateway, {})[number] = GatewayLease(request, ticket)
         else:
             ticket.cancel()
         return ticket.granted
 
-    def _enlist(self, identity: bytes, peer: Peer | None, enlist: RegisterWorker) -> None:
-        if (reason := version_mismatch(enlist.version)) is not None:
-            self._send_away(Peer(identity, "", 1), reason)
-            return
-        if peer is None:
-            peer = self._workers[identity] = Peer(identity, enlist.name, self._pace.indulgence)
-        peer.pulse.heard()
-        site = Node(
-            enlist.machine or UNKNOWN_NODE, AvailableMemory(enlist.ram_free, enlist.gpus) if enlist.machine else None
-        )
-        if self._crew.enlist(enlist.name, enlist.endpoint, list(enlist.engines), site):
-            log.info("the worker %s at %s has come", enlist.name, enlist.endpoint)
-            self._post.send(peer, JoinAccepted(VERSION))
+    def _on_register_worker(self, peer: SchedulerPeer, message: RegisterWorker) -> None:
+        memory = AvailableMemory(message.ram_free, message.gpus) if message.node else None
+        node = Node(message.node or UNKNOWN_NODE, memory)
+        if self._workers.register(message.name, message.endpoint, list(message.engines), node):
+            log.info("the worker %s at %s has registered", message.name, message.endpoint)
+            self._send(peer, JoinAccepted(VERSION))
 
-    def _beat(self, peer: Peer, beat: Heartbeat) -> None:
-        self._post.send(peer, Heartbeat(beat.number))
-
-    def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._pace.beat_s, self._tick)
-        for peer in [*self._peers.values(), *self._workers.values()]:
-            if peer.pulse.tick():
-                log.warning("%s fell silent", peer.name)
-                self._gone(peer)
-            else:
-                self._post.send(peer, Heartbeat(0))  # that fails at once where its process has gone
-        for (name, number), asked in list(self._standing.items()):
-            if self._seat(name, number, asked):
-                del self._standing[name, number]
+    def _on_tick(self) -> None:
+        for (gateway, number), request in list(self._inherited.items()):
+            if self._adopt_lease(gateway, number, request):
+                del self._inherited[gateway, number]
         self._publish()
 
-    def _remember(self, peer: Peer) -> None:
-        self._away[peer.identity] = None
-        while len(self._away) > _REMEMBERED:
-            self._away.popitem(last=False)
-
-    def _gone(self, peer: Peer) -> None:
-        """What it may still have said is not heard."""
-        peer.gone = True
-        self._remember(peer)
-        if self._workers.pop(peer.identity, None) is not None:
-            self._crew.gone(peer.name)
-        if self._peers.pop(peer.identity, None) is not None:
-            places = self._places.pop(peer.name, {})
-            self._standing = {place: asked for place, asked in self._standing.items() if place[0] != peer.name}
-            self._spawn(self._clear(peer.name, list(places.values())))
-
-    async def _clear(self, name: str, places: list[GatewayLease]) -> None:
-        """A place is free when nothing runs in it: its worker is asked first."""
-        held = {engine_of(counter.ticket) for counter in places if counter.ticket.granted}
-        await asyncio.gather(
-            *(one.forget(name) for one in held if isinstance(one, WorkerEngine)), return_exceptions=True
-        )
-        for counter in places:
-            counter.ticket.cancel()
-
-    # --- places -----------------------------------------------------------------------------------------------------
-
-    def _ask(self, peer: Peer, ask: RequestLease) -> None:
-        if ask.ticket in self._places.setdefault(peer.name, {}):
-            raise MalformedMessage(f"the ticket {ask.ticket} is in use")
-        if any(engine in self._known for engine in ask.avoid):
-            self._spawn(self._doubt(peer, ask))
-        else:
-            self._request(peer, ask)
-
-    async def _doubt(self, peer: Peer, ask: RequestLease) -> None:
-        """The gateway has lost an engine that seems well from here: until it is lost here, too, or has given a sign of
-        life after this, since then the gateway has lost no more than its link."""
-        deadline = self._loop.time() + self._pace.notice_s
-        doubted = [(engine, engine.sign()) for engine in self._placed() if engine.id in ask.avoid]
-        while self._loop.time() < deadline and not all(one.lost.done() or lives() for one, lives in doubted):  # noqa: ASYNC110
-            await asyncio.sleep(_SOON_S)
-        if not peer.gone:
-            self._request(peer, ask)
-
-    def _request(self, peer: Peer, ask: RequestLease) -> None:
-        try:
-            ticket = self._pool.request(from_wire_lease_request(ask.demand))
-        except ModelyardError as error:
-            self._post.send(peer, LeaseDenied(ask.ticket, error))
+    def _on_dropped(self, peer: SchedulerPeer) -> None:
+        if peer.role == "worker":
+            self._workers.unregister(peer.name)
             return
-        counter = self._places[peer.name][ask.ticket] = GatewayLease(ask.demand, ticket)
+        leases = self._leases.pop(peer.name, {})
+        self._inherited = {key: request for key, request in self._inherited.items() if key[0] != peer.name}
+        self._spawn(self._release_all(peer.name, list(leases.values())))
+
+    async def _release_all(self, gateway: str, leases: list[GatewayLease]) -> None:
+        """A slot is free when nothing runs in it: the workers must end the gateway's requests first."""
+        engines: set[Any] = {held.lease.engine for held in leases if held.ticket.granted}
+        drops = (engine.drop_client(gateway) for engine in engines if isinstance(engine, WorkerEngine))
+        await asyncio.gather(*drops, return_exceptions=True)
+        for held in leases:
+            held.ticket.cancel()
+
+    # --- leases -----------------------------------------------------------------------------------------------------
+
+    def _on_request_lease(self, peer: SchedulerPeer, message: RequestLease) -> None:
+        if message.ticket in self._leases.setdefault(peer.name, {}):
+            raise MalformedMessage(f"the ticket {message.ticket} is in use")
+        if any(engine in self._published_engines for engine in message.avoid):
+            self._spawn(self._verify_engines(peer, message))
+        else:
+            self._request_lease(peer, message)
+
+    async def _verify_engines(self, peer: SchedulerPeer, message: RequestLease) -> None:
+        """The gateway has lost an engine that seems alive from here. Wait until it is lost here too, or its worker has
+        given a sign of life; then the gateway has only lost its link."""
+        deadline = self._loop.time() + self._heartbeat.detection_s
+        doubted = [(engine, engine.liveness_check()) for engine in self._engines() if engine.id in message.avoid]
+        while self._loop.time() < deadline and not all(  # noqa: ASYNC110
+            engine.lost.done() or is_alive() for engine, is_alive in doubted
+        ):
+            await asyncio.sleep(_PUBLISH_DELAY_S)
+        if not peer.is_gone:
+            self._request_lease(peer, message)
+
+    def _request_lease(self, peer: SchedulerPeer, message: RequestLease) -> None:
+        try:
+            ticket = self._backend.request(from_wire_lease_request(message.request))
+        except ModelyardError as error:
+            self._send(peer, LeaseDenied(message.ticket, error))
+            return
+        held = self._leases[peer.name][message.ticket] = GatewayLease(message.request, ticket)
         if ticket.granted:
-            self._grant(peer, ask.ticket, counter)
+            self._grant(peer, message.ticket, held)
         else:
-            self._post.send(peer, LeaseQueued(ask.ticket, ticket.position))
-            self._spawn(self._wait(peer, ask.ticket, counter))
+            self._send(peer, LeaseQueued(message.ticket, ticket.position))
+            self._spawn(self._wait_for_grant(peer, message.ticket, held))
 
-    async def _wait(self, peer: Peer, number: int, counter: GatewayLease) -> None:
+    async def _wait_for_grant(self, peer: SchedulerPeer, number: int, held: GatewayLease) -> None:
         try:
-            await counter.ticket.lease()
+            await held.ticket.lease()
         except ModelyardError as error:
-            if self._places.get(peer.name, {}).pop(number, None) is not None:
-                self._post.send(self._now(peer), LeaseDenied(number, error))
+            if self._leases.get(peer.name, {}).pop(number, None) is not None:
+                self._send(self._current(peer), LeaseDenied(number, error))
         else:
-            if number in self._places.get(peer.name, {}):
-                self._grant(self._now(peer), number, counter)
+            if number in self._leases.get(peer.name, {}):
+                self._grant(self._current(peer), number, held)
 
-    def _now(self, peer: Peer) -> Peer:
-        """The gateway may have come back by another link while it waited; it has asked again there."""
-        return next((one for one in self._peers.values() if one.name == peer.name), peer)
+    def _current(self, peer: SchedulerPeer) -> SchedulerPeer:
+        """The gateway's current connection: it may have reconnected since."""
+        return next((each for each in self._gateways() if each.name == peer.name), peer)
 
-    def _grant(self, peer: Peer, number: int, counter: GatewayLease) -> None:
-        lease = counter.lease = lease_of(counter.ticket)
-        engine = lease.engine
-        assert isinstance(engine, WorkerEngine)  # noqa: S101  all blueprints here make these
-        if engine.id not in self._known:
-            self._publish()  # a gateway must know an engine before it is sent there
-        lease.on_revoke(lambda why: self._post.send(self._now(peer), LeaseRevoked(number, why)))
-        self._post.send(peer, LeaseGranted(number, engine.endpoint, engine.id, lease.weight, lease.waited))
+    def _grant(self, peer: SchedulerPeer, number: int, held: GatewayLease) -> None:
+        lease = held.lease
+        engine: Any = lease.engine
+        assert isinstance(engine, WorkerEngine)  # noqa: S101  all model specs here make these
+        if engine.id not in self._published_engines:
+            self._publish()  # the gateway must know the engine before the grant
+        lease.on_revoke(lambda error: self._send(self._current(peer), LeaseRevoked(number, error)))
+        self._send(peer, LeaseGranted(number, engine.endpoint, engine.id, lease.weight, lease.waited))
 
-    def _leave(self, peer: Peer, leave: ReleaseLease) -> None:
-        self._standing.pop((peer.name, leave.ticket), None)
-        counter = self._places.get(peer.name, {}).pop(leave.ticket, None)
-        if counter is None:
+    def _on_release_lease(self, peer: SchedulerPeer, message: ReleaseLease) -> None:
+        self._inherited.pop((peer.name, message.ticket), None)
+        held = self._leases.get(peer.name, {}).pop(message.ticket, None)
+        if held is None:
             return
-        if leave.spent and counter.lease is not None:
-            counter.lease.spend(leave.spent)
-        counter.ticket.cancel()
+        if message.spent and held.ticket.granted:
+            held.lease.spend(message.spent)
+        held.ticket.cancel()
 
-    # --- what is known ----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
-    def _placed(self) -> list[WorkerEngine]:
-        found = (engine for name in self._pool.status() for engine in self._pool.engines(name))
-        return [e for e in found if isinstance(e, WorkerEngine) and not e.lost.done()]
-
-    def _engines(self) -> list[EngineLocation]:
-        return [engine.at() for engine in self._placed()]
+    def _engines(self) -> list[WorkerEngine]:
+        found: list[Any] = [engine for name in self._backend.status() for engine in self._backend.engines(name)]
+        return [engine for engine in found if isinstance(engine, WorkerEngine) and not engine.lost.done()]
 
     def _state(self) -> PoolState:
-        engines = self._engines()
-        self._known = {at.engine for at in engines}
-        seen = self._pool.status()
-        counts = {name: len(self._pool.engines(name)) for name in seen}
-        figures = {name: dict(values) for name, values in self._pool.metrics().items()}
-        return PoolState(dict(seen), tuple(engines), counts, figures, self.edition)
+        locations = tuple(engine.location() for engine in self._engines())
+        self._published_engines = {location.engine for location in locations}
+        models = dict(self._backend.status())
+        replicas = {name: len(self._backend.engines(name)) for name in models}
+        metrics = {name: dict(values) for name, values in self._backend.metrics().items()}
+        return PoolState(models, locations, replicas, metrics, self.config_version)
 
     def _publish(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
+        if self._publish_timer is not None:
+            self._publish_timer.cancel()
+            self._publish_timer = None
         state = self._state()
-        if (data := encode(state)) != self._told:
-            self._told = data
-            for peer in list(self._peers.values()):
-                self._post.send(peer, state)
+        if (data := encode(state)) != self._published:
+            self._published = data
+            self._send_all(self._gateways(), state)
 
-    async def _follow(self) -> None:
-        async for change in self._pool.subscribe():
-            for peer in list(self._peers.values()):
-                self._post.send(peer, ModelChanged(change))
-            if self._due is None:
-                self._due = self._loop.call_later(_SOON_S, self._publish)
+    async def _forward_changes(self) -> None:
+        async for change in self._backend.subscribe():
+            self._send_all(self._gateways(), ModelChanged(change))
+            if self._publish_timer is None:
+                self._publish_timer = self._loop.call_later(_PUBLISH_DELAY_S, self._publish)
 
-    # --- orders and questions ---------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------------------------
 
-    def _command(self, peer: Peer, command: PoolCommand) -> None:
+    def _reply_value(self, peer: SchedulerPeer, id: int, work: Coroutine[Any, Any, bytes | None]) -> None:
+        async def reply() -> SchedulerReply:
+            return SchedulerReply(id, value=await work)
+
+        self._reply(peer, reply(), lambda error: SchedulerReply(id, error))
+
+    def _on_command(self, peer: SchedulerPeer, command: PoolCommand) -> None:
         try:
             argument = msgspec.json.decode(command.argument)
         except msgspec.DecodeError as error:
             raise MalformedMessage(str(error)) from None
-        self._answer(peer, command.id, self._carry_out(command, argument))
+        self._reply_value(peer, command.id, self._run_command(command, argument))
 
-    async def _carry_out(self, command: PoolCommand, argument: Any) -> bytes | None:
+    async def _run_command(self, command: PoolCommand, argument: Any) -> bytes | None:
         if command.verb == "reload":
             await self._reload()
-            self.edition += 1
-            self._loop.call_later(_SOON_S, self._publish)  # whoever asked for it hears of it first
-            return msgspec.msgpack.encode(self.edition)
-        told = await run_pool_command(self._pool, command, argument)
+            self.config_version += 1
+            self._loop.call_later(_PUBLISH_DELAY_S, self._publish)  # the caller gets its reply first
+            return msgspec.msgpack.encode(self.config_version)
+        value = await run_pool_command(self._backend, command, argument)
         self._publish()
-        return told
+        return value
 
-    def _look(self, peer: Peer, look: GetSnapshot) -> None:
-        seen: Any = self._pool.snapshot() if look.what == "snapshot" else self._pool.requests()
-        self._post.send(peer, SchedulerReply(look.id, value=msgspec.msgpack.encode(seen)))
+    def _on_get_snapshot(self, peer: SchedulerPeer, message: GetSnapshot) -> None:
+        found: Any = self._backend.snapshot() if message.what == "snapshot" else self._backend.requests()
+        self._send(peer, SchedulerReply(message.id, value=msgspec.msgpack.encode(found)))
 
-    def _keep(self, peer: Peer, keep: StoreOperation) -> None:
-        self._answer(peer, keep.id, run_store_operation(self._store, keep))
-
-    def _answer(self, peer: Peer, id: int, work: Coroutine[Any, Any, bytes | None]) -> None:
-        async def answer() -> None:
-            try:
-                told = SchedulerReply(id, value=await work)
-            except Exception as error:
-                told = SchedulerReply(id, to_modelyard_error(error))
-            self._post.send(peer, told)
-
-        self._spawn(answer())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _on_store_operation(self, peer: SchedulerPeer, operation: StoreOperation) -> None:
+        self._reply_value(peer, operation.id, run_store_operation(self._store, operation))
 
     async def close(self) -> None:
         self._timer.cancel()
-        if self._due is not None:
-            self._due.cancel()
-        for peer in list(self._peers.values()):
-            self._post.send(peer, Goodbye("the scheduler ends"))
-        await self._listener.close()  # first: whoever is still heard begins something new
-        while self._tasks:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._publish_timer is not None:
+            self._publish_timer.cancel()
+        self._send_all(self._gateways(), Goodbye("the scheduler is shutting down"))
+        await self._socket.close()  # first: a message would start new work
+        await self._cancel_tasks()
+
+
+async def run_pool_command(pool: Pool, command: PoolCommand, argument: Any) -> bytes | None:
+    """Shielded: the command continues when the gateway that sent it disconnects."""
+    name = command.model
+    match command.verb:
+        case "cancel":
+            return msgspec.msgpack.encode(pool.cancel(str(argument)))
+        case "load":
+            future = pool.load(name, argument)
+        case "unload":
+            future = pool.unload(name, bool(argument))
+        case "drain":
+            future = pool.drain(name)
+        case _:
+            if not isinstance(argument, int):
+                raise InvalidRequest("the number of replicas must be an integer", param="replicas")
+            future = pool.scale(name, argument)
+    await asyncio.shield(future)
+    return None
+
+
+async def run_store_operation(store: Store, operation: StoreOperation) -> bytes | None:
+    """The value found; for a deletion a non-empty value if there was one."""
+    scope, key = (part.decode("utf-8", "surrogatepass") for part in (operation.scope, operation.key))
+    if operation.delete:
+        return b"\1" if await store.delete(scope, key) else None
+    if operation.value is None:
+        return await store.get(scope, key)
+    await store.put(scope, key, operation.value)
+    return None

@@ -1,4 +1,4 @@
-"""Settings of engines in other processes and on other machines."""
+"""The `[workers]` section of the configuration."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ class RayResources(BaseModel):
     num_cpus: float = Field(default=1.0, ge=0, description="CPUs.")
     num_gpus: float = Field(default=0.0, ge=0, description="GPUs, or a share of one.")
     memory: int | None = Field(default=None, gt=0, description="Bytes of RAM.")
-    custom: dict[str, float] = Field(default_factory=dict, description="Resources of your own names.")
-
-    def resources(self) -> ActorResources:
-        return ActorResources(self.num_cpus, self.num_gpus, self.memory, self.custom)
+    custom: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources by name.")
 
 
 class WorkerSettings(BaseModel):
@@ -28,21 +25,21 @@ class WorkerSettings(BaseModel):
 
     keys: Path | None = Field(
         default=None,
-        description="File of the cluster's keys, made with modelyard keys; needed where an address can be reached from "
+        description="File of the cluster's keys, made with modelyard keys; needed if an address can be reached from "
         "other machines.",
     )
     host: str | None = Field(
         default=None,
         min_length=1,
-        description="This machine's address, on which the workers that the scheduler starts listen for gateways on "
-        "other machines; unset: they are reached from this machine alone.",
+        description="This machine's address. The workers that the scheduler starts listen on it for gateways on other "
+        "machines; unset: they are reachable from this machine only.",
     )
     launch: bool = Field(
         default=True,
-        description="Whether the scheduler starts workers itself where none has come; else it waits for some to come.",
+        description="Whether the scheduler starts workers itself if none has registered; otherwise it waits for them.",
     )
     cluster: Literal["", "ray"] = Field(
-        default="", description='"ray" has a Ray cluster place the workers, as actors; empty: the scheduler does.'
+        default="", description='"ray": a Ray cluster places the workers as actors; empty: the scheduler does.'
     )
     ray_address: str = Field(
         default="auto",
@@ -50,21 +47,21 @@ class WorkerSettings(BaseModel):
         description="The Ray cluster: ray://HOST:PORT, auto for the one that runs here, local to start one.",
     )
     ray_resources: dict[str, RayResources] = Field(
-        default_factory=dict, description="By model: what a worker is promised on its node; unset means one CPU."
+        default_factory=dict, description="By model: what Ray reserves for a worker; unset means one CPU."
     )
-    beat_s: float = Field(default=0.4, gt=0, le=60, description="Seconds between two signs of life on a link.")
+    beat_s: float = Field(default=0.4, gt=0, le=60, description="Seconds between two heartbeats on a link.")
     patience: int = Field(
-        default=4, ge=2, le=10_000, description="Signs of life that a ready worker may miss before it counts as lost."
+        default=4, ge=2, le=10_000, description="Heartbeats that a ready worker may miss before it counts as lost."
     )
 
-    def ray(self) -> RayCluster | None:
+    def ray_cluster(self) -> RayCluster | None:
         if not self.cluster:
             return None
-        promised = {model: each.resources() for model, each in self.ray_resources.items()}
-        return RayCluster(self.ray_address, promised, self.pair(), self.pace())
+        resources = {model: ActorResources(**each.model_dump()) for model, each in self.ray_resources.items()}
+        return RayCluster(self.ray_address, resources, self.cluster_keys(), self.heartbeat())
 
-    def pace(self) -> HeartbeatConfig:
+    def heartbeat(self) -> HeartbeatConfig:
         return HeartbeatConfig(self.beat_s, self.patience)
 
-    def pair(self) -> ClusterKeys | None:
+    def cluster_keys(self) -> ClusterKeys | None:
         return None if self.keys is None else read_keys(self.keys.expanduser())

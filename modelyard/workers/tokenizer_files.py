@@ -1,6 +1,6 @@
-"""A tokenizer's files on their way to a gateway that does not have them: gathered, named by their hash, laid down.
+"""Tokenizer files on their way from a worker to a gateway that does not have the model: read, hashed, stored.
 
-A GGUF file travels without its weights; of a folder only what a tokenizer and a chat template are read from.
+A GGUF file is sent without its tensors; of a folder only the files of the tokenizer and the chat template.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from modelyard.core.errors import Unavailable, Unsupported
 from modelyard.library.gguf import without_tensors
 
 _GGUF = "tokenizer.gguf"
-_FOLDER = (
+_FOLDER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -27,11 +27,11 @@ Files = Mapping[str, bytes]
 
 
 def read_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """`path` is what the engine's module calls its tokenizer: a GGUF file, a folder, or a tokenizer.json."""
+    """`path` is the engine's `tokenizer_path`: a GGUF file, a folder, or a tokenizer.json."""
     if path.suffix.lower() == ".gguf":
         return {_GGUF: without_tensors(path)}
     folder = path if path.is_dir() else path.parent
-    found = {name: (folder / name).read_bytes() for name in _FOLDER if (folder / name).is_file()}
+    found = {name: (folder / name).read_bytes() for name in _FOLDER_FILES if (folder / name).is_file()}
     if path.is_file():
         found["tokenizer.json"] = path.read_bytes()
     if "tokenizer.json" not in found:
@@ -40,7 +40,6 @@ def read_tokenizer_files(path: Path) -> dict[str, bytes]:
 
 
 def tokenizer_hash(files: Files) -> str:
-    """The hash by which both sides know them."""
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode())
@@ -48,34 +47,30 @@ def tokenizer_hash(files: Files) -> str:
     return digest.hexdigest()[:32]
 
 
-def cached_tokenizers(shelf: Path) -> tuple[str, ...]:
-    """The hashes of what has been laid down here."""
-    return tuple(sorted(each.name for each in shelf.iterdir())) if shelf.is_dir() else ()
+def cached_tokenizers(folder: Path) -> tuple[str, ...]:
+    """The hashes of the stored tokenizers."""
+    return tuple(sorted(entry.name for entry in folder.iterdir())) if folder.is_dir() else ()
 
 
-def store_tokenizer(shelf: Path, name: str, files: Files) -> Path:
-    """What to open as the tokenizer. It appears as a whole or not at all; without files it is there already."""
-    place = shelf / name
+def store_tokenizer(folder: Path, hash_: str, files: Files) -> Path:
+    """Store the files atomically and return the path to open as the tokenizer. Without files it is stored already."""
+    target = folder / hash_
     if files:
-        _check(name, files)
-        if not place.exists():
-            _write(shelf, place, files)
-    gguf = place / _GGUF
-    return gguf if gguf.is_file() else place
+        if set(files) - {_GGUF, *_FOLDER_FILES} or tokenizer_hash(files) != hash_:
+            raise Unavailable("a worker sent tokenizer files that do not match their hash", code="tokenizer_broken")
+        if not target.exists():
+            _write(folder, target, files)
+    gguf = target / _GGUF
+    return gguf if gguf.is_file() else target
 
 
-def _check(name: str, files: Files) -> None:
-    if set(files) - {_GGUF, *_FOLDER} or tokenizer_hash(files) != name:
-        raise Unavailable("a worker sent a tokenizer that is not what it says", code="tokenizer_broken")
-
-
-def _write(shelf: Path, place: Path, files: Files) -> None:
-    shelf.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=shelf.parent, prefix="tokenizer-", ignore_cleanup_errors=True) as folder:
-        for each, data in files.items():
-            (Path(folder) / each).write_bytes(data)
+def _write(folder: Path, target: Path, files: Files) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="tokenizer-", ignore_cleanup_errors=True) as temporary:
+        for name, data in files.items():
+            (Path(temporary) / name).write_bytes(data)
         try:
-            os.rename(folder, place)
+            os.rename(temporary, target)
         except OSError:
-            if not place.exists():  # else another gateway was faster, with the same bytes
+            if not target.exists():  # otherwise another gateway stored the same bytes first
                 raise

@@ -1,8 +1,8 @@
-"""A worker: engines behind a socket. It hears clients, gives their requests to its engines, and sends what they say.
+"""A worker: engines behind a socket. It passes its clients' requests to the engines and sends back their output.
 
-The loop is its io thread: messages in, frames out. An engine that computes does so in threads of its own, behind its
-own inbox, and hands its tokens to the loop step by step. A worker knows nobody: whoever may reach its socket may open
-engines and use them; a client that falls silent, or sends what is no message, is forgotten with all that ran for it.
+The event loop does the I/O: messages in, batches out. An engine computes in its own threads and hands its tokens to the
+loop step by step. A worker has no authorization: every client that reaches its socket may open and use engines. A client
+that is silent or sends a malformed message is dropped, and its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -10,16 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 from uuid import uuid4
 
 from pydantic import ValidationError
 
 from modelyard import plugins
-from modelyard.core.engine import ChatEngine, EmbeddingEngine, Engine, EngineSpec, OnProgress, TextEngine
-from modelyard.core.errors import Conflict, Internal, InvalidRequest, ModelyardError, Unavailable, Unsupported
+from modelyard.core.engine import (
+    ChatEngine,
+    EmbeddingEngine,
+    Engine,
+    EngineSpec,
+    EngineStats,
+    Generation,
+    OnProgress,
+    TextEngine,
+)
+from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable, Unsupported
+from modelyard.core.events import Failed
+from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers.dedup import RunDeduplicator
 from modelyard.workers.messages import (
     TOKENIZER_FEATURE,
@@ -27,8 +37,8 @@ from modelyard.workers.messages import (
     AbortRequest,
     AddChat,
     AddRequest,
+    ChatEvents,
     CloseEngine,
-    ConnectionRefused,
     ControlEngine,
     CountTokens,
     DropClient,
@@ -46,79 +56,78 @@ from modelyard.workers.messages import (
     LoadProgress,
     OpenEngine,
     PauseRequest,
+    RequestFailed,
+    RequestUpdate,
     ResumeRequest,
     ShutdownWorker,
+    UpdateBatch,
     Welcome,
     WorkerReply,
-    read_for_worker,
+    decode_for_worker,
     to_prompt,
+    to_update,
     version_mismatch,
 )
 from modelyard.workers.packing import MalformedMessage, pack_vector, unpack_ids
-from modelyard.workers.peers import Peer, PeerSender, RunningRequest, failure_update
+from modelyard.workers.peer_server import Peer, PeerServer, to_modelyard_error
 from modelyard.workers.tokenizer_files import read_tokenizer_files, tokenizer_hash
-from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, RouterSocket
-
-# An engine in the worker that hosts it: made from what travelled, opened, watched, and closed.
+from modelyard.workers.transport import ClusterKeys, HeartbeatConfig
 
 log = logging.getLogger(__name__)
 
-
-def open_engine_message(engine: str, backend: str, spec: EngineSpec, identity: str = "") -> OpenEngine:
-    """What a worker needs to make this engine. Only what was set travels: the rest is the engine's own default."""
-    options: bytes = spec.options.model_dump_json(exclude_unset=True).encode()
-    return OpenEngine(engine, backend, spec.model, options, dict(spec.caches), spec.modalities, identity)
+_MAX_CLIENTS = 4096
 
 
-def engine_spec(order: OpenEngine) -> EngineSpec:
-    kind = plugins.load("engines", order.backend).Options
+# --- engines --------------------------------------------------------------------------------------------------------
+
+
+def engine_spec(message: OpenEngine) -> EngineSpec:
+    kind = plugins.load("engines", message.backend).Options
     try:
-        options = kind.model_validate_json(order.options)
+        options = kind.model_validate_json(message.options)
     except ValidationError as error:
-        told = error.errors()[0]
-        where = ".".join(map(str, told["loc"]))
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
         raise InvalidRequest(
-            f"the options of {order.model!r} do not fit this worker's engine: {where}: {told['msg']}"
+            f"the options of {message.model!r} do not fit this worker's engine: {where}: {first['msg']}"
         ) from None
-    return EngineSpec(order.model, options, order.caches, order.modalities)
+    return EngineSpec(message.model, options, message.caches, message.modalities)
 
 
 class HostedEngine:
-    """`lost` is called when the engine dies by itself."""
+    """`engine` is set once it is open. `on_lost` is called when it dies by itself."""
 
-    def __init__(self, order: OpenEngine, lost: Callable[[HostedEngine, ModelyardError], None]) -> None:
-        self.id, self.model, self.identity = order.engine, order.model, order.identity
-        self._order, self._lost = order, lost
-        self.engine: Engine | None = None  # once it is open
+    def __init__(self, message: OpenEngine, on_lost: Callable[[HostedEngine, ModelyardError], None]) -> None:
+        self.id, self.model, self.identity = message.engine, message.model, message.identity
+        self._message, self._on_lost = message, on_lost
+        self.engine: Engine | None = None
         self.kind: Literal["text", "chat"] = "text"
         self.running = 0
-        self.opening: asyncio.Task[None] | None = None  # whoever opens it
-        self._made: Engine | None = None
+        self.opening: asyncio.Task[None] | None = None
+        self._created: Engine | None = None
         self._watching: asyncio.Task[None] | None = None
 
-    async def open(self, progress: OnProgress) -> Engine:
+    async def open(self, progress: OnProgress) -> None:
         try:
-            spec = engine_spec(self._order)
-            module: Any = plugins.load("engines", self._order.backend)
+            spec = engine_spec(self._message)
+            module: Any = plugins.load("engines", self._message.backend)
             self.kind = module.kind(spec.options)
-            self._made = made = module.create(spec)
-            await made.open(progress)
+            self._created = engine = module.create(spec)
+            await engine.open(progress)
         except asyncio.CancelledError:
             await self.close()
             raise
         except Exception as error:
             await self.close()
             raise to_modelyard_error(error) from error
-        self.engine = made
-        self._watching = asyncio.get_running_loop().create_task(self._watch(made))
-        return self.engine
+        self.engine = engine
+        self._watching = asyncio.get_running_loop().create_task(self._watch(engine))
 
     async def _watch(self, engine: Engine) -> None:
-        error = await asyncio.shield(engine.lost)
-        self._lost(self, error)
+        self._on_lost(self, await asyncio.shield(engine.lost))
 
-    async def end(self) -> None:
-        """Whatever it does now: one that still opens is not waited for."""
+    async def abort(self) -> None:
+        """Close it, also while it opens."""
         if self.opening is not None and not self.opening.done():
             self.opening.cancel()
             await asyncio.wait({self.opening})
@@ -129,385 +138,392 @@ class HostedEngine:
         self.engine = None
         if self._watching is not None:
             self._watching.cancel()
-        made, self._made = self._made, None
-        if made is not None:
-            await made.close()
+        engine, self._created = self._created, None
+        if engine is not None:
+            await engine.close()
 
-    async def tokenizer(self) -> dict[str, bytes]:
-        """What a gateway needs that does not have this model's files."""
-        module: Any = plugins.load("engines", self._order.backend)
+    async def tokenizer_files(self) -> dict[str, bytes]:
+        module: Any = plugins.load("engines", self._message.backend)
         if not hasattr(module, "tokenizer_path"):
             raise Unsupported(f"the engine of {self.model!r} has no tokenizer of its own", code="tokenizer_missing")
-        return await asyncio.to_thread(
-            lambda: read_tokenizer_files(module.tokenizer_path(engine_spec(self._order).options))
-        )
+        options = engine_spec(self._message).options
+        return await asyncio.to_thread(lambda: read_tokenizer_files(module.tokenizer_path(options)))
 
-    def told(self) -> EngineOpened:
-        assert self.engine is not None  # noqa: S101  the caller has looked
+    def opened_message(self) -> EngineOpened:
+        assert self.engine is not None  # noqa: S101  checked by the caller
         return EngineOpened(self.id, self.kind, self.engine.info, isinstance(self.engine, EmbeddingEngine))
 
-    def held(self) -> HostedEngineInfo:
-        assert self.engine is not None  # noqa: S101  the caller has looked
+    def info(self) -> HostedEngineInfo:
+        assert self.engine is not None  # noqa: S101  checked by the caller
         return HostedEngineInfo(self.id, self.model, self.identity, self.kind, self.engine.info)
 
 
-def to_modelyard_error(error: BaseException) -> ModelyardError:
-    """What a client may hear of it; all else is in the log, under an id."""
-    if isinstance(error, ModelyardError):
-        return error
-    internal = Internal(f"the worker failed: {type(error).__name__}: {error}")
-    log.error("worker failure (id %s)", internal.id, exc_info=error)
-    return internal
+# --- clients and their requests -------------------------------------------------------------------------------------
 
 
-# Orders to engines and questions that need no place: what a worker does with them.
+class WorkerClient(Peer):
+    """`updates` and `stats` leave with the next batch. `paused` are the requests whose reader lags."""
 
-Question = ControlEngine | EmbedTokens | CountTokens | FetchTokenizer
-Read = tuple[Question, list[list[int]]]
-
-
-def read_question(question: Question) -> Read:
-    """Raises Malformed, in the same breath as it was heard."""
-    return question, [unpack_ids(ids) for ids in question.batch] if isinstance(question, EmbedTokens) else []
-
-
-async def answered(read: Read, find: Callable[[str], tuple[HostedEngine, Engine]]) -> WorkerReply:
-    question, batch = read
-    (hosted, engine), id = find(question.engine), question.request_id
-    if isinstance(question, FetchTokenizer):
-        files = await hosted.tokenizer()
-        name = tokenizer_hash(files)
-        return WorkerReply(id, tokenizer=name, files={} if name in question.have else files)
-    if isinstance(question, ControlEngine):
-        if not isinstance(engine, TextEngine):
-            raise Unsupported(f"the engine {question.engine!r} takes no orders")
-        await engine.control(question.control)
-        return WorkerReply(id, stats={question.engine: engine.stats()})
-    if isinstance(question, EmbedTokens):
-        if not isinstance(engine, EmbeddingEngine):
-            raise Unsupported(f"the engine {question.engine!r} makes no embeddings", code="embeddings_unsupported")
-        made = await engine.embed(batch)
-        return WorkerReply(id, None, [pack_vector(vector) for vector in made.vectors], made.prompt_tokens)
-    if isinstance(engine, TextEngine):
-        raise Unsupported(f"the engine {question.engine!r} takes tokens: there is nothing to count")
-    return WorkerReply(id, tokens=await engine.count(question.request))
+    def __init__(self, identity: bytes, name: str, max_missed: int) -> None:
+        super().__init__(identity, name, max_missed)
+        self.requests: dict[int, RunningRequest] = {}
+        self.paused: set[int] = set()
+        self.updates: list[RequestUpdate] = []
+        self.stats: dict[str, EngineStats] = {}
 
 
-_REMEMBERED = 1024  # identities of peers that have gone or were sent away
-_MOST_PEERS = 4096
+class RunningRequest:
+    """One request in an engine. `on_end` is called once, when its slot is free."""
+
+    __slots__ = ("_generation", "_on_end", "_send", "client", "hosted", "id", "is_over")
+
+    def __init__(
+        self,
+        id: int,
+        client: WorkerClient,
+        hosted: HostedEngine,
+        send: Callable[[WorkerClient, Sequence[RequestUpdate]], None],
+        on_end: Callable[[RunningRequest], None],
+    ) -> None:
+        self.id, self.client, self.hosted = id, client, hosted
+        self._send, self._on_end, self.is_over = send, on_end, False
+        self._generation: GenerationQueue[Any] | None = None
+
+    def start(self, generation: Generation[Any]) -> None:
+        if not isinstance(generation, GenerationQueue):
+            raise TypeError(f"an engine must return a GenerationQueue, not {type(generation).__name__}")
+        self._generation = generation
+        self.resume()
+
+    def _on_items(self, items: list[Any], last: bool) -> None:
+        if last:
+            self.is_over = True
+            self._on_end(self)
+        if self.hosted.kind == "chat":
+            self._send(self.client, [ChatEvents(self.id, items)])
+        else:
+            self._send(self.client, [to_update(self.id, chunk) for chunk in items])
+
+    def fail(self, error: ModelyardError) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._on_end(self)
+            self._send(self.client, [_failure(self.id, self.hosted.kind, error)])
+
+    def pause(self) -> None:
+        """Output waits in the engine's queue, which tells the engine when it is full."""
+        if self._generation is not None:
+            self._generation.forward_to(None)
+
+    def resume(self) -> None:
+        if self._generation is not None and not self.is_over:
+            self._generation.forward_to(self._on_items)
+
+    def abort(self) -> None:
+        """Output that waited for a paused reader is flushed: no `ResumeRequest` will come."""
+        if self._generation is not None:
+            self._generation.cancel()
+            self.resume()
 
 
-class Worker:
+def _failure(id: int, kind: str, error: ModelyardError) -> RequestUpdate:
+    return ChatEvents(id, [Failed(error)]) if kind == "chat" else RequestFailed(id, error)
+
+
+# --- the worker -----------------------------------------------------------------------------------------------------
+
+EngineCall = ControlEngine | EmbedTokens | CountTokens | FetchTokenizer
+
+
+class Worker(PeerServer[WorkerClient]):
     def __init__(
         self,
         endpoint: str,
         *,
         keys: ClusterKeys | None = None,
         name: str = "",
-        pace: HeartbeatConfig = HeartbeatConfig(),
+        heartbeat: HeartbeatConfig = HeartbeatConfig(),
     ) -> None:
-        self._loop = asyncio.get_running_loop()
         self.name = name or f"worker-{uuid4().hex[:12]}"
-        self._pace = pace
-        self.dismissed = asyncio.Event()
-        self.faults = 0  # messages that were none, and peers that were sent away for them
-        self._peers: dict[bytes, Peer] = {}
-        self._away: OrderedDict[bytes, None] = OrderedDict()
+        self.shutdown_requested = asyncio.Event()
         self._engines: dict[str, HostedEngine] = {}
-        self._openings: dict[str, set[Peer]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._awaited: dict[RunningRequest, asyncio.Future[None]] = {}
+        self._opening_clients: dict[str, set[WorkerClient]] = {}
+        self._end_futures: dict[RunningRequest, asyncio.Future[None]] = {}
+        self._flush_clients: list[WorkerClient] = []
         self._idle = asyncio.Event()
         self._idle.set()
         self._running = 0
-        self._draining = False
-        self._twins = RunDeduplicator()
-        self._post = PeerSender(
-            lambda: self._listener, self._report_losses, self._loop.call_soon, self._loop.call_later, self._forgotten
-        )
-        self._do: Mapping[type, Callable[[Peer, Any], None]] = {
-            AddRequest: self._add_request,
-            AddChat: self._add_chat,
-            AbortRequest: self._abort,
-            PauseRequest: self._hold,
-            ResumeRequest: self._go_on,
-            Heartbeat: self._beat,
-            OpenEngine: self._open,
-            CloseEngine: self._close,
-            ControlEngine: self._question,
-            EmbedTokens: self._question,
-            CountTokens: self._question,
-            DropClient: self._forget,
-            FetchTokenizer: self._question,
-            ShutdownWorker: lambda *_: self.dismissed.set(),
-            Goodbye: self._goodbye,
-            Hello: self._hello_again,
+        self._is_draining = False
+        self._deduplicator = RunDeduplicator()
+        handlers: dict[type, Callable[[WorkerClient, Any], None]] = {
+            AddRequest: self._on_add_request,
+            AddChat: self._on_add_chat,
+            AbortRequest: self._on_abort,
+            PauseRequest: self._on_pause,
+            ResumeRequest: self._on_resume,
+            Heartbeat: self._on_heartbeat,
+            OpenEngine: self._on_open,
+            CloseEngine: lambda client, message: self._spawn(self._close_engine(client, message.engine)),
+            ControlEngine: self._on_engine_call,
+            EmbedTokens: self._on_engine_call,
+            CountTokens: self._on_engine_call,
+            FetchTokenizer: self._on_engine_call,
+            DropClient: self._on_drop_client,
+            ShutdownWorker: lambda *_: self.shutdown_requested.set(),
         }
-        self._listener = RouterSocket(endpoint, self._heard, keys)
-        self._timer = self._loop.call_later(pace.beat_s, self._tick)
+        super().__init__(endpoint, decode_for_worker, handlers, keys=keys, heartbeat=heartbeat)
 
     def __repr__(self) -> str:
-        return (
-            f"<Worker {self.name}: {len(self._engines)} engines, {self._running} running, {len(self._peers)} clients>"
-        )
-
-    @property
-    def endpoint(self) -> str:
-        return self._listener.endpoint
+        engines, clients = len(self._engines), len(self._peers)
+        return f"<Worker {self.name}: {engines} engines, {self._running} running, {clients} clients>"
 
     @property
     def clients(self) -> set[str]:
-        return {peer.name for peer in self._peers.values()}
+        return {client.name for client in self._peers.values()}
 
     @property
     def engines(self) -> tuple[HostedEngine, ...]:
-        """Those that are open."""
+        """The open ones."""
         return tuple(hosted for hosted in self._engines.values() if hosted.engine is not None)
 
-    # --- who speaks -------------------------------------------------------------------------------------------------
+    # --- clients ----------------------------------------------------------------------------------------------------
 
-    def _heard(self, identity: bytes, data: bytes) -> None:
-        if identity in self._away:
-            return
-        peer = self._peers.get(identity)
-        try:
-            message = read_for_worker(data)
-            if peer is not None:
-                peer.pulse.heard()
-                self._do[type(message)](peer, message)
-            elif isinstance(message, Hello):
-                self._greet(identity, message)
-            else:
-                raise MalformedMessage("a conversation begins with Hello")
-        except MalformedMessage as error:
-            self._send_away(identity, peer, str(error))
-
-    def _greet(self, identity: bytes, hello: Hello) -> None:
-        reason = version_mismatch(hello.version)
-        if reason is None and len(self._peers) >= _MOST_PEERS:
-            reason = f"{_MOST_PEERS} clients are here already"
+    def _on_first_message(self, identity: bytes, message: LinkMessage) -> None:
+        if not isinstance(message, Hello):
+            raise MalformedMessage("the first message must be Hello")
+        client = WorkerClient(identity, message.name, self._heartbeat.client_misses)
+        reason = version_mismatch(message.version)
+        if reason is None and len(self._peers) >= _MAX_CLIENTS:
+            reason = f"the worker has {_MAX_CLIENTS} clients already"
         if reason is not None:
-            self._send_away(identity, None, reason)
+            self._refuse(client, reason)
             return
-        self._peers[identity] = peer = Peer(identity, hello.name, self._pace.indulgence)
-        held = [hosted.held() for hosted in self.engines]
-        self._post.send(peer, Welcome(VERSION, self.name, os.getpid(), held, (TOKENIZER_FEATURE,)))
+        self._peers[identity] = client
+        engines = [hosted.info() for hosted in self.engines]
+        self._send(client, Welcome(VERSION, self.name, os.getpid(), engines, (TOKENIZER_FEATURE,)))
 
-    def _send_away(self, identity: bytes, peer: Peer | None, reason: str) -> None:
-        self.faults += 1
-        log.warning("a client was sent away: %s", reason)
-        stranger = peer or Peer(identity, "", 1)
-        self._post.send(stranger, ConnectionRefused(reason))
-        self._forgotten(stranger)
+    def _on_dropped(self, peer: WorkerClient) -> None:
+        for request in list(peer.requests.values()):
+            request.abort()
 
-    def _forgotten(self, peer: Peer) -> None:
-        """The peer is gone: nobody reads what runs for it, and what it may still have said is not heard."""
-        peer.gone = True
-        self._away[peer.identity] = None
-        while len(self._away) > _REMEMBERED:
-            self._away.popitem(last=False)
-        self._peers.pop(peer.identity, None)
-        peer.backlog.clear()
-        for running in list(peer.requests.values()):
-            running.abort()
+    def _on_congested(self, peer: WorkerClient) -> None:
+        for request in peer.requests.values():
+            request.pause()
 
-    def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._pace.beat_s, self._tick)
-        for peer in list(self._peers.values()):
-            if peer.pulse.tick():
-                log.warning("the client %s fell silent", peer.name)
-                self._forgotten(peer)
-            else:
-                self._post.send(peer, Heartbeat(0))  # that fails at once where its process has gone
+    def _on_writable(self, peer: WorkerClient) -> None:
+        for id, request in list(peer.requests.items()):
+            if id not in peer.paused:
+                request.resume()
 
-    def _hello_again(self, *_: object) -> None:
-        raise MalformedMessage("Hello is said once")
-
-    def _goodbye(self, peer: Peer, _: Goodbye) -> None:
-        self._forgotten(peer)
-
-    def _beat(self, peer: Peer, beat: Heartbeat) -> None:
+    def _on_heartbeat(self, client: WorkerClient, heartbeat: Heartbeat) -> None:
         stats = {h.id: h.engine.stats() for h in self._engines.values() if h.engine is not None}
-        self._post.send(peer, Heartbeat(beat.number, stats))
+        self._send(client, Heartbeat(heartbeat.number, stats))
+
+    def _add_updates(self, client: WorkerClient, updates: Sequence[RequestUpdate]) -> None:
+        """Everything produced in one loop iteration leaves as one batch per client."""
+        if client.is_gone:
+            return
+        if not client.updates:
+            if not self._flush_clients:
+                self._loop.call_soon(self._flush)
+            self._flush_clients.append(client)
+        client.updates.extend(updates)
+
+    def _flush(self) -> None:
+        # The loss of an engine must arrive before the ends of its requests, or they are retried on the same engine.
+        for hosted in self.engines:
+            if hosted.engine is not None and hosted.engine.lost.done():
+                self._on_engine_lost(hosted, hosted.engine.lost.result())
+        clients, self._flush_clients = self._flush_clients, []
+        for client in clients:
+            updates, client.updates = client.updates, []
+            stats, client.stats = client.stats, {}
+            if updates:
+                self._send(client, UpdateBatch(updates, stats))
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def _add_request(self, peer: Peer, add: AddRequest) -> None:
-        id, prompt = add.request.request_id, to_prompt(add.request)
-        self._begin(peer, add.engine, id, "text", lambda e: self._twins.generate(cast(TextEngine, e), prompt))
+    def _on_add_request(self, client: WorkerClient, message: AddRequest) -> None:
+        prompt = to_prompt(message.request)
+        self._start_request(
+            client,
+            message.engine,
+            message.request.request_id,
+            "text",
+            lambda engine: self._deduplicator.generate(cast(TextEngine, engine), prompt),
+        )
 
-    def _add_chat(self, peer: Peer, add: AddChat) -> None:
-        self._begin(peer, add.engine, add.request_id, "chat", lambda e: cast(ChatEngine, e).chat(add.request))
+    def _on_add_chat(self, client: WorkerClient, message: AddChat) -> None:
+        self._start_request(
+            client,
+            message.engine,
+            message.request_id,
+            "chat",
+            lambda engine: cast(ChatEngine, engine).chat(message.request),
+        )
 
-    def _begin(self, peer: Peer, engine: str, id: int, kind: str, start: Callable[[Engine], Any]) -> None:
-        if id in peer.requests:
-            raise MalformedMessage(f"the request {id} runs already")
+    def _start_request(
+        self, client: WorkerClient, engine_id: str, id: int, kind: str, start: Callable[[Engine], Generation[Any]]
+    ) -> None:
+        if id in client.requests:
+            raise MalformedMessage(f"the request id {id} is in use")
         try:
-            hosted, open_ = self._find(engine, kind)
+            hosted, engine = self._find(engine_id)
+            if self._is_draining:
+                raise _shutting_down()
+            if hosted.kind != kind:
+                raise Conflict(f"the engine {engine_id!r} takes {hosted.kind} requests, not {kind}")
         except ModelyardError as error:
-            self._post.add(peer, [failure_update(id, kind, error)])
+            self._add_updates(client, [_failure(id, kind, error)])
             return
-        running = RunningRequest(id, peer, hosted, self._post.add, self._ended)
-        peer.requests[id] = running
+        request = RunningRequest(id, client, hosted, self._add_updates, self._on_request_end)
+        client.requests[id] = request
         hosted.running += 1
         self._running += 1
         self._idle.clear()
         try:
-            running.begin(start(open_))
-        except Exception as error:  # an engine that cannot even begin fails this request, not the worker
-            running.fail(to_modelyard_error(error))
-        if peer.backlog:
-            running.hold()
+            request.start(start(engine))
+        except Exception as error:  # it fails this request, not the worker
+            request.fail(to_modelyard_error(error))
+        if client.backlog:
+            request.pause()
 
-    def _find(self, engine: str, kind: str | None = None) -> tuple[HostedEngine, Engine]:
+    def _find(self, engine: str) -> tuple[HostedEngine, Engine]:
         hosted = self._engines.get(engine)
         if hosted is None or hosted.engine is None:
             raise Unavailable(f"the worker has no engine {engine!r}", code="engine_gone")
-        if kind is not None and self._draining:
-            raise _leaving()
-        if kind is not None and hosted.kind != kind:
-            raise Conflict(f"the engine {engine!r} takes {hosted.kind} requests, not {kind}")
         return hosted, hosted.engine
 
-    def _ended(self, running: RunningRequest) -> None:
-        peer, hosted = running.peer, running.hosted
-        peer.requests.pop(running.id, None)
-        peer.held.discard(running.id)
+    def _on_request_end(self, request: RunningRequest) -> None:
+        client, hosted = request.client, request.hosted
+        client.requests.pop(request.id, None)
+        client.paused.discard(request.id)
         hosted.running -= 1
         self._running -= 1
-        if (awaited := self._awaited.pop(running, None)) is not None:
-            awaited.set_result(None)
+        if (future := self._end_futures.pop(request, None)) is not None:
+            future.set_result(None)
         if not self._running:
             self._idle.set()
         if not hosted.running and hosted.engine is not None:
-            peer.stats[hosted.id] = hosted.engine.stats()
+            client.stats[hosted.id] = hosted.engine.stats()
 
-    def _end_of(self, running: RunningRequest) -> asyncio.Future[None]:
-        awaited = self._awaited.get(running) or self._loop.create_future()
-        if running.over:
-            awaited.set_result(None)
+    def _end_of(self, request: RunningRequest) -> asyncio.Future[None]:
+        future = self._end_futures.get(request) or self._loop.create_future()
+        if request.is_over:
+            future.set_result(None)
         else:
-            self._awaited[running] = awaited
-        return awaited
+            self._end_futures[request] = future
+        return future
 
-    def _abort(self, peer: Peer, abort: AbortRequest) -> None:
-        """One that has ended meanwhile has crossed it on the way."""
-        peer.held.discard(abort.request_id)
-        if (running := peer.requests.get(abort.request_id)) is not None:
-            running.abort()
+    def _on_abort(self, client: WorkerClient, abort: AbortRequest) -> None:
+        client.paused.discard(abort.request_id)
+        if (request := client.requests.get(abort.request_id)) is not None:  # it may have ended meanwhile
+            request.abort()
 
-    def _hold(self, peer: Peer, hold: PauseRequest) -> None:
-        if (running := peer.requests.get(hold.request_id)) is not None:
-            peer.held.add(hold.request_id)
-            running.hold()
+    def _on_pause(self, client: WorkerClient, pause: PauseRequest) -> None:
+        if (request := client.requests.get(pause.request_id)) is not None:
+            client.paused.add(pause.request_id)
+            request.pause()
 
-    def _go_on(self, peer: Peer, go_on: ResumeRequest) -> None:
-        peer.held.discard(go_on.request_id)
-        if (running := peer.requests.get(go_on.request_id)) is not None and not peer.backlog:
-            running.go_on()
+    def _on_resume(self, client: WorkerClient, resume: ResumeRequest) -> None:
+        client.paused.discard(resume.request_id)
+        if (request := client.requests.get(resume.request_id)) is not None and not client.backlog:
+            request.resume()
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
-    def _open(self, peer: Peer, order: OpenEngine) -> None:
-        hosted = self._engines.get(order.engine)
-        if hosted is None and self._draining:
-            self._post.send(peer, EngineOpenFailed(order.engine, _leaving()))
+    def _on_open(self, client: WorkerClient, message: OpenEngine) -> None:
+        hosted = self._engines.get(message.engine)
+        if hosted is None and self._is_draining:
+            self._send(client, EngineOpenFailed(message.engine, _shutting_down()))
             return
         if hosted is not None and hosted.engine is not None:
-            self._post.send(peer, hosted.told())
+            self._send(client, hosted.opened_message())
             return
-        self._openings.setdefault(order.engine, set()).add(peer)
+        self._opening_clients.setdefault(message.engine, set()).add(client)
         if hosted is None:
-            self._engines[order.engine] = hosted = HostedEngine(order, self._lost)
-            hosted.opening = self._spawn(self._opening(hosted))
+            self._engines[message.engine] = hosted = HostedEngine(message, self._on_engine_lost)
+            hosted.opening = self._spawn(self._open_engine(hosted))
 
-    async def _opening(self, hosted: HostedEngine) -> None:
+    async def _open_engine(self, hosted: HostedEngine) -> None:
         def progress(done: float, doing: str) -> None:
-            self._tell(self._openings.get(hosted.id, ()), LoadProgress(hosted.id, done, doing))
+            self._send_all(self._opening_clients.get(hosted.id, ()), LoadProgress(hosted.id, done, doing))
 
         try:
             await hosted.open(progress)
-            told: LinkMessage = hosted.told()
+            result: LinkMessage = hosted.opened_message()
         except ModelyardError as error:
             self._engines.pop(hosted.id, None)
-            told = EngineOpenFailed(hosted.id, error)
+            result = EngineOpenFailed(hosted.id, error)
         except asyncio.CancelledError:
-            given_up = Unavailable("the engine was closed while it opened")
-            self._tell(self._openings.pop(hosted.id, ()), EngineOpenFailed(hosted.id, given_up))
+            aborted = EngineOpenFailed(hosted.id, Unavailable("the engine was closed while it opened"))
+            self._send_all(self._opening_clients.pop(hosted.id, ()), aborted)
             raise
-        await asyncio.sleep(0)  # what an engine's thread told of its progress reaches the loop in its next round
-        self._tell(self._openings.pop(hosted.id, ()), told)
+        await asyncio.sleep(0)  # progress reported by an engine's thread reaches the loop in the next iteration
+        self._send_all(self._opening_clients.pop(hosted.id, ()), result)
 
-    def _tell(self, peers: Any, message: LinkMessage) -> None:
-        for peer in list(peers):
-            self._post.send(peer, message)
-
-    def _report_losses(self) -> None:
-        """An engine's death is told before the ends of its requests: else they are tried again with the same engine."""
-        for hosted in self.engines:
-            if hosted.engine is not None and hosted.engine.lost.done():
-                self._lost(hosted, hosted.engine.lost.result())
-
-    def _lost(self, hosted: HostedEngine, error: ModelyardError) -> None:
+    def _on_engine_lost(self, hosted: HostedEngine, error: ModelyardError) -> None:
         if self._engines.pop(hosted.id, None) is None:
             return
-        self._tell(self._peers.values(), EngineLost(hosted.id, error))
+        self._send_all(self._peers.values(), EngineLost(hosted.id, error))
         self._spawn(hosted.close())
 
-    def _close(self, peer: Peer, close: CloseEngine) -> None:
-        self._spawn(self._closing(peer, close.engine))
-
-    async def _closing(self, peer: Peer, engine: str) -> None:
+    async def _close_engine(self, client: WorkerClient, engine: str) -> None:
         hosted = self._engines.pop(engine, None)
         if hosted is not None:
             try:
-                await hosted.end()
+                await hosted.abort()
             except Exception:
-                log.exception("an engine could not be closed")
-        others = [other for other in self._peers.values() if other is not peer]
-        if hosted is not None:
-            self._tell(others, EngineLost(engine, Unavailable("the engine was closed")))
-        self._post.send(peer, EngineClosed(engine))
+                log.exception("closing an engine failed")
+            others = [other for other in self._peers.values() if other is not client]
+            self._send_all(others, EngineLost(engine, Unavailable("the engine was closed")))
+        self._send(client, EngineClosed(engine))
 
-    # --- orders and questions ---------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------------------------
 
-    def _question(self, peer: Peer, question: Question) -> None:
-        work = answered(read_question(question), self._find)
-        self._answer(peer, question.request_id, work)
+    def _on_engine_call(self, client: WorkerClient, call: EngineCall) -> None:
+        # Unpack here: a malformed batch drops the client.
+        batch = [unpack_ids(ids) for ids in call.batch] if isinstance(call, EmbedTokens) else []
+        work = self._run_engine_call(call, batch)
+        self._reply(client, work, lambda error: WorkerReply(call.request_id, error))
 
-    def _forget(self, peer: Peer, forget: DropClient) -> None:
+    async def _run_engine_call(self, call: EngineCall, batch: list[list[int]]) -> WorkerReply:
+        (hosted, engine), id = self._find(call.engine), call.request_id
+        if isinstance(call, FetchTokenizer):
+            files = await hosted.tokenizer_files()
+            hash_ = tokenizer_hash(files)
+            return WorkerReply(id, tokenizer=hash_, files={} if hash_ in call.have else files)
+        if isinstance(call, ControlEngine):
+            if not isinstance(engine, TextEngine):
+                raise Unsupported(f"the engine {call.engine!r} has no control operations")
+            await engine.control(call.control)
+            return WorkerReply(id, stats={call.engine: engine.stats()})
+        if isinstance(call, EmbedTokens):
+            if not isinstance(engine, EmbeddingEngine):
+                raise Unsupported(f"the engine {call.engine!r} makes no embeddings", code="embeddings_unsupported")
+            embeddings = await engine.embed(batch)
+            return WorkerReply(id, None, [pack_vector(v) for v in embeddings.vectors], embeddings.prompt_tokens)
+        if isinstance(engine, TextEngine):
+            raise Unsupported(f"the engine {call.engine!r} takes tokens: there is nothing to count")
+        return WorkerReply(id, tokens=await engine.count(call.request))
+
+    def _on_drop_client(self, client: WorkerClient, message: DropClient) -> None:
         async def work() -> WorkerReply:
-            gone = [other for other in self._peers.values() if other.name == forget.name]
-            left = [running for other in gone for running in other.requests.values()]
-            for other in gone:
-                self._forgotten(other)
-            await asyncio.gather(*(self._end_of(running) for running in left))
-            return WorkerReply(forget.request_id)
+            dropped = [other for other in self._peers.values() if other.name == message.name]
+            requests = [request for other in dropped for request in other.requests.values()]
+            for other in dropped:
+                self._drop(other)
+            await asyncio.gather(*(self._end_of(request) for request in requests))
+            return WorkerReply(message.request_id)
 
-        self._answer(peer, forget.request_id, work())
-
-    def _answer(self, peer: Peer, id: int, work: Coroutine[Any, Any, WorkerReply]) -> None:
-        async def answer() -> None:
-            try:
-                done = await work
-            except Exception as error:
-                done = WorkerReply(id, to_modelyard_error(error))
-            self._post.send(peer, done)
-
-        self._spawn(answer())
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        self._reply(client, work(), lambda error: WorkerReply(message.request_id, error))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
     async def drain(self, grace_s: float) -> bool:
-        """Takes nothing new and waits for what runs; True when all of it has ended."""
-        self._draining = True
-        self._tell(self._peers.values(), Goodbye("it was told to stop"))
+        """Take nothing new and wait for the running requests; returns whether all of them have ended."""
+        self._is_draining = True
+        self._send_all(self._peers.values(), Goodbye("it was asked to stop"))
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
         except TimeoutError:
@@ -516,15 +532,13 @@ class Worker:
 
     async def close(self) -> None:
         self._timer.cancel()
-        self._draining = True  # whoever still speaks opens nothing any more
+        self._is_draining = True  # no client may open an engine any more
         while self._engines:
-            await self._engines.popitem()[1].end()
-        await asyncio.sleep(0)  # the last words of what ran
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._listener.close()
+            await self._engines.popitem()[1].abort()
+        await asyncio.sleep(0)  # flush the last updates
+        await self._cancel_tasks()
+        await self._socket.close()
 
 
-def _leaving() -> Unavailable:
-    return Unavailable("the worker is leaving", code="worker_leaving")
+def _shutting_down() -> Unavailable:
+    return Unavailable("the worker is shutting down", code="worker_leaving")

@@ -1,4 +1,4 @@
-"""A worker from its first breath to its last: it listens, offers itself, works, and drains when it is told to stop."""
+"""The life of a worker process: it listens, registers with a scheduler, serves, and drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from collections.abc import Callable, Coroutine
 from importlib.util import find_spec
 from typing import Any
 
-from modelyard.workers.messages import VERSION, ConnectionRefused, Heartbeat, RegisterWorker, encode, read_for_gateway
+from modelyard.workers.messages import (
+    VERSION,
+    ConnectionRefused,
+    Heartbeat,
+    RegisterWorker,
+    decode_for_gateway,
+    encode,
+)
 from modelyard.workers.packing import MalformedMessage
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig
 from modelyard.workers.worker import Worker
@@ -19,15 +26,16 @@ from modelyard.workers.worker_pool import machine_name
 
 log = logging.getLogger(__name__)
 
-PARENT_VARIABLE = "MODELYARD_WORKER_PARENT"  # pid of whoever started the scheduler: when it has gone, all end
+KEYS_VARIABLE = "MODELYARD_WORKER_KEYS"
+PARENT_VARIABLE = "MODELYARD_WORKER_PARENT"  # pid of the process that started the scheduler: all exit with it
 _GRACE_S = 30.0
-_ORPHAN_S = 60.0  # a worker that a scheduler started lives so long without one
-_LOOK_S = 1.0
-_BEATS = 5  # between two looks at what is free on this machine
+_ORPHAN_S = 60.0  # a worker started by a scheduler lives this long without one
+_POLL_S = 1.0
+_MEMORY_INTERVAL = 5  # heartbeats between two measurements of the free memory
 
 
 def worker_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is: a hop costs a fifth less."""
+    """Set up logging, and use uvloop if it is installed: it makes a hop cheaper by a fifth."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     if find_spec("uvloop") is None:
         return None
@@ -41,112 +49,101 @@ async def run_worker(
     endpoint: str,
     *,
     keys: ClusterKeys | None = None,
-    pace: HeartbeatConfig = HeartbeatConfig(),
+    heartbeat: HeartbeatConfig = HeartbeatConfig(),
     scheduler: str | None = None,
-    hired: bool = False,
+    exit_when_orphaned: bool = False,
     grace_s: float = _GRACE_S,
 ) -> None:
-    """Until SIGTERM: then it takes nothing new and ends when what runs has ended, at a second one at once."""
-    told, hurried = _signals()
-    worker = Worker(endpoint, keys=keys, pace=pace)
-    works: list[Coroutine[Any, Any, object]] = [told.wait(), worker.dismissed.wait()]
-    if hired:
-        works += [_orphaned(worker), _parent_gone()]
-    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(work) for work in works]
-    offering = asyncio.create_task(_offer(worker, scheduler, keys, pace)) if scheduler is not None else None
+    """Run until SIGTERM; then take nothing new and exit when the running requests have ended. A second signal exits at
+    once."""
+    stopping, killing = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (killing if stopping.is_set() else stopping).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    worker = Worker(endpoint, keys=keys, heartbeat=heartbeat)
+    reasons: list[Coroutine[Any, Any, object]] = [stopping.wait(), worker.shutdown_requested.wait()]
+    if exit_when_orphaned:
+        reasons += [_wait_orphaned(worker), _wait_parent_exit()]
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(reason) for reason in reasons]
+    registering = asyncio.create_task(_register(worker, scheduler, keys, heartbeat)) if scheduler is not None else None
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if offering is not None:
-            offering.cancel()
-        if told.is_set():
-            await _drain(worker, hurried, grace_s)
+        if registering is not None:
+            registering.cancel()
+        if stopping.is_set():
+            tasks += [asyncio.create_task(worker.drain(grace_s)), asyncio.create_task(killing.wait())]
+            await asyncio.wait(tasks[-2:], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        tasks += [] if offering is None else [offering]
+        tasks += [] if registering is None else [registering]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await worker.close()
 
 
-def _signals() -> tuple[asyncio.Event, asyncio.Event]:
-    told, hurried = asyncio.Event(), asyncio.Event()
-
-    def stop() -> None:
-        (hurried if told.is_set() else told).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    return told, hurried
-
-
-async def _drain(worker: Worker, hurried: asyncio.Event, grace_s: float) -> None:
-    ending: set[asyncio.Task[Any]] = {
-        asyncio.create_task(worker.drain(grace_s)),
-        asyncio.create_task(hurried.wait()),
-    }
-    await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
-    for task in ending:
-        task.cancel()
+async def _wait_orphaned(worker: Worker) -> None:
+    """Done when no scheduler has been connected for too long."""
+    alone_s = 0.0
+    while alone_s < _ORPHAN_S:
+        await asyncio.sleep(_POLL_S)
+        has_scheduler = any(name.startswith("scheduler-") for name in worker.clients)
+        alone_s = 0.0 if has_scheduler else alone_s + _POLL_S
+    log.warning("no scheduler has connected for %g s: the worker exits", _ORPHAN_S)
 
 
-async def _orphaned(worker: Worker) -> None:
-    """Done when no scheduler has been a client for too long."""
-    silent = 0.0
-    while silent < _ORPHAN_S:
-        await asyncio.sleep(_LOOK_S)
-        served = any(name.startswith("scheduler-") for name in worker.clients)
-        silent = 0.0 if served else silent + _LOOK_S
-    log.warning("no scheduler has come for %g s: the worker ends", _ORPHAN_S)
-
-
-async def _parent_gone() -> None:
-    """Done when the process named in the environment has ended; never where none is named."""
-    gone = asyncio.Event()
+async def _wait_parent_exit() -> None:
+    """Done when the process named in the environment has exited; never if none is named."""
+    exited = asyncio.Event()
     parent = os.environ.get(PARENT_VARIABLE)
     if parent is None or not hasattr(os, "pidfd_open"):
-        await gone.wait()
+        await exited.wait()
         return
     try:
-        watched = os.pidfd_open(int(parent))
+        pidfd = os.pidfd_open(int(parent))
     except ProcessLookupError:
         return
     loop = asyncio.get_running_loop()
-    loop.add_reader(watched, gone.set)
+    loop.add_reader(pidfd, exited.set)
     try:
-        await gone.wait()
+        await exited.wait()
     finally:
-        loop.remove_reader(watched)
-        os.close(watched)
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
-async def _offer(worker: Worker, scheduler: str, keys: ClusterKeys | None, pace: HeartbeatConfig) -> None:
-    """Tells the scheduler again and again that this worker is here: one that was started anew learns of it so."""
-    from modelyard.telemetry.system import (
-        free_memory,  # an interpreter that only an engine runs in need not have psutil
-    )
+async def _register(worker: Worker, scheduler: str, keys: ClusterKeys | None, heartbeat: HeartbeatConfig) -> None:
+    """Register again and again, so that a restarted scheduler learns of this worker."""
+    # Imported here: the environment of an engine's own interpreter need not have psutil.
+    from modelyard.telemetry.system import free_memory
 
-    refused, place = asyncio.Event(), machine_name()
+    refused, node = asyncio.Event(), machine_name()
 
-    def heard(data: bytes) -> None:
+    def on_message(data: bytes) -> None:
         try:
-            message = read_for_gateway(data)
+            message = decode_for_gateway(data)
         except MalformedMessage:
             return
         if isinstance(message, ConnectionRefused):
             log.error("the scheduler refused this worker: %s", message.reason)
             refused.set()
 
-    dialer = DealerSocket(scheduler, heard, lambda why: log.warning("%s", why), keys)
+    socket = DealerSocket(scheduler, on_message, lambda reason: log.warning("%s", reason), keys)
     try:
         while not refused.is_set():
-            here = await asyncio.to_thread(free_memory, with_gpus=True)
-            for _ in range(_BEATS):
-                held = tuple(hosted.held() for hosted in worker.engines)
-                told = RegisterWorker(
-                    VERSION, worker.name, worker.endpoint, held, place, here.ram_free, dict(here.gpus)
+            free = await asyncio.to_thread(free_memory, with_gpus=True)
+            for _ in range(_MEMORY_INTERVAL):
+                engines = tuple(hosted.info() for hosted in worker.engines)
+                socket.send(
+                    encode(
+                        RegisterWorker(
+                            VERSION, worker.name, worker.endpoint, engines, node, free.ram_free, dict(free.gpus)
+                        )
+                    )
                 )
-                dialer.send(encode(told))
-                dialer.send(encode(Heartbeat(0)))
-                await asyncio.sleep(pace.beat_s)
+                socket.send(encode(Heartbeat(0)))
+                await asyncio.sleep(heartbeat.interval_s)
     finally:
-        await dialer.close()
+        await socket.close()

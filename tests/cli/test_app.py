@@ -218,7 +218,7 @@ def test_models_list_says_that_the_default_is_not_here_yet():
 def test_models_show_says_that_the_default_is_not_here_yet():
     shown = invoke("models", "show", "smollm2")
     assert shown.exit_code == 0
-    assert "not fetched yet (98.4 MB): modelyard serve does that when it starts" in shown.stdout
+    assert "not fetched yet (98.4 MB): modelyard serve fetches it at start" in shown.stdout
 
 
 def test_a_model_is_added_listed_shown_and_removed(tmp_path: Path):

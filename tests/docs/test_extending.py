@@ -16,17 +16,17 @@ PAGE = (DOCS / "extending.md").read_text()
 TRY = """
 from modelyard.config.load import load_config
 from modelyard.core.request import Sampling
-from modelyard.http.errors import wire
-from modelyard.workers.messages import AddRequest, InferRequest, encode, read_for_worker
+from modelyard.http.errors import load_protocol
+from modelyard.workers.messages import AddRequest, InferRequest, encode, decode_for_worker
 body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "top_a": 0.25}'
-request = wire("openai_chat").read_request(body, {})
+request = load_protocol("openai_chat").read_request(body, {})
 assert request.sampling.top_a == 0.25, request.sampling
 asked = AddRequest("e", InferRequest(1, b"", request.sampling))
-assert read_for_worker(encode(asked)).request.sampling_params.top_a == 0.25
+assert decode_for_worker(encode(asked)).request.sampling_params.top_a == 0.25
 config = load_config(env={}, overrides={"models": {"m": {"backend": "fake", "decoding": {"top_a": 0.5}}}}).config
 assert config.models["m"].decoding.sampling() == Sampling(top_a=0.5)
 try:
-    wire("openai_chat").read_request(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "top_a": 7}', {})
+    load_protocol("openai_chat").read_request(body.replace(b"0.25", b"7"), {})
 except Exception as error:
     print(error)
 """

@@ -19,7 +19,7 @@ from modelyard.gateway import ChoiceStream, Gateway, Model
 from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.prompt.images import Images
 from modelyard.scheduler.scheduler import Scheduler
-from modelyard.server.model_definition import define
+from modelyard.server.model_definition import define_model
 from modelyard.telemetry.metrics import Metrics
 from tests.serving import demo
 
@@ -33,7 +33,7 @@ def config() -> Config:
 
 @cache
 def model() -> Model:
-    return define(config().router().catalog.models["demo"], config().models["demo"]).model
+    return define_model(config().router().catalog.models["demo"], config().models["demo"]).model
 
 
 def asked(text: str = "hi", **more: Any) -> Request:

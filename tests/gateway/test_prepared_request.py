@@ -16,7 +16,7 @@ from modelyard.core.errors import ContextOverflow, OutputOverflow
 from modelyard.core.request import Caller, Image, Message, Request, Sampling, Text
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt, output_budget
 from modelyard.router.routes import Target
-from modelyard.server.model_definition import define
+from modelyard.server.model_definition import define_model
 from tests.gateway.stage import asked, model
 from tests.serving import demo
 
@@ -148,7 +148,7 @@ PICTURE = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
 @pytest.mark.parametrize(("template", "shown"), [(SEEING, 1), ("{{ messages[0].content }}", 0)])
 def test_pictures_go_along_where_the_template_has_a_place_for_them(template: str, shown: int) -> None:
     loaded = load_config(env={}, overrides=demo(modalities=["text", "image"], chat_template=template)).config
-    seeing = define(loaded.router().catalog.models["demo"], loaded.models["demo"]).model
+    seeing = define_model(loaded.router().catalog.models["demo"], loaded.models["demo"]).model
     request = asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))
     made = replace(job(request), model=seeing).engine_prompt(0)
     assert [each.data for each in made.parts if isinstance(each, Media)] == [b"a picture"] * shown

@@ -13,7 +13,7 @@ import pytest
 
 from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict
-from modelyard.server.admin_service import public
+from modelyard.server.admin_service import public_settings
 from modelyard.server.app import compose
 from tests.serving import demo
 
@@ -126,7 +126,7 @@ def test_secrets_are_not_shown() -> None:
             }
         },
     ).config.models
-    shown = public(settings["m"])
+    shown = public_settings(settings["m"])
     assert shown["llama_server_env"] == {"HF_TOKEN": "***", "CUDA_VISIBLE_DEVICES": "***"}
     assert shown["path"] == "/m.gguf"
-    assert public(settings["far"])["remote_api_key_env"] == "EXAMPLE_API_KEY"
+    assert public_settings(settings["far"])["remote_api_key_env"] == "EXAMPLE_API_KEY"

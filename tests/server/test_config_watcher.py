@@ -12,7 +12,7 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.http.admin.context import ReloadResult
-from modelyard.server.config_watcher import on_hangup, stamps, told, watch
+from modelyard.server.config_watcher import file_stamps, on_hangup, reload_and_log, watch
 
 
 class Reload:
@@ -29,11 +29,11 @@ class Reload:
 
 def test_a_file_that_is_not_there_has_no_stamp(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
-    assert stamps([file]) == {file: None}
+    assert file_stamps([file]) == {file: None}
     file.write_text("x")
-    before = stamps([file])
+    before = file_stamps([file])
     file.write_text("longer")
-    assert stamps([file]) != before
+    assert file_stamps([file]) != before
 
 
 async def test_a_change_is_noticed(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ async def test_a_wrong_configuration_does_not_end_the_watch(tmp_path: Path, capl
 
 async def test_what_changed_and_what_waits_for_a_restart_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    await told(Reload())
+    await reload_and_log(Reload())
     assert "added new; changed old" in caplog.text
     assert "http: changed" in caplog.text
 

@@ -8,7 +8,7 @@ from modelyard.config.load import load_config
 from modelyard.config.settings import Config
 from modelyard.core.engine import AvailableMemory, MemoryEstimate
 from modelyard.library import default_model
-from modelyard.server.memory_estimate import Footprint, footprints, sentence
+from modelyard.server.memory_estimate import ModelMemory, describe_memory, estimate_all
 
 GIB = 2**30
 HERE = AvailableMemory(ram_free=8 * GIB)
@@ -19,14 +19,14 @@ def config(**models: dict[str, Any]) -> Config:
 
 
 def test_every_model_is_told_of_in_order() -> None:
-    told = list(footprints(config(b={"backend": "fake"}, a={"backend": "fake"}), HERE))
+    told = list(estimate_all(config(b={"backend": "fake"}, a={"backend": "fake"}), HERE))
     assert [one.model for one in told] == ["b", "a"]
     assert all(one.memory is not None for one in told)
 
 
 def test_the_default_model_takes_its_file_and_its_caches() -> None:
     default_model.fetch()
-    (told,) = footprints(load_config(env={}).config, HERE)
+    (told,) = estimate_all(load_config(env={}).config, HERE)
     assert told.memory is not None
     assert 90 * 2**20 < told.memory.weights < 100 * 2**20
     # 30 layers × 2 × 192 numbers of two bytes a token, 24,576 tokens in all
@@ -34,20 +34,20 @@ def test_the_default_model_takes_its_file_and_its_caches() -> None:
 
 
 def test_a_model_whose_file_is_not_there_says_why_it_cannot_tell() -> None:
-    (told,) = footprints(config(gone={"backend": "llama_cpp", "path": "/no/such/file.gguf"}), HERE)
+    (told,) = estimate_all(config(gone={"backend": "llama_cpp", "path": "/no/such/file.gguf"}), HERE)
     assert told.memory is None
     assert "/no/such/file.gguf" in told.note
-    assert sentence(told, HERE).startswith("not known: ")
+    assert describe_memory(told, HERE).startswith("not known: ")
 
 
 def test_the_sentence_names_the_parts_and_what_is_free() -> None:
-    taken = Footprint("m", MemoryEstimate(weights=3 * GIB, kv=GIB, compute=512 * 2**20))
-    assert sentence(taken, HERE) == (
+    taken = ModelMemory("m", MemoryEstimate(weights=3 * GIB, kv=GIB, compute=512 * 2**20))
+    assert describe_memory(taken, HERE) == (
         "about 4.5 GiB (weights 3.0 GiB, KV caches 1.0 GiB, compute buffers 512 MiB); free now: 8.0 GiB of RAM"
     )
     beside = AvailableMemory(ram_free=GIB, gpus={"GPU-1": 2 * GIB, "GPU-2": GIB})
-    assert sentence(taken, beside).endswith("free now: 1.0 GiB of RAM, 3.0 GiB of GPU memory")
+    assert describe_memory(taken, beside).endswith("free now: 1.0 GiB of RAM, 3.0 GiB of GPU memory")
 
 
 def test_a_model_that_takes_nothing_here_says_so() -> None:
-    assert sentence(Footprint("far", MemoryEstimate()), HERE) == "none of its own"
+    assert describe_memory(ModelMemory("far", MemoryEstimate()), HERE) == "none of its own"

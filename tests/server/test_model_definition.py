@@ -11,16 +11,16 @@ from modelyard.config.load import load_config
 from modelyard.core.errors import Unavailable
 from modelyard.core.request import Message, Request, Sampling, Text, Tool
 from modelyard.library.default_model import fetch
-from modelyard.server.model_definition import Definition, define
+from modelyard.server.model_definition import ModelDefinition, define_model
 
 
-def defined(**settings: Any) -> Definition:
+def defined(**settings: Any) -> ModelDefinition:
     overrides = {
         "models": {"demo": {"backend": "fake", **settings}},
         "caches": {"main": {"model": "demo", "n_ctx": 4096, "parallel": 2, "description": "talk"}},
     }
     config = load_config(env={}, overrides=overrides).config
-    return define(config.router().catalog.models["demo"], config.models["demo"])
+    return define_model(config.router().catalog.models["demo"], config.models["demo"])
 
 
 def test_the_notes_say_where_everything_comes_from():
@@ -131,7 +131,7 @@ def test_a_format_that_does_not_exist_is_a_fault_whoever_renders():
     assert fault.code == "unknown_prompt_format"
 
 
-def native(**settings: Any) -> Definition:
+def native(**settings: Any) -> ModelDefinition:
     return defined(backend="llama_server", **settings)
 
 

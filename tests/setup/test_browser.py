@@ -1,5 +1,3 @@
-"""The browser of the tests: the machine's own comes first, then what was unpacked, then none."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,17 +13,17 @@ def unpack(root: Path) -> None:
         (root / name).touch()
 
 
-def test_the_machines_own_browser_comes_first(tmp_path: Path) -> None:
+def test_an_installed_browser_is_preferred(tmp_path: Path) -> None:
     unpack(tmp_path)
-    here = {"google-chrome": "/opt/chrome", "chromedriver": "/opt/driver"}
-    assert script.find(here.get, tmp_path) == (Path("/opt/chrome"), Path("/opt/driver"), {})
+    installed = {"google-chrome": "/opt/chrome", "chromedriver": "/opt/driver"}
+    assert script.find(installed.get, tmp_path) == (Path("/opt/chrome"), Path("/opt/driver"), {})
 
 
-def test_a_browser_without_its_driver_is_not_enough(tmp_path: Path) -> None:
+def test_a_browser_without_a_driver_is_not_found(tmp_path: Path) -> None:
     assert script.find({"chromium": "/usr/bin/chromium"}.get, tmp_path) is None
 
 
-def test_an_unpacked_one_is_started_with_its_own_libraries(tmp_path: Path) -> None:
+def test_an_unpacked_browser_uses_its_own_libraries(tmp_path: Path) -> None:
     unpack(tmp_path)
     found = script.find(lambda _: None, tmp_path)
     assert found.browser == tmp_path / "usr/lib/chromium/chromium"

@@ -1,5 +1,3 @@
-"""The agents' installer: what it would run, what it does twice, and what it says where it cannot."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -39,27 +37,27 @@ def npm(folder: Path, text: str) -> dict[str, str]:
     return {"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "MODELYARD_CACHE": str(folder / "cache")}
 
 
-def test_an_agent_from_npm_is_installed_at_its_pinned_version_and_without_scripts(tmp_path: Path) -> None:
+def test_npm_installs_the_pinned_version_without_scripts(tmp_path: Path) -> None:
     (command,) = clients.commands(CLAUDE, tmp_path, "/usr/bin/npm")
     assert command[:4] == ["/usr/bin/npm", "install", "--prefix", str(tmp_path)]
     assert "--ignore-scripts" in command
     assert command[-1] == f"@anthropic-ai/claude-code@{CLAUDE.version}"
 
 
-def test_aider_gets_an_environment_of_its_own(tmp_path: Path) -> None:
+def test_aider_gets_its_own_virtual_environment(tmp_path: Path) -> None:
     make, install = clients.commands(AIDER, tmp_path, None)
     assert make[1:] == ["-m", "venv", str(tmp_path)]
     assert (install[0], install[-1]) == (str(tmp_path / "bin/python"), f"aider-chat=={AIDER.version}")
 
 
-def test_a_machine_without_npm_is_told_so_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(Unavailable, match=r"Claude Code comes from npm, which is not here: install Node\.js 20"):
+def test_missing_npm_and_unknown_agents_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Unavailable, match=r"Claude Code needs npm, which is missing: install Node\.js 20"):
         clients.commands(CLAUDE, tmp_path, None)
-    assert clients.main(["nobody"]) == 1
+    assert clients.main(["unknown"]) == 1
     assert "there are aider, claude, codex, continue, opencode" in capsys.readouterr().err
 
 
-def test_it_is_installed_once_and_a_wreck_is_installed_anew(tmp_path: Path) -> None:
+def test_an_agent_is_installed_once_and_an_incomplete_one_again(tmp_path: Path) -> None:
     inside = CLAUDE.inside.format(platform=programs.native(sys.platform, platform.machine()))
     made = f'mkdir -p "$3/{Path(inside).parent}"; touch "$3/{inside}"; echo x >> "{tmp_path}/count"'
     env = npm(tmp_path, made)
@@ -72,11 +70,11 @@ def test_it_is_installed_once_and_a_wreck_is_installed_anew(tmp_path: Path) -> N
     assert (tmp_path / "count").read_text() == "x\nx\n"
 
 
-def test_what_npm_said_is_told_where_it_fails(tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match="failed; the last that it said:\nno network"):
+def test_a_failed_installation_shows_the_output_of_npm(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="failed; its last output:\nno network"):
         clients.install(CLAUDE, npm(tmp_path, "echo no network; exit 1"))
 
 
-def test_a_package_without_a_program_for_this_system_is_told(tmp_path: Path) -> None:
+def test_a_package_without_a_program_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="has no program for this system"):
         clients.install(CLAUDE, npm(tmp_path, 'mkdir -p "$3"'))

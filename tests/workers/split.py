@@ -31,8 +31,8 @@ class SplitEngine:
 
     keys: ClusterKeys | None = None
 
-    def __init__(self, backend: str, spec: EngineSpec, pace: HeartbeatConfig) -> None:
-        self._backend, self._spec, self._pace = backend, spec, pace
+    def __init__(self, backend: str, spec: EngineSpec, heartbeat: HeartbeatConfig) -> None:
+        self._backend, self._spec, self._heartbeat = backend, spec, heartbeat
         self.info = EngineInfo(backend, dict(spec.caches))
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
         self._parts: list[Any] = []  # the last one ends first
@@ -47,10 +47,10 @@ class SplitEngine:
         make = lambda: create_worker_engine(crew, self._backend, spec, "x")  # noqa: E731
         scheduler.reconfigure({name: ModelSpec(name=name, caches=spec.caches, make=make, identity="x")})
         store = MemoryStore(1, 1, 1)
-        desk = SchedulerServer(self._address(home), scheduler, crew, store, _nothing, keys=self.keys, pace=self._pace)
+        desk = SchedulerServer(self._address(home), scheduler, crew, store, _nothing, keys=self.keys, heartbeat=self._heartbeat)
         self._parts.append(desk)
         self._staff(crew, desk.endpoint, home)
-        pool = self.pool = RemotePool(desk.endpoint, "gateway", keys=self.keys, pace=self._pace)
+        pool = self.pool = RemotePool(desk.endpoint, "gateway", keys=self.keys, heartbeat=self._heartbeat)
         self._parts.append(pool)
         await scheduler.load(name)
         async with asyncio.timeout(DEADLINE_S):
@@ -64,12 +64,12 @@ class SplitEngine:
         return f"ipc://{home / 's'}"
 
     async def _crew(self, home: Path) -> WorkerPool:
-        return WorkerPool(home / "workers", pace=self._pace, launch=False)
+        return WorkerPool(home / "workers", heartbeat=self._heartbeat, launch=False)
 
     def _staff(self, crew: WorkerPool, scheduler: str, home: Path) -> None:
-        worker = Worker(f"ipc://{home / 'w'}", pace=self._pace)
+        worker = Worker(f"ipc://{home / 'w'}", heartbeat=self._heartbeat)
         self._parts.insert(0, worker)
-        crew.enlist("w", worker.endpoint, [])
+        crew.register("w", worker.endpoint, [])
 
     def generate(self, prompt: Prompt) -> Any:
         return self._engine.generate(prompt)
@@ -99,13 +99,13 @@ class FarEngine(SplitEngine):
 
     async def _crew(self, home: Path) -> WorkerPool:
         machine()  # our own end of the cable is an address that the scheduler needs
-        return WorkerPool(home / "workers", keys=self.keys, pace=self._pace, launch=False)
+        return WorkerPool(home / "workers", keys=self.keys, heartbeat=self._heartbeat, launch=False)
 
     def _staff(self, crew: WorkerPool, scheduler: str, home: Path) -> None:
         assert self.keys is not None
         write_keys(home / "keys", self.keys)
         config = home / "c.toml"
-        config.write_text(f'[workers]\nkeys = "{home / "keys"}"\npatience = {self._pace.patience}\n')
+        config.write_text(f'[workers]\nkeys = "{home / "keys"}"\npatience = {self._heartbeat.worker_misses}\n')
         self._parts.insert(0, Guest(machine().worker(scheduler, config)))
 
 
@@ -125,10 +125,10 @@ class RayEngine(SplitEngine):
     keys = generate_keys()
 
     async def _crew(self, home: Path) -> WorkerPool:
-        cluster = RayCluster(HEAD, {}, self.keys, self._pace)
+        cluster = RayCluster(HEAD, {}, self.keys, self._heartbeat)
         self._parts.append(cluster)
         await cluster.open()
-        return WorkerPool(home / "workers", keys=self.keys, pace=self._pace, cluster=cluster)
+        return WorkerPool(home / "workers", keys=self.keys, heartbeat=self._heartbeat, cluster=cluster)
 
     def _staff(self, crew: WorkerPool, scheduler: str, home: Path) -> None:
         """That is Ray's."""

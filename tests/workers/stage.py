@@ -14,13 +14,14 @@ from typing import Any
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
 from modelyard.engines import fake
 from modelyard.workers.client import WorkerSession, remote_engine
-from modelyard.workers.messages import LinkMessage, encode, read_for_client
+from modelyard.workers.messages import LinkMessage, encode, decode_for_client
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig
-from modelyard.workers.worker import Worker, open_engine_message
+from modelyard.workers.worker import Worker
+from modelyard.workers.messages import open_engine_message
 from tests.engines.fake import helpers as fake_helpers
 
-PATIENT = HeartbeatConfig(patience=1000, indulgence=1000)  # the machine may be busy
-HASTY = HeartbeatConfig(beat_s=0.01, patience=5, indulgence=5)  # for those who are known to be silent
+PATIENT = HeartbeatConfig(worker_misses=1000, client_misses=1000)  # the machine may be busy
+HASTY = HeartbeatConfig(interval_s=0.01, worker_misses=5, client_misses=5)  # for those who are known to be silent
 DEADLINE_S = 180.0
 
 
@@ -42,9 +43,9 @@ def address() -> str:
 
 @asynccontextmanager
 async def working(
-    endpoint: str | None = None, *, keys: ClusterKeys | None = None, pace: HeartbeatConfig = PATIENT
+    endpoint: str | None = None, *, keys: ClusterKeys | None = None, heartbeat: HeartbeatConfig = PATIENT
 ) -> AsyncIterator[Worker]:
-    worker = Worker(endpoint or address(), keys=keys, name="w", pace=pace)
+    worker = Worker(endpoint or address(), keys=keys, name="w", heartbeat=heartbeat)
     try:
         yield worker
     finally:
@@ -53,11 +54,11 @@ async def working(
 
 @asynccontextmanager
 async def talking(
-    worker: Worker, name: str = "client", *, keys: ClusterKeys | None = None, pace: HeartbeatConfig = PATIENT
+    worker: Worker, name: str = "client", *, keys: ClusterKeys | None = None, heartbeat: HeartbeatConfig = PATIENT
 ) -> AsyncIterator[WorkerSession]:
-    session = WorkerSession(worker.endpoint, name, keys=keys, pace=pace)
+    session = WorkerSession(worker.endpoint, name, keys=keys, heartbeat=heartbeat)
     try:
-        await asyncio.wait_for(session.meet(), DEADLINE_S)
+        await asyncio.wait_for(session.connect(), DEADLINE_S)
         yield session
     finally:
         await session.close()
@@ -67,7 +68,7 @@ def hurry(session: WorkerSession) -> None:
     """From now on it waits for no sign of life that is late: its worker is known to be silent."""
     assert session._timer is not None
     session._timer.cancel()
-    session._pace, session._pulse = HASTY, type(session._pulse)(HASTY.patience)
+    session._heartbeat, session._monitor = HASTY, type(session._monitor)(HASTY.worker_misses)
     session._tick()
 
 
@@ -103,7 +104,7 @@ class Stranger:
         self.heard: list[Any] = []
         self.drops: list[str] = []
         self._dialer = DealerSocket(
-            endpoint, lambda data: self.heard.append(read_for_client(data)), self.drops.append, keys
+            endpoint, lambda data: self.heard.append(decode_for_client(data)), self.drops.append, keys
         )
 
     def say(self, what: LinkMessage | bytes) -> None:

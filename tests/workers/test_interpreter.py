@@ -87,7 +87,7 @@ async def test_program_that_is_not_there_is_named() -> None:
         ("echo '[[3, 9], []]'", "it is Python 3.9, and an engine's process needs 3.11"),
         ("""echo '[[3, 11], ["msgspec", "zmq"]]'""", "lacks msgspec pyzmq: .* -m pip install msgspec pyzmq"),
         ("echo no snake >&2; exit 3", "exit code 3: no snake"),
-        ("echo hello", "said nothing"),
+        ("echo hello", "no output"),
     ],
 )
 async def test_unfit_interpreter_is_told_in_one_sentence(program: Program, script: str, words: str) -> None:
@@ -114,7 +114,7 @@ def test_other_environment_is_lent_this_package_and_nothing_beside_it(tmp_path: 
 
 async def test_engine_runs_in_an_environment_that_has_no_modelyard(elsewhere: str) -> None:
     spec = EngineSpec("demo", fake.Options(token_delay=0), {"main": CacheInfo(512)}, python=elsewhere)
-    engine = create_process_engine("fake", spec, "text", HeartbeatConfig(patience=1000))
+    engine = create_process_engine("fake", spec, "text", HeartbeatConfig(worker_misses=1000))
     assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
@@ -136,10 +136,10 @@ async def test_engine_with_an_unfit_interpreter_does_not_open(program: Program) 
 
 
 async def test_scheduler_hires_a_worker_with_that_interpreter(elsewhere: str, tmp_path: Path) -> None:
-    crew = WorkerPool(tmp_path, pace=HeartbeatConfig(patience=1000))
-    hire = await crew.hire("any", "demo", elsewhere)
+    crew = WorkerPool(tmp_path, heartbeat=HeartbeatConfig(worker_misses=1000))
+    hire = await crew.acquire("any", "demo", elsewhere)
     try:
         assert hire.session.welcome is not None
         assert psutil.Process(hire.session.welcome.pid).cmdline()[0] == elsewhere
     finally:
-        await hire.end()
+        await hire.close()

@@ -28,8 +28,8 @@ ENDLESS: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": Tr
 
 
 @asynccontextmanager
-async def running(pace: HeartbeatConfig = PATIENT, **options: Any) -> AsyncIterator[ProcessTextEngine]:
-    engine = create_process_engine("fake", spec(**options), "text", pace)
+async def running(heartbeat: HeartbeatConfig = PATIENT, **options: Any) -> AsyncIterator[ProcessTextEngine]:
+    engine = create_process_engine("fake", spec(**options), "text", heartbeat)
     assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
@@ -93,7 +93,7 @@ async def test_an_engine_that_cannot_be_opened_says_why_and_leaves_no_process() 
 async def test_a_process_that_ends_before_it_answers_is_explained_by_its_last_words(monkeypatch) -> None:
     from modelyard.workers import process_engine
 
-    monkeypatch.setattr(process_engine, "command", lambda *_: ["sh", "-c", "echo no such luck; exit 3"])
+    monkeypatch.setattr(process_engine, "worker_command", lambda *_: ["sh", "-c", "echo no such luck; exit 3"])
     engine = create_process_engine("fake", spec(), "text", PATIENT)
     with pytest.raises(Unavailable, match="exit code 3: no such luck"):
         await engine.open(lambda *_: None)
@@ -128,7 +128,8 @@ async def test_what_was_opened_and_closed_leaves_no_files_open() -> None:
     "options", [fake.Options(kind="chat"), fake.Options(script=[{"when": "a|b", "steps": [{"text": "x"}]}])]
 )
 def test_options_come_through_the_wire_as_they_were(options: fake.Options) -> None:
-    from modelyard.workers.worker import engine_spec, open_engine_message
+    from modelyard.workers.worker import engine_spec
+    from modelyard.workers.messages import open_engine_message
 
     made = EngineSpec("m", options, {"main": CacheInfo(9, 2, "q8_0")}, ("text", "image"))
     assert engine_spec(open_engine_message("e", "fake", made)) == made

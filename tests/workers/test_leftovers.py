@@ -12,7 +12,8 @@ from modelyard.core.errors import Unavailable
 from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import DealerSocket, RouterSocket
-from modelyard.workers.worker import Worker, open_engine_message
+from modelyard.workers.worker import Worker
+from modelyard.workers.messages import open_engine_message
 from modelyard.workers.worker_pool import WorkerPool
 from tests.engines.reading import end, read
 from tests.workers.conftest import Closing
@@ -46,7 +47,7 @@ async def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 async def test_a_load_that_is_given_up_leaves_no_engine_in_a_worker_of_others(slow: Slow, tmp_path: Path) -> None:
-    async with working(pace=BRISK) as worker:
+    async with working(heartbeat=BRISK) as worker:
         there = Yard(tmp_path, [worker])
         await there.start()
         try:
@@ -63,7 +64,7 @@ async def test_a_load_that_is_given_up_leaves_no_engine_in_a_worker_of_others(sl
 async def test_a_worker_that_ends_while_an_engine_opens_closes_it_and_opens_no_other(
     slow: Slow, closing: Closing
 ) -> None:
-    worker = closing(Worker(address(), pace=PATIENT))
+    worker = closing(Worker(address(), heartbeat=PATIENT))
     try:
         async with talking(worker) as session:
             first = asyncio.create_task(session.open(open_engine_message("a", "fake", spec()), lambda *_: None))
@@ -84,15 +85,15 @@ async def test_a_worker_that_ends_while_an_engine_opens_closes_it_and_opens_no_o
 
 async def test_who_asks_a_pool_to_end_twice_waits_for_the_same_end(tmp_path: Path, closing: Closing) -> None:
     async with yard(tmp_path) as there:
-        pool = closing(RemotePool(there.endpoint, "g", pace=BRISK))
+        pool = closing(RemotePool(there.endpoint, "g", heartbeat=BRISK))
         await until(lambda: pool.engine("demo") is not None)
         hasty = asyncio.create_task(pool.close())
         await asyncio.sleep(0)
         hasty.cancel()
         await asyncio.gather(hasty, return_exceptions=True)
         await asyncio.wait_for(pool.close(), DEADLINE_S)
-        assert all(session.over for session in pool._sessions.values())
-        assert all(session._dialer._wire.closed for session in pool._sessions.values())
+        assert all(session.is_lost for session in pool._sessions.values())
+        assert all(session._socket._socket.closed for session in pool._sessions.values())
 
 
 async def test_a_desk_that_ends_is_deaf_before_it_is_done(tmp_path: Path) -> None:
@@ -111,12 +112,12 @@ async def test_a_desk_that_ends_is_deaf_before_it_is_done(tmp_path: Path) -> Non
 async def test_a_worker_that_was_too_busy_to_answer_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing
 ) -> None:
-    monkeypatch.setattr("modelyard.workers.worker_pool._FIND_S", 0.05)
-    monkeypatch.setattr("modelyard.workers.worker_pool._AGAIN_S", 0.05)
-    crew, endpoint, tries = WorkerPool(tmp_path, pace=PATIENT, launch=False), address(), []
+    monkeypatch.setattr("modelyard.workers.worker_pool._CONNECT_S", 0.05)
+    monkeypatch.setattr("modelyard.workers.worker_pool._RETRY_S", 0.05)
+    crew, endpoint, tries = WorkerPool(tmp_path, heartbeat=PATIENT, launch=False), address(), []
     deaf = closing(RouterSocket(endpoint, lambda peer, _: tries.append(peer)))
-    crew.enlist("w", endpoint, [])
-    hiring = asyncio.create_task(crew.hire("x"))
+    crew.register("w", endpoint, [])
+    hiring = asyncio.create_task(crew.acquire("x"))
     try:
         await until(lambda: len(tries) > 1)
     finally:
@@ -124,7 +125,7 @@ async def test_a_worker_that_was_too_busy_to_answer_is_asked_again(
     async with working(endpoint):
         hire = await asyncio.wait_for(hiring, DEADLINE_S)
         assert hire.session.welcome is not None
-        await hire.end()
+        await hire.close()
 
 
 async def test_an_address_that_cannot_be_dialled_is_told_of_and_nothing_stays_open() -> None:

@@ -15,7 +15,7 @@ import zmq
 from modelyard.core.errors import InvalidRequest, Unavailable
 from modelyard.workers import transport
 from modelyard.workers.transport import (
-    HIGH_WATER,
+    HIGH_WATER_MARK,
     ClusterKeys,
     DealerSocket,
     PeerDisconnected,
@@ -80,8 +80,8 @@ async def test_messages_go_both_ways_in_order(tcp: bool, locked: bool) -> None:
 
 
 async def test_messages_go_out_where_zeromqs_own_send_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert transport._send_held is not None
-    monkeypatch.setattr(transport, "_send_held", None)
+    assert transport._send_with_gil is not None
+    monkeypatch.setattr(transport, "_send_with_gil", None)
     made, answer = echo()
     async with listening(address(), answer) as listener:
         made.append(listener)
@@ -224,7 +224,7 @@ async def test_a_peer_that_does_not_read_fills_up_and_others_do_not_notice() -> 
                     while listener.send(peers[b"deaf"], block):
                         sent += 1
                         await asyncio.sleep(0)
-                assert sent >= HIGH_WATER
+                assert sent >= HIGH_WATER_MARK
                 assert listener.send(peers[b"other"], b"for you")
                 await until(lambda: heard == [b"for you"])
 
@@ -333,7 +333,7 @@ def test_what_is_no_key_file_is_told(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest) as caught:
             read_keys(file)
         assert caught.value.code == "bad_keys"
-    with pytest.raises(InvalidRequest, match="cannot be read"):
+    with pytest.raises(InvalidRequest, match="cannot read"):
         read_keys(tmp_path / "none")
-    with pytest.raises(InvalidRequest, match="cannot be written"):
+    with pytest.raises(InvalidRequest, match="cannot write"):
         write_keys(tmp_path / "no" / "folder", one)

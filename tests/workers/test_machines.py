@@ -33,7 +33,7 @@ async def said(pool: RemotePool) -> str:
 
 @pytest.mark.cluster
 async def test_a_pulled_cable_ends_the_streams_and_one_that_is_plugged_in_again_brings_the_model_back() -> None:
-    far = FarEngine("fake", SPEC, HeartbeatConfig(beat_s=0.4, patience=5))
+    far = FarEngine("fake", SPEC, HeartbeatConfig(interval_s=0.4, worker_misses=5))
     try:
         await far.open(lambda *_: None)
         pool = far.pool

@@ -35,13 +35,13 @@ from modelyard.workers.messages import (
     UpdateBatch,
     WorkerReply,
     encode,
-    read_for_client,
-    read_for_worker,
+    decode_for_client,
+    decode_for_worker,
     to_chunk,
     to_update,
     version_mismatch,
 )
-from modelyard.workers.packing import MalformedMessage, pack_ids, unpack_ids
+from modelyard.workers.packing import MalformedMessage, pack_ids
 
 CHUNKS = [
     core.Accepted(7, 3, evicted=True, elsewhere=5),
@@ -56,16 +56,16 @@ CHUNKS = [
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: type(chunk).__name__)
 def test_what_an_engine_says_is_what_its_client_hears(chunk: core.Chunk) -> None:
-    frame = read_for_client(encode(UpdateBatch([to_update(4, chunk, pack_ids)])))
+    frame = decode_for_client(encode(UpdateBatch([to_update(4, chunk)])))
     assert isinstance(frame, UpdateBatch)
-    (item,) = frame.items
+    (item,) = frame.updates
     assert item.request_id == 4
-    assert to_chunk(item, unpack_ids) == chunk
+    assert to_chunk(item) == chunk
 
 
 def test_events_of_a_chat_engine_are_no_chunks() -> None:
     with pytest.raises(MalformedMessage, match="events"):
-        to_chunk(ChatEvents(1, []), unpack_ids)
+        to_chunk(ChatEvents(1, []))
 
 
 REQUEST = Request(
@@ -104,18 +104,18 @@ FOR_CLIENT = [
 
 @pytest.mark.parametrize("message", FOR_WORKER, ids=lambda m: type(m).__name__)
 def test_messages_for_a_worker_are_read_as_they_were_written(message) -> None:
-    assert read_for_worker(encode(message)) == message
+    assert decode_for_worker(encode(message)) == message
 
 
 @pytest.mark.parametrize("message", FOR_CLIENT, ids=lambda m: type(m).__name__)
 def test_messages_for_a_client_are_read_as_they_were_written(message) -> None:
-    assert read_for_client(encode(message)) == message
+    assert decode_for_client(encode(message)) == message
 
 
 @pytest.mark.parametrize("message", [*FOR_WORKER[:2], FOR_WORKER[3]], ids=lambda m: type(m).__name__)
 def test_fields_that_we_do_not_know_are_tolerated(message) -> None:
     longer = [*msgspec.msgpack.decode(encode(message)), {"from": "the future"}, 1]
-    assert read_for_worker(msgspec.msgpack.encode(longer)) == message
+    assert decode_for_worker(msgspec.msgpack.encode(longer)) == message
 
 
 def test_no_two_messages_have_the_same_tag() -> None:
@@ -134,7 +134,7 @@ def test_another_version_is_refused_with_a_sentence(theirs: int, told: str) -> N
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_malformed_or_a_message_and_nothing_else(data: bytes) -> None:
-    for read in (read_for_worker, read_for_client):
+    for read in (decode_for_worker, decode_for_client):
         with suppress(MalformedMessage):
             read(data)
 
@@ -145,7 +145,7 @@ def test_cut_and_bent_messages_break_nothing(message, data) -> None:
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] = data.draw(st.integers(0, 255))
     for bent in (bytes(whole), bytes(whole[:at])):
-        for read in (read_for_worker, read_for_client):
+        for read in (decode_for_worker, decode_for_client):
             with suppress(MalformedMessage):
                 read(bent)
 
@@ -155,7 +155,7 @@ def test_cut_and_bent_messages_break_nothing(message, data) -> None:
 )
 def test_bottomless_messages_are_malformed(deep: bytes) -> None:
     with pytest.raises(MalformedMessage):
-        read_for_worker(deep)
+        decode_for_worker(deep)
 
 
 def test_a_prompt_is_smaller_on_the_wire_than_its_ids_as_json() -> None:
@@ -175,7 +175,7 @@ def test_nothing_is_ever_unpickled_and_only_the_link_knows_zeromq() -> None:
     for file in home.rglob("*.py"):
         roots = {name.partition(".")[0] for name in _imports(file)}
         assert not roots & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, file
-        assert "zmq" not in roots or file == home / "workers" / "link.py", file
+        assert "zmq" not in roots or file == home / "workers" / "transport.py", file
 
 
 def _imports(file: Path) -> set[str]:

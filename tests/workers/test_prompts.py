@@ -7,7 +7,7 @@ import pytest
 
 from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.request import Constraint, Sampling
-from modelyard.workers.messages import AddRequest, InferRequest, encode, read_for_worker, to_infer_request, to_prompt
+from modelyard.workers.messages import AddRequest, InferRequest, encode, decode_for_worker, to_infer_request, to_prompt
 from modelyard.workers.packing import MalformedMessage
 
 FULL = Prompt(
@@ -33,7 +33,7 @@ def test_this_prompt_says_all_that_a_prompt_can() -> None:
 
 
 def test_all_that_it_says_arrives() -> None:
-    message = read_for_worker(encode(AddRequest("e", to_infer_request(7, FULL))))
+    message = decode_for_worker(encode(AddRequest("e", to_infer_request(7, FULL))))
     assert isinstance(message, AddRequest)
     assert message.request.request_id == 7
     assert to_prompt(message.request) == FULL

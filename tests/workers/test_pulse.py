@@ -15,12 +15,12 @@ def test_a_word_begins_the_count_anew() -> None:
     for _ in range(10):
         assert not pulse.tick()
         assert not pulse.tick()
-        pulse.heard()
+        pulse.reset()
 
 
 def test_by_default_a_worker_that_is_stopped_is_noticed_within_two_seconds() -> None:
     pace = HeartbeatConfig()
-    pulse = HeartbeatMonitor(pace.patience)
+    pulse = HeartbeatMonitor(pace.worker_misses)
     ticks = next(number for number in range(1, 100) if pulse.tick())
-    assert ticks * pace.beat_s == pace.notice_s <= 2.0
-    assert pace.patience >= 3
+    assert ticks * pace.interval_s == pace.detection_s <= 2.0
+    assert pace.worker_misses >= 3

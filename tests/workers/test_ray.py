@@ -32,7 +32,7 @@ from tests.workers.nodes import HEAD, Nodes
 from tests.workers.nodes import nodes as ray_nodes
 from tests.workers.stage import address, prompt, until
 
-PACE = HeartbeatConfig(beat_s=0.4, patience=10)
+PACE = HeartbeatConfig(interval_s=0.4, worker_misses=10)
 
 
 def test_resources_are_told_in_rays_words() -> None:
@@ -64,13 +64,13 @@ async def gateway(folder: Path, backend: str, spec: EngineSpec) -> AsyncIterator
     keys = generate_keys()
     cluster = RayCluster(HEAD, {spec.model: ActorResources(1.0)}, keys, PACE)
     await cluster.open()
-    crew = WorkerPool(folder / "w", keys=keys, pace=PACE, cluster=cluster)
+    crew = WorkerPool(folder / "w", keys=keys, heartbeat=PACE, cluster=cluster)
     scheduler = Scheduler()
     make: Any = lambda: create_worker_engine(crew, backend, spec, "x")  # noqa: E731
     print_ = ModelSpec(name=spec.model, caches=spec.caches, make=make, identity="x", replica_max=2)
     scheduler.reconfigure({spec.model: print_})
-    desk = SchedulerServer(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, keys=keys, pace=PACE)
-    pool = RemotePool(desk.endpoint, "g", keys=keys, pace=PACE)
+    desk = SchedulerServer(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, keys=keys, heartbeat=PACE)
+    pool = RemotePool(desk.endpoint, "g", keys=keys, heartbeat=PACE)
     try:
         await scheduler.load(spec.model)
         await until(lambda: pool.engine(spec.model) is not None)

@@ -31,8 +31,8 @@ from modelyard.workers.messages import (
     RequestLease,
     WireLeaseRequest,
     encode,
-    read_for_gateway,
-    read_for_scheduler,
+    decode_for_gateway,
+    decode_for_scheduler,
 )
 from modelyard.workers.remote_pool import RemotePool, RemoteStore
 from modelyard.workers.scheduler_server import SchedulerServer
@@ -45,7 +45,7 @@ from tests.workers.conftest import Closing
 from tests.workers.stage import DEADLINE_S, HASTY, PATIENT, address, prompt, until, working
 
 ENDLESS: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}], "echo": True}
-BRISK = HeartbeatConfig(beat_s=0.02, patience=1000, indulgence=1000)
+BRISK = HeartbeatConfig(interval_s=0.02, worker_misses=1000, client_misses=1000)
 
 
 def blueprint(crew: WorkerPool, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
@@ -69,30 +69,30 @@ class Yard:
         self.reloads = 0
 
     async def start(self, **options: Any) -> None:
-        self.crew = WorkerPool(self._folder, pace=BRISK, launch=False)
+        self.crew = WorkerPool(self._folder, heartbeat=BRISK, launch=False)
         self.scheduler = Scheduler(limits=self._limits)
         self.store = MemoryStore(100, 1 << 20, 3600)
         for worker in self.workers:
-            self.crew.enlist(worker.name, worker.endpoint, [hosted.held() for hosted in worker.engines])
+            self.crew.register(worker.name, worker.endpoint, [hosted.info() for hosted in worker.engines])
         self.scheduler.reconfigure({"demo": blueprint(self.crew, **options)})
-        self.desk = SchedulerServer(self.endpoint, self.scheduler, self.crew, self.store, self._reload, pace=BRISK)
+        self.desk = SchedulerServer(self.endpoint, self.scheduler, self.crew, self.store, self._reload, heartbeat=BRISK)
 
     async def _reload(self) -> None:
         self.reloads += 1
 
     async def die(self) -> None:
         """As kill -9 would: nobody is told anything, engines stay where they are."""
-        await self.desk._listener.close()
+        await self.desk._socket.close()
         self.desk._timer.cancel()
         for task in list(self.desk._tasks):
             task.cancel()
         replicas = [one for model in self.scheduler._models.values() for one in model.replicas]
         for replica in replicas:
-            replica._task.cancel()  # a dead one opens nothing again
-        await asyncio.gather(*(replica._task for replica in replicas), return_exceptions=True)
+            replica._life.cancel()  # a dead one opens nothing again
+        await asyncio.gather(*(replica._life for replica in replicas), return_exceptions=True)
         for replica in replicas:
-            replica.engine._hire.session.end(Unavailable("dead"))
-            await replica.engine._hire.session._dialer.close()
+            replica.engine._worker.session.end(Unavailable("dead"))
+            await replica.engine._worker.session._socket.close()
 
     async def close(self) -> None:
         await self.desk.close()
@@ -102,7 +102,7 @@ class Yard:
 @asynccontextmanager
 async def yard(folder: Path, workers: int = 1, **more: Any) -> AsyncIterator[Yard]:
     async with AsyncExitStack() as stack:
-        there = [await stack.enter_async_context(working(pace=BRISK)) for _ in range(workers)]
+        there = [await stack.enter_async_context(working(heartbeat=BRISK)) for _ in range(workers)]
         for number, worker in enumerate(there):
             worker.name = f"w{number}"
         made = Yard(folder, there, more.pop("limits", None))
@@ -114,10 +114,10 @@ async def yard(folder: Path, workers: int = 1, **more: Any) -> AsyncIterator[Yar
 
 @asynccontextmanager
 async def gateway(there: Yard, name: str = "g", **more: Any) -> AsyncIterator[RemotePool]:
-    pool = RemotePool(there.endpoint, name, pace=BRISK, **more)
+    pool = RemotePool(there.endpoint, name, heartbeat=BRISK, **more)
     try:
-        await pool.ready(DEADLINE_S)
-        await until(lambda: pool.connected)
+        await pool.wait_ready(DEADLINE_S)
+        await until(lambda: pool.is_connected)
         yield pool
     finally:
         await pool.close()
@@ -201,15 +201,15 @@ async def test_a_gateway_that_dies_gives_its_places_back_when_its_requests_have_
     tmp_path: Path, closing: Closing
 ) -> None:
     async with yard(tmp_path) as there, gateway(there, "other") as other:
-        dead = closing(RemotePool(there.endpoint, "dead", pace=BRISK))
-        await until(lambda: dead.connected)
+        dead = closing(RemotePool(there.endpoint, "dead", heartbeat=BRISK))
+        await until(lambda: dead.is_connected)
         for _ in range(2):
             lease = await leased(dead)
             await read_until(lease.engine.generate(prompt("Go on.")), Tokens)
         waiting = other.request(demand())
         await until(lambda: waiting.position == 1)
         dead._timer.cancel()
-        await dead._dialer.close()  # its links break, as they do when a process is killed
+        await dead._socket.close()  # its links break, as they do when a process is killed
         lease = await asyncio.wait_for(waiting.lease(), DEADLINE_S)
         assert sum(hosted.running for hosted in there.workers[0].engines) == 0
         lease.release()
@@ -223,7 +223,7 @@ async def test_the_scheduler_dies_and_nobody_notices_but_those_who_wait(tmp_path
         await read_until(job, Tokens)
         (engine,) = (hosted.id for hosted in there.workers[0].engines)
         await there.die()
-        await until(lambda: not pool.connected)
+        await until(lambda: not pool.is_connected)
         waiting = pool.request(demand())
         await there.start()
         there.scheduler.preload("demo")
@@ -243,9 +243,9 @@ async def test_a_gateway_whose_first_word_was_lost_says_it_again(closing: Closin
     """Whoever heard it was on his way out; the connection is made anew by itself, the word is not."""
     joins: list[bytes] = []
     scheduler = closing(RouterSocket(address(), lambda _, data: joins.append(data)))
-    pool = closing(RemotePool(scheduler.endpoint, "g", pace=HASTY))
-    await until(lambda: sum(isinstance(read_for_scheduler(data), JoinGateway) for data in joins) > 1)
-    assert not pool.connected
+    pool = closing(RemotePool(scheduler.endpoint, "g", heartbeat=HASTY))
+    await until(lambda: sum(isinstance(decode_for_scheduler(data), JoinGateway) for data in joins) > 1)
+    assert not pool.is_connected
     await pool.close()
     await scheduler.close()
 
@@ -253,8 +253,8 @@ async def test_a_gateway_whose_first_word_was_lost_says_it_again(closing: Closin
 async def test_who_waits_for_a_scheduler_that_does_not_come_back_is_turned_away(tmp_path: Path) -> None:
     async with yard(tmp_path) as there, gateway(there, timeout_s=0.1) as pool:
         await there.die()
-        await until(lambda: not pool.connected)
-        with pytest.raises(Unavailable, match="away"):
+        await until(lambda: not pool.is_connected)
+        with pytest.raises(Unavailable, match="unreachable"):
             await leased(pool)
         with pytest.raises(Unavailable):
             await RemoteStore(pool).get("s", "k")
@@ -286,18 +286,18 @@ async def test_a_gateway_that_lost_only_its_link_is_granted_the_same_engine_when
         lease.release()
         again = await leased(pool, is_retry=True)
         assert again.engine is not lease.engine
-        assert again.engine_id == lease.engine_id
+        assert again.engine.id == lease.engine.id
         assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"
         again.release()
 
 
 async def test_a_sign_of_life_is_the_answer_to_a_beat_that_was_sent_after_the_question(tmp_path: Path) -> None:
     async with yard(tmp_path) as there:
-        (engine,) = there.desk._placed()
-        session = engine._hire.session  # type: ignore[union-attr]
-        lives = engine.sign()
-        session._beat(Heartbeat(0))  # the worker's own
-        session._beat(Heartbeat(session.beats))  # one that was on its way
+        (engine,) = there.desk._engines()
+        session = engine._worker.session  # type: ignore[union-attr]
+        lives = engine.liveness_check()
+        session._on_heartbeat(Heartbeat(0))  # the worker's own
+        session._on_heartbeat(Heartbeat(session.heartbeats_sent))  # one that was on its way
         assert not lives()
         await until(lives)
 
@@ -305,13 +305,13 @@ async def test_a_sign_of_life_is_the_answer_to_a_beat_that_was_sent_after_the_qu
 async def test_nobody_is_sent_to_a_worker_that_was_lost_until_it_comes_again(tmp_path: Path) -> None:
     async with yard(tmp_path, workers=2) as there, gateway(there) as pool:
         lease = await leased(pool)
-        (engine,) = there.desk._placed()
+        (engine,) = there.desk._engines()
         (busy,) = (worker for worker in there.workers if worker.engines)
         (other,) = (worker for worker in there.workers if not worker.engines)
-        engine._hire.session.end(Unavailable("it has been silent"))  # type: ignore[union-attr]
+        engine._worker.session.end(Unavailable("it has been silent"))  # type: ignore[union-attr]
         await until(lambda: bool(other.engines))
-        assert busy.name not in there.crew._enlisted
-        assert there.crew.enlist(busy.name, busy.endpoint, [])
+        assert busy.name not in there.crew._registered
+        assert there.crew.register(busy.name, busy.endpoint, [])
         lease.release()
 
 
@@ -322,7 +322,7 @@ async def test_a_worker_that_leaves_finishes_its_answers_and_its_model_goes_else
         job = lease.engine.generate(prompt())
         chunks = await read_until(job, Tokens)
         (busy,) = (worker for worker in there.workers if worker.engines)
-        there.crew.gone(busy.name)
+        there.crew.unregister(busy.name)
         draining = asyncio.create_task(busy.drain(DEADLINE_S))
         await until(lambda: there.scheduler.engines("demo") == ())
         second = await leased(pool)
@@ -341,7 +341,7 @@ async def test_a_gateway_that_ends_goes_to_no_new_worker_though_the_scheduler_te
     peers: list[bytes] = []
     scheduler = closing(RouterSocket(address(), lambda peer, _: peers.append(peer)))
     async with working() as old, working() as new:
-        pool = closing(RemotePool(scheduler.endpoint, "g", pace=PATIENT))
+        pool = closing(RemotePool(scheduler.endpoint, "g", heartbeat=PATIENT))
         await until(lambda: bool(peers))
         scheduler.send(peers[0], encode(PoolState({}, (engine(old, "a"),))))
         await until(lambda: bool(pool._sessions))
@@ -384,9 +384,9 @@ async def test_orders_reach_the_scheduler_and_what_it_says_comes_back(tmp_path: 
 async def test_other_gateways_hear_that_the_configuration_was_read_anew(tmp_path: Path) -> None:
     async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
         heard: list[int] = []
-        one.on_edition = two.on_edition = heard.append
+        one.on_config_change = two.on_config_change = heard.append
         await one.reload()
-        await until(lambda: two.state.edition == 1 and one.state.edition == 1)
+        await until(lambda: two.state.config_version == 1 and one.state.config_version == 1)
         assert heard == [1]
 
 
@@ -426,11 +426,11 @@ async def test_a_second_replica_is_chosen_by_what_it_knows(tmp_path: Path) -> No
         await pool.scale("demo", 2)
         await until(lambda: pool.state.replicas["demo"] == 2)
         first = await leased(pool, session="s", prompt=list(range(100)))
-        name = first.engine_id
+        name = first.engine.id
         first.release()
         for _ in range(3):
             again = await leased(pool, session="s", prompt=list(range(100)))
-            assert again.engine_id == name
+            assert again.engine.id == name
             again.release()
 
 
@@ -464,7 +464,7 @@ async def test_who_does_not_speak_as_he_should_is_sent_away_and_counted(
     async with yard(tmp_path) as there, gateway(there) as pool:
         heard: list[Any] = []
         stranger = closing(
-            DealerSocket(there.endpoint, lambda data: heard.append(read_for_gateway(data)), lambda _: None)
+            DealerSocket(there.endpoint, lambda data: heard.append(decode_for_gateway(data)), lambda _: None)
         )
         for word in words:
             stranger.send(word)
@@ -479,15 +479,15 @@ async def test_a_worker_that_enlists_is_used_and_one_that_goes_is_forgotten(tmp_
     made = Yard(tmp_path, [])
     await made.start()
     closing(made)
-    async with working(pace=PATIENT) as worker, gateway(made) as pool:
-        from modelyard.workers.worker_process import _offer
+    async with working(heartbeat=PATIENT) as worker, gateway(made) as pool:
+        from modelyard.workers.worker_process import _register
 
         loading = made.scheduler.load("demo")
-        offering = asyncio.create_task(_offer(worker, made.endpoint, None, BRISK))
+        offering = asyncio.create_task(_register(worker, made.endpoint, None, BRISK))
         try:
             await asyncio.wait_for(loading, DEADLINE_S)
             (await leased(pool)).release()
         finally:
             offering.cancel()
             await asyncio.gather(offering, return_exceptions=True)
-        await until(lambda: made.crew._enlisted == {})
+        await until(lambda: made.crew._registered == {})

@@ -149,7 +149,7 @@ async def test_an_error_in_the_middle_reaches_both(table: Table) -> None:
 
 
 async def test_a_run_that_grew_too_long_is_not_joined(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("modelyard.workers.dedup._LONGEST", 2)
+    monkeypatch.setattr("modelyard.workers.dedup._MAX_CHUNKS", 2)
     first = table.ask()
     for token in range(3):
         table.engine.jobs[0].put_many([Tokens([token])])

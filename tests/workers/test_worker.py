@@ -35,7 +35,8 @@ from modelyard.workers.messages import (
 )
 from modelyard.workers.packing import pack_ids
 from modelyard.workers.transport import generate_keys
-from modelyard.workers.worker import Worker, open_engine_message
+from modelyard.workers.worker import Worker
+from modelyard.workers.messages import open_engine_message
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
@@ -98,7 +99,7 @@ async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
         asked = Request(model="m", messages=(Turn("user", (Text("Good morning."),)),))
         assert await chat.count(asked) > 0
         with pytest.raises(Unsupported):
-            await session.ask(lambda id: EmbedTokens(id, "c", []))
+            await session.call(lambda id: EmbedTokens(id, "c", []))
         assert collect_reply(await read(chat.chat(asked))).text == "Good morning."
 
 
@@ -246,7 +247,7 @@ async def test_random_frames_to_a_worker_never_stop_it(closing: Closing) -> None
 
 
 async def test_a_client_that_falls_silent_is_forgotten_with_what_ran_for_it(closing: Closing) -> None:
-    async with working(pace=HASTY) as worker:
+    async with working(heartbeat=HASTY) as worker:
         silent = closing(Stranger(worker.endpoint))
         silent.say(Hello(VERSION, "silent"))
         silent.say(open_engine_message("e", "fake", spec(**ENDLESS)))
@@ -269,13 +270,13 @@ async def test_a_client_that_leaves_takes_its_requests_with_it() -> None:
 
 async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests(closing: Closing) -> None:
     async with working() as worker:
-        session = closing(WorkerSession(worker.endpoint, "client", pace=PATIENT))
-        await session.meet()
+        session = closing(WorkerSession(worker.endpoint, "client", heartbeat=PATIENT))
+        await session.connect()
         engine = await opened(session, **ENDLESS)
         job = engine.generate(prompt())
         await read_until(job, Tokens)
-        session._pace, session._pulse = HASTY, type(session._pulse)(HASTY.patience)
-        worker._do = {**worker._do, Heartbeat: lambda *_: None}
+        session._heartbeat, session._monitor = HASTY, type(session._monitor)(HASTY.worker_misses)
+        worker._handlers = {**worker._handlers, Heartbeat: lambda *_: None}
         session._timer.cancel()
         session._tick()
         last = end(await asyncio.wait_for(read(job), DEADLINE_S))
@@ -290,14 +291,14 @@ async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests(closing:
 
 async def test_while_an_engine_loads_nobody_is_impatient(closing: Closing) -> None:
     async with working() as worker:
-        session = closing(WorkerSession(worker.endpoint, "client", pace=HASTY))
-        await session.meet()
+        session = closing(WorkerSession(worker.endpoint, "client", heartbeat=HASTY))
+        await session.connect()
         gate = asyncio.Event()
-        worker._do = {**worker._do, Heartbeat: lambda *_: None, OpenEngine: _late(worker, gate)}
+        worker._handlers = {**worker._handlers, Heartbeat: lambda *_: None, OpenEngine: _late(worker, gate)}
         opening = asyncio.create_task(opened(session, echo=True))
-        for _ in range(4 * HASTY.patience):
-            await asyncio.sleep(HASTY.beat_s)
-        assert not session.over
+        for _ in range(4 * HASTY.worker_misses):
+            await asyncio.sleep(HASTY.interval_s)
+        assert not session.is_lost
         gate.set()
         await opening
         await session.close()
@@ -307,7 +308,7 @@ def _late(worker: Worker, gate: asyncio.Event) -> Any:
     def open_(peer: Any, order: OpenEngine) -> None:
         async def wait() -> None:
             await gate.wait()
-            worker._open(peer, order)
+            worker._on_open(peer, order)
 
         worker._spawn(wait())
 
@@ -321,7 +322,7 @@ async def test_forgetting_a_client_is_answered_when_its_places_are_free() -> Non
         jobs = [engine.generate(prompt(f"{i}")) for i in range(3)]
         for job in jobs:
             await read_until(job, Tokens)
-        await two.ask(lambda id: DropClient(id, "dead"))
+        await two.call(lambda id: DropClient(id, "dead"))
         assert engine_running(worker) == 0
 
 
@@ -336,13 +337,13 @@ async def test_a_reader_that_lags_holds_back_its_own_stream_only() -> None:
         slow = engine.generate(prompt(max_tokens=50_000))
         quick = engine.generate(prompt(max_tokens=3000))
         assert len(ids(await read(quick))) == 3000
-        await until(lambda: bool(next(iter(worker._peers.values())).held))
+        await until(lambda: bool(next(iter(worker._peers.values())).paused))
         held = session._requests[1]
-        assert held.held
-        waiting = len(held.box._waiting)
+        assert held.is_paused
+        waiting = len(held.queue._waiting)
         quick = engine.generate(prompt(max_tokens=3000))
         assert len(ids(await read(quick))) == 3000
-        assert len(held.box._waiting) - waiting < 1024, "it went on though nobody read"
+        assert len(held.queue._waiting) - waiting < 1024, "it went on though nobody read"
         chunks = await read(slow)
         assert len(ids(chunks)) == end(chunks).usage.output == 50_000
 
@@ -353,7 +354,7 @@ async def test_what_a_held_request_had_to_say_is_dropped_when_it_is_cancelled() 
             session, caches={"main": CacheInfo(200_000, 4)}, script=[{"steps": [{"tokens": 90_000}]}], token_delay=1e-9
         )
         slow = engine.generate(prompt(max_tokens=90_000))
-        await until(lambda: bool(next(iter(worker._peers.values())).held))
+        await until(lambda: bool(next(iter(worker._peers.values())).paused))
         slow.cancel()
         assert end(await read(slow)).reason == "cancelled"
         assert engine_running(worker) == 0
@@ -367,12 +368,12 @@ async def test_a_client_that_does_not_read_at_all_stops_its_own_streams() -> Non
         )
         same = await opened(other, "e")
         peer = next(p for p in worker._peers.values() if p.name == "deaf")
-        sent, worker._listener.send = worker._listener.send, lambda who, data: who != peer.identity and sent(who, data)
+        sent, worker._socket.send = worker._socket.send, lambda who, data: who != peer.identity and sent(who, data)
         job = engine.generate(prompt(max_tokens=60_000))
         await until(lambda: bool(peer.backlog))
         assert len(ids(await read(same.generate(prompt(max_tokens=2000))))) == 2000
         assert len(peer.backlog) < 10
-        worker._listener.send = sent
+        worker._socket.send = sent
         assert len(ids(await read(job))) == 60_000
 
 
@@ -384,10 +385,10 @@ async def test_one_turn_of_the_loop_is_one_frame_a_client(closing: Closing) -> N
         await until(lambda: bool(worker.engines))
         data = [encode(AddRequest("e", InferRequest(i, pack_ids(prompt().ids), max_tokens=50))) for i in range(8)]
         for each in data:
-            worker._heard(next(iter(worker._peers)), each)
+            worker._on_data(next(iter(worker._peers)), each)
         await until(lambda: any(isinstance(word, UpdateBatch) for word in stranger.heard))
         (frame,) = [word for word in stranger.heard if isinstance(word, UpdateBatch)]
-        assert {item.request_id for item in frame.items} == set(range(8))
+        assert {item.request_id for item in frame.updates} == set(range(8))
         assert isinstance(stranger.heard[0], Welcome)
         await stranger.close()
 
@@ -401,7 +402,7 @@ async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> N
         job = engine.generate(prompt())
         chunks = await read_until(job, Tokens)
         draining = asyncio.create_task(worker.drain(DEADLINE_S))
-        await until(lambda: session.leaving)
+        await until(lambda: session.is_draining)
         assert engine.lost.done()
         assert isinstance(end(await read(engine.generate(prompt()))).error, Unavailable)
         chunks += await read(job)

@@ -59,9 +59,9 @@ class SharedEngines:
             await self._engines.popitem()[1].close()
 
 
-async def open_engine(subject: Subject, window: int, parallel: int, slow: bool) -> TextEngine:
+async def open_engine(subject: Subject, window: int, parallel: int, slow: bool, file: Path | None = None) -> TextEngine:
     caches = {"main": CacheInfo(window, parallel), "fast": CacheInfo(window, parallel)}
-    engine = subject.create(caches, slow=slow)
+    engine = subject.create(caches, slow=slow, file=file)
     await engine.open(lambda *_: None)
     return engine
 
@@ -91,9 +91,11 @@ async def opened(subject: Subject, shared_engines: SharedEngines) -> AsyncIterat
     """Returns an open engine without KV of earlier tests. Do not close it: `fresh` is for tests that do."""
     closing: list[TextEngine] = []
 
-    async def open_(window: int = 512, parallel: int = 2, *, slow: bool = False) -> TextEngine:
-        if window != 512 or subject in [SUBJECTS[name] for name in _UNSHARED]:
-            closing.append(engine := await open_engine(subject, window, parallel, slow))
+    async def open_(
+        window: int = 512, parallel: int = 2, *, slow: bool = False, file: Path | None = None
+    ) -> TextEngine:
+        if window != 512 or file is not None or subject in [SUBJECTS[name] for name in _UNSHARED]:
+            closing.append(engine := await open_engine(subject, window, parallel, slow, file))
             return engine
         engine = await shared_engines.get(subject, window, parallel, slow)
         await engine.control(Control("evict"))

@@ -158,7 +158,7 @@ async def test_progress_of_a_long_prompt_increases_up_to_its_length(subject: Sub
 
 @pytest.mark.parametrize("pattern", ["一二三四五", "🎉🚀"])
 async def test_characters_of_several_tokens_are_decoded(subject: Subject, opened: Open, pattern: str) -> None:
-    engine = await opened()
+    engine = await opened(file=subject.fluent_file)
     text = subject.prompt_for(pattern)
     spelled = subject.tokenizer.encode(pattern)
     assert len(spelled) > len(pattern), "the pattern needs characters of several tokens"

@@ -30,7 +30,7 @@ from modelyard.engines.litellm import Options
 from modelyard.engines.litellm.engine import LiteLlmEngine, completion_arguments
 from modelyard.engines.upstream import forwarding
 from modelyard.plugins import MissingLibrary
-from modelyard.server.model_definition import define
+from modelyard.server.model_definition import define_model
 
 REQUEST = Request(model="any", messages=(Message("user", (Text("Hello"),)),), max_tokens=9)
 
@@ -170,7 +170,7 @@ def test_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
         litellm.verify()
     model = {"backend": "litellm", "litellm_model": "openai/gpt"}
     config = load_config(env={}, overrides={"models": {"any": model}}).config
-    made = define(config.router().catalog.models["any"], config.models["any"])
+    made = define_model(config.router().catalog.models["any"], config.models["any"])
     assert made.model.fault is not None
     assert "modelyard[litellm]" in made.model.fault.message
 

@@ -29,9 +29,9 @@ from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.workers.client import WorkerSession, remote_engine
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
-from modelyard.workers.worker import open_engine_message
+from modelyard.workers.messages import open_engine_message
 
-PATIENT = HeartbeatConfig(patience=1000)
+PATIENT = HeartbeatConfig(worker_misses=1000)
 BLOCK = 32  # the CPU build takes multiples of 32 only
 _ROOT = Path(__file__).parents[3]
 _START_S = 120.0
@@ -123,9 +123,9 @@ class SharedVllmEngine:
         self._over = False
 
     async def open(self, progress: OnProgress) -> None:
-        self._session = session = WorkerSession(_worker(), f"gateway-{self._id}", pace=PATIENT)
+        self._session = session = WorkerSession(_worker(), f"gateway-{self._id}", heartbeat=PATIENT)
         async with asyncio.timeout(_START_S):
-            await session.meet()
+            await session.connect()
         opened = await session.open(open_engine_message(self._id, "vllm", self._spec), progress)
         self.info = opened.info
         self._engine = remote_engine(session, opened, self.lost)

@@ -100,9 +100,7 @@ def test_progress_reaches_the_end(added: str):
         ("missing", "ct2", None, "missing"),
     ],
 )
-def test_an_unsupported_conversion_is_an_error_with_the_alternatives(
-    added: str, name: str, to: str, quantization: str | None, message: str
-):
+def test_an_unsupported_conversion_is_an_error(added: str, name: str, to: str, quantization: str | None, message: str):
     with pytest.raises(ModelyardError, match=message):
         convert(name, to, quantization=quantization)
 
