@@ -106,10 +106,10 @@ class AdminService:
         if not isinstance(self._pool, RemotePool):
             return
         folder = cache_dir() / "tokenizers"
-        told = await self._pool.fetch_tokenizer(model, await asyncio.to_thread(cached_tokenizers, folder))
-        if told is None:
+        found = await self._pool.fetch_tokenizer(model, await asyncio.to_thread(cached_tokenizers, folder))
+        if found is None:
             return
-        place = await asyncio.to_thread(store_tokenizer, folder, told.tokenizer, told.files)
+        place = await asyncio.to_thread(store_tokenizer, folder, found.tokenizer, found.files)
         settings = config.models[model].model_copy(update={"tokenizer_path": str(place)})
         entry = config.router().catalog.models[model]
         found = (await asyncio.to_thread(define_model, entry, settings)).model

@@ -15,7 +15,7 @@ from modelyard.engines.llama_cpp.estimate import format_size
 from modelyard.router.catalog import ModelEntry
 from modelyard.telemetry import system
 
-__all__ = ["ModelMemory", "estimate_memory", "estimate_all", "format_size", "available_memory", "describe_memory"]
+__all__ = ["ModelMemory", "available_memory", "describe_memory", "estimate_all", "estimate_memory", "format_size"]
 
 
 class ModelMemory(Struct, frozen=True):

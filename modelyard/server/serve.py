@@ -72,8 +72,8 @@ async def _serve_one(config: Config, load: ConfigLoader, scheduler: str | None =
         await pool.wait_ready(_SCHEDULER_WAIT_S)
     built = compose(config, load=load, pool=pool, on_ready=lambda: _announce(config, listener))
     if pool is not None:
-        pool.on_config_change, pool.on_new_engine = built.admin.follow, built.admin.learn
-        built.admin.learn_all()
+        pool.on_config_change, pool.on_new_engine = built.admin.follow, built.admin.fetch_tokenizer
+        built.admin.fetch_tokenizers()
     server = front.make_server(built.app, config.http, built.stop)
     # A single process does not share its port: with SO_REUSEPORT a second server would take half of the requests.
     listener = listen(config.http.host, config.http.port, shared=INDEX_VARIABLE in os.environ)
