@@ -41,7 +41,7 @@ def main() -> int:
 
 def build(folder: Path) -> None:
     with file_lock(
-        folder.parent / f".{folder.name}.lock", lambda: _log("another process is creating it: waiting for it")
+        folder.parent / f".{folder.name}.lock", lambda: _log("another process creates it: waiting")
     ):
         if vllm_env.is_ready(folder):
             return

@@ -148,7 +148,9 @@ class AdminService:
             return load_config()
         except ConfigError as error:
             problems = "; ".join(str(problem) for problem in error.problems)
-            raise InvalidRequest(f"the configuration has errors, the old one stays: {problems}", code="config") from None
+            raise InvalidRequest(
+                f"the configuration has errors, the old one stays: {problems}", code="config"
+            ) from None
 
     def _replace(self, loaded: LoadedConfig, definitions: Mapping[str, ModelDefinition]) -> ReloadResult:
         """Without await: every request sees either the old configuration or the new one."""

@@ -90,7 +90,9 @@ def model_spec(
         return engine
 
     def estimate(available: AvailableMemory) -> MemoryEstimate:
-        estimated: MemoryEstimate = plugins.load("engines", entry.backend).estimate(engine_spec(entry, settings), available)
+        estimated: MemoryEstimate = plugins.load("engines", entry.backend).estimate(
+            engine_spec(entry, settings), available
+        )
         return estimated
 
     ttl = settings.idle_ttl_s if settings.idle_ttl_s is not None else config.scheduler.idle_ttl_s

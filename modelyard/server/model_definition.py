@@ -117,7 +117,9 @@ def _text_pipeline(
         ("tools", "described as text, calls in the hermes format" if renderer.describes_tools else "by the template"),
     ]
     tools_format = with_hermes_calls(format) if renderer.describes_tools else None
-    return TextPipeline(renderer, tokenizer, format, tuple(sorted(tokenizer.eos | stops)), tools_format, stop_strings=stop_strings)
+    return TextPipeline(
+        renderer, tokenizer, format, tuple(sorted(tokenizer.eos | stops)), tools_format, stop_strings=stop_strings
+    )
 
 
 def _template(

@@ -88,9 +88,7 @@ async def _serve_one(config: Config, load: ConfigLoader, scheduler: str | None =
 
 def _announce(config: Config, listener: socket.socket) -> None:
     """Called when signal handlers and peer sockets are ready: people and programs wait for this line."""
-    log.announce(
-        config.http.host, listener.getsockname()[1], config.http.ssl_certfile is not None, list(config.models)
-    )
+    log.announce(config.http.host, listener.getsockname()[1], config.http.ssl_certfile is not None, list(config.models))
 
 
 async def _files(load: ConfigLoader) -> tuple[Path, ...]:
@@ -98,7 +96,9 @@ async def _files(load: ConfigLoader) -> tuple[Path, ...]:
     return tuple(source for source in loaded.source if isinstance(source, Path))
 
 
-def _serve_supervised(config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None) -> int:
+def _serve_supervised(
+    config: Config, path: Path | None, http: Mapping[str, Any], debug: bool, scheduler: str | None
+) -> int:
     held = reserve_port(config.http.host, config.http.port)
     port = held.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
