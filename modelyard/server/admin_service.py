@@ -112,9 +112,9 @@ class AdminService:
         place = await asyncio.to_thread(store_tokenizer, folder, found.tokenizer, found.files)
         settings = config.models[model].model_copy(update={"tokenizer_path": str(place)})
         entry = config.router().catalog.models[model]
-        found = (await asyncio.to_thread(define_model, entry, settings)).model
+        defined = (await asyncio.to_thread(define_model, entry, settings)).model
         if self._config is config:  # otherwise the configuration was reloaded meanwhile
-            self._gateway.models = {**self._gateway.models, model: found}
+            self._gateway.models = {**self._gateway.models, model: defined}
             log.info("fetched the tokenizer of %s from its worker", model)
 
     async def close(self) -> None:

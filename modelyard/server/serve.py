@@ -70,7 +70,7 @@ async def _serve_one(config: Config, load: ConfigLoader, scheduler: str | None =
     pool = None if scheduler is None else gateway_pool(config, scheduler)
     if pool is not None:
         await pool.wait_ready(_SCHEDULER_WAIT_S)
-    built = compose(config, load=load, pool=pool, on_ready=lambda: _announce(config, listener))
+    built = compose(config, load_config=load, pool=pool, on_ready=lambda: _announce(config, listener))
     if pool is not None:
         pool.on_config_change, pool.on_new_engine = built.admin.follow, built.admin.fetch_tokenizer
         built.admin.fetch_tokenizers()

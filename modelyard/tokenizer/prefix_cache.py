@@ -71,8 +71,9 @@ class TokenCache:
         self._cut_ids = frozenset(self.cuts.values())
         self._pattern = spelling_pattern(self.cuts, group=True)
         self._specials = spelling_pattern((s for s in tokenizer.specials if len(s) > 1), group=True)
-        is_splittable = isinstance(tokenizer, SplittableTokenizer)
-        self._plain_inside = tokenizer.encode_plain_inside if is_splittable else tokenizer.encode_plain
+        self._plain_inside = tokenizer.encode_plain
+        if isinstance(tokenizer, SplittableTokenizer):
+            self._plain_inside = tokenizer.encode_plain_inside
         self._words: WordCache | None = getattr(tokenizer, "words", None)
         self._cache = TwoGenerationCache(limit_bytes)
         self._last: tuple[str, list[str]] = ("", [""])

@@ -468,11 +468,5 @@ def remote_engine(
     session: WorkerSession, opened: EngineOpened, lost: EngineLoss | None = None
 ) -> RemoteTextEngine | RemoteChatEngine:
     """`lost` is the future to use as the engine's. Only an embedding engine has `embed`; the gateway checks for it."""
-    kind = (
-        RemoteChatEngine
-        if opened.kind == "chat"
-        else RemoteEmbeddingEngine
-        if opened.embeds
-        else RemoteTextEngine
-    )
+    kind = RemoteChatEngine if opened.kind == "chat" else RemoteEmbeddingEngine if opened.embeds else RemoteTextEngine
     return kind(session, opened.engine, opened.info, lost)

@@ -72,9 +72,7 @@ class SharedRun:
         self._source.forward_to(self._on_chunks)
 
     def join(self) -> GenerationQueue[Chunk]:
-        reader: GenerationQueue[Chunk] = GenerationQueue(
-            on_cancel=lambda: self._leave(reader), on_drained=self._resume
-        )
+        reader: GenerationQueue[Chunk] = GenerationQueue(on_cancel=lambda: self._leave(reader), on_drained=self._resume)
         if self._chunks:
             reader.put_many(self._chunks)
         self._readers.append(reader)

@@ -26,7 +26,7 @@ from modelyard.server.serve import needs_scheduler
 from tests.library.convert.tiny import write_model
 from tests.library.files import write_gguf
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 DEMO = ("--config", str(CONFIGS / "demo.toml"))
 BROKEN = """
 [http]

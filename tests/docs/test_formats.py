@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.scanner.formats import load, names
-from modelyard.scanner.lexer import markers
+from modelyard.scanner.lexer import all_markers
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "formats.md").read_text()
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", PAGE, re.MULTILINE))
@@ -22,7 +22,7 @@ def test_every_format_has_a_row_and_every_row_a_format() -> None:
 def test_a_row_shows_how_reasoning_and_calls_begin(name: str) -> None:
     form, row = load(name), ROWS[name].replace("\\|", "|")
     shown = re.findall(r"`([^`]+)`", row)
-    known = (*markers(form), *form.naked)
+    known = (*all_markers(form), *form.bare_markers)
     assert shown or not known
     for text in shown:
         assert text in names() or any(text.startswith(k) or k in text or k.startswith(text) for k in known), text

@@ -1,19 +1,32 @@
+"""Which tool a call means, and the input of custom tools."""
+
 from __future__ import annotations
 
 import pytest
 
 from modelyard.core.request import Tool
-from modelyard.scanner.calls import free_text, offered, takes
+from modelyard.scanner.calls import accepts, custom_input, tools_by_name
+
+ADD = Tool("add", parameters={"properties": {"a": {}, "b": {}}, "required": ["a"]})
 
 
 def test_a_tool_is_found_by_every_name_a_model_may_use() -> None:
-    read, now, cloud = Tool("read", namespace="fs"), Tool("now"), Tool("web", kind="server")
-    assert offered([read, now, cloud]) == {"read": read, "fs.read": read, "fs__read": read, "now": now}
+    read, now, cloud = (
+        Tool("read", namespace="fs"),
+        Tool("now"),
+        Tool("web", kind="server"),
+    )
+    assert tools_by_name([read, now, cloud]) == {
+        "read": read,
+        "fs.read": read,
+        "fs__read": read,
+        "now": now,
+    }
 
 
-def test_the_first_of_two_tools_with_one_name_wins() -> None:
+def test_the_first_of_two_tools_with_the_same_name_wins() -> None:
     one, two = Tool("read", namespace="a"), Tool("read", namespace="b")
-    found = offered([one, two])
+    found = tools_by_name([one, two])
     assert (found["read"], found["b.read"]) == (one, two)
 
 
@@ -28,15 +41,12 @@ def test_the_first_of_two_tools_with_one_name_wins() -> None:
         ('{"a": "x", "b": "y"}', '{"a": "x", "b": "y"}'),
     ],
 )
-def test_free_text_is_the_one_string_inside(arguments: str, text: str) -> None:
-    assert free_text(arguments) == text
-
-
-ADD = Tool("add", parameters={"properties": {"a": {}, "b": {}}, "required": ["a"]})
+def test_the_input_of_a_custom_tool_is_the_only_string_inside(arguments: str, text: str) -> None:
+    assert custom_input(arguments) == text
 
 
 @pytest.mark.parametrize(
-    ("arguments", "fits"),
+    ("arguments", "is_accepted"),
     [
         ({"a": 1}, True),
         ({"a": 1, "b": 2}, True),
@@ -46,5 +56,5 @@ ADD = Tool("add", parameters={"properties": {"a": {}, "b": {}}, "required": ["a"
         ({}, False),
     ],
 )
-def test_arguments_fit_a_tool_that_knows_them_all_and_misses_none(arguments: object, fits: bool) -> None:
-    assert takes(ADD, arguments) is fits
+def test_a_tool_accepts_arguments_if_it_knows_all_and_none_is_missing(arguments: object, is_accepted: bool) -> None:
+    assert accepts(ADD, arguments) is is_accepted

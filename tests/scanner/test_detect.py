@@ -1,11 +1,13 @@
+"""Detection by setting, template and name, and formats with the calls of Hermes."""
+
 from __future__ import annotations
 
 import pytest
 
 from modelyard.plugins import UnknownPlugin
-from modelyard.scanner.detect import Detected, detect, taught
+from modelyard.scanner.detect import DetectedFormat, detect, with_hermes_calls
 from modelyard.scanner.formats import load, names
-from tests.scanner.reading import Heard, scan
+from tests.scanner.helpers import ScannedBlock, scan
 
 QWEN3 = "{%- if tools %}<tool_call>{{ x }}</tool_call>{% endif %}<think>\n"
 CODER = "<tool_call>\n<function=a>\n<parameter=b>\n</tool_call><think>"
@@ -40,42 +42,45 @@ def test_the_setting_wins_over_the_template_and_the_template_over_the_name(
     assert detect(setting, template, name).format == format
 
 
-def test_it_says_why() -> None:
-    assert detect("think", "", "") == Detected("think", "set in the configuration")
-    assert detect(None, CODER, "").why == "the chat template holds <function= and <parameter="
-    assert detect(None, "", "gpt-oss-20b").why == "the model's name holds 'gpt-oss'"
-    assert detect(None, "", "x").why == "no sign of any other"
+def test_the_reason_is_given() -> None:
+    assert detect("think", "", "") == DetectedFormat("think", "set in the configuration")
+    assert detect(None, CODER, "").why == "the chat template contains <function= and <parameter="
+    assert detect(None, "", "gpt-oss-20b").why == "the model name contains 'gpt-oss'"
+    assert detect(None, "", "x").why == "nothing else fits"
 
 
 def test_an_unknown_setting_lists_the_known_ones() -> None:
-    with pytest.raises(UnknownPlugin, match=r"'hermez' is not one of .*hermes, .*plain, .*Did you mean 'hermes'"):
+    with pytest.raises(
+        UnknownPlugin,
+        match=r"'hermez' is not one of .*hermes, .*plain, .*Did you mean 'hermes'",
+    ):
         detect("hermez", "", "")
 
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("name", names())
-def test_a_model_that_was_told_how_to_call_is_understood(name: str) -> None:
-    heard = scan([f"I look.\n{CALL}\nDone."], taught(load(name)))
-    assert [(block.kind, block.name) for block in heard if block.kind == "tool_call"] == [("tool_call", "now")]
-    assert not any("tool_call" in block.text for block in heard)
+def test_every_format_can_read_the_calls_of_hermes() -> None:
+    for name in names():
+        blocks = scan([f"I look.\n{CALL}\nDone."], with_hermes_calls(load(name)))
+        assert [block.name for block in blocks if block.kind == "tool_call"] == ["now"], name
+        assert not any("tool_call" in block.text for block in blocks), name
 
 
-def test_a_taught_format_keeps_its_own_markers() -> None:
-    form = taught(load("think"))
+def test_a_format_with_hermes_calls_keeps_its_own_markers() -> None:
+    form = with_hermes_calls(load("think"))
     assert scan([f"<reasoning>hm</reasoning>{CALL}"], form) == [
-        Heard("thinking", "hm"),
-        Heard("tool_call", "{}", "now"),
+        ScannedBlock("thinking", "hm"),
+        ScannedBlock("tool_call", "{}", "now"),
     ]
-    assert scan(["<text>a\n\n</text>"], taught(load("plain"))) == [Heard("text", "a\n\n")]
+    assert scan(["<text>a\n\n</text>"], with_hermes_calls(load("plain"))) == [ScannedBlock("text", "a\n\n")]
 
 
-def test_a_family_that_uses_the_same_marker_otherwise_is_still_read() -> None:
+def test_a_marker_with_two_meanings_is_read_in_both() -> None:
     own = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
-    assert scan([own, CALL], taught(load("qwen3_coder"))) == [Heard("tool_call", "{}", "now")] * 2
+    assert scan([own, CALL], with_hermes_calls(load("qwen3_coder"))) == [ScannedBlock("tool_call", "{}", "now")] * 2
 
 
-def test_a_format_is_taught_once() -> None:
-    assert taught(load("hermes")) is load("hermes")
-    assert taught(load("plain")) is taught(load("plain"))
+def test_a_format_with_hermes_calls_is_built_once() -> None:
+    assert with_hermes_calls(load("hermes")) is load("hermes")
+    assert with_hermes_calls(load("plain")) is with_hermes_calls(load("plain"))

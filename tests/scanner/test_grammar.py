@@ -1,4 +1,4 @@
-"""Each family's grammar takes what the family writes and nothing else, and whatever it lets through is a call."""
+"""The grammar of each family accepts what the family writes and nothing else, and whatever it accepts is a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from modelyard.core.output_format import GrammarContext
 from modelyard.core.request import Constraint, Tool, ToolChoice
 from modelyard.scanner import parse
 from modelyard.scanner.formats import load, names
-from modelyard.scanner.grammar import Lark, after_reasoning
+from modelyard.scanner.grammar import LarkBuilder, after_reasoning
 from tests.scanner.patches import APPLY_PATCH, PATCH, is_patch
 
 llguidance = pytest.importorskip("llguidance")
@@ -28,7 +28,13 @@ SCHEMA = {
         "spots": {"type": "array", "items": {"$ref": "#/$defs/spot"}, "maxItems": 2},
     },
     "required": ["city", "days"],
-    "$defs": {"spot": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+    "$defs": {
+        "spot": {
+            "type": "object",
+            "properties": {"x": {"type": "number"}},
+            "required": ["x"],
+        }
+    },
 }
 TOOLS = (
     Tool("get_weather", parameters=SCHEMA),
@@ -37,8 +43,8 @@ TOOLS = (
 )
 REQUIRED, AUTO = ToolChoice("required"), ToolChoice()
 
-# format → (its tokens, reasoning, how two calls follow each other, the trigger)
-SPOKEN: dict[str, tuple[list[str], tuple[str, str], list[str], str]] = {
+# format → (its tokens, its reasoning tags, two calls in sequence, the trigger)
+EXAMPLES: dict[str, tuple[list[str], tuple[str, str], list[str], str]] = {
     "hermes": (
         ["<think>", "</think>", "<tool_call>", "</tool_call>"],
         ("<think>", "</think>\n\n"),
@@ -156,7 +162,14 @@ SPOKEN: dict[str, tuple[list[str], tuple[str, str], list[str], str]] = {
         "",
     ),
     "harmony": (
-        ["<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"],
+        [
+            "<|start|>",
+            "<|channel|>",
+            "<|message|>",
+            "<|constrain|>",
+            "<|end|>",
+            "<|call|>",
+        ],
         ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
         [
             '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Rome", "days": 3, '
@@ -165,23 +178,34 @@ SPOKEN: dict[str, tuple[list[str], tuple[str, str], list[str], str]] = {
         "<|channel|>commentary to=functions.",
     ),
 }
-WANTED = [("get_weather", {"city": "Rome", "days": 3, "spots": [{"x": 1.5}]}), ("now", {})]
-# Mistral's older generations have no token before the arguments, and a list of objects instead.
+WANTED = [
+    ("get_weather", {"city": "Rome", "days": 3, "spots": [{"x": 1.5}]}),
+    ("now", {}),
+]
+# The older generations of Mistral have no token before the arguments and write a list of objects.
 OLD_MISTRAL = (
     '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}, {"name": "now", "arguments": {}}]'
 )
 
 
-class Letters:
-    """A vocabulary of bytes, further texts, and the tokens of a family, which no text spells."""
+class ByteVocabulary:
+    """A vocabulary of bytes, further texts, and the special tokens of a family."""
 
-    def __init__(self, tokens: list[str], texts: tuple[str, ...] = (), letters: bytes = bytes(range(256))) -> None:
-        ordinary = [*(bytes([byte]) for byte in letters), *(text.encode() for text in texts)]
+    def __init__(
+        self,
+        tokens: list[str],
+        texts: tuple[str, ...] = (),
+        single_bytes: bytes = bytes(range(256)),
+    ) -> None:
+        ordinary = [
+            *(bytes([byte]) for byte in single_bytes),
+            *(text.encode() for text in texts),
+        ]
         self.tokens = [*ordinary, *(token.encode() for token in tokens), b"<eos>"]
         self.special_token_ids = list(range(len(ordinary), len(self.tokens)))
         self.eos_token_id, self.bos_token_id = len(self.tokens) - 1, None
         self.specials = {token: len(ordinary) + at for at, token in enumerate(tokens)}
-        self._ids = {bytes([byte]): at for at, byte in enumerate(letters)}
+        self._ids = {bytes([byte]): at for at, byte in enumerate(single_bytes)}
 
     def __call__(self, text: bytes | str) -> list[int]:
         raw = text if isinstance(text, bytes) else text.encode()
@@ -198,20 +222,32 @@ class Letters:
         return matcher
 
 
-def takes(format: str, text: str, *, tokens: list[str], choice: ToolChoice = REQUIRED, **place: Any) -> bool:
-    letters = Letters(tokens)
+def accepts(
+    format: str,
+    text: str,
+    *,
+    tokens: list[str],
+    choice: ToolChoice = REQUIRED,
+    **context: Any,
+) -> bool:
+    vocabulary = ByteVocabulary(tokens)
     made = load(format).grammar
-    constraint = made(TOOLS, choice, GrammarContext(letters.specials, **place)) if made else None
+    constraint = made(TOOLS, choice, GrammarContext(vocabulary.specials, **context)) if made else None
     assert constraint is not None
-    ids, matcher = letters.ids(text), letters.matcher(constraint)
+    ids, matcher = vocabulary.ids(text), vocabulary.matcher(constraint)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
-# Mistral's generations are told apart by their tokens: spelled out, they would be one.
-SPELLINGS = [(name, by_token) for name in sorted(SPOKEN) for by_token in (True, False) if by_token or name != "mistral"]
+# The generations of Mistral differ in their tokens: without them they would be the same.
+SPELLINGS = [
+    (name, by_token) for name in sorted(EXAMPLES) for by_token in (True, False) if by_token or name != "mistral"
+]
 
 
-@pytest.fixture(params=SPELLINGS, ids=[f"{name}-{'tokens' if by else 'spellings'}" for name, by in SPELLINGS])
+@pytest.fixture(
+    params=SPELLINGS,
+    ids=[f"{name}-{'tokens' if by else 'spellings'}" for name, by in SPELLINGS],
+)
 def spelling(request: pytest.FixtureRequest) -> tuple[str, bool]:
     name, by_token = request.param
     return str(name), bool(by_token)
@@ -225,63 +261,70 @@ def format(spelling: tuple[str, bool]) -> str:
 @pytest.fixture
 def tokens(spelling: tuple[str, bool]) -> list[str]:
     name, by_token = spelling
-    return SPOKEN[name][0] if by_token else []
+    return EXAMPLES[name][0] if by_token else []
 
 
-def test_the_families_that_people_run_most_have_a_grammar() -> None:
-    assert {name for name in names() if load(name).grammar} >= set(SPOKEN)
+def test_the_most_used_families_have_a_grammar() -> None:
+    assert {name for name in names() if load(name).grammar} >= set(EXAMPLES)
 
 
-def test_it_takes_what_the_family_writes_and_the_scanner_reads(format: str, tokens: list[str]) -> None:
-    raw = "".join(SPOKEN[format][2])
-    assert takes(format, raw, tokens=tokens)
+def test_it_accepts_what_the_family_writes_and_the_scanner_reads(format: str, tokens: list[str]) -> None:
+    raw = "".join(EXAMPLES[format][2])
+    assert accepts(format, raw, tokens=tokens)
     calls = [(call.name, json.loads(call.arguments)) for call in parse(raw, format=format, tools=TOOLS).tool_calls]
     assert calls == WANTED[: len(calls)]
     assert calls
 
 
 def test_reasoning_may_come_first(format: str, tokens: list[str]) -> None:
-    _, (opening, closing), calls, _ = SPOKEN[format]
-    assert takes(format, f"{opening}Let me see.{closing}{''.join(calls)}", tokens=tokens)
-    assert not takes(format, f"Let me see.{closing}{''.join(calls)}", tokens=tokens)
+    _, (opening, closing), calls, _ = EXAMPLES[format]
+    assert accepts(format, f"{opening}Let me see.{closing}{''.join(calls)}", tokens=tokens)
+    assert not accepts(format, f"Let me see.{closing}{''.join(calls)}", tokens=tokens)
 
 
-def test_reasoning_that_the_prompt_opened_is_closed_first(format: str, tokens: list[str]) -> None:
-    _, (_, closing), calls, _ = SPOKEN[format]
-    assert takes(format, f"Let me see.{closing}{''.join(calls)}", tokens=tokens, thinking=True)
-    assert not takes(format, "".join(calls), tokens=tokens, thinking=True)
+def test_open_reasoning_is_closed_first(format: str, tokens: list[str]) -> None:
+    _, (_, closing), calls, _ = EXAMPLES[format]
+    assert accepts(format, f"Let me see.{closing}{''.join(calls)}", tokens=tokens, thinking=True)
+    assert not accepts(format, "".join(calls), tokens=tokens, thinking=True)
 
 
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [("get_weather", "get_wether"), ("3", "true"), ("3", "30"), ("1.5", "null"), ("city", "town"), ("days", "dayz")],
+    [
+        ("get_weather", "get_wether"),
+        ("3", "true"),
+        ("3", "30"),
+        ("1.5", "null"),
+        ("city", "town"),
+        ("days", "dayz"),
+    ],
 )
-def test_arguments_fit_the_schema(format: str, tokens: list[str], right: str, wrong: str) -> None:
-    raw = "".join(SPOKEN[format][2])
+def test_arguments_must_fit_the_schema(format: str, tokens: list[str], right: str, wrong: str) -> None:
+    raw = "".join(EXAMPLES[format][2])
     assert right in raw
-    assert not takes(format, raw.replace(right, wrong, 1), tokens=tokens)
+    assert not accepts(format, raw.replace(right, wrong, 1), tokens=tokens)
 
 
-def test_text_is_no_call(format: str, tokens: list[str]) -> None:
-    assert not takes(format, "It is sunny.", tokens=tokens)
-    assert not takes(format, "", tokens=tokens)
+def test_text_is_not_a_call(format: str, tokens: list[str]) -> None:
+    assert not accepts(format, "It is sunny.", tokens=tokens)
+    assert not accepts(format, "", tokens=tokens)
 
 
-def test_a_named_tool_is_the_only_one(format: str, tokens: list[str]) -> None:
-    raw = "".join(SPOKEN[format][2])
-    assert not takes(format, raw, tokens=tokens, choice=ToolChoice("named", "now"))
+def test_only_the_named_tool_can_be_called(format: str, tokens: list[str]) -> None:
+    raw = "".join(EXAMPLES[format][2])
+    assert not accepts(format, raw, tokens=tokens, choice=ToolChoice("named", "now"))
 
 
-def test_one_call_is_one_where_parallel_ones_are_unwanted(format: str, tokens: list[str]) -> None:
-    first, *more = SPOKEN[format][2]
+def test_only_one_call_is_accepted_without_parallel_calls(format: str, tokens: list[str]) -> None:
+    first, *more = EXAMPLES[format][2]
     end = more[1] if len(more) > 1 else ""
-    assert takes(format, first + end, tokens=tokens, parallel=False)
+    assert accepts(format, first + end, tokens=tokens, parallel=False)
     if more:
-        assert not takes(format, "".join([first, *more]), tokens=tokens, parallel=False)
+        assert not accepts(format, "".join([first, *more]), tokens=tokens, parallel=False)
 
 
 def test_a_triggered_grammar_begins_after_its_trigger(format: str, tokens: list[str]) -> None:
-    *_, calls, trigger = SPOKEN[format]
+    *_, calls, trigger = EXAMPLES[format]
     grammar = load(format).grammar
     assert grammar
     made = grammar(TOOLS, AUTO)
@@ -291,17 +334,17 @@ def test_a_triggered_grammar_begins_after_its_trigger(format: str, tokens: list[
     assert made
     assert made.trigger == trigger
     raw = "".join(calls) if len(calls) == 3 else calls[0]
-    assert takes(format, raw.removeprefix(trigger), tokens=tokens, choice=AUTO)
-    assert not takes(format, raw, tokens=tokens, choice=AUTO)
+    assert accepts(format, raw.removeprefix(trigger), tokens=tokens, choice=AUTO)
+    assert not accepts(format, raw, tokens=tokens, choice=AUTO)
 
 
 def test_older_mistral_writes_a_list() -> None:
     tokens = ["[TOOL_CALLS]", "[THINK]", "[/THINK]"]
-    assert takes("mistral", OLD_MISTRAL, tokens=tokens)
-    assert takes("mistral", OLD_MISTRAL.removeprefix("[TOOL_CALLS]"), tokens=tokens, choice=AUTO)
+    assert accepts("mistral", OLD_MISTRAL, tokens=tokens)
+    assert accepts("mistral", OLD_MISTRAL.removeprefix("[TOOL_CALLS]"), tokens=tokens, choice=AUTO)
 
 
-def test_nothing_to_call_needs_no_grammar(format: str) -> None:
+def test_there_is_no_grammar_without_a_callable_tool(format: str) -> None:
     grammar = load(format).grammar
     assert grammar
     assert grammar(TOOLS[2:], REQUIRED) is None
@@ -309,67 +352,83 @@ def test_nothing_to_call_needs_no_grammar(format: str) -> None:
     assert grammar(TOOLS, ToolChoice("none")) is None
 
 
-def test_the_constraint_names_its_tools(format: str) -> None:
+def test_the_constraint_lists_its_tools(format: str) -> None:
     grammar = load(format).grammar
     assert grammar
     made = grammar(TOOLS, REQUIRED)
     assert made
-    assert (made.kind, made.trigger, made.tools) == ("lark", None, ("get_weather", "now"))
+    assert (made.kind, made.trigger, made.tools) == (
+        "lark",
+        None,
+        ("get_weather", "now"),
+    )
 
 
-def test_a_custom_tool_gets_one_string() -> None:
+def test_a_custom_tool_has_one_string_argument() -> None:
     grammar = load("hermes").grammar
     made = grammar([Tool("patch", kind="custom")], REQUIRED) if grammar else None
     raw = '<tool_call>\n{"name": "patch", "arguments": {"input": "x"}}\n</tool_call>'
     assert made
-    ids = Letters([]).ids(raw)
-    assert Letters([]).matcher(made).try_consume_tokens(ids) == len(ids)
+    ids = ByteVocabulary([]).ids(raw)
+    assert ByteVocabulary([]).matcher(made).try_consume_tokens(ids) == len(ids)
 
 
-def test_names_that_need_quotes_are_quoted() -> None:
-    odd = Tool('say "hi"\\', parameters={"type": "object", "properties": {'a"b': {"type": "integer"}}})
-    for format in sorted(SPOKEN):
+def test_names_with_quotes_are_escaped() -> None:
+    odd = Tool(
+        'say "hi"\\',
+        parameters={"type": "object", "properties": {'a"b': {"type": "integer"}}},
+    )
+    for format in sorted(EXAMPLES):
         grammar = load(format).grammar
         made = grammar([odd], REQUIRED) if grammar else None
         assert made
-        Letters([]).matcher(made)
+        ByteVocabulary([]).matcher(made)
 
 
-def test_a_text_with_tokens_is_spelled_with_them() -> None:
-    lark = Lark(GrammarContext({"<a>": 7, "<a>b": 8}))
-    assert lark.spelled('x<a>b"<a>') == '"x" <[8]> "\\"" <[7]>'
-    assert lark.spelled("") == ""
+def test_a_literal_contains_the_ids_of_its_tokens() -> None:
+    lark = LarkBuilder(GrammarContext({"<a>": 7, "<a>b": 8}))
+    assert lark.literal('x<a>b"<a>') == '"x" <[8]> "\\"" <[7]>'
+    assert lark.literal("") == ""
 
 
-# --- whatever it lets through -----------------------------------------------------------------------------------------
+# --- random walks ------------------------------------------------------------------------------------------------------
 
 CLOSERS = ("\n</parameter>", "</parameter>", "</arg_value>", "</think>")
 
 
 @pytest.mark.parametrize("tokens", [["<think>", "</think>"], []], ids=["tokens", "spellings"])
-def test_an_answers_schema_holds_from_the_end_of_open_reasoning(tokens: list[str]) -> None:
-    letters = Letters(tokens)
-    made = after_reasoning(Constraint("json_object"), {"type": "object"}, "</think>", GrammarContext(letters.specials))
+def test_a_response_schema_applies_after_open_reasoning(tokens: list[str]) -> None:
+    vocabulary = ByteVocabulary(tokens)
+    made = after_reasoning(
+        Constraint("json_object"),
+        {"type": "object"},
+        "</think>",
+        GrammarContext(vocabulary.specials),
+    )
 
-    def takes(text: str) -> bool:
-        ids, matcher = letters.ids(text), letters.matcher(made)
+    def accepts(text: str) -> bool:
+        ids, matcher = vocabulary.ids(text), vocabulary.matcher(made)
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
-    assert takes('Let me see {x.</think>\n\n{"a": 1}')
-    assert takes('</think>{"a": [1, {}]}')
-    assert not takes('{"a": 1}')
-    assert not takes('Hm.</think>Here: {"a": 1}')
+    assert accepts('Let me see {x.</think>\n\n{"a": 1}')
+    assert accepts('</think>{"a": [1, {}]}')
+    assert not accepts('{"a": 1}')
+    assert not accepts('Hm.</think>Here: {"a": 1}')
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_walk_through_the_grammar_is_a_valid_call(format: str, seed: int) -> None:
-    chance = random.Random(f"{format} {seed}")
-    tokens = SPOKEN[format][0]
-    letters = Letters(tokens, tuple(text for text in CLOSERS if text not in tokens), bytes(range(32, 127)) + b"\n")
+    rng = random.Random(f"{format} {seed}")
+    tokens = EXAMPLES[format][0]
+    vocabulary = ByteVocabulary(
+        tokens,
+        tuple(text for text in CLOSERS if text not in tokens),
+        bytes(range(32, 127)) + b"\n",
+    )
     grammar = load(format).grammar
-    made = grammar(TOOLS, REQUIRED, GrammarContext(letters.specials)) if grammar else None
+    made = grammar(TOOLS, REQUIRED, GrammarContext(vocabulary.specials)) if grammar else None
     assert made
-    raw = _walk(letters, letters.matcher(made), chance)
+    raw = _walk(vocabulary, vocabulary.matcher(made), rng)
     for call in (calls := parse(raw, format=format, tools=TOOLS).tool_calls):
         (tool,) = [tool for tool in TOOLS if tool.name == call.name]
         jsonschema.validate(json.loads(call.arguments), tool.parameters)
@@ -377,34 +436,40 @@ def test_every_walk_through_the_grammar_is_a_valid_call(format: str, seed: int) 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_walk_through_a_custom_tools_grammar_is_an_input_of_that_form(format: str, seed: int) -> None:
-    chance = random.Random(f"{format} {seed}")
-    tokens = SPOKEN[format][0]
-    shortcuts = ("*** End Patch", "*** Add File: a", "@@", "\\n", *(text for text in CLOSERS if text not in tokens))
-    letters = Letters(tokens, shortcuts, bytes(range(32, 127)) + b"\n")
+def test_every_walk_through_the_grammar_of_a_custom_tool_matches_it(format: str, seed: int) -> None:
+    rng = random.Random(f"{format} {seed}")
+    tokens = EXAMPLES[format][0]
+    shortcuts = (
+        "*** End Patch",
+        "*** Add File: a",
+        "@@",
+        "\\n",
+        *(text for text in CLOSERS if text not in tokens),
+    )
+    vocabulary = ByteVocabulary(tokens, shortcuts, bytes(range(32, 127)) + b"\n")
     grammar = load(format).grammar
-    made = grammar([APPLY_PATCH], REQUIRED, GrammarContext(letters.specials, False, False)) if grammar else None
+    made = grammar([APPLY_PATCH], REQUIRED, GrammarContext(vocabulary.specials, False, False)) if grammar else None
     assert made
-    raw = _walk(letters, letters.matcher(made), chance, "\n", "\\n", "*** End Patch")
+    raw = _walk(vocabulary, vocabulary.matcher(made), rng, "\n", "\\n", "*** End Patch")
     (call,) = parse(raw, format=format, tools=[APPLY_PATCH]).tool_calls
     assert is_patch(call.arguments), raw
 
 
-def test_a_patch_is_taken_in_every_family(format: str, tokens: list[str]) -> None:
-    """Written as the family writes it, in a JSON string or as it is."""
-    letters = Letters(tokens)
+def test_every_family_accepts_a_patch(format: str, tokens: list[str]) -> None:
+    """In a JSON string or unchanged, as the family writes it."""
+    vocabulary = ByteVocabulary(tokens)
     grammar = load(format).grammar
-    made = grammar([APPLY_PATCH], REQUIRED, GrammarContext(letters.specials)) if grammar else None
+    made = grammar([APPLY_PATCH], REQUIRED, GrammarContext(vocabulary.specials)) if grammar else None
     assert made
     for patch, right in ((PATCH, True), (PATCH.replace("@@ f()", "f()"), False)):
-        ids = letters.ids(_called(format, patch))
-        matcher = letters.matcher(made)
+        ids = vocabulary.ids(_called(format, patch))
+        matcher = vocabulary.matcher(made)
         assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == right
 
 
 def _called(format: str, patch: str) -> str:
-    """The family's first call with another tool's name and arguments in it."""
-    first, *more = SPOKEN[format][2]
+    """The first call of the family with the name and arguments of another tool."""
+    first, *more = EXAMPLES[format][2]
     arguments = json.dumps({"input": patch}, ensure_ascii=False)
     text = (first + (more[1] if len(more) > 1 else "")).replace("get_weather", "apply_patch")
     if "city" in text and '{"city"' in text:
@@ -417,18 +482,20 @@ def _called(format: str, patch: str) -> str:
     return f"{tag}{patch}{end[1]}"
 
 
-def _walk(letters: Letters, matcher: Any, chance: random.Random, *closers: str) -> str:
-    """Any token that the mask allows; those that close something more often, so that it ends."""
-    said, ends = b"", [closer.encode() for closer in closers]
+def _walk(vocabulary: ByteVocabulary, matcher: Any, rng: random.Random, *closers: str) -> str:
+    """Choose any token that the mask allows. Closing tokens are preferred, so that the walk ends."""
+    text, ends = b"", [closer.encode() for closer in closers]
     for _ in range(3000):
         allowed = [at for at, bias in enumerate(matcher.compute_logit_bias()) if bias]
-        if not allowed or (matcher.is_accepting() and chance.random() < 0.5):
-            return said.decode()
-        closing = [at for at in allowed if len(letters.tokens[at]) > 1 or letters.tokens[at] in (b'"', b"}", b"]")]
-        closing = [at for at in allowed if letters.tokens[at] in ends] or closing if chance.random() < 0.7 else closing
-        chosen = chance.choice(closing if closing and chance.random() < 0.5 else allowed)
-        if chosen == letters.eos_token_id:
-            return said.decode()
+        if not allowed or (matcher.is_accepting() and rng.random() < 0.5):
+            return text.decode()
+        closing = [
+            at for at in allowed if len(vocabulary.tokens[at]) > 1 or vocabulary.tokens[at] in (b'"', b"}", b"]")
+        ]
+        closing = [at for at in allowed if vocabulary.tokens[at] in ends] or closing if rng.random() < 0.7 else closing
+        chosen = rng.choice(closing if closing and rng.random() < 0.5 else allowed)
+        if chosen == vocabulary.eos_token_id:
+            return text.decode()
         assert matcher.consume_token(chosen), matcher.get_error()
-        said += letters.tokens[chosen]
-    raise AssertionError(f"the walk does not end: {said[-200:]!r}")
+        text += vocabulary.tokens[chosen]
+    raise AssertionError(f"the walk does not end: {text[-200:]!r}")

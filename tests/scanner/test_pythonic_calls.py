@@ -1,3 +1,5 @@
+"""Calls as Python: literals, lists, and what is not a call."""
+
 from __future__ import annotations
 
 import ast
@@ -6,10 +8,10 @@ import json
 import pytest
 
 from modelyard.core.engine import Piece
-from modelyard.core.events import BlockDelta
 from modelyard.core.request import Tool
 from modelyard.scanner import Scanner, parse
 from modelyard.scanner.formats import load
+from tests.scanner.helpers import delta_texts
 
 
 def _value(literal: str) -> object:
@@ -28,9 +30,29 @@ STRINGS = [
     "'''a\n\"b\" 'c' '''",
     "''''''",
 ]
-OTHERS = ["-1", "2.5", "True", "None", "[]", "[1, ['a'], {}]", "{'a': {'b': [None, False]}}", "{ 'a' : 1, 'b': {} }"]
-LOOSE = [("true", True), ("null", None), ('"\\ud83d\\ude00"', "😀"), ("'\\xz \\q'", "\\xz \\q"), ("{a: 1}", {"a": 1})]
-SETS = [("{'a', 'b'}", ["a", "b"]), ("{1}", [1]), ("{'k': {True, None,}}", {"k": [True, None]}), ("{1: {}}", {"1": {}})]
+OTHERS = [
+    "-1",
+    "2.5",
+    "True",
+    "None",
+    "[]",
+    "[1, ['a'], {}]",
+    "{'a': {'b': [None, False]}}",
+    "{ 'a' : 1, 'b': {} }",
+]
+LOOSE = [
+    ("true", True),
+    ("null", None),
+    ('"\\ud83d\\ude00"', "😀"),
+    ("'\\xz \\q'", "\\xz \\q"),
+    ("{a: 1}", {"a": 1}),
+]
+SETS = [
+    ("{'a', 'b'}", ["a", "b"]),
+    ("{1}", [1]),
+    ("{'k': {True, None,}}", {"k": [True, None]}),
+    ("{1: {}}", {"1": {}}),
+]
 QUOTED = [
     ("'sed -n '1,9p' f.py'", "sed -n '1,9p' f.py"),
     ("""'g "h(m='\\,')"'""", """g "h(m='\\,')\""""),
@@ -39,27 +61,27 @@ QUOTED = [
 
 
 @pytest.mark.parametrize("literal", [*STRINGS, *OTHERS])
-def test_literals_mean_what_python_says(literal: str) -> None:
+def test_literals_have_the_values_of_python(literal: str) -> None:
     assert _value(literal) == ast.literal_eval(literal)
 
 
 @pytest.mark.parametrize(("literal", "value"), LOOSE)
-def test_json_and_wrong_escapes_are_read_too(literal: str, value: object) -> None:
+def test_json_literals_and_wrong_escapes_are_read(literal: str, value: object) -> None:
     assert _value(literal) == value
 
 
 @pytest.mark.parametrize(("literal", "value"), SETS)
-def test_what_json_does_not_have_becomes_what_it_has(literal: str, value: object) -> None:
+def test_sets_become_lists_and_keys_become_strings(literal: str, value: object) -> None:
     assert _value(literal) == value
 
 
 @pytest.mark.parametrize(("literal", "value"), QUOTED)
-def test_quotes_that_nobody_escaped_do_not_end_a_string(literal: str, value: object) -> None:
+def test_quotes_without_escapes_do_not_end_a_string(literal: str, value: object) -> None:
     assert _value(literal) == value
 
 
 @pytest.mark.parametrize("after", ["", " So.", "So.", "]", "\n"])
-def test_what_follows_the_list_does_not_matter(after: str) -> None:
+def test_text_after_the_list_does_not_matter(after: str) -> None:
     assert parse([f"[f(x='a')]{after}"], format="pythonic").tool_calls[0].arguments == '{"x": "a"}'
 
 
@@ -79,13 +101,20 @@ def test_what_follows_the_list_does_not_matter(after: str) -> None:
         "[(x)]",
     ],
 )
-def test_what_is_no_literal_call_is_text(raw: str) -> None:
+def test_a_call_with_other_values_is_text(raw: str) -> None:
     parsed = parse([raw], format="pythonic")
     assert (parsed.content, parsed.tool_calls) == (raw, ())
 
 
-def test_arguments_stream_as_they_come() -> None:
+def test_arguments_are_streamed() -> None:
     scanner = Scanner(load("pythonic"), tools=[Tool("f")], new_id=lambda: "c")
-    told = [scanner.feed([Piece(text)]) for text in ("Hm. [", "f(", "x='a", "b", "', y=", "[1, ", "2])]")]
-    texts = [[e.text for e in events if isinstance(e, BlockDelta)] for events in told]
-    assert texts == [["Hm. "], [], ['{"x": "a'], ["b"], ['"'], [', "y": [1'], [", 2]}"]]
+    fed = [scanner.feed([Piece(text)]) for text in ("Hm. [", "f(", "x='a", "b", "', y=", "[1, ", "2])]")]
+    assert [delta_texts(events) for events in fed] == [
+        ["Hm. "],
+        [],
+        ['{"x": "a'],
+        ["b"],
+        ['"'],
+        [', "y": [1'],
+        [", 2]}"],
+    ]

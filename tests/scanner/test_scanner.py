@@ -1,27 +1,43 @@
+"""The state machine: what is shown when, stop strings, tokens, prefills, and calls that break."""
+
 from __future__ import annotations
 
+import pytest
+
 from modelyard.core.engine import IdLogprob, Piece
-from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart
 from modelyard.core.request import Tool
 from modelyard.scanner import Scanner
-from modelyard.scanner.formats import load
-from tests.scanner.reading import TOOLS, Heard, calls_of, heard, scan, text_of
+from modelyard.scanner.formats import load, names
+from tests.scanner.helpers import (
+    TOOLS,
+    ScannedBlock,
+    blocks_of,
+    calls_of,
+    delta_texts,
+    marker_tokens,
+    scan,
+    text_of,
+)
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
-TOKENS = {"<think>": 1, "</think>": 2, "<tool_call>": 3, "</tool_call>": 4, "<|im_end|>": 5, "<|pad|>": 6}
+TOKENS = {
+    "<think>": 1,
+    "</think>": 2,
+    "<tool_call>": 3,
+    "</tool_call>": 4,
+    "<|im_end|>": 5,
+    "<|pad|>": 6,
+}
 
 
 def _scanner(format: str = "hermes", **options: object) -> Scanner:
     return Scanner(load(format), **{"tools": TOOLS, "new_id": lambda: "call_0"} | options)  # type: ignore[arg-type]
 
 
-def _texts(events: list[Event]) -> list[str]:
-    return [e.text for e in events if isinstance(e, BlockDelta)]
-
-
-def test_plain_text_flows_at_once() -> None:
+def test_plain_text_is_shown_at_once() -> None:
     scanner = _scanner()
-    assert [_texts(scanner.feed([Piece(t)])) for t in ("Hel", "lo", " wor", "ld ")] == [
+    assert [delta_texts(scanner.feed([Piece(t)])) for t in ("Hel", "lo", " wor", "ld ")] == [
         ["Hel"],
         ["lo"],
         [" wor"],
@@ -31,33 +47,36 @@ def test_plain_text_flows_at_once() -> None:
 
 def test_only_the_possible_marker_is_held_back() -> None:
     scanner = _scanner()
-    assert _texts(scanner.feed([Piece("a < b <tool")])) == ["a < b "]
-    assert _texts(scanner.feed([Piece("box")])) == ["<toolbox"]
+    assert delta_texts(scanner.feed([Piece("a < b <tool")])) == ["a < b "]
+    assert delta_texts(scanner.feed([Piece("box")])) == ["<toolbox"]
 
 
 def test_a_line_break_waits_for_the_marker_that_may_own_it() -> None:
     scanner = _scanner()
-    assert _texts(scanner.feed([Piece("a\n")])) == ["a"]
-    assert _texts(scanner.feed([Piece("b")])) == ["\nb"]
+    assert delta_texts(scanner.feed([Piece("a\n")])) == ["a"]
+    assert delta_texts(scanner.feed([Piece("b")])) == ["\nb"]
 
 
 def test_pieces_of_one_feed_make_one_delta() -> None:
     scanner = _scanner()
-    assert _texts(scanner.feed([Piece("a"), Piece("b"), Piece("c")])) == ["abc"]
+    assert delta_texts(scanner.feed([Piece("a"), Piece("b"), Piece("c")])) == ["abc"]
 
 
-def test_many_pieces_at_once_are_read_as_one_by_one() -> None:
-    thought, words = "<think>|so| many| thoughts|</think>", "and| then| words| < more| and|\n|end"
+def test_many_pieces_in_one_feed_give_the_same_result_as_one_by_one() -> None:
+    thought, words = (
+        "<think>|so| many| thoughts|</think>",
+        "and| then| words| < more| and|\n|end",
+    )
     pieces = [Piece(word, word in TOKENS) for word in f"{thought}|{words}".split("|")]
     together, apart = _scanner(specials=TOKENS), _scanner(specials=TOKENS)
-    all_at_once = heard([*together.feed(pieces), *together.finish()])
-    one_by_one = heard([event for piece in pieces for event in apart.feed([piece])] + apart.finish())
+    all_at_once = blocks_of([*together.feed(pieces), *together.finish()])
+    one_by_one = blocks_of([event for piece in pieces for event in apart.feed([piece])] + apart.finish())
     assert all_at_once == one_by_one
     assert text_of(all_at_once) == words.replace("|", "")
     assert together.reasoning_tokens == apart.reasoning_tokens > 2
 
 
-def test_reasoning_that_comes_in_many_pieces_is_counted() -> None:
+def test_reasoning_tokens_are_counted_in_large_feeds() -> None:
     scanner = _scanner(specials=TOKENS)
     scanner.feed([Piece("<think>", True), Piece("so")])
     before = scanner.reasoning_tokens
@@ -74,47 +93,63 @@ def test_pieces_without_text_make_no_event() -> None:
 def test_arguments_stream_from_their_first_byte() -> None:
     scanner = _scanner()
     assert scanner.feed([Piece('<tool_call>{"name": "get_weather", "arguments": ')]) == []
-    assert scanner.feed([Piece("{")]) == [BlockStart(0, "tool_call", "call_0", "get_weather"), BlockDelta(0, "{")]
-    assert _texts(scanner.feed([Piece('"city": "Pa')])) == ['"city": "Pa']
+    assert scanner.feed([Piece("{")]) == [
+        BlockStart(0, "tool_call", "call_0", "get_weather"),
+        BlockDelta(0, "{"),
+    ]
+    assert delta_texts(scanner.feed([Piece('"city": "Pa')])) == ['"city": "Pa']
     assert scanner.feed([Piece('ris"}')]) == [BlockDelta(0, 'ris"}'), BlockEnd(0)]
 
 
-def test_text_arguments_of_an_xml_format_stream_too() -> None:
+def test_text_arguments_between_tags_are_streamed() -> None:
     scanner = _scanner("qwen3_coder")
     scanner.feed([Piece("<tool_call>\n<function=write_file>\n<parameter=content>\n")])
-    assert _texts(scanner.feed([Piece('say "hi"\n')])) == ['say \\"hi\\"']
-    assert _texts(scanner.feed([Piece("there")])) == ["\\nthere"]
+    assert delta_texts(scanner.feed([Piece('say "hi"\n')])) == ['say \\"hi\\"']
+    assert delta_texts(scanner.feed([Piece("there")])) == ["\\nthere"]
 
 
-def test_held_calls_come_whole() -> None:
+def test_a_call_is_sent_complete_without_tool_streaming() -> None:
     scanner = _scanner(tool_stream=False)
     assert scanner.feed([Piece(CALL[:-15])]) == []
-    assert heard(scanner.feed([Piece(CALL[-15:])])) == [Heard("tool_call", '{"city": "Paris"}', "get_weather")]
+    assert blocks_of(scanner.feed([Piece(CALL[-15:])])) == [
+        ScannedBlock("tool_call", '{"city": "Paris"}', "get_weather")
+    ]
 
 
-def test_a_held_call_that_breaks_is_text() -> None:
+def test_a_broken_call_is_text_without_tool_streaming() -> None:
     raw = '<tool_call>{"name": "get_weather", "arguments": {"city": oops}}</tool_call>'
     assert text_of(scan([raw], "hermes", tool_stream=False)) == '{"name": "get_weather", "arguments": {"city": oops}}'
 
 
-def test_quoted_markers_are_text_where_the_vocabulary_has_the_token() -> None:
+def test_quoted_markers_are_text_if_the_vocabulary_has_the_token() -> None:
     blocks = scan([f"Write {CALL} or <think>."], "hermes", specials=TOKENS)
-    assert blocks == [Heard("text", f"Write {CALL} or <think>.")]
+    assert blocks == [ScannedBlock("text", f"Write {CALL} or <think>.")]
 
 
-def test_marker_tokens_count_where_the_vocabulary_has_them() -> None:
-    chunks = [Piece("<think>", True), Piece("a </think> b"), Piece("</think>", True), Piece("c")]
-    assert scan(chunks, "hermes", specials=TOKENS) == [Heard("thinking", "a </think> b"), Heard("text", "c")]
+def test_marker_tokens_count_if_the_vocabulary_has_them() -> None:
+    chunks = [
+        Piece("<think>", True),
+        Piece("a </think> b"),
+        Piece("</think>", True),
+        Piece("c"),
+    ]
+    assert scan(chunks, "hermes", specials=TOKENS) == [
+        ScannedBlock("thinking", "a </think> b"),
+        ScannedBlock("text", "c"),
+    ]
 
 
-def test_control_tokens_are_never_shown() -> None:
+def test_special_tokens_are_never_shown() -> None:
     chunks = [Piece("a"), Piece("<|pad|>", True), Piece("b"), Piece("<|im_end|>", True)]
     assert text_of(scan(chunks, "hermes", specials=TOKENS)) == "ab"
     assert text_of(scan(chunks, "plain", specials=TOKENS)) == "ab"
 
 
 def test_a_marker_token_ends_a_broken_string() -> None:
-    chunks = [Piece("<tool_call>", True), Piece('{"name": "get_weather", "arguments": {"city": "Par')]
+    chunks = [
+        Piece("<tool_call>", True),
+        Piece('{"name": "get_weather", "arguments": {"city": "Par'),
+    ]
     blocks = scan([*chunks, Piece("</tool_call>", True), Piece("ok")], "hermes", specials=TOKENS)
     assert calls_of(blocks, complete=False) == [("get_weather", '{"city": "Par')]
     assert text_of(blocks) == "ok"
@@ -123,22 +158,35 @@ def test_a_marker_token_ends_a_broken_string() -> None:
 def test_hidden_reasoning_is_parsed_and_counted() -> None:
     scanner = _scanner(show_thinking=False)
     events = scanner.feed([Piece(t) for t in ("<think>", "a", "b", "</think>", "c")])
-    assert heard(events + scanner.finish()) == [Heard("text", "c")]
+    assert blocks_of(events + scanner.finish()) == [ScannedBlock("text", "c")]
     assert scanner.reasoning_tokens == 3
 
 
 def test_reasoning_tokens_do_not_count_calls() -> None:
     scanner = _scanner()
-    scanner.feed([Piece(t) for t in ("<think>", "a", CALL[:20], CALL[20:60], CALL[60:], "b", "</think>")])
+    scanner.feed(
+        [
+            Piece(t)
+            for t in (
+                "<think>",
+                "a",
+                CALL[:20],
+                CALL[20:60],
+                CALL[60:],
+                "b",
+                "</think>",
+            )
+        ]
+    )
     assert scanner.reasoning_tokens == 4  # the piece that ends the call is back in the reasoning
 
 
 def test_a_stop_string_ends_everything() -> None:
     scanner = _scanner(stop=["END"])
-    assert _texts(scanner.feed([Piece("a E")])) == ["a "]
-    assert scanner.stopped is None
+    assert delta_texts(scanner.feed([Piece("a E")])) == ["a "]
+    assert scanner.stop_string is None
     assert scanner.feed([Piece("ND b"), Piece("c")]) == []
-    assert (scanner.stopped, scanner.done) == ("END", True)
+    assert (scanner.stop_string, scanner.is_done) == ("END", True)
     assert scanner.feed([Piece(CALL)]) == []
     assert scanner.finish() == [BlockEnd(0)]
 
@@ -147,51 +195,54 @@ def test_a_stop_string_in_the_last_held_text_counts() -> None:
     scanner = _scanner(stop=["\n"])
     scanner.feed([Piece("a\n")])
     scanner.finish()
-    assert scanner.stopped == "\n"
+    assert scanner.stop_string == "\n"
 
 
 def test_a_stop_string_does_not_reach_across_a_call() -> None:
     assert text_of(scan(["a E", CALL, "ND"], "hermes", stop=["END"])) == "a END"
 
 
-def test_stop_strings_in_the_prompt_stop_nothing() -> None:
+def test_stop_strings_in_the_prompt_have_no_effect() -> None:
     assert text_of(scan(["c"], "hermes", stop=["b"], prefill="<|im_start|>assistant\na b")) == "c"
 
 
-def test_one_call_is_enough_where_parallel_ones_are_unwanted() -> None:
+def test_the_scanner_is_done_after_one_call_without_parallel_calls() -> None:
     scanner = _scanner(parallel=False)
     events = scanner.feed([Piece(CALL + CALL)])
-    assert scanner.done
-    assert scanner.called
-    assert len(calls_of(heard(events + scanner.finish()))) == 1
+    assert scanner.is_done
+    assert scanner.has_complete_call
+    assert len(calls_of(blocks_of(events + scanner.finish()))) == 1
 
 
-def test_an_incomplete_call_is_not_called() -> None:
+def test_an_incomplete_call_does_not_count_as_a_call() -> None:
     scanner = _scanner()
     scanner.feed([Piece(CALL[:60])])
-    assert scanner.finish(cut=True)[-1] == BlockEnd(0, complete=False)
-    assert not scanner.called
+    assert scanner.finish(truncated=True)[-1] == BlockEnd(0, complete=False)
+    assert not scanner.has_complete_call
 
 
-def test_tools_that_were_not_offered_leave_a_warning() -> None:
+def test_a_call_of_a_tool_that_is_not_offered_causes_a_warning() -> None:
     scanner = _scanner(tools=())
     scanner.feed([Piece(CALL)])
     assert scanner.warnings == ["the model called 'get_weather', which was not offered: passed on as text"]
-    assert not scanner.called
+    assert not scanner.has_complete_call
 
 
-def test_server_tools_are_not_ours_to_call() -> None:
+def test_server_tools_cannot_be_called() -> None:
     assert calls_of(scan([CALL], "hermes", tools=[Tool("get_weather", kind="server")])) == []
 
 
-def test_custom_tools_get_free_text() -> None:
+def test_custom_tools_get_the_text_inside_the_json() -> None:
     scanner = _scanner(tools=[Tool("patch", kind="custom")])
     raw = '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin\\n+x"}}</tool_call>'
     events = scanner.feed([Piece(raw)])
-    assert events[:2] == [BlockStart(0, "tool_call", "call_0", "patch", custom=True), BlockDelta(0, "*** Begin\n+x")]
+    assert events[:2] == [
+        BlockStart(0, "tool_call", "call_0", "patch", custom=True),
+        BlockDelta(0, "*** Begin\n+x"),
+    ]
 
 
-def test_custom_tools_of_harmony_get_their_body_as_it_is() -> None:
+def test_custom_tools_of_harmony_get_the_body_unchanged() -> None:
     raw = "<|channel|>commentary to=functions.patch<|message|>*** Begin\n{+x<|call|>"
     blocks = scan([raw], "harmony", tools=[Tool("patch", kind="custom")])
     assert calls_of(blocks) == [("patch", "*** Begin\n{+x")]
@@ -204,28 +255,164 @@ def test_a_namespaced_tool_is_found_by_its_flat_name() -> None:
 
 
 def test_logprobs_stay_with_their_text() -> None:
-    scanner = _scanner(spell=lambda i: (f"t{i}", bytes([i])))
+    scanner = _scanner(token_text=lambda i: (f"t{i}", bytes([i])))
     words = ["<think>", "a", "\n", "</think>", "\n", "b", " <", "c", CALL]
     made = [Piece(w, logprob=IdLogprob(i, -float(i), ((i, -1.0),))) for i, w in enumerate(words)]
     events = [e for piece in made for e in scanner.feed([piece])] + scanner.finish()
-    told = [(e.text, [p.token for p in e.logprobs]) for e in events if isinstance(e, BlockDelta)]
-    assert told == [("a", ["t1"]), ("b", ["t5"]), (" ", []), ("<c", ["t6", "t7"]), ('{"city": "Paris"}', [])]
+    shown = [(e.text, [p.token for p in e.logprobs]) for e in events if isinstance(e, BlockDelta)]
+    assert shown == [
+        ("a", ["t1"]),
+        ("b", ["t5"]),
+        (" ", []),
+        ("<c", ["t6", "t7"]),
+        ('{"city": "Paris"}', []),
+    ]
     first = next(e for e in events if isinstance(e, BlockDelta)).logprobs[0]
     assert (first.logprob, first.bytes, first.top[0].token) == (-1.0, b"\x01", "t1")
 
 
 def test_the_end_of_the_prompt_closes_nothing() -> None:
     assert scan(["b</think>c"], "think", prefill="<|im_start|>assistant\n<think>\na ") == [
-        Heard("thinking", "b"),
-        Heard("text", "c"),
+        ScannedBlock("thinking", "b"),
+        ScannedBlock("text", "c"),
     ]
 
 
 def test_an_old_turn_of_the_prompt_leaves_nothing_open() -> None:
     prefill = "<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n"
-    assert scan(["A tag."], "think", prefill=prefill) == [Heard("text", "A tag.")]
+    assert scan(["A tag."], "think", prefill=prefill) == [ScannedBlock("text", "A tag.")]
 
 
 def test_an_empty_output_has_no_blocks() -> None:
     for format in ("plain", "think", "hermes", "qwen3_coder", "harmony"):
         assert scan([], format) == []
+
+
+# --- broken calls -----------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_call_ends_where_it_cannot_be_read_and_the_rest_is_text() -> None:
+    raw = '{"name": "get_weather", "parameters": {"city": oops, "days": [{"x": 1}]}} So.\n\nIt rains.<|eom_id|>'
+    for chunks in ([raw], list(raw)):
+        blocks = scan(chunks, "llama3_json")
+        assert calls_of(blocks, complete=False) == [("get_weather", '{"city": ')]
+        assert text_of(blocks) == 'oops, "days": [{"x": 1}]}} So.\n\nIt rains.'
+
+
+def test_a_call_after_the_brackets_of_a_broken_one_counts() -> None:
+    inside = '{"name": "search", "parameters": {"options": oops, "x": [{"name": "now", "parameters": {}}]}}'
+    blocks = scan(list(inside + '; {"name": "now", "parameters": {}}'), "llama3_json")
+    assert calls_of(blocks) == [("now", "{}")]
+    assert text_of(blocks) == 'oops, "x": [{"name": "now", "parameters": {}}]}}; '
+
+
+def test_a_marker_ends_what_is_left_of_a_broken_call() -> None:
+    raw = '{"name": "search", "parameters": {"x": [oops<|python_tag|>{"name": "now", "parameters": {}}<|eom_id|>'
+    blocks = scan(list(raw), "llama3_json")
+    assert (calls_of(blocks), text_of(blocks)) == ([("now", "{}")], "oops")
+
+
+def test_a_word_that_a_limit_cut_off_is_not_shown() -> None:
+    blocks = scan(
+        list('{"name": "search", "parameters": {"exact": tru'),
+        "llama3_json",
+        truncated=True,
+    )
+    assert (calls_of(blocks, complete=False), text_of(blocks)) == (
+        [("search", '{"exact": ')],
+        "",
+    )
+
+
+def test_a_broken_python_call_ends_where_it_cannot_be_read() -> None:
+    raw = "[f(x=1, y=g(2), z=[h(a=1)])] So.\nIt rains. [h(a=2)]"
+    for chunks in ([raw], list(raw)):
+        blocks = scan(chunks, "pythonic", tools=[Tool("f"), Tool("h")])
+        assert calls_of(blocks, complete=False) == [("f", '{"x": 1, "y": ')]
+        assert text_of(blocks) == "g(2), z=[h(a=1)])] So.\nIt rains. "
+        assert calls_of(blocks) == [("h", '{"a": 2}')]
+
+
+def test_the_rest_of_a_broken_call_between_markers_is_text() -> None:
+    raw = '<tool_call>{"name": "get_weather", "arguments": {"city": oops, "x": {}}}</tool_call> So.'
+    for chunks in ([raw], list(raw)):
+        blocks = scan(chunks, "hermes")
+        assert calls_of(blocks, complete=False) == [("get_weather", '{"city": ')]
+        assert text_of(blocks) == 'oops, "x": {}}} So.'
+
+
+def test_the_rest_of_a_broken_call_without_a_closing_tag_is_text() -> None:
+    raw = '<tool_call>{"name": "get_weather", "arguments": {"city": oops}} So. It rains.'
+    for chunks in ([raw], list(raw)):
+        assert text_of(scan(chunks, "hermes")) == "oops}} So. It rains."
+
+
+def test_inner_tags_of_a_broken_call_are_not_shown() -> None:
+    call = '<function name="now"><param name="x"><![CDATA[1]]></param>oops <param name="y">2</param></function>'
+    raw = f"{call} Say </param>."
+    for chunks in ([raw], list(raw)):
+        blocks = scan(chunks, "minicpm5")
+        assert calls_of(blocks, complete=False) == [("now", '{"x": 1')]
+        assert text_of(blocks) == 'oops "y">2 Say </param>.'
+
+
+def test_a_closing_tag_that_is_not_a_marker_ends_the_broken_call() -> None:
+    raw = '<invoke name="now">{"x": oops}</invoke> Write </invoke>.'
+    for chunks in ([raw], list(raw)):
+        blocks = scan(chunks, "minimax_m2")
+        assert calls_of(blocks, complete=False) == [("now", '{"x": ')]
+        assert text_of(blocks) == "oops} Write </invoke>."
+
+
+def test_brackets_without_an_end_hide_no_text() -> None:
+    raw = '[{"name": "search", "parameters": {"tags": [oops and so on.\nFor ever {"name": "now", "parameters": {}}'
+    blocks = scan(list(raw), "llama3_json")
+    assert text_of(blocks) == 'oops and so on.\nFor ever {"name": "now", "parameters": {}}'
+    assert calls_of(blocks) == []
+
+
+@pytest.mark.parametrize(
+    "raw",
+    ["[f(x=b'z'), h(a=1)] So.", "[g(x=1), h(a=1)] So.", "[f(x=1, y=z(2)), h(a=1)] So."],
+)
+def test_a_broken_member_of_a_list_does_not_affect_the_others(raw: str) -> None:
+    for chunks in ([raw], list(raw)):
+        blocks = scan(chunks, "pythonic", tools=[Tool("f"), Tool("h")], tool_stream=False)
+        assert calls_of(blocks) == [("h", '{"a": 1}')]
+        assert text_of(blocks) == raw.replace(", h(a=1)]", "")
+
+
+def test_a_broken_line_does_not_affect_the_other_lines() -> None:
+    blocks = scan(list("<function_calls>\nf(x=b'z')\nnow()\n</function_calls> So."), "olmo3")
+    assert calls_of(blocks) == [("now", "{}")]
+    assert text_of(blocks).split() == ["f(x=b'z')", "So."]
+
+
+def test_prose_in_brackets_hides_no_call() -> None:
+    raw = "See [f(x [h(a=1)] and [f(x=y), see h] there."
+    blocks = scan(list(raw), "pythonic", tools=[Tool("f"), Tool("h")], tool_stream=False)
+    assert calls_of(blocks) == [("h", '{"a": 1}')]
+    assert text_of(blocks) == "See [f(x  and [f(x=y), see h] there."
+
+
+TOOL = Tool(
+    "get_weather",
+    parameters={"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+)
+
+
+def test_no_word_is_lost_if_a_call_breaks_after_any_marker() -> None:
+    call = '{"name": "get_weather", "arguments": {"city": "Paris", oops'
+    for form in map(load, names()):
+        specials = marker_tokens(form)
+        for marker in specials:
+            blocks = scan(
+                [Piece(marker, special=True), Piece(call)],
+                form,
+                specials=specials,
+                tools=[TOOL],
+            )
+            assert "oops" in "".join(block.text for block in blocks), (
+                form.name,
+                marker,
+            )

@@ -122,7 +122,10 @@ class Stage:
         self.acts: dict[str, Act] = {}
         self.blueprints: dict[str, ModelSpec] = {}
         self.scheduler = Scheduler(
-            SchedulerOptions(**bounds), limits=keys, memory_planner=MemoryPlanner(MemoryLimits(ram=limit)), clock=self.clock
+            SchedulerOptions(**bounds),
+            limits=keys,
+            memory_planner=MemoryPlanner(MemoryLimits(ram=limit)),
+            clock=self.clock,
         )
 
     async def __aenter__(self) -> Stage:

@@ -71,7 +71,12 @@ def tenant(id: int, size: int, device: str = "cpu", **more: float) -> EvictionCa
         (5, 2, [tenant(1, 4)], (1,)),
         (5, 0, [tenant(1, 5, idle_s=10.0), tenant(2, 5, idle_s=100.0)], (2,)),  # the longest unused
         (5, 0, [tenant(1, 5, load_s=60.0), tenant(2, 5, load_s=2.0)], (2,)),  # the quickest to come back
-        (5, 0, [tenant(1, 5), EvictionCandidate(id=2, bytes={"cpu": 5}, has_siblings=True)], (2,)),  # others of its model stay
+        (
+            5,
+            0,
+            [tenant(1, 5), EvictionCandidate(id=2, bytes={"cpu": 5}, has_siblings=True)],
+            (2,),
+        ),  # others of its model stay
         (4, 0, [tenant(1, 2), tenant(2, 40)], (2,)),  # one large rather than all
         (9, 0, [tenant(1, 5), tenant(2, 5), tenant(3, 5)], (1, 2)),
         (5, 0, [tenant(1, 50, "gpu"), tenant(2, 5)], (2,)),  # memory that is not short helps nobody

@@ -47,7 +47,9 @@ class SplitEngine:
         make = lambda: create_worker_engine(crew, self._backend, spec, "x")  # noqa: E731
         scheduler.reconfigure({name: ModelSpec(name=name, caches=spec.caches, make=make, identity="x")})
         store = MemoryStore(1, 1, 1)
-        desk = SchedulerServer(self._address(home), scheduler, crew, store, _nothing, keys=self.keys, heartbeat=self._heartbeat)
+        desk = SchedulerServer(
+            self._address(home), scheduler, crew, store, _nothing, keys=self.keys, heartbeat=self._heartbeat
+        )
         self._parts.append(desk)
         self._staff(crew, desk.endpoint, home)
         pool = self.pool = RemotePool(desk.endpoint, "gateway", keys=self.keys, heartbeat=self._heartbeat)

@@ -70,9 +70,9 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 async def test_a_worker_sends_what_the_asker_does_not_have() -> None:
     async with working() as worker, talking(worker) as session:
         engine = await opened(session)
-        told = await engine.study(())
+        told = await engine.fetch_tokenizer(())
         assert told.files == read_tokenizer_files(SHIPPED)
-        again = await engine.study((told.tokenizer,))
+        again = await engine.fetch_tokenizer((told.tokenizer,))
         assert (again.tokenizer, again.files) == (told.tokenizer, {})
         assert worker.faults == 0
 

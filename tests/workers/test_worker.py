@@ -90,7 +90,7 @@ async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
         assert engine.stats().occupied_tokens > 0
         await engine.control(Control("evict"))
         assert engine.stats().occupied_tokens == 0
-        with pytest.raises(NotFound, match="nothing was saved"):
+        with pytest.raises(NotFound, match="no cache was saved"):
             await engine.control(Control("restore", argument="x"))
         made = await engine.embed([[1, 2], [3]])
         assert made.prompt_tokens == 3
@@ -340,10 +340,10 @@ async def test_a_reader_that_lags_holds_back_its_own_stream_only() -> None:
         await until(lambda: bool(next(iter(worker._peers.values())).paused))
         held = session._requests[1]
         assert held.is_paused
-        waiting = len(held.queue._waiting)
+        waiting = len(held.queue._items)
         quick = engine.generate(prompt(max_tokens=3000))
         assert len(ids(await read(quick))) == 3000
-        assert len(held.queue._waiting) - waiting < 1024, "it went on though nobody read"
+        assert len(held.queue._items) - waiting < 1024, "it went on though nobody read"
         chunks = await read(slow)
         assert len(ids(chunks)) == end(chunks).usage.output == 50_000
 

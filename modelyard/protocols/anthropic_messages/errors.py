@@ -89,14 +89,15 @@ def read_error(status: int, headers: Mapping[str, str], body: bytes) -> Modelyar
         return ContextOverflow(int(found[1]), int(found[2]))
     if found := _OUTPUT_TOO_LONG.search(message):
         return OutputOverflow(int(found[1]), int(found[2]), int(found[3]))
-    code, param, position = fields.get("code"), fields.get("param"), headers.get("x-queue-position", "")
+    code, param = (value if isinstance(value := fields.get(name), str) else None for name in ("code", "param"))
     if status == 529 and code not in (None, Overloaded.default_code):
-        status = 503  # 529 with a code of ours: unavailable, not overloaded
+        status = 503  # written for «unavailable» too, which has a code of its own
+    position = headers.get("x-queue-position", "")
     return error_from_status(
         status,
         message,
-        code=code if isinstance(code, str) else None,
-        param=param if isinstance(param, str) else None,
+        code=code,
+        param=param,
         retry_after=read_retry_after(headers),
         position=int(position) if position.isdecimal() else None,
     )

@@ -1,4 +1,4 @@
-"""Run a scanner over a text that was cut in some way, and hold its events to the contract."""
+"""Run a scanner over a text that is cut in some way, and check that its events keep the contract."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ TOOLS = (
 )
 
 
-class Heard(Struct):
-    """A block as the client saw it."""
+class ScannedBlock(Struct):
+    """A block as the client gets it."""
 
     kind: str
     text: str = ""
@@ -48,40 +48,40 @@ class Heard(Struct):
     complete: bool = True
 
 
-def pieces(text: str, form: OutputFormat, specials: Iterable[str] = ()) -> list[Piece]:
-    """The text as one piece, or with each of these markers as the special token that it is."""
+def pieces(text: str, specials: Iterable[str] = ()) -> list[Piece]:
+    """The text as one piece, or with each of these markers as a special token."""
     if not specials:
         return [Piece(text)]
     split = re.split("(" + "|".join(map(re.escape, specials)) + ")", text)
     return [Piece(part, special=i % 2 == 1) for i, part in enumerate(split) if part]
 
 
-def tokens(form: OutputFormat) -> list[str]:
-    """The markers that a vocabulary can hold as tokens, the longest first."""
+def marker_tokens(form: OutputFormat) -> list[str]:
+    """The markers that a vocabulary can contain as tokens, the longest first."""
     return sorted((m for m in form.markers if not m.endswith("=")), key=len, reverse=True)
 
 
 def scan(
-    chunks: Sequence[Piece | str], format: str | OutputFormat, *, cut: bool = False, **options: Any
-) -> list[Heard]:
+    chunks: Sequence[Piece | str], format: str | OutputFormat, *, truncated: bool = False, **options: Any
+) -> list[ScannedBlock]:
     ids = count()
     form = load(format) if isinstance(format, str) else format
     scanner = Scanner(form, **{"tools": TOOLS, "new_id": lambda: f"call_{next(ids)}"} | options)
     events: list[Event] = []
     for chunk in chunks:
         events += scanner.feed([chunk if isinstance(chunk, Piece) else Piece(chunk)])
-    return heard(events + scanner.finish(cut))
+    return blocks_of(events + scanner.finish(truncated))
 
 
-def heard(events: Iterable[Event]) -> list[Heard]:
+def blocks_of(events: Iterable[Event]) -> list[ScannedBlock]:
     """The blocks of a stream that keeps the contract: counted from 0, one open at a time, no empty delta."""
-    blocks: list[Heard] = []
+    blocks: list[ScannedBlock] = []
     is_open = False
     for event in events:
         if isinstance(event, BlockStart):
             assert not is_open
             assert event.index == len(blocks)
-            blocks.append(Heard(event.kind, name=event.name))
+            blocks.append(ScannedBlock(event.kind, name=event.name))
             is_open = True
         elif isinstance(event, BlockDelta):
             assert is_open
@@ -98,9 +98,13 @@ def heard(events: Iterable[Event]) -> list[Heard]:
     return blocks
 
 
-def text_of(blocks: Iterable[Heard], kind: str = "text") -> str:
+def delta_texts(events: Iterable[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, BlockDelta)]
+
+
+def text_of(blocks: Iterable[ScannedBlock], kind: str = "text") -> str:
     return "".join(b.text for b in blocks if b.kind == kind)
 
 
-def calls_of(blocks: Iterable[Heard], complete: bool = True) -> list[tuple[str, str]]:
+def calls_of(blocks: Iterable[ScannedBlock], complete: bool = True) -> list[tuple[str, str]]:
     return [(b.name, b.text) for b in blocks if b.kind == "tool_call" and b.complete == complete]

@@ -1,3 +1,5 @@
+"""JSON with errors is repaired if it has only one possible meaning."""
+
 from __future__ import annotations
 
 import json
@@ -7,23 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.scanner.lexer import Tape, Unreadable
-from modelyard.scanner.repair import JsonValue, mend, mended
+from modelyard.scanner.lenient_json import JsonReader, repair_json, repair_literal
+from modelyard.scanner.lexer import ParseError, TextBuffer
 
 _leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 _json = st.recursive(
-    _leaves, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4), max_leaves=12
+    _leaves,
+    lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4),
+    max_leaves=12,
 )
 
 
 def _streamed(text: str, size: int) -> str:
-    tape, out = Tape({}), []
-    steps = JsonValue(tape, out.append).read()
+    buffer, out = TextBuffer({}), []
+    steps = JsonReader(buffer, out.append).read()
     chunks = iter([text[i : i + size] for i in range(0, len(text), size)])
     for _ in steps:
         chunk = next(chunks, None)
-        tape.ended = chunk is None
-        tape.push(chunk or "")
+        buffer.ended = chunk is None
+        buffer.push(chunk or "")
     return "".join(out)
 
 
@@ -43,7 +47,7 @@ def test_valid_json_passes_unchanged(value: Any, size: int, indent: int | None, 
     )
 )
 def test_python_literals_mean_the_same(value: Any) -> None:
-    fixed = mend(repr(value).replace("\\x", "\\u00"))
+    fixed = repair_json(repr(value).replace("\\x", "\\u00"))
     assert fixed is not None
     assert json.loads(fixed) == value
 
@@ -68,8 +72,8 @@ def test_python_literals_mean_the_same(value: Any) -> None:
         ("{", "{}"),
     ],
 )
-def test_one_certain_reading_is_taken(broken: str, meant: str) -> None:
-    assert mend(broken) == meant
+def test_an_error_with_one_possible_meaning_is_repaired(broken: str, meant: str) -> None:
+    assert repair_json(broken) == meant
     json.loads(meant)
 
 
@@ -93,26 +97,26 @@ def test_one_certain_reading_is_taken(broken: str, meant: str) -> None:
         "[" * 300,
     ],
 )
-def test_uncertain_json_is_unreadable(text: str) -> None:
-    assert mend(text) is None
+def test_json_without_a_certain_meaning_is_not_repaired(text: str) -> None:
+    assert repair_json(text) is None
 
 
-def test_a_cut_off_container_is_not_closed() -> None:
-    tape = Tape({})
-    tape.push('{"a": 1')
-    tape.ended = tape.cut = True
-    with pytest.raises(Unreadable, match="cut off"):
-        list(JsonValue(tape, lambda text: None).read())
+def test_a_container_that_is_cut_off_is_not_closed() -> None:
+    buffer = TextBuffer({})
+    buffer.push('{"a": 1')
+    buffer.ended = buffer.truncated = True
+    with pytest.raises(ParseError, match="cut off"):
+        list(JsonReader(buffer, lambda text: None).read())
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.text("{}[]\"',:\\ab1 \nu0<"))
-def test_whatever_is_mended_is_json(text: str) -> None:
-    fixed = mend(text)
+def test_repaired_json_is_valid(text: str) -> None:
+    fixed = repair_json(text)
     if fixed is not None:
         json.loads(fixed)
 
 
-def test_a_word_that_is_no_value_is_named() -> None:
-    with pytest.raises(Unreadable, match="'undefined' is no value"):
-        mended("undefined")
+def test_the_error_names_the_word_that_is_not_a_value() -> None:
+    with pytest.raises(ParseError, match="'undefined' is not a value"):
+        repair_literal("undefined")

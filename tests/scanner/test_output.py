@@ -1,0 +1,112 @@
+"""Block events, stop strings and log probabilities."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelyard.core.engine import IdLogprob
+from modelyard.core.events import BlockDelta, BlockEnd, BlockStart
+from modelyard.scanner.output import BlockWriter, LogprobTracker, StopStrings
+
+
+def test_text_of_another_kind_closes_the_open_block() -> None:
+    blocks = BlockWriter()
+    blocks.write("thinking", "a")
+    blocks.write("text", "b")
+    assert blocks.take_events() == [
+        BlockStart(0, "thinking"),
+        BlockDelta(0, "a"),
+        BlockEnd(0),
+        BlockStart(1, "text"),
+        BlockDelta(1, "b"),
+    ]
+    assert blocks.take_events() == []
+
+
+def test_closing_without_an_open_block_emits_nothing() -> None:
+    blocks = BlockWriter()
+    blocks.close()
+    assert blocks.take_events() == []
+
+
+def test_blocks_of_the_prompt_are_discarded_except_for_an_open_call() -> None:
+    blocks = BlockWriter()
+    blocks.write("text", "of the prompt")
+    blocks.discard_prompt()
+    blocks.write("text", "a")
+    assert blocks.take_events() == [BlockStart(0, "text"), BlockDelta(0, "a")]
+
+    blocks = BlockWriter()
+    blocks.write("text", "of the prompt")
+    blocks.start_call("c", "f", None, False)
+    blocks.parts.append('{"a"')
+    blocks.discard_prompt()
+    assert blocks.take_events() == [
+        BlockStart(0, "tool_call", "c", "f"),
+        BlockDelta(0, '{"a"'),
+    ]
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+
+def _find_stop(stops: list[str], chunks: list[str]) -> tuple[str, str | None]:
+    finder, shown = StopStrings(stops), ""
+    for chunk in chunks:
+        text, found = finder.feed(chunk)
+        shown += text
+        if found is not None:
+            return shown, found
+    return shown + finder.flush(), None
+
+
+def test_a_stop_string_is_found_across_chunks_and_not_shown() -> None:
+    assert _find_stop(["\n\n"], ["a\n", "\nb"]) == ("a", "\n\n")
+    assert _find_stop(["END"], ["E", "N", "d"]) == ("ENd", None)
+    assert _find_stop([""], ["abc"]) == ("abc", None)
+
+
+def test_the_first_complete_stop_string_wins_and_the_longer_of_two_that_end_together() -> None:
+    assert _find_stop(["abcd", "bc"], ["abcd"]) == ("a", "bc")
+    assert _find_stop(["c", "bc"], ["abc"]) == ("a", "bc")
+
+
+def test_only_the_shortest_possible_suffix_is_held_back() -> None:
+    finder = StopStrings(["aab"])
+    assert finder.feed("xaaa") == ("xa", None)
+    assert finder.held == "aa"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.text("abc", max_size=5), max_size=6),
+)
+def test_the_chunks_do_not_change_where_a_stop_string_is_found(stops: list[str], chunks: list[str]) -> None:
+    text = "".join(chunks)
+    assert _find_stop(stops, chunks) == _find_stop(stops, [text]) == _find_stop(stops, list(text))
+
+
+# --- log probabilities ------------------------------------------------------------------------------------------------
+
+
+def _tracker() -> LogprobTracker:
+    tracker = LogprobTracker(lambda i: (chr(i), bytes([i])))
+    for end, token in ((1, 97), (2, 98), (3, 99)):
+        tracker.add(end, IdLogprob(token, -1.0))
+    return tracker
+
+
+def test_a_token_is_returned_with_the_text_in_which_it_ends() -> None:
+    tracker = _tracker()
+    tracker.show(0, 2, seen=10)
+    assert [t.token for t in tracker.take(11)] == ["a"]
+    assert [t.token for t in tracker.take(12)] == ["b"]
+
+
+def test_tokens_without_visible_text_are_skipped() -> None:
+    tracker = _tracker()
+    tracker.skip_to(2)
+    tracker.show(2, 3, seen=0)
+    assert [t.token for t in tracker.take(1)] == ["c"]
