@@ -19,11 +19,10 @@ from modelyard.core.engine import CacheInfo, End, EngineInfo, EngineStats, Promp
 from modelyard.core.lease import LeaseRequest
 from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers.client import WorkerSession, remote_engine
-from modelyard.workers.messages import EngineOpened
+from modelyard.workers.messages import EngineOpened, open_engine_message
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import ClusterKeys, generate_keys
 from modelyard.workers.worker import HostedEngine, Worker
-from modelyard.workers.messages import open_engine_message
 
 _EVERY_S = 0.002
 _TURN = 1 << 31  # ids are 32 bits; the clock comes round after 36 minutes

@@ -30,13 +30,20 @@ from modelyard.library.default_model import fetch
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.store.memory import MemoryStore
 from modelyard.workers.client import WorkerSession, remote_engine
-from modelyard.workers.messages import AddRequest, EngineOpened, InferRequest, TokenStep, UpdateBatch, encode
+from modelyard.workers.messages import (
+    AddRequest,
+    EngineOpened,
+    InferRequest,
+    TokenStep,
+    UpdateBatch,
+    encode,
+    open_engine_message,
+)
 from modelyard.workers.packing import pack_ids
 from modelyard.workers.process_engine import create_process_engine
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.worker import HostedEngine, Worker
-from modelyard.workers.messages import open_engine_message
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 
 Row = tuple[str, str, str]

@@ -107,6 +107,7 @@ def _token_routes(context: HttpContext) -> list[BaseRoute]:
         "/v1/messages/count_tokens": tokens.CountTokens(load_protocol("anthropic_messages"), *common),
         "/v1/responses/input_tokens": tokens.InputTokens(load_protocol("openai_responses"), *common),
         "/v1/embeddings": tokens.EmbeddingsEndpoint(chat, *common),
+        "/embeddings": tokens.EmbeddingsEndpoint(chat, *common),
         "/tokenize": tokens.Tokenize(chat, *common),
         "/detokenize": tokens.Detokenize(chat, *common),
         "/apply-template": tokens.ApplyTemplate(chat, *common),

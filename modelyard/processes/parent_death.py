@@ -5,8 +5,8 @@ Python code between fork and exec can deadlock in a parent with threads. Linux o
 which must watch its parent itself.
 
 `PID+` also covers what the program starts: a forked watcher stays in the program's process group and kills the group
-when the program dies. If the parent was killed too, no other process is left to do it. Process groups are reliable; names
-and environments of processes are not, because some libraries overwrite them.
+when the program dies. If the parent was killed too, no other process is left to do it. Process groups are reliable;
+names and environments of processes are not, because some libraries overwrite them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What should be loaded: `plan(view, now)` looks at the whole pool and returns actions. Pure.
 
 It runs whenever something may have changed what should be loaded, never in the path of a request to a ready model. Such
-a request only looks at its own queue and its model's replicas (`pooled_model.py`), so 64 models and 1,000 waiters cost it
-nothing. The same pool at the same time gets the same plan, whatever event led to it.
+a request only looks at its own queue and its model's replicas (`pooled_model.py`), so 64 models and 1,000 waiters cost
+it nothing. The same pool at the same time gets the same plan, whatever event led to it.
 
     1. surplus      more replicas than the target → stop: reserved ones first, then idle, then the least busy
     2. idle         nothing runs or waits for longer than the TTL → sleep
@@ -20,8 +20,8 @@ nothing. The same pool at the same time gets the same plan, whatever event led t
        3.10 otherwise                                           → wait; plan again when 3.7 or 3.8 may become true
 
 Against thrashing: a replica that has just become idle lingers, because its client is likely to come back (3.7). A turn
-ends when a request has waited `patience_s` since the later of its arrival and the replica becoming ready (3.8): requests
-are served in groups, a switch costs one load for at least `patience_s` of work, and no request waits for ever.
+ends when a request has waited `patience_s` since the later of its arrival and the replica becoming ready (3.8):
+requests are served in groups, a switch costs one load for at least `patience_s` of work, and no request waits for ever.
 A busy replica is never closed: it takes no new requests and closes when its last request ends.
 """
 

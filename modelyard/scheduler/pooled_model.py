@@ -1,7 +1,7 @@
 """One model of the pool: its queues, its replicas, what is wanted of it, and which replica takes the next request.
 
-A request to a ready model only goes through `assign`. It does not use a snapshot of the pool, which would cost more than
-everything else; the queue length and the free slots of each replica are kept up to date instead.
+A request to a ready model only goes through `assign`. It does not use a snapshot of the pool, which would cost more
+than everything else; the queue length and the free slots of each replica are kept up to date instead.
 """
 
 from __future__ import annotations

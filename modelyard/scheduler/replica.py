@@ -26,8 +26,8 @@ class ReplicaObserver(Protocol):
 
 
 class Replica:
-    """`granted` counts the requests of the current engine. `load_growth` is how much memory opening it took; it is valid
-    while `allocation` is the planner's latest. `node` is the chosen machine, "" this one."""
+    """`granted` counts the requests of the current engine. `load_growth` is how much memory opening it took; it is
+    valid while `allocation` is the planner's latest. `node` is the chosen machine, "" this one."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class Replica:
         self.spec = spec
 
     def has_room(self, cache: str, weight: int) -> bool:
-        """A lost engine has no room: its requests learn of the loss before this replica does, and are retried at once."""
+        """A lost engine has no room: its requests learn of the loss before this replica does, and are retried at
+        once."""
         if self.running + weight > self.max_running or weight > self.free_slots.get(cache, 0):
             return False
         return self.engine is not None and not self.engine.lost.done()

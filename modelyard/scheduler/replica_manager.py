@@ -1,7 +1,7 @@
 """The models and their replicas: carries out the policy's plans and handles what becomes of them.
 
-Everything happens on the event loop's thread in calls that never await. Opening, closing and estimating run in tasks and
-come back as one of the `on_…` calls.
+Everything happens on the event loop's thread in calls that never await. Opening, closing and estimating run in tasks
+and come back as one of the `on_…` calls.
 
 A lost engine is reopened, with growing delays, and given up after the last one. A first load that fails is not retried.
 """

@@ -1,7 +1,7 @@
 """Every message between gateways, the scheduler and workers, grouped by receiver, and its encoding.
 
-MessagePack lists with a tag in front, by msgspec. A peer that knows more fields than we do is understood, fields are only
-ever added at the end, and nothing is ever unpickled. Another protocol version is refused with a reason.
+MessagePack lists with a tag in front, by msgspec. A peer that knows more fields than we do is understood, fields are
+only ever added at the end, and nothing is ever unpickled. Another protocol version is refused with a reason.
 
     client of a worker              worker
     Hello(version, …)          ──→

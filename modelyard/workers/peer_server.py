@@ -136,8 +136,8 @@ class PeerServer(Generic[P]):
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def _send(self, peer: Peer, message: LinkMessage) -> None:
-        """Messages of a peer stay in order: behind a backlog they wait. Heartbeats are dropped then, because the backlog
-        shows as much."""
+        """Messages of a peer stay in order: behind a backlog they wait. Heartbeats are dropped then, because the
+        backlog shows as much."""
         if peer.is_gone or (peer.backlog and isinstance(message, Heartbeat)):
             return
         data = encode(message)

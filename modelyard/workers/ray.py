@@ -1,10 +1,10 @@
 """Workers as actors of a Ray cluster. Ray places, restarts and loses them; requests and tokens use our own link.
 
-An actor is a worker in a process that Ray has started on some node. The scheduler asks it for its address and talks to it
-as to any other worker. When an actor dies, Ray restarts it, on another node if necessary. The scheduler also requests a
-new actor, and the next engine of the model opens in whichever answers first. Our own heartbeat detects a death: Ray takes
-16 seconds to notice a lost node. For that long Ray would also place the new actor on the lost node and wait, so the new
-one is requested on any other node.
+An actor is a worker in a process that Ray has started on some node. The scheduler asks it for its address and talks to
+it as to any other worker. When an actor dies, Ray restarts it, on another node if necessary. The scheduler also
+requests a new actor, and the next engine of the model opens in whichever answers first. Our own heartbeat detects a
+death: Ray takes 16 seconds to notice a lost node. For that long Ray would also place the new actor on the lost node and
+wait, so the new one is requested on any other node.
 """
 
 from __future__ import annotations

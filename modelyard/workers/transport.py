@@ -1,12 +1,12 @@
 """ZeroMQ sockets on an asyncio loop, cluster keys, and heartbeat counting. No other module imports zmq.
 
-A `RouterSocket` serves many peers, each under the identity that its `DealerSocket` has drawn. A peer that reconnects has
-a new identity, so nothing meant for the old connection reaches the new one. A message that is not exactly one frame from
-a peer is counted and dropped. tcp beyond loopback requires CURVE keys: all members of a cluster share one key pair, and a
-router accepts only peers that prove they have it.
+A `RouterSocket` serves many peers, each under the identity that its `DealerSocket` has drawn. A peer that reconnects
+has a new identity, so nothing meant for the old connection reaches the new one. A message that is not exactly one frame
+from a peer is counted and dropped. tcp beyond loopback requires CURVE keys: all members of a cluster share one key
+pair, and a router accepts only peers that prove they have it.
 
-The trap of every ZeroMQ loop: the socket's file descriptor is edge-triggered. After each send, and after a turn that did
-not read everything, check the socket again, or messages stay unread.
+The trap of every ZeroMQ loop: the socket's file descriptor is edge-triggered. After each send, and after a turn that
+did not read everything, check the socket again, or messages stay unread.
 """
 
 from __future__ import annotations
@@ -208,8 +208,8 @@ def _create_socket(context: _Context, kind: int, endpoint: str) -> zmq.Socket[by
 def _find_send_with_gil() -> Callable[[int, bytes, int, int], int] | None:
     """ZeroMQ's own send, called without releasing the GIL; None if it is not found.
 
-    pyzmq releases the GIL for every frame. A non-blocking send takes microseconds, but an engine thread that gets the GIL
-    meanwhile keeps it for a while, and the second frame of the message waits for it.
+    pyzmq releases the GIL for every frame. A non-blocking send takes microseconds, but an engine thread that gets the
+    GIL meanwhile keeps it for a while, and the second frame of the message waits for it.
     """
     try:
         from zmq.backend.cython import _zmq

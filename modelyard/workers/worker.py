@@ -1,8 +1,8 @@
 """A worker: engines behind a socket. It passes its clients' requests to the engines and sends back their output.
 
 The event loop does the I/O: messages in, batches out. An engine computes in its own threads and hands its tokens to the
-loop step by step. A worker has no authorization: every client that reaches its socket may open and use engines. A client
-that is silent or sends a malformed message is dropped, and its requests are cancelled.
+loop step by step. A worker has no authorization: every client that reaches its socket may open and use engines. A
+client that is silent or sends a malformed message is dropped, and its requests are cancelled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The workers of a scheduler, and the engines that are open in them.
 
-A worker either registers itself or is started by the scheduler. A worker that the scheduler starts does not die with it:
-it keeps its model, and the next scheduler finds it through the address files in the scheduler's folder. It exits when no
-scheduler has connected for a while, or when the process that started the scheduler is gone.
+A worker either registers itself or is started by the scheduler. A worker that the scheduler starts does not die with
+it: it keeps its model, and the next scheduler finds it through the address files in the scheduler's folder. It exits
+when no scheduler has connected for a while, or when the process that started the scheduler is gone.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class RegisteredWorker(Struct):
 
 class WorkerHandle:
     """A worker that is used for one engine. `engine` is the id of the engine if it is open already. `is_owned`: it was
-    started for this engine and exits with it. `ended` is its exit code if it is a child of this process. `release` gives
-    it back to a cluster; its argument tells whether it died."""
+    started for this engine and exits with it. `ended` is its exit code if it is a child of this process. `release`
+    gives it back to a cluster; its argument tells whether it died."""
 
     def __init__(self, session: WorkerSession, *, is_owned: bool = False, log: Path | None = None) -> None:
         self.session, self.is_owned, self._log = session, is_owned, log
@@ -352,9 +352,9 @@ def _use(worker: WorkerHandle, registered: RegisteredWorker) -> WorkerHandle:
 
 
 class WorkerEngine:
-    """An engine in a worker, as the scheduler sees it. Not a full Engine: it opens, closes, and reports its stats and its
-    loss; gateways send their requests directly to the worker. `node` is the chosen machine, and the actual one once it is
-    open."""
+    """An engine in a worker, as the scheduler sees it. Not a full Engine: it opens, closes, and reports its stats and
+    its loss; gateways send their requests directly to the worker. `node` is the chosen machine, and the actual one once
+    it is open."""
 
     def __init__(
         self, workers: WorkerPool, backend: str, spec: EngineSpec, identity: str, node: str = UNKNOWN_NODE

@@ -145,7 +145,7 @@ async def test_progress_runs_from_0_to_1() -> None:
     ("error", "kind", "message"),
     [
         (AssertionError("bad tensor"), InvalidRequest, "cannot be loaded: bad tensor"),
-        (NotFound("no file"), NotFound, ""),
+        (NotFound("no file"), NotFound, "no file"),
     ],
 )
 async def test_failed_load_is_raised_and_leaves_the_engine_unavailable(

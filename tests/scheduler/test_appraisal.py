@@ -12,8 +12,8 @@ from modelyard.core.errors import InvalidRequest
 from modelyard.core.pool import ModelSpec
 from modelyard.scheduler.memory_planner import LoadMeasurement, MeasurementStore, MemoryLimits, MemoryPlanner
 from modelyard.scheduler.pooled_model import PooledModel
-from modelyard.scheduler.settings import SchedulerOptions
 from modelyard.scheduler.replica import Replica
+from modelyard.scheduler.settings import SchedulerOptions
 
 GIB = 2**30
 

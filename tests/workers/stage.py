@@ -14,10 +14,9 @@ from typing import Any
 from modelyard.core.engine import CacheInfo, EngineSpec, Prompt, TokenRun
 from modelyard.engines import fake
 from modelyard.workers.client import WorkerSession, remote_engine
-from modelyard.workers.messages import LinkMessage, encode, decode_for_client
+from modelyard.workers.messages import LinkMessage, decode_for_client, encode, open_engine_message
 from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConfig
 from modelyard.workers.worker import Worker
-from modelyard.workers.messages import open_engine_message
 from tests.engines.fake import helpers as fake_helpers
 
 PATIENT = HeartbeatConfig(worker_misses=1000, client_misses=1000)  # the machine may be busy

@@ -128,8 +128,8 @@ async def test_what_was_opened_and_closed_leaves_no_files_open() -> None:
     "options", [fake.Options(kind="chat"), fake.Options(script=[{"when": "a|b", "steps": [{"text": "x"}]}])]
 )
 def test_options_come_through_the_wire_as_they_were(options: fake.Options) -> None:
-    from modelyard.workers.worker import engine_spec
     from modelyard.workers.messages import open_engine_message
+    from modelyard.workers.worker import engine_spec
 
     made = EngineSpec("m", options, {"main": CacheInfo(9, 2, "q8_0")}, ("text", "image"))
     assert engine_spec(open_engine_message("e", "fake", made)) == made

@@ -10,10 +10,10 @@ import pytest
 
 from modelyard.core.errors import Unavailable
 from modelyard.engines.fake.engine import FakeTextEngine
+from modelyard.workers.messages import open_engine_message
 from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import DealerSocket, RouterSocket
 from modelyard.workers.worker import Worker
-from modelyard.workers.messages import open_engine_message
 from modelyard.workers.worker_pool import WorkerPool
 from tests.engines.reading import end, read
 from tests.workers.conftest import Closing

@@ -7,7 +7,7 @@ import pytest
 
 from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.request import Constraint, Sampling
-from modelyard.workers.messages import AddRequest, InferRequest, encode, decode_for_worker, to_infer_request, to_prompt
+from modelyard.workers.messages import AddRequest, InferRequest, decode_for_worker, encode, to_infer_request, to_prompt
 from modelyard.workers.packing import MalformedMessage
 
 FULL = Prompt(

@@ -30,9 +30,9 @@ from modelyard.workers.messages import (
     ReleaseLease,
     RequestLease,
     WireLeaseRequest,
-    encode,
     decode_for_gateway,
     decode_for_scheduler,
+    encode,
 )
 from modelyard.workers.remote_pool import RemotePool, RemoteStore
 from modelyard.workers.scheduler_server import SchedulerServer

@@ -32,11 +32,11 @@ from modelyard.workers.messages import (
     Welcome,
     WorkerReply,
     encode,
+    open_engine_message,
 )
 from modelyard.workers.packing import pack_ids
 from modelyard.workers.transport import generate_keys
 from modelyard.workers.worker import Worker
-from modelyard.workers.messages import open_engine_message
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
