@@ -29,8 +29,7 @@ class LeaseOwner(Protocol):
 
 
 class SlotLease(RevocableLease, eq=False):
-    """`Ticket` and `Lease` in one object, because one is created per request. Granted from the start if a slot is
-    free."""
+    """`Ticket` and `Lease` in one object, because one is created per request. Granted at once if a slot is free."""
 
     _owner: LeaseOwner
     model: PooledModel

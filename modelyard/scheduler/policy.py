@@ -6,8 +6,8 @@ it nothing. The same pool at the same time gets the same plan, whatever event le
 
     1. surplus      more replicas than the target → stop: reserved ones first, then idle, then the least busy
     2. idle         nothing runs or waits for longer than the TTL → sleep
-    3. missing      fewer replicas than the target; reservations first, then by waiting time, then those without waiters.
-                    With several nodes each step tries one after the other, in order of preference
+    3. missing      fewer replicas than the target; reservations first, then by waiting time, then models without
+                    waiters. With several nodes each step tries one after the other, in order of preference
        3.1 a replica drains for a reservation that is gone      → keep it
        3.2 its memory need is unknown                           → estimate
        3.3 it exceeds the limit even alone                      → reject; if it is up, do without the extra replica

@@ -1,5 +1,4 @@
-"""The queue of one cache: main priority before background, keys round robin, first come first served within a key.
-Pure.
+"""The queue of one cache: main priority before background, keys round robin, first in first out within a key. Pure.
 
 The queue is updated in place, not computed from a snapshot, because it changes with every request. Adding, removing and
 taking the head cost the same with one waiter and with a thousand.

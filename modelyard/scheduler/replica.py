@@ -69,8 +69,7 @@ class Replica:
         self.spec = spec
 
     def has_room(self, cache: str, weight: int) -> bool:
-        """A lost engine has no room: its requests learn of the loss before this replica does, and are retried at
-        once."""
+        """A lost engine has no room: its requests learn of the loss, and are retried, before this replica does."""
         if self.running + weight > self.max_running or weight > self.free_slots.get(cache, 0):
             return False
         return self.engine is not None and not self.engine.lost.done()
@@ -150,9 +149,9 @@ class Replica:
             self.load_growth = {device: max(0, used - before.get(device, 0)) for device, used in after.items()}
         self._reset_slots()
         self._observer.on_ready(self)
-        error = await asyncio.shield(engine.lost)
+        loss = await asyncio.shield(engine.lost)
         await self._close_engine()
-        self._observer.on_lost(self, error)
+        self._observer.on_lost(self, loss)
 
     def _to_modelyard_error(self, error: Exception) -> ModelyardError:
         if isinstance(error, ModelyardError):

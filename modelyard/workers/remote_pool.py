@@ -422,7 +422,8 @@ class RemotePool:
         if not self.is_connected:
             raise self._unreachable()
         id = next(self._ids)
-        pending = self._calls[id] = self._loop.create_future()
+        pending: asyncio.Future[bytes | None] = self._loop.create_future()
+        self._calls[id] = pending
         self._send(message(id))
         try:
             return await pending

@@ -263,7 +263,7 @@ class Worker(PeerServer[WorkerClient]):
             ResumeRequest: self._on_resume,
             Heartbeat: self._on_heartbeat,
             OpenEngine: self._on_open,
-            CloseEngine: lambda client, message: self._spawn(self._close_engine(client, message.engine)),
+            CloseEngine: self._on_close,
             ControlEngine: self._on_engine_call,
             EmbedTokens: self._on_engine_call,
             CountTokens: self._on_engine_call,
@@ -467,6 +467,9 @@ class Worker(PeerServer[WorkerClient]):
             return
         self._send_all(self._peers.values(), EngineLost(hosted.id, error))
         self._spawn(hosted.close())
+
+    def _on_close(self, client: WorkerClient, message: CloseEngine) -> None:
+        self._spawn(self._close_engine(client, message.engine))
 
     async def _close_engine(self, client: WorkerClient, engine: str) -> None:
         hosted = self._engines.pop(engine, None)
