@@ -1,4 +1,4 @@
-"""docs/clients.md: what it calls «run» is run here, to the letter, against a server on another port."""
+"""docs/clients.md: everything marked "run" is run here unchanged, against a server on another port."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests import commands
 from tests.docs.pages import DOCS, Call, blocks, calls
 from tests.serving import Served, demo, serving
 
-HERE = "http://localhost:8000"
+DOCUMENTED_URL = "http://localhost:8000"
 
 
 @pytest.fixture(scope="module")
@@ -24,22 +24,22 @@ def served() -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("call", calls("clients.md"), ids=lambda call: call.path)
-def test_curl(served: Served, call: Call):
+def test_curl_commands_work(served: Served, call: Call):
     reply = httpx.request(call.method, served.url + call.path, content=call.body)
     assert reply.status_code == 200
     assert "Hello there." in reply.text
 
 
 @pytest.mark.parametrize("code", blocks("clients.md", "python"), ids=["openai", "anthropic"])
-def test_the_sdks(served: Served, code: str, capsys: pytest.CaptureFixture[str]):
-    exec(compile(code.replace(HERE, served.url), "clients.md", "exec"), {})
+def test_sdk_examples_work(served: Served, code: str, capsys: pytest.CaptureFixture[str]):
+    exec(compile(code.replace(DOCUMENTED_URL, served.url), "clients.md", "exec"), {})
     assert capsys.readouterr().out.count("Hello there.") == code.count("print(")
 
 
-def test_modelyard_chat(served: Served):
+def test_the_chat_command_works(served: Served):
     (line,) = (text for text in blocks("clients.md", "console") if text.startswith("modelyard"))
-    argv = shlex.split(line.replace(HERE, served.url))[1:]
-    ended = subprocess.run(
+    argv = shlex.split(line.replace(DOCUMENTED_URL, served.url))[1:]
+    done = subprocess.run(
         [*commands.MODELYARD, *argv],
         input="Hi\n",
         env=commands.environment(),
@@ -48,10 +48,10 @@ def test_modelyard_chat(served: Served):
         timeout=commands.DEADLINE,
         check=True,
     )
-    assert "Hello there." in ended.stdout
+    assert "Hello there." in done.stdout
 
 
-def test_the_table_and_the_headings_say_the_same():
+def test_the_table_matches_the_headings():
     page = (DOCS / "clients.md").read_text()
     table = re.findall(r"^\| `?([\w ]+?)`?(?: for Python [\d.]+)? \| .* \| (run|not run yet) \|$", page, re.MULTILINE)
     headings = re.findall(r"^## ([\w ]+) \((run|not run yet)\)$", page, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""docs/config.md: its table of prompt formats is what the templates are."""
+"""docs/config.md: the table of prompt formats matches the templates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tokenizer import tokenizers_made as made
 ROW = re.compile(r"^\| `(\w+)`[^|]*\| [^|]* \| `((?:[^`])+)` \| (yes|no) \|$", re.MULTILINE)
 
 
-def test_the_table_of_prompt_formats_is_true():
+def test_the_table_of_prompt_formats_matches_the_templates():
     rows = {
         name: (stop.replace("\\|", "|"), switch) for name, stop, switch in ROW.findall((DOCS / "config.md").read_text())
     }
