@@ -1,23 +1,38 @@
-"""The terminal chat: our own client role of the Chat protocol against any server, streamed as it comes."""
+"""`modelyard chat`: a terminal chat with any server, through the client role of the Chat protocol."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import httpx
 import msgspec
+import typer
 from rich.console import Console
 from rich.text import Text as Styled
 
+from modelyard.cli.console import DEFAULT_URL, KeyOption, UrlOption, out, run_or_exit
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unavailable
 from modelyard.core.events import BlockDelta, BlockKind, BlockStart, Event, Finished, ReplyBuilder
 from modelyard.core.request import Message, Request, Text
 from modelyard.protocols import openai_chat
 
 
-class Screen:
-    """Where the conversation is typed and shown; reasoning is dim, calls are named."""
+def chat(
+    model: Annotated[
+        str | None, typer.Argument(help="Any model name of the server; default: the first that it lists.")
+    ] = None,
+    url: UrlOption = DEFAULT_URL,
+    key: KeyOption = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+) -> None:
+    """Chat with a running server in the terminal. Ctrl-D ends it, Ctrl-C stops a reply."""
+    run_or_exit(ChatSession(url, model, key=key, system=system).run, ChatScreen(out))
+
+
+class ChatScreen:
+    """Reads input and shows replies; reasoning is dim, tool calls are named."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -41,27 +56,27 @@ class Screen:
     def note(self, text: str) -> None:
         self._print(f"\n{text}\n", "dim")
 
-    def complain(self, error: ModelyardError) -> None:
+    def show_error(self, error: ModelyardError) -> None:
         self._print(f"\n{error.message}\n", "red")
 
     def _print(self, text: str, style: str = "") -> None:
-        """As it stands: what looks like markup or an emoji is the model's own text, and no escape moves the cursor."""
+        """Print the model's text literally: no markup, no emoji codes, no terminal escapes."""
         self._console.print(Styled(text.replace("\x1b", "␛"), style), end="", soft_wrap=True)
 
 
 _STYLES: dict[BlockKind, str] = {"text": "", "thinking": "dim italic", "tool_call": "yellow"}
 
 
-class _Named(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
 
 
-class _Listed(msgspec.Struct):
-    data: list[_Named]
+class _ModelList(msgspec.Struct):
+    data: list[_ListedModel]
 
 
-class _Shown:
-    """The visible text so far: what the model has said when it is interrupted."""
+class _VisibleText:
+    """The text shown so far: it is the reply if the user interrupts."""
 
     def __init__(self) -> None:
         self.text, self._visible = "", False
@@ -73,8 +88,8 @@ class _Shown:
             self.text += event.text
 
 
-class Conversation:
-    """Without a model it talks to the first that the server lists."""
+class ChatSession:
+    """Without a model name, the first that the server lists."""
 
     def __init__(
         self, url: str, model: str | None = None, *, key: str | None = None, system: str | None = None
@@ -83,8 +98,8 @@ class Conversation:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self.messages: list[Message] = [Message("system", (Text(system),))] if system else []
 
-    def run(self, screen: Screen) -> None:
-        """Until the person has had enough. What was asked in vain is forgotten, so that it can be asked again."""
+    def run(self, screen: ChatScreen) -> None:
+        """Until the end of input. A message whose request failed is dropped, so that it can be sent again."""
         with httpx.Client(timeout=httpx.Timeout(10, read=None), headers=self._headers) as client:
             while (asked := screen.ask()) is not None:
                 if not asked.strip():
@@ -94,29 +109,29 @@ class Conversation:
                     self._turn(client, screen)
                 except ModelyardError as error:
                     self.messages.pop()
-                    screen.complain(error)
+                    screen.show_error(error)
 
-    def _turn(self, client: httpx.Client, screen: Screen) -> None:
-        fold, shown = ReplyBuilder(), _Shown()
+    def _turn(self, client: httpx.Client, screen: ChatScreen) -> None:
+        reply, shown = ReplyBuilder(), _VisibleText()
         try:
             for event in self._events(client):
-                fold.feed([event])  # raises what a Failed says
+                reply.feed([event])  # raises the error of a Failed
                 shown.feed(event)
                 screen.show(event)
                 if isinstance(event, Finished):
                     screen.note(f"{event.usage.prompt} + {event.usage.output} tokens, {event.reason}")
         except KeyboardInterrupt:
             screen.note("stopped")
-        if fold.finished:
-            self.messages.append(Message("assistant", tuple(block.part for block in fold.reply().blocks)))
+        if reply.finished:
+            self.messages.append(Message("assistant", tuple(block.part for block in reply.reply().blocks)))
         elif shown.text:
             self.messages.append(Message("assistant", (Text(shown.text),)))
         else:
             self.messages.pop()
 
     def _events(self, client: httpx.Client) -> Iterator[Event]:
-        with self._plain_words():
-            model = self._model = self._model or self._first(client)
+        with self._explained_errors():
+            model = self._model = self._model or self._first_model(client)
             request = Request(model=model, messages=tuple(self.messages), stream=True, include_usage=True)
             body, reader = openai_chat.write_request(request), openai_chat.reader()
             with client.stream("POST", f"{self._url}/v1/chat/completions", content=body) as reply:
@@ -125,16 +140,16 @@ class Conversation:
                     yield from reader.feed(data)
                 yield from reader.finish()
 
-    def _first(self, client: httpx.Client) -> str:
+    def _first_model(self, client: httpx.Client) -> str:
         reply = client.get(f"{self._url}/v1/models")
         _check(reply)
         try:
-            return msgspec.json.decode(reply.content, type=_Listed).data[0].id
+            return msgspec.json.decode(reply.content, type=_ModelList).data[0].id
         except (msgspec.MsgspecError, IndexError):
             raise NotFound(f"{self._url} lists no models; name one: modelyard chat NAME") from None
 
     @contextmanager
-    def _plain_words(self) -> Iterator[None]:
+    def _explained_errors(self) -> Iterator[None]:
         try:
             yield
         except httpx.ConnectError:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from modelyard.cli.chat import Conversation, Screen
+from modelyard.cli.chat import ChatScreen, ChatSession
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
 from modelyard.core.request import Message, Text
 from tests import commands
@@ -37,7 +37,7 @@ def served() -> Iterator[Served]:
         yield running
 
 
-class Typed(Screen):
+class Typed(ChatScreen):
     """What a person types, given beforehand; `interrupt` is a word at whose sight they press Ctrl-C."""
 
     def __init__(self, *lines: str, colour: bool = False, interrupt: str | None = None) -> None:
@@ -58,12 +58,12 @@ class Typed(Screen):
         return self.paper.getvalue()
 
 
-def said(talk: Conversation) -> list[tuple[str, str]]:
+def said(talk: ChatSession) -> list[tuple[str, str]]:
     return [(m.role, "".join(p.text for p in m.parts if isinstance(p, Text))) for m in talk.messages]
 
 
 def test_an_answer_is_shown_with_what_it_cost(served: Served):
-    screen, talk = Typed("hi"), Conversation(served.url, "demo")
+    screen, talk = Typed("hi"), ChatSession(served.url, "demo")
     talk.run(screen)
     assert screen.text.startswith("Hello there.\n")
     assert "tokens, end" in screen.text
@@ -71,20 +71,20 @@ def test_an_answer_is_shown_with_what_it_cost(served: Served):
 
 
 def test_the_conversation_grows_and_empty_lines_are_passed_over(served: Served):
-    talk = Conversation(served.url, "demo", system="Be brief.")
+    talk = ChatSession(served.url, "demo", system="Be brief.")
     talk.run(Typed("hi", "", "  ", "again"))
     assert [role for role, _ in said(talk)] == ["system", "user", "assistant", "user", "assistant"]
 
 
 def test_without_a_name_the_first_model_of_the_server_answers(served: Served):
-    talk = Conversation(served.url + "/")
+    talk = ChatSession(served.url + "/")
     talk.run(Typed("hi"))
     assert said(talk)[-1] == ("assistant", "Hello there.")
 
 
 def test_reasoning_is_dim_and_the_answer_is_not(served: Served):
     screen = Typed("think", colour=True)
-    Conversation(served.url, "demo").run(screen)
+    ChatSession(served.url, "demo").run(screen)
     assert "\x1b[2;3mLet me see." in screen.text
     assert "\nForty-two." in screen.text
 
@@ -104,12 +104,12 @@ def test_a_call_is_named_with_its_arguments():
 
 def test_what_the_model_says_is_shown_as_it_stands_but_cannot_steer_the_terminal(served: Served):
     screen = Typed("odd")
-    Conversation(served.url, "demo").run(screen)
+    ChatSession(served.url, "demo").run(screen)
     assert screen.text.startswith(":smile: [red]x[/red] ␛[2J end\n")
 
 
 def test_a_failure_is_told_and_the_question_forgotten(served: Served):
-    screen, talk = Typed("fail", "hi"), Conversation(served.url, "demo")
+    screen, talk = Typed("fail", "hi"), ChatSession(served.url, "demo")
     talk.run(screen)
     assert "out of [memory]" in screen.text
     assert said(talk) == [("user", "hi"), ("assistant", "Hello there.")]
@@ -118,12 +118,12 @@ def test_a_failure_is_told_and_the_question_forgotten(served: Served):
 def test_an_unknown_model_is_told_in_the_servers_words():
     with serving({"models": {"solo": {"backend": "fake"}}}) as served:
         screen = Typed("hi")
-        Conversation(served.url, "nobody").run(screen)
+        ChatSession(served.url, "nobody").run(screen)
     assert "The model 'nobody' does not exist here. Models: solo." in screen.text
 
 
 def test_an_interrupted_answer_stays_as_far_as_it_came(served: Served):
-    screen, talk = Typed("endless", interrupt="so far"), Conversation(served.url, "demo")
+    screen, talk = Typed("endless", interrupt="so far"), ChatSession(served.url, "demo")
     talk.run(screen)
     assert screen.text == "so far\nstopped\n"
     assert said(talk) == [("user", "endless"), ("assistant", "so far")]
@@ -131,7 +131,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_came(served: Served):
 
 
 def test_nobody_there_is_a_sentence_that_helps():
-    screen, talk = Typed("hi"), Conversation("http://127.0.0.1:9", "demo")
+    screen, talk = Typed("hi"), ChatSession("http://127.0.0.1:9", "demo")
     talk.run(screen)
     assert screen.text == "\nno server answers at http://127.0.0.1:9; start one with: modelyard serve\n"
     assert talk.messages == []
@@ -140,19 +140,19 @@ def test_nobody_there_is_a_sentence_that_helps():
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://[::1"])
 def test_a_url_that_is_none_is_a_sentence_too(url: str):
     screen = Typed("hi")
-    Conversation(url, "demo").run(screen)
+    ChatSession(url, "demo").run(screen)
     assert url in screen.text
     assert screen.text.count("\n") == 2
 
 
 def test_a_server_that_lists_nothing_asks_for_a_name(served: Served):
     screen = Typed("hi")
-    Conversation(served.url + "/health", None).run(screen)
+    ChatSession(served.url + "/health", None).run(screen)
     assert "there is no /health/v1/models here" in screen.text
 
 
 def test_messages_start_with_the_system_prompt():
-    assert Conversation("http://x", "m", system="Be brief.").messages == [Message("system", (Text("Be brief."),))]
+    assert ChatSession("http://x", "m", system="Be brief.").messages == [Message("system", (Text("Be brief."),))]
 
 
 # --- on a terminal ----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ FAMILIES = ("dry_", "xtc_", "mirostat")
 
 
 def capabilities() -> Iterator[str]:
-    heads = ["engine", "takes", "where it runs", "images", *HEADS, "sampling it ignores"]
+    heads = ["engine", "takes", "where it runs", "images", *HEADS, "ignored sampling fields"]
     yield from (f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
     for name in plugins.names("engines"):
         module: Any = plugins.load("engines", name)
@@ -61,8 +61,8 @@ def _where(module: Any, kind: str) -> str:
     if getattr(module, "REMOTE", False):
         return "on another server"
     if kind == "chat":
-        return "a program of its own"
-    return "a process of its own" if getattr(module, "OWN_PROCESS", False) else "the gateway's process"
+        return "a child process"
+    return "a separate process" if getattr(module, "OWN_PROCESS", False) else "the gateway's process"
 
 
 def _tick(can: bool) -> str:

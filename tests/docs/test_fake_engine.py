@@ -1,4 +1,4 @@
-"""docs/fake-engine.md: each example is loaded, and the conversation at its end is held."""
+"""docs/fake-engine.md: a test repeats the conversation of every example."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from modelyard.core.errors import Kind
-from modelyard.engines.fake.options import Options
+from modelyard.engines.fake import Options
 from modelyard.engines.fake.script import ScriptStep
 from tests.docs.pages import DOCS, blocks
 from tests.serving import serving
@@ -27,13 +27,13 @@ EXAMPLES = blocks("fake-engine.md", "toml")
 TITLES = re.findall(r"^## (.*?)$(?=(?:(?!^## ).)*?^```toml)", PAGE, re.MULTILINE | re.DOTALL)
 
 
-class Talk:
-    """A Chat conversation in the page's own lines."""
+class Conversation:
+    """A Chat conversation in the lines of the page."""
 
     def __init__(self, url: str) -> None:
         self._url, self._messages = url, list[dict[str, Any]]()
 
-    def hears(self, kind: str, text: str) -> list[tuple[str, str]]:
+    def send(self, kind: str, text: str) -> list[tuple[str, str]]:
         if kind == "result":
             call = self._messages[-1]["tool_calls"][0]["id"]
             self._messages.append({"role": "tool", "tool_call_id": call, "content": text})
@@ -45,10 +45,10 @@ class Talk:
             self._messages.pop()
             return [("fails", f"{reply.status_code} {reply.json()['error']['message']}")]
         self._messages.append(message := reply.json()["choices"][0]["message"])
-        return list(_told(message))
+        return list(_reply_lines(message))
 
 
-def _told(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _reply_lines(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if message.get("reasoning_content"):
         yield "thinks", message["reasoning_content"].strip()
     if message["content"]:
@@ -63,24 +63,24 @@ def test_every_example_has_a_title_and_a_conversation():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=TITLES)
-def test_the_conversation_goes_as_the_page_says(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_example_gives_the_documented_conversation(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "modelyard.toml").write_text(example)
     monkeypatch.chdir(tmp_path)
     lines = _LINE.findall(example)
-    held: list[tuple[str, str]] = []
+    actual: list[tuple[str, str]] = []
     with serving({}) as served:
-        talk = Talk(served.url)
+        conversation = Conversation(served.url)
         for kind, text in lines:
             if kind in ("you", "result"):
-                held += [(kind, text), *talk.hears(kind, text)]
-    assert held == lines
+                actual += [(kind, text), *conversation.send(kind, text)]
+    assert actual == lines
 
 
-def test_the_page_names_every_step_and_every_option():
+def test_every_step_and_option_is_documented():
     named = set(re.findall(r"\b\w+\b", PAGE))
     assert set(ScriptStep.model_fields) <= named
     assert set(Options.model_fields) - {"tokenizer_path"} <= named
 
 
-def test_the_page_names_every_kind_of_error():
+def test_every_kind_of_error_is_documented():
     assert set(get_args(Kind)) - {"cancelled"} <= set(re.findall(r"`(\w+)`", PAGE))

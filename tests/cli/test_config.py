@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.cli.explain import broken_engines
+from modelyard.cli.config import engine_problems
 from modelyard.config.load import load_config
 from tests.serving import demo
 
@@ -22,7 +22,7 @@ def lacking(tmp_path: Path) -> str:
 
 
 def problems(python: str) -> list[tuple[str, str]]:
-    found = broken_engines(load_config(env={}, overrides=demo(python=python)).config)
+    found = engine_problems(load_config(env={}, overrides=demo(python=python)).config)
     return [(problem.path, problem.message) for problem in found]
 
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from modelyard.cli import app
-from modelyard.cli.request_history import COLUMNS, rows
+from modelyard.cli.diagnostics import COLUMNS, request_rows
 from modelyard.core.errors import Forbidden, NotFound, Unavailable
 from tests.serving import demo, serving
 
@@ -25,8 +25,8 @@ def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
         ask(served.url, "talk-1", "hello")
         ask(served.url, "talk-1", "hello", system="It is Monday. " + RULES)
         ask(served.url, "talk-2", "something else")
-        heading, one = rows(served.url, None, "talk-1", 20)
-        newest, _ = rows(served.url, None, None, 1)
+        heading, one = request_rows(served.url, None, "talk-1", 20)
+        newest, _ = request_rows(served.url, None, None, 1)
         shown = CliRunner().invoke(app.app, ["explain", "talk-1", "--url", served.url])
     assert [dict(zip(COLUMNS, row, strict=True))["cause"] for row in one] == ["new_session", "system_changed"]
     last = dict(zip(COLUMNS, one[-1], strict=True))
@@ -40,20 +40,20 @@ def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
 def test_what_cannot_be_shown_is_one_sentence() -> None:
     with serving(demo()) as served:
         with pytest.raises(NotFound, match="answered nothing yet"):
-            rows(served.url, None, None, 5)
+            request_rows(served.url, None, None, 5)
         ask(served.url, "talk-1", "hello")
         with pytest.raises(NotFound, match="ends in 'nobody'"):
-            rows(served.url, None, "nobody", 5)
+            request_rows(served.url, None, "nobody", 5)
     with pytest.raises(Unavailable, match="no server answers"):
-        rows(served.url, None, None, 5)
+        request_rows(served.url, None, None, 5)
 
 
 def test_a_server_with_keys_wants_an_administrators() -> None:
     keys = [{"name": "boss", "key": "s3cret-boss", "admin": True}, {"name": "guest", "key": "s3cret-guest"}]
     with serving({**demo(), "keys": keys}) as served:
         ask(served.url, "talk-1", "hello", key="s3cret-guest")
-        assert len(rows(served.url, "s3cret-boss", None, 5)[1]) == 1
+        assert len(request_rows(served.url, "s3cret-boss", None, 5)[1]) == 1
         with pytest.raises(Forbidden, match="--key"):
-            rows(served.url, None, None, 5)
+            request_rows(served.url, None, None, 5)
         with pytest.raises(Forbidden, match="no administrator"):
-            rows(served.url, "s3cret-guest", None, 5)
+            request_rows(served.url, "s3cret-guest", None, 5)

@@ -1,0 +1,67 @@
+"""What all commands share: consoles, common options, loading the configuration, and printing errors and tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from modelyard.config.load import load_config
+from modelyard.config.problems import ConfigError, ConfigProblem
+from modelyard.config.settings import LoadedConfig
+from modelyard.core.errors import ModelyardError
+
+out, err = Console(), Console(stderr=True)
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        help="TOML or JSON file. Default: the first that exists of config/settings.json and modelyard.toml, "
+        "else the built-in configuration.",
+    ),
+]
+UrlOption = Annotated[str, typer.Option(help="URL of the server, without /v1.", envvar="MODELYARD_URL")]
+KeyOption = Annotated[str | None, typer.Option(help="API key, if the server needs one.", envvar="MODELYARD_API_KEY")]
+
+
+def load_or_exit(path: Path | None, overrides: dict[str, Any] | None = None) -> LoadedConfig:
+    try:
+        return load_config(path, overrides=overrides)
+    except ConfigError as error:
+        for problem in error.problems:
+            print_problem(problem)
+        raise typer.Exit(2) from None
+    except ModelyardError as error:
+        _fail(error)
+
+
+def run_or_exit(work: Any, *args: Any) -> Any:
+    """Call `work`. Print an expected error as one line and exit with status 2."""
+    try:
+        return work(*args)
+    except ModelyardError as error:
+        _fail(error)
+
+
+def _fail(error: ModelyardError) -> NoReturn:
+    err.print(f"[red]error[/red] {escape(error.message)}", soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def print_problem(problem: ConfigProblem) -> None:
+    colour = {"error": "red", "unavailable": "yellow", "warning": "yellow"}[problem.level]
+    err.print(f"[{colour}]{problem.level}[/{colour}] {escape(str(problem))}", soft_wrap=True)
+
+
+def make_table(*columns: str) -> Table:
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        table.add_column(column)
+    return table

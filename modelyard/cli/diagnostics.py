@@ -1,0 +1,121 @@
+"""Commands for diagnosis: explain (cache reuse of the last requests), parse (a model's raw output)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.markup import escape
+
+from modelyard.cli.console import DEFAULT_URL, KeyOption, UrlOption, make_table, out, run_or_exit
+from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, NotFound, Unavailable
+
+COLUMNS = ("ended", "prompt", "reused", "evaluated", "output", "cause", "from token")
+_MAX_REQUESTS = 1000  # the admin API's limit
+_KEY_ERRORS = {401: "the server needs an API key: --key or MODELYARD_API_KEY", 403: "this needs an admin key"}
+
+Row = tuple[str, ...]
+
+
+def explain(
+    session: Annotated[
+        str | None, typer.Argument(help="The end of a session's name; default: the session of the newest request.")
+    ] = None,
+    last: Annotated[int, typer.Option(help="Number of requests.", min=1)] = 20,
+    url: UrlOption = DEFAULT_URL,
+    key: KeyOption = None,
+) -> None:
+    """Show a session's last requests on a running server: how much of each prompt was cached, and why not more."""
+    heading, found = run_or_exit(request_rows, url, key, session, last)
+    table = make_table(*COLUMNS)
+    for column in table.columns[:-1]:
+        column.no_wrap = True
+    for row in found:
+        table.add_row(*map(escape, row))
+    out.print(escape(heading), soft_wrap=True)
+    out.print(table)
+
+
+def request_rows(url: str, key: str | None, session: str | None, last: int) -> tuple[str, list[Row]]:
+    """A heading and one row per request, the newest last."""
+    ended: Sequence[Mapping[str, Any]] = _get(f"{url.rstrip('/')}/v1/admin/requests?limit={_MAX_REQUESTS}", key)[
+        "ended"
+    ]
+    if not ended:
+        raise NotFound(f"{url} has not answered any request yet")
+    chosen = list(_of_session(ended, session))[:last]
+    if not chosen:
+        raise NotFound(f"none of the last {len(ended)} requests belongs to a session that ends in {session!r}")
+    heading = f"session {chosen[0]['session'] or '(none)'}, cache {chosen[0]['cache']}"
+    return heading, [_row(record) for record in reversed(chosen)]
+
+
+def _of_session(ended: Sequence[Mapping[str, Any]], session: str | None) -> Iterator[Mapping[str, Any]]:
+    newest = ended[0]["session"]
+    for record in ended:
+        if record["session"] == newest if session is None else (record["session"] or "").endswith(session):
+            yield record
+
+
+def _row(record: Mapping[str, Any]) -> Row:
+    usage, reuse = record["usage"], record["reuse"]
+    when = datetime.fromtimestamp(record["at"]).astimezone().strftime("%H:%M:%S")
+    if reuse is None:  # the engine renders by itself, or the request never reached it
+        counts = (usage["prompt"], usage["cached"], usage["prompt"] - usage["cached"])
+        return (when, *map(str, counts), str(usage["output"]), f"({record['status']})", "")
+    counts = (reuse["reused"] + reuse["evaluated"], reuse["reused"], reuse["evaluated"])
+    where = ""
+    if reuse["token"] is not None:
+        message = reuse["message"]
+        where = str(reuse["token"]) + ("" if message is None else f", message {message} ({reuse['role'] or 'gone'})")
+    return (when, *map(str, counts), str(usage["output"]), reuse["cause"], where)
+
+
+def _get(url: str, key: str | None) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        reply = httpx.get(url, headers=headers, timeout=30, trust_env=False)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise InvalidRequest(f"{url} is not a URL: {error}") from None
+    except httpx.HTTPError as error:
+        raise Unavailable(f"no server answers at {url}: {error}; --url sets another") from None
+    if reply.status_code != 200:
+        raise _error(url, reply.status_code)
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def _error(url: str, status: int) -> ModelyardError:
+    if status in _KEY_ERRORS:
+        return Forbidden(_KEY_ERRORS[status])
+    return Unavailable(f"{url} answered {status}: is it a Modelyard server?")
+
+
+def parse(
+    format: Annotated[str, typer.Option(help="The model's output format, or auto to detect it from --template.")],
+    template: Annotated[Path | None, typer.Option(help="A chat template, for --format auto.", exists=True)] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="JSON list of the offered tools; default: any name is a call.", exists=True)
+    ] = None,
+    chunks: Annotated[int | None, typer.Option(help="Feed this many characters at a time.", min=1)] = None,
+    prefill: Annotated[str, typer.Option(help="The end of the prompt, for example if it opened the reasoning.")] = "",
+) -> None:
+    """Read a model's raw output from standard input and print its reasoning, content and tool calls as JSON."""
+    from modelyard.scanner.parse_output import parse_command
+
+    def work() -> str:
+        return parse_command(
+            sys.stdin.buffer.read().decode("utf-8", "replace"),
+            format=format,
+            template=template.read_text("utf-8") if template else None,
+            tools=tools.read_bytes() if tools else None,
+            chunk=chunks,
+            prefill=prefill,
+        )
+
+    sys.stdout.write(run_or_exit(work) + "\n")

@@ -1,0 +1,121 @@
+"""`modelyard models`: the models of a configuration and the library of model files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from modelyard.cli.console import ConfigOption, err, load_or_exit, make_table, out, run_or_exit
+from modelyard.config.describe import describe_config
+from modelyard.config.settings import Config
+from modelyard.core.errors import NotFound
+
+models_app = typer.Typer(help="The models of a configuration, and the library of model files.", no_args_is_help=True)
+
+
+@models_app.command("add")
+def add(
+    source: Annotated[str, typer.Argument(help="A GGUF file, a folder, or a hub repository such as org/name.")],
+    name: Annotated[str | None, typer.Option(help="Its name; default: from its file or repository.")] = None,
+    quant: Annotated[str | None, typer.Option(help="Which variant, such as Q4_K_M, if there are several.")] = None,
+) -> None:
+    """Add a model to the library: register a local file, or download from a Hugging Face repository."""
+    from modelyard.library import models, progress
+
+    meter = progress.ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
+    entry = run_or_exit(lambda: models.add_model(source, name=name, quant=quant, progress=meter))
+    out.print(f"{escape(entry.name)} is in the library. To serve it, add to modelyard.toml:", soft_wrap=True)
+    out.print(models.config_snippet(entry), markup=False, highlight=False, soft_wrap=True)
+
+
+@models_app.command("list")
+def list_models(config: ConfigOption = None) -> None:
+    """List the models of the configuration and of the library, with size, quantization and file state."""
+    from modelyard.library import models
+
+    loaded = load_or_exit(config)
+    configured = make_table("model", "engine", "aliases", "loaded", "size", "quant", "file", "")
+    for m in describe_config(loaded).models:
+        file = models.file_row(loaded.config.models[m.name].path)
+        row = (m.name, m.backend, ", ".join(m.aliases), m.starts, file.size, file.quant, file.state, m.description)
+        configured.add_row(*map(escape, row))
+    out.print(configured)
+    rows = run_or_exit(models.list_rows)
+    library = make_table("library", "from", "size", "quant", "file", "")
+    for entry, file in rows:
+        library.add_row(*map(escape, (entry.name, entry.source, file.size, file.quant, file.state, entry.path)))
+    if rows:
+        out.print(library)
+
+
+@models_app.command("show")
+def show(
+    name: Annotated[str, typer.Argument(help="A model's name or alias, or a name in the library.")],
+    config: ConfigOption = None,
+) -> None:
+    """Explain one model: file, caches, chat template, output format, and where each comes from."""
+    rows = run_or_exit(explain_model, load_or_exit(config).config, name)
+    table = Table(show_header=False, box=None)
+    for label, value in rows:
+        table.add_row(f"[bold]{label}[/bold]", escape(value))
+    out.print(table)
+
+
+def explain_model(config: Config, name: str) -> list[tuple[str, str]]:
+    """Rows about a model of the configuration, else about one in the library."""
+    from modelyard.library import models
+    from modelyard.server.memory_estimate import available_memory, describe_memory, estimate_memory
+    from modelyard.server.model_definition import define_model
+
+    catalog = config.router().catalog
+    entry = catalog.models.get(name) or catalog.models.get(catalog.aliases.get(name, ""))
+    if entry is not None:
+        settings = config.models[entry.name]
+        rows = [("model", entry.name), ("engine", entry.backend), *models.describe_file(settings.path)]
+        available = available_memory()
+        rows.append(("memory", describe_memory(estimate_memory(config, entry, available), available)))
+        return [*rows, *define_model(entry, settings).notes]
+    if (found := models.find_model(name)) is not None:
+        return models.describe_entry(found)
+    raise NotFound(f"no model {name!r}; there are {', '.join(catalog.names())}")
+
+
+@models_app.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument(help="A name in the library.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Remove a model from the library. Only files that the library downloaded are deleted."""
+    from modelyard.library import models
+
+    entry = run_or_exit(models.get_model, name)
+    what = f"Delete {entry.path}" if entry.owned else f"Remove {entry.path} (the file stays)"
+    if not yes and not typer.confirm(f"{what}?", err=True):
+        raise typer.Exit(1)
+    run_or_exit(models.remove_model, name)
+    out.print(f"{escape(name)} is no longer in the library.")
+
+
+@models_app.command("convert")
+def convert(
+    name: Annotated[str, typer.Argument(help="A GGUF model: a name in the library, or a path.")],
+    to: Annotated[str, typer.Option(help="The kind of folder: hf for Hugging Face, ct2 for CTranslate2.")],
+    target: Annotated[Path | None, typer.Option("--out", help="The folder to create; default: in the library.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Number format of the weights; default: int8 for ct2, bfloat16 for hf.")
+    ] = None,
+) -> None:
+    """Convert a GGUF model to a Hugging Face or CTranslate2 folder, and add it to the library."""
+    from modelyard.library import models, progress
+    from modelyard.library.convert import convert as convert_model
+
+    meter = progress.ProgressReporter(err, lambda line: err.print(line, markup=False, highlight=False))
+    entry = run_or_exit(lambda: convert_model(name, to, out=target, quantization=quantization, progress=meter))
+    out.print(f"{escape(entry.name)} is in the library: {escape(entry.path)}", soft_wrap=True)
+    if to == "ct2":
+        out.print("To serve it, add to modelyard.toml:")
+        out.print(models.config_snippet(entry), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,110 @@
+"""Commands that run servers: serve, scheduler, worker, keys, workbench."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from modelyard.cli.console import DEFAULT_URL, ConfigOption, UrlOption, load_or_exit, out, print_problem, run_or_exit
+from modelyard.config.load import load_config
+
+SharedConfigOption = Annotated[
+    Path | None, typer.Option("--config", "-c", help="TOML or JSON file, the same for all processes.")
+]
+
+
+def serve(
+    config: ConfigOption = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; default 127.0.0.1. Any other address needs an API key."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; default 8000. 0 takes a free one.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="How many gateway processes share the port; their engines run outside them.")
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(help="Address of a scheduler in another process, such as tcp://127.0.0.1:5555."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A Ray cluster for the workers: ray://HOST:PORT, or auto for the one on this machine."),
+    ] = None,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="Write four files per request to ./debug: request, prompt, output, response."),
+    ] = False,
+) -> None:
+    """Run the server.
+
+    Then point a client at it, for example: [bold]ANTHROPIC_BASE_URL=http://localhost:8000 claude[/bold]
+    """
+    from modelyard.server.serve import serve as run
+
+    if cluster is not None:  # the scheduler is another process
+        os.environ |= {"MODELYARD_WORKERS__CLUSTER": "ray", "MODELYARD_WORKERS__RAY_ADDRESS": cluster}
+    http = {"host": host, "port": port, "workers": workers}
+    log = {"debug_dir": "debug"} if debug else {}
+    loaded = load_or_exit(config, {"http": http, "log": log})
+    for problem in loaded.problems:
+        print_problem(problem)
+    raise typer.Exit(run_or_exit(run, loaded.config, config, http, debug, scheduler))
+
+
+def scheduler(
+    config: SharedConfigOption = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on for gateways and workers; default tcp://127.0.0.1:5555."),
+    ] = None,
+) -> None:
+    """Run the scheduler as its own process: it runs the models in workers and grants leases to gateways.
+
+    Start the gateways with [bold]modelyard serve --scheduler ADDRESS[/bold] and the same configuration.
+    """
+    from modelyard.server.scheduler_process import run_scheduler
+
+    loaded = load_or_exit(config)
+    raise typer.Exit(run_or_exit(run_scheduler, loaded.config, listen, lambda: load_config(config)))
+
+
+def worker(
+    scheduler: Annotated[str, typer.Option(help="Address of the scheduler.")],
+    config: SharedConfigOption = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on, which gateways must reach; from other machines tcp://THIS-HOST:*."),
+    ] = None,
+) -> None:
+    """Offer this machine to a scheduler, which decides what engines run here. SIGTERM ends it gracefully."""
+    from modelyard.server.scheduler_process import run_worker_for
+
+    raise typer.Exit(run_or_exit(run_worker_for, load_or_exit(config).config, scheduler, listen))
+
+
+def keys(
+    file: Annotated[Path, typer.Argument(help="The file to create; everyone who can read it can join the cluster.")],
+) -> None:
+    """Create the keys with which the members of a cluster authenticate each other and encrypt their messages."""
+    from modelyard.workers.transport import generate_keys, write_keys
+
+    run_or_exit(write_keys, file, generate_keys())
+    line = f"{file}: copy it to every member, and set workers.keys to its path there."
+    out.print(line, markup=False, soft_wrap=True)
+
+
+def workbench(
+    url: UrlOption = DEFAULT_URL,
+    port: Annotated[int, typer.Option(help="Port of the page on this machine; 0 takes a free one.")] = 8010,
+) -> None:
+    """Open the workbench of a server on another machine. A server's own workbench is at /workbench."""
+    from modelyard.telemetry import log
+    from modelyard.telemetry.settings import LogSettings
+    from modelyard.workbench.standalone import serve as serve_workbench
+
+    log.setup(LogSettings())
+    raise typer.Exit(run_or_exit(serve_workbench, url, port))
