@@ -43,9 +43,8 @@ def explain(
 
 def request_rows(url: str, key: str | None, session: str | None, last: int) -> tuple[str, list[Row]]:
     """A heading and one row per request, the newest last."""
-    ended: Sequence[Mapping[str, Any]] = _get(f"{url.rstrip('/')}/v1/admin/requests?limit={_MAX_REQUESTS}", key)[
-        "ended"
-    ]
+    path = f"/v1/admin/requests?limit={_MAX_REQUESTS}"
+    ended: Sequence[Mapping[str, Any]] = _get(url.rstrip("/") + path, key)["ended"]
     if not ended:
         raise NotFound(f"{url} has not answered any request yet")
     chosen = list(_of_session(ended, session))[:last]

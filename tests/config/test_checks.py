@@ -92,7 +92,7 @@ def test_a_route_with_another_endpoint_is_reachable(toml: Loader) -> None:
 
 
 def test_an_invalid_scheduler_endpoint_is_an_error(toml: Loader) -> None:
-    with pytest.raises(ConfigError, match=r"scheduler\.endpoint: .*is no address"):
+    with pytest.raises(ConfigError, match=r"scheduler\.endpoint: .*is not an address"):
         toml(BASE + '[scheduler]\nendpoint = "5555"')
     assert toml(BASE + '[scheduler]\nendpoint = "tcp://127.0.0.1:5555"').problems == []
 

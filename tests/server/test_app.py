@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from modelyard.cli import explain as explained
+from modelyard.cli.models import explain_model
 from modelyard.config.load import load_config
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.http.auth import Key
@@ -73,7 +73,7 @@ def test_a_model_that_cannot_be_made_fails_alone_and_says_why(tmp_path: Path):
 
 def test_explaining_a_model_that_is_not_there_names_those_that_are():
     with pytest.raises(NotFound, match="there are demo"):
-        explained.explain_model(load_config(env={}, overrides=demo()).config, "domo")
+        explain_model(load_config(env={}, overrides=demo()).config, "domo")
 
 
 async def test_stopping_refuses_what_comes_later_and_may_be_done_twice():

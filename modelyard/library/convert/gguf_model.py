@@ -51,7 +51,7 @@ _FAMILIES = {
 }
 
 
-class ModelShape(Struct, frozen=True):
+class TransformerShape(Struct, frozen=True):
     layers: int
     width: int
     heads: int
@@ -120,12 +120,12 @@ def _not_convertible(file: Path, reason: str) -> Unsupported:
     )
 
 
-def _shape(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Path, TensorInfo]]) -> ModelShape:
+def _shape(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Path, TensorInfo]]) -> TransformerShape:
     prefix = metadata["general.architecture"] + "."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     vocab, width = tensors["token_embd.weight"][1].shape
     heads = values["attention.head_count"]
-    return ModelShape(
+    return TransformerShape(
         layers=values["block_count"],
         width=width,
         heads=heads,

@@ -45,13 +45,13 @@ def exact_model() -> Path:
 
 @cache
 def other_model() -> Path:
-    """Like the exact one, and of another opinion."""
+    """Like the exact one, with other weights."""
     return _made("llama", _HEADED | {"rope.dimension_count": _WIDTH // _HEADS}, _llama(seed=8))
 
 
 @cache
-def chanting_model() -> Path:
-    """The last word weighs more than all before it, so it soon says the same things again and again."""
+def repetitive_model() -> Path:
+    """The last token outweighs all before it, so its output soon repeats itself."""
     return _made("llama", _HEADED | {"rope.dimension_count": _WIDTH // _HEADS}, _llama(depth=0.03))
 
 
@@ -125,7 +125,7 @@ def _mamba() -> Tensors:
 
 
 def _jamba() -> Tensors:
-    """A layer that keeps a state, and one that attends."""
+    """A recurrent layer and one with attention."""
     make = Weights()
     tensors = {"token_embd.weight": make(VOCAB, scale=1.0), "output_norm.weight": _NORM}
     tensors["output.weight"] = make(VOCAB, scale=0.4)

@@ -1,4 +1,4 @@
-"""What the llama.cpp engine's tests share: the default model's file, opened engines of one thread, greedy prompts."""
+"""Shared helpers: the default model's file, engines with one thread, greedy prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UBATCH = 16
 
 @cache
 def model_file() -> Path:
-    """Fetched where this machine does not have it yet."""
+    """Downloaded on first use."""
     return fetch()
 
 
@@ -39,7 +39,7 @@ def vocabulary() -> GgufTokenizer:
 
 def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:
     # One thread: two that spin for each other on a busy machine take ten times as long.
-    # No guesses: whether they pay is measured, and a test must not depend on how busy the machine is.
+    # No speculation: whether it pays is measured, and a test must not depend on the load of the machine.
     usual = {"n_threads": 1, "n_ubatch": UBATCH, "n_batch": UBATCH, "speculation": "off"}
     chosen = {"path": str(model_file())} | usual | options
     return EngineSpec("smollm2", llama_cpp.Options(**chosen), caches or {"main": CacheInfo(512, 4)})
@@ -58,7 +58,7 @@ async def running(caches: Mapping[str, CacheInfo] | None = None, **options: Any)
 
 @contextmanager
 def model_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
-    """Bytes of the buffers that llama.cpp reports in its log meanwhile, by kind: model, KV, compute."""
+    """Bytes of the buffers that llama.cpp logs in this block, by kind: model, KV, compute."""
     lines: list[str] = []
     found: dict[str, float] = {}
     listener: Any = lib.llama_log_callback(lambda _level, text, _: lines.append(text.decode("utf-8", "replace")))
@@ -78,7 +78,7 @@ def chatml(*turns: tuple[str, str], opening: str = "") -> str:
 
 
 def prompt(text: str = "Hello!", **fields: Any) -> Prompt:
-    """`text` is the user's turn, or a whole prompt where it has markers. Greedy, and with logprobs to compare by."""
+    """`text` is the user's turn, or a whole prompt if it has markers. Greedy, with logprobs for comparisons."""
     whole = text if "<|" in text else chatml(("user", text))
     return id_prompt(vocabulary().encode(whole), **fields)
 
@@ -97,7 +97,7 @@ def said(chunks: list[Chunk]) -> str:
 
 
 class Tap:
-    """Sees every chunk on the engine's own thread, in the order in which it leaves. Set it before the first job."""
+    """Sees every chunk on the engine's thread, in order. Create it before the first job."""
 
     def __init__(self, engine: LlamaCppEngine) -> None:
         self.seen: list[tuple[int, Chunk]] = []
@@ -116,4 +116,4 @@ class Tap:
             self._emit(job, [Tokens([token])], False)
 
     def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
-        """For tests that act at a certain point of a job."""
+        """A hook for tests that act at a certain point of a job."""

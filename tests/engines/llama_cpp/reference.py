@@ -1,4 +1,4 @@
-"""llama.cpp itself, straight through its C API: one sequence and a fresh context a text."""
+"""llama.cpp through its C API, without the engine: one sequence and a fresh context per text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def greedy(file: Path, texts: Sequence[Sequence[int]], count: int) -> list[list[
 
 
 def logprobs(file: Path, ids: list[int], chunkings: Sequence[Sequence[int]]) -> Logits:
-    """Of the token after `ids`, a row for each way to cut them; a chunking's last number is repeated."""
+    """Of the token after `ids`, a row for each chunking; the last number of a chunking is repeated."""
     with _loaded(file) as model:
         return np.stack([_normal(_read_in_chunks(model, ids, sizes)) for sizes in chunkings])
 

@@ -1,4 +1,4 @@
-"""A step that is given to a GPU before the last one is told: forced here, where decoding is over when it returns."""
+"""Decodes that are launched before the last tokens are emitted, as on a GPU: forced here on a CPU."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from modelyard.engines.llama_cpp.batch import DecodeBatch
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.job import LlamaCppJob
 from modelyard.engines.llama_cpp.speculation import DraftCost, Speculator
-from tests.engines.llama_cpp.exact_models import chanting_model, exact_model
+from tests.engines.llama_cpp.exact_models import exact_model, repetitive_model
 from tests.engines.llama_cpp.helpers import Tap, id_prompt, running
 from tests.engines.llama_cpp.test_sequence_manager import SYSTEM, words
 from tests.engines.reading import accepted, assert_alike, end, ids, read
 
 SAMPLED = Sampling(temperature=0.9, top_k=50, seed=5)
 PENALISED = Sampling(temperature=0.9, repetition_penalty=1.2, seed=5)
-TYPICAL = Sampling(temperature=0.9, typical_p=0.8, seed=5)  # drawn by llama.cpp's own samplers
+TYPICAL = Sampling(temperature=0.9, typical_p=0.8, seed=5)  # sampled by llama.cpp
 
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As with a library built for GPUs; how many jobs each step had that was given ahead of time."""
+    """As with a library built for GPUs. Collects the number of jobs of each launched decode."""
     sent: list[int] = []
     plain = context.LlamaContext._launch
 
@@ -49,20 +49,20 @@ async def exact(parallel: int = 4, **options: Any) -> AsyncIterator[LlamaCppEngi
         yield engine
 
 
-class Fifth(Tap):
-    """When the first job has said five tokens `deed` is done on the loop, and the engine's thread waits for it."""
+class AtFifthToken(Tap):
+    """After the fifth token of the first job it runs `action` on the loop, and the engine's thread waits for it."""
 
-    def __init__(self, engine: LlamaCppEngine, deed: Callable[[], object]) -> None:
+    def __init__(self, engine: LlamaCppEngine, action: Callable[[], object]) -> None:
         super().__init__(engine)
-        self._deed, self._loop, self._said = deed, asyncio.get_running_loop(), 0
+        self._action, self._loop, self._count = action, asyncio.get_running_loop(), 0
 
     def on_chunk(self, job: LlamaCppJob, chunk: Chunk) -> None:
         if job.arrival != 1 or not isinstance(chunk, Tokens):
             return
-        self._said += 1
-        if self._said == 5:
+        self._count += 1
+        if self._count == 5:
             done = threading.Event()
-            self._loop.call_soon_threadsafe(lambda: (self._deed(), done.set()))
+            self._loop.call_soon_threadsafe(lambda: (self._action(), done.set()))
             assert done.wait(60)
 
 
@@ -71,10 +71,10 @@ async def answer(engine: LlamaCppEngine, run: list[int], **fields: Any) -> list[
 
 
 async def at_once(engine: LlamaCppEngine, *prompts: Prompt) -> list[list[Chunk]]:
-    """The answers to prompts that all wait when the thread takes the first of them."""
+    """The answers to prompts that are all in the inbox when the thread takes the first of them."""
     all_there = threading.Event()
     held = asyncio.create_task(engine.run_on_thread(lambda: all_there.wait(60) and None))
-    await asyncio.sleep(0)  # the thread is told to wait before it is told anything else
+    await asyncio.sleep(0)  # the thread waits before it gets the prompts
     streams = [engine.generate(prompt) for prompt in prompts]
     all_there.set()
     await held
@@ -94,7 +94,7 @@ async def on_a_cpu(run: list[int], **fields: Any) -> list[Chunk]:
     ids=["greedy", "sampled", "penalised", "typical"],
 )
 @pytest.mark.parametrize("logprobs", [None, 2])
-async def test_what_is_said_is_the_same(ahead: list[int], sampling: Sampling, logprobs: int | None) -> None:
+async def test_answers_are_the_same_as_on_a_cpu(ahead: list[int], sampling: Sampling, logprobs: int | None) -> None:
     asked = {"max_tokens": 12, "sampling": sampling, "logprobs": logprobs}
     async with exact() as engine:
         found = await answer(engine, SYSTEM, **asked)
@@ -103,7 +103,7 @@ async def test_what_is_said_is_the_same(ahead: list[int], sampling: Sampling, lo
     assert (end(found).reason, end(found).usage.output) == ("length", 12)
 
 
-async def test_each_of_several_goes_its_own_way_until_it_ends(ahead: list[int]) -> None:
+async def test_several_jobs_each_run_to_their_own_end(ahead: list[int]) -> None:
     asked = [
         {"max_tokens": 5, "sampling": Sampling(temperature=0)},
         {"max_tokens": 9, "sampling": SAMPLED},
@@ -119,7 +119,7 @@ async def test_each_of_several_goes_its_own_way_until_it_ends(ahead: list[int]) 
     assert ahead
 
 
-async def test_several_whose_tokens_are_drawn_together_each_say_what_they_say_alone(ahead: list[int]) -> None:
+async def test_jobs_that_are_sampled_together_generate_what_each_generates_alone(ahead: list[int]) -> None:
     fields = {"max_tokens": 20, "sampling": SAMPLED, "logprobs": None}
     async with exact() as engine:
         found = await at_once(engine, *(id_prompt(words(at), session=str(at), **fields) for at in range(4)))
@@ -128,7 +128,7 @@ async def test_several_whose_tokens_are_drawn_together_each_say_what_they_say_al
     assert 4 in ahead
 
 
-async def test_a_token_that_ends_one_in_the_middle_ends_nobody_else(ahead: list[int]) -> None:
+async def test_a_stop_token_of_one_job_does_not_end_others(ahead: list[int]) -> None:
     whole = ids(await on_a_cpu(words(1), max_tokens=12, logprobs=None))
     stop = next(token for at, token in enumerate(whole) if at >= 4 and token not in whole[:at])
     async with exact() as engine:
@@ -143,7 +143,7 @@ async def test_a_token_that_ends_one_in_the_middle_ends_nobody_else(ahead: list[
     assert ahead
 
 
-async def test_what_would_end_another_makes_nobody_say_too_much(ahead: list[int]) -> None:
+async def test_a_stop_token_of_another_job_does_not_exceed_a_limit(ahead: list[int]) -> None:
     fields = {"max_tokens": 12, "logprobs": None}
     alone = [ids(await on_a_cpu(words(at), **fields)) for at in (1, 2)]
     nearly_last = alone[0][-2]
@@ -160,7 +160,7 @@ async def test_what_would_end_another_makes_nobody_say_too_much(ahead: list[int]
     assert 2 in ahead
 
 
-async def test_the_next_turn_finds_all_that_was_read(ahead: list[int]) -> None:
+async def test_the_next_turn_reuses_all_evaluated_tokens(ahead: list[int]) -> None:
     async with exact() as engine:
         first = await answer(engine, SYSTEM, session="a", max_tokens=9)
         turn = SYSTEM + ids(first) + words(1)
@@ -170,10 +170,10 @@ async def test_the_next_turn_finds_all_that_was_read(ahead: list[int]) -> None:
     assert ahead
 
 
-async def test_one_that_comes_joins_those_that_speak(ahead: list[int]) -> None:
+async def test_a_new_job_joins_running_ones(ahead: list[int]) -> None:
     async with exact() as engine:
         came: list[Generation[Chunk]] = []
-        Fifth(engine, lambda: came.append(engine.generate(id_prompt(words(2), session="b", max_tokens=20))))
+        AtFifthToken(engine, lambda: came.append(engine.generate(id_prompt(words(2), session="b", max_tokens=20))))
         first = await answer(engine, SYSTEM, session="a", max_tokens=120)
         second = await read(came[0])
     assert ids(first) == ids(await on_a_cpu(SYSTEM, max_tokens=120))
@@ -181,16 +181,16 @@ async def test_one_that_comes_joins_those_that_speak(ahead: list[int]) -> None:
     assert set(ahead) == {1, 2}
 
 
-async def test_one_that_is_cancelled_leaves_the_others_and_its_kv_alone(ahead: list[int]) -> None:
+async def test_a_cancelled_job_affects_neither_others_nor_its_kv(ahead: list[int]) -> None:
     async with exact() as engine:
-        Fifth(engine, lambda: leaving.cancel())
+        AtFifthToken(engine, lambda: leaving.cancel())
         leaving = engine.generate(id_prompt(SYSTEM, max_tokens=180, session="a"))
         staying = asyncio.create_task(answer(engine, words(3), session="b", max_tokens=100))
         said = await read(leaving)
         again = await answer(engine, SYSTEM + ids(said) + words(4), session="a")
         stayed = await staying
     assert end(said).reason == "cancelled"
-    assert len(ids(said)) in (5, 6), "one more where a step was on its way already"
+    assert len(ids(said)) in (5, 6), "one more if a decode was in flight"
     assert accepted(again).cached_tokens == len(SYSTEM) + len(ids(said)) - 1
     assert_alike(again, await on_a_cpu(SYSTEM + ids(said) + words(4)))
     assert ids(stayed) == ids(await on_a_cpu(words(3), max_tokens=100))
@@ -212,43 +212,43 @@ async def test_kv_is_saved_in_the_middle_of_a_stream_and_restored(ahead: list[in
     assert ahead
 
 
-async def test_guesses_are_tried_instead(ahead: list[int]) -> None:
-    async with exact(path=str(chanting_model()), speculation="ngram") as engine:
+async def test_drafts_are_tried_instead(ahead: list[int]) -> None:
+    async with exact(path=str(repetitive_model()), speculation="ngram") as engine:
         found = await answer(engine, SYSTEM, max_tokens=60)
         tried = engine.stats()
     assert (end(found).reason, len(ids(found))) == ("length", 60)
-    assert tried.accepted_tokens > len(ahead), "most of what is said was guessed"
+    assert tried.accepted_tokens > len(ahead), "most tokens were drafted"
 
 
-async def test_where_nothing_is_worth_trying_a_step_does_not_wait_for_guesses(
+async def test_a_launch_does_not_wait_for_drafts_that_do_not_pay(
     ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(DraftCost, "of", lambda *_: 1.0)  # a guessed row costs as much as a step
+    monkeypatch.setattr(DraftCost, "per_row", lambda *_: 1.0)  # a drafted row costs as much as a step
     order: list[str] = []
-    send, guess = context.LlamaContext._launch, Speculator.guess
-    monkeypatch.setattr(context.LlamaContext, "_launch", lambda *given: (order.append("sent"), send(*given))[1])
-    monkeypatch.setattr(Speculator, "guess", lambda *given: (order.append("guessed"), guess(*given))[1])
-    async with exact(path=str(chanting_model()), speculation="auto") as engine:
+    launch, draft = context.LlamaContext._launch, Speculator.draft
+    monkeypatch.setattr(context.LlamaContext, "_launch", lambda *given: (order.append("launch"), launch(*given))[1])
+    monkeypatch.setattr(Speculator, "draft", lambda *given: (order.append("draft"), draft(*given))[1])
+    async with exact(path=str(repetitive_model()), speculation="auto") as engine:
         found = await answer(engine, SYSTEM, max_tokens=12, logprobs=None)
         assert engine.stats().guessed_tokens == 0
-    assert order[:5] == ["guessed", "sent", "guessed", "sent", "guessed"]
+    assert order[:5] == ["draft", "launch", "draft", "launch", "draft"]
     assert len(ahead) == 10
-    async with exact(path=str(chanting_model())) as engine:
+    async with exact(path=str(repetitive_model())) as engine:
         assert ids(found) == ids(await answer(engine, SYSTEM, max_tokens=12, logprobs=None))
 
 
-async def test_one_that_cannot_be_given_ahead_is_an_ordinary_step(
+async def test_a_failed_launch_is_decoded_again_in_the_next_step(
     ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, calls = context.lib.llama_decode, 0
 
-    def moody(raw: Any, batch: Any) -> int:
+    def fails_once(raw: Any, batch: Any) -> int:
         nonlocal calls
         calls += 1
         return 1 if calls == 4 else plain(raw, batch)
 
     async with exact() as engine:
-        monkeypatch.setattr(context.lib, "llama_decode", moody)
+        monkeypatch.setattr(context.lib, "llama_decode", fails_once)
         found = await answer(engine, words(6, 8), max_tokens=10)
         monkeypatch.setattr(context.lib, "llama_decode", plain)
     assert ids(found) == ids(await on_a_cpu(words(6, 8), max_tokens=10))

@@ -1,4 +1,4 @@
-"""The llama.cpp engine on the default model: what the conformance suite cannot ask of every engine."""
+"""The engine on the default model: what the conformance suite does not test for every engine."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TEXTS = ("Tell me about Paris.", "What is 2 + 2?", "Write one line of Python tha
 LONG = "A long walk along the river. " * 30
 
 
-async def test_greedy_text_is_llama_cpps_own() -> None:
+async def test_greedy_answers_are_those_of_llama_cpp() -> None:
     expected = reference.greedy(model_file(), [prompt(text).ids for text in TEXTS], 12)
     async with running() as engine:
         for text, tokens in zip(TEXTS, expected, strict=True):
             assert ids(await answer(engine, text, max_tokens=12)) == tokens
 
 
-async def test_long_prompt_never_keeps_a_stream_waiting_for_more_than_one_slice() -> None:
+async def test_a_stream_waits_for_one_slice_of_a_long_prompt_at_most() -> None:
     async with running() as engine:
         tap = Tap(engine)
         stream = engine.generate(prompt("Tell me a long story.", session="a", max_tokens=60))
@@ -57,7 +57,7 @@ async def test_long_prompt_never_keeps_a_stream_waiting_for_more_than_one_slice(
         assert (1, Tokens) in order[earlier:later]
 
 
-async def test_long_prompt_in_one_cache_lets_streams_of_another_go_on() -> None:
+async def test_a_long_prompt_in_one_cache_does_not_stop_streams_of_another() -> None:
     async with running({"main": CacheInfo(512, 1), "fast": CacheInfo(512, 1)}) as engine:
         tap = Tap(engine)
         stream = engine.generate(prompt("Tell me a long story.", cache="fast", max_tokens=60))
@@ -76,7 +76,7 @@ async def test_long_prompt_in_one_cache_lets_streams_of_another_go_on() -> None:
 
 
 class CancelAt(Tap):
-    """Cancels a job on the engine's thread, at its first chunk of a kind."""
+    """Cancels a job on the engine's thread at its first chunk of a type."""
 
     def __init__(self, engine: LlamaCppEngine, kind: type) -> None:
         super().__init__(engine)
@@ -88,7 +88,7 @@ class CancelAt(Tap):
 
 
 @pytest.mark.parametrize("kind", [Progress, Tokens])
-async def test_cancelled_job_does_not_get_another_slice(kind: type) -> None:
+async def test_a_cancelled_job_gets_no_further_slice(kind: type) -> None:
     async with running() as engine:
         CancelAt(engine, kind)
         chunks = await answer(engine, LONG if kind is Progress else "Hello!")
@@ -96,9 +96,9 @@ async def test_cancelled_job_does_not_get_another_slice(kind: type) -> None:
     assert sum(isinstance(chunk, kind) for chunk in chunks) == 1
 
 
-async def test_job_cancelled_before_the_engine_looked_at_it_ends_without_any_work() -> None:
+async def test_a_job_cancelled_in_the_inbox_is_not_started() -> None:
     async with running() as engine:
-        looks = hold(engine)
+        looks = block(engine)
         generation = engine.generate(prompt())
         generation.cancel()
         looks.set()
@@ -108,7 +108,7 @@ async def test_job_cancelled_before_the_engine_looked_at_it_ends_without_any_wor
         assert engine.stats().evaluated_tokens == 0
 
 
-async def test_cancelled_jobs_kv_is_still_good_for_its_prompt() -> None:
+async def test_the_kv_of_a_cancelled_job_stays_valid() -> None:
     async with running() as engine:
         CancelAt(engine, Progress)
         await answer(engine, LONG)
@@ -119,8 +119,8 @@ async def test_cancelled_jobs_kv_is_still_good_for_its_prompt() -> None:
         assert list(held) == prompt(LONG).ids[:16]
 
 
-def hold(engine: LlamaCppEngine) -> threading.Event:
-    """Keeps the engine's thread from its inbox until the event is set."""
+def block(engine: LlamaCppEngine) -> threading.Event:
+    """Blocks the engine's thread until the event is set."""
     event = threading.Event()
     engine._inbox.put(ThreadCall(lambda: event.wait(60), engine._loop.create_future()))
     return event
@@ -133,13 +133,13 @@ def hold(engine: LlamaCppEngine) -> threading.Event:
     ("asked", "error"),
     [
         pytest.param({"parts": ()}, InvalidRequest, id="no tokens"),
-        pytest.param({"parts": (TokenRun([1, 49152]),)}, InvalidRequest, id="an id too high"),
-        pytest.param({"parts": (TokenRun([1, -1]),)}, InvalidRequest, id="an id too low"),
-        pytest.param({"parts": (Media("image", "", b"", 9), TokenRun([1]))}, Unsupported, id="a picture"),
-        pytest.param({"parts": (TokenRun([1]),), "deadline": 1.0}, Timeout, id="a deadline long gone"),
+        pytest.param({"parts": (TokenRun([1, 49152]),)}, InvalidRequest, id="too large id"),
+        pytest.param({"parts": (TokenRun([1, -1]),)}, InvalidRequest, id="negative id"),
+        pytest.param({"parts": (Media("image", "", b"", 9), TokenRun([1]))}, Unsupported, id="image"),
+        pytest.param({"parts": (TokenRun([1]),), "deadline": 1.0}, Timeout, id="past deadline"),
     ],
 )
-async def test_bad_job_ends_alone(asked: dict[str, Any], error: type[ModelyardError]) -> None:
+async def test_an_invalid_job_fails_alone(asked: dict[str, Any], error: type[ModelyardError]) -> None:
     async with running() as engine:
         good = engine.generate(prompt())
         (last,) = await read(engine.generate(Prompt(**asked)))
@@ -148,16 +148,16 @@ async def test_bad_job_ends_alone(asked: dict[str, Any], error: type[ModelyardEr
         assert end(await read(good)).reason == "length"
 
 
-async def test_job_beyond_the_places_of_its_cache_is_refused() -> None:
+async def test_a_job_without_a_free_sequence_is_refused() -> None:
     async with running({"main": CacheInfo(512, 1)}) as engine:
-        looks = hold(engine)
+        looks = block(engine)
         first, second = engine.generate(prompt()), engine.generate(prompt())
         looks.set()
         assert end(await read(first)).reason == "length"
         assert isinstance(end(await read(second)).error, Overloaded)
 
 
-async def test_deadline_ends_a_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deadline_ends_a_running_job(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as engine:
         generation = engine.generate(prompt(max_tokens=400, deadline=float("inf")))
         chunks = await until(generation, Tokens)
@@ -166,15 +166,15 @@ async def test_deadline_ends_a_running_job(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(end(chunks).error, Timeout)
 
 
-async def test_more_streams_than_the_batch_has_rows_all_run() -> None:
+async def test_more_streams_than_rows_of_a_batch_all_run() -> None:
     async with running({"main": CacheInfo(256, 4)}, n_batch=2, n_ubatch=2) as engine:
-        looks = hold(engine)
+        looks = block(engine)
         jobs = [engine.generate(prompt("Hi.", session=str(n), max_tokens=3)) for n in range(4)]
         looks.set()
         assert [len(ids(await read(job))) for job in jobs] == [3] * 4
 
 
-async def test_control_that_the_engine_does_not_know_is_refused() -> None:
+async def test_save_without_kv_store_is_refused() -> None:
     async with running() as engine:
         with pytest.raises(InvalidRequest, match="save"):
             await engine.control(Control("save", argument="x"))
@@ -185,7 +185,7 @@ async def test_control_that_the_engine_does_not_know_is_refused() -> None:
 
 async def test_death_ends_every_job_and_is_reported() -> None:
     async with running() as engine:
-        looks = hold(engine)
+        looks = block(engine)
         jobs = [engine.generate(prompt(session=str(n))) for n in range(2)]
         engine._caches["main"].step = explode  # type: ignore[method-assign]
         looks.set()
@@ -201,7 +201,7 @@ def explode() -> None:
     raise ValueError("no more")
 
 
-async def test_failed_decode_fails_its_own_batch_and_forgets_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_decode_fails_its_batch_and_drops_its_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as engine:
         with monkeypatch.context() as patched:
             patched.setattr("modelyard.engines.llama_cpp.context.lib.llama_decode", lambda *_: 1)
@@ -220,8 +220,8 @@ async def test_failed_decode_fails_its_own_batch_and_forgets_its_kv(monkeypatch:
     [
         pytest.param(lambda data: b"", "failed to read magic", id="empty"),
         pytest.param(lambda data: b"What is this? " * 99, "invalid magic characters: 'What'", id="garbage"),
-        pytest.param(lambda data: data[:100_000], "failed to read key-value pairs", id="cut in the head"),
-        pytest.param(lambda data: data[:50_000_000], "not within the file bounds", id="cut in the weights"),
+        pytest.param(lambda data: data[:100_000], "failed to read key-value pairs", id="truncated metadata"),
+        pytest.param(lambda data: data[:50_000_000], "not within the file bounds", id="truncated weights"),
         pytest.param(
             lambda data: data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0xlama", 1),
             "unknown model architecture: 'xlama'",
@@ -229,7 +229,7 @@ async def test_failed_decode_fails_its_own_batch_and_forgets_its_kv(monkeypatch:
         ),
     ],
 )
-async def test_bad_file_is_told_in_llama_cpps_own_words(
+async def test_a_bad_file_is_refused_with_the_reason_of_llama_cpp(
     damage: Any, reason: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken = tmp_path / "broken.gguf"
@@ -241,7 +241,7 @@ async def test_bad_file_is_told_in_llama_cpps_own_words(
     assert capfd.readouterr() == ("", "")
 
 
-async def test_cache_that_cannot_be_made_leaves_nothing_behind() -> None:
+async def test_a_cache_that_cannot_be_created_leaves_nothing_loaded() -> None:
     odd = CacheInfo(256, 1, type_v="q4_0", flash_attn=False)  # which needs it
     caches = {"main": CacheInfo(256, 1), "odd": odd}
     engine = llama_cpp.create(spec(caches))
@@ -252,22 +252,23 @@ async def test_cache_that_cannot_be_made_leaves_nothing_behind() -> None:
     assert engine._model is None
 
 
-async def test_nothing_of_llama_cpps_chatter_reaches_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_the_log_of_llama_cpp_does_not_reach_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     async with running() as engine:
         await answer(engine)
     assert capfd.readouterr() == ("", "")
 
 
-def test_default_threads_stay_within_what_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_thread_count_is_that_of_the_usable_physical_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 8)
-    assert loading.default_threads() == 1
+    assert loading.thread_counts(CacheInfo(64), llama_cpp.Options(path="x")) == (1, 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
-    assert loading.default_threads() == 8
+    assert loading.thread_counts(CacheInfo(64), llama_cpp.Options(path="x", n_threads_batch=9)) == (8, 9)
     monkeypatch.setattr("psutil.cpu_count", lambda logical: None)
-    assert loading.default_threads() == 16
+    assert loading.thread_counts(CacheInfo(64, n_threads=3), llama_cpp.Options(path="x", n_threads=2)) == (3, 3)
+    assert loading.thread_counts(CacheInfo(64), llama_cpp.Options(path="x")) == (16, 16)
 
 
-def test_vocabulary_of_engine_and_gateway_is_one() -> None:
+def test_the_tokenizer_is_read_from_the_model_file() -> None:
     assert llama_cpp.tokenizer_path(llama_cpp.Options(path=str(model_file()))) == model_file()
     assert vocabulary().size == 49152

@@ -1,4 +1,4 @@
-"""Constrained output on the default model: every kind of constraint, triggers, and what cannot be compiled."""
+"""Constrained output: every kind of constraint, triggers, and grammars that cannot be compiled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SCHEMAS = {
 # --- the kinds ------------------------------------------------------------------------------------------------------
 
 
-async def test_answers_fit_their_schemas() -> None:
+async def test_answers_match_their_schemas() -> None:
     async with running() as engine:
         for schema in SCHEMAS.values():
             constraint = Constraint("json_schema", json.dumps(schema))
@@ -63,21 +63,21 @@ async def test_answers_fit_their_schemas() -> None:
         (Constraint("tools", 'start: "now()"', tools=("now",)), r"now\(\)"),
     ],
 )
-async def test_answers_fit_their_grammars(constraint: Constraint, wanted: str) -> None:
+async def test_answers_match_their_grammars(constraint: Constraint, wanted: str) -> None:
     async with running() as engine:
         got = await answer(engine, "Well?", constraint=constraint, max_tokens=24)
     assert end(got).reason == "stop"
     assert re.fullmatch(wanted, said(got))
 
 
-async def test_a_json_object_is_one() -> None:
+async def test_a_json_object_constraint_gives_a_json_object() -> None:
     async with running() as engine:
         question = "Give me a JSON object with a name and an age."
         got = await answer(engine, question, constraint=Constraint("json_object"), max_tokens=48)
     assert isinstance(json.loads(said(got)), dict)
 
 
-async def test_an_answer_may_go_on_or_end_where_the_grammar_leaves_it_open() -> None:
+async def test_an_answer_may_end_or_continue_if_the_grammar_allows_both() -> None:
     async with running() as engine:
         stops = tuple(vocabulary().eos)
         got = await answer(engine, "Say yes.", constraint=Constraint("regex", "[Yy]es.*"), stop_ids=stops, max_tokens=4)
@@ -101,13 +101,13 @@ async def test_an_answer_may_go_on_or_end_where_the_grammar_leaves_it_open() -> 
         Sampling(repetition_penalty=1.5, dry_multiplier=1.0, logit_bias={30: 100.0}, seed=1),
     ],
 )
-async def test_every_sampler_stays_inside_the_grammar(sampling: Sampling) -> None:
+async def test_every_sampler_follows_the_grammar(sampling: Sampling) -> None:
     async with running() as engine:
         got = await answer(engine, "When?", constraint=DATE, sampling=sampling, max_tokens=12)
     assert re.fullmatch(r"\d{4}-\d\d", said(got))
 
 
-async def test_logprobs_are_of_the_distribution_before_the_mask() -> None:
+async def test_logprobs_are_those_before_the_mask() -> None:
     async with running() as engine:
         (free,) = logprobs(await answer(engine, "Say hello.", max_tokens=1, logprobs=3))
         held, *_ = logprobs(await answer(engine, "Say hello.", constraint=DATE, max_tokens=1, logprobs=3))
@@ -116,7 +116,7 @@ async def test_logprobs_are_of_the_distribution_before_the_mask() -> None:
     assert held.logprob < free.logprob
 
 
-async def test_a_constraint_touches_nobody_elses_stream() -> None:
+async def test_a_constraint_does_not_affect_other_streams() -> None:
     async with running({"main": CacheInfo(256, 2)}) as engine:
         alone = ids(await answer(engine, "Name a colour.", max_tokens=6))
         stream = engine.generate(prompt("Name a colour.", max_tokens=6))
@@ -125,7 +125,7 @@ async def test_a_constraint_touches_nobody_elses_stream() -> None:
         assert re.fullmatch(r"\d{4}-\d\d", said(await read(held)))
 
 
-async def test_a_grammar_is_used_again_from_its_beginning() -> None:
+async def test_a_compiled_grammar_is_reused_from_its_start() -> None:
     async with running() as engine:
         first, second = [said(await answer(engine, "When?", constraint=DATE, max_tokens=12)) for _ in range(2)]
     assert first == second
@@ -134,7 +134,7 @@ async def test_a_grammar_is_used_again_from_its_beginning() -> None:
 # --- triggers -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_trigger_holds_what_follows_it_and_then_all_is_free_again() -> None:
+async def test_a_trigger_constrains_what_follows_until_the_grammar_is_complete() -> None:
     constraint = Constraint("lark", 'start: " is a " ("city" | "town") "!"', trigger="Paris")
     (paris,) = vocabulary().encode_plain(" Paris")
     nothing_else = Sampling(temperature=0, logit_bias={paris: 100.0})  # wherever the choice is free
@@ -149,7 +149,7 @@ async def test_a_triggered_grammar_that_cannot_be_compiled_is_dropped(caplog: py
         with caplog.at_level(logging.WARNING):
             got = await answer(engine, constraint=constraint, max_tokens=2)
         assert ids(got) == ids(await answer(engine, max_tokens=2))
-    assert "the calls of look_at stay free" in caplog.text
+    assert "calls of look_at are not constrained" in caplog.text
 
 
 def held(constraint: Constraint) -> Any:
@@ -159,7 +159,7 @@ def held(constraint: Constraint) -> Any:
 
 
 def write(mask: GrammarMask | TriggeredMask, *wanted: int) -> int:
-    """Choose the likeliest, where the first of `wanted` is likeliest and the others follow in order."""
+    """Samples greedily; the logits prefer `wanted`, in order."""
     logits = np.zeros(vocabulary().size, np.float32)
     for rank, token in enumerate(wanted):
         logits[token] = len(wanted) - rank
@@ -172,7 +172,7 @@ def token(text: str) -> int:
     return id
 
 
-def test_a_token_may_end_the_trigger_and_begin_what_follows() -> None:
+def test_a_token_may_complete_the_trigger_and_begin_the_grammar() -> None:
     mask = held(Constraint("regex", ":[0-9]", trigger="go:"))
     assert write(mask, token("go")) == token("go")
     assert write(mask, token("::")) == token("::")
@@ -180,14 +180,14 @@ def test_a_token_may_end_the_trigger_and_begin_what_follows() -> None:
     assert write(mask, token("x")) == token("x")
 
 
-def test_a_token_that_ends_the_trigger_with_what_the_grammar_forbids_is_not_taken() -> None:
+def test_a_token_that_completes_the_trigger_with_forbidden_text_is_skipped() -> None:
     mask = held(Constraint("regex", "[0-9]", trigger="go:"))
     write(mask, token("go"))
     assert write(mask, token("::"), token(":")) == token(":")
     assert write(mask, token("x"), token("7")) == token("7")
 
 
-def test_a_trigger_may_be_a_token_that_no_text_spells() -> None:
+def test_a_trigger_may_be_a_control_token() -> None:
     start = vocabulary().specials["<|im_start|>"]
     mask = held(Constraint("regex", "[0-9]", trigger="<|im_start|>"))
     assert write(mask, start) == start
@@ -219,19 +219,19 @@ def test_strings_of_a_grammar_never_match_control_tokens() -> None:
         (Constraint("lark", 'start: "', tools=("now",)), "lexer error", "tools"),
     ],
 )
-def test_a_bad_grammar_is_refused_in_the_compilers_words(constraint: Constraint, words: str, param: str) -> None:
+def test_a_bad_grammar_is_refused_with_the_compilers_reason(constraint: Constraint, words: str, param: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         held(constraint)
     assert (caught.value.code, caught.value.param) == ("bad_grammar", param)
 
 
 def chain(length: int) -> Constraint:
-    """A schema whose parts refer to each other, one to the next."""
+    """A schema of definitions that each refer to the next."""
     defs: dict[str, Any] = {f"a{i}": closed(x={"$ref": f"#/$defs/a{i + 1}"}) for i in range(length)}
     return Constraint("json_schema", json.dumps({"$ref": "#/$defs/a0", "$defs": {**defs, f"a{length}": {}}}))
 
 
-def test_a_grammar_as_deep_as_its_length_allows_does_not_exhaust_the_stack() -> None:
+def test_the_deepest_allowed_grammar_does_not_exhaust_the_stack() -> None:
     masks = GrammarCompiler(vocabulary()._vocab, vocabulary().size)
     try:
         assert write(masks.submit(chain(1500)).result(), token("x"), token('{"')) == token('{"')
@@ -245,19 +245,19 @@ def test_a_grammar_that_is_too_long_is_refused(constraint: Constraint) -> None:
         held(constraint)
 
 
-def test_a_call_that_must_come_in_a_family_without_grammar_is_refused() -> None:
+def test_a_required_tool_call_without_a_grammar_is_refused() -> None:
     with pytest.raises(Unsupported, match="has no grammar"):
         held(Constraint("tools", tools=("now",)))
 
 
-async def test_a_bad_grammar_ends_its_own_job_only() -> None:
+async def test_a_bad_grammar_fails_only_its_job() -> None:
     async with running() as engine:
         got = await answer(engine, constraint=Constraint("regex", "(a"))
         assert isinstance(end(got).error, InvalidRequest)
         assert ids(await answer(engine, max_tokens=1))
 
 
-async def test_a_job_whose_grammar_is_compiled_while_the_engine_closes_hears_of_it() -> None:
+async def test_jobs_fail_if_the_engine_closes_while_their_grammar_compiles() -> None:
     async with running() as engine:
         waiting = [engine.generate(prompt(constraint=DATE)) for _ in range(3)]
         await engine.close()
@@ -265,7 +265,7 @@ async def test_a_job_whose_grammar_is_compiled_while_the_engine_closes_hears_of_
             assert isinstance(end(await read(one)).error, Unavailable)
 
 
-async def test_a_job_that_is_cancelled_while_its_grammar_is_compiled_never_starts() -> None:
+async def test_a_job_cancelled_while_its_grammar_compiles_is_not_started() -> None:
     async with running() as engine:
         job = engine.generate(prompt(constraint=DATE))
         job.cancel()
@@ -273,6 +273,6 @@ async def test_a_job_that_is_cancelled_while_its_grammar_is_compiled_never_start
         assert engine.stats().running == 0
 
 
-async def test_the_engine_says_that_it_can_do_this() -> None:
+async def test_the_engine_reports_structured_output() -> None:
     async with running() as engine:
         assert engine.info.capabilities.structured

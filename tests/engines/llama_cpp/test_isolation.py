@@ -1,4 +1,5 @@
-"""The isolation canary on the real model: secret words of one conversation never turn up in another."""
+"""Isolation on the real model: secrets of one conversation never appear in another. And how exact comparisons can
+be."""
 
 from __future__ import annotations
 
@@ -20,9 +21,7 @@ HOMES = {secret: ("main", "fast")[n % 2] for n, secret in enumerate(SECRETS)}
 
 
 @pytest.mark.parametrize(("seed", "copies"), [(1, False), (2, True)])
-async def test_no_secret_word_crosses_between_conversations(
-    seed: int, copies: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_secret_leaks_between_conversations(seed: int, copies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two caches of two sequences and six conversations, so that sequences are also taken over; and, with `copies`,
     everything that two of them have in common is copied from one to the other."""
     if copies:
@@ -40,7 +39,9 @@ async def test_no_secret_word_crosses_between_conversations(
         assert (engine.stats().copied_tokens > 0) == copies
     for secret, answers in got.items():
         assert not any(other in said(chunks) for chunks in answers for other in SECRETS if other != secret)
-    assert sum(secret in said(got[secret][0]) for secret in SECRETS) >= 4, "a model that tells nothing shows nothing"
+    assert sum(secret in said(got[secret][0]) for secret in SECRETS) >= 4, (
+        "the model must repeat its secrets, or the test shows nothing"
+    )
     await _compare_with_each_alone(got)
 
 
@@ -60,11 +61,11 @@ def _turn(secret: str, cache: str, before: list[list[Chunk]]) -> Prompt:
 
 
 def _fitting(order: list[str]) -> list[str]:
-    """No more than two of a cache: the scheduler hands out no more places."""
+    """At most two per cache, like the scheduler."""
     return [s for n, s in enumerate(order) if sum(HOMES[o] == HOMES[s] for o in order[:n]) < 2]
 
 
-# How far llama.cpp is from itself, without our engine: what the comparisons of other tests stand on.
+# --- differences of llama.cpp from itself, which the tolerances of other tests are based on ---------------------------
 
 CHUNKINGS = ([16], [1], [512], [30, 10], [8, 15, 1])
 
@@ -79,14 +80,14 @@ MODELS = [exact_model, sliding_model, recurrent_model]
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(4))
-def test_unquantized_weights_give_the_same_numbers_in_any_batch(model: Callable[[], Path], seed: int) -> None:
+def test_unquantized_weights_give_the_same_logprobs_in_any_batch(model: Callable[[], Path], seed: int) -> None:
     found = reference.logprobs(model(), run(seed), CHUNKINGS)
     assert np.abs(found - found[0]).max() < TOLERANCE / 2
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_one_other_token_anywhere_moves_them_further_than_the_tolerance(model: Callable[[], Path]) -> None:
-    """Nearly always already the next token; what is compared elsewhere are answers of several."""
+def test_one_changed_token_changes_logprobs_by_more_than_the_tolerance(model: Callable[[], Path]) -> None:
+    """Nearly always those of the next token; other tests compare answers of several tokens."""
     moved = [_moved_by_one(model(), run(seed), place) for seed in range(10) for place in (0, 5, 20, 30)]
     assert np.quantile(moved, 0.1) > TOLERANCE
     assert np.median(moved) > 10 * TOLERANCE
@@ -98,7 +99,7 @@ def _moved_by_one(file: Path, ids: list[int], place: int) -> float:
     return float(abs(one.max() - two[one.argmax()]))
 
 
-def test_quantized_weights_agree_coarsely_on_the_best_tokens() -> None:
+def test_quantized_weights_agree_coarsely() -> None:
     found = reference.logprobs(model_file(), prompt("Who are you?").ids, CHUNKINGS)
     best = np.argsort(-found[0])[:2]
     assert np.abs(found - found[0])[:, best].max() < ROUNDED

@@ -1,4 +1,4 @@
-"""KV over the end of an engine: a conversation goes on where it was, or is read anew where anything does not agree."""
+"""KV that outlives an engine: restored if everything agrees, ignored otherwise; and the folder of its files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def files(folder: Path) -> list[Path]:
 # --- it goes on -------------------------------------------------------------------------------------------------------
 
 
-async def test_conversation_with_the_real_model_goes_on_after_a_restart_as_if_nothing_was(folder: Path) -> None:
+async def test_a_conversation_on_the_real_model_continues_after_a_restart(folder: Path) -> None:
     async def turn(engine: LlamaCppEngine, *turns: tuple[str, str]) -> list[Chunk]:
         return await helpers.answer(engine, chatml(*turns), session="key/talk", max_tokens=10)
 
@@ -96,7 +96,7 @@ async def test_conversation_with_the_real_model_goes_on_after_a_restart_as_if_no
 
 @pytest.mark.parametrize("model", [exact_model, sliding_model, recurrent_model, hybrid_model])
 @pytest.mark.parametrize("either", [True, False])
-async def test_every_kind_of_model_goes_on_where_it_was(model: Model, either: bool, folder: Path) -> None:
+async def test_every_kind_of_model_continues_after_a_restart(model: Model, either: bool, folder: Path) -> None:
     same = {"path": str(model()), "swa_full": either, "flash_attn": either}
     async with opened(folder, **same) as engine:
         first = await answer(engine, session="a")
@@ -111,7 +111,7 @@ async def test_every_kind_of_model_goes_on_where_it_was(model: Model, either: bo
         assert_alike(chunks, await answer(engine, turn))
 
 
-async def test_caches_sessions_and_order_of_use_come_back(folder: Path) -> None:
+async def test_caches_sessions_and_order_of_use_are_restored(folder: Path) -> None:
     async with opened(folder) as engine:
         for n, (session, cache) in enumerate([("a", "main"), ("b", "main"), (None, "fast")]):
             await answer(engine, words(n), session=session, cache=cache, priority="background" if n else "main")
@@ -130,13 +130,13 @@ def _held(engine: LlamaCppEngine) -> list[tuple[Any, ...]]:
     return [(slot.session, slot.priority, slot.adapters, slot.tokens.tolist()) for slot in by_use]
 
 
-async def test_secret_part_of_a_session_is_in_no_file(folder: Path) -> None:
+async def test_session_names_are_not_stored(folder: Path) -> None:
     async with opened(folder) as engine:
         await answer(engine, session="sk-secret/talk")
     assert all(b"sk-secret" not in file.read_bytes() for file in files(folder))
 
 
-async def test_what_did_not_change_is_not_written_again_and_what_grew_replaces_its_file(folder: Path) -> None:
+async def test_only_changed_sequences_are_written_and_replace_their_files(folder: Path) -> None:
     async with opened(folder) as engine:
         first = await answer(engine, session="a")
         await answer(engine, words(2), session="b")
@@ -149,8 +149,8 @@ async def test_what_did_not_change_is_not_written_again_and_what_grew_replaces_i
 
 
 @pytest.mark.parametrize("edited", [RUN, RUN[:40] + words(5, 20)])
-async def test_edited_conversation_replaces_its_file(edited: list[int], folder: Path) -> None:
-    """Also where it comes to just as many tokens."""
+async def test_an_edited_conversation_replaces_its_file(edited: list[int], folder: Path) -> None:
+    """Also if its length is the same."""
     async with opened(folder) as engine:
         await answer(engine, session="a")
     (before,) = files(folder)
@@ -162,7 +162,7 @@ async def test_edited_conversation_replaces_its_file(edited: list[int], folder: 
         assert accepted(await answer(engine, edited, session="a")).cached_tokens == len(edited) - 1
 
 
-async def test_evicted_conversation_keeps_its_file(folder: Path) -> None:
+async def test_an_evicted_conversation_keeps_its_file(folder: Path) -> None:
     caches = {"main": CacheInfo(512, 1)}
     async with opened(folder, caches) as engine:
         await answer(engine, session="a")
@@ -173,7 +173,7 @@ async def test_evicted_conversation_keeps_its_file(folder: Path) -> None:
     assert len(files(folder)) == 2
 
 
-async def test_running_job_is_saved_as_far_as_it_came(folder: Path) -> None:
+async def test_a_running_job_is_saved_up_to_its_last_step(folder: Path) -> None:
     async with opened(folder) as engine:
         job = engine.generate(id_prompt(RUN, session="a", max_tokens=200))
         chunks = await until(job, Tokens)
@@ -183,7 +183,7 @@ async def test_running_job_is_saved_as_far_as_it_came(folder: Path) -> None:
     assert len(RUN) <= kept == len(RUN) + len(spoken) - 1
 
 
-async def test_broken_engine_saves_nothing(folder: Path) -> None:
+async def test_an_engine_that_died_saves_nothing(folder: Path) -> None:
     async with opened(folder) as engine:
         await answer(engine)
         engine._caches["main"].step = _explode  # type: ignore[method-assign]
@@ -195,7 +195,7 @@ def _explode() -> None:
     raise ValueError("no more")
 
 
-async def test_trouble_with_saving_does_not_keep_the_engine_from_closing(
+async def test_the_engine_closes_even_if_saving_fails(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kv_store.KvStore, "save_all", lambda *_: _explode())
@@ -204,7 +204,7 @@ async def test_trouble_with_saving_does_not_keep_the_engine_from_closing(
     assert "was not saved" in caplog.text
 
 
-async def test_without_the_setting_nothing_is_saved(folder: Path) -> None:
+async def test_nothing_is_saved_without_kv_store(folder: Path) -> None:
     async with opened(None) as engine:
         await answer(engine)
         with pytest.raises(InvalidRequest, match="kv_store"):
@@ -221,14 +221,14 @@ async def test_without_the_setting_nothing_is_saved(folder: Path) -> None:
         pytest.param({"path": "other"}, "model was", id="other weights of the same shape"),
         pytest.param({"main": CacheInfo(256, 2)}, "window was 512 and is 256", id="window"),
         pytest.param({"main": CacheInfo(512, 3)}, "streams was 2 and is 3", id="parallel"),
-        pytest.param({"main": CacheInfo(512, 2, type_k="f32")}, "type_k was f16 and is f32", id="keys"),
-        pytest.param({"main": CacheInfo(512, 2, type_v="f32")}, "type_v was f16 and is f32", id="values"),
+        pytest.param({"main": CacheInfo(512, 2, type_k="f32")}, "type_k was f16 and is f32", id="type_k"),
+        pytest.param({"main": CacheInfo(512, 2, type_v="f32")}, "type_v was f16 and is f32", id="type_v"),
         pytest.param({"flash_attn": False}, "flash_attn was on and is off", id="flash attention"),
-        pytest.param({"swa_full": False}, "swa_full was True and is False", id="whole windows"),
-        pytest.param({"rope_freq_scale": 0.5}, "rope_freq_scale was None and is 0.5", id="scaled positions"),
+        pytest.param({"swa_full": False}, "swa_full was True and is False", id="swa_full"),
+        pytest.param({"rope_freq_scale": 0.5}, "rope_freq_scale was None and is 0.5", id="RoPE scaling"),
     ],
 )
-async def test_whatever_differs_is_told_and_left_out(
+async def test_kv_that_does_not_fit_is_ignored_with_the_difference(
     changed: dict[str, Any], told: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(folder) as engine:
@@ -245,7 +245,7 @@ async def test_whatever_differs_is_told_and_left_out(
     assert file.exists()
 
 
-async def test_another_release_of_the_library_reads_anew(
+async def test_kv_of_another_release_is_ignored(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(folder) as engine:
@@ -260,7 +260,9 @@ LAW = (("law", 1.0),)
 
 
 @pytest.mark.parametrize("change", ["file", "scale", "gone", "nothing"])
-async def test_kv_under_an_adapter_comes_back_only_with_that_adapter(change: str, folder: Path, tmp_path: Path) -> None:
+async def test_kv_with_an_adapter_is_restored_only_with_the_same_adapter(
+    change: str, folder: Path, tmp_path: Path
+) -> None:
     law = write_lora(tmp_path / "law.gguf", width=64, layers=2, seed=1, strength=0.3)
     async with opened(folder, lora={"law": str(law)}) as engine:
         await answer(engine, adapters=LAW, session="a")
@@ -274,7 +276,7 @@ async def test_kv_under_an_adapter_comes_back_only_with_that_adapter(change: str
 
 
 @pytest.mark.parametrize("place", [0, 10, 40, -200, -1])
-async def test_damaged_file_is_left_out(place: int, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_damaged_file_is_ignored(place: int, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(folder) as engine:
         first = await answer(engine, session="a")
     (file,) = files(folder)
@@ -287,7 +289,7 @@ async def test_damaged_file_is_left_out(place: int, folder: Path, caplog: pytest
         assert_alike(await answer(engine, session="a"), first)
 
 
-async def test_cut_and_foreign_files_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_truncated_and_foreign_files_are_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with opened(folder) as engine:
         await answer(engine, session="a")
     (file,) = files(folder)
@@ -295,11 +297,11 @@ async def test_cut_and_foreign_files_are_left_out(folder: Path, caplog: pytest.L
     for n, data in enumerate([b"", whole[:100], whole[:-1], bytes(5000)]):
         file.with_name(f"{file.stem[:-1]}{n}x.kv").write_bytes(data)
     async with opened(folder) as engine:
-        assert engine.stats().restored_tokens > 0, "and they are in nobody's way"
+        assert engine.stats().restored_tokens > 0, "valid files are still restored"
     assert caplog.text.count("is ignored") == 4
 
 
-async def test_state_that_llama_cpp_refuses_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_state_that_llama_cpp_refuses_is_ignored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(folder) as engine:
         await answer(engine, session="a")
     with monkeypatch.context() as patched:
@@ -309,7 +311,7 @@ async def test_state_that_llama_cpp_refuses_is_left_out(folder: Path, monkeypatc
             assert accepted(await answer(engine, session="a")).cached_tokens == 0
 
 
-async def test_same_file_of_weights_elsewhere_is_the_same_model(folder: Path, tmp_path: Path) -> None:
+async def test_a_moved_model_file_is_the_same_model(folder: Path, tmp_path: Path) -> None:
     async with opened(folder) as engine:
         await answer(engine, session="a")
     copyfile(exact_model(), moved := tmp_path / "moved.gguf")
@@ -320,7 +322,7 @@ async def test_same_file_of_weights_elsewhere_is_the_same_model(folder: Path, tm
 # --- while the engine runs --------------------------------------------------------------------------------------------
 
 
-async def test_save_and_restore_by_hand(folder: Path) -> None:
+async def test_save_and_restore_by_control(folder: Path) -> None:
     async with opened(folder) as engine:
         chunks = [await answer(engine, session="a", cache=cache) for cache in CACHES]
         await engine.control(Control("save", "main"))
@@ -335,25 +337,25 @@ async def test_save_and_restore_by_hand(folder: Path) -> None:
         assert_alike(one, other)
 
 
-async def test_saving_leaves_streams_alone(folder: Path) -> None:
+async def test_saving_does_not_affect_streams(folder: Path) -> None:
     async with opened(folder) as engine:
         stream = engine.generate(id_prompt(RUN, session="a", max_tokens=100))
         chunks = await until(stream, Tokens)
         for _ in range(5):
             await engine.control(Control("save"))
         chunks += await read(stream)
-        assert len(files(folder)) == 1, "the later takes the place of the earlier"
+        assert len(files(folder)) == 1, "the newer file replaces the older"
     async with opened(None) as engine:
         assert_alike(chunks, await answer(engine, max_tokens=100))
 
 
-async def test_restoring_throws_nobody_out_and_brings_nothing_twice(folder: Path) -> None:
+async def test_restoring_evicts_nothing_and_restores_nothing_twice(folder: Path) -> None:
     caches = {"main": CacheInfo(512, 2)}
     async with opened(folder, caches) as engine:
         await answer(engine, words(1), session="a")
         await engine.control(Control("save"))
         await engine.control(Control("restore"))
-        assert engine.stats().restored_tokens == 0, "it is here"
+        assert engine.stats().restored_tokens == 0, "it is in the cache"
         await engine.control(Control("evict"))
         for n in (2, 3):
             await answer(engine, words(n), session=str(n))
@@ -362,13 +364,13 @@ async def test_restoring_throws_nobody_out_and_brings_nothing_twice(folder: Path
         assert accepted(await answer(engine, words(2), session="2")).cached_tokens == len(words(2)) - 1
 
 
-async def test_loading_that_is_given_up_does_not_restore_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_aborted_load_stops_restoring(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with opened(folder) as engine:
         await answer(engine, session="a")
     read_: list[Path] = []
     monkeypatch.setattr(kv_store.KvStore, "_read", lambda self, cache, file: read_.append(file))
     async with opened(folder) as engine:
-        engine._stop_error = InvalidRequest("given up")
+        engine._stop_error = InvalidRequest("aborted")
         assert engine._kv_store is not None
         read_.clear()
         await asyncio.to_thread(
@@ -378,7 +380,7 @@ async def test_loading_that_is_given_up_does_not_restore_on(folder: Path, monkey
         engine._stop_error = None
 
 
-async def test_log_tells_what_was_saved_and_restored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_log_reports_saved_and_restored_tokens(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, kv_store.__name__)
     async with opened(folder) as engine:
         await answer(engine)
@@ -388,13 +390,13 @@ async def test_log_tells_what_was_saved_and_restored(folder: Path, caplog: pytes
     assert "restored KV of 67 tokens of the cache 'main'" in caplog.text
 
 
-def test_setting_is_a_folder_or_the_users_cache() -> None:
+def test_kv_store_is_a_folder_or_true() -> None:
     assert store_folder(Options(path="x")) is None
     assert store_folder(Options(path="x", kv_store=True)) == cache_dir() / "kv"
     assert store_folder(Options(path="x", kv_store="~/kv")) == Path.home() / "kv"
 
 
-# The folder of saved KV: whole files only, bounded, private, and its own of each cache.
+# --- the folder -------------------------------------------------------------------------------------------------------
 
 ORIGIN = KvOrigin("0.3.36", "ab12", "main", 512, KvLayout("f16", "f16", "off", 2, True), {})
 
@@ -413,7 +415,7 @@ def write(where: SnapshotFolder, **fields: Any) -> Path:
     return Path(file)
 
 
-def test_files_are_found_newest_first_and_by_their_cache(tmp_path: Path) -> None:
+def test_files_are_listed_by_cache_with_the_newest_first(tmp_path: Path) -> None:
     made = [write(where := snapshot_folder(tmp_path)) for _ in range(3)]
     assert where.files("main") == made[::-1]
     assert where.files("mai") == where.files("main2") == []
@@ -424,19 +426,19 @@ def test_files_are_found_newest_first_and_by_their_cache(tmp_path: Path) -> None
     assert not where.touch(str(made[1]))
 
 
-def test_names_that_are_spelled_alike_are_apart(tmp_path: Path) -> None:
+def test_similar_names_have_different_folders(tmp_path: Path) -> None:
     assert snapshot_folder(tmp_path, model="a/b").folder != snapshot_folder(tmp_path, model="a_b").folder
     assert snapshot_folder(tmp_path, model="../../etc").folder.parent == tmp_path / "kv"
     assert snapshot_folder(tmp_path, model="..").folder.parent.resolve() == tmp_path / "kv"
 
 
-def test_nobody_else_may_read_what_was_said(tmp_path: Path) -> None:
+def test_files_are_private(tmp_path: Path) -> None:
     file = write(snapshot_folder(tmp_path))
     assert file.stat().st_mode & 0o077 == 0
     assert file.parent.stat().st_mode & 0o077 == 0
 
 
-def test_oldest_files_of_all_models_make_room(tmp_path: Path) -> None:
+def test_the_oldest_files_of_all_models_are_deleted_first(tmp_path: Path) -> None:
     other = write(snapshot_folder(tmp_path, model="other"), size=1000)
     where = snapshot_folder(tmp_path, limit=5000)
     made = [write(where, size=1000) for _ in range(6)]
@@ -447,7 +449,7 @@ def test_oldest_files_of_all_models_make_room(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in left) <= 5000
 
 
-def test_one_that_is_larger_than_all_room_is_not_saved_and_moves_nobody(
+def test_a_snapshot_larger_than_the_limit_is_not_saved_and_deletes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = write(where := snapshot_folder(tmp_path, limit=2000))
@@ -456,7 +458,7 @@ def test_one_that_is_larger_than_all_room_is_not_saved_and_moves_nobody(
     assert "kv_store_mb" in caplog.text
 
 
-def test_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     where = snapshot_folder(tmp_path)
 
     def broken() -> Iterator[bytes]:
@@ -471,7 +473,7 @@ def test_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path, caplo
     assert "cannot be saved" in caplog.text
 
 
-def test_what_a_dead_process_left_half_written_goes(tmp_path: Path) -> None:
+def test_partial_files_of_dead_processes_are_deleted(tmp_path: Path) -> None:
     where = snapshot_folder(tmp_path)
     where.folder.mkdir(parents=True)
     dead, mine, odd = (where.folder / f"x.{pid}.part" for pid in (2**22 + 1, os.getpid(), "odd"))
@@ -481,9 +483,7 @@ def test_what_a_dead_process_left_half_written_goes(tmp_path: Path) -> None:
     assert [part.exists() for part in (dead, mine, odd)] == [False, True, True]
 
 
-def test_file_that_does_not_fit_is_left_where_it_is_and_the_log_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_does_not_fit_stays_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = write(where := snapshot_folder(tmp_path))
     assert where.read(file, ORIGIN, lambda adapters: ()) is not None
     assert where.read(file, replace(ORIGIN, release="0.4"), lambda adapters: ()) is None
@@ -494,10 +494,10 @@ def test_file_that_does_not_fit_is_left_where_it_is_and_the_log_says_why(
     assert file.exists()
 
 
-def test_large_files_tell_how_far_they_are(
+def test_large_files_log_their_progress(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_store, "_LARGE", 1000)
+    monkeypatch.setattr(kv_store, "_PROGRESS_BYTES", 1000)
     caplog.set_level(logging.INFO, kv_store.__name__)
     write(snapshot_folder(tmp_path), size=4000)
     assert "saving KV to" in caplog.text

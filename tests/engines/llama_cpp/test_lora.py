@@ -1,4 +1,4 @@
-"""LoRA adapters on an unquantized model: each job speaks as if it were alone, whatever its neighbours wear."""
+"""LoRA adapters on an unquantized model: each job runs as if it were alone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def differ(one: list[Chunk], other: list[Chunk]) -> bool:
     return abs(logprobs(one)[0].logprob - logprobs(other)[0].logprob) > 0.05 or ids(one) != ids(other)
 
 
-async def test_an_adapter_changes_the_answer_and_without_it_all_is_as_before(files: dict[str, str]) -> None:
+async def test_an_adapter_changes_only_the_answers_that_use_it(files: dict[str, str]) -> None:
     async with opened({}) as engine:
         plain = await said(engine)
     async with opened(files) as engine:
@@ -64,7 +64,7 @@ async def test_an_adapter_changes_the_answer_and_without_it_all_is_as_before(fil
     assert differ(law, poet)
 
 
-async def test_jobs_of_several_adapters_at_a_time_each_speak_as_alone(files: dict[str, str]) -> None:
+async def test_concurrent_jobs_with_different_adapters_run_as_alone(files: dict[str, str]) -> None:
     alone = []
     for adapters in SETS:
         async with opened(files) as engine:
@@ -77,7 +77,7 @@ async def test_jobs_of_several_adapters_at_a_time_each_speak_as_alone(files: dic
     assert all(differ(together[0], other) for other in together[1:])
 
 
-async def test_kv_is_never_used_under_another_adapter(files: dict[str, str]) -> None:
+async def test_kv_is_never_reused_with_another_adapter(files: dict[str, str]) -> None:
     async with opened(files, {"main": CacheInfo(512, 1)}) as engine:
         assert accepted(await said(engine, LAW, session="a")).cached_tokens == 0
         assert accepted(await said(engine, NONE, session="a")).cached_tokens == 0
@@ -85,7 +85,7 @@ async def test_kv_is_never_used_under_another_adapter(files: dict[str, str]) -> 
         assert accepted(await said(engine, (("law", 0.5),), session="a")).cached_tokens == 0
 
 
-async def test_the_scale_is_the_requests_times_the_adapters_own(files: dict[str, str]) -> None:
+async def test_the_scale_is_the_product_of_the_requests_and_the_adapters(files: dict[str, str]) -> None:
     async with opened(files) as engine:
         half, nothing = await said(engine, (("law", 0.5),)), await said(engine, (("law", 0.0),))
         plain = await said(engine)
@@ -99,23 +99,23 @@ async def test_the_scale_is_the_requests_times_the_adapters_own(files: dict[str,
 # --- by their names ---------------------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_adapter_is_refused_with_the_names_of_the_known(files: dict[str, str]) -> None:
+async def test_an_unknown_adapter_is_refused_with_the_known_names(files: dict[str, str]) -> None:
     async with opened(files) as engine:
         error = end(await said(engine, (("judge", 1.0),))).error
         assert end(await said(engine)).reason == "length"
     assert isinstance(error, InvalidRequest)
-    assert error.message == "there is no adapter 'judge'; there are 'law', 'poet'"
+    assert error.message == "unknown adapter 'judge'; use one of 'law', 'poet'"
     assert error.param == "lora_adapter"
 
 
-async def test_a_model_without_adapters_says_so() -> None:
+async def test_a_model_without_adapters_refuses_them() -> None:
     async with opened({}) as engine:
         error = end(await said(engine, LAW)).error
     assert error is not None
-    assert error.message == "there is no adapter 'law'; this model has none"
+    assert error.message == "unknown adapter 'law'; this model has none"
 
 
-async def test_adapters_come_and_go_while_the_engine_runs(files: dict[str, str]) -> None:
+async def test_adapters_are_loaded_and_unloaded_while_the_engine_runs(files: dict[str, str]) -> None:
     async with opened({}) as engine:
         await engine.control(Control("load_adapter", argument=f"x={files['law']}"))
         law = await said(engine, (("x", 1.0),), session="a")
@@ -125,11 +125,11 @@ async def test_adapters_come_and_go_while_the_engine_runs(files: dict[str, str])
         assert end(await said(engine, (("x", 1.0),))).error is not None
         await engine.control(Control("load_adapter", argument=f"x={files['poet']}"))
         poet = await said(engine, (("x", 1.0),), session="a")
-    assert accepted(poet).cached_tokens == 0  # the same name, but another file's KV
+    assert accepted(poet).cached_tokens == 0  # the same name, but another file
     assert differ(law, poet)
 
 
-async def test_an_adapter_in_use_stays(files: dict[str, str]) -> None:
+async def test_an_adapter_in_use_is_not_unloaded(files: dict[str, str]) -> None:
     async with opened(files) as engine:
         job = engine.generate(id_prompt(TALK, adapters=LAW, max_tokens=400))
         await until(job, Tokens)
@@ -142,13 +142,13 @@ async def test_an_adapter_in_use_stays(files: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("argument", [None, "", "law", "=x.gguf", "law="])
-async def test_a_name_without_a_file_is_refused(argument: str | None) -> None:
+async def test_an_argument_without_name_or_path_is_refused(argument: str | None) -> None:
     async with opened({}) as engine:
         with pytest.raises(InvalidRequest, match="name=path"):
             await engine.control(Control("load_adapter", argument=argument))
 
 
-async def test_a_file_that_is_no_adapter_of_this_model_is_a_sentence(tmp_path: Path) -> None:
+async def test_an_invalid_adapter_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     wide = write_lora(tmp_path / "wide.gguf", width=128, layers=2, seed=1)
     (tmp_path / "bad.gguf").write_bytes(b"not a file of weights")
     async with opened({}) as engine:
@@ -160,7 +160,7 @@ async def test_a_file_that_is_no_adapter_of_this_model_is_a_sentence(tmp_path: P
         assert end(await said(engine)).reason == "length"
 
 
-async def test_a_bad_adapter_of_the_configuration_keeps_the_engine_from_opening(tmp_path: Path) -> None:
+async def test_an_invalid_configured_adapter_fails_the_load(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"not a file of weights")
     with pytest.raises(InvalidRequest, match="the adapter 'law'"):
         async with opened({"law": str(tmp_path / "bad.gguf")}):
@@ -175,7 +175,7 @@ def test_an_adapter_is_a_path_or_a_path_and_a_scale() -> None:
 # --- whose turn it is -------------------------------------------------------------------------------------------------
 
 
-def test_sets_of_adapters_take_turns() -> None:
+def test_adapter_sets_take_turns() -> None:
     last, order = "c", []
     for _ in range(6):
         last = next_adapters(["a", "b", "a", "c"], last)
@@ -184,7 +184,7 @@ def test_sets_of_adapters_take_turns() -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from("abcd"), max_size=3), min_size=5, max_size=30))
-def test_no_set_waits_for_ever_while_others_come_and_go(arrivals: list[list[str]]) -> None:
+def test_no_adapter_set_waits_forever(arrivals: list[list[str]]) -> None:
     jobs, last, waited = ["x"], "a", 0
     for new in arrivals:
         jobs += new

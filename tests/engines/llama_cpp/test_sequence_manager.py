@@ -1,4 +1,4 @@
-"""KV that is used again, on a model that shows every wrong cell: the next turn, and copies between sequences."""
+"""KV reuse on models that show every wrong cell: next turns, copies, rewinding, and offloaded conversations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def answer(engine: LlamaCppEngine, run: list[int], **fields: object) -> li
 
 
 async def alone(run: list[int], max_tokens: int = 8) -> list[Chunk]:
-    """On an engine that holds nothing else."""
+    """On an empty engine."""
     async with exact(main=1) as engine:
         return await answer(engine, run, max_tokens=max_tokens)
 
@@ -51,21 +51,21 @@ async def alone(run: list[int], max_tokens: int = 8) -> list[Chunk]:
 # --- the next turn --------------------------------------------------------------------------------------------------
 
 
-async def test_second_turn_reads_only_what_is_new() -> None:
+async def test_the_second_turn_evaluates_only_new_tokens() -> None:
     async with exact() as engine:
         first = await answer(engine, SYSTEM, session="a")
         turn = SYSTEM + ids(first) + words(1)
         held, before = len(SYSTEM) + len(ids(first)) - 1, engine.stats()
         second = await answer(engine, turn, session="a")
         after = engine.stats()
-    # The last token of an answer was sampled and never read: no KV stands for it.
+    # The last token of an answer was sampled but never evaluated: it has no KV.
     assert accepted(second).cached_tokens == accepted(second).divergence == held
     assert after.evaluated_tokens - before.evaluated_tokens == len(turn) - held
     assert after.reused_tokens - before.reused_tokens == held
     assert_alike(second, await alone(turn))
 
 
-async def test_conversation_that_was_edited_is_read_from_the_edit_on() -> None:
+async def test_an_edited_conversation_is_evaluated_from_the_edit_on() -> None:
     edited = SYSTEM[:20] + words(1)
     assert edited[20] != SYSTEM[20]
     async with exact() as engine:
@@ -75,7 +75,7 @@ async def test_conversation_that_was_edited_is_read_from_the_edit_on() -> None:
     assert_alike(chunks, await alone(edited))
 
 
-async def test_new_conversation_goes_to_an_empty_sequence_and_evicts_only_where_there_is_none() -> None:
+async def test_a_new_conversation_evicts_only_if_no_sequence_is_empty() -> None:
     async with exact(main=2) as engine:
         got = [await answer(engine, words(n), session=str(n)) for n in range(1, 4)]
         assert [accepted(chunks).evicted for chunks in got] == [False, False, True]
@@ -90,8 +90,8 @@ async def test_new_conversation_goes_to_an_empty_sequence_and_evicts_only_where_
 # --- copies between sequences ---------------------------------------------------------------------------------------
 
 
-class Followed(Tap):
-    """Hands the engine further jobs the moment the first job speaks: they find it running, with its prompt read."""
+class SubmitAtFirstToken(Tap):
+    """Submits more jobs at the first token of the first job."""
 
     def __init__(self, engine: LlamaCppEngine, *prompts: Prompt) -> None:
         super().__init__(engine)
@@ -105,7 +105,7 @@ class Followed(Tap):
 
 @pytest.fixture(params=["stream", "state"])
 def _copies_pay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine takes to read a token; and by either way, where there is one."""
+    """Copies are always worthwhile, by the given method if possible."""
 
     def way(
         saved: int, size: int, held: int, window: int, costs: CopyCosts, ways: list[CopyMethod]
@@ -117,10 +117,10 @@ def _copies_pay(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("_copies_pay")
-async def test_shared_start_is_copied_from_a_running_sequence() -> None:
+async def test_a_shared_prefix_is_copied_from_a_running_sequence() -> None:
     runs = [SYSTEM + words(n) for n in range(1, 4)]
     async with exact(main=3) as engine:
-        tap = Followed(engine, *(id_prompt(run, session=str(run)) for run in runs[1:]))
+        tap = SubmitAtFirstToken(engine, *(id_prompt(run, session=str(run)) for run in runs[1:]))
         got = [await answer(engine, runs[0], session="a", max_tokens=60)]
         got += [await read(follower) for follower in tap.followers]
     assert [accepted(chunks).cached_tokens for chunks in got] == [0, len(SYSTEM), len(SYSTEM)]
@@ -129,10 +129,10 @@ async def test_shared_start_is_copied_from_a_running_sequence() -> None:
 
 
 @pytest.mark.usefixtures("_copies_pay")
-async def test_copy_and_its_source_go_on_apart() -> None:
+async def test_a_copy_and_its_source_are_independent() -> None:
     runs = [SYSTEM + words(n) for n in (1, 2)]
     async with exact(main=2) as engine:
-        tap = Followed(engine, id_prompt(runs[1], session="b"))
+        tap = SubmitAtFirstToken(engine, id_prompt(runs[1], session="b"))
         first = [await answer(engine, runs[0], session="a", max_tokens=30), await read(tap.followers[0])]
         turns = [run + ids(chunks) + words(9) for run, chunks in zip(runs, first, strict=True)]
         second = [await answer(engine, turn, session=name) for turn, name in zip(turns, "ab", strict=True)]
@@ -142,7 +142,7 @@ async def test_copy_and_its_source_go_on_apart() -> None:
 
 
 @pytest.mark.usefixtures("_copies_pay")
-async def test_copy_onto_a_sequence_that_held_something_else_leaves_nothing_of_it() -> None:
+async def test_a_copy_replaces_what_the_sequence_held() -> None:
     run = SYSTEM + words(3)
     async with exact(main=2) as engine:
         await answer(engine, SYSTEM + words(1), session="a")
@@ -152,15 +152,15 @@ async def test_copy_onto_a_sequence_that_held_something_else_leaves_nothing_of_i
     assert_alike(chunks, await alone(run))
 
 
-async def test_few_shared_tokens_are_read_anew_instead() -> None:
+async def test_few_shared_tokens_are_not_copied() -> None:
     async with exact(main=2) as engine:
-        tap = Followed(engine, id_prompt(SYSTEM + words(2), session="b"))
+        tap = SubmitAtFirstToken(engine, id_prompt(SYSTEM + words(2), session="b"))
         await answer(engine, SYSTEM + words(1), session="a", max_tokens=30)
         place = accepted(await read(tap.followers[0]))
     assert (place.cached_tokens, place.elsewhere) == (0, len(SYSTEM))
 
 
-async def test_short_prompt_that_comes_again_goes_on_in_the_sequence_of_its_long_answer() -> None:
+async def test_a_repeated_prompt_reuses_the_sequence_of_its_answer() -> None:
     run = words(1)
     async with exact(main=2) as engine:
         got = [await answer(engine, run, max_tokens=60) for _ in range(3)]
@@ -173,7 +173,7 @@ async def test_short_prompt_that_comes_again_goes_on_in_the_sequence_of_its_long
 
 
 @pytest.mark.usefixtures("_copies_pay")
-async def test_shared_system_prompt_is_copied_from_a_cache_that_is_alike() -> None:
+async def test_a_shared_prefix_is_copied_from_a_compatible_cache() -> None:
     runs = [SYSTEM + words(n) for n in (1, 2)]
     async with exact(main=2, fast=2) as engine:
         first = await answer(engine, runs[0], session="a")
@@ -183,7 +183,7 @@ async def test_shared_system_prompt_is_copied_from_a_cache_that_is_alike() -> No
     assert accepted(second).cached_tokens == stats.copied_tokens == len(SYSTEM)
     assert not accepted(second).evicted
     assert stats.evaluated_tokens == len(runs[0]) + len(runs[1]) - len(SYSTEM)
-    assert accepted(again).cached_tokens == len(runs[0]) + len(ids(first)) - 1, "the source keeps its own"
+    assert accepted(again).cached_tokens == len(runs[0]) + len(ids(first)) - 1, "the source is unchanged"
     assert_alike(second, await alone(runs[1]))
     assert_alike(again, await alone(runs[0] + ids(first) + words(3)))
 
@@ -198,7 +198,7 @@ async def test_shared_system_prompt_is_copied_from_a_cache_that_is_alike() -> No
         CacheInfo(256, 3),
     ],
 )
-async def test_nothing_is_copied_between_caches_that_are_not_alike(other: CacheInfo) -> None:
+async def test_nothing_is_copied_between_incompatible_caches(other: CacheInfo) -> None:
     async with running({"main": CacheInfo(256, 2), "fast": other}, path=str(exact_model())) as engine:
         await answer(engine, SYSTEM + words(1), session="a")
         chunks = await answer(engine, SYSTEM + words(2), session="b", cache="fast")
@@ -206,7 +206,7 @@ async def test_nothing_is_copied_between_caches_that_are_not_alike(other: CacheI
 
 
 @pytest.mark.usefixtures("_copies_pay")
-async def test_conversation_longer_than_the_other_caches_window_is_not_copied() -> None:
+async def test_a_conversation_longer_than_the_window_is_not_copied() -> None:
     async with running({"main": CacheInfo(512, 2), "fast": CacheInfo(256, 2)}, path=str(exact_model())) as engine:
         await answer(engine, SYSTEM + words(1, 400), session="a")
         await answer(engine, SYSTEM[:20], session="b", cache="fast")
@@ -218,12 +218,12 @@ async def test_conversation_longer_than_the_other_caches_window_is_not_copied() 
 
 
 @pytest.mark.usefixtures("_copies_pay")
-async def test_conversations_that_come_at_once_are_copied_one_from_the_other() -> None:
-    """A copy that waits for the next decode is nothing yet that could be copied by hand, nor may its source change."""
+async def test_concurrent_conversations_copy_from_each_other() -> None:
+    """A pending stream copy can neither be exported, nor may its source change."""
     runs = [SYSTEM + words(n) for n in range(1, 6)]
     homes = ["main", "main", "fast", "main", "fast"]
     async with exact(main=4, fast=4) as engine:
-        tap = Followed(
+        tap = SubmitAtFirstToken(
             engine,
             *(id_prompt(run, session=str(run), cache=home) for run, home in list(zip(runs, homes, strict=True))[1:]),
         )
@@ -234,8 +234,8 @@ async def test_conversations_that_come_at_once_are_copied_one_from_the_other() -
         assert_alike(chunks, await alone(run, max_tokens=end(chunks).usage.output))
 
 
-async def test_measured_costs_decide_by_themselves() -> None:
-    """Nothing is asked of what they decide: only that they are measured, and that what comes of it is right."""
+async def test_measured_costs_decide_about_copies() -> None:
+    """Whatever they decide: they are measured, and the answer is right."""
     long = words(0, 300)
     async with running({"main": CacheInfo(512, 2), "fast": CacheInfo(512, 2)}, path=str(exact_model())) as engine:
         await answer(engine, long + words(1), session="a")
@@ -249,8 +249,8 @@ async def test_measured_costs_decide_by_themselves() -> None:
 # --- isolation ------------------------------------------------------------------------------------------------------
 
 
-class Reaper(Tap):
-    """Cancels jobs on the engine's thread, each after so many of its chunks: in the middle of reading or speaking."""
+class CancelAfter(Tap):
+    """Cancels jobs on the engine's thread after a number of chunks."""
 
     def __init__(self, engine: LlamaCppEngine) -> None:
         super().__init__(engine)
@@ -265,23 +265,23 @@ class Reaper(Tap):
 
 @pytest.mark.usefixtures("_copies_pay")
 @pytest.mark.parametrize("seed", range(6))
-async def test_conversations_in_any_order_say_what_each_says_alone(seed: int) -> None:
-    """Two caches, alike or not, eight conversations on five or six sequences, many turns, some with a common start,
-    some cancelled: sequences are taken over, copied and cut, several jobs at a time."""
+async def test_mixed_conversations_generate_what_each_generates_alone(seed: int) -> None:
+    """Two caches, compatible or not, eight conversations on five or six sequences, many turns, some with a common
+    start, some cancelled: sequences are taken over, copied and cut, several jobs at a time."""
     random = Random(seed)
     homes = {n: ("main", "fast")[n % 2] for n in range(8)}
     places = {"main": 3, "fast": 2 + seed % 2}
     told = {n: (SYSTEM if n % 4 < 2 else []) + words(100 + n) for n in homes}
     turns: list[tuple[list[int], list[Chunk]]] = []
     async with exact(**places) as engine:
-        reaper = Reaper(engine)
+        canceller = CancelAfter(engine)
         for _ in range(24):
             batch = _fitting(random.sample(list(homes), random.randint(1, 5)), homes, places)
-            reaper.left = {engine._job_count + 1: random.randint(1, 6)} if random.random() < 0.4 else {}
+            canceller.left = {engine._job_count + 1: random.randint(1, 6)} if random.random() < 0.4 else {}
             jobs = {n: engine.generate(id_prompt(told[n], cache=homes[n], session=str(n))) for n in batch}
             for n, job in jobs.items():
                 chunks = await read(job)
-                assert end(chunks).reason == ("cancelled" if n == batch[0] and reaper.left else "length")
+                assert end(chunks).reason == ("cancelled" if n == batch[0] and canceller.left else "length")
                 if ids(chunks):  # a cancelled answer is as true as far as it goes
                     turns.append((told[n], chunks))
                     told[n] = _continued(told[n], chunks, random)
@@ -291,17 +291,18 @@ async def test_conversations_in_any_order_say_what_each_says_alone(seed: int) ->
 
 
 def _continued(run: list[int], chunks: list[Chunk], random: Random) -> list[int]:
-    """The next turn; now and then the conversation is cut back first."""
+    """The next turn; sometimes the conversation is cut back first."""
     kept = run[: random.randint(10, len(run))] if random.random() < 0.2 or len(run) > 150 else run + ids(chunks)
     return kept + words(random.randrange(1000), 12)
 
 
 def _fitting(order: list[int], homes: dict[int, str], places: dict[str, int]) -> list[int]:
-    """No more than a cache has places: the scheduler hands out no more."""
+    """At most as many as a cache has sequences, like the scheduler."""
     return [n for at, n in enumerate(order) if sum(homes[m] == homes[n] for m in order[:at]) < places[homes[n]]]
 
 
-# Going back in models that cannot, or not far: by what KV still holds, else by checkpoints, else from the start.
+# --- rewinding: by what the KV still holds, else by checkpoints, else from the start
+# ------------------------------------
 
 MODELS = [sliding_model, recurrent_model, hybrid_model]
 TAIL = 8  # before the end of a prompt
@@ -313,184 +314,184 @@ Model = Callable[[], Path]
 async def opened(
     model: Model, caches: dict[str, CacheInfo] | None = None, **options: Any
 ) -> AsyncIterator[LlamaCppEngine]:
-    """With a cache that forgets what lies behind the window, as large models need it; the default keeps all."""
+    """With a cache that drops what is behind the window, as large models need it; the default keeps all."""
     chosen = {"path": str(model()), "swa_full": False} | options
     async with running(caches or {"main": CacheInfo(1024, 2)}, **chosen) as engine:
         yield engine
 
 
 @pytest.fixture
-def _copies_pay_rewind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine takes to read a token."""
+def _copies_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are always worthwhile."""
     monkeypatch.setattr(
         "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved >= 8
     )
 
 
-def words_rewind(seed: int, count: int) -> list[int]:
+def rewind_words(seed: int, count: int) -> list[int]:
     random = Random(seed)
     return [random.randrange(VOCAB) for _ in range(count)]
 
 
-async def answer_rewind(engine: LlamaCppEngine, run: list[int], session: str = "a", **fields: Any) -> list[Chunk]:
+async def rewind_answer(engine: LlamaCppEngine, run: list[int], session: str = "a", **fields: Any) -> list[Chunk]:
     chunks = await read(engine.generate(id_prompt(run, session=session, **fields)))
     assert end(chunks).reason == "length"
     return chunks
 
 
-async def alone_rewind(model: Model, run: list[int]) -> list[Chunk]:
+async def rewind_alone(model: Model, run: list[int]) -> list[Chunk]:
     async with opened(model) as engine:
-        return await answer_rewind(engine, run)
+        return await rewind_answer(engine, run)
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_conversation_that_only_grows_is_read_once(model: Model) -> None:
+async def test_a_growing_conversation_is_evaluated_once(model: Model) -> None:
     async with opened(model) as engine:
-        run = words_rewind(1, 300)
-        first = await answer_rewind(engine, run)
-        turn = run + ids(first) + words_rewind(2, 20)
-        second = await answer_rewind(engine, turn)
+        run = rewind_words(1, 300)
+        first = await rewind_answer(engine, run)
+        turn = run + ids(first) + rewind_words(2, 20)
+        second = await rewind_answer(engine, turn)
     assert accepted(second).cached_tokens == len(run) + len(ids(first)) - 1
-    assert_alike(second, await alone_rewind(model, turn))
+    assert_alike(second, await rewind_alone(model, turn))
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kept", [1, N_SWA, 150, 299])
-async def test_conversation_that_was_cut_back_says_what_it_says_alone(model: Model, kept: int) -> None:
-    run = words_rewind(1, 300)
-    edited = run[:kept] + words_rewind(3, 20)
+async def test_a_conversation_that_was_cut_back_generates_what_it_generates_alone(model: Model, kept: int) -> None:
+    run = rewind_words(1, 300)
+    edited = run[:kept] + rewind_words(3, 20)
     async with opened(model) as engine:
-        await answer_rewind(engine, run)
-        chunks = await answer_rewind(engine, edited)
-    assert_alike(chunks, await alone_rewind(model, edited))
+        await rewind_answer(engine, run)
+        chunks = await rewind_answer(engine, edited)
+    assert_alike(chunks, await rewind_alone(model, edited))
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_window_or_state_that_is_gone_is_not_counted_as_cached(model: Model) -> None:
-    run = words_rewind(1, 300)
+async def test_a_lost_window_or_state_is_not_counted_as_cached(model: Model) -> None:
+    run = rewind_words(1, 300)
     async with opened(model) as engine:
-        await answer_rewind(engine, run)
-        assert accepted(await answer_rewind(engine, run[:20] + words_rewind(3, 20))).cached_tokens == 0
+        await rewind_answer(engine, run)
+        assert accepted(await rewind_answer(engine, run[:20] + rewind_words(3, 20))).cached_tokens == 0
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_resent_prompt_is_read_from_a_little_before_its_end_and_says_the_same_again(model: Model) -> None:
-    run = words_rewind(1, 100)
+async def test_a_repeated_prompt_starts_at_the_checkpoint_before_its_end(model: Model) -> None:
+    run = rewind_words(1, 100)
     async with opened(model) as engine:
-        first, second = [await answer_rewind(engine, run, max_tokens=LONG) for _ in range(2)]
+        first, second = [await rewind_answer(engine, run, max_tokens=LONG) for _ in range(2)]
     assert accepted(second).cached_tokens == len(run) - TAIL
     assert_alike(first, second)
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.usefixtures("_copies_pay")
-async def test_copy_of_a_longer_sequence_says_what_it_says_alone(model: Model) -> None:
-    run = words_rewind(1, 300)
+async def test_a_copy_of_a_longer_sequence_generates_what_it_generates_alone(model: Model) -> None:
+    run = rewind_words(1, 300)
     async with opened(model) as engine:
-        await answer_rewind(engine, run, "a")
-        await answer_rewind(engine, words_rewind(9, 30), "b")
-        chunks = await answer_rewind(engine, run[:100] + words_rewind(4, 10), "b")
-    assert_alike(chunks, await alone_rewind(model, run[:100] + words_rewind(4, 10)))
+        await rewind_answer(engine, run, "a")
+        await rewind_answer(engine, rewind_words(9, 30), "b")
+        chunks = await rewind_answer(engine, run[:100] + rewind_words(4, 10), "b")
+    assert_alike(chunks, await rewind_alone(model, run[:100] + rewind_words(4, 10)))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_edited_last_message_is_read_from_the_end_of_the_turn_before(model: Model) -> None:
+async def test_an_edited_last_message_starts_at_the_end_of_the_previous_turn(model: Model) -> None:
     async with opened(model) as engine:
-        run = words_rewind(1, 100)
-        told = run + ids(await answer_rewind(engine, run, max_tokens=50))
-        await answer_rewind(engine, told + words_rewind(2, LONG))
-        edited = told + words_rewind(3, 60)
-        chunks = await answer_rewind(engine, edited)
+        run = rewind_words(1, 100)
+        told = run + ids(await rewind_answer(engine, run, max_tokens=50))
+        await rewind_answer(engine, told + rewind_words(2, LONG))
+        edited = told + rewind_words(3, 60)
+        chunks = await rewind_answer(engine, edited)
     assert accepted(chunks).cached_tokens == len(told) - 1  # the last word of an answer was never read
-    assert_alike(chunks, await alone_rewind(model, edited))
+    assert_alike(chunks, await rewind_alone(model, edited))
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_answer_told_in_other_words_is_read_from_the_prompt_on(model: Model) -> None:
-    run = words_rewind(1, 200)
-    other = run + words_rewind(4, 50)
+async def test_a_changed_answer_starts_at_the_end_of_the_prompt(model: Model) -> None:
+    run = rewind_words(1, 200)
+    other = run + rewind_words(4, 50)
     async with opened(model) as engine:
-        await answer_rewind(engine, run, max_tokens=LONG)
-        chunks = await answer_rewind(engine, other)
+        await rewind_answer(engine, run, max_tokens=LONG)
+        chunks = await rewind_answer(engine, other)
     assert accepted(chunks).cached_tokens == len(run) - TAIL
-    assert_alike(chunks, await alone_rewind(model, other))
+    assert_alike(chunks, await rewind_alone(model, other))
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_third_conversation_starts_where_the_first_two_parted(model: Model) -> None:
-    system = words_rewind(1, 150)
-    runs = [system + words_rewind(n, LONG) for n in range(2, 5)]
+async def test_a_third_conversation_starts_where_the_first_two_diverged(model: Model) -> None:
+    system = rewind_words(1, 150)
+    runs = [system + rewind_words(n, LONG) for n in range(2, 5)]
     async with opened(model, {"main": CacheInfo(1024, 1)}) as engine:
-        got = [await answer_rewind(engine, run, session=str(n)) for n, run in enumerate(runs)]
+        got = [await rewind_answer(engine, run, session=str(n)) for n, run in enumerate(runs)]
     assert [accepted(chunks).cached_tokens for chunks in got] == [0, 0, len(system)]
     for run, chunks in zip(runs, got, strict=True):
-        assert_alike(chunks, await alone_rewind(model, run))
+        assert_alike(chunks, await rewind_alone(model, run))
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_going_back_behind_all_checkpoints_reads_everything_again(model: Model) -> None:
-    run = words_rewind(1, 300)
-    edited = run[:100] + words_rewind(3, 60)
+async def test_rewinding_before_all_checkpoints_evaluates_everything_again(model: Model) -> None:
+    run = rewind_words(1, 300)
+    edited = run[:100] + rewind_words(3, 60)
     async with opened(model) as engine:
-        told = run + ids(await answer_rewind(engine, run))
-        await answer_rewind(engine, told + words_rewind(2, 60))
-        chunks = await answer_rewind(engine, edited)
+        told = run + ids(await rewind_answer(engine, run))
+        await rewind_answer(engine, told + rewind_words(2, 60))
+        chunks = await rewind_answer(engine, edited)
         (slot, _) = engine._caches["main"].slots
         assert all(one.tokens <= len(edited) for one in slot.checkpoints), (
             "what was read over is no checkpoint any more"
         )
     assert accepted(chunks).cached_tokens == 0
-    assert_alike(chunks, await alone_rewind(model, edited))
+    assert_alike(chunks, await rewind_alone(model, edited))
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_checkpoint_of_what_was_read_over_is_never_taken_up(model: Model) -> None:
-    run = words_rewind(1, 100)
+async def test_a_checkpoint_of_replaced_tokens_is_never_used(model: Model) -> None:
+    run = rewind_words(1, 100)
     async with opened(model) as engine:
-        told = run + ids(await answer_rewind(engine, run))
-        await answer_rewind(engine, told + words_rewind(2, LONG))
-        other = run + words_rewind(3, 500)
-        await answer_rewind(engine, other)
-        edited = other[:500] + words_rewind(4, 60)
-        chunks = await answer_rewind(engine, edited)
-    assert_alike(chunks, await alone_rewind(model, edited))
+        told = run + ids(await rewind_answer(engine, run))
+        await rewind_answer(engine, told + rewind_words(2, LONG))
+        other = run + rewind_words(3, 500)
+        await rewind_answer(engine, other)
+        edited = other[:500] + rewind_words(4, 60)
+        chunks = await rewind_answer(engine, edited)
+    assert_alike(chunks, await rewind_alone(model, edited))
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("bound", [{"checkpoints": 3}, {"checkpoint_mb": 0}, {"checkpoints": 0}])
-async def test_checkpoints_are_bounded(model: Model, bound: dict[str, int]) -> None:
+async def test_checkpoints_are_limited(model: Model, bound: dict[str, int]) -> None:
     most = bound.get("checkpoints", 0)
     async with opened(model, **bound) as engine:
-        told = words_rewind(1, 100)
+        told = rewind_words(1, 100)
         for turn in range(5):
-            told = told + ids(await answer_rewind(engine, told)) + words_rewind(turn, 60)
+            told = told + ids(await rewind_answer(engine, told)) + rewind_words(turn, 60)
             assert len(engine._caches["main"].slots[0].checkpoints) <= most
-        chunks = await answer_rewind(engine, told)
-    assert_alike(chunks, await alone_rewind(model, told))
+        chunks = await rewind_answer(engine, told)
+    assert_alike(chunks, await rewind_alone(model, told))
 
 
 @pytest.mark.parametrize("model", MODELS)
-async def test_checkpoints_of_an_evicted_conversation_are_gone(model: Model) -> None:
-    run = words_rewind(1, 200)
+async def test_an_evicted_conversation_loses_its_checkpoints(model: Model) -> None:
+    run = rewind_words(1, 200)
     async with opened(model) as engine:
-        await answer_rewind(engine, run)
+        await rewind_answer(engine, run)
         await engine.control(Control("evict"))
         assert not engine._caches["main"].slots[0].checkpoints
-        assert accepted(await answer_rewind(engine, run)).cached_tokens == 0
+        assert accepted(await rewind_answer(engine, run)).cached_tokens == 0
 
 
-async def test_window_that_is_kept_whole_needs_no_checkpoint() -> None:
-    run = words_rewind(1, 200)
-    edited = run[:100] + words_rewind(3, 60)
+async def test_swa_full_needs_no_checkpoints() -> None:
+    run = rewind_words(1, 200)
+    edited = run[:100] + rewind_words(3, 60)
     async with opened(sliding_model, swa_full=True) as engine:
-        await answer_rewind(engine, run)
-        chunks = await answer_rewind(engine, edited)
+        await rewind_answer(engine, run)
+        chunks = await rewind_answer(engine, edited)
         assert not engine._caches["main"].slots[0].checkpoints
     assert accepted(chunks).cached_tokens == 100
-    assert_alike(chunks, await alone_rewind(sliding_model, edited))
+    assert_alike(chunks, await rewind_alone(sliding_model, edited))
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -499,29 +500,29 @@ async def test_window_that_is_kept_whole_needs_no_checkpoint() -> None:
 @pytest.mark.usefixtures("_copies_pay")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("home", ["main", "fast"])
-async def test_copy_starts_where_the_source_can_be_taken_up(model: Model, home: str) -> None:
-    run = words_rewind(1, 200)
-    other = run + words_rewind(4, 50)
+async def test_a_copy_starts_at_a_checkpoint_of_its_source(model: Model, home: str) -> None:
+    run = rewind_words(1, 200)
+    other = run + rewind_words(4, 50)
     async with opened(model, {"main": CacheInfo(1024, 2), "fast": CacheInfo(1024, 2)}) as engine:
-        first = await answer_rewind(engine, run, "a")
-        chunks = await answer_rewind(engine, other, "b", cache=home)
+        first = await rewind_answer(engine, run, "a")
+        chunks = await rewind_answer(engine, other, "b", cache=home)
         assert accepted(chunks).cached_tokens == len(run) - TAIL
         assert engine.stats().copied_tokens == len(run) - TAIL
-        turn = run + ids(first) + words_rewind(5, 20)
-        source = await answer_rewind(engine, turn, "a")
-    assert accepted(source).cached_tokens == len(run) + len(ids(first)) - 1, "the source keeps its own"
-    assert_alike(chunks, await alone_rewind(model, other))
-    assert_alike(source, await alone_rewind(model, turn))
+        turn = run + ids(first) + rewind_words(5, 20)
+        source = await rewind_answer(engine, turn, "a")
+    assert accepted(source).cached_tokens == len(run) + len(ids(first)) - 1, "the source is unchanged"
+    assert_alike(chunks, await rewind_alone(model, other))
+    assert_alike(source, await rewind_alone(model, turn))
 
 
 @pytest.mark.usefixtures("_copies_pay")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(2))
-async def test_conversations_in_any_order_say_what_each_says_alone_rewind(model: Model, seed: int) -> None:
-    """More conversations than sequences, in two caches, with a common start, continued and cut back."""
+async def test_mixed_conversations_with_rewinds_generate_what_each_generates_alone(model: Model, seed: int) -> None:
+    """More conversations than sequences, in two caches, with a common prefix, continued and cut back."""
     random = Random(seed)
-    system, turns = words_rewind(0, 60), []
-    told = {n: (system if n % 2 else []) + words_rewind(100 + n, 40) for n in range(5)}
+    system, turns = rewind_words(0, 60), []
+    told = {n: (system if n % 2 else []) + rewind_words(100 + n, 40) for n in range(5)}
     async with opened(model, {"main": CacheInfo(1024, 2), "fast": CacheInfo(1024, 2)}) as engine:
         for _ in range(14):
             batch = random.sample(list(told), 2)
@@ -532,14 +533,11 @@ async def test_conversations_in_any_order_say_what_each_says_alone_rewind(model:
                 chunks = await read(job)
                 turns.append((told[n], chunks))
                 kept = told[n][: random.randint(30, len(told[n]))] if random.random() < 0.3 else told[n] + ids(chunks)
-                told[n] = kept + words_rewind(random.randrange(1000), 40)
+                told[n] = kept + rewind_words(random.randrange(1000), 40)
     async with opened(model, {"main": CacheInfo(1024, 1)}, checkpoints=0) as engine:
         for run, chunks in turns:
             await engine.control(Control("evict"))
-            assert_alike(chunks, await answer_rewind(engine, run))
-
-
-# Conversations that had to make room come back as they were: an agent's errands cost its main one nothing.
+            assert_alike(chunks, await rewind_answer(engine, run))
 
 
 def run(*tokens: int) -> TokenIds:
@@ -553,7 +551,7 @@ def snapshot(*tokens: int, size: int = 100, **fields: Any) -> KvSnapshot:
 # --- offloaded conversations ------------------------------------------------------------------------------------------
 
 
-def test_lot_gives_whoever_holds_most_of_what_is_wanted() -> None:
+def test_the_snapshot_that_covers_most_of_the_prompt_is_found() -> None:
     short, long = snapshot(1, 2), snapshot(1, 2, 3, 9)
     offload = KvOffload(1000)
     offload.add(long)
@@ -564,13 +562,13 @@ def test_lot_gives_whoever_holds_most_of_what_is_wanted() -> None:
     assert offload.find(run(1, 2), (("pirate", 1.0),), can_rewind=True) is None
 
 
-def test_lot_takes_one_that_cannot_be_cut_up_at_its_checkpoint() -> None:
+def test_a_snapshot_that_cannot_be_cut_covers_its_checkpoint() -> None:
     offload = KvOffload(1000)
     offload.add(held := snapshot(1, 2, 3, 9, checkpoints=(Checkpoint(2, np.zeros(4, np.uint8)),)))
     assert offload.find(run(1, 2, 3, 4), (), can_rewind=False) == (held, 2)
 
 
-def test_lot_is_bounded_and_the_oldest_goes() -> None:
+def test_the_oldest_snapshot_is_dropped_first() -> None:
     offload = KvOffload(250)
     for tokens in ((1, 1), (2, 2), (3, 3)):
         offload.add(snapshot(*tokens))
@@ -580,7 +578,7 @@ def test_lot_is_bounded_and_the_oldest_goes() -> None:
     assert len(offload) == offload.size == 0  # it did not fit even alone
 
 
-def test_conversation_that_went_on_takes_the_place_of_what_it_was() -> None:
+def test_a_later_snapshot_replaces_the_earlier_one_of_its_conversation() -> None:
     offload = KvOffload(1000)
     offload.add(snapshot(1, 2))
     offload.add(snapshot(1, 2, 3))
@@ -588,7 +586,7 @@ def test_conversation_that_went_on_takes_the_place_of_what_it_was() -> None:
     assert len(offload) == 2
 
 
-def test_lot_forgets_an_adapter_and_everything() -> None:
+def test_snapshots_are_dropped_by_adapter_or_all_at_once() -> None:
     offload = KvOffload(1000)
     offload.add(snapshot(1, 2, adapters=(("pirate", 1.0),)))
     offload.add(snapshot(1, 2))
@@ -600,108 +598,108 @@ def test_lot_forgets_an_adapter_and_everything() -> None:
 
 # --- in the engine ----------------------------------------------------------------------------------------------------
 
-MODELSParking = [exact_model, sliding_model, recurrent_model, hybrid_model]
+OFFLOAD_MODELS = [exact_model, sliding_model, recurrent_model, hybrid_model]
 
 
 @pytest.fixture
-def _parking_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine takes to read a token."""
+def _offload_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies are always worthwhile."""
     monkeypatch.setattr(
         "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved >= 8
     )
 
 
-def words_parking(seed: int, count: int = 40) -> list[int]:
+def offload_words(seed: int, count: int = 40) -> list[int]:
     random = Random(seed)
     return [random.randrange(VOCAB) for _ in range(count)]
 
 
-async def answer_parking(engine: LlamaCppEngine, tokens: list[int], session: str, **fields: Any) -> list[Chunk]:
+async def short_answer(engine: LlamaCppEngine, tokens: list[int], session: str, **fields: Any) -> list[Chunk]:
     return await read(engine.generate(id_prompt(tokens, session=session, max_tokens=4, **fields)))
 
 
 def next_turn(told: list[int], chunks: list[Chunk]) -> tuple[list[int], int]:
-    """The prompt that follows an answer, and how much of it was read before: the last token was sampled only."""
-    return told + ids(chunks) + words_parking(len(told), 6), len(told) + len(ids(chunks)) - 1
+    """The prompt that follows an answer, and how much of it was evaluated: the last token was only sampled."""
+    return told + ids(chunks) + offload_words(len(told), 6), len(told) + len(ids(chunks)) - 1
 
 
-@pytest.mark.usefixtures("_parking_pays")
-@pytest.mark.parametrize("model", MODELSParking)
+@pytest.mark.usefixtures("_offload_pays")
+@pytest.mark.parametrize("model", OFFLOAD_MODELS)
 @pytest.mark.parametrize("parallel", [1, 2])
-async def test_main_conversation_outlives_sub_agents_and_errands_on_few_sequences(model: Any, parallel: int) -> None:
+async def test_a_main_conversation_survives_sub_agents_and_background_work(model: Any, parallel: int) -> None:
     async with running({"main": CacheInfo(512, parallel)}, path=str(model()), swa_full=False) as engine:
-        told, kept = next_turn(words_parking(1), await answer_parking(engine, words_parking(1), "main"))
+        told, kept = next_turn(offload_words(1), await short_answer(engine, offload_words(1), "main"))
         for n in range(3):
-            await answer_parking(engine, words_parking(20 + n), f"main:agent{n}")
-            await answer_parking(engine, words_parking(30 + n), f"main~errand{n}", priority="background")
-        back = await answer_parking(engine, told, "main")
+            await short_answer(engine, offload_words(20 + n), f"main:agent{n}")
+            await short_answer(engine, offload_words(30 + n), f"main~errand{n}", priority="background")
+        back = await short_answer(engine, told, "main")
         stats = engine.stats().caches["main"]
     assert accepted(back).cached_tokens == kept
-    assert stats.evictions == 3  # the errands: nobody misses them
+    assert stats.evictions == 3  # the background jobs
     async with running({"main": CacheInfo(512, 1)}, path=str(model()), swa_full=False) as engine:
-        assert_alike(back, await answer_parking(engine, told, "alone"))
+        assert_alike(back, await short_answer(engine, told, "alone"))
 
 
-@pytest.mark.usefixtures("_parking_pays")
-async def test_parked_conversation_is_gone_where_nothing_is_kept() -> None:
+@pytest.mark.usefixtures("_offload_pays")
+async def test_without_offload_an_evicted_conversation_is_lost() -> None:
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model()), parked_mb=0) as engine:
-        told, _ = next_turn(words_parking(1), await answer_parking(engine, words_parking(1), "main"))
-        other = await answer_parking(engine, words_parking(2), "other")
-        back = await answer_parking(engine, told, "main")
+        told, _ = next_turn(offload_words(1), await short_answer(engine, offload_words(1), "main"))
+        other = await short_answer(engine, offload_words(2), "other")
+        back = await short_answer(engine, told, "main")
     assert [accepted(chunks).cached_tokens for chunks in (other, back)] == [0, 0]
     assert [accepted(chunks).evicted for chunks in (other, back)] == [True, True]
 
 
-@pytest.mark.usefixtures("_parking_pays")
-async def test_evicting_a_cache_empties_its_lot() -> None:
+@pytest.mark.usefixtures("_offload_pays")
+async def test_evicting_a_cache_drops_its_offloaded_conversations() -> None:
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
-        told, _ = next_turn(words_parking(1), await answer_parking(engine, words_parking(1), "main"))
-        await answer_parking(engine, words_parking(2), "other")
+        told, _ = next_turn(offload_words(1), await short_answer(engine, offload_words(1), "main"))
+        await short_answer(engine, offload_words(2), "other")
         await engine.control(Control("evict"))
-        assert accepted(await answer_parking(engine, told, "main")).cached_tokens == 0
+        assert accepted(await short_answer(engine, told, "main")).cached_tokens == 0
 
 
-@pytest.mark.usefixtures("_parking_pays")
-async def test_conversation_that_shares_its_start_leaves_the_parked_one_where_it_is() -> None:
-    system = words_parking(1)
+@pytest.mark.usefixtures("_offload_pays")
+async def test_another_session_with_a_shared_prefix_does_not_remove_the_snapshot() -> None:
+    system = offload_words(1)
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
         told, kept = next_turn(
-            system + words_parking(2, 9), await answer_parking(engine, system + words_parking(2, 9), "first")
+            system + offload_words(2, 9), await short_answer(engine, system + offload_words(2, 9), "first")
         )
-        await answer_parking(engine, words_parking(3), "other")
-        second = await answer_parking(engine, system + words_parking(4, 9), "second")
-        await answer_parking(engine, words_parking(5), "another")
-        first = await answer_parking(engine, told, "first")
+        await short_answer(engine, offload_words(3), "other")
+        second = await short_answer(engine, system + offload_words(4, 9), "second")
+        await short_answer(engine, offload_words(5), "another")
+        first = await short_answer(engine, told, "first")
     assert [accepted(chunks).cached_tokens for chunks in (second, first)] == [len(system), kept]
 
 
-@pytest.mark.usefixtures("_parking_pays")
-@pytest.mark.parametrize("model", MODELSParking)
+@pytest.mark.usefixtures("_offload_pays")
+@pytest.mark.parametrize("model", OFFLOAD_MODELS)
 @pytest.mark.parametrize("seed", range(2))
-async def test_conversations_in_any_order_say_what_each_says_alone_parking(model: Any, seed: int) -> None:
-    """Five conversations on two sequences, some of them cut back between two turns."""
+async def test_mixed_offloaded_conversations_generate_what_each_generates_alone(model: Any, seed: int) -> None:
+    """Five conversations on two sequences; some are cut back between turns."""
     random = Random(seed)
-    told = {n: words_parking(n) for n in range(5)}
+    told = {n: offload_words(n) for n in range(5)}
     turns: list[tuple[list[int], list[Chunk]]] = []
     async with running({"main": CacheInfo(512, 2)}, path=str(model()), swa_full=False) as engine:
         for _ in range(20):
             n = random.randrange(5)
-            chunks = await answer_parking(engine, told[n], str(n), priority=random.choice(["main", "background"]))
+            chunks = await short_answer(engine, told[n], str(n), priority=random.choice(["main", "background"]))
             assert end(chunks).reason == "length"
             turns.append((told[n], chunks))
             kept = told[n] + ids(chunks) if random.random() < 0.8 else told[n][: random.randint(20, len(told[n]))]
-            told[n] = kept + words_parking(random.randrange(1000), 8)
+            told[n] = kept + offload_words(random.randrange(1000), 8)
     for prompt, chunks in turns:
         async with running({"main": CacheInfo(512, 1)}, path=str(model()), swa_full=False) as engine:
-            assert_alike(chunks, await answer_parking(engine, prompt, "alone"))
+            assert_alike(chunks, await short_answer(engine, prompt, "alone"))
 
 
 # --- on the real model ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_parking_pays")
-async def test_an_agents_next_turn_on_the_real_model_reads_only_what_is_new() -> None:
-    """One sequence for a conversation, a sub-agent, a title and a verdict."""
+@pytest.mark.usefixtures("_offload_pays")
+async def test_the_next_turn_of_an_agent_on_the_real_model_evaluates_only_new_tokens() -> None:
+    """One sequence for a conversation, a sub-agent and two background jobs."""
     system = ("system", "You are a coding agent with many tools and long instructions. " * 8)
     async with running({"main": CacheInfo(1024, 1)}) as engine:
         first = await asked(engine, chatml(system, ("user", "Fix the tests.")), session="s")

@@ -1,4 +1,4 @@
-"""Speculation: the same answers as without, with several tokens a step where guesses come true."""
+"""Speculation: the same answers in fewer steps; when drafts pay; and drafts from the text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from modelyard.engines.llama_cpp.speculation import (
     Speculator,
     draft_length,
 )
-from tests.engines.llama_cpp.exact_models import VOCAB, chanting_model, recurrent_model, sliding_model
+from tests.engines.llama_cpp.exact_models import VOCAB, recurrent_model, repetitive_model, sliding_model
 from tests.engines.llama_cpp.helpers import GREEDY, Tap, answer, id_prompt, running, said
 from tests.engines.reading import accepted, assert_alike, end, ids, read
 
@@ -34,7 +34,7 @@ MODES = ("off", "ngram")
 
 @asynccontextmanager
 async def opened(speculation: str = "ngram", **options: Any) -> AsyncIterator[LlamaCppEngine]:
-    chosen = {"path": str(chanting_model()), "speculation": speculation} | options
+    chosen = {"path": str(repetitive_model()), "speculation": speculation} | options
     async with running({"main": CacheInfo(256, 4)}, **chosen) as engine:
         yield engine
 
@@ -62,7 +62,7 @@ async def told(engine: LlamaCppEngine, run: list[int], **fields: Any) -> list[Ch
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-async def test_text_is_the_one_that_comes_without_guesses(sampling: Sampling) -> None:
+async def test_answers_are_the_same_as_without_speculation(sampling: Sampling) -> None:
     answers = {}
     for mode in MODES:
         async with opened(mode) as engine:
@@ -73,7 +73,7 @@ async def test_text_is_the_one_that_comes_without_guesses(sampling: Sampling) ->
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2])
-async def test_streams_that_guess_side_by_side_say_what_each_says_alone(sampling: Sampling) -> None:
+async def test_concurrent_streams_with_drafts_generate_what_each_generates_alone(sampling: Sampling) -> None:
     async with opened() as engine:
         jobs = (told(engine, run, sampling=sampling, session=str(n)) for n, run in enumerate(RUNS))
         together = [ids(chunks) for chunks in await asyncio.gather(*jobs)]
@@ -82,7 +82,7 @@ async def test_streams_that_guess_side_by_side_say_what_each_says_alone(sampling
         assert together == [ids(await told(engine, run, sampling=sampling)) for run in RUNS]
 
 
-async def test_logprobs_belong_to_their_tokens() -> None:
+async def test_logprobs_are_the_same_as_without_speculation() -> None:
     answers = []
     for mode in MODES:
         async with opened(mode) as engine:
@@ -90,7 +90,7 @@ async def test_logprobs_belong_to_their_tokens() -> None:
     assert_alike(*answers)
 
 
-async def test_text_that_repeats_itself_takes_fewer_steps_than_tokens() -> None:
+async def test_repetitive_text_takes_fewer_steps_than_tokens() -> None:
     async with opened() as engine:
         tap = Tap(engine)
         chunks = await told(engine, RUNS[0], max_tokens=120)
@@ -104,7 +104,7 @@ async def test_text_that_repeats_itself_takes_fewer_steps_than_tokens() -> None:
 # --- where it ends ----------------------------------------------------------------------------------------------------
 
 
-async def test_every_length_is_kept() -> None:
+async def test_every_max_tokens_is_respected() -> None:
     async with opened() as engine:
         whole = ids(await told(engine, RUNS[0], max_tokens=24))
         for length in range(1, 24):
@@ -114,7 +114,7 @@ async def test_every_length_is_kept() -> None:
             assert end(chunks).usage.output == length
 
 
-async def test_every_stop_id_ends_the_answer_where_it_stands() -> None:
+async def test_every_stop_id_ends_the_answer() -> None:
     async with opened() as engine:
         whole = ids(await told(engine, RUNS[0], max_tokens=60))
         assert engine.stats().accepted_tokens > 0
@@ -124,14 +124,14 @@ async def test_every_stop_id_ends_the_answer_where_it_stands() -> None:
             assert end(chunks).reason == "stop"
 
 
-async def test_full_window_ends_an_answer_at_its_last_token() -> None:
-    async with running({"main": CacheInfo(64, 1)}, path=str(chanting_model()), speculation="ngram") as engine:
+async def test_a_full_window_ends_the_answer() -> None:
+    async with running({"main": CacheInfo(64, 1)}, path=str(repetitive_model()), speculation="ngram") as engine:
         chunks = await told(engine, RUNS[0], max_tokens=100)
     assert len(ids(chunks)) == 64 - len(RUNS[0])
     assert end(chunks).reason == "window"
 
 
-async def test_cancelled_in_the_middle_the_sequence_holds_what_was_said() -> None:
+async def test_after_a_cancellation_the_sequence_holds_the_output() -> None:
     async with opened() as engine:
         CancelAtRun(engine)
         chunks = await told(engine, RUNS[0], max_tokens=200)
@@ -146,7 +146,7 @@ async def test_cancelled_in_the_middle_the_sequence_holds_what_was_said() -> Non
 
 
 class CancelAtRun(Tap):
-    """Cancels a job when it says more than one token in a step, once."""
+    """Cancels a job once, when it generates more than one token in a step."""
 
     done = False
 
@@ -156,8 +156,8 @@ class CancelAtRun(Tap):
             job.cancel()
 
 
-async def test_kv_behind_a_wrong_guess_is_gone() -> None:
-    """The next turn reads from exactly where the answer ended, and says what a fresh engine says."""
+async def test_the_kv_of_rejected_drafts_is_removed() -> None:
+    """The next turn continues exactly where the answer ended."""
     async with opened() as engine:
         first = await told(engine, RUNS[0], sampling=Sampling(temperature=0.7, seed=4))
         stats = engine.stats()
@@ -175,7 +175,7 @@ CHANT = "red, green, blue; "
 
 
 @pytest.mark.parametrize("count", [2, 6])
-async def test_grammar_holds_inside_an_accepted_run(count: int) -> None:
+async def test_a_grammar_holds_within_accepted_drafts(count: int) -> None:
     asked = {"constraint": Constraint("regex", f"({CHANT}){{{count}}}"), "max_tokens": 80, "logprobs": None}
     async with running(speculation="ngram") as engine:
         chunks = await answer(engine, f"Say it often: {CHANT * 3}", **asked)
@@ -184,7 +184,7 @@ async def test_grammar_holds_inside_an_accepted_run(count: int) -> None:
     assert end(chunks).reason == "stop"
 
 
-async def test_what_a_grammar_forbids_is_not_tried() -> None:
+async def test_drafts_that_the_grammar_forbids_are_not_tried() -> None:
     """The text offers «green» after «red, »; the grammar does not."""
     asked = {"constraint": Constraint("regex", "(red, blue; )+end"), "max_tokens": 30, "logprobs": None}
     async with running(speculation="ngram") as engine:
@@ -195,7 +195,7 @@ async def test_what_a_grammar_forbids_is_not_tried() -> None:
 
 
 class Watch:
-    """The texts that were tried."""
+    """Collects the texts of all drafts."""
 
     def __init__(self, engine: LlamaCppEngine) -> None:
         self.tried: list[str] = []
@@ -213,17 +213,15 @@ class Watch:
 # --- where it is left alone -------------------------------------------------------------------------------------------
 
 
-async def test_model_that_cannot_go_back_is_not_guessed_for(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_model_that_cannot_rewind_has_no_speculation(caplog: pytest.LogCaptureFixture) -> None:
     async with opened(path=str(recurrent_model())) as engine:
         assert len(ids(await told(engine, RUNS[0]))) == 40
         assert engine.stats().guessed_tokens == 0
-    assert "cannot take tokens back" in caplog.text
+    assert "cannot rewind: no speculation" in caplog.text
 
 
 @pytest.mark.parametrize("full", [True, False])
-async def test_sliding_window_is_guessed_for_only_where_it_keeps_what_lies_behind_it(
-    full: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sliding_window_has_speculation_only_with_swa_full(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = loading.context_parameters
 
     def parameters(info: Any, options: Any) -> Any:
@@ -231,13 +229,13 @@ async def test_sliding_window_is_guessed_for_only_where_it_keeps_what_lies_behin
         params.swa_full = full
         return params
 
-    monkeypatch.setattr(loading, "_parameters", parameters)
+    monkeypatch.setattr(loading, "context_parameters", parameters)
     async with opened(path=str(sliding_model())) as engine:
         assert (engine._caches["main"].speculator is not None) == full
 
 
-class Parrot:
-    """A source that says what it is told to."""
+class FixedDrafter:
+    """Always drafts the same tokens."""
 
     is_free = is_synchronized = True
 
@@ -253,13 +251,13 @@ class Parrot:
 
 
 async def speculating(*tokens: int, measured: bool = True, **fields: Any) -> tuple[Speculator, dict[int, LlamaCppJob]]:
-    speculator = Speculator(Parrot(*tokens), 4, 64, measured=measured)
+    speculator = Speculator(FixedDrafter(*tokens), 4, 64, measured=measured)
     job = LlamaCppJob(id_prompt([1, 2, 3], **({"max_tokens": 50} | fields)), asyncio.get_running_loop(), 1)
     speculator.begin(0, job)
     return speculator, {0: job}
 
 
-async def test_guesses_that_come_true_unasked_bring_guessing_back() -> None:
+async def test_untried_drafts_that_match_bring_drafting_back() -> None:
     speculator, jobs = await speculating(7, 8, 9, 9)
     for _ in range(40):
         speculator.measure(1, 0, 0.010)
@@ -267,13 +265,13 @@ async def test_guesses_that_come_true_unasked_bring_guessing_back() -> None:
     assert speculator.draft(jobs) == {}
     steps = 0
     while not (guesses := speculator.draft(jobs)) and steps < 40:
-        speculator.observe(0, 0, 0, 7)  # what had not been tried came
+        speculator.observe(0, 0, 0, 7)  # the untried token was sampled
         steps += 1
     assert 0 < steps < 40
     assert guesses[0][0] == 7
 
 
-async def test_guesses_that_fail_are_given_up() -> None:
+async def test_rejected_drafts_end_drafting() -> None:
     speculator, jobs = await speculating(7, 8, 9, 9)
     speculator.measure(1, 0, 0.010)
     assert speculator.draft(jobs)
@@ -284,49 +282,49 @@ async def test_guesses_that_fail_are_given_up() -> None:
     assert speculator.is_idle
 
 
-async def test_one_that_rests_wakes_when_somebody_comes() -> None:
-    speculator, jobs = await speculating(7)  # nobody knows yet what a step takes
+async def test_a_new_job_ends_the_idle_state() -> None:
+    speculator, jobs = await speculating(7)  # the duration of a step is unknown
     speculator.draft(jobs)
     assert speculator.is_idle
     speculator.begin(1, jobs[0])
     assert not speculator.is_idle
 
 
-async def test_guess_ends_before_a_token_that_ends_the_job() -> None:
+async def test_a_draft_ends_before_a_stop_token() -> None:
     speculator, jobs = await speculating(7, 8, 9, 9, measured=False, stop_ids=(9,))
     assert speculator.draft(jobs) == {0: [7, 8]}
 
 
 @pytest.mark.parametrize(("seed", "measured", "guesses"), [(None, True, True), (1, True, False), (1, False, True)])
-async def test_seeded_job_is_left_alone_where_times_decide(seed: int | None, measured: bool, guesses: bool) -> None:
+async def test_a_seeded_job_is_not_drafted_if_times_decide(seed: int | None, measured: bool, guesses: bool) -> None:
     speculator, jobs = await speculating(7, 8, measured=measured, sampling=Sampling(temperature=1.0, seed=seed))
     speculator.measure(1, 0, 0.010)
     assert bool(speculator.draft(jobs)) == guesses
     speculator.end(0)
 
 
-# When guessing pays: tables of costs and chances, with steps whose seconds are given and not measured.
+# --- when drafts pay --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("acceptance", "price", "expected"),
     [
-        pytest.param(0.5, 0.3, 1, id="the second of two would cost more than it brings"),
-        pytest.param(0.9, 0.42, 8, id="a CPU, a text that repeats itself"),
-        pytest.param(0.4, 0.42, 0, id="a CPU, a text that does not"),
-        pytest.param(0.5, 0.02, 5, id="a GPU, where rows are cheap"),
-        pytest.param(0.95, 0.85, 3, id="many streams: a batch is full of certain rows"),
-        pytest.param(1.0, 0.5, 8, id="never a miss"),
-        pytest.param(0.0, 0.5, 0, id="never a hit"),
-        pytest.param(0.9, 0.0, 8, id="rows for nothing"),
-        pytest.param(1.0, 1.0, 0, id="rows as dear as steps"),
+        pytest.param(0.5, 0.3, 1, id="the second would cost more than it yields"),
+        pytest.param(0.9, 0.42, 8, id="CPU, repetitive text"),
+        pytest.param(0.4, 0.42, 0, id="CPU, other text"),
+        pytest.param(0.5, 0.02, 5, id="GPU"),
+        pytest.param(0.95, 0.85, 3, id="many streams"),
+        pytest.param(1.0, 0.5, 8, id="always accepted"),
+        pytest.param(0.0, 0.5, 0, id="never accepted"),
+        pytest.param(0.9, 0.0, 8, id="free rows"),
+        pytest.param(1.0, 1.0, 0, id="rows cost as much as steps"),
     ],
 )
-def test_width(acceptance: float, price: float, expected: int) -> None:
+def test_the_draft_length_pays(acceptance: float, price: float, expected: int) -> None:
     assert draft_length(acceptance, price, 8) == expected
 
 
-def test_more_rows_never_follow_from_worse_odds() -> None:
+def test_lower_acceptance_or_higher_cost_never_lengthens_drafts() -> None:
     chances = [step / 20 for step in range(21)]
     for price in chances:
         widths = [draft_length(chance, price, 8) for chance in chances]
@@ -336,29 +334,29 @@ def test_more_rows_never_follow_from_worse_odds() -> None:
         assert widths == sorted(widths, reverse=True)
 
 
-def learned(plain: float, wide: float, *, streams: int = 1, guessed: int = 4, steps: int = 60) -> DraftCost:
+def learned(plain: float, wide: float, *, streams: int = 1, drafted: int = 4, steps: int = 60) -> DraftCost:
     price = DraftCost()
     for _ in range(steps):
         price.observe(streams, 0, plain)
-        price.observe(streams, guessed, wide)
+        price.observe(streams, drafted, wide)
     return price
 
 
 @pytest.mark.parametrize(
     ("price", "streams", "expected"),
     [
-        pytest.param(learned(0.008, 0.008 + 4 * 0.0034), 1, 0.42, id="a CPU"),
-        pytest.param(learned(0.010, 0.0102), 1, 0.005, id="a GPU"),
-        pytest.param(learned(0.031, 0.031 + 8 * 0.0034, streams=8, guessed=8), 8, 0.87, id="many streams"),
+        pytest.param(learned(0.008, 0.008 + 4 * 0.0034), 1, 0.42, id="CPU"),
+        pytest.param(learned(0.010, 0.0102), 1, 0.005, id="GPU measured"),
+        pytest.param(learned(0.031, 0.031 + 8 * 0.0034, streams=8, drafted=8), 8, 0.87, id="many streams"),
         pytest.param(learned(0.010, 0.100), 1, 1.0, id="a row that costs more than a step"),
-        pytest.param(learned(0.010, 0.009), 1, 0.0, id="a row that seems to win time"),
+        pytest.param(learned(0.010, 0.009), 1, 0.0, id="a row that seems to save time"),
     ],
 )
-def test_price_is_what_was_measured(price: DraftCost, streams: int, expected: float) -> None:
+def test_the_cost_is_measured(price: DraftCost, streams: int, expected: float) -> None:
     assert price.per_row(streams) == pytest.approx(expected, abs=0.02)
 
 
-def test_nothing_is_tried_before_a_step_without_guesses_was_seen() -> None:
+def test_nothing_is_drafted_before_a_step_without_drafts_was_measured() -> None:
     price = DraftCost()
     assert price.per_row(1) == 1.0
     price.observe(1, 3, 0.010)  # nothing to hold it against
@@ -368,13 +366,13 @@ def test_nothing_is_tried_before_a_step_without_guesses_was_seen() -> None:
     assert price.per_row(2) == 1.0
 
 
-def test_one_stalled_step_does_not_turn_guessing_off() -> None:
+def test_one_stalled_step_does_not_end_drafting() -> None:
     price = learned(0.010, 0.012)
     price.observe(1, 4, 3.0)
     assert draft_length(0.7, price.per_row(1), 8) > 0
 
 
-def test_dear_rows_are_tried_again_after_a_while() -> None:
+def test_expensive_rows_are_tried_again_after_a_while() -> None:
     price = learned(0.010, 0.060)
     assert draft_length(0.9, price.per_row(1), 8) == 0
     for _ in range(1000):
@@ -382,7 +380,7 @@ def test_dear_rows_are_tried_again_after_a_while() -> None:
     assert draft_length(0.9, price.per_row(1), 8) > 0
 
 
-def test_record_follows_what_became_of_the_guesses() -> None:
+def test_the_acceptance_rate_follows_the_results() -> None:
     record = AcceptanceRate()
     assert record.rate == 0.5
     for _ in range(60):
@@ -393,14 +391,14 @@ def test_record_follows_what_became_of_the_guesses() -> None:
     assert record.rate < 0.1
 
 
-def test_guesses_behind_a_miss_do_not_count() -> None:
+def test_tokens_after_a_rejected_one_do_not_count() -> None:
     one, other = AcceptanceRate(), AcceptanceRate()
     one.update(8, 2)
     other.update(3, 2)
     assert one.rate == other.rate
 
 
-def test_bad_record_is_forgotten_by_and_by() -> None:
+def test_a_low_acceptance_rate_fades() -> None:
     record = AcceptanceRate()
     for _ in range(60):
         record.update(1, 0)
@@ -409,7 +407,7 @@ def test_bad_record_is_forgotten_by_and_by() -> None:
     assert record.rate > 0.4
 
 
-# Guesses from a text's own past: against a plain search, in any pieces it may come in.
+# --- drafts from the text ---------------------------------------------------------------------------------------------
 
 TEXTS = st.lists(st.integers(0, 2), max_size=120)
 
@@ -417,22 +415,22 @@ TEXTS = st.lists(st.integers(0, 2), max_size=120)
 @pytest.mark.parametrize(
     ("text", "count", "expected"),
     [
-        pytest.param([], 4, [], id="nothing said"),
-        pytest.param([1, 2, 3], 4, [], id="nothing before it"),
-        pytest.param([1, 2, 3, 4, 5, 9, 1, 2, 3], 2, [4, 5], id="what followed then"),
-        pytest.param([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1, [5], id="the last time counts"),
-        pytest.param([7, 7, 7, 7], 3, [7, 7, 7], id="a run goes on"),
-        pytest.param([1, 2, 3, 4, 1, 2, 3], 6, [4, 1, 2, 3, 4, 1], id="a text that repeats itself goes on"),
-        pytest.param([1, 2, 3, 4, 2, 3], 2, [], id="two alike are not enough"),
+        pytest.param([], 4, [], id="empty"),
+        pytest.param([1, 2, 3], 4, [], id="nothing before"),
+        pytest.param([1, 2, 3, 4, 5, 9, 1, 2, 3], 2, [4, 5], id="what followed before"),
+        pytest.param([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1, [5], id="the last occurrence counts"),
+        pytest.param([7, 7, 7, 7], 3, [7, 7, 7], id="a run continues"),
+        pytest.param([1, 2, 3, 4, 1, 2, 3], 6, [4, 1, 2, 3, 4, 1], id="a repetition continues"),
+        pytest.param([1, 2, 3, 4, 2, 3], 2, [], id="two equal tokens are not enough"),
         pytest.param([2_000_000, 1, 2, 5, 2_000_000, 1, 2], 1, [5], id="large ids"),
     ],
 )
-def test_guess(text: list[int], count: int, expected: list[int]) -> None:
+def test_the_index_drafts_what_followed_before(text: list[int], count: int, expected: list[int]) -> None:
     assert NgramIndex(text).draft(count) == expected
 
 
 def searched(text: list[int], count: int) -> list[int]:
-    """The same, the slow way."""
+    """The same by a linear search."""
     places = [at for at in range(3, len(text)) if text[at - 3 : at] == text[-3:]]
     if not places:
         return []
@@ -443,12 +441,12 @@ def searched(text: list[int], count: int) -> list[int]:
 
 
 @given(TEXTS, st.integers(1, 9))
-def test_guess_is_what_a_search_finds(text: list[int], count: int) -> None:
+def test_the_index_drafts_what_a_search_finds(text: list[int], count: int) -> None:
     assert NgramIndex(text).draft(count) == searched(text, count)
 
 
 @given(st.lists(TEXTS, max_size=6), st.integers(1, 9))
-def test_text_that_comes_in_pieces_is_one_text(pieces: list[list[int]], count: int) -> None:
+def test_a_text_may_be_indexed_in_pieces(pieces: list[list[int]], count: int) -> None:
     grown, whole = NgramIndex(), []
     for piece in pieces:
         grown.extend(piece)
@@ -457,7 +455,7 @@ def test_text_that_comes_in_pieces_is_one_text(pieces: list[list[int]], count: i
         assert grown.draft(count) == searched(whole, count)
 
 
-def test_long_text_is_taken_in_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "_BITE", 40)
+def test_a_long_text_is_indexed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "_CHUNK", 40)
     text = NgramIndex([*range(97), 1, 2, 3])
     assert [text.draft(1) for _ in range(3)] == [[], [], [4]]
