@@ -1,1 +1,1 @@
-"""Benchmarks: run by hand, never timed by a test."""
+"""Benchmarks: scripts on top of `modelyard.benchmark`; see bench/README.md."""

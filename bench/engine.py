@@ -1,198 +1,261 @@
-"""Measures the llama.cpp engine beside a native llama-server on the same file, threads and context, both through HTTP.
+"""The llama.cpp engine beside a native llama-server on the same file, threads and context, both through HTTP.
 
     python bench/engine.py [--quick] [--model FILE] [--threads N] [--rounds N] [--json FILE] [--svg FILE]
 
-Tokens a second of 1, 2, 4 and 8 streams and at a depth of 512 and 4,096 tokens, the time to the first token of prompts
-of 32, 512 and 4,096, and our own single stream with 32 streams of the fake engine in the same process beside itself
-alone. The servers take turns; every prompt begins with words of its own, so that no cache can help either.
+Tokens per second of 1, 2, 4 and 8 streams and at depths of 512 and 4,096 tokens, the time to first token of prompts of
+32, 512 and 4,096 tokens, and our single stream with 32 streams of the fake engine in the same process against the same
+stream alone. Rounds are interleaved; every prompt starts with new words, so that no cache matches.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
+import msgspec
+import uvloop
 from msgspec import Struct
-from rich.console import Console
 from rich.progress import Progress
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # a script finds what stands beside it; we need the root
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)  # a script's own folder is on the path, not the root
 
-from bench import compared, peers, smollm
-from bench.asking import Answer, ask, body
-from bench.noise import noise
-from bench.peers import NOISE, OURS, THEIRS
-from bench.prompts import Prompts
-from bench.ratios import Comparison
-from bench.servers import Server
+from bench import report
+from bench.prompts import NO_END, RandomPrompts, tokenizer_folder
+from bench.servers import BACKGROUND, LLAMA_SERVER, OURS, Server, llama_cpp_config, llama_server, modelyard_server
+from modelyard.benchmark.drawing import save
+from modelyard.benchmark.http_client import HttpClient, HttpResponse
+from modelyard.benchmark.load import LoadGenerator, RequestTarget, RoundLength, read_chat, token_times
+from modelyard.benchmark.statistics import Comparison
 from modelyard.library import default_model
 
 _SLOTS = 8
+_LIMIT_S = 900.0
 
 
-class Cell(Struct, frozen=True):
-    """`streams` at once, each with a prompt of `depth` tokens and `tokens` out."""
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Answer(Struct, frozen=True):
+    """Times in seconds on one clock. `evaluated` are the prompt tokens that came from no cache."""
+
+    sent: float
+    tokens: int
+    prompt: int
+    evaluated: int
+    text: str
+    times: tuple[float, ...]  # of each event with text
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+    def tokens_between(self, begin: float, end: float) -> float:
+        """Tokens that arrived after `begin` and up to `end`; every event is assumed to hold the same number."""
+        return self.tokens * sum(begin < at <= end for at in self.times) / len(self.times)
+
+
+def chat_body(model: str, messages: Sequence[dict[str, str]], tokens: int) -> bytes:
+    """Streamed, greedy, and of exactly the requested length."""
+    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0}
+    body |= {"stream": True, "stream_options": {"include_usage": True}, "logit_bias": NO_END}
+    return msgspec.json.encode(body)
+
+
+def chat(server: Server, *bodies: bytes) -> list[Answer]:
+    """All of them at once, each on a connection of its own."""
+    return uvloop.run(chat_async(server, *bodies))
+
+
+async def chat_async(server: Server, *bodies: bytes) -> list[Answer]:
+    client = HttpClient(server.url)
+    requests = [client.request("POST", "/v1/chat/completions", body) for body in bodies]
+    responses = await asyncio.gather(*(client.send(request, _LIMIT_S) for request in requests))
+    await client.aclose()
+    return [read_answer(response) for response in responses]
+
+
+def read_answer(response: HttpResponse) -> Answer:
+    """Ours reports how many prompt tokens were cached, llama-server how many it evaluated."""
+    sample, text = read_chat(response)
+    if sample.error is not None:
+        raise RuntimeError(f"the response is not a complete stream: {sample.error}")
+    events = [line[5:] for line in response.body.splitlines() if line.startswith(b"data:") and b"timings" in line]
+    evaluated = msgspec.json.decode(events[-1])["timings"]["prompt_n"] if events else sample.evaluated_tokens
+    times = tuple(token_times(response))
+    return Answer(response.sent, sample.output_tokens, sample.prompt_tokens, evaluated, text, times)
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+class Case(Struct, frozen=True):
+    """`streams` at once, each with a prompt of `depth` tokens and `tokens` of output."""
 
     streams: int
     depth: int
     tokens: int
 
+    def __str__(self) -> str:
+        depth = f" at depth {self.depth:,}" if self.depth > 32 else ""
+        return f"{self.streams} stream{'s' if self.streams > 1 else ''}{depth}"
+
 
 class Plan(Struct, frozen=True):
     rounds: int = 5
-    cells: tuple[Cell, ...] = (
-        *(Cell(streams, 32, 96) for streams in (1, 2, 4, 8)),
-        Cell(1, 512, 64),
-        Cell(1, 4096, 48),
+    cases: tuple[Case, ...] = (
+        *(Case(streams, 32, 96) for streams in (1, 2, 4, 8)),
+        Case(1, 512, 64),
+        Case(1, 4096, 48),
     )
-    noise: int = 32
+    background_streams: int = 32
 
     @property
     def window(self) -> int:
-        return -(-max(cell.depth + cell.tokens for cell in self.cells) // 256) * 256
+        return -(-max(case.depth + case.tokens for case in self.cases) // 256) * 256
 
 
-QUICK = Plan(1, (Cell(1, 32, 16), Cell(2, 32, 16), Cell(1, 128, 16)), 4)
+QUICK = Plan(1, (Case(1, 32, 16), Case(2, 32, 16), Case(1, 128, 16)), 4)
 
 
-class Taken(Struct, frozen=True):
-    """What one cell gave: tokens a second of all its streams together, the mean time to a first token, and what all of
-    it took of the server's CPU, which other work on the machine disturbs least."""
+class Measured(Struct, frozen=True):
+    """Tokens per second of all streams together, the mean time to first token, and the server's CPU time, which other
+    programs disturb least."""
 
     rate: float
     ttft: float
     cpu_s: float
 
 
-Rounds = dict[tuple[str, Cell], list[Taken]]
+Rounds = dict[tuple[str, Case], list[Measured]]
 
 
-def taken(answers: list[Answer], cpu_s: float) -> Taken:
-    """The rate while all streams run: from the last one's first token to the first one's last. A clock that began with
-    anybody's first token would count it against a server that it answers one while it still reads the others' prompts;
-    what prompts take is the other figure."""
-    begin, end = max(answer.first for answer in answers), min(answer.last for answer in answers)
-    rate = sum(answer.between(begin, end) for answer in answers) / (end - begin)
-    return Taken(rate, fmean(answer.ttft for answer in answers), cpu_s)
+def summarize(answers: list[Answer], cpu_s: float) -> Measured:
+    """The rate counts while all streams run: from the last first token to the first last token. A clock that starts
+    with any first token would penalize a server that answers one stream while it still reads the other prompts."""
+    begin, end = max(answer.times[0] for answer in answers), min(answer.times[-1] for answer in answers)
+    rate = sum(answer.tokens_between(begin, end) for answer in answers) / (end - begin)
+    return Measured(rate, fmean(answer.ttft for answer in answers), cpu_s)
 
 
-class Bench:
-    def __init__(self, plan: Plan, prompts: Prompts, tick: Callable[[str], None]) -> None:
+class EngineBenchmark:
+    def __init__(self, plan: Plan, prompts: RandomPrompts, tick: Callable[[str], None]) -> None:
         self._plan, self._prompts, self._tick = plan, prompts, tick
 
-    def run(self, servers: dict[str, Server]) -> tuple[Rounds, list[Taken], list[Taken]]:
-        """All cells of both; then our single stream alone and beside the noise."""
-        found: Rounds = {(name, cell): [] for name in servers for cell in self._plan.cells}
+    def run(self, servers: dict[str, Server]) -> tuple[Rounds, list[Measured], list[Measured]]:
+        """All cases of both servers; then our single stream alone and with background streams."""
+        found: Rounds = {(name, case): [] for name in servers for case in self._plan.cases}
         for name, server in servers.items():
             self._tick(f"warming up {name}")
-            self._measure(server, Cell(_SLOTS, 32, 8))
+            uvloop.run(self._measure(server, Case(_SLOTS, 32, 8)))
         for number in range(self._plan.rounds):
-            for cell in self._plan.cells:
-                for name in _turn(servers, number):
-                    self._tick(f"{name}: {cell.streams} × {cell.depth} tokens")
-                    found[name, cell].append(self._measure(servers[name], cell))
-        return found, *self._busy(servers[OURS])
-
-    def _busy(self, server: Server) -> tuple[list[Taken], list[Taken]]:
-        alone, busy, cell = [], [], self._plan.cells[0]
+            for case in self._plan.cases:
+                for name in servers if number % 2 == 0 else reversed(servers):
+                    self._tick(f"{name}: {case.streams} × {case.depth} tokens")
+                    found[name, case].append(uvloop.run(self._measure(servers[name], case)))
+        alone, busy, case = [], [], self._plan.cases[0]
         for _ in range(self._plan.rounds):
             self._tick("alone")
-            alone.append(self._measure(server, cell))
-            self._tick(f"beside {self._plan.noise} streams")
-            with noise(server.port, NOISE, self._plan.noise):
-                busy.append(self._measure(server, cell))
-        return alone, busy
+            alone.append(uvloop.run(self._measure(servers[OURS], case)))
+            self._tick(f"with {self._plan.background_streams} background streams")
+            busy.append(uvloop.run(self._measure_busy(servers[OURS], case)))
+        return found, alone, busy
 
-    def _measure(self, server: Server, cell: Cell) -> Taken:
-        asked = [body("real", self._prompts.unlike_any(cell.depth), cell.tokens) for _ in range(cell.streams)]
+    async def _measure(self, server: Server, case: Case) -> Measured:
+        prompts = [self._prompts.messages(case.depth) for _ in range(case.streams)]
+        bodies = [chat_body("real", messages, case.tokens) for messages in prompts]
         before = server.cpu_s()
-        answers = ask(server.port, *asked)
+        answers = await chat_async(server, *bodies)
         cpu_s = server.cpu_s() - before
         for answer in answers:
-            if abs(answer.prompt - cell.depth) > 2 or answer.tokens != cell.tokens:
-                raise RuntimeError(f"{cell} gave {answer.prompt} tokens of prompt and {answer.tokens} of answer")
-        return taken(answers, cpu_s)
+            if abs(answer.prompt - case.depth) > 2 or answer.tokens != case.tokens:
+                raise RuntimeError(f"{case} gave {answer.prompt} prompt tokens and {answer.tokens} output tokens")
+        return summarize(answers, cpu_s)
+
+    async def _measure_busy(self, server: Server, case: Case) -> Measured:
+        background = await start_streams(server, BACKGROUND, self._plan.background_streams)
+        try:
+            return await self._measure(server, case)
+        finally:
+            background.cancel()
+            await asyncio.gather(background, return_exceptions=True)
 
 
-def _turn(servers: dict[str, Server], number: int) -> list[str]:
-    """Nobody is always first."""
-    names = list(servers)
-    return names if number % 2 == 0 else names[::-1]
+async def start_streams(server: Server, model: str, streams: int) -> asyncio.Task[None]:
+    """Streams that run one after the other until the task is cancelled; returns when all of them run."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Go on."}], "max_tokens": 1000, "stream": True}
+
+    async def run(target: RequestTarget) -> None:
+        async with target:
+            await LoadGenerator(target, None, RoundLength(seconds=float("inf")), streams=streams).run()
+
+    target = RequestTarget(server.url, msgspec.json.encode(body).decode(), limit_s=_LIMIT_S)
+    task = asyncio.create_task(run(target))
+    while sum(bool(connection.response.parts) for connection in target.client.connections) < streams:
+        await asyncio.sleep(0.01)
+        if task.done():
+            raise RuntimeError("the background streams did not start")
+    return task
 
 
-def comparisons(found: Rounds, alone: list[Taken], busy: list[Taken]) -> Iterator[Comparison]:
-    cells = list(dict.fromkeys(cell for _, cell in found))
-    for cell in cells:
-        ours, theirs = (tuple(one.rate for one in found[name, cell]) for name in (OURS, THEIRS))
-        yield Comparison(_title(cell), "tok/s", ours, theirs, _bound(cell))
-    for cell in (cell for cell in cells if cell.streams == 1):
-        ours, theirs = (tuple(one.ttft for one in found[name, cell]) for name in (OURS, THEIRS))
-        yield Comparison(f"first token, prompt of {cell.depth:,}", "s", ours, theirs, 1.05, "at most")
-    for cell in cells:
-        ours, theirs = (tuple(one.cpu_s for one in found[name, cell]) for name in (OURS, THEIRS))
-        yield Comparison(f"{_title(cell)}: CPU of prompt and answer", "s", ours, theirs)
+def comparisons(found: Rounds, alone: list[Measured], busy: list[Measured]) -> Iterator[Comparison]:
+    cases = list(dict.fromkeys(case for _, case in found))
+
+    def sides(case: Case, field: str) -> Iterator[tuple[float, ...]]:
+        return (tuple(getattr(one, field) for one in found[name, case]) for name in (OURS, LLAMA_SERVER))
+
+    for case in cases:
+        yield Comparison(str(case), "tok/s", *sides(case, "rate"), {1: 0.97, 8: 1.0}.get(case.streams))
+    for case in (case for case in cases if case.streams == 1):
+        yield Comparison(f"first token, prompt of {case.depth:,}", "s", *sides(case, "ttft"), 1.05, at_most=True)
+    for case in cases:
+        yield Comparison(f"{case}: CPU of prompt and output", "s", *sides(case, "cpu_s"))
     rates = (tuple(one.rate for one in side) for side in (busy, alone))
-    yield Comparison("ours beside fake streams, against alone", "tok/s", *rates, 0.9)
+    yield Comparison("ours with background streams, against alone", "tok/s", *rates, 0.9)
 
 
-def _title(cell: Cell) -> str:
-    depth = f" at depth {cell.depth:,}" if cell.depth > 32 else ""
-    return f"{cell.streams} stream{'s' if cell.streams > 1 else ''}{depth}"
-
-
-def _bound(cell: Cell) -> float | None:
-    return {1: 0.97, 8: 1.0}.get(cell.streams)
-
-
-def measure(plan: Plan, model: Path, threads: int, tick: Callable[[str], None], *flags: str) -> list[Comparison]:
-    prompts = Prompts(smollm.tokenizer_folder())
-    config = peers.configuration(model, threads, {"main": (plan.window, _SLOTS)})
+def measure(plan: Plan, model: Path, threads: int, tick: Callable[[str], None]) -> list[Comparison]:
+    prompts = RandomPrompts(tokenizer_folder())
+    config = llama_cpp_config(model, threads, {"main": (plan.window, _SLOTS)})
     with ExitStack() as stack:
-        ours = stack.enter_context(peers.modelyard(config))
-        theirs = stack.enter_context(
-            peers.llama_server(model, threads, plan.window, _SLOTS, "--cache-ram", "0", *flags)
-        )
-        return list(comparisons(*Bench(plan, prompts, tick).run({OURS: ours, THEIRS: theirs})))
+        ours = stack.enter_context(modelyard_server(config))
+        theirs = stack.enter_context(llama_server(model, threads, plan.window, _SLOTS, "--cache-ram", "0"))
+        return list(comparisons(*EngineBenchmark(plan, prompts, tick).run({OURS: ours, LLAMA_SERVER: theirs})))
 
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
-    options, console = _options(), Console()
-    if not console.is_terminal:
-        console.width = 130
-    plan = QUICK if options.quick else Plan(rounds=options.rounds)
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=2 + plan.rounds * (2 * len(plan.cells) + 2))
+    parser = argparse.ArgumentParser(description="Measure the llama.cpp engine beside llama-server.")
+    parser.add_argument("--quick", action="store_true", help="once each, few tokens: to see that it works")
+    parser.add_argument("--model", type=Path, help="another GGUF with SmolLM2's vocabulary; default: the default model")
+    parser.add_argument("--threads", type=int, default=1, help="of both servers; on a busy machine 1 is the fairest")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save every measurement in this file")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the ratios into this file")
+    options = parser.parse_args()
+    out, plan = report.console(), QUICK if options.quick else Plan(rounds=options.rounds)
+    with Progress(console=out, transient=True) as progress:
+        task = progress.add_task("", total=2 + plan.rounds * (2 * len(plan.cases) + 2))
         tick = lambda what: progress.update(task, description=what, advance=1)  # noqa: E731
         found = measure(plan, options.model or default_model.fetch(), options.threads, tick)
     title = f"The engine beside llama-server, {options.threads} thread(s)"
     notes = [
-        f"{plan.rounds} interleaved round(s), medians, 95 % by bootstrap over rounds; window {plan.window} × {_SLOTS}",
+        f"{plan.rounds} interleaved round(s), means, ratios with 95 % by Student's t; window {plan.window} × {_SLOTS}",
         "both through HTTP, chat completions streamed, no speculation, prompts never seen before, equal lengths",
-        f"the last line has {plan.noise} streams of 50 tokens/s from the fake engine in the same process",
+        f"the last line has {plan.background_streams} streams of 50 tokens/s from the fake engine in the same process",
     ]
-    compared.show(title, found, (OURS, THEIRS), notes, console)
+    report.show(title, found, (OURS, LLAMA_SERVER), notes, out)
     if options.json is not None:
-        compared.keep(found, notes, options.json)
+        report.save_json(found, notes, options.json)
     if options.svg is not None:
-        options.svg.write_text(compared.draw(title, found), encoding="utf-8")
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure the llama.cpp engine beside llama-server.")
-    parser.add_argument("--quick", action="store_true", help="once each, few tokens: to see that it works")
-    parser.add_argument("--model", type=Path, help="another GGUF with SmolLM2's vocabulary; unset: the default model")
-    parser.add_argument("--threads", type=int, default=1, help="of both servers; on a busy machine 1 is the fairest")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every measurement in this file")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the ratios into this file")
-    return parser.parse_args()
+        save(report.draw(title, found), options.svg)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,10 @@
-"""What our engine costs beside ExLlamaV3's own generator: in process, in a process of its own, and where it goes.
+"""What our engine costs beside ExLlamaV3's own generator: in process, in a child process, and where the time goes.
 
     python -m bench.exl3 FOLDER [--rounds N] [--seconds N] [--json FILE] [--profile]
-    python -m bench.exl3 --paced            # without a GPU: a stand-in whose steps take a fixed time
 
-Directly means: the same generator on the same thread, its results counted and nothing else. All ways have their turns
-in each round. Two ratios are told: of the medians, and the median of the ratios of the same round, each with what 95 %
-of redrawn rounds give. Below them the CPU time a step of the two threads that matter, as the kernel counts it: the
-engine's own, and the loop that hands its tokens on.
+Directly means the same generator on the same thread with its results counted and nothing else. Every round measures
+all of them; a ratio is that of the same rounds. Below the rates is the CPU time per step of the two threads that
+matter, as counted by the kernel: the engine's own, and the event loop that hands its tokens on. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -17,84 +15,78 @@ import gc
 import itertools
 import json
 import os
-import random
-import sys
-import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
-from unittest.mock import patch
 
-from bench.ratios import Interval, interval
-from bench.stats import percentile
+from modelyard.benchmark.statistics import percentile, ratio_interval
 from modelyard.core.engine import CacheInfo, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Sampling
 from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.engine import ExllamaEngine
 from modelyard.engines.exllamav3.model import ExllamaJob
-from modelyard.workers import process_engine
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.worker_process import worker_loop_factory
 
 STREAMS = (1, 8)
-WINDOW, PROMPT = 4096, 64
+WINDOW, PROMPT_TOKENS = 4096, 64
 _GREEDY = Sampling(temperature=0)
 _seeds = itertools.count(1)
 
-Heard = list[list[tuple[float, int]]]  # (when, tokens) of each stream
-Way = Callable[[int, int], Awaitable[Heard]]  # (streams, tokens)
+TokenTimes = list[list[tuple[float, int]]]  # (time, tokens) of each stream
+RunPath = Callable[[int, int], Awaitable[TokenTimes]]  # (streams, tokens)
 
 
 def prompt(tokens: int) -> Prompt:
-    """That no cache has seen."""
+    """A prompt that no cache has seen."""
     seed = next(_seeds)
-    ids = [3 + (seed * 7919 + at * 104729) % 3000 for at in range(PROMPT)]
+    ids = [3 + (seed * 7919 + at * 104729) % 3000 for at in range(PROMPT_TOKENS)]
     return Prompt(parts=(TokenRun(ids),), sampling=_GREEDY, max_tokens=tokens, cache="main")
 
 
-def rate(heard: Heard) -> float:
-    """Tokens a second of the time in which all streams run; where there is none, of the whole time."""
-    begin, end = max(times[0][0] for times in heard), min(times[-1][0] for times in heard)
+def tokens_per_s(times: TokenTimes) -> float:
+    """While all streams run; over the whole time if they never do."""
+    begin, end = max(stream[0][0] for stream in times), min(stream[-1][0] for stream in times)
     if end <= begin:
-        begin, end = min(times[0][0] for times in heard), max(times[-1][0] for times in heard) + 1e-9
-    return sum(count for times in heard for at, count in times if begin < at <= end) / (end - begin)
+        begin, end = min(stream[0][0] for stream in times), max(stream[-1][0] for stream in times) + 1e-9
+    return sum(count for stream in times for at, count in stream if begin < at <= end) / (end - begin)
 
 
-# --- the ways -------------------------------------------------------------------------------------------------------
+# --- the paths --------------------------------------------------------------------------------------------------------
 
 
-def directly(engine: ExllamaEngine) -> Way:
-    async def run(streams: int, tokens: int) -> Heard:
+def direct_path(engine: ExllamaEngine) -> RunPath:
+    async def run(streams: int, tokens: int) -> TokenTimes:
         jobs = [ExllamaJob(prompt(tokens), asyncio.get_running_loop()) for _ in range(streams)]
         for job in jobs:
             job.limit_output(WINDOW)
-        heard: Heard = [[] for _ in jobs]
-        await engine.run_on_thread(lambda: _drive(engine, jobs, heard))
-        return heard
+        times: TokenTimes = [[] for _ in jobs]
+        await engine.run_on_thread(lambda: _drive_generator(engine, jobs, times))
+        return times
 
     return run
 
 
-def _drive(engine: ExllamaEngine, jobs: list[ExllamaJob], heard: Heard) -> None:
+def _drive_generator(engine: ExllamaEngine, jobs: list[ExllamaJob], times: TokenTimes) -> None:
     model, generator = engine._model, engine._caches["main"].generator
     assert model is not None
-    made_of = partial(model.create_native_job, on_sampled=lambda: None)
-    raw = {id(made := made_of(job)): (made, times) for job, times in zip(jobs, heard, strict=True)}
-    for made, _ in raw.values():
+    create = partial(model.create_native_job, on_sampled=lambda: None)
+    native = {id(made := create(job)): (made, stream) for job, stream in zip(jobs, times, strict=True)}
+    for made, _ in native.values():
         generator.enqueue(made)
-    left = len(jobs)
-    while left:
+    remaining = len(jobs)
+    while remaining:
         for result in generator.iterate():
             if (ids := result.get("token_ids")) is not None:
-                raw[id(result["job"])][1].append((time.perf_counter(), ids.shape[-1]))
-            left -= bool(result["eos"])
+                native[id(result["job"])][1].append((time.perf_counter(), ids.shape[-1]))
+            remaining -= bool(result["eos"])
 
 
-def through(engine: ExllamaEngine | ProcessTextEngine) -> Way:
+def engine_path(engine: ExllamaEngine | ProcessTextEngine) -> RunPath:
     async def one(tokens: int) -> list[tuple[float, int]]:
         times = []
         async for batch in engine.generate(prompt(tokens)):
@@ -105,196 +97,162 @@ def through(engine: ExllamaEngine | ProcessTextEngine) -> Way:
                     raise chunk.error
         return times
 
-    async def run(streams: int, tokens: int) -> Heard:
+    async def run(streams: int, tokens: int) -> TokenTimes:
         return list(await asyncio.gather(*(one(tokens) for _ in range(streams))))
 
     return run
 
 
-# --- what the kernel knows of the threads ---------------------------------------------------------------------------
+# --- CPU time of threads ----------------------------------------------------------------------------------------------
 
 
-def threads(pid: int) -> dict[int, tuple[int, int]]:
-    """Of each thread of a process: nanoseconds on a CPU, and how often it has gone to sleep by itself."""
+def thread_times(pid: int) -> dict[int, tuple[int, int]]:
+    """Of each thread of a process: nanoseconds on a CPU, and voluntary context switches."""
     found = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             busy = int((task / "schedstat").read_text().split()[0])
-            slept = next(line for line in (task / "status").read_text().splitlines() if line.startswith("voluntary"))
-            found[int(task.name)] = busy, int(slept.split()[1])
+            status = (task / "status").read_text().splitlines()
+            switches = next(line for line in status if line.startswith("voluntary"))
+            found[int(task.name)] = busy, int(switches.split()[1])
     return found
 
 
-def spent(pid: int, before: dict[int, tuple[int, int]], steps: int) -> str:
-    """The two busiest Python threads: the main one runs the loop, the other is the engine's."""
-    after = threads(pid)
-    both = before.keys() & after.keys()
-    grown = {tid: (after[tid][0] - before[tid][0], after[tid][1] - before[tid][1]) for tid in both}
+def thread_cost(pid: int, before: dict[int, tuple[int, int]], steps: int) -> str:
+    """Per step, of the two busiest Python threads: the main one runs the loop, the other is the engine's."""
+    after = thread_times(pid)
+    grown = {
+        tid: (after[tid][0] - before[tid][0], after[tid][1] - before[tid][1]) for tid in before.keys() & after.keys()
+    }
     loop = grown.pop(pid, (0, 0))
-    other = max(grown.values(), default=(0, 0))
-    rest = sum(busy for busy, _ in grown.values()) - other[0]
+    engine = max(grown.values(), default=(0, 0))
+    rest = sum(busy for busy, _ in grown.values()) - engine[0]
     cells = [
         f"{name} {busy / steps / 1e3:7.1f} µs, sleeps {slept / steps:5.2f}"
-        for name, (busy, slept) in (("engine", other), ("loop", loop))
+        for name, (busy, slept) in (("engine", engine), ("loop", loop))
     ]
     return "; ".join(cells) + f"; others {rest / steps / 1e3:6.1f} µs"
 
 
-# --- rounds ---------------------------------------------------------------------------------------------------------
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+Rates = dict[int, dict[str, list[float]]]  # by streams and path
 
 
-def of_medians(ours: list[float], direct: list[float]) -> Interval:
-    dice, rounds = random.Random(0), range(len(ours))
-    drawn = []
-    for _ in range(4000):
-        chosen = dice.choices(rounds, k=len(ours))
-        drawn.append(median(ours[at] for at in chosen) / median(direct[at] for at in chosen))
-    return Interval(median(ours) / median(direct), percentile(drawn, 2.5), percentile(drawn, 97.5))
-
-
-async def measured(ways: dict[str, Way], pids: dict[str, int], rounds: int, seconds: float) -> dict[int, Any]:
-    rates: dict[int, dict[str, list[float]]] = {streams: {name: [] for name in ways} for streams in STREAMS}
+async def measure(paths: dict[str, RunPath], pids: dict[str, int], rounds: int, seconds: float) -> Rates:
+    rates: Rates = {streams: {name: [] for name in paths} for streams in STREAMS}
     for streams in STREAMS:
-        tokens = min(WINDOW - PROMPT - 2, max(200, int(seconds * rate(await ways["direct"](streams, 200)) / streams)))
+        estimate = tokens_per_s(await paths["direct"](streams, 200))
+        tokens = min(WINDOW - PROMPT_TOKENS - 2, max(200, int(seconds * estimate / streams)))
         costs: dict[str, str] = {}
         for number in range(rounds + 1):
-            for name in _order(list(ways), number):
+            for name in rotated(list(paths), number):
                 gc.collect()
-                before = threads(pids[name])
-                heard = await ways[name](streams, tokens)
-                if number:  # the first round only warms up
-                    rates[streams][name].append(rate(heard))
-                    costs[name] = spent(pids[name], before, tokens)
-        report(streams, tokens, rates[streams], costs)
+                before = thread_times(pids[name])
+                times = await paths[name](streams, tokens)
+                if number:  # the first round is the warm-up
+                    rates[streams][name].append(tokens_per_s(times))
+                    costs[name] = thread_cost(pids[name], before, tokens)
+        show(streams, tokens, rates[streams], costs)
     return rates
 
 
-def _order(names: list[str], number: int) -> list[str]:
-    """Every way comes after every other one."""
+def rotated(names: list[str], number: int) -> list[str]:
+    """Every path comes after every other one."""
     turned = names[number % len(names) :] + names[: number % len(names)]
     return turned if number % 2 else turned[::-1]
 
 
-def report(streams: int, tokens: int, rates: dict[str, list[float]], costs: dict[str, str]) -> None:
+def show(streams: int, tokens: int, rates: dict[str, list[float]], costs: dict[str, str]) -> None:
     print(f"\n{streams} streams, {tokens} tokens each, {len(rates['direct'])} rounds", flush=True)
     for name, values in rates.items():
-        told = f"  {name:18} {median(values):8.1f} tok/s  step {1e3 * streams / median(values):6.3f} ms"
-        if name != "direct":
-            paired = interval([a / b for a, b in zip(values, rates["direct"], strict=True)])
-            told += f"  medians {of_medians(values, rates['direct'])}  paired {paired}"
-        print(told, flush=True)
+        mean = fmean(values)
+        ratio = "" if name == "direct" else f"  ratio {ratio_interval(values, rates['direct'])}"
+        print(f"  {name:12} {mean:8.1f} tok/s  step {1e3 * streams / mean:6.3f} ms{ratio}", flush=True)
     for name, cost in costs.items():
-        print(f"  {name:18} a step: {cost}", flush=True)
+        print(f"  {name:12} per step: {cost}", flush=True)
 
 
-# --- a profile ------------------------------------------------------------------------------------------------------
+# --- a profile --------------------------------------------------------------------------------------------------------
 
 
-class Stopwatch:
-    """Where the engine's thread is, as medians over its steps: in the generator, in its wait for the GPU, in ours."""
+class StepProfile:
+    """The time of the engine's thread as medians over its steps: in the generator, waiting for the GPU, in our code."""
 
     def __init__(self, engine: ExllamaEngine) -> None:
-        self._engine, self._cache = engine, engine._caches["main"]
+        self._cache = engine._caches["main"]
         self._cuda = engine._model.library.torch.cuda  # type: ignore[union-attr]
-        self.steps: list[tuple[float, float, float, float]] = []  # whole, in the generator, of it the wait, and CPU
+        self.steps: list[tuple[float, float, float, float]] = []  # step, generator, its wait for the GPU, CPU
         self._waited, self._last = 0.0, (0.0, 0.0)
 
-    def __enter__(self) -> Stopwatch:
+    def __enter__(self) -> StepProfile:
         self._iterate, self._synchronize = self._cache.generator.iterate, self._cuda.synchronize
-        self._cache.generator.iterate, self._cuda.synchronize = self._step, self._wait
+        self._cache.generator.iterate, self._cuda.synchronize = self._timed_step, self._timed_wait
         return self
 
     def __exit__(self, *_: object) -> None:
         del self._cache.generator.iterate
         self._cuda.synchronize = self._synchronize
 
-    def _wait(self, *told: Any) -> None:
+    def _timed_wait(self, *arguments: Any) -> None:
         began = time.perf_counter()
-        self._synchronize(*told)
+        self._synchronize(*arguments)
         self._waited += time.perf_counter() - began
 
-    def _step(self) -> Any:
+    def _timed_step(self) -> Any:
         began = time.perf_counter()
-        told = self._iterate()
+        results = self._iterate()
         now, cpu = time.perf_counter(), time.thread_time()
         self.steps.append((now - self._last[0], now - began, self._waited, cpu - self._last[1]))
         self._last, self._waited = (now, cpu), 0.0
-        return told
+        return results
 
     def __str__(self) -> str:
-        whole, inside, waited, cpu = (1e6 * median(each) for each in zip(*self.steps[5:-5], strict=True))
-        swift = 1e6 * percentile([step[0] for step in self.steps[5:-5]], 10)
-        told = f"step {whole:.0f} µs (10%: {swift:.0f}): generator {inside:.0f}, of it waiting for the GPU {waited:.0f}"
-        return f"{told}; ours {whole - inside:.0f}; CPU of the thread {cpu:.0f}"
+        steps = self.steps[5:-5]
+        whole, inside, waited, cpu = (1e6 * median(each) for each in zip(*steps, strict=True))
+        fast = 1e6 * percentile([step[0] for step in steps], 10)
+        text = f"step {whole:.0f} µs (p10 {fast:.0f}): generator {inside:.0f}, of it waiting for the GPU {waited:.0f}"
+        return f"{text}; ours {whole - inside:.0f}; CPU of the thread {cpu:.0f}"
 
 
-async def profiled(engine: ExllamaEngine, ways: dict[str, Way]) -> None:
-    for streams in STREAMS:
-        for name in ("direct", "inline"):
-            with Stopwatch(engine) as watch:
-                await ways[name](streams, 400)
-            print(f"{streams} streams, {name}: {watch}", flush=True)
+# --- the run ----------------------------------------------------------------------------------------------------------
 
 
-# --- the whole ------------------------------------------------------------------------------------------------------
-
-
-async def run(
-    folder: str, rounds: int, seconds: float, profile: bool, others: Mapping[str, str] | None = None
-) -> dict[int, Any]:
-    """`others`: more processes by name, each with Python that its worker executes before anything else."""
+async def run(folder: str, rounds: int, seconds: float, profile: bool) -> Rates:
     options = exllamav3.Options(path=folder)
     spec = EngineSpec("bench", options, {"main": CacheInfo(WINDOW, max(STREAMS))})
     async with AsyncExitStack() as stack:
         inline = exllamav3.create(spec)
         assert isinstance(inline, ExllamaEngine)
-        stack.push_async_callback(inline.close)
-        await inline.open(lambda *_: None)
-        ways: dict[str, Way] = {"direct": directly(inline), "inline": through(inline)}
-        pids = {"direct": os.getpid(), "inline": os.getpid()}
-        for name, first in {"process": "", **(others or {})}.items():
-            process = create_process_engine("exllamav3", spec, "text")
-            assert isinstance(process, ProcessTextEngine)
-            stack.push_async_callback(process.close)
-            with patch.object(process_engine, "worker_command", lambda endpoint, _, first=first: _command(endpoint, first)):
-                await process.open(lambda *_: None)
-            ways[name], pids[name] = through(process), process.pid or 0
-        rates = await measured(ways, pids, rounds, seconds)
+        child = create_process_engine("exllamav3", spec, "text")
+        assert isinstance(child, ProcessTextEngine)
+        for engine in (inline, child):
+            stack.push_async_callback(engine.close)
+            await engine.open(lambda *_: None)
+        paths = {"direct": direct_path(inline), "in process": engine_path(inline), "child": engine_path(child)}
+        pids = {"direct": os.getpid(), "in process": os.getpid(), "child": child.pid or 0}
+        rates = await measure(paths, pids, rounds, seconds)
         if profile:
-            await profiled(inline, ways)
+            for streams in STREAMS:
+                for name in ("direct", "in process"):
+                    with StepProfile(inline) as found:
+                        await paths[name](streams, 400)
+                    print(f"{streams} streams, {name}: {found}", flush=True)
         return rates
 
 
-def _command(endpoint: str, first: str) -> list[str]:
-    return [sys.executable, "-c", f"{first}\nfrom modelyard.workers.__main__ import main; main()", endpoint]
-
-
-def paced(folder: Path) -> str:
-    """A model's folder for the stand-in, which this process and its children load from now on."""
-    from bench.paced import shims
-    from tests.engines.exllamav3.helpers import write_model
-
-    found = str(shims(folder))
-    sys.path.insert(0, found)
-    os.environ["PYTHONPATH"] = os.pathsep.join([found, os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    return str(write_model(folder / "model"))
-
-
 def main() -> None:
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    asked.add_argument("folder", nargs="?")
-    asked.add_argument("--paced", action="store_true")
-    asked.add_argument("--rounds", type=int, default=8)
-    asked.add_argument("--seconds", type=float, default=2.5)
-    asked.add_argument("--profile", action="store_true")
-    asked.add_argument("--json", type=Path)
-    told = asked.parse_args()
-    with tempfile.TemporaryDirectory(prefix="exl3-") as scratch:
-        folder = paced(Path(scratch)) if told.paced else told.folder
-        with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
-            rates = runner.run(run(folder, told.rounds, told.seconds, told.profile))
-    if told.json is not None:
-        told.json.write_text(json.dumps(rates, indent=1))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=2.5)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with asyncio.Runner(loop_factory=worker_loop_factory()) as runner:
+        rates = runner.run(run(options.folder, options.rounds, options.seconds, options.profile))
+    if options.json is not None:
+        options.json.write_text(json.dumps(rates, indent=1))
 
 
 if __name__ == "__main__":

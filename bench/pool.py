@@ -1,11 +1,11 @@
-"""What the scheduler costs a request: with 1, 8 and 64 models, with nobody and with 1,000 waiting.
+"""What the scheduler costs a request: with 1, 8 and 64 models, with an empty queue and with 1,000 waiting.
 
     python -m bench.pool [--rounds N]
 
-Each row is the CPU time of a whole turn in microseconds, median over the rounds. «granted at once» is a request and its
-release where a place is free. «through the queue» is a request that joins the queue, and the release that hands a place
-to the next in line: the queue stays as long as it was. Waiters come from 20 keys, a third of them in the background.
-The engines do nothing.
+Each row is the CPU time of one request in microseconds, the median over the rounds. "granted at once" is a request and
+its release while a slot is free. "through the queue" is a request that joins the queue, and the release that gives its
+slot to the next: the queue keeps its length. Waiting requests come from 20 keys, a third of them with background
+priority. The engines do nothing. `python -m bench.loading` measures the loading of models.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rich.table import Table
 from modelyard.core.engine import CacheInfo, EngineInfo
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSpec
-from modelyard.scheduler.settings import SchedulerOptions
 from modelyard.scheduler.scheduler import Scheduler
+from modelyard.scheduler.settings import SchedulerOptions
 
 TARGET_US = 50.0
 _CACHES = {"main": CacheInfo(window=4096, parallel=8)}
-_TURNS = 2000
+_REQUESTS = 2000
 _KEYS = 20
 
 
-class Idle:
+class IdleEngine:
     """An engine that opens at once and does nothing."""
 
     def __init__(self) -> None:
@@ -45,109 +45,99 @@ class Idle:
     async def close(self) -> None: ...
 
 
-class Case(Struct, frozen=True):
+class PoolCase(Struct, frozen=True):
     models: int
     waiting: int
     replicas: int = 1
 
 
-class Row(Struct, frozen=True):
-    case: Case
-    what: str
+class PoolCost(Struct, frozen=True):
+    case: PoolCase
+    name: str
     micros: float
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[PoolCase]:
     for models in (1, 8, 64):
         for waiting in (0, 1000):
-            yield Case(models, waiting)
-    yield Case(8, 0, replicas=4)
-    yield Case(8, 1000, replicas=4)
+            yield PoolCase(models, waiting)
+    yield PoolCase(8, 0, replicas=4)
+    yield PoolCase(8, 1000, replicas=4)
 
 
-async def opened(case: Case) -> Scheduler:
+async def open_scheduler(case: PoolCase) -> Scheduler:
     scheduler = Scheduler(SchedulerOptions(max_waiting=10_000, max_wait_s=600.0))
     names = [f"model-{number}" for number in range(case.models)]
-    make: Callable[[], Any] = Idle
-    scheduler.reconfigure(
-        {
-            name: ModelSpec(name=name, caches=_CACHES, make=make, replicas=case.replicas, replica_max=case.replicas)
-            for name in names
-        }
-    )
+    make: Callable[[], Any] = IdleEngine
+    replicas = {"replicas": case.replicas, "replica_max": case.replicas}
+    scheduler.reconfigure({name: ModelSpec(name=name, caches=_CACHES, make=make, **replicas) for name in names})
     for name in names:
         await scheduler.scale(name, case.replicas)
     return scheduler
 
 
-def demand(number: int, model: str) -> LeaseRequest:
-    background = number % 3 == 0
+def lease_request(number: int, model: str) -> LeaseRequest:
     return LeaseRequest(
         model=model,
         cache="main",
         tokens=1000,
         key=f"key-{number % _KEYS}",
         session=f"session-{number % 500}",
-        priority="background" if background else "main",
+        priority="background" if number % 3 == 0 else "main",
         trace=str(number),
     )
 
 
-def at_once(scheduler: Scheduler, case: Case) -> float:
-    """Microseconds a request where a place is free."""
-    wanted = [demand(number, f"model-{number % case.models}") for number in range(_TURNS)]
+def granted_at_once(scheduler: Scheduler, case: PoolCase) -> float:
+    """Microseconds per request while a slot is free."""
+    requests = [lease_request(number, f"model-{number % case.models}") for number in range(_REQUESTS)]
     began = time.process_time()
-    for each in wanted:
-        scheduler.request(each).cancel()
-    return (time.process_time() - began) * 1e6 / _TURNS
+    for request in requests:
+        scheduler.request(request).cancel()
+    return (time.process_time() - began) * 1e6 / _REQUESTS
 
 
-async def queued(scheduler: Scheduler, case: Case) -> float:
-    """Microseconds a request that waits, from joining the queue to giving its place back."""
-    places = 8 * case.replicas
-    line = deque(scheduler.request(demand(number, "model-0")) for number in range(places + case.waiting))
-    wanted = [demand(number, "model-0") for number in range(_TURNS)]
+async def through_the_queue(scheduler: Scheduler, case: PoolCase) -> float:
+    """Microseconds per request from joining the queue to the release of its slot."""
+    slots = 8 * case.replicas
+    tickets = deque(scheduler.request(lease_request(number, "model-0")) for number in range(slots + case.waiting))
+    requests = [lease_request(number, "model-0") for number in range(_REQUESTS)]
     began = time.process_time()
-    for number, each in enumerate(wanted):
-        line.append(scheduler.request(each))
-        _next(line).cancel()
+    for number, request in enumerate(requests):
+        tickets.append(scheduler.request(request))
+        while not tickets[0].granted:  # keys take turns, so the oldest is not always granted first
+            tickets.rotate(-1)
+        tickets.popleft().cancel()
         if number % 100 == 0:
             await asyncio.sleep(0)
     spent = time.process_time() - began
-    for ticket in line:
+    for ticket in tickets:
         ticket.cancel()
-    return spent * 1e6 / _TURNS
+    return spent * 1e6 / _REQUESTS
 
 
-def _next(line: deque[Any]) -> Any:
-    """Somebody who runs: with keys in turn that is not always the oldest, but it is one of the oldest."""
-    while not line[0].granted:
-        line.rotate(-1)
-    return line.popleft()
-
-
-async def measure(case: Case, rounds: int) -> Row:
-    scheduler = await opened(case)
+async def measure(case: PoolCase, rounds: int) -> PoolCost:
+    scheduler = await open_scheduler(case)
     if case.waiting:
-        what, found = "through the queue", [await queued(scheduler, case) for _ in range(rounds)]
+        name, found = "through the queue", [await through_the_queue(scheduler, case) for _ in range(rounds)]
     else:
-        what, found = "granted at once", [at_once(scheduler, case) for _ in range(rounds)]
+        name, found = "granted at once", [granted_at_once(scheduler, case) for _ in range(rounds)]
     await scheduler.close()
-    return Row(case, what, statistics.median(found))
+    return PoolCost(case, name, statistics.median(found))
 
 
-def show(rows: list[Row], console: Console) -> None:
+def show(costs: list[PoolCost], out: Console) -> None:
     table = Table(title="The scheduler", title_justify="left")
-    for name in ("models", "replicas each", "waiting", "", "µs a request", "target"):
+    for name in ("models", "replicas each", "waiting", "", "µs per request", "target"):
         table.add_column(name, justify="right")
-    for row in rows:
-        mark = "[green]✓[/green]" if row.micros <= TARGET_US else "[red]✗[/red]"
-        numbers = (str(row.case.models), str(row.case.replicas), f"{row.case.waiting:,}")
-        table.add_row(*numbers, row.what, f"{row.micros:.1f}", f"≤ {TARGET_US:.0f} {mark}")
-    console.print(table)
+    for cost in costs:
+        mark = "[green]✓[/green]" if cost.micros <= TARGET_US else "[red]✗[/red]"
+        numbers = (str(cost.case.models), str(cost.case.replicas), f"{cost.case.waiting:,}")
+        table.add_row(*numbers, cost.name, f"{cost.micros:.1f}", f"≤ {TARGET_US:.0f} {mark}")
+    out.print(table)
 
 
-async def run(rounds: int) -> list[Row]:
+async def run(rounds: int) -> list[PoolCost]:
     return [await measure(case, rounds) for case in cases()]
 
 

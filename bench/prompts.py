@@ -1,47 +1,92 @@
-"""Prompts of an exact number of tokens that no server has seen before: words by chance, each of them one token."""
+"""Prompts with an exact number of tokens that no cache has seen, and the tokenizer of SmolLM2-135M that counts them."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Template
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from modelyard.library import default_model
+from modelyard.library.cache_dir import cache_dir
+from modelyard.library.gguf import read_metadata
+
+_CONTROL = 3  # GGUF's token type of a special token
+# SmolLM2's tokens that end a text or a turn. A bias against them gives every output the requested length.
+NO_END = {0: -100.0, 2: -100.0}
 
 
-class Prompts:
+class RandomPrompts:
+    """Random words, each of them one token."""
+
     def __init__(self, folder: Path, seed: int = 1) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        self._template = Template(told["chat_template"])
-        self._words = _plain_words(self._tokenizer)
-        self._dice = random.Random(seed)
-        self._around = self._length([_system(""), _user("")])
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        self._template = Template(config["chat_template"])
+        # With the space before them; ids in the middle of the vocabulary are neither bytes nor rare words.
+        texts = (self._tokenizer.decode([id]) for id in range(1000, 30_000))
+        self._words = [word for word in texts if word[:1] == " " and word[1:].isalpha() and word.isascii()]
+        self._rng = random.Random(seed)
+        self._overhead = self.count([_message("system", ""), _message("user", "")])
 
-    def unlike_any(self, tokens: int) -> list[dict[str, str]]:
-        """A system message of half a dozen words and a user's of all the others."""
-        system = self.text(min(6, max(1, (tokens - self._around) // 3)))
-        user = self.text(tokens - self._length([_system(system), _user("")]))
-        return [_system(system), _user(user)]
+    def messages(self, tokens: int) -> list[dict[str, str]]:
+        """A system message of a few words, so that no prefix is shared, and a user message with all the others."""
+        system = _message("system", self._text(min(6, max(1, (tokens - self._overhead) // 3))))
+        user = self._text(tokens - self.count([system, _message("user", "")]))
+        return [system, _message("user", user)]
 
-    def text(self, tokens: int) -> str:
-        return "".join(self._dice.choices(self._words, k=max(1, tokens)))
-
-    def _length(self, messages: list[dict[str, str]]) -> int:
+    def count(self, messages: list[dict[str, str]]) -> int:
         text = self._template.render(messages=messages, add_generation_prompt=True)
         return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-
-def _system(text: str) -> dict[str, str]:
-    return {"role": "system", "content": text}
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
+    def _text(self, tokens: int) -> str:
+        return "".join(self._rng.choices(self._words, k=max(1, tokens)))
 
 
-def _plain_words(tokenizer: Tokenizer) -> list[str]:
-    """With the blank before them; ids in the middle of the vocabulary are neither bytes nor rarities."""
-    spelled = (tokenizer.decode([id]) for id in range(1000, 30_000))
-    return [word for word in spelled if word[:1] == " " and word[1:].isalpha() and word.isascii()]
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+# --- SmolLM2's tokenizer ----------------------------------------------------------------------------------------------
+
+
+def tokenizer_folder() -> Path:
+    """SmolLM2's tokenizer and chat template as a Hugging Face folder, made once from the default model's file."""
+    folder = cache_dir() / "bench" / "smollm2-135m"
+    if not (folder / "tokenizer_config.json").exists():
+        with default_model.fetch().open("rb") as file:
+            write_tokenizer(folder, read_metadata(file))
+    return folder
+
+
+def write_tokenizer(folder: Path, metadata: dict[str, Any]) -> None:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    folder.mkdir(parents=True, exist_ok=True)
+    build_tokenizer(metadata).save(str(folder / "tokenizer.json"), pretty=False)
+    config = {
+        "bos_token": tokens[metadata["tokenizer.ggml.bos_token_id"]],
+        "eos_token": tokens[metadata["tokenizer.ggml.eos_token_id"]],
+        "add_bos_token": metadata["tokenizer.ggml.add_bos_token"],
+        "chat_template": metadata["tokenizer.chat_template"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    """Byte-level BPE with GGUF's pre-tokenizer "smollm": single digits, then GPT-2's words."""
+    if (pre := metadata["tokenizer.ggml.pre"]) != "smollm":
+        raise ValueError(f"the pre-tokenizer is {pre!r}, expected 'smollm'")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types = metadata["tokenizer.ggml.token_type"]
+    control = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    return tokenizer

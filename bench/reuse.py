@@ -1,18 +1,19 @@
-"""How much of an agent's prompts is read again: real coding agents on the real engine, whose answers are scripted.
+"""How many prompt tokens of coding agents are evaluated again: real agents on the real engine, with scripted responses.
 
     python -m bench.reuse [--only NAME] [--template NAME] [--skip-llama-server] [--json FILE]
 
-Each session of `bench/sittings.py` is run by the agent itself (`setup/clients.py` installs it) against our server. Of
-the tokens that a session's cache held after one turn, those that the next turn evaluates again are counted; the last
-answer's tokens are among them. The requests are recorded and sent to a llama-server with the same model, template,
-window and number of slots, which counts for itself. The model has one layer (`bench/shallow.py`): counts do not depend
-on it.
+Each session of `bench/reuse_sessions.py` is run by the agent itself (installed by `setup/clients.py`) on our server.
+Of the tokens in the cache after one turn, those that the next turn evaluates again are counted, including the tokens of
+the last response. The requests are recorded and sent to a llama-server with the same model, template, window and number
+of slots, which counts for itself. The model has one layer: how many tokens are evaluated depends on vocabulary,
+template and cache, not on the weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import signal
 import sys
 import tempfile
@@ -22,24 +23,35 @@ from typing import Any
 
 import httpx
 import msgspec
+from gguf import GGUFReader, GGUFValueType, GGUFWriter, ReaderField
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from bench.recorded import Failed, Recorded, replayed
-from bench.shallow import shallow_model
-from bench.sittings import SITTINGS, Sitting, furnish
+from bench.reuse_sessions import SESSIONS, AgentSession, write_files
+from bench.servers import llama_server
+from modelyard.library import default_model
+from modelyard.library.cache_dir import cache_dir
+from modelyard.prompt.template_source import builtin
 from modelyard.telemetry.history import RequestRecord
 from tests.clients.bench import Bench, Done
 from tests.serving import Served, serving
 
 WINDOW, SLOTS = 65536, 3
 TARGET = 0.02
-_FIRST = ("new_session", "other_session")  # a conversation begins: a title, say, is asked for under the same name
+_FIRST = ("new_session", "other_session")  # another conversation with the same session name, such as a title request
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_GENERATION = re.compile(r"\{%-? (?:end)?generation -?%\}")  # a tag for training that only some renderers know
+_LAYERS, _MODEL_WINDOW = 1, 131072
+_REPLACED = ("GGUF.", "llama.block_count", "llama.context_length", "general.architecture")
+
+
+class SessionFailed(Exception):
+    """A session that could not be measured."""
 
 
 class Turn(Struct, frozen=True):
-    """One request of a session, as its server counted it. `cached` of the `prompt` tokens were reused."""
+    """One request of a session, as the server counted it. `cached` of the `prompt` tokens were reused."""
 
     session: str
     prompt: int
@@ -52,14 +64,14 @@ class Turn(Struct, frozen=True):
         return self.prompt - self.cached
 
     @property
-    def held(self) -> int:
-        """What the cache had of it in the end."""
+    def cache_tokens(self) -> int:
+        """The tokens in the cache after it."""
         return self.prompt + self.output
 
 
 class Tally(Struct, frozen=True):
-    """Of all turns but each conversation's first: `known` tokens were there before, `again` of them were evaluated once
-    more; `evaluated` counts the new ones, too."""
+    """Of all turns but the first of each conversation: `known` tokens were in the cache before, `again` of them were
+    evaluated again; `evaluated` includes new tokens."""
 
     requests: int
     known: int
@@ -72,69 +84,69 @@ class Tally(Struct, frozen=True):
 
 
 def _predecessor(last: Sequence[Turn], turn: Turn) -> Turn | None:
-    """A session's conversations only grow, and its side requests are small: the longest that can have come before."""
-    return max(last, key=lambda one: (one.prompt <= turn.prompt, one.held), default=None)
+    """The longest earlier turn that fits: conversations only grow, and side requests are small."""
+    return max(last, key=lambda one: (one.prompt <= turn.prompt, one.cache_tokens), default=None)
 
 
 def tally(turns: Sequence[Turn]) -> Tally:
-    talks: dict[str, list[Turn]] = {}  # the last turn of each conversation of a session
+    latest: dict[str, list[Turn]] = {}  # the last turn of each conversation of a session
     known = again = evaluated = 0
     for turn in turns:
-        last = talks.setdefault(turn.session, [])
+        last = latest.setdefault(turn.session, [])
         before = None if turn.cause in _FIRST else _predecessor(last, turn)
         if before is not None:
-            there = min(before.held, turn.prompt)
-            known += there
-            again += max(0, there - turn.cached)
+            common = min(before.cache_tokens, turn.prompt)
+            known += common
+            again += max(0, common - turn.cached)
             evaluated += turn.evaluated
             last.remove(before)
         last.append(turn)
     return Tally(len(turns), known, again, evaluated)
 
 
-class Found(Struct, frozen=True):
+class SessionResult(Struct, frozen=True):
     name: str
     ours: tuple[Turn, ...]
     theirs: tuple[Turn, ...]
 
 
-def run(sitting: Sitting, template: str, llama_server: bool) -> Found:
+def run(session: AgentSession, template: str, llama_server: bool) -> SessionResult:
     with tempfile.TemporaryDirectory(prefix="modelyard-reuse-") as folder:
-        bench = Bench(sitting.agent, Path(folder))
-        furnish(bench.work)
+        bench = Bench(session.agent, Path(folder))
+        write_files(bench.work)
         script = Path(folder) / "replay.jsonl"
-        script.write_text("".join(json.dumps(rule) + "\n" for rule in sitting.rules(bench.work)))
+        script.write_text("".join(json.dumps(rule) + "\n" for rule in session.rules(bench.work)))
         with serving(configuration(script, template)) as served:
             bench.talk_to(served)
-            _drive(bench, sitting)
+            _drive(bench, session)
             records = sorted(served.yard.gateway.history.recent(1000), key=lambda one: one.at)
             recorded = [_recorded(served, one) for one in records]
     ours = tuple(map(_turn, records))
-    counted = _elsewhere(recorded, template) if llama_server else []
+    counted = _llama_server_counts(recorded, template) if llama_server else []
     theirs = tuple(Turn(one.session, *pair, cause=one.cause) for one, pair in zip(ours, counted, strict=False))
-    return Found(sitting.name, ours, theirs)
+    return SessionResult(session.name, ours, theirs)
 
 
-def _elsewhere(recorded: Sequence[Recorded], template: str) -> list[tuple[int, int]]:
-    """Nothing where llama-server does not take what the agent sends."""
+def _llama_server_counts(recorded: Sequence[RecordedRequest], template: str) -> list[tuple[int, int]]:
+    """Empty if llama-server refuses what the agent sends."""
     try:
-        return replayed(recorded, shallow_model(), template, WINDOW, SLOTS)
-    except Failed as error:
+        return replay(recorded, shallow_model(), template, WINDOW, SLOTS)
+    except SessionFailed as error:
         print(error, file=sys.stderr)
         return []
 
 
-def _drive(bench: Bench, sitting: Sitting) -> None:
-    session = ""
-    for own in sitting.runs:
-        done = bench.run(*(word.replace("{session}", session) for word in own), **sitting.env)
+def _drive(bench: Bench, session: AgentSession) -> None:
+    session_id = ""
+    for own in session.runs:
+        done = bench.run(*(word.replace("{session}", session_id) for word in own), **session.env)
         if done.code != 0:
-            raise Failed(f"the agent ended badly: {done!r}")
-        session = session or _session(done)
+            raise SessionFailed(f"the agent failed: {done!r}")
+        session_id = session_id or _session_id(done)
 
 
-def _session(done: Done) -> str:
-    """Claude Code tells it in its last line."""
+def _session_id(done: Done) -> str:
+    """Claude Code prints it in its last line."""
     try:
         return str(json.loads(done.out.strip().splitlines()[-1])["session_id"])
     except (ValueError, LookupError, TypeError):
@@ -163,15 +175,108 @@ def _turn(record: RequestRecord) -> Turn:
     return Turn(record.session or "", record.usage.prompt, record.usage.cached, record.usage.output, cause)
 
 
-def _recorded(served: Served, record: RequestRecord) -> Recorded:
-    told = httpx.get(f"{served.url}/v1/admin/requests/req_{record.trace}", timeout=60, trust_env=False).json()
-    return Recorded(record.endpoint, told["texts"]["request"])
+def _recorded(served: Served, record: RequestRecord) -> RecordedRequest:
+    found = httpx.get(f"{served.url}/v1/admin/requests/req_{record.trace}", timeout=60, trust_env=False).json()
+    return RecordedRequest(record.endpoint, found["texts"]["request"])
 
 
-# --- what is shown ----------------------------------------------------------------------------------------------------
+# --- the same requests at a llama-server ------------------------------------------------------------------------------
 
 
-def table(found: Iterable[Found]) -> Table:
+class RecordedRequest(Struct, frozen=True):
+    path: str
+    body: str
+
+
+def replay(
+    requests: Sequence[RecordedRequest], model: Path, template: str, window: int, slots: int
+) -> list[tuple[int, int]]:
+    """Prompt tokens and cached tokens of each request, as a llama-server counts them."""
+    with tempfile.NamedTemporaryFile("w", suffix=".jinja") as file:
+        file.write(_GENERATION.sub("", builtin(template)))
+        file.flush()
+        options = ("--jinja", "--chat-template-file", file.name)
+        with (
+            llama_server(model, 1, window, slots, *options) as server,
+            httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=600, trust_env=False) as client,
+        ):
+            return [_send(client, one) for one in requests]
+
+
+def _send(client: httpx.Client, one: RecordedRequest) -> tuple[int, int]:
+    reply = client.post(one.path, json=shorten(json.loads(one.body), one.path))
+    if reply.status_code != 200:
+        raise SessionFailed(f"llama-server refused a recorded {one.path}: {reply.status_code} {reply.text[:500]}")
+    return count_tokens(reply.json())
+
+
+def shorten(body: dict[str, Any], path: str) -> dict[str, Any]:
+    """For one output token, not streamed, and without hosted tools, which llama-server refuses."""
+    kept = {key: value for key, value in body.items() if key not in (*_LIMITS, "stream", "stream_options")}
+    if "tools" in kept:
+        kept["tools"] = [tool for tool in kept["tools"] if _is_function(tool, path)]
+    return kept | {"stream": False, "max_output_tokens" if path.endswith("responses") else "max_tokens": 1}
+
+
+def _is_function(tool: dict[str, Any], path: str) -> bool:
+    if path.endswith("messages"):
+        return "input_schema" in tool
+    return tool.get("type") == "function"
+
+
+def count_tokens(reply: dict[str, Any]) -> tuple[int, int]:
+    """Prompt and cached tokens; every protocol has its own fields for them."""
+    if timings := reply.get("timings"):
+        return timings["prompt_n"] + timings["cache_n"], timings["cache_n"]
+    usage = reply["usage"]
+    if "cache_read_input_tokens" in usage:
+        return usage["input_tokens"] + usage["cache_read_input_tokens"], usage["cache_read_input_tokens"]
+    if "input_tokens" in usage:
+        return usage["input_tokens"], usage.get("input_tokens_details", {}).get("cached_tokens", 0)
+    return usage["prompt_tokens"], usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def shallow_model(layers: int = _LAYERS) -> Path:
+    """The default model cut to its first layers, with a long window; made once."""
+    path = cache_dir() / "bench" / f"smollm2-{layers}-layer.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".part")
+        cut_model(default_model.fetch(), draft, layers)
+        draft.replace(path)
+    return path
+
+
+def cut_model(source: Path, target: Path, layers: int) -> None:
+    reader = GGUFReader(str(source))
+    writer = GGUFWriter(str(target), "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith(_REPLACED):
+            _copy(writer, name, field)
+    writer.add_uint32("llama.block_count", layers)
+    writer.add_uint32("llama.context_length", _MODEL_WINDOW)
+    for tensor in reader.tensors:
+        if not tensor.name.startswith("blk.") or int(tensor.name.split(".")[1]) < layers:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _copy(writer: GGUFWriter, name: str, field: ReaderField) -> None:
+    kind = field.types[0]
+    inner = field.types[-1] if kind == GGUFValueType.ARRAY else None
+    writer.add_key_value(name, field.contents(), kind, inner)
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def table(found: Iterable[SessionResult]) -> Table:
     shown = Table("session", "requests", "known", "again", "share", "llama-server", "ratio", box=None)
     for one in found:
         ours, theirs = tally(one.ours), tally(one.theirs)
@@ -180,9 +285,9 @@ def table(found: Iterable[Found]) -> Table:
     return shown
 
 
-def ratio(found: Found) -> float:
-    """Of the tokens evaluated in all turns but the first. What we generated is in our cache and was never in theirs:
-    it is taken off."""
+def ratio(found: SessionResult) -> float:
+    """Of the tokens evaluated in all turns but the first. Generated tokens are in our cache and never were in theirs:
+    they are subtracted."""
     ours, theirs = tally(found.ours), tally(found.theirs)
     generated = tally([msgspec.structs.replace(turn, cached=0) for turn in found.ours]).known
     generated -= tally([msgspec.structs.replace(turn, cached=0, output=0) for turn in found.ours]).known
@@ -193,13 +298,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end, too
     options, console = _options(), Console()
     console.width = max(console.width, 120)
-    chosen = [one for one in SITTINGS if options.only is None or options.only.lower() in one.name.lower()]
-    found: list[Found] = []
-    for sitting in chosen:
+    chosen = [one for one in SESSIONS if options.only is None or options.only.lower() in one.name.lower()]
+    found: list[SessionResult] = []
+    for session in chosen:
         try:
-            found.append(run(sitting, options.template, not options.skip_llama_server))
-        except (Failed, AssertionError) as error:  # the bench asserts that an agent is installed, and that it ends
-            console.print(f"{sitting.name}: {error}", markup=False, soft_wrap=True)
+            found.append(run(session, options.template, not options.skip_llama_server))
+        except (SessionFailed, AssertionError) as error:  # Bench asserts that the agent is installed and ends
+            console.print(f"{session.name}: {error}", markup=False, soft_wrap=True)
             continue
         console.print(table(found[-1:]))
         if options.json is not None:
@@ -208,16 +313,16 @@ def main() -> None:
             console.print(f"  {turn}", markup=False, soft_wrap=True)
     console.print(table(found))
     if len(found) < len(chosen) or any(tally(one.ours).share > TARGET for one in found):
-        raise SystemExit(f"a session failed, or more than {TARGET:.0%} was evaluated again")
+        raise SystemExit(f"a session failed, or more than {TARGET:.0%} of the tokens were evaluated again")
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How much of an agent's prompts is read again.")
+    parser = argparse.ArgumentParser(description="How many prompt tokens of coding agents are evaluated again.")
     parser.add_argument("--only", help="sessions whose name has this in it")
     parser.add_argument("--template", default="generic", help="a built-in chat template; both servers use it")
     parser.add_argument("--skip-llama-server", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="every turn")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every turn in this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="save every turn in this file")
     return parser.parse_args()
 
 

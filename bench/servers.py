@@ -1,87 +1,85 @@
-"""Servers under test: started on a free port of 127.0.0.1, watched for CPU time and memory, stopped by process id."""
+"""Servers under test, each on a free port of 127.0.0.1: ours, llama-server, LiteLLM and a minimal baseline.
+
+Each is a child process, measured by its CPU time and memory, and stopped by its process id.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from modelyard.library.cache_dir import cache_dir
+from modelyard.library.llama_server import fetch_binary
+
 ROOT = Path(__file__).resolve().parent.parent
+OURS, LLAMA_SERVER, LITELLM = "Modelyard", "llama-server", "LiteLLM"
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
         return port
 
 
 class Server:
     def __init__(self, process: psutil.Process, port: int) -> None:
         self.process, self.port = process, port
+        self.url = f"http://127.0.0.1:{port}"
 
     def cpu_s(self) -> float:
-        """User and system time that the process and its children have used so far."""
-        return sum(_cpu_s(process) for process in self._tree())
+        """User and system time of the process and its children, to the nanosecond (/proc has hundredths)."""
+        # The kernel's clock id of another process's CPU time.
+        return sum(time.clock_gettime((~process.pid << 3) | 2) for process in self._tree())
 
     def rss_mb(self) -> float:
         return sum(process.memory_info().rss for process in self._tree()) / 1e6
 
     def peak_mb(self) -> float:
-        """The most that each process has had resident, summed; as the kernel keeps it."""
-        return sum(_peak_kb(process.pid) for process in self._tree()) * 1024 / 1e6
+        """The sum of the peak resident memory of each process."""
+        status = [Path(f"/proc/{process.pid}/status").read_text() for process in self._tree()]
+        peaks = [line for text in status for line in text.splitlines() if line.startswith("VmHWM:")]
+        return sum(int(line.split()[1]) for line in peaks) * 1024 / 1e6
 
     def _tree(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
-
-
-def _peak_kb(pid: int) -> int:
-    told = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line for line in told.splitlines() if line.startswith("VmHWM:")).split()[1])
 
 
 @contextmanager
 def running(
     command: Sequence[str], port: int, ready: str = "", env: Mapping[str, str] | None = None, within_s: float = 120.0
 ) -> Iterator[Server]:
-    """The server until the block ends. It is there when the port answers, or the path `ready` does with 200."""
+    """The server until the block ends. It is ready when the port accepts, or the path `ready` responds with 200."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **(env or {})}, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         try:
-            if not _is_ready(process, port, ready, within_s):
-                log.seek(0)
-                words = log.read()[-3000:].decode(errors="replace")
-                raise SystemExit(f"{' '.join(command)} did not start within {within_s:.0f} s:\n{words}")
+            until = time.monotonic() + within_s
+            while not _is_ready(port, ready):
+                if time.monotonic() > until or process.poll() is not None:
+                    log.seek(0)
+                    output = log.read()[-3000:].decode(errors="replace")
+                    raise SystemExit(f"{' '.join(command)} did not start within {within_s:.0f} s:\n{output}")
+                time.sleep(0.05)
             yield Server(psutil.Process(process.pid), port)
         finally:
             stop(process)
 
 
-def _is_ready(process: subprocess.Popen[bytes], port: int, path: str, within_s: float) -> bool:
-    until = time.monotonic() + within_s
-    while time.monotonic() < until and process.poll() is None:
-        if _answers(port, path):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def _answers(port: int, path: str) -> bool:
+def _is_ready(port: int, path: str) -> bool:
     try:
         if not path:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -103,3 +101,107 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(10)
     for child in psutil.wait_procs(children, timeout=2)[1]:
         child.kill()
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def modelyard_server(
+    config: Mapping[str, Any], *options: str, env: Mapping[str, str] | None = None, within_s: float = 120.0
+) -> Iterator[Server]:
+    """`modelyard serve` with this configuration."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="modelyard-bench-") as folder:
+        file = Path(folder) / "modelyard.json"
+        file.write_text(json.dumps(config))
+        command = [sys.executable, "-m", "modelyard", "serve", "--config", str(file), "--port", str(port), *options]
+        with running(command, port, "/health/ready", env, within_s) as server:
+            yield server
+
+
+BACKGROUND = "background"  # a model of the fake engine that keeps the gateway busy: 50 tokens per second per stream
+
+
+def llama_cpp_config(model: Path, threads: int, caches: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+    """The model `real` with these caches (window and number of conversations by name), without speculation.
+
+    Model names with `haiku` are routed to the cache `fast` if there is one, all others to `main`.
+    """
+    real = {"backend": "llama_cpp", "path": str(model), "n_threads": threads, "speculation": "off"}
+    fake = {"backend": "fake", "token_delay": 0.02, "script": [{"steps": [{"tokens": 100}]}]}
+    tables: dict[str, dict[str, Any]] = {
+        name: {"model": "real", "n_ctx": window, "parallel": parallel} for name, (window, parallel) in caches.items()
+    }
+    tables[BACKGROUND] = {"model": BACKGROUND, "n_ctx": 2048, "parallel": 64}
+    fast = [{"match": "*haiku*", "cache": "fast"}] if "fast" in caches else []
+    routes = [{"match": BACKGROUND, "cache": BACKGROUND}, *fast, {"match": "*", "cache": "main"}]
+    return {"models": {"real": real, BACKGROUND: fake}, "caches": tables, "routes": routes}
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def llama_server(model: Path, threads: int, window: int, slots: int, *options: str) -> Iterator[Server]:
+    """Every slot has the whole window."""
+    port = free_port()
+    command = [str(fetch_binary()), "--model", str(model), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--threads", str(threads), "--threads-batch", str(threads), "--no-webui"]
+    command += ["--ctx-size", str(window * slots), "--parallel", str(slots), *options]
+    with running(command, port, "/health") as server:
+        yield server
+
+
+LITELLM_VERSION = "1.102.4"
+_LITELLM_ENV = {
+    "LITELLM_MODE": "PRODUCTION",
+    "LITELLM_LOG": "ERROR",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # the bundled table, not one from the network
+    "NO_DOCS": "True",
+}
+
+
+def install_litellm() -> Path:
+    """Its virtual environment, created once per version."""
+    folder = cache_dir() / "bench-litellm"
+    stamp, python = folder / f"litellm-{LITELLM_VERSION}", folder / "bin" / "python"
+    if not stamp.exists():
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
+        command = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
+        if subprocess.run([*command, f"litellm[proxy]=={LITELLM_VERSION}"], check=False, timeout=1800).returncode:
+            raise SystemExit(f"LiteLLM {LITELLM_VERSION} could not be installed: see pip's output above")
+        stamp.touch()
+    return folder
+
+
+def litellm_config(mock_response: str) -> dict[str, Any]:
+    params = {"model": "openai/bench", "api_key": "bench", "mock_response": mock_response}
+    return {
+        "model_list": [{"model_name": "bench", "litellm_params": params}],
+        "litellm_settings": {"set_verbose": False, "num_retries": 0, "request_timeout": 120},
+        "general_settings": {"disable_spend_logs": True},
+    }
+
+
+@contextmanager
+def litellm_server(mock_response: str) -> Iterator[Server]:
+    """One worker without a database, as its documentation advises for production. It responds from its own mock,
+    with no server behind it; a stream has three characters per event."""
+    port, folder = free_port(), install_litellm()
+    with tempfile.TemporaryDirectory(prefix="modelyard-bench-") as place:
+        config = Path(place) / "litellm.yaml"
+        config.write_text(json.dumps(litellm_config(mock_response)))  # JSON is YAML
+        command = [str(folder / "bin" / "litellm"), "--config", str(config), "--host", "127.0.0.1"]
+        command += ["--port", str(port), "--num_workers", "1", "--telemetry", "False"]
+        with running(command, port, "/health/liveliness", _LITELLM_ENV, within_s=180) as server:
+            yield server
+
+
+@contextmanager
+def baseline_server() -> Iterator[Server]:
+    """`bench/baseline_server.py`: the smallest latency that a server can have."""
+    port = free_port()
+    with running([sys.executable, "-m", "bench.baseline_server", str(port)], port) as server:
+        yield server

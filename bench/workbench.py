@@ -2,63 +2,52 @@
 
     python -m bench.workbench [--windows N] [--pairs N]
 
-Two gateways run that are alike; a real headless browser has the page with the table open on one of them, and later on
-the other (`bench/crossover.py`). Both get 50 requests a second, each a change in the table. The cost is CPU time of the
-gateway's process, as a share of one core, the one it works on: the share of its throughput. The browser's own CPU time
-is not the gateway's and not counted. With the page open, the browser itself says how long its frames and its longest
-pieces of work took. Then each gateway in turn gets all the requests that it can answer; what counts is the CPU time
-that an answer takes, since the browser and the clients want the machine's other cores.
+Two equal gateways run. A real headless browser has the page with the table open on one of them, then on the other:
+two processes of one program always differ by a few per cent, and this difference cancels out when the page changes
+sides. First both get 50 requests per second, each a change in the table; the cost is CPU time of the gateway as a share
+of one core. The browser's own CPU time is not counted, but the browser reports how long its frames and its longest
+tasks took. Then each gateway in turn gets as many requests as it can answer; the cost is CPU time per response, because
+browser and client need the other cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import math
 import os
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import httpx
 import psutil
 import uvloop
 from msgspec import Struct
 from rich.console import Console
 
-from bench.crossover import Pair, added, all_crossed, judged, lost, share
-from bench.load import NUMBER
-from bench.pressed import cpu_s, pressed
-from bench.ratios import Interval
-from bench.servers import Server, free_port, running
+from bench.servers import Server, modelyard_server
+from modelyard.benchmark.load import COUNTER, LoadGenerator, RequestTarget, RoundLength, Sample
+from modelyard.benchmark.statistics import Interval, mean_interval, percentile
 from tests.workbench.screen import chrome
 
 TARGET = 0.02
 RATE, ROWS = 50, 1000
-BLOCKS = 4  # at full load: the page changes places three times
-_WINDOW_S, _PRESS_S, _FEEL_S = 4.0, 2.0, 10.0
+BLOCKS = 4  # at full load: the page changes sides three times
+_WINDOW_S, _FULL_LOAD_S, _FEEL_S = 4.0, 2.0, 10.0
+_CONNECTIONS = 16
 _SETTLE_S = 3.0
-_GONE_S = 16.0  # a page that was left is kept for ten seconds, should it come back, and looks on meanwhile
-_BODY = {"model": "demo", "messages": [{"role": "user", "content": f"How are you, number {NUMBER}?"}]}
-_CONFIG = """
-[http]
-port = {port}
-[log]
-level = "warning"
-history_requests = 2000
-[models.demo]
-backend = "fake"
-token_delay = 0
-script = [{{ steps = [{{ text = "Hello there, my friend." }}] }}]
-[caches.main]
-model = "demo"
-n_ctx = 4096
-parallel = 16
-"""
+_GONE_S = 16.0  # a page that was left stays connected for ten seconds in case it comes back
+_CONFIG: dict[str, Any] = {
+    "log": {"level": "warning", "history_requests": 2000},
+    "models": {
+        "demo": {"backend": "fake", "token_delay": 0, "script": [{"steps": [{"text": "Hello there, my friend."}]}]}
+    },
+    "caches": {"main": {"model": "demo", "n_ctx": 4096, "parallel": 16}},
+}
 _WATCH = """
 window.frames_ = []; window.tasks_ = [];
 let before = performance.now();
@@ -69,7 +58,47 @@ new PerformanceObserver(list => list.getEntries().forEach(one => window.tasks_.p
 """
 
 
-class Feel(Struct, frozen=True):
+# --- crossover statistics ---------------------------------------------------------------------------------------------
+
+
+class Pair(Struct, frozen=True):
+    """The same figure of both gateways, from the same seconds or from adjacent ones."""
+
+    with_page: float
+    without: float
+
+
+def difference(pair: Pair) -> float:
+    return pair.with_page - pair.without
+
+
+def log_ratio(pair: Pair) -> float:
+    return math.log(pair.with_page / pair.without)
+
+
+def crossover_cost(blocks: Sequence[Sequence[Pair]], cost: Callable[[Pair], float]) -> Interval:
+    """The mean cost over blocks, two by two: the gateways change sides between the blocks of a pair."""
+    if not blocks or len(blocks) % 2:
+        raise ValueError("every block needs a counterpart in which the gateways have changed sides")
+    values = [
+        (cost(a) + cost(b)) / 2
+        for first, second in zip(blocks[::2], blocks[1::2], strict=True)
+        for a, b in zip(first, second, strict=True)
+    ]
+    return mean_interval(values)
+
+
+def judge(cost: Interval, target: float) -> Literal["met", "missed", "undecided"]:
+    """The whole interval decides; otherwise more rounds are needed."""
+    if cost.high < target:
+        return "met"
+    return "missed" if cost.low >= target else "undecided"
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+class PageFeel(Struct, frozen=True):
     """Milliseconds in the browser."""
 
     frame_p95: float
@@ -77,171 +106,168 @@ class Feel(Struct, frozen=True):
     rows: int
 
 
-class Found(Struct, frozen=True):
-    """`paced`: shares of one core at 50 requests a second. `rushed`: CPU seconds an answer at full load."""
+class PageCost(Struct, frozen=True):
+    """`paced`: shares of one core at 50 requests per second. `full_load`: CPU seconds per response."""
 
     paced: tuple[tuple[Pair, ...], ...]
-    feel: Feel
-    rushed: tuple[tuple[Pair, ...], ...]
+    feel: PageFeel
+    full_load: tuple[tuple[Pair, ...], ...]
 
 
-class Traffic:
-    """Requests at a steady pace, from a thread of its own."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._over, self.sent = url, threading.Event(), 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        began = time.perf_counter()
-        with httpx.Client(base_url=self._url) as client:
-            while not self._over.is_set():
-                ask(client, self.sent)
-                self.sent += 1
-                self._over.wait(max(0.0, began + self.sent / RATE - time.perf_counter()))
-
-    @contextmanager
-    def flowing(self) -> Iterator[None]:
-        self._thread.start()
-        try:
-            yield
-        finally:
-            self._over.set()
-            self._thread.join()
+def request_body(session: int = 0) -> str:
+    """Every request is another prompt; sessions show in the table."""
+    message = {"role": "user", "content": f"How are you, number {COUNTER}?"}
+    return json.dumps({"model": "demo", "messages": [message], "prompt_cache_key": f"s{session}"})
 
 
-def ask(client: httpx.Client, number: int) -> None:
-    content = f"How are you, number {number}?"
-    body = {"model": "demo", "messages": [{"role": "user", "content": content}], "prompt_cache_key": f"s{number % 40}"}
-    client.post("/v1/chat/completions", json=body).raise_for_status()
-
-
-class Side:
-    """One of the two gateways."""
-
-    def __init__(self, server: Server) -> None:
-        self.port, self.pid = server.port, server.process.pid
-        self.url = f"http://127.0.0.1:{server.port}"
-
-    def fill(self) -> None:
-        with httpx.Client(base_url=self.url, timeout=60) as client:
-            for number in range(ROWS):
-                ask(client, number)
-
-    def pressed(self) -> float:
-        return uvloop.run(pressed(self.port, self.pid, json.dumps(_BODY), _PRESS_S))
+async def fill_table(server: Server) -> None:
+    """Requests of 40 sessions, so that the table has `ROWS` rows."""
+    for session in range(40):
+        async with RequestTarget(server.url, request_body(session)) as target:
+            await LoadGenerator(target, None, RoundLength(conversations=ROWS // 40)).run()
 
 
 @contextmanager
-def gateway(folder: Path) -> Iterator[Side]:
-    """With the same hashes in both, and so the same order in every set: one thing less in which they differ."""
-    port = free_port()
-    config = folder / f"{port}.toml"
-    config.write_text(_CONFIG.format(port=port))
-    command = [sys.executable, "-m", "modelyard", "serve", "--config", str(config)]
-    with running(command, port, "/health/ready", {"PYTHONHASHSEED": "0"}) as server:
-        yield Side(server)
+def paced_requests(servers: Sequence[Server]) -> Iterator[None]:
+    """50 requests per second to every server, from another thread, until the block ends."""
+    over = threading.Event()
+
+    async def run() -> None:
+        async def one(server: Server) -> None:
+            async with RequestTarget(server.url, request_body()) as target:
+                await LoadGenerator(target, None, RoundLength(seconds=math.inf), rate=RATE).run()
+
+        tasks = [asyncio.create_task(one(server)) for server in servers]
+        while not over.is_set():  # noqa: ASYNC110  set by another thread
+            await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    thread = threading.Thread(target=lambda: uvloop.run(run()), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
-class Bench:
-    def __init__(self, sides: tuple[Side, Side], browser: Any) -> None:
-        self._sides, self._browser = sides, browser
-        for side in sides:
-            side.fill()
-            self._open(side)  # what the first visit imports is paid once
-        self._seen, self._unseen = sides
+async def cpu_per_response(server: Server, seconds: float, lead_s: float = 0.5, body: str | None = None) -> float:
+    """CPU seconds per response under full load, after a lead in which the queues fill."""
+    samples: list[Sample] = []
+    async with RequestTarget(server.url, body or request_body()) as target:
+        length = RoundLength(seconds=math.inf)
+        generator = LoadGenerator(target, None, length, streams=_CONNECTIONS, on_sample=samples.append)
+        task = asyncio.create_task(generator.run())
+        try:
+            await asyncio.sleep(lead_s)
+            before, cpu = len(samples), server.cpu_s()
+            await asyncio.sleep(seconds)
+            while len(samples) <= before and not task.done():  # noqa: ASYNC110  the generator only appends
+                await asyncio.sleep(0.01)
+            if errors := [sample.error for sample in samples if sample.error is not None]:
+                raise SystemExit(f"the server did not respond: {errors[0]}")
+            return (server.cpu_s() - cpu) / (len(samples) - before)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
-    def _open(self, side: Side) -> None:
-        self._browser.get(f"{side.url}/workbench/requests")
-        time.sleep(_SETTLE_S)
 
-    def _change_places(self) -> None:
-        self._seen, self._unseen = self._unseen, self._seen
-        self._open(self._seen)
-        time.sleep(_GONE_S - _SETTLE_S)
+class PageBenchmark:
+    def __init__(self, gateways: tuple[Server, Server], browser: Any) -> None:
+        self._gateways, self._browser = gateways, browser
+        for gateway in gateways:
+            uvloop.run(fill_table(gateway))
+            self._open_page(gateway)  # the imports of the first visit are paid once
+        self._with_page, self._without = gateways
 
-    def measure(self, windows: int, pairs: int) -> Found:
-        first, second = (Traffic(side.url).flowing() for side in self._sides)
-        with first, second:
+    def measure(self, windows: int, pairs: int) -> PageCost:
+        with paced_requests(self._gateways):
             paced = []
             for _ in range(2):
-                self._change_places()
-                paced.append(tuple(self._window() for _ in range(windows)))
-            feel = self._felt()
-        self._calm_browser()
-        rushed = []
+                self._change_sides()
+                paced.append(tuple(self._paced_pair() for _ in range(windows)))
+            feel = self._page_feel()
+        # The browser must leave the other core to the client: a gateway that waits for requests uses more for each.
+        for process in psutil.Process(self._browser.service.process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.nice(19)
+        full_load = []
         for _ in range(BLOCKS):
-            self._change_places()
-            rushed.append(tuple(self._rush(turn) for turn in range(pairs)))
-        return Found(tuple(paced), feel, tuple(rushed))
+            self._change_sides()
+            full_load.append(tuple(self._full_load_pair(number) for number in range(pairs)))
+        return PageCost(tuple(paced), feel, tuple(full_load))
 
-    def _window(self) -> Pair:
-        """Both at the same time: what disturbs the one disturbs the other."""
-        began, before = time.perf_counter(), (cpu_s(self._seen.pid), cpu_s(self._unseen.pid))
+    def _open_page(self, gateway: Server) -> None:
+        self._browser.get(f"{gateway.url}/workbench/requests")
+        time.sleep(_SETTLE_S)
+
+    def _change_sides(self) -> None:
+        self._with_page, self._without = self._without, self._with_page
+        self._open_page(self._with_page)
+        time.sleep(_GONE_S - _SETTLE_S)
+
+    def _paced_pair(self) -> Pair:
+        """Both at the same time: a disturbance affects both."""
+        began, before = time.perf_counter(), (self._with_page.cpu_s(), self._without.cpu_s())
         time.sleep(_WINDOW_S)
-        after, took = (cpu_s(self._seen.pid), cpu_s(self._unseen.pid)), time.perf_counter() - began
+        after, took = (self._with_page.cpu_s(), self._without.cpu_s()), time.perf_counter() - began
         return Pair((after[0] - before[0]) / took, (after[1] - before[1]) / took)
 
-    def _rush(self, turn: int) -> Pair:
-        if turn % 2:
-            return Pair(lacking=self._unseen.pressed(), having=self._seen.pressed())
-        return Pair(self._seen.pressed(), self._unseen.pressed())
+    def _full_load_pair(self, number: int) -> Pair:
+        sides = [self._with_page, self._without]
+        costs = [uvloop.run(cpu_per_response(one, _FULL_LOAD_S)) for one in (sides if number % 2 == 0 else sides[::-1])]
+        return Pair(*(costs if number % 2 == 0 else costs[::-1]))
 
-    def _felt(self) -> Feel:
+    def _page_feel(self) -> PageFeel:
         browser = self._browser
         browser.execute_script(_WATCH)
         time.sleep(_FEEL_S)
-        frames = sorted(browser.execute_script("return window.frames_"))
-        tasks = browser.execute_script("return window.tasks_")
+        frames, tasks = (browser.execute_script(f"return window.{name}_") for name in ("frames", "tasks"))
         count = "return Number(document.querySelector('.ag-root').getAttribute('aria-rowcount')) - 1"
-        return Feel(frames[int(len(frames) * 0.95)], max(tasks, default=0.0), int(browser.execute_script(count)))
-
-    def _calm_browser(self) -> None:
-        """It has to leave the other core to the client: a gateway that waits for requests takes more for each."""
-        for process in psutil.Process(self._browser.service.process.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):  # it opens and ends some as it likes
-                process.nice(19)
+        return PageFeel(percentile(frames, 95), max(tasks, default=0.0), int(browser.execute_script(count)))
 
 
-def measure(windows: int, pairs: int) -> Found:
+def measure(windows: int, pairs: int) -> PageCost:
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, cores[:1])  # the gateways take after us, and the browser does below
-        one, other = (stack.enter_context(gateway(folder)) for _ in range(2))
+        os.sched_setaffinity(0, cores[:1])  # inherited by the gateways; the browser inherits the rest below
+        # Equal hash seeds give equal orders of sets: one difference less.
+        start = lambda: modelyard_server(_CONFIG, env={"PYTHONHASHSEED": "0"})  # noqa: E731
+        one, other = (stack.enter_context(start()) for _ in range(2))
         os.sched_setaffinity(0, cores[1:] or cores)
-        return Bench((one, other), stack.enter_context(chrome())).measure(windows, pairs)
+        return PageBenchmark((one, other), stack.enter_context(chrome())).measure(windows, pairs)
 
 
-def show(found: Found, console: Console) -> bool:
-    """Whether the target is kept in both, by the whole interval."""
-    paced = all_crossed(found.paced, added)
-    logs = all_crossed(found.rushed, lost)
-    rushed = Interval(share(logs.middle), share(logs.low), share(logs.high))
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+def show(found: PageCost, out: Console) -> bool:
+    """Whether the whole interval meets the target in both cases."""
+    paced = crossover_cost(found.paced, difference)
+    full_load = crossover_cost(found.full_load, log_ratio).map(lambda log: 1 - math.exp(-log))
+    cases = ((f"at {RATE} requests per second", paced, found.paced), ("at full load", full_load, found.full_load))
+    for when, cost, blocks in cases:
+        middle, low, high = (f"{value * 100:.2f}" for value in (cost.middle, cost.low, cost.high))
+        out.print(
+            f"an open page costs {middle} % of the gateway's throughput {when} (95 %: {low} to {high}; "
+            f"{sum(map(len, blocks))} pairs); target < {TARGET * 100:.0f} %: {judge(cost, TARGET)}"
+        )
     feel = found.feel
-    _tell(console, f"at {RATE} requests a second", paced, sum(map(len, found.paced)))
-    _tell(console, "at full load", rushed, sum(map(len, found.rushed)))
-    console.print(
+    out.print(
         f"in the browser: {feel.rows} rows; frames {feel.frame_p95:.0f} ms (p95), "
-        f"longest piece of work {feel.longest_task:.0f} ms"
+        f"longest task {feel.longest_task:.0f} ms"
     )
-    return all(judged(cost, TARGET) == "kept" for cost in (paced, rushed))
-
-
-def _tell(console: Console, when: str, cost: Interval, pairs: int) -> None:
-    middle, low, high = (f"{value * 100:.2f}" for value in (cost.middle, cost.low, cost.high))
-    console.print(
-        f"an open page costs {middle} % of the gateway's throughput {when} "
-        f"(95 %: {low} to {high}; {pairs} pairs); target < {TARGET * 100:.0f} %: {judged(cost, TARGET)}"
-    )
+    return all(judge(cost, TARGET) == "met" for _, cost, _ in cases)
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--windows", type=int, default=10, help="of four seconds at 50 requests a second, twice")
-    options.add_argument("--pairs", type=int, default=11, help=f"of five seconds at full load, {BLOCKS} times")
-    given = options.parse_args()
-    return 0 if show(measure(given.windows, given.pairs), Console()) else 1
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--windows", type=int, default=10, help="of four seconds at 50 requests per second, twice")
+    parser.add_argument("--pairs", type=int, default=11, help=f"of five seconds at full load, {BLOCKS} times")
+    options = parser.parse_args()
+    return 0 if show(measure(options.windows, options.pairs), Console()) else 1
 
 
 if __name__ == "__main__":

@@ -40,9 +40,7 @@ def main() -> int:
 
 
 def build(folder: Path) -> None:
-    with file_lock(
-        folder.parent / f".{folder.name}.lock", lambda: _log("another process creates it: waiting")
-    ):
+    with file_lock(folder.parent / f".{folder.name}.lock", lambda: _log("another process creates it: waiting")):
         if vllm_env.is_ready(folder):
             return
         for step in steps(folder, installed=is_installed(folder)):

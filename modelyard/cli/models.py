@@ -92,10 +92,11 @@ def remove(
     """Remove a model from the library. Only files that the library downloaded are deleted."""
     from modelyard.library import models
 
-    entry = run_or_exit(models.get_model, name)
-    what = f"Delete {entry.path}" if entry.owned else f"Remove {entry.path} (the file stays)"
-    if not yes and not typer.confirm(f"{what}?", err=True):
-        raise typer.Exit(1)
+    entry = models.find_model(name)
+    if entry is not None and not yes:
+        what = f"Delete {entry.path}" if entry.owned else f"Remove {entry.path} (the file stays)"
+        if not typer.confirm(f"{what}?", err=True):
+            raise typer.Exit(1)
     run_or_exit(models.remove_model, name)
     out.print(f"{escape(name)} is no longer in the library.")
 

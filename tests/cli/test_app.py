@@ -13,7 +13,6 @@ import jsonschema
 import pytest
 import typer
 from click.testing import Result
-from rich.console import Console
 from typer.testing import CliRunner
 
 import modelyard.engines.fake
@@ -53,8 +52,7 @@ def _apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MODELYARD_URL", "MODELYARD_API_KEY", "LLM_POOL_SETTINGS_PATH", "LLM_POOL_LOCAL_SETTINGS_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("modelyard.server.serve.log.setup", lambda settings: None)
-    monkeypatch.setattr(app, "out", Console(width=200))
-    monkeypatch.setattr(app, "err", Console(width=200, stderr=True))
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 def invoke(*arguments: str) -> Result:

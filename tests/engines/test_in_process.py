@@ -182,25 +182,36 @@ async def test_close_waits_for_a_load_whose_caller_is_gone_and_aborts_it() -> No
         await opening
 
 
-async def test_close_ends_running_and_queued_jobs_and_may_be_called_twice() -> None:
-    async with running() as engine:
-        block = threading.Event()
-        engine.before_step = lambda: block.wait(DEADLINE_S) and None
-        first = engine.generate(prompt(max_tokens=50))
-        await until(first, Accepted)
-        queued = engine.generate(prompt(max_tokens=50))
-        call = asyncio.create_task(engine.run_on_thread(lambda: None))
-        await asyncio.sleep(0)
-        closing = asyncio.create_task(engine.close())
-        await asyncio.sleep(0)
-        block.set()
-        await closing
-        for job in (first, queued):
+async def test_close_ends_running_jobs_and_may_be_called_twice() -> None:
+    async with running({"main": CacheInfo(1 << 40, 4)}) as engine:
+        endless = engine.generate(prompt(max_tokens=1 << 39))
+        await until(endless, Accepted)
+        other = engine.generate(prompt(max_tokens=1 << 39))
+        await engine.close()
+        for job in (endless, other):
             assert isinstance(end(await read(job)).error, Unavailable)
-        await asyncio.gather(call, return_exceptions=True)
         await engine.close()
     assert not engine.lost.done()
     assert isinstance(end(await read(engine.generate(prompt()))).error, Unavailable)
+
+
+async def test_what_waits_for_a_dead_thread_is_rejected() -> None:
+    async with running() as engine:
+        block = threading.Event()
+
+        def die() -> None:
+            block.wait(DEADLINE_S)
+            raise RuntimeError("device lost")
+
+        engine.before_step = die
+        await until(engine.generate(prompt()), Accepted)
+        queued = engine.generate(prompt())
+        call = asyncio.create_task(engine.run_on_thread(lambda: None))
+        await asyncio.sleep(0)
+        block.set()
+        assert isinstance(end(await read(queued)).error, Unavailable)
+        with pytest.raises(Unavailable, match="device lost"):
+            await call
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ async def test_a_resend_reads_the_running_answer_from_its_start() -> None:
         job = await at.stage.job()
         job.accept()
         job.say("Hello")
-        await until(lambda: not job._waiting)
+        await until(lambda: not job._items)
         await at.ask()
         job.say(" there")
         job.end()
@@ -208,7 +208,7 @@ async def test_one_of_two_readers_leaves_and_the_other_reads_on(leaver: int) -> 
         job.accept()
         await at.ask()
         job.say("Hello")
-        await until(lambda: not job._waiting)
+        await until(lambda: not job._items)
         at.answers[leaver].cancel()
         job.say(" there")
         assert await _failed(at.reading[leaver])
@@ -307,7 +307,7 @@ async def test_an_error_in_the_middle_reaches_every_reader() -> None:
         job = await at.stage.job()
         job.accept()
         job.say("Hel")
-        await until(lambda: not job._waiting)
+        await until(lambda: not job._items)
         job.end("error", Unavailable("segmentation fault"))
         first, second = [await task for task in at.reading]
     assert first == second
@@ -333,7 +333,7 @@ async def test_an_answer_that_grew_too_long_is_not_joined_and_not_kept(monkeypat
         job.accept()
         for _ in range(6):
             job.say("a b")
-            await until(lambda: not job._waiting)
+            await until(lambda: not job._items)
         await asyncio.sleep(0)
         assert at.open == 0
         shared = at.answers[0]._shared  # type: ignore[union-attr]

@@ -79,7 +79,7 @@ def test_a_case_reads_the_same_if_markers_are_tokens(format: str) -> None:
             assert _summary(blocks) == _expected(case), case["name"]
 
 
-# --- through the real detokenizer ---------------------------------------------------------------------------------------
+# --- through the real detokenizer -------------------------------------------------------------------------------------
 
 
 @cache

@@ -43,7 +43,7 @@ def test_every_region_exists_and_starts_the_same_readers() -> None:
         assert all(found == readers[0] for found in readers), form.name
 
 
-# --- tags that contain tokens, or consist of several -------------------------------------------------------------------
+# --- tags that contain tokens, or consist of several ------------------------------------------------------------------
 
 DSML = ["｜DSML｜", "<think>", "</think>", "<｜end▁of▁sentence｜>"]
 GLM = ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>"]
@@ -97,7 +97,7 @@ def test_a_closing_tag_that_is_a_token_always_ends_a_value() -> None:
     assert blocks == [ScannedBlock("tool_call", '{"city": "Rome", "odd": 1}', "get_weather")]
 
 
-# --- Llama 3 ------------------------------------------------------------------------------------------------------------
+# --- Llama 3 ----------------------------------------------------------------------------------------------------------
 
 PYTHON = Tool("python", parameters={"properties": {"code": {"type": "string"}}})
 
@@ -119,7 +119,7 @@ def test_brackets_in_ordinary_text_are_held_back_no_longer_than_necessary() -> N
     assert texts[:3] == ["if ", "{ x", "[0] "]
 
 
-# --- the elements of MiniMax M3 -----------------------------------------------------------------------------------------
+# --- the elements of MiniMax M3 ---------------------------------------------------------------------------------------
 
 NAMESPACE = "]<]minimax[>["
 SCHEMA = {

@@ -391,7 +391,7 @@ def test_a_literal_contains_the_ids_of_its_tokens() -> None:
     assert lark.literal("") == ""
 
 
-# --- random walks ------------------------------------------------------------------------------------------------------
+# --- random walks -----------------------------------------------------------------------------------------------------
 
 CLOSERS = ("\n</parameter>", "</parameter>", "</arg_value>", "</think>")
 

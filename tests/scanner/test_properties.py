@@ -35,7 +35,7 @@ def test_every_format_with_calls_has_a_writer() -> None:
     assert all(write("Hm.", "So.", [(_SEARCH, _ARGUMENTS)]) for write in WRITERS.values())
 
 
-# --- what is written is read --------------------------------------------------------------------------------------------
+# --- what is written is read ------------------------------------------------------------------------------------------
 
 _deterministic = settings(max_examples=80, deadline=None, derandomize=True)
 _text = st.text(max_size=30)
@@ -105,7 +105,7 @@ def test_a_complete_turn_is_read_as_it_was_written(reasoning: str, text: str, wr
             assert text_of(blocks) == text, format
 
 
-# --- junk ---------------------------------------------------------------------------------------------------------------
+# --- junk -------------------------------------------------------------------------------------------------------------
 
 _ALPHABET = (
     "abcXYZ019 _-.,;:!?<>[]{}()|/\\\"'`=*+#&%$~^@\t\n\r\x00\x0b\x1f\x7f\xa0äßéΩжא中の한▁｜😀👩\u200d\u0301\ufeff\ufffd"
@@ -217,7 +217,7 @@ def test_a_marker_that_the_prompt_began_is_not_completed_visibly(format: str) ->
         assert scan([raw], format, prefill=prefill) == blocks, (begun, raw)
 
 
-# --- no word is lost ----------------------------------------------------------------------------------------------------
+# --- no word is lost --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("format", WRITERS)

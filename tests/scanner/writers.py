@@ -18,7 +18,7 @@ class Unwritable(Exception):
     """These values cannot be written in this format."""
 
 
-# --- shared by several families -----------------------------------------------------------------------------------------
+# --- shared by several families ---------------------------------------------------------------------------------------
 
 
 def _raw(value: Any) -> str:
@@ -79,10 +79,16 @@ def _python_calls(calls: Calls, *, json_objects: bool = False) -> list[str]:
     return [f"{tool.name}({', '.join(f'{k}={value(v)}' for k, v in given.items())})" for tool, given in calls]
 
 
-# --- one family after another -------------------------------------------------------------------------------------------
+# --- one family after another -----------------------------------------------------------------------------------------
+
+
+# A tool with such a name cannot be told from the usual shape of a call.
+_USUAL_KEYS = {"name", "tool_name", "function", "arguments", "parameters", "args", "id", "type", "tool_call_id"}
 
 
 def _apertus(reasoning: str, text: str, calls: Calls) -> str:
+    if _USUAL_KEYS & {tool.name for tool, _ in calls}:
+        raise Unwritable
     thought = f"<|inner_prefix|>{reasoning}<|inner_suffix|>" if reasoning else ""
     given = ", ".join(json.dumps({tool.name: arguments}, ensure_ascii=False) for tool, arguments in calls)
     return f"{thought}{text}" + (f"<|tools_prefix|>[{given}]<|tools_suffix|>" if calls else "") + "<|assistant_end|>"

@@ -1,4 +1,4 @@
-"""The scheduler with engines that do nothing but open, die and close when told."""
+"""The scheduler with fake engines: leases, queues, limits, replicas and admin operations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from modelyard.core.engine import CacheInfo, EngineInfo
+from modelyard.core.engine import CacheInfo, MemoryEstimate
 from modelyard.core.errors import (
     Cancelled,
     Conflict,
@@ -20,261 +21,201 @@ from modelyard.core.errors import (
     Timeout,
     Unavailable,
 )
-from modelyard.core.lease import LeaseRequest
+from modelyard.core.pool import ModelStateChange
 from modelyard.scheduler.rate_limit import KeyLimits
-from modelyard.scheduler.scheduler import Scheduler
-from modelyard.scheduler.settings import SchedulerOptions
-from tests.scheduler.stage import EPOCH
-from tests.scheduler.stage import Stage as Play
+from tests.scheduler.harness import EPOCH, Harness, until
 
 CACHES = {"main": CacheInfo(window=100, parallel=1), "fast": CacheInfo(window=100, parallel=2)}
 
-
-class Puppet:
-    """An engine whose opening waits for `gate` and whose death is ours to call."""
-
-    def __init__(self, gate: asyncio.Event, fault: ModelyardError | None = None) -> None:
-        self.info = EngineInfo("puppet", CACHES)
-        self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self._gate, self._fault = gate, fault
-        self.closed = 0
-        self.stuck = False
-
-    async def open(self, progress: Any) -> None:
-        progress(0.5, "half way")
-        await self._gate.wait()
-        if self._fault is not None:
-            raise self._fault
-
-    async def close(self) -> None:
-        self.closed += 1
-        if self.stuck:
-            raise RuntimeError("the device is gone")
+# --- leases ---
 
 
-class Stage:
-    """A scheduler with one model `m`; every engine it ever made is in `engines`."""
-
-    def __init__(self, *, fault: ModelyardError | None = None, bounds: SchedulerOptions = SchedulerOptions()) -> None:
-        self.gate, self.fault = asyncio.Event(), fault
-        self.engines: list[Puppet] = []
-        self.scheduler = Scheduler(bounds)
-        self.scheduler.add("m", CACHES, self._make)
-
-    def _make(self) -> Any:
-        self.engines.append(Puppet(self.gate, self.fault))
-        return self.engines[-1]
-
-    async def up(self) -> Stage:
-        self.gate.set()
-        self.scheduler.load("m")
-        await until(lambda: self.state != "loading")
-        return self
-
-    @property
-    def state(self) -> str:
-        return self.scheduler.status()["m"].state
-
-    def ask(self, cache: str = "main", **more: Any) -> Any:
-        return self.scheduler.request(LeaseRequest(model="m", cache=cache, **more))
+async def test_a_free_slot_is_granted_at_once_and_released_once():
+    async with Harness() as harness:
+        model = await harness.load_model("a")
+        ticket = harness.request()
+        assert ticket.granted
+        lease = await ticket.lease()
+        assert (lease.engine, lease.cache) == (model.engines[0], "main")
+        assert harness.scheduler.status()["a"].running == 1
+        lease.release()
+        lease.release()
+        assert harness.scheduler.status()["a"].running == 0
 
 
-async def until(true: Any) -> None:
-    async with asyncio.timeout(60):
-        while not true():  # noqa: ASYNC110  the scheduler tells nobody of its changes
-            await asyncio.sleep(0)
+async def test_each_cache_has_its_own_queue():
+    async with Harness() as harness:
+        await harness.load_model("a", caches=CACHES)
+        harness.request(cache="main")
+        assert not harness.request(cache="main").granted
+        assert harness.request(cache="fast").granted
+        assert repr(harness.scheduler) == "<Scheduler [a: ready, 2 running, 1 waiting]>"
 
 
-async def test_a_free_place_is_granted_without_waiting():
-    stage = await Stage().up()
-    ticket = stage.ask()
-    assert ticket.granted
-    lease = await ticket.lease()
-    assert lease.engine is stage.engines[0]
-    assert lease.cache == "main"
-    assert stage.scheduler.status()["m"].running == 1
-    lease.release()
-    lease.release()
-    assert stage.scheduler.status()["m"].running == 0
-    await stage.scheduler.close()
+async def test_a_released_slot_goes_to_the_head_of_the_queue():
+    async with Harness() as harness:
+        await harness.load_model("a")
+        first = await harness.request().lease()
+        second, third = harness.request(), harness.request()
+        assert (second.position, third.position) == (1, 2)
+        first.release()
+        assert (await second.lease()).waited >= 0
+        assert not third.granted
 
 
-async def test_caches_have_queues_of_their_own():
-    stage = await Stage().up()
-    stage.ask("main")
-    assert not stage.ask("main").granted
-    assert stage.ask("fast").granted
-    assert repr(stage.scheduler) == "<Scheduler [m: ready, 2 running, 1 waiting]>"
-    await stage.scheduler.close()
+async def test_a_cancelled_waiter_leaves_the_queue_and_its_lease_raises():
+    async with Harness() as harness:
+        await harness.load_model("a")
+        harness.request()
+        waiting = harness.request()
+        waiting.cancel()
+        waiting.cancel()
+        with pytest.raises(Cancelled):
+            await waiting.lease()
+        assert harness.scheduler.status()["a"].waiting == 0
 
 
-async def test_a_released_place_goes_to_the_first_who_waits():
-    stage = await Stage().up()
-    first = await stage.ask().lease()
-    second, third = stage.ask(), stage.ask()
-    assert (second.position, third.position) == (1, 2)
-    first.release()
-    assert (await second.lease()).waited >= 0
-    assert not third.granted
-    await stage.scheduler.close()
-
-
-async def test_a_cancelled_waiter_leaves_the_queue_and_hears_of_it():
-    stage = await Stage().up()
-    stage.ask()
-    waiting = stage.ask()
-    waiting.cancel()
-    waiting.cancel()
-    with pytest.raises(Cancelled):
-        await waiting.lease()
-    assert stage.scheduler.status()["m"].waiting == 0
-    await stage.scheduler.close()
-
-
-async def test_a_granted_ticket_that_is_cancelled_gives_its_place_back():
-    stage = await Stage().up()
-    stage.ask().cancel()
-    assert stage.ask().granted
-    await stage.scheduler.close()
+async def test_cancelling_a_granted_ticket_releases_its_slot():
+    async with Harness() as harness:
+        await harness.load_model("a")
+        harness.request().cancel()
+        assert harness.request().granted
 
 
 async def test_a_task_cancelled_while_it_waits_does_not_break_the_queue():
-    stage = await Stage().up()
-    lease = await stage.ask().lease()
-    ticket = stage.ask()
-    task = asyncio.create_task(ticket.lease())
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    lease.release()
-    assert ticket.granted
-    ticket.cancel()
-    assert stage.ask().granted
-    await stage.scheduler.close()
+    async with Harness() as harness:
+        await harness.load_model("a")
+        lease = await harness.request().lease()
+        ticket = harness.request()
+        task = asyncio.create_task(ticket.lease())
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        lease.release()
+        assert ticket.granted
+        ticket.cancel()
+        assert harness.request().granted
 
 
 async def test_requests_wait_for_a_model_that_is_loading():
-    stage = Stage()
-    stage.scheduler.load("m")
-    await until(lambda: stage.scheduler.status()["m"].progress == 0.5)
-    ticket = stage.ask()
-    assert not ticket.granted
-    stage.gate.set()
-    assert (await ticket.lease()).engine is stage.engines[0]
-    assert len(stage.engines) == 1
-    await stage.scheduler.close()
+    async with Harness() as harness:
+        model = harness.add_model("a")
+        model.gate.clear()
+        harness.scheduler.load("a")
+        await until(lambda: harness.scheduler.status()["a"].progress == 0.5)
+        ticket = harness.request()
+        assert not ticket.granted
+        model.gate.set()
+        assert (await ticket.lease()).engine is model.engines[0]
+        assert len(model.engines) == 1
 
 
-async def test_a_stopped_model_is_refused_and_the_answer_says_how_to_load_it():
-    stage = Stage()
-    with pytest.raises(Conflict, match="POST /v1/admin/models/m/load"):
-        stage.ask()
+async def test_a_request_to_a_stopped_model_is_refused_with_the_way_to_load_it():
+    async with Harness() as harness:
+        harness.add_model("a")
+        with pytest.raises(Conflict, match="POST /v1/admin/models/a/load"):
+            harness.request()
 
 
-async def test_an_unknown_model_is_not_found():
-    with pytest.raises(NotFound):
-        Stage().scheduler.request(LeaseRequest(model="x", cache="x"))
+async def test_a_request_to_an_unknown_model_is_not_found():
+    async with Harness() as harness:
+        with pytest.raises(NotFound):
+            harness.request("x")
 
 
-async def test_a_failed_load_keeps_its_reason_and_refuses_those_who_waited():
-    stage = Stage(fault=InvalidRequest("truncated file"))
-    stage.scheduler.load("m")
-    ticket = stage.ask()
-    stage.gate.set()
-    with pytest.raises(Unavailable, match="truncated file"):
-        await ticket.lease()
-    assert stage.scheduler.status()["m"].reason == "truncated file"
-    with pytest.raises(Unavailable, match="truncated file"):
-        stage.ask()
-    assert stage.engines[0].closed == 1
-    await stage.scheduler.close()
+async def test_a_failed_load_refuses_waiting_and_later_requests_with_its_reason():
+    async with Harness() as harness:
+        model = harness.add_model("a")
+        model.fault = InvalidRequest("truncated file")
+        harness.scheduler.load("a")
+        with pytest.raises(Unavailable, match="truncated file"):
+            await harness.request().lease()
+        assert harness.scheduler.status()["a"].reason == "truncated file"
+        with pytest.raises(Unavailable, match="truncated file"):
+            harness.request()
+        assert model.engines[0].closed == 1
 
 
-async def test_a_lost_engine_is_reopened_and_those_who_waited_get_the_new_one():
-    stage = await Stage().up()
-    held = await stage.ask().lease()
-    waiting = stage.ask()
-    stage.engines[0].lost.set_result(Unavailable("killed"))
-    await until(lambda: len(stage.engines) == 2 and stage.state == "ready")
-    held.release()
-    assert (await waiting.lease()).engine is stage.engines[1]
-    assert stage.engines[0].closed == 1
-    await stage.scheduler.close()
+async def test_a_lost_engine_is_reopened_and_waiting_requests_get_the_new_one():
+    async with Harness() as harness:
+        model = await harness.load_model("a")
+        held = await harness.request().lease()
+        waiting = harness.request()
+        model.engines[0].lost.set_result(Unavailable("killed"))
+        await until(lambda: len(model.engines) == 2 and harness.states() == {"a": "ready"})
+        held.release()
+        assert (await waiting.lease()).engine is model.engines[1]
+        assert model.engines[0].closed == 1
 
 
-async def test_a_lost_engine_is_granted_to_nobody_even_before_its_replica_has_noticed():
-    """Its jobs hear of the death first and ask for another place at once."""
-    stage = await Stage().up()
-    stage.engines[0].lost.set_result(Unavailable("killed"))
-    ticket = stage.ask()
-    assert not ticket.granted
-    assert stage.scheduler.engine("m") is None
-    assert (await ticket.lease()).engine is stage.engines[1]
-    await stage.scheduler.close()
+async def test_a_lost_engine_is_not_granted_even_before_its_replica_has_noticed():
+    """Requests of a lost engine learn of it first and are retried at once."""
+    async with Harness() as harness:
+        model = await harness.load_model("a")
+        model.engines[0].lost.set_result(Unavailable("killed"))
+        ticket = harness.request()
+        assert not ticket.granted
+        assert harness.scheduler.engine("a") is None
+        assert (await ticket.lease()).engine is model.engines[1]
 
 
-async def test_a_lost_engine_that_does_not_come_back_in_time_is_unavailable():
-    stage = await Stage(bounds=SchedulerOptions(timeout_s=0.0)).up()
-    stage.gate.clear()
-    await stage.ask().lease()
-    waiting = stage.ask()
-    stage.engines[0].lost.set_result(Unavailable("killed"))
-    with pytest.raises(Unavailable, match="killed"):
-        await waiting.lease()
-    with pytest.raises(Unavailable, match="killed"):
-        stage.ask()
-    await stage.scheduler.close()
+async def test_requests_are_refused_if_a_lost_engine_does_not_come_back_in_time():
+    async with Harness(timeout_s=5.0) as harness:
+        model = await harness.load_model("a")
+        await harness.request().lease()
+        waiting = harness.request()
+        model.gate.clear()
+        model.engines[0].lost.set_result(Unavailable("killed"))
+        await harness.clock.advance(5.1)
+        with pytest.raises(Unavailable, match="killed"):
+            await waiting.lease()
+        with pytest.raises(Unavailable, match="killed"):
+            harness.request()
 
 
-async def test_closing_refuses_those_who_wait_and_closes_every_engine():
-    stage = await Stage().up()
-    await stage.ask().lease()
-    waiting = stage.ask()
-    await stage.scheduler.close()
+async def test_closing_refuses_waiting_and_later_requests_and_closes_every_engine_once():
+    harness = Harness()
+    model = await harness.load_model("a")
+    await harness.request().lease()
+    waiting = harness.request()
+    await harness.scheduler.close()
     with pytest.raises(Unavailable, match="shutting down"):
         await waiting.lease()
-    assert stage.engines[0].closed == 1
-
-
-async def test_a_closed_scheduler_takes_nobody_and_may_be_closed_again():
-    stage = await Stage().up()
-    await stage.scheduler.close()
     with pytest.raises(Unavailable, match="shutting down"):
-        stage.ask()
-    await stage.scheduler.close()
-    assert stage.engines[0].closed == 1
+        harness.request()
+    await harness.scheduler.close()
+    assert model.engines[0].closed == 1
 
 
 async def test_a_full_queue_is_overloaded():
-    stage = await Stage(bounds=SchedulerOptions(max_waiting=1)).up()
-    stage.ask()
-    stage.ask()
-    with pytest.raises(Overloaded):
-        stage.ask()
-    await stage.scheduler.close()
+    async with Harness(max_waiting=1) as harness:
+        await harness.load_model("a")
+        harness.request()
+        harness.request()
+        with pytest.raises(Overloaded):
+            harness.request()
 
 
-async def test_more_choices_than_places_get_a_narrower_lease():
-    stage = await Stage().up()
-    lease = await stage.ask("fast", weight=5).lease()
-    assert lease.weight == 2
-    await stage.scheduler.close()
+async def test_a_request_for_more_choices_than_slots_gets_a_narrower_lease():
+    async with Harness() as harness:
+        await harness.load_model("a", caches=CACHES)
+        assert (await harness.request(cache="fast", weight=5).lease()).weight == 2
 
 
-async def test_an_engine_that_cannot_be_closed_is_replaced_all_the_same():
-    stage = await Stage().up()
-    stage.engines[0].stuck = True
-    stage.engines[0].lost.set_result(Unavailable("killed"))
-    await until(lambda: len(stage.engines) == 2 and stage.state == "ready")
-    assert (await stage.ask().lease()).engine is stage.engines[1]
-    await stage.scheduler.close()
+async def test_an_engine_whose_close_fails_is_replaced_nevertheless():
+    async with Harness() as harness:
+        model = await harness.load_model("a")
+        model.engines[0].close_error = RuntimeError("the device is gone")
+        model.engines[0].lost.set_result(Unavailable("killed"))
+        await until(lambda: len(model.engines) == 2 and harness.states() == {"a": "ready"})
+        assert (await harness.request().lease()).engine is model.engines[1]
 
 
-# --- who is next ---
+# --- the order of the queue ---
 
 
-async def served_in_order(stage: Play, tickets: list[Any]) -> list[str]:
-    """Give the one place back again and again: who gets it?"""
+def served_in_order(tickets: list[Any]) -> list[str]:
+    """Release the only slot again and again: which traces get it?"""
     order = []
     while waiting := [ticket for ticket in tickets if not ticket.is_finished]:
         (running,) = [ticket for ticket in waiting if ticket.granted]
@@ -284,38 +225,34 @@ async def served_in_order(stage: Play, tickets: list[Any]) -> list[str]:
 
 
 async def test_keys_take_turns():
-    async with Play() as stage:
-        stage.model("a")
-        await stage.up("a")
-        tickets = [stage.ask("a", key=trace[0], trace=trace) for trace in ("a1", "a2", "a3", "b1", "b2", "c1")]
-        assert await served_in_order(stage, tickets) == ["a1", "a2", "b1", "c1", "a3", "b2"]
+    async with Harness() as harness:
+        await harness.load_model("a")
+        tickets = [harness.request("a", key=trace[0], trace=trace) for trace in ("a1", "a2", "a3", "b1", "b2", "c1")]
+        assert served_in_order(tickets) == ["a1", "a2", "b1", "c1", "a3", "b2"]
 
 
 async def test_background_waits_for_main():
-    async with Play() as stage:
-        stage.model("a")
-        await stage.up("a")
+    async with Harness() as harness:
+        await harness.load_model("a")
         wanted = (("r", "main"), ("x", "background"), ("m1", "main"), ("y", "background"), ("m2", "main"))
-        tickets = [stage.ask("a", trace=trace, priority=priority) for trace, priority in wanted]
-        assert await served_in_order(stage, tickets) == ["r", "m1", "m2", "x", "y"]
+        tickets = [harness.request("a", trace=trace, priority=priority) for trace, priority in wanted]
+        assert served_in_order(tickets) == ["r", "m1", "m2", "x", "y"]
 
 
 async def test_positions_are_those_of_now():
-    async with Play() as stage:
-        stage.model("a")
-        await stage.up("a")
-        first, second, third = (stage.ask("a") for _ in range(3))
+    async with Harness() as harness:
+        await harness.load_model("a")
+        first, second, third = (harness.request("a") for _ in range(3))
         assert (first.position, second.position, third.position) == (0, 1, 2)
         first.cancel()
         assert (second.position, third.position) == (0, 1)
 
 
 async def test_whoever_stood_behind_a_heavy_one_that_left_is_asked_at_once():
-    async with Play() as stage:
-        stage.model("a", parallel=2)
-        await stage.up("a")
-        stage.ask("a")
-        heavy, light = stage.ask("a", weight=2), stage.ask("a")
+    async with Harness() as harness:
+        await harness.load_model("a", parallel=2)
+        harness.request("a")
+        heavy, light = harness.request("a", weight=2), harness.request("a")
         assert not light.granted
         heavy.cancel()
         assert light.granted
@@ -323,58 +260,57 @@ async def test_whoever_stood_behind_a_heavy_one_that_left_is_asked_at_once():
 
 async def test_target_inflight_bounds_all_caches_of_a_replica_together():
     caches = {"main": CacheInfo(100, 4), "fast": CacheInfo(100, 4)}
-    async with Play() as stage:
-        stage.model("a", caches=caches, target_inflight=2)
-        await stage.up("a")
-        first, second = stage.ask("a", "main"), stage.ask("a", "fast")
-        third = stage.ask("a", "fast")
-        await stage.clock.pass_(1)
-        fourth = stage.ask("a", "main")
+    async with Harness() as harness:
+        await harness.load_model("a", caches=caches, target_inflight=2)
+        first, second = harness.request("a", "main"), harness.request("a", "fast")
+        third = harness.request("a", "fast")
+        await harness.clock.advance(1)
+        fourth = harness.request("a", "main")
         assert [t.granted for t in (first, second, third, fourth)] == [True, True, False, False]
         first.cancel()  # a place of main: it goes to whoever has waited longest, in any cache
         assert [t.granted for t in (third, fourth)] == [True, False]
-        assert stage.ask("a", "main", weight=9).weight == 2
+        assert harness.request("a", "main", weight=9).weight == 2
 
 
 # --- replicas ---
 
 
-async def scaled(stage: Play, number: int, **more: Any) -> None:
-    stage.model("a", replica_max=number, **more)
-    await stage.scheduler.scale("a", number)
+async def scaled(harness: Harness, number: int, **more: Any) -> None:
+    harness.add_model("a", replica_max=number, **more)
+    await harness.scheduler.scale("a", number)
 
 
 async def test_requests_are_spread_over_replicas():
-    async with Play() as stage:
-        await scaled(stage, 3, parallel=2)
-        engines = [stage.ask("a").engine for _ in range(6)]
+    async with Harness() as harness:
+        await scaled(harness, 3, parallel=2)
+        engines = [harness.request("a").engine for _ in range(6)]
         assert {engines.count(engine) for engine in engines} == {2}
-        assert not stage.ask("a").granted
+        assert not harness.request("a").granted
 
 
 async def test_a_session_stays_with_its_replica():
-    async with Play() as stage:
-        await scaled(stage, 2, parallel=4)
-        first = stage.ask("a", session="s")
-        stage.ask("a", session="other")
-        assert {stage.ask("a", session="s").engine for _ in range(3)} == {first.engine}
+    async with Harness() as harness:
+        await scaled(harness, 2, parallel=4)
+        first = harness.request("a", session="s")
+        harness.request("a", session="other")
+        assert {harness.request("a", session="s").engine for _ in range(3)} == {first.engine}
 
 
 async def test_a_prompt_goes_where_its_beginning_is_known():
-    async with Play() as stage:
-        await scaled(stage, 2, parallel=8)
+    async with Harness() as harness:
+        await scaled(harness, 2, parallel=8)
         prompt = list(range(600))
-        known = stage.ask("a", prompt=prompt)
-        assert stage.ask("a").engine is not known.engine
-        assert stage.ask("a", prompt=[*prompt, 1]).engine is known.engine
+        known = harness.request("a", prompt=prompt)
+        assert harness.request("a").engine is not known.engine
+        assert harness.request("a", prompt=[*prompt, 1]).engine is known.engine
 
 
 async def test_a_replica_that_is_lost_gets_nothing_more_and_the_other_takes_over():
-    async with Play() as stage:
-        await scaled(stage, 2)
-        first = stage.ask("a", session="s")
+    async with Harness() as harness:
+        await scaled(harness, 2)
+        first = harness.request("a", session="s")
         first.engine.lost.set_result(Unavailable("killed"))
-        again = stage.ask("a", session="s")
+        again = harness.request("a", session="s")
         assert again.granted
         assert again.engine is not first.engine
 
@@ -383,50 +319,47 @@ async def test_a_replica_that_is_lost_gets_nothing_more_and_the_other_takes_over
 
 
 async def test_a_waiter_past_its_deadline_is_refused():
-    async with Play() as stage:
-        stage.model("a")
-        await stage.up("a")
-        stage.ask("a")
-        hasty, patient = stage.ask("a", deadline=EPOCH + 5), stage.ask("a")
-        await stage.clock.pass_(4)
+    async with Harness() as harness:
+        await harness.load_model("a")
+        harness.request("a")
+        hasty, patient = harness.request("a", deadline=EPOCH + 5), harness.request("a")
+        await harness.clock.advance(4)
         assert hasty.position == 1
-        await stage.clock.pass_(1)
+        await harness.clock.advance(1)
         with pytest.raises(Timeout, match="waited 5 s"):
             await hasty.lease()
         assert patient.position == 1
 
 
 async def test_nobody_waits_longer_than_the_limit():
-    async with Play(max_wait_s=60.0) as stage:
-        stage.model("a", autoload=True).gate.clear()
-        ticket = stage.ask("a")
-        await stage.clock.pass_(60)
+    async with Harness(max_wait_s=60.0) as harness:
+        harness.add_model("a", autoload=True).gate.clear()
+        ticket = harness.request("a")
+        await harness.clock.advance(60)
         with pytest.raises(Timeout, match="waited 60 s"):
             await ticket.lease()
-        assert stage.scheduler.requests() == ()
+        assert harness.scheduler.requests() == ()
 
 
 async def test_a_granted_request_leaves_no_timer_behind():
-    async with Play(max_wait_s=60.0) as stage:
-        stage.model("a")
-        await stage.up("a")
-        first, second = stage.ask("a"), stage.ask("a")
+    async with Harness(max_wait_s=60.0) as harness:
+        await harness.load_model("a")
+        first, second = harness.request("a"), harness.request("a")
         first.cancel()
         assert second.granted
-        assert stage.clock.pending == 0
+        assert harness.clock.pending == 0
 
 
 async def test_a_full_queue_says_when_to_come_back_by_how_long_answers_took():
-    async with Play(max_waiting=4) as stage:
-        stage.model("a", parallel=2)
-        await stage.up("a")
-        held = await stage.ask("a").lease()
-        await stage.clock.pass_(30)
+    async with Harness(max_waiting=4) as harness:
+        await harness.load_model("a", parallel=2)
+        held = await harness.request("a").lease()
+        await harness.clock.advance(30)
         held.release()
         for _ in range(6):
-            stage.ask("a")
+            harness.request("a")
         with pytest.raises(Overloaded) as refused:
-            stage.ask("a")
+            harness.request("a")
         assert (refused.value.retry_after, refused.value.position) == (60.0, 5)
 
 
@@ -434,63 +367,61 @@ async def test_a_full_queue_says_when_to_come_back_by_how_long_answers_took():
 
 
 async def test_a_key_over_its_limit_is_told_when_to_come_back_and_others_are_not():
-    async with Play(keys={"ann": KeyLimits(requests_per_minute=2)}) as stage:
-        stage.model("a", parallel=9)
-        await stage.up("a")
-        stage.ask("a", key="ann")
-        stage.ask("a", key="ann")
+    async with Harness(keys={"ann": KeyLimits(requests_per_minute=2)}) as harness:
+        await harness.load_model("a", parallel=9)
+        harness.request("a", key="ann")
+        harness.request("a", key="ann")
         with pytest.raises(RateLimited, match="2 requests a minute") as refused:
-            stage.ask("a", key="ann")
+            harness.request("a", key="ann")
         assert refused.value.retry_after == pytest.approx(30)
-        assert stage.ask("a", key="bob").granted
-        await stage.clock.pass_(30)
-        assert stage.ask("a", key="ann").granted
+        assert harness.request("a", key="bob").granted
+        await harness.clock.advance(30)
+        assert harness.request("a", key="ann").granted
 
 
 async def test_those_who_wait_count_as_at_work_and_those_who_left_do_not():
-    async with Play(keys={"ann": KeyLimits(max_concurrent=2)}) as stage:
-        stage.model("a")
-        await stage.up("a")
-        running, waiting = stage.ask("a", key="ann"), stage.ask("a", key="ann")
+    async with Harness(keys={"ann": KeyLimits(max_concurrent=2)}) as harness:
+        await harness.load_model("a")
+        running, waiting = harness.request("a", key="ann"), harness.request("a", key="ann")
         with pytest.raises(RateLimited, match="2 requests at a time"):
-            stage.ask("a", key="ann")
+            harness.request("a", key="ann")
         waiting.cancel()
         running.cancel()
-        assert [stage.ask("a", key="ann").granted for _ in range(2)] == [True, False]
+        assert [harness.request("a", key="ann").granted for _ in range(2)] == [True, False]
 
 
 async def test_refusing_everybody_frees_their_keys():
-    async with Play(keys={"ann": KeyLimits(max_concurrent=1)}) as stage:
-        act = stage.model("a", autoload=True)
-        act.fault = InvalidRequest("truncated file")
+    async with Harness(keys={"ann": KeyLimits(max_concurrent=1)}) as harness:
+        model = harness.add_model("a", autoload=True)
+        model.fault = InvalidRequest("truncated file")
         with pytest.raises(Unavailable):
-            await stage.ask("a", key="ann").lease()
-        act.fault = None
-        await stage.clock.pass_(61)
-        assert await stage.ask("a", key="ann").lease()
+            await harness.request("a", key="ann").lease()
+        model.fault = None
+        await harness.clock.advance(61)
+        assert await harness.request("a", key="ann").lease()
 
 
 async def test_output_tokens_count_and_a_second_try_does_not():
-    async with Play(keys={"ann": KeyLimits(tokens_per_minute=600, requests_per_minute=2)}) as stage:
-        stage.model("a", parallel=9)
-        await stage.up("a")
-        stage.ask("a", key="ann", tokens=100).spend(800)
-        stage.ask("a", key="ann", tokens=100, is_retry=True)
+    async with Harness(keys={"ann": KeyLimits(tokens_per_minute=600, requests_per_minute=2)}) as harness:
+        await harness.load_model("a", parallel=9)
+        harness.request("a", key="ann", tokens=100).spend(800)
+        harness.request("a", key="ann", tokens=100, is_retry=True)
         with pytest.raises(RateLimited, match="600 tokens a minute") as refused:
-            stage.ask("a", key="ann", tokens=100)
+            harness.request("a", key="ann", tokens=100)
         assert refused.value.retry_after == pytest.approx(40)
 
 
 async def test_new_limits_hold_at_once_and_unchanged_ones_remember():
-    async with Play(keys={"ann": KeyLimits(requests_per_minute=1), "bob": KeyLimits(requests_per_minute=1)}) as stage:
-        stage.model("a", parallel=9)
-        await stage.up("a")
-        stage.ask("a", key="ann")
-        stage.ask("a", key="bob")
-        stage.scheduler.set_limits({"ann": KeyLimits(requests_per_minute=5), "bob": KeyLimits(requests_per_minute=1)})
-        assert stage.ask("a", key="ann").granted
+    async with Harness(
+        keys={"ann": KeyLimits(requests_per_minute=1), "bob": KeyLimits(requests_per_minute=1)}
+    ) as harness:
+        await harness.load_model("a", parallel=9)
+        harness.request("a", key="ann")
+        harness.request("a", key="bob")
+        harness.scheduler.set_limits({"ann": KeyLimits(requests_per_minute=5), "bob": KeyLimits(requests_per_minute=1)})
+        assert harness.request("a", key="ann").granted
         with pytest.raises(RateLimited):
-            stage.ask("a", key="bob")
+            harness.request("a", key="bob")
 
 
 # --- nothing is left behind ---
@@ -498,23 +429,415 @@ async def test_new_limits_hold_at_once_and_unchanged_ones_remember():
 
 async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind():
     dice = Random(5)
-    async with Play(limit=10, max_wait_s=600.0, linger_s=0.0, keys={"k1": KeyLimits(max_concurrent=1000)}) as stage:
+    async with Harness(
+        limit=10, max_wait_s=600.0, linger_s=0.0, keys={"k1": KeyLimits(max_concurrent=1000)}
+    ) as harness:
         for name in "abc":
-            stage.model(name, size=4, parallel=2, autoload=True)
+            harness.add_model(name, size=4, parallel=2, autoload=True)
         tickets = [
-            stage.ask(dice.choice("abc"), key=f"k{dice.randrange(3)}", weight=dice.choice((1, 1, 2)))
+            harness.request(dice.choice("abc"), key=f"k{dice.randrange(3)}", weight=dice.choice((1, 1, 2)))
             for _ in range(200)
         ]
         while tickets:
             for ticket in dice.sample(tickets, min(7, len(tickets))):
                 ticket.cancel()  # a waiter leaves, or one that runs is done
             tickets = [ticket for ticket in tickets if not ticket.is_finished]
-            await stage.clock.pass_(0.5)
-        await stage.settle()
-        snapshot = stage.scheduler.snapshot().models.values()
+            await harness.clock.advance(0.5)
+        await harness.settle()
+        snapshot = harness.scheduler.snapshot().models.values()
         assert [(m.running, m.waiting, m.waiting_tokens) for m in snapshot] == [(0, 0, 0)] * 3
         assert [m.places for m in snapshot if m.state == "ready"] == [2] * sum(m.state == "ready" for m in snapshot)
-        assert stage.scheduler.requests() == ()
-        assert stage.scheduler._rate_limiters["k1"].active == 0
-    assert stage.clock.pending == 0
+        assert harness.scheduler.requests() == ()
+        assert harness.scheduler._rate_limiters["k1"].active == 0
+    assert harness.clock.pending == 0
     assert len(asyncio.all_tasks()) == 1
+
+
+# --- load and unload ---
+
+
+async def test_a_load_is_done_when_the_model_is_ready():
+    async with Harness() as harness:
+        model = harness.add_model("a")
+        model.gate.clear()
+        first, second = harness.scheduler.load("a"), harness.scheduler.load("a")
+        await harness.settle()
+        assert not first.done()
+        assert (harness.snapshot("a").state, harness.snapshot("a").progress, harness.snapshot("a").doing) == (
+            "loading",
+            0.5,
+            "half way",
+        )
+        model.gate.set()
+        await asyncio.gather(first, second)
+        assert len(model.engines) == 1
+        await harness.scheduler.load("a")
+
+
+async def test_a_load_that_fails_says_why_to_whoever_waits_for_it():
+    async with Harness() as harness:
+        harness.add_model("a").fault = InvalidRequest("truncated file")
+        with pytest.raises(InvalidRequest, match="truncated file"):
+            await harness.scheduler.load("a")
+        harness.models["a"].fault = None
+        await harness.scheduler.load("a")
+        assert harness.snapshot("a").reason == ""
+
+
+async def test_an_unknown_model_is_not_found():
+    async with Harness() as harness:
+        for order in (
+            harness.scheduler.load,
+            harness.scheduler.unload,
+            harness.scheduler.drain,
+            harness.scheduler.engines,
+        ):
+            with pytest.raises(NotFound):
+                order("nobody")
+
+
+async def test_a_load_drives_an_idle_model_out():
+    async with Harness(limit=10) as harness:
+        harness.add_model("a", size=6)
+        harness.add_model("b", size=6)
+        await harness.scheduler.load("a")
+        await harness.clock.advance(5)
+        await harness.scheduler.load("b")
+        assert harness.states() == {"a": "stopped", "b": "ready"}
+
+
+async def test_unloading_lets_those_who_run_finish_and_refuses_those_who_wait():
+    async with Harness() as harness:
+        model = await harness.load_model("a")
+        held, waiting = await harness.request("a").lease(), harness.request("a")
+        gone = harness.scheduler.unload("a")
+        with pytest.raises(Unavailable, match="was unloaded"):
+            await waiting.lease()
+        with pytest.raises(Conflict, match="not loaded"):
+            harness.request("a")
+        await harness.settle()
+        assert (harness.snapshot("a").state, model.open, gone.done()) == ("draining", 1, False)
+        held.release()
+        await gone
+        assert (harness.snapshot("a").state, model.open) == ("stopped", 0)
+
+
+async def test_unloading_by_force_ends_those_who_run():
+    async with Harness() as harness:
+        model = await harness.load_model("a", parallel=2)
+        told: list[ModelyardError] = []
+        held, other = await harness.request("a").lease(), await harness.request("a").lease()
+        held.on_revoke(told.append)
+        await harness.scheduler.unload("a", force=True)
+        other.on_revoke(told.append)  # whoever had not begun yet hears of it when he does
+        assert [error.code for error in told] == ["model_unloaded"] * 2
+        assert model.open == 0
+        held.release()
+        other.release()
+        assert harness.snapshot("a").running == 0
+
+
+async def test_unloading_while_it_loads_ends_the_load():
+    async with Harness() as harness:
+        model = harness.add_model("a")
+        model.gate.clear()
+        loading = harness.scheduler.load("a")
+        await harness.settle()
+        await harness.scheduler.unload("a")
+        with pytest.raises(Conflict, match="before it was ready"):
+            await loading
+        assert (harness.snapshot("a").state, model.open) == ("stopped", 0)
+
+
+async def test_unloading_what_is_not_loaded_is_done_at_once():
+    async with Harness() as harness:
+        harness.add_model("a")
+        await harness.scheduler.unload("a")
+        assert harness.states() == {"a": "stopped"}
+
+
+async def test_a_model_that_loads_on_request_does_so_while_its_old_engine_drains():
+    async with Harness() as harness:
+        model = harness.add_model("a", autoload=True)
+        held = await harness.request("a").lease()
+        harness.scheduler.unload("a")
+        assert (await harness.request("a").lease()).engine is model.engines[1]
+        held.release()
+        await until(lambda: model.engines[0].closed)
+
+
+async def test_nobody_has_to_wait_for_an_order():
+    async with Harness() as harness:
+        harness.add_model("a").fault = InvalidRequest("truncated file")
+        harness.scheduler.load("a")
+        await harness.wait_for_state("a", "failed")
+
+
+async def test_orders_to_a_closed_scheduler_are_refused_and_pending_ones_end():
+    harness = Harness()
+    harness.add_model("a").gate.clear()
+    pending = harness.scheduler.load("a")
+    await harness.scheduler.close()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await pending
+    with pytest.raises(Unavailable, match="shutting down"):
+        harness.scheduler.load("a")
+
+
+# --- overrides ---
+
+
+def overridable(harness: Harness) -> None:
+    blueprint = harness.spec("a")
+
+    def altered(overrides: Any) -> Any:
+        if "n_ctx" not in overrides:
+            raise InvalidRequest("unknown")
+        return replace(blueprint, caches={"main": CacheInfo(overrides["n_ctx"])})
+
+    harness.scheduler._manager.add(replace(blueprint, altered=altered))
+
+
+async def test_overrides_hold_until_the_next_unload():
+    async with Harness() as harness:
+        overridable(harness)
+        await harness.scheduler.load("a", {"n_ctx": 64})
+        assert harness.snapshot("a").caches["main"].window == 64
+        assert harness.snapshot("a").overrides == {"n_ctx": 64}
+        await harness.scheduler.load("a", {"n_ctx": 64})
+        with pytest.raises(Conflict, match="unload it first"):
+            harness.scheduler.load("a", {"n_ctx": 65})
+        await harness.scheduler.unload("a")
+        await harness.scheduler.load("a")
+        assert harness.snapshot("a").caches["main"].window == 100
+        assert harness.snapshot("a").overrides == {}
+
+
+async def test_overrides_of_a_load_that_failed_do_not_outlive_it():
+    async with Harness() as harness:
+        overridable(harness)
+        harness.models["a"].fault = InvalidRequest("out of memory")
+        with pytest.raises(InvalidRequest, match="out of memory"):
+            await harness.scheduler.load("a", {"n_ctx": 10**6})
+        harness.models["a"].fault = None
+        await harness.scheduler.load("a")
+        assert (harness.snapshot("a").caches["main"].window, harness.snapshot("a").overrides) == (100, {})
+
+
+async def test_bad_overrides_change_nothing():
+    async with Harness() as harness:
+        overridable(harness)
+        harness.add_model("b")
+        with pytest.raises(InvalidRequest, match="unknown"):
+            harness.scheduler.load("a", {"colour": "red"})
+        with pytest.raises(InvalidRequest, match="allows no overrides"):
+            harness.scheduler.load("b", {"n_ctx": 1})
+        assert harness.states() == {"a": "stopped", "b": "stopped"}
+
+
+# --- drain and scale ---
+
+
+async def test_a_drained_model_answers_those_who_came_and_takes_nobody_else():
+    async with Harness() as harness:
+        model = await harness.load_model("a")
+        held, waiting = await harness.request("a").lease(), harness.request("a")
+        drained = harness.scheduler.drain("a")
+        with pytest.raises(Unavailable) as refused:
+            harness.request("a")
+        assert refused.value.code == "model_draining"
+        held.release()
+        (await waiting.lease()).release()
+        await drained
+        assert (harness.snapshot("a").state, model.open) == ("draining", 1)
+        await harness.scheduler.load("a")
+        assert harness.request("a").granted
+        assert len(model.engines) == 1
+
+
+async def test_what_is_not_loaded_cannot_be_drained():
+    async with Harness() as harness:
+        harness.add_model("a")
+        with pytest.raises(Conflict):
+            harness.scheduler.drain("a")
+
+
+async def test_replicas_come_and_go_live():
+    async with Harness() as harness:
+        model = harness.add_model("a", replica_max=3)
+        await harness.scheduler.scale("a", 3)
+        assert (model.open, harness.snapshot("a").places) == (3, 3)
+        held = [await harness.request("a").lease() for _ in range(3)]
+        assert len({lease.engine for lease in held}) == 3
+        fewer = harness.scheduler.scale("a", 1)
+        held[0].release()
+        held[1].release()
+        held[2].release()
+        await fewer
+        assert (model.open, harness.snapshot("a").places) == (1, 1)
+
+
+@pytest.mark.parametrize("number", [0, -1, 4])
+async def test_replicas_are_bounded(number: int):
+    async with Harness() as harness:
+        harness.add_model("a", replica_max=3)
+        with pytest.raises(InvalidRequest, match="1 to 3 replicas"):
+            harness.scheduler.scale("a", number)
+
+
+async def test_a_replica_that_cannot_be_loaded_leaves_the_others_and_says_so():
+    async with Harness() as harness:
+        model = await harness.load_model("a", replica_max=2)
+        model.fault = InvalidRequest("out of memory")
+        with pytest.raises(InvalidRequest, match="out of memory"):
+            await harness.scheduler.scale("a", 2)
+        assert (harness.snapshot("a").state, harness.snapshot("a").replicas_wanted) == ("ready", 1)
+        assert "out of memory" in harness.snapshot("a").reason
+
+
+# --- requests ---
+
+
+async def test_requests_are_listed_oldest_first_with_where_they_stand():
+    async with Harness() as harness:
+        await harness.load_model("a")
+        harness.request("a", trace="t1", key="ann", tokens=7)
+        await harness.clock.advance(2)
+        harness.request("a", trace="t2")
+        await harness.clock.advance(3)
+        running, waiting = harness.scheduler.requests()
+        assert (running.trace, running.state, running.position, running.replica) == ("t1", "running", 0, 1)
+        assert (running.key, running.tokens, running.since) == ("ann", 7, EPOCH)
+        assert (waiting.trace, waiting.state, waiting.position, waiting.waited) == ("t2", "waiting", 1, 3.0)
+        assert harness.snapshot("a").wait_s == 3.0
+
+
+async def test_a_request_is_cancelled_by_its_trace_wherever_it_stands():
+    async with Harness() as harness:
+        await harness.load_model("a")
+        told: list[ModelyardError] = []
+        lease = await harness.request("a", trace="t1").lease()
+        lease.on_revoke(told.append)
+        waiting = harness.request("a", trace="t2")
+        harness.request("a")
+        assert [harness.scheduler.cancel(trace) for trace in ("t1", "t2", "t3", "")] == [1, 1, 0, 0]
+        assert isinstance(told[0], Cancelled)
+        with pytest.raises(Cancelled, match="administrator"):
+            await waiting.lease()
+        assert harness.snapshot("a").waiting == 1
+
+
+# --- changes ---
+
+
+async def test_every_change_of_state_is_told():
+    async with Harness() as harness:
+        harness.add_model("a")
+        changes = harness.scheduler.subscribe()
+        await harness.scheduler.load("a")
+        await harness.scheduler.unload("a")
+        await harness.settle()
+    told = [(change.state, change.progress) async for change in changes]
+    assert told == [("loading", 0.0), ("loading", 0.5), ("ready", 1.0), ("draining", 0.0), ("stopped", 0.0)]
+
+
+async def test_a_failure_is_told_with_its_reason():
+    async with Harness() as harness:
+        harness.add_model("a").fault = InvalidRequest("truncated file")
+        changes = harness.scheduler.subscribe()
+        harness.scheduler.load("a")
+        await harness.wait_for_state("a", "failed")
+        last = ModelStateChange(model="a", state="loading")
+        while last.state != "failed":
+            last = await anext(changes)
+        assert (last.reason, last.at) == ("truncated file", EPOCH)
+
+
+# --- a new configuration ---
+
+
+async def test_a_model_that_is_gone_answers_those_who_came_before():
+    async with Harness() as harness:
+        model = harness.add_model("a")
+        harness.add_model("b")
+        for name in ("a", "b"):
+            await harness.scheduler.load(name)
+        held, waiting = await harness.request("a").lease(), harness.request("a")
+        harness.scheduler.reconfigure({"b": harness.scheduler._models["b"].spec})
+        with pytest.raises(NotFound):
+            harness.request("a")
+        await harness.settle()
+        assert [model.name for model in harness.scheduler.snapshot().retiring] == ["a"]
+        held.release()
+        (await waiting.lease()).release()
+        await until(lambda: not model.open)
+        await harness.settle()
+        assert harness.scheduler.snapshot().retiring == ()
+
+
+async def test_a_model_that_makes_another_engine_is_loaded_anew_beside_the_old():
+    async with Harness() as harness:
+        harness.scheduler.reconfigure({"a": harness.spec("a", identity="1")})
+        old = harness.models["a"]
+        await harness.scheduler.load("a")
+        held = await harness.request("a").lease()
+        harness.scheduler.reconfigure({"a": harness.spec("a", identity="2")})
+        assert (await harness.request("a").lease()).engine is harness.models["a"].engines[0]
+        assert old.open == 1
+        held.release()
+        await until(lambda: not old.open)
+
+
+async def test_where_old_and_new_do_not_fit_together_the_new_one_waits():
+    async with Harness(limit=10, linger_s=0.0) as harness:
+        harness.scheduler.reconfigure({"a": harness.spec("a", size=6, identity="1")})
+        old = harness.models["a"]
+        await harness.scheduler.load("a")
+        held = await harness.request("a").lease()
+        harness.scheduler.reconfigure({"a": harness.spec("a", size=6, identity="2")})
+        ticket = harness.request("a")
+        await harness.settle()
+        assert (old.open, harness.models["a"].engines) == (1, [])
+        held.release()
+        assert (await ticket.lease()).engine is harness.models["a"].engines[0]
+        assert old.open == 0
+
+
+async def test_the_same_engine_goes_on_and_is_run_as_the_new_configuration_says():
+    async with Harness() as harness:
+        harness.scheduler.reconfigure({"a": harness.spec("a", identity="1", parallel=4, target_inflight=1)})
+        model = harness.models["a"]
+        await harness.scheduler.load("a")
+        harness.request("a")
+        assert not harness.request("a").granted
+        changed = harness.spec("a", identity="1", parallel=4, target_inflight=3, replicas=1, idle_ttl_s=5.0)
+        harness.scheduler.reconfigure({"a": changed})
+        assert harness.request("a").granted
+        assert (harness.snapshot("a").running, harness.snapshot("a").waiting, len(model.engines)) == (3, 0, 1)
+        assert harness.snapshot("a").idle_ttl_s == 5.0
+
+
+async def test_new_models_are_known_and_in_the_order_of_the_configuration():
+    async with Harness() as harness:
+        harness.scheduler.reconfigure({name: harness.spec(name, identity=name) for name in "ab"})
+        harness.scheduler.reconfigure({name: harness.spec(name, identity=name) for name in "cba"})
+        assert list(harness.states()) == ["c", "b", "a"]
+
+
+async def test_a_model_that_a_reload_brings_is_loaded_if_it_is_enabled():
+    async with Harness() as harness:
+        harness.scheduler.reconfigure({"a": harness.spec("a", identity="a", enabled=True)})
+        assert harness.states() == {"a": "stopped"}  # at the start the server says when
+        harness.scheduler.reconfigure(
+            {name: harness.spec(name, identity=name, enabled=name == "b") for name in ("a", "b", "c")}
+        )
+        await harness.wait_for_state("b", "ready")
+        assert harness.states() == {"a": "stopped", "b": "ready", "c": "stopped"}
+
+
+async def test_what_the_pool_has_taken_is_shown_by_device():
+    async with Harness(limit=10) as harness:
+        await harness.load_model("a", size=6)
+        snapshot = harness.scheduler.snapshot()
+        assert [(d.device, d.limit, d.taken) for d in snapshot.devices] == [("cpu", 10, 6)]
+        assert snapshot.models["a"].estimate == MemoryEstimate(weights=6)

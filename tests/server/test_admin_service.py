@@ -96,7 +96,7 @@ async def test_what_only_a_restart_changes_is_told(tmp_path: Path) -> None:
     async with kept(tmp_path / "a.json", saying("Hi.")) as (made, client):
         made.write({**saying("Hi."), "http": {"port": 9999}})
         (warning,) = (await client.post("/v1/admin/reload")).json()["warnings"]
-        assert warning.startswith("http: changed, but only a restart")
+        assert warning.startswith("http: changed; restart the server")
 
 
 async def test_a_server_without_a_file_has_nothing_to_read() -> None:

@@ -40,7 +40,7 @@ async def test_a_change_is_noticed(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text("one")
     reload = Reload()
-    watching = asyncio.create_task(watch((file,), reload, look_s=0.001))
+    watching = asyncio.create_task(watch((file,), reload, poll_s=0.001))
     await asyncio.sleep(0)
     file.write_text("another")
     await asyncio.wait_for(reload.happened.wait(), 60)
@@ -56,7 +56,7 @@ async def test_a_wrong_configuration_does_not_end_the_watch(tmp_path: Path, capl
     file = tmp_path / "a.toml"
     file.write_text("one")
     reload = Reload(InvalidRequest("the configuration has errors"))
-    watching = asyncio.create_task(watch((file,), reload, look_s=0.001))
+    watching = asyncio.create_task(watch((file,), reload, poll_s=0.001))
     await asyncio.sleep(0)
     for text in ("wrong", "wrong again"):
         reload.happened.clear()

@@ -158,7 +158,7 @@ def test_paths_and_places_are_refused_with_the_names_that_are_allowed(field: str
 def test_an_engine_without_any_says_so() -> None:
     far = {"backend": "openai_remote", "remote_base_url": "https://api.example.com/v1", "remote_model": "large"}
     remote = load_config(env={}, overrides={"models": {"far": far}}).config
-    with pytest.raises(InvalidRequest, match="none that one may"):
+    with pytest.raises(InvalidRequest, match="allows no overrides"):
         with_overrides(remote, "far", {"remote_base_url": "https://elsewhere.example"})
 
 

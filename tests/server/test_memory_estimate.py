@@ -37,7 +37,7 @@ def test_a_model_whose_file_is_not_there_says_why_it_cannot_tell() -> None:
     (told,) = estimate_all(config(gone={"backend": "llama_cpp", "path": "/no/such/file.gguf"}), HERE)
     assert told.memory is None
     assert "/no/such/file.gguf" in told.note
-    assert describe_memory(told, HERE).startswith("not known: ")
+    assert describe_memory(told, HERE).startswith("unknown: ")
 
 
 def test_the_sentence_names_the_parts_and_what_is_free() -> None:
@@ -50,4 +50,4 @@ def test_the_sentence_names_the_parts_and_what_is_free() -> None:
 
 
 def test_a_model_that_takes_nothing_here_says_so() -> None:
-    assert describe_memory(ModelMemory("far", MemoryEstimate()), HERE) == "none of its own"
+    assert describe_memory(ModelMemory("far", MemoryEstimate()), HERE) == "none in this process"

@@ -92,7 +92,7 @@ def test_a_model_whose_template_knows_no_tools_is_told_them_and_understood():
     assert parts.format.name == "plain"
     assert parts.format_for(Request(model="demo", tools=(Tool("now"),))) is parts.tools_prompt_format
     assert parts.format_for(Request(model="demo")) is parts.format
-    assert "in words" in dict(made.notes)["tools"]
+    assert "described as text" in dict(made.notes)["tools"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"chat_template": NAIVE, "tools_prompt": "never"}])

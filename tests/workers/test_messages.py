@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelyard.core import engine as core
+from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.errors import Unavailable
 from modelyard.core.events import BlockDelta, Failed, Started, TokenLogprob, Usage
 from modelyard.core.request import Constraint, Image, Request, Sampling, Text
@@ -38,6 +39,8 @@ from modelyard.workers.messages import (
     decode_for_worker,
     encode,
     to_chunk,
+    to_infer_request,
+    to_prompt,
     to_update,
     version_mismatch,
 )
@@ -182,3 +185,39 @@ def _imports(file: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+# Whatever a prompt says arrives at the worker, also what somebody adds to it later.
+
+FULL = Prompt(
+    parts=(TokenRun([1, 2]), Media("image", "ab", b"\0\1", 4), TokenRun([3])),
+    sampling=Sampling(temperature=0.5, seed=7),
+    max_tokens=99,
+    stop_ids=(5, 6),
+    constraint=Constraint("regex", "a+"),
+    cache="main",
+    session="s",
+    priority="background",
+    adapters=(("law", 0.5),),
+    logprobs=3,
+    deadline=12.5,
+    trace="t",
+    dedup_key="j",
+)
+
+
+def test_this_prompt_says_all_that_a_prompt_can() -> None:
+    silent = [field.name for field in msgspec.structs.fields(Prompt) if getattr(FULL, field.name) == field.default]
+    assert silent == [], "say something in it, or the next test shows nothing"
+
+
+def test_all_that_it_says_arrives() -> None:
+    message = decode_for_worker(encode(AddRequest("e", to_infer_request(7, FULL))))
+    assert isinstance(message, AddRequest)
+    assert message.request.request_id == 7
+    assert to_prompt(message.request) == FULL
+
+
+def test_tokens_that_are_none_are_refused() -> None:
+    with pytest.raises(MalformedMessage):
+        to_prompt(InferRequest(1, b"\0\1\2"))

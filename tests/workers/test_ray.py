@@ -28,9 +28,9 @@ from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 from tests.engines.llama_cpp import helpers as llama_stage
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
-from tests.workers.nodes import HEAD, Nodes
-from tests.workers.nodes import nodes as ray_nodes
-from tests.workers.stage import address, prompt, until
+from tests.workers.harness import address, prompt, until
+from tests.workers.ray_nodes import HEAD, Nodes
+from tests.workers.ray_nodes import nodes as ray_nodes
 
 PACE = HeartbeatConfig(interval_s=0.4, worker_misses=10)
 

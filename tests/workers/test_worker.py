@@ -40,7 +40,7 @@ from modelyard.workers.worker import Worker
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
-from tests.workers.stage import DEADLINE_S, HASTY, PATIENT, Stranger, opened, prompt, spec, talking, until, working
+from tests.workers.harness import DEADLINE_S, HASTY, PATIENT, Stranger, opened, prompt, spec, talking, until, working
 
 ENDLESS: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
 SAYS_MUCH: dict[str, Any] = {"script": [{"steps": [{"tokens": 2000}]}], "token_delay": 0.0001}

@@ -59,13 +59,12 @@ from modelyard.core.request import Constraint, Message, Request, Sampling, Text,
 from modelyard.core.tokenizer import Tokenizer
 from modelyard.engines.fake.answers import Steps, constrained_answer, demo_answer
 from modelyard.engines.fake.options import Options, tokenizer_path
-from modelyard.engines.fake.output import Plan, PlanCompiler, filler_tokens, find_filler, format_writer, iterate
+from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler, format_writer
 from modelyard.engines.fake.script import (
     ConversationView,
     PromptView,
     RequestView,
     Script,
-    ScriptRule,
     ScriptStep,
     unroll,
 )
@@ -131,16 +130,14 @@ class FakeEngine:
         for job in tuple(self.jobs):
             job.fail(error)
 
-    def answer(
-        self, conversation: ConversationView, constraint: Constraint | None, session: str | None
-    ) -> ScriptRule | Steps:
+    def answer(self, conversation: ConversationView, constraint: Constraint | None, session: str | None) -> Steps:
         rule = self._script.choose(conversation, session)
         if rule is not None and (constraint is None or not rule.is_unconditional):
-            return rule
+            return rule.steps
         if constraint is not None and (steps := constrained_answer(constraint, conversation)):
             return steps
         if rule is not None:
-            return rule
+            return rule.steps
         return (ScriptStep(text=conversation.user),) if self.options.echo else demo_answer(conversation)
 
 
@@ -245,25 +242,13 @@ class FakeTextEngine(FakeEngine):
         self._caches = {name: (info, PrefixCache(info.parallel)) for name, info in spec.caches.items()}
         self._saved: dict[str, dict[str, PrefixCache]] = {}
         self._adapters: set[str] = set()
-        self._plans: dict[tuple[int, bool], Plan] = {}
 
     async def open(self, progress: OnProgress) -> None:
         await super().open(progress)
-        self._compiler = PlanCompiler(self.tokenizer)
+        self.encoder = OutputEncoder(self.tokenizer)
 
     def generate(self, prompt: Prompt) -> Generation[Chunk]:
         return TextJob(self, prompt).start()
-
-    def plan(self, prompt: Prompt) -> Plan:
-        view = PromptView(prompt.ids, self.tokenizer)
-        answer, in_reasoning = self.answer(view, prompt.constraint, prompt.session), view.starts_in_reasoning
-        if not isinstance(answer, ScriptRule):
-            return self._compiler.compile(answer, format_writer(self.options.format, in_reasoning=in_reasoning))
-        key = (id(answer), in_reasoning)  # the engine keeps its rules alive, so an id is unique
-        if (plan := self._plans.get(key)) is None:
-            writer = format_writer(self.options.format, in_reasoning=in_reasoning)
-            plan = self._plans[key] = self._compiler.compile(answer.steps, writer)
-        return plan
 
     def cache(self, name: str) -> tuple[CacheInfo, PrefixCache]:
         """The first cache if `name` is empty."""
@@ -313,7 +298,8 @@ class TextJob(FakeJob[Chunk]):
         self._prompt = prompt
         self._ids, self._total = prompt.ids, prompt.n_tokens
         self._output: list[int] = []
-        self._cached = 0
+        self._limit = self._cached = 0
+        self._limit_reason: EndReason = "length"
         self._sequence: tuple[PrefixCache, str | int] | None = None
         self._prefilled_at: float | None = None
         self._first_token_at: float | None = None
@@ -356,47 +342,53 @@ class TextJob(FakeJob[Chunk]):
         room = info.window - total
         if room < 1:
             raise ContextOverflow(total, info.window)
-        limit = min(room, max_tokens)
-        limit_reason: EndReason = "window" if room < max_tokens else "length"
-        actions = iterate(self._engine.plan(self._prompt))
-        action = next(actions, None)
-        if isinstance(action, ScriptStep) and (error := action.error) is not None:
-            return self._play_failure(action, error)  # before the job is accepted
+        self._limit = min(room, max_tokens)
+        self._limit_reason = "window" if room < max_tokens else "length"
+        view, options = PromptView(self._ids, self._engine.tokenizer), self._engine.options
+        steps = unroll(self._engine.answer(view, self._prompt.constraint, self._prompt.session))
+        step = next(steps, None)
+        if step is not None and (error := step.error) is not None:
+            return self._play_failure(step, error)  # before the job is accepted
 
         key, accepted = cache.take(self._ids, self._prompt.session)
         self._sequence, self._cached = (cache, key), accepted.cached_tokens
         self._engine.reused_tokens += self._cached
         self._engine.evaluated_tokens += total - self._cached
         yield [accepted]
-        rate = self._engine.options.prefill_rate
-        if rate is not None and not (isinstance(action, ScriptStep) and action.prefill is not None):
-            yield from self._prefill((total - self._cached) / rate, _PREFILL_REPORTS)
+        if options.prefill_rate is not None and (step is None or step.prefill is None):
+            yield from self._prefill((total - self._cached) / options.prefill_rate, _PREFILL_REPORTS)
         self._prefilled_at = time.perf_counter()
 
-        wrap = Tokens if self._prompt.logprobs is None else self._with_logprobs
-        while action is not None:
-            if isinstance(action, list):
-                left = limit - len(self._output)
-                stop = min((action.index(token) for token in self._prompt.stop_ids if token in action), default=None)
-                ids = action[: left if stop is None else min(left, stop)]
-                if self._first_token_at is None:
-                    self._first_token_at = time.perf_counter()
-                self._output += ids
-                yield from self._emit(ids, wrap)
-                if len(ids) == left:
-                    return self._end(limit_reason)
-                if stop is not None:
-                    return self._end("stop")
-            elif action.delay is not None:
-                yield action.delay
-            elif action.prefill is not None:
-                yield from self._prefill(action.prefill, action.progress)
-            elif (error := action.error) is not None:
-                return self._play_failure(action, error)
-            else:
-                yield None  # hang
-            action = next(actions, None)
-        self._end("stop")
+        writer = format_writer(options.format, in_reasoning=view.starts_in_reasoning)
+        while step is not None:
+            if step.delay is not None:
+                yield step.delay
+            elif step.prefill is not None:
+                yield from self._prefill(step.prefill, step.progress)
+            elif step.hang is not None:
+                if step.hang:
+                    yield None
+            elif (error := step.error) is not None:
+                return self._play_failure(step, error)
+            elif (yield from self._play_tokens(self._engine.encoder.encode(step, writer))):
+                return None
+            step = next(steps, None)
+        if not (yield from self._play_tokens(self._engine.encoder.encode_end(writer))):
+            self._end("stop")
+
+    def _play_tokens(self, ids: list[int]) -> Generator[list[Chunk] | float, None, bool]:
+        """True if a limit or a stop token ends the job."""
+        left = self._limit - len(self._output)
+        stop = min((ids.index(token) for token in self._prompt.stop_ids if token in ids), default=None)
+        ids = ids[: left if stop is None else min(left, stop)]
+        if self._first_token_at is None:
+            self._first_token_at = time.perf_counter()
+        self._output += ids
+        yield from self._emit(ids, Tokens if self._prompt.logprobs is None else self._with_logprobs)
+        if len(ids) < left and stop is None:
+            return False
+        self._end("stop" if len(ids) < left else self._limit_reason)
+        return True
 
     def _prefill(self, seconds: float, reports: int) -> Iterator[list[Chunk] | float]:
         total, parts = self._total, max(1, reports)
@@ -532,8 +524,7 @@ class FakeChatEngine(FakeEngine):
         choice, constraint = request.tool_choice, request.constraint
         if choice.mode in ("required", "named") and request.tools:
             constraint = Constraint("tools", tools=(choice.name,) if choice.name else ())
-        answer = self.answer(RequestView(request), constraint, request.session)
-        return answer.steps if isinstance(answer, ScriptRule) else answer
+        return self.answer(RequestView(request), constraint, request.session)
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.jobs))

@@ -7,11 +7,12 @@ stays text.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Protocol
 
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines.fake.script import ScriptCall, ScriptStep
+from modelyard.engines.fake.script import ScriptCall, ScriptStep, unroll
 
 Segment = tuple[str, bool]
 
@@ -118,70 +119,38 @@ def format_writer(format: str, *, in_reasoning: bool = False) -> FormatWriter:
 # --- token ids --------------------------------------------------------------------------------------------------------
 
 
-class Repeat(NamedTuple):
-    times: int
-    actions: Plan
-
-
-Action = list[int] | ScriptStep  # token ids to emit; or a step that waits, fails or hangs
-Plan = tuple[Action | Repeat, ...]
-
-
-class PlanCompiler:
-    """Compiles the steps of an answer to token ids, once per rule."""
+class OutputEncoder:
+    """Encodes the output of steps. It caches the token ids, because the steps of a script recur in every job."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._filler = find_filler(tokenizer)
+        self._encode = lru_cache(maxsize=1024)(self._encode_segments)
 
-    def compile(self, steps: Iterable[ScriptStep], writer: FormatWriter) -> Plan:
-        return _join([*self._compile(steps, writer), self._encode(writer.end())])
+    def encode(self, step: ScriptStep, writer: FormatWriter) -> list[int]:
+        """The output of a `text`, `think`, `call`, `raw` or `tokens` step. Do not modify the list."""
+        if step.text is not None:
+            return self._encode(tuple(writer.text(step.text)))
+        if step.think is not None:
+            return self._encode(tuple(writer.think(step.think)))
+        if step.call is not None:
+            return self._encode(tuple(writer.calls(step.calls)))
+        if step.raw is not None:
+            return self._encode(((step.raw, True),))
+        return self._encode(tuple(writer.text(""))) + filler_tokens(self._filler, step.tokens or 0)
 
-    def _compile(self, steps: Iterable[ScriptStep], writer: FormatWriter) -> Iterator[Action | Repeat]:
-        for step in steps:
-            if step.repeat is not None:
-                if step.repeat > 0:  # the first round may open a block that the later rounds continue
-                    yield from self._compile(step.steps, writer)
-                if step.repeat > 1 and (actions := _join(self._compile(step.steps, writer))):
-                    yield Repeat(step.repeat - 1, actions)
-            elif step.raw is not None:
-                yield self._tokenizer.encode(step.raw)
-            elif step.tokens is not None:
-                yield self._encode(writer.text("")) + filler_tokens(self._filler, step.tokens)
-            elif step.think is not None:
-                yield self._encode(writer.think(step.think))
-            elif step.call is not None:
-                yield self._encode(writer.calls(step.calls))
-            elif step.text is not None:
-                yield self._encode(writer.text(step.text))
-            elif step.hang is not False:
-                yield step
+    def encode_answer(self, steps: Iterable[ScriptStep], writer: FormatWriter) -> list[int]:
+        """The output of all steps; those that wait or fail have none."""
+        ids = [token for step in unroll(steps) if step.has_output for token in self.encode(step, writer)]
+        return ids + self.encode_end(writer)
 
-    def _encode(self, segments: Iterable[Segment]) -> list[int]:
+    def encode_end(self, writer: FormatWriter) -> list[int]:
+        return self._encode(tuple(writer.end()))
+
+    def _encode_segments(self, segments: tuple[Segment, ...]) -> list[int]:
         encode, encode_plain = self._tokenizer.encode, self._tokenizer.encode_plain
         texts = ((text, encode if special else encode_plain) for text, special in segments if text)
         return [token for text, tokenize in texts for token in tokenize(text)]
-
-
-def _join(actions: Iterable[Action | Repeat]) -> Plan:
-    """Joins neighbouring token ids: an answer without delays is one list."""
-    out: list[Action | Repeat] = []
-    for action in actions:
-        if isinstance(action, list) and out and isinstance(last := out[-1], list):
-            out[-1] = last + action
-        elif action:
-            out.append(action)
-    return tuple(out)
-
-
-def iterate(plan: Plan) -> Iterator[Action]:
-    """Unrolls repeats lazily: a script may repeat a million times."""
-    for action in plan:
-        if isinstance(action, Repeat):
-            for _ in range(action.times):
-                yield from iterate(action.actions)
-        else:
-            yield action
 
 
 def find_filler(tokenizer: Tokenizer) -> list[int]:

@@ -107,6 +107,10 @@ class ScriptStep(_Model):
         return self
 
     @property
+    def has_output(self) -> bool:
+        return any(getattr(self, name) is not None for name in _OUTPUTS)
+
+    @property
     def calls(self) -> tuple[ScriptCall, ...]:
         if self.call is None:
             return ()
@@ -120,7 +124,8 @@ class ScriptStep(_Model):
         return errors.Unavailable(self.die) if self.die is not None else None
 
 
-_ACTIONS = ("text", "think", "call", "raw", "tokens", "delay", "prefill", "fail", "die", "repeat", "hang")
+_OUTPUTS = ("text", "think", "call", "raw", "tokens")
+_ACTIONS = (*_OUTPUTS, "delay", "prefill", "fail", "die", "repeat", "hang")
 _PARAMETERS = {"progress": "prefill", "kind": "fail", "steps": "repeat"}
 
 

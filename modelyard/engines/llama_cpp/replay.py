@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.tokenizer import Tokenizer
-from modelyard.engines.fake.output import PlanCompiler, format_writer, iterate
+from modelyard.engines.fake.output import OutputEncoder, format_writer
 from modelyard.engines.fake.script import PromptView, Script, ScriptRule
 from modelyard.tokenizer.gguf import GgufTokenizer
 
@@ -32,7 +32,7 @@ class Replay:
     """Belongs to the engine's thread."""
 
     def __init__(self, rules: tuple[ScriptRule, ...], tokenizer: Tokenizer) -> None:
-        self._script, self._tokenizer, self._compiler = Script(rules), tokenizer, PlanCompiler(tokenizer)
+        self._script, self._tokenizer, self._encoder = Script(rules), tokenizer, OutputEncoder(tokenizer)
 
     def answer(self, ids: list[int], session: str | None) -> Iterator[int]:
         """The answer's tokens, as the tokenizer would split its text in a later prompt."""
@@ -41,8 +41,7 @@ class Replay:
         if rule is None:
             return iter(())
         writer = format_writer("hermes", in_reasoning=view.starts_in_reasoning)
-        actions = iterate(self._compiler.compile(rule.steps, writer))
-        answer = [token for action in actions if isinstance(action, list) for token in action]
+        answer = self._encoder.encode_answer(rule.steps, writer)
         # The split depends on the text before it, so the end of the prompt is tokenized with it.
         tail = ids[-_PROMPT_TAIL:]
         whole = self._tokenizer.encode(self._tokenizer.decode([*tail, *answer]))

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from modelyard.core.engine import CacheInfo, Control, TextEngine
 from tests.engines.conformance.subjects import CLUSTER, SUBJECTS, Subject, params
-from tests.workers.nodes import Nodes, nodes
+from tests.workers.ray_nodes import Nodes, nodes
 
 Open = Callable[..., Awaitable[TextEngine]]
 

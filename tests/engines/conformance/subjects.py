@@ -25,7 +25,7 @@ from tests.engines.llama_cpp.lora_files import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
 from tests.engines.vllm import helpers as vllm_helpers
 from tests.engines.vllm import real_vllm
-from tests.workers.split import FarEngine, RayEngine, SplitEngine
+from tests.workers.split_engine import FarEngine, RayEngine, SplitEngine
 
 GREEDY = Sampling(temperature=0)
 PATIENT = HeartbeatConfig(worker_misses=1000)

@@ -322,10 +322,10 @@ async def test_crash_inside_the_engine_ends_the_job_with_an_id(
 ) -> None:
     engine = await text_engine()
 
-    def broken(_: Prompt) -> None:
+    def broken(*_: object) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(engine, "plan", broken)
+    monkeypatch.setattr(engine, "answer", broken)
     (last,) = await read(engine.generate(prompt()))
     assert isinstance(last, End)
     assert isinstance(last.error, Internal)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from modelyard.engines.fake.output import PlanCompiler, Repeat, filler_tokens, find_filler, format_writer, iterate
+from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler, format_writer
 from modelyard.engines.fake.script import ScriptCall, ScriptStep
 from tests.engines.fake.helpers import answer, chatml, prompt, text_engine, tokenizer
 from tests.engines.reading import ids, read
@@ -74,30 +74,21 @@ def test_format_without_a_writer_uses_hermes() -> None:
     assert format_writer("plain").think("a") == format_writer("hermes").think("a")
 
 
-# --- compilation ------------------------------------------------------------------------------------------------------
+# --- token ids --------------------------------------------------------------------------------------------------------
 
 
-def compile_steps(*steps: ScriptStep) -> tuple[Any, ...]:
-    return PlanCompiler(tokenizer()).compile(steps, format_writer("hermes"))
-
-
-def test_neighbouring_output_steps_are_one_action() -> None:
-    (action,) = compile_steps(ScriptStep(text="a"), ScriptStep(think="b"), ScriptStep(tokens=3))
-    assert isinstance(action, list)
-
-
-def test_steps_that_wait_keep_their_position() -> None:
-    prefill, delay, hang = ScriptStep(prefill=1, progress=2), ScriptStep(delay=1), ScriptStep(hang=True)
-    first, _, third, fourth = compile_steps(prefill, ScriptStep(text="a"), delay, hang, ScriptStep(hang=False))
-    assert (first, third, fourth) == (prefill, delay, hang)
-
-
-def test_repeats_are_unrolled_lazily() -> None:
-    plan = compile_steps(ScriptStep(repeat=10**12, steps=(ScriptStep(text="a"),)))
-    assert [type(action) for action in plan] == [list, Repeat]
-    actions = iterate(plan)
-    assert [next(actions) for _ in range(5)] == [plan[0]] * 5
-    assert compile_steps(ScriptStep(repeat=10**12, steps=(ScriptStep(text=""),))) == ()
+def test_encoded_answer_skips_steps_without_output() -> None:
+    steps = [
+        ScriptStep(delay=1),
+        ScriptStep(text="a"),
+        ScriptStep(hang=True),
+        ScriptStep(think="b"),
+        ScriptStep(fail="x"),
+    ]
+    encoder = OutputEncoder(tokenizer())
+    for _ in range(2):  # the second time from the cache
+        ids = encoder.encode_answer(steps, format_writer("hermes"))
+        assert tokenizer().decode(ids) == "a<think>\nb\n</think>\n\n"
 
 
 def test_filler_words_are_one_token_each() -> None:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from modelyard.core.errors import Overloaded, Unavailable
 from modelyard.core.request import Message, Request, Text, Thinking, Tool, ToolCall, ToolResult
 from modelyard.engines.fake import Options
-from modelyard.engines.fake.script import PromptView, RequestView, Script, ScriptRule, ScriptStep, find_tools
+from modelyard.engines.fake.script import PromptView, RequestView, Script, ScriptRule, ScriptStep, find_tools, unroll
 from tests.engines.fake.helpers import WEATHER, answer, chatml, tokenizer
 
 
@@ -113,7 +113,12 @@ async def test_rules_decide_by_the_last_user_turn_of_the_prompt() -> None:
     assert await answer("the sun", script=script) == "cold"
 
 
-async def test_repeated_steps_and_filler_words_are_played() -> None:
+def test_repeats_are_unrolled_lazily() -> None:
+    steps = unroll([ScriptStep(repeat=10**12, steps=(ScriptStep(text="a"), ScriptStep(repeat=0)))])
+    assert [next(steps).text for _ in range(5)] == ["a"] * 5
+
+
+async def test_repeated_steps_are_played() -> None:
     script = [{"steps": [{"repeat": 3, "steps": [{"text": "ab "}]}, {"repeat": 0, "steps": [{"text": "never"}]}]}]
     assert await answer(script=script) == "ab ab ab "
 

@@ -18,7 +18,7 @@ from modelyard.workers.tokenizer_files import cached_tokenizers, read_tokenizer_
 from tests import commands
 from tests.e2e.servers import until
 from tests.engines.llama_cpp.helpers import model_file
-from tests.workers.stage import folder, opened, talking, working
+from tests.workers.harness import folder, opened, talking, working
 
 SHIPPED = fake.tokenizer_path(fake.Options())
 

@@ -14,8 +14,8 @@ from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers.dedup import RunDeduplicator
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
-from tests.workers.stage import opened, talking, until, working
-from tests.workers.stage import prompt as prompt_of
+from tests.workers.harness import opened, talking, until, working
+from tests.workers.harness import prompt as prompt_of
 
 
 class Engine:

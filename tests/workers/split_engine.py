@@ -21,9 +21,9 @@ from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, generate_keys, write_keys
 from modelyard.workers.worker import Worker
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
-from tests.workers.machines import HERE, machine
-from tests.workers.nodes import HEAD
-from tests.workers.stage import DEADLINE_S, folder
+from tests.workers.harness import DEADLINE_S, folder
+from tests.workers.ray_nodes import HEAD
+from tests.workers.remote_machine import HERE, machine
 
 
 class SplitEngine:

@@ -16,7 +16,7 @@ from modelyard.workers.ray import RayCluster
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.worker_pool import UNKNOWN_NODE, WorkerPool, create_worker_engine, machine_name
 from modelyard.workers.worker_process import _register
-from tests.workers.stage import DEADLINE_S, PATIENT, address, until, working
+from tests.workers.harness import DEADLINE_S, PATIENT, address, until, working
 
 FAR, FARTHER = Node("far", AvailableMemory(100)), Node("farther", AvailableMemory(50))
 

@@ -21,8 +21,8 @@ from modelyard.workers.process_engine import ProcessTextEngine, create_process_e
 from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read, until
 from tests.serving import demo, serving
-from tests.workers.stage import DEADLINE_S, PATIENT, hurry, prompt, spec
-from tests.workers.stage import until as looking
+from tests.workers.harness import DEADLINE_S, PATIENT, hurry, prompt, spec
+from tests.workers.harness import until as looking
 
 ENDLESS: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
 

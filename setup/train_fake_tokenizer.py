@@ -1,4 +1,4 @@
-"""Train the fake engine's tokenizer again: `python bench/train_fake_tokenizer.py`, and commit what it writes.
+"""Train the tokenizer of the fake engine: `python setup/train_fake_tokenizer.py`, then commit the files it writes.
 
 A byte-level BPE of about 4,000 tokens over the docstrings and the source of some of Python's standard library: English
 and code, on every machine, with no download. Any text round trips, because every byte has a token of its own.

@@ -14,9 +14,9 @@ from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
-from tests.workers.machines import machine
-from tests.workers.split import FarEngine
-from tests.workers.stage import DEADLINE_S, prompt
+from tests.workers.harness import DEADLINE_S, prompt
+from tests.workers.remote_machine import machine
+from tests.workers.split_engine import FarEngine
 
 SCRIPT = [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}]
 SPEC = EngineSpec("demo", fake.Options(echo=True, script=SCRIPT, token_delay=0), {"main": CacheInfo(4096, 2)})

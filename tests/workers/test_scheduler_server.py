@@ -9,15 +9,19 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from modelyard.config.load import load_config
 from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, TextEngine, Tokens
 from modelyard.core.errors import Cancelled, Conflict, NotFound, RateLimited, Unavailable
 from modelyard.core.lease import LeaseRequest
 from modelyard.core.pool import ModelSpec
 from modelyard.engines import fake
+from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.scheduler.rate_limit import KeyLimits
 from modelyard.scheduler.scheduler import Scheduler
+from modelyard.server.app import compose
 from modelyard.store.memory import MemoryStore
 from modelyard.workers.messages import (
     VERSION,
@@ -33,16 +37,18 @@ from modelyard.workers.messages import (
     decode_for_gateway,
     decode_for_scheduler,
     encode,
+    open_engine_message,
 )
 from modelyard.workers.remote_pool import RemotePool, RemoteStore
 from modelyard.workers.scheduler_server import SchedulerServer
-from modelyard.workers.transport import HeartbeatConfig, PeerDisconnected, RouterSocket
-from modelyard.workers.worker import Worker
+from modelyard.workers.transport import DealerSocket, HeartbeatConfig, PeerDisconnected, RouterSocket
+from modelyard.workers.worker import HostedEngine, Worker
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
+from tests.serving import demo
 from tests.workers.conftest import Closing
-from tests.workers.stage import DEADLINE_S, HASTY, PATIENT, address, prompt, until, working
+from tests.workers.harness import DEADLINE_S, HASTY, PATIENT, address, prompt, spec, talking, until, working
 
 ENDLESS: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}], "echo": True}
 BRISK = HeartbeatConfig(interval_s=0.02, worker_misses=1000, client_misses=1000)
@@ -491,3 +497,190 @@ async def test_a_worker_that_enlists_is_used_and_one_that_goes_is_forgotten(tmp_
             offering.cancel()
             await asyncio.gather(offering, return_exceptions=True)
         await until(lambda: made.crew._registered == {})
+
+
+# What is begun and given up, at whatever moment, leaves no engine, no link and no process behind.
+
+
+class Slow:
+    """The fake engine opens when it is let; `closed` counts those that were closed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.begun, self.go, self.closed = asyncio.Event(), asyncio.Event(), 0
+        open_, close = FakeTextEngine.open, FakeTextEngine.close
+
+        async def opening(engine: Any, progress: Any) -> None:
+            self.begun.set()
+            await self.go.wait()
+            await open_(engine, progress)
+
+        async def closing(engine: Any) -> None:
+            self.closed += 1
+            await close(engine)
+
+        patch.setattr(FakeTextEngine, "open", opening)
+        patch.setattr(FakeTextEngine, "close", closing)
+
+
+@pytest.fixture
+async def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    return Slow(monkeypatch)
+
+
+async def test_a_load_that_is_given_up_leaves_no_engine_in_a_worker_of_others(slow: Slow, tmp_path: Path) -> None:
+    async with working(heartbeat=BRISK) as worker:
+        there = Yard(tmp_path, [worker])
+        await there.start()
+        try:
+            loading = there.scheduler.load("demo")
+            await asyncio.wait_for(slow.begun.wait(), DEADLINE_S)
+            await asyncio.wait_for(there.scheduler.unload("demo", True), DEADLINE_S)
+            await asyncio.gather(loading, return_exceptions=True)
+            await until(lambda: slow.closed > 0)
+            assert worker._engines == {}
+        finally:
+            await there.close()
+
+
+async def test_a_worker_that_ends_while_an_engine_opens_closes_it_and_opens_no_other(
+    slow: Slow, closing: Closing
+) -> None:
+    worker = closing(Worker(address(), heartbeat=PATIENT))
+    try:
+        async with talking(worker) as session:
+            first = asyncio.create_task(session.open(open_engine_message("a", "fake", spec()), lambda *_: None))
+            await asyncio.wait_for(slow.begun.wait(), DEADLINE_S)
+            closing = asyncio.create_task(worker.close())
+            second = asyncio.create_task(session.open(open_engine_message("b", "fake", spec()), lambda *_: None))
+            await asyncio.wait_for(closing, DEADLINE_S)
+            session.end(Unavailable("it has gone"))
+            for opening in (first, second):
+                with pytest.raises(Unavailable):
+                    await opening
+        assert slow.closed == 1
+        assert worker._engines == {}
+        assert worker._tasks == set()
+    finally:
+        await worker.close()
+
+
+async def test_who_asks_a_pool_to_end_twice_waits_for_the_same_end(tmp_path: Path, closing: Closing) -> None:
+    async with yard(tmp_path) as there:
+        pool = closing(RemotePool(there.endpoint, "g", heartbeat=BRISK))
+        await until(lambda: pool.engine("demo") is not None)
+        hasty = asyncio.create_task(pool.close())
+        await asyncio.sleep(0)
+        hasty.cancel()
+        await asyncio.gather(hasty, return_exceptions=True)
+        await asyncio.wait_for(pool.close(), DEADLINE_S)
+        assert all(session.is_lost for session in pool._sessions.values())
+        assert all(session._socket._socket.closed for session in pool._sessions.values())
+
+
+async def test_a_desk_that_ends_is_deaf_before_it_is_done(tmp_path: Path) -> None:
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        held = [await leased(pool) for _ in range(2)]
+        waiting = [pool.request(demand()) for _ in range(3)]
+        await until(lambda: there.scheduler.status()["demo"].waiting == 3)
+        closing = asyncio.create_task(there.desk.close())
+        waiting += [pool.request(demand()) for _ in range(3)]  # on their way while it ends
+        await asyncio.wait_for(closing, DEADLINE_S)
+        assert there.desk._tasks == set()
+        for place in (*held, *waiting):
+            place.cancel()
+
+
+async def test_a_worker_that_was_too_busy_to_answer_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing
+) -> None:
+    monkeypatch.setattr("modelyard.workers.worker_pool._CONNECT_S", 0.05)
+    monkeypatch.setattr("modelyard.workers.worker_pool._RETRY_S", 0.05)
+    crew, endpoint, tries = WorkerPool(tmp_path, heartbeat=PATIENT, launch=False), address(), []
+    deaf = closing(RouterSocket(endpoint, lambda peer, _: tries.append(peer)))
+    crew.register("w", endpoint, [])
+    hiring = asyncio.create_task(crew.acquire("x"))
+    try:
+        await until(lambda: len(tries) > 1)
+    finally:
+        await deaf.close()
+    async with working(endpoint):
+        hire = await asyncio.wait_for(hiring, DEADLINE_S)
+        assert hire.session.welcome is not None
+        await hire.close()
+
+
+async def test_an_address_that_cannot_be_dialled_is_told_of_and_nothing_stays_open() -> None:
+    with pytest.raises(Unavailable, match="cannot connect to tcp://127"):
+        DealerSocket("tcp://127.0.0.1:*", lambda _: None, lambda _: None)
+
+
+async def test_a_link_that_broke_alone_is_made_anew_with_the_next_place(tmp_path: Path) -> None:
+    """The worker is well, and so says the scheduler: it was only our link to it."""
+    async with yard(tmp_path) as there, gateway(there) as pool:
+        (await leased(pool)).release()
+        (session,) = pool._sessions.values()
+        session.end(Unavailable("the link broke"))
+        lease = await leased(pool, is_retry=True)
+        assert end(await asyncio.wait_for(read(lease.engine.generate(prompt("Hello."))), DEADLINE_S)).reason == "stop"
+        lease.release()
+
+
+# A client that sends again may reach another gateway than before: its answer is made once.
+
+CHAT = "/v1/chat/completions"
+ENDLESSResends = [{"steps": [{"text": "so far"}, {"hang": True}]}]
+
+
+@asynccontextmanager
+async def gateways(folder: Path) -> AsyncIterator[tuple[Yard, list[httpx.AsyncClient]]]:
+    """Two whole gateways at one scheduler and one worker."""
+    loaded = load_config(env={}, overrides=demo(ENDLESSResends))
+    async with yard(folder, parallel=4, script=ENDLESSResends) as there, AsyncExitStack() as stack:
+        clients = []
+        for name in ("a", "b"):
+            pool: RemotePool = await stack.enter_async_context(gateway(there, name))
+            await until(lambda pool=pool: pool.engine("demo") is not None)  # type: ignore[misc]
+            made = compose(loaded.config, {}, pool=pool)
+            transport = httpx.ASGITransport(made.app)
+            clients.append(
+                await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://localhost"))
+            )
+            stack.push_async_callback(made.gateway.close)
+        yield there, clients
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "x", "messages": [{"role": "user", "content": "Hi."}], "temperature": 0} | more
+
+
+@pytest.mark.parametrize(
+    ("second", "runs"),
+    [
+        ({}, 1),
+        ({"stream": True}, 1),
+        ({"max_tokens": 7}, 2),
+        ({"temperature": 0.5, "seed": 3}, 2),
+    ],
+    ids=["the same", "the same, streamed", "another length", "another sampling"],
+)
+async def test_the_same_request_at_two_gateways_is_one_run(tmp_path: Path, second: dict[str, Any], runs: int) -> None:
+    async with gateways(tmp_path) as (there, clients):
+        (worker,) = there.workers
+        (hosted,) = worker.engines
+        asked = [
+            asyncio.create_task(client.post(CHAT, json=body(**more)))
+            for client, more in zip(clients, ({}, second), strict=True)
+        ]
+        try:
+            await until(lambda: hosted.running == 2)
+            await until(lambda: _running(hosted) == runs)
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: (hosted.running, _running(hosted)) == (0, 0))
+
+
+def _running(hosted: HostedEngine) -> int:
+    assert hosted.engine is not None
+    return hosted.engine.stats().running

@@ -1,4 +1,4 @@
-"""Sessions of real coding agents with scripted answers: six turns with tools each, as rules and command lines."""
+"""Sessions of real coding agents with scripted responses: six turns with tools each, as rules and command lines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Rule = dict[str, Any]
 _LINES, _FILES = 24, 6
 
 
-class Sitting(Struct, frozen=True):
-    """`runs` are the agent's own arguments, one run after another; `{session}` in a later one is the first's session.
-    `rules` make the script for a work folder."""
+class AgentSession(Struct, frozen=True):
+    """`runs` are the agent's own arguments, one run after another; `{session}` in a later one is the session of the
+    first. `rules` makes the script for a work folder."""
 
     name: str
     agent: str
@@ -23,14 +23,14 @@ class Sitting(Struct, frozen=True):
     env: Mapping[str, str] = {}
 
 
-def furnish(work: Path) -> None:
+def write_files(work: Path) -> None:
     """The files that the agents read."""
     for number in range(_FILES):
         lines = (f"line {at} of file {number}: the quick brown fox jumps over the lazy dog" for at in range(_LINES))
         (work / f"f{number}.txt").write_text("\n".join(lines) + "\n")
 
 
-def step(number: int, call: Mapping[str, Any], **conditions: str) -> Rule:
+def tool_step(number: int, call: Mapping[str, Any], **conditions: str) -> Rule:
     return {
         **conditions,
         "steps": [
@@ -41,16 +41,16 @@ def step(number: int, call: Mapping[str, Any], **conditions: str) -> Rule:
     }
 
 
-def end(words: str, **conditions: str) -> Rule:
-    return {**conditions, "steps": [{"think": "That was the last one."}, {"text": words}]}
+def final_step(text: str, **conditions: str) -> Rule:
+    return {**conditions, "steps": [{"think": "That was the last one."}, {"text": text}]}
 
 
 def chain(calls: Sequence[Mapping[str, Any]], when: str, first: int = 0, then: Rule | None = None) -> list[Rule]:
-    """One call after another: each when the result of the one before has come. Newer results are looked for first."""
+    """Calls in sequence, each after the result of the previous one. Newer results are matched first."""
     begin, *rest = calls
-    later = [step(n, call, result=f"of file {n - 1}:") for n, call in enumerate(rest, first + 1)]
-    final = then or end("All is read.", result=f"of file {first + len(calls) - 1}:")
-    return [final, *reversed(later), step(first, begin, when=when)]
+    later = [tool_step(n, call, result=f"of file {n - 1}:") for n, call in enumerate(rest, first + 1)]
+    final = then or final_step("All is read.", result=f"of file {first + len(calls) - 1}:")
+    return [final, *reversed(later), tool_step(first, begin, when=when)]
 
 
 _TITLE = {"when": "(?i)generate a title", "steps": [{"text": "A title"}]}
@@ -63,9 +63,9 @@ _CLAUDE = ("--dangerously-skip-permissions", "--output-format", "json")
 
 
 def _bash(number: int) -> dict[str, Any]:
-    """Keys and numbers as this client never sends them back."""
-    told = {"description": f"Show file {number}", "timeout": 5000.0, "command": f"cat f{number}.txt"}
-    return {"name": "Bash", "arguments": told}
+    """With an order of keys and a number format that this client never sends back."""
+    arguments = {"description": f"Show file {number}", "timeout": 5000.0, "command": f"cat f{number}.txt"}
+    return {"name": "Bash", "arguments": arguments}
 
 
 def _claude(work: Path) -> list[Rule]:
@@ -78,7 +78,7 @@ def _claude_search(_: Path) -> list[Rule]:
     rules = chain([_bash(n) for n in range(4)], "never said")
     return [
         *rules[:-1],
-        {**step(0, _bash(0)), "result": "(?i)no scheduled"},
+        {**tool_step(0, _bash(0)), "result": "(?i)no scheduled"},
         {"result": "From here on this tool", "steps": [{"text": "Found.\n"}, {"call": {"name": "CronList"}}]},
         {"when": _GO, "steps": [{"think": "A tool is missing."}, {"text": "I will search.\n"}, search]},
     ]
@@ -86,13 +86,13 @@ def _claude_search(_: Path) -> list[Rule]:
 
 def _claude_agent(_: Path) -> list[Rule]:
     send = {"description": "look", "prompt": "look for the needle", "subagent_type": "general-purpose"}
-    inner = chain([_bash(n) for n in range(3)], "look for the needle", then=end("FOUND-IT", result="of file 2:"))
+    inner = chain([_bash(n) for n in range(3)], "look for the needle", then=final_step("FOUND-IT", result="of file 2:"))
     outer = chain([_bash(n) for n in range(3, 6)], "FOUND-IT", first=3)
     return [
         *outer,
         *inner,
         {"result": ".", "steps": [{"text": "Waiting."}]},
-        {"when": _GO, "steps": [{"text": "I will send somebody.\n"}, {"call": {"name": "Agent", "arguments": send}}]},
+        {"when": _GO, "steps": [{"text": "I will send an agent.\n"}, {"call": {"name": "Agent", "arguments": send}}]},
     ]
 
 
@@ -115,15 +115,15 @@ def _opencode(work: Path) -> list[Rule]:
     return [_TITLE, *chain(reads, _GO)]
 
 
-_ASKED = ("-p", _GO, *_CLAUDE)
-SITTINGS = (
-    Sitting("Claude Code", "claude", _claude, (_ASKED,)),
-    Sitting("Claude Code, billing header", "claude", _claude, (_ASKED,), {"CLAUDE_CODE_ATTRIBUTION_HEADER": "1"}),
-    Sitting("Claude Code, tool search", "claude", _claude_search, (_ASKED,)),
-    Sitting("Claude Code, sub-agent", "claude", _claude_agent, (_ASKED,)),
-    Sitting(
-        "Claude Code, resumed", "claude", _claude_resumed, (_ASKED, ("-p", _MORE, *_CLAUDE, "--resume", "{session}"))
+_PROMPT = ("-p", _GO, *_CLAUDE)
+SESSIONS = (
+    AgentSession("Claude Code", "claude", _claude, (_PROMPT,)),
+    AgentSession("Claude Code, billing header", "claude", _claude, (_PROMPT,), {"CLAUDE_CODE_ATTRIBUTION_HEADER": "1"}),
+    AgentSession("Claude Code, tool search", "claude", _claude_search, (_PROMPT,)),
+    AgentSession("Claude Code, sub-agent", "claude", _claude_agent, (_PROMPT,)),
+    AgentSession(
+        "Claude Code, resumed", "claude", _claude_resumed, (_PROMPT, ("-p", _MORE, *_CLAUDE, "--resume", "{session}"))
     ),
-    Sitting("Codex", "codex", _codex, ((*_EXEC, _GO),)),
-    Sitting("opencode", "opencode", _opencode, (("run", "--auto", _GO),)),
+    AgentSession("Codex", "codex", _codex, ((*_EXEC, _GO),)),
+    AgentSession("opencode", "opencode", _opencode, (("run", "--auto", _GO),)),
 )

@@ -18,6 +18,8 @@ from modelyard.workers.transport import (
     HIGH_WATER_MARK,
     ClusterKeys,
     DealerSocket,
+    HeartbeatConfig,
+    HeartbeatMonitor,
     PeerDisconnected,
     RouterSocket,
     check_endpoint,
@@ -26,7 +28,7 @@ from modelyard.workers.transport import (
     write_keys,
 )
 from tests.workers.conftest import Closing
-from tests.workers.stage import address, until
+from tests.workers.harness import address, until
 
 LOCAL = "tcp://127.0.0.1:*"
 
@@ -337,3 +339,27 @@ def test_what_is_no_key_file_is_told(tmp_path: Path) -> None:
         read_keys(tmp_path / "none")
     with pytest.raises(InvalidRequest, match="cannot write"):
         write_keys(tmp_path / "no" / "folder", one)
+
+
+# Silence is counted in whole ticks of our own.
+
+
+def test_silence_is_noticed_after_the_allowed_ticks() -> None:
+    pulse = HeartbeatMonitor(3)
+    assert [pulse.tick() for _ in range(5)] == [False, False, False, True, True]
+
+
+def test_a_word_begins_the_count_anew() -> None:
+    pulse = HeartbeatMonitor(2)
+    for _ in range(10):
+        assert not pulse.tick()
+        assert not pulse.tick()
+        pulse.reset()
+
+
+def test_by_default_a_worker_that_is_stopped_is_noticed_within_two_seconds() -> None:
+    pace = HeartbeatConfig()
+    pulse = HeartbeatMonitor(pace.worker_misses)
+    ticks = next(number for number in range(1, 100) if pulse.tick())
+    assert ticks * pace.interval_s == pace.detection_s <= 2.0
+    assert pace.worker_misses >= 3
