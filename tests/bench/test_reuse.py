@@ -1,4 +1,4 @@
-"""What is counted of a session's turns, that every scripted session is one, and that a model can be cut to a layer."""
+"""The counts of a session's turns, the scripted sessions, recorded requests, and the model cut to a layer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 from gguf import GGUFReader
 
-from bench.recorded import counted, shortened
-from bench.reuse import Found, Tally, Turn, configuration, ratio, table, tally
-from bench.shallow import cut
-from bench.sittings import SITTINGS, Sitting, furnish
+from bench.reuse import (
+    SessionResult,
+    Tally,
+    Turn,
+    configuration,
+    count_tokens,
+    cut_model,
+    ratio,
+    shorten,
+    table,
+    tally,
+)
+from bench.reuse_sessions import SESSIONS, write_files
 from modelyard.config.load import load_config
 from modelyard.engines.fake.script import ScriptRule
 from modelyard.launch import agents
@@ -20,46 +29,46 @@ from modelyard.library import default_model
 OURS = (Turn("a", 100, 0, 10), Turn("b", 50, 0, 5), Turn("a", 130, 108), Turn("b", 70, 55))
 
 
-def test_only_what_was_there_before_counts_and_each_session_for_itself() -> None:
+def test_only_tokens_cached_before_count_and_each_session_alone() -> None:
     found = tally(OURS)
     assert (found.requests, found.known, found.again, found.evaluated) == (4, 165, 2, 37)
     assert found.share == pytest.approx(2 / 165)
 
 
-def test_another_conversation_under_the_same_name_begins_anew() -> None:
+def test_another_conversation_with_the_same_session_name_starts_over() -> None:
     title = Turn("a", 60, 0, 10, "new_session")
     assert tally([title, Turn("a", 500, 0, 10, "other_session"), Turn("a", 600, 510, 0, "none")]).known == 510
 
 
-def test_a_side_request_between_two_turns_is_no_turns_predecessor() -> None:
+def test_a_side_request_between_two_turns_is_not_a_predecessor() -> None:
     first, second = Turn("a", 500, 0, 10, "new_session"), Turn("a", 600, 400, 0, "evicted")
     title = Turn("a", 60, 0, 10, "other_session")
     assert tally([first, title, second]) == Tally(3, 510, 110, 200)
     assert tally([title, first, second]) == Tally(3, 510, 110, 200)
 
 
-def test_a_shorter_prompt_knows_no_more_than_it_has() -> None:
+def test_a_shorter_prompt_reuses_no_more_than_its_length() -> None:
     assert tally([Turn("a", 100, 0, 10), Turn("a", 60, 60)]).share == 0
     assert tally([Turn("a", 100, 0)]).share == 0
 
 
-def test_what_we_generated_is_taken_off_what_the_other_read() -> None:
+def test_generated_tokens_are_subtracted_from_those_of_the_other_server() -> None:
     theirs = (Turn("a", 100, 0), Turn("b", 50, 0), Turn("a", 130, 100), Turn("b", 70, 50))
-    found = Found("x", OURS, theirs)
+    found = SessionResult("x", OURS, theirs)
     assert ratio(found) == pytest.approx(37 / (50 - 15))
     assert table([found]).row_count == 1
 
 
-@pytest.mark.parametrize("sitting", SITTINGS, ids=lambda one: one.name)
-def test_every_session_has_rules_an_agent_and_a_configuration(sitting: Sitting, tmp_path: Path) -> None:
-    furnish(tmp_path)
-    rules = [ScriptRule.model_validate(rule) for rule in sitting.rules(tmp_path)]
-    assert sum(any(step.calls for step in rule.steps) for rule in rules) >= 6
-    assert sitting.agent in agents.names()
+def test_every_session_has_rules_and_an_agent(tmp_path: Path) -> None:
+    write_files(tmp_path)
     assert "line 0 of file 5:" in (tmp_path / "f5.txt").read_text()
+    for session in SESSIONS:
+        rules = [ScriptRule.model_validate(rule) for rule in session.rules(tmp_path)]
+        assert sum(any(step.calls for step in rule.steps) for rule in rules) >= 6
+        assert session.agent in agents.names()
 
 
-def test_the_configuration_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_configuration_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.reuse.shallow_model", lambda: tmp_path / "model.gguf")
     loaded = load_config(env={}, overrides=configuration(tmp_path / "replay.jsonl", "generic"))
     assert loaded.config.caches["main"].n_ctx == 65536
@@ -75,10 +84,10 @@ def test_the_configuration_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         ("/v1/chat/completions", {"type": "function", "function": {"name": "read"}}, True),
     ],
 )
-def test_a_recorded_request_asks_for_one_token_and_for_tools_that_a_local_server_knows(
+def test_a_recorded_request_is_shortened_to_one_token_and_local_tools(
     path: str, tool: dict[str, Any], kept: bool
 ) -> None:
-    sent = shortened({"tools": [tool], "max_tokens": 9, "max_output_tokens": 9, "stream": True, "model": "m"}, path)
+    sent = shorten({"tools": [tool], "max_tokens": 9, "max_output_tokens": 9, "stream": True, "model": "m"}, path)
     limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
     assert sent == {"tools": [tool] if kept else [], "model": "m", "stream": False, limit: 1}
 
@@ -92,13 +101,13 @@ def test_a_recorded_request_asks_for_one_token_and_for_tools_that_a_local_server
         {"usage": {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 70}}},
     ],
 )
-def test_each_wire_tells_what_was_cached(reply: dict[str, Any]) -> None:
-    assert counted(reply) == (100, 70)
+def test_cached_tokens_are_read_from_every_protocol(reply: dict[str, Any]) -> None:
+    assert count_tokens(reply) == (100, 70)
 
 
 def test_a_model_is_cut_to_its_first_layers(tmp_path: Path) -> None:
     source, target = default_model.fetch(), tmp_path / "cut.gguf"
-    cut(source, target, 2)
+    cut_model(source, target, 2)
     before, after = GGUFReader(str(source)), GGUFReader(str(target))
     layers = {tensor.name.split(".")[1] for tensor in after.tensors if tensor.name.startswith("blk.")}
     assert layers == {"0", "1"}

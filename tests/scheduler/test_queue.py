@@ -1,4 +1,4 @@
-"""A lane's decisions: who is next, who is turned away, and what somebody is told of his position."""
+"""The order of a queue, its limits, and the positions in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from modelyard.scheduler.queue import RequestQueue
 
 
 @dataclass(eq=False)
-class Someone:
+class Waiter:
     name: str
     key: str = ""
     priority: Any = "main"
@@ -24,137 +24,137 @@ class Someone:
         return self.name
 
 
-def lane_of(*waiters: Someone, max_waiting: int = 1000, max_tokens: int | None = None) -> RequestQueue[Someone]:
-    lane: RequestQueue[Someone] = RequestQueue(max_waiting, max_tokens)
+def queue_of(*waiters: Waiter, max_waiting: int = 1000, max_tokens: int | None = None) -> RequestQueue[Waiter]:
+    queue: RequestQueue[Waiter] = RequestQueue(max_waiting, max_tokens)
     for waiter in waiters:
-        lane.add(waiter)
-    return lane
+        queue.add(waiter)
+    return queue
 
 
-def order(lane: RequestQueue[Someone]) -> list[str]:
-    return [lane.pop().name for _ in range(lane.waiting)]
+def order(queue: RequestQueue[Waiter]) -> list[str]:
+    return [queue.pop().name for _ in range(queue.waiting)]
 
 
-def many(names: str, **more: Any) -> list[Someone]:
-    return [Someone(name, **more) for name in names.split()]
+def many(names: str, **more: Any) -> list[Waiter]:
+    return [Waiter(name, **more) for name in names.split()]
 
 
-def test_the_first_to_come_is_the_first_to_go():
-    assert order(lane_of(*many("a b c"))) == ["a", "b", "c"]
+def test_one_key_is_served_first_come_first_served():
+    assert order(queue_of(*many("a b c"))) == ["a", "b", "c"]
 
 
 def test_keys_take_turns_and_each_keeps_its_own_order():
-    lane = lane_of(*many("a1 a2 a3 a4", key="a"), *many("b1 b2", key="b"), *many("c1", key="c"))
-    assert order(lane) == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+    queue = queue_of(*many("a1 a2 a3 a4", key="a"), *many("b1 b2", key="b"), *many("c1", key="c"))
+    assert order(queue) == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
 
-def test_a_key_that_comes_back_stands_behind_those_who_wait():
-    lane = lane_of(*many("a1", key="a"), *many("b1 b2", key="b"))
-    assert lane.pop().name == "a1"
-    lane.add(Someone("a2", key="a"))
-    assert order(lane) == ["b1", "a2", "b2"]
+def test_a_returning_key_goes_behind_the_waiting_keys():
+    queue = queue_of(*many("a1", key="a"), *many("b1 b2", key="b"))
+    assert queue.pop().name == "a1"
+    queue.add(Waiter("a2", key="a"))
+    assert order(queue) == ["b1", "a2", "b2"]
 
 
-def test_background_goes_after_main():
-    lane = lane_of(*many("x y", priority="background"), *many("a b"))
-    assert order(lane) == ["a", "b", "x", "y"]
+def test_background_waiters_follow_main_waiters():
+    queue = queue_of(*many("x y", priority="background"), *many("a b"))
+    assert order(queue) == ["a", "b", "x", "y"]
 
 
-def test_background_is_let_through_after_eight_main_ones():
-    lane = lane_of(*many("x y", priority="background"), *many(" ".join(f"m{i}" for i in range(20))))
-    got = order(lane)
+def test_a_background_waiter_is_admitted_after_eight_main_waiters():
+    queue = queue_of(*many("x y", priority="background"), *many(" ".join(f"m{i}" for i in range(20))))
+    got = order(queue)
     assert (got.index("x"), got.index("y")) == (8, 17)
 
 
-def test_the_head_is_the_one_that_is_taken_next():
-    lane = lane_of(*many("a1 a2", key="a"), *many("b1", key="b"), *many("x", priority="background"))
-    while (head := lane.head()) is not None:
-        assert lane.pop() is head
+def test_head_is_the_waiter_that_pop_returns():
+    queue = queue_of(*many("a1 a2", key="a"), *many("b1", key="b"), *many("x", priority="background"))
+    while (head := queue.head()) is not None:
+        assert queue.pop() is head
 
 
 def test_a_heavy_head_is_not_overtaken():
-    heavy = Someone("heavy", weight=4)
-    lane = lane_of(heavy, *many("light"))
-    assert lane.head() is heavy
+    heavy = Waiter("heavy", weight=4)
+    queue = queue_of(heavy, *many("light"))
+    assert queue.head() is heavy
 
 
-def test_a_full_queue_refuses_and_says_how_long_it_is():
-    lane = lane_of(*many("a b"), max_waiting=2)
+def test_a_full_queue_refuses_with_its_length():
+    queue = queue_of(*many("a b"), max_waiting=2)
     with pytest.raises(Overloaded) as refused:
-        lane.add(Someone("c"))
+        queue.add(Waiter("c"))
     assert refused.value.position == 3
     assert refused.value.retry_after == 2.0
 
 
 @pytest.mark.parametrize(
-    ("served", "places", "retry"),
+    ("served", "slots", "retry"),
     [
-        ([], 1, 10.0),  # nothing known: a second a turn
+        ([], 1, 10.0),  # no service time known: one second per round
         ([4.0], 1, 40.0),
         ([4.0], 5, 8.0),
-        ([0.01], 1, 1.0),  # never less than a second
-        ([1000.0], 1, 300.0),  # nor more than five minutes
+        ([0.01], 1, 1.0),  # at least a second
+        ([1000.0], 1, 300.0),  # at most five minutes
         ([1.0, 2.0], 10, 1.2),  # a moving average
     ],
 )
-def test_when_to_come_back_follows_from_recent_service_times(served: list[float], places: int, retry: float):
-    lane = lane_of(*many("a b c d e f g h i j"), max_waiting=10)
+def test_the_retry_hint_follows_from_recent_service_times(served: list[float], slots: int, retry: float):
+    queue = queue_of(*many("a b c d e f g h i j"), max_waiting=10)
     for seconds in served:
-        lane.record_service(seconds)
+        queue.record_service(seconds)
     with pytest.raises(Overloaded) as refused:
-        lane.add(Someone("late"), places)
+        queue.add(Waiter("late"), slots)
     assert refused.value.retry_after == pytest.approx(retry)
 
 
-def test_the_queue_is_bounded_by_prompt_tokens_too():
-    lane = lane_of(Someone("b", tokens=90), max_tokens=100)
+def test_the_queue_is_limited_by_prompt_tokens():
+    queue = queue_of(Waiter("b", tokens=90), max_tokens=100)
     with pytest.raises(Overloaded, match="90 prompt tokens"):
-        lane.add(Someone("c", tokens=20))
-    lane.add(Someone("d", tokens=10))
-    assert lane.waiting_tokens == 100
+        queue.add(Waiter("c", tokens=20))
+    queue.add(Waiter("d", tokens=10))
+    assert queue.waiting_tokens == 100
 
 
-def test_a_waiter_that_leaves_gives_its_tokens_back():
-    b = Someone("b", tokens=100)
-    lane = lane_of(b, max_tokens=100)
-    lane.remove(b)
-    assert (lane.waiting, lane.waiting_tokens) == (0, 0)
-    lane.add(Someone("c", tokens=100))
-    assert repr(lane) == "<RequestQueue 1 waiting>"
+def test_removing_a_waiter_frees_its_tokens():
+    b = Waiter("b", tokens=100)
+    queue = queue_of(b, max_tokens=100)
+    queue.remove(b)
+    assert (queue.waiting, queue.waiting_tokens) == (0, 0)
+    queue.add(Waiter("c", tokens=100))
+    assert repr(queue) == "<RequestQueue 1 waiting>"
 
 
-def test_whoever_leaves_from_the_middle_changes_nothing_for_the_others():
+def test_removing_a_waiter_keeps_the_order_of_the_others():
     a, b, c = many("a b c")
-    lane = lane_of(a, b, c)
-    lane.remove(b)
-    assert order(lane) == ["a", "c"]
+    queue = queue_of(a, b, c)
+    queue.remove(b)
+    assert order(queue) == ["a", "c"]
 
 
-def test_positions_are_the_order_in_which_they_will_go():
+def test_positions_predict_the_order():
     waiters = [*many("a1 a2 a3", key="a"), *many("b1", key="b"), *many("c1 c2", key="c")]
     waiters += many("x1 x2", priority="background")
-    lane = lane_of(*waiters)
-    told = {waiter.name: lane.position(waiter) for waiter in waiters}
-    assert sorted(told, key=told.__getitem__) == order(lane)
-    assert sorted(told.values()) == list(range(1, 9))
+    queue = queue_of(*waiters)
+    positions = {waiter.name: queue.position(waiter) for waiter in waiters}
+    assert sorted(positions, key=positions.__getitem__) == order(queue)
+    assert sorted(positions.values()) == list(range(1, 9))
 
 
-def test_positions_move_up_when_somebody_goes():
+def test_positions_decrease_when_the_head_is_served():
     a, b, c = many("a b c")
-    lane = lane_of(a, b, c)
-    lane.pop()
-    assert (lane.position(b), lane.position(c)) == (1, 2)
+    queue = queue_of(a, b, c)
+    queue.pop()
+    assert (queue.position(b), queue.position(c)) == (1, 2)
 
 
-def test_the_longest_wait_is_found_behind_other_keys_and_priorities():
-    lane = lane_of(
-        Someone("a", key="a", since=5.0), Someone("b", key="b", since=3.0), Someone("x", priority="background", since=4)
+def test_oldest_considers_all_keys_and_priorities():
+    queue = queue_of(
+        Waiter("a", key="a", since=5.0), Waiter("b", key="b", since=3.0), Waiter("x", priority="background", since=4)
     )
-    assert lane.oldest() == 3.0
-    assert lane_of().oldest() is None
+    assert queue.oldest() == 3.0
+    assert queue_of().oldest() is None
 
 
-def test_clearing_hands_everybody_out():
-    lane = lane_of(*many("a b", key="k"), *many("x", priority="background"))
-    assert {someone.name for someone in lane.clear()} == {"a", "b", "x"}
-    assert (lane.waiting, lane.waiting_tokens, lane.head()) == (0, 0, None)
+def test_clear_returns_all_waiters():
+    queue = queue_of(*many("a b", key="k"), *many("x", priority="background"))
+    assert {waiter.name for waiter in queue.clear()} == {"a", "b", "x"}
+    assert (queue.waiting, queue.waiting_tokens, queue.head()) == (0, 0, None)

@@ -1,4 +1,4 @@
-"""The life of models and their replicas, driven by a clock that the test moves."""
+"""Loading, memory, sleep and crashes of models, with fake engines and a fake clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.scheduler.harness import Harness, until
 # --- loading ---
 
 
-async def test_a_request_loads_a_model_that_says_so():
+async def test_a_request_loads_an_autoload_model():
     async with Harness() as harness:
         model = harness.add_model("a", autoload=True)
         ticket = harness.request("a")
@@ -19,7 +19,7 @@ async def test_a_request_loads_a_model_that_says_so():
         assert harness.snapshot("a").loads == 1
 
 
-async def test_requests_that_come_while_it_loads_share_that_load():
+async def test_requests_during_a_load_share_it():
     async with Harness() as harness:
         model = harness.add_model("a", autoload=True, parallel=3)
         model.gate.clear()
@@ -32,7 +32,7 @@ async def test_requests_that_come_while_it_loads_share_that_load():
         assert len(model.engines) == 1
 
 
-async def test_a_waiter_that_leaves_at_once_never_starts_a_load():
+async def test_a_request_cancelled_at_once_never_starts_a_load():
     async with Harness() as harness:
         model = harness.add_model("a", autoload=True)
         harness.request("a").cancel()
@@ -41,7 +41,7 @@ async def test_a_waiter_that_leaves_at_once_never_starts_a_load():
         assert harness.states() == {"a": "stopped"}
 
 
-async def test_a_load_that_began_goes_on_when_its_waiter_leaves():
+async def test_a_started_load_continues_when_its_waiter_leaves():
     async with Harness() as harness:
         model = harness.add_model("a", autoload=True)
         model.gate.clear()
@@ -52,7 +52,7 @@ async def test_a_load_that_began_goes_on_when_its_waiter_leaves():
         await harness.wait_for_state("a", "ready")
 
 
-async def test_one_failed_load_is_that_models_alone():
+async def test_a_failed_load_affects_only_its_model():
     async with Harness() as harness:
         bad, _ = harness.add_model("bad"), harness.add_model("good")
         bad.fault = InvalidRequest("truncated file")
@@ -63,7 +63,7 @@ async def test_one_failed_load_is_that_models_alone():
         assert harness.snapshot("bad").failures == 1
 
 
-async def test_a_failed_model_that_requests_load_gets_another_try_after_a_minute():
+async def test_a_failed_autoload_model_is_tried_again_after_a_minute():
     async with Harness() as harness:
         model = harness.add_model("a", autoload=True)
         model.fault = InvalidRequest("truncated file")
@@ -88,7 +88,7 @@ async def test_a_load_that_takes_too_long_fails():
         assert model.open == 0
 
 
-async def test_a_model_that_is_larger_than_the_limit_fails_with_the_numbers():
+async def test_a_model_larger_than_the_limit_fails_with_the_numbers():
     async with Harness(limit=10 * 2**20) as harness:
         model = harness.add_model("a", size=11 * 2**20, autoload=True)
         with pytest.raises(Unavailable, match="needs about 11 MiB and the limit is 10 MiB"):
@@ -99,7 +99,7 @@ async def test_a_model_that_is_larger_than_the_limit_fails_with_the_numbers():
 # --- memory ---
 
 
-async def test_at_start_what_does_not_fit_sleeps_until_it_is_asked_for():
+async def test_a_preloaded_model_that_does_not_fit_sleeps_until_the_first_request():
     async with Harness(limit=10) as harness:
         harness.add_model("a", size=6)
         harness.add_model("b", size=6)
@@ -111,11 +111,11 @@ async def test_at_start_what_does_not_fit_sleeps_until_it_is_asked_for():
         await harness.clock.advance(5)
         await harness.request("b").lease()
         assert harness.states() == {"a": "stopped", "b": "ready"}
-        assert harness.snapshot("a").loads_on_request  # nobody unloaded it: it comes back
+        assert harness.snapshot("a").loads_on_request  # evicted, not unloaded: the next request loads it
         assert harness.snapshot("a").evictions == 1
 
 
-async def test_a_busy_model_is_not_stopped_and_answers_to_its_end():
+async def test_a_busy_model_drains_before_it_is_evicted():
     async with Harness(limit=10, patience_s=10.0) as harness:
         a, b = await harness.load_model("a", size=6), harness.add_model("b", size=6, autoload=True)
         held = await harness.request("a").lease()
@@ -129,7 +129,7 @@ async def test_a_busy_model_is_not_stopped_and_answers_to_its_end():
         assert a.engines[0].closed
 
 
-async def test_one_that_just_became_idle_lingers_for_its_client():
+async def test_a_model_that_has_just_become_idle_lingers():
     async with Harness(limit=10, linger_s=1.0) as harness:
         a, b = await harness.load_model("a", size=6), harness.add_model("b", size=6, autoload=True)
         (await harness.request("a").lease()).release()
@@ -143,27 +143,27 @@ async def test_one_that_just_became_idle_lingers_for_its_client():
 
 
 async def test_two_clients_of_two_models_that_do_not_fit_do_not_thrash():
-    """Each client asks again as soon as it is answered, for a hundred seconds; each answer takes half a second."""
+    """Each client sends its next request at once, for a hundred seconds; each request runs for half a second."""
     async with Harness(limit=10, patience_s=10.0, linger_s=1.0) as harness:
         for name in ("a", "b"):
             harness.add_model(name, size=6, autoload=True)
         tickets = {name: harness.request(name) for name in ("a", "b")}
-        answered = dict.fromkeys(tickets, 0)
+        served = dict.fromkeys(tickets, 0)
         for _ in range(200):
             await harness.clock.advance(0.5)
             for name, ticket in tickets.items():
                 if ticket.granted:
                     ticket.cancel()
-                    answered[name] += 1
+                    served[name] += 1
                     tickets[name] = harness.request(name)
         loads = {name: harness.snapshot(name).loads for name in tickets}
         for ticket in tickets.values():
             ticket.cancel()
-    assert all(number >= 60 for number in answered.values()), answered
+    assert all(number >= 60 for number in served.values()), served
     assert all(4 <= number <= 6 for number in loads.values()), loads
 
 
-async def test_a_waiter_that_leaves_withdraws_its_claim_and_the_other_goes_on():
+async def test_an_eviction_is_undone_when_its_waiter_leaves():
     async with Harness(limit=10, patience_s=10.0) as harness:
         a, b = await harness.load_model("a", size=6), harness.add_model("b", size=6, autoload=True)
         held = await harness.request("a").lease()
@@ -178,7 +178,7 @@ async def test_a_waiter_that_leaves_withdraws_its_claim_and_the_other_goes_on():
         assert b.engines == []
 
 
-async def test_three_models_that_do_not_fit_all_get_their_turn():
+async def test_three_models_that_do_not_fit_together_take_turns():
     async with Harness(limit=10, linger_s=0.0) as harness:
         models = [harness.add_model(name, size=6, autoload=True) for name in "abc"]
         tickets = [harness.request(name) for name in "abcabc"]
@@ -198,7 +198,7 @@ async def test_a_small_model_does_not_wait_for_a_large_one():
         held.release()
 
 
-async def test_an_idle_model_is_put_to_sleep_and_comes_back_when_asked_for():
+async def test_an_idle_model_sleeps_after_its_ttl_and_loads_on_the_next_request():
     async with Harness() as harness:
         model = await harness.load_model("a", idle_ttl_s=60.0)
         await harness.clock.advance(30)
@@ -214,7 +214,7 @@ async def test_an_idle_model_is_put_to_sleep_and_comes_back_when_asked_for():
         assert (await harness.request("a").lease()).engine is model.engines[1]
 
 
-async def test_a_model_without_a_ttl_stays():
+async def test_a_model_without_a_ttl_stays_loaded():
     async with Harness() as harness:
         await harness.load_model("a")
         await harness.clock.advance(10**6)
@@ -224,7 +224,7 @@ async def test_a_model_without_a_ttl_stays():
 # --- crashes ---
 
 
-async def test_a_crash_of_one_replica_leaves_the_others_at_work():
+async def test_a_lost_replica_does_not_affect_the_others():
     async with Harness() as harness:
         model = harness.add_model("a", replicas=2)
         await harness.scheduler.load("a")
@@ -246,7 +246,7 @@ async def test_a_crash_of_one_replica_leaves_the_others_at_work():
         assert (await waiting.lease()).engine is model.engines[2]
 
 
-async def test_an_engine_that_dies_again_and_again_is_reopened_ever_later_and_then_given_up():
+async def test_an_engine_that_keeps_dying_is_reopened_with_growing_delays_and_then_given_up():
     async with Harness(timeout_s=1000.0) as harness:
         model = await harness.load_model("a")
         model.gate.set()
@@ -263,7 +263,7 @@ async def test_an_engine_that_dies_again_and_again_is_reopened_ever_later_and_th
         assert harness.snapshot("a").reason == "killed"
 
 
-async def test_a_death_after_work_begins_a_new_count():
+async def test_an_engine_that_served_requests_starts_a_new_restart_count():
     async with Harness() as harness:
         model = await harness.load_model("a")
         for number in range(10):
@@ -272,7 +272,7 @@ async def test_a_death_after_work_begins_a_new_count():
             await until(lambda number=number: len(model.engines) == number + 2 and harness.states() == {"a": "ready"})
 
 
-async def test_an_engine_lost_while_it_drains_is_gone():
+async def test_an_engine_lost_while_it_drains_is_removed():
     async with Harness() as harness:
         model = await harness.load_model("a")
         held = await harness.request("a").lease()

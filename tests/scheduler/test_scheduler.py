@@ -231,7 +231,7 @@ async def test_keys_take_turns():
         assert served_in_order(tickets) == ["a1", "a2", "b1", "c1", "a3", "b2"]
 
 
-async def test_background_waits_for_main():
+async def test_background_requests_wait_for_main_requests():
     async with Harness() as harness:
         await harness.load_model("a")
         wanted = (("r", "main"), ("x", "background"), ("m1", "main"), ("y", "background"), ("m2", "main"))
@@ -239,7 +239,7 @@ async def test_background_waits_for_main():
         assert served_in_order(tickets) == ["r", "m1", "m2", "x", "y"]
 
 
-async def test_positions_are_those_of_now():
+async def test_positions_are_always_current():
     async with Harness() as harness:
         await harness.load_model("a")
         first, second, third = (harness.request("a") for _ in range(3))
@@ -248,7 +248,7 @@ async def test_positions_are_those_of_now():
         assert (second.position, third.position) == (0, 1)
 
 
-async def test_whoever_stood_behind_a_heavy_one_that_left_is_asked_at_once():
+async def test_the_next_waiter_is_admitted_when_a_heavy_request_ahead_is_cancelled():
     async with Harness() as harness:
         await harness.load_model("a", parallel=2)
         harness.request("a")
@@ -267,7 +267,7 @@ async def test_target_inflight_bounds_all_caches_of_a_replica_together():
         await harness.clock.advance(1)
         fourth = harness.request("a", "main")
         assert [t.granted for t in (first, second, third, fourth)] == [True, True, False, False]
-        first.cancel()  # a place of main: it goes to whoever has waited longest, in any cache
+        first.cancel()  # a slot of main goes to the longest waiter of any cache
         assert [t.granted for t in (third, fourth)] == [True, False]
         assert harness.request("a", "main", weight=9).weight == 2
 
@@ -288,7 +288,7 @@ async def test_requests_are_spread_over_replicas():
         assert not harness.request("a").granted
 
 
-async def test_a_session_stays_with_its_replica():
+async def test_a_session_stays_on_its_replica():
     async with Harness() as harness:
         await scaled(harness, 2, parallel=4)
         first = harness.request("a", session="s")
@@ -296,7 +296,7 @@ async def test_a_session_stays_with_its_replica():
         assert {harness.request("a", session="s").engine for _ in range(3)} == {first.engine}
 
 
-async def test_a_prompt_goes_where_its_beginning_is_known():
+async def test_a_prompt_goes_to_the_replica_that_served_its_prefix():
     async with Harness() as harness:
         await scaled(harness, 2, parallel=8)
         prompt = list(range(600))
@@ -305,7 +305,7 @@ async def test_a_prompt_goes_where_its_beginning_is_known():
         assert harness.request("a", prompt=[*prompt, 1]).engine is known.engine
 
 
-async def test_a_replica_that_is_lost_gets_nothing_more_and_the_other_takes_over():
+async def test_a_lost_replica_gets_no_more_requests_and_the_other_takes_over():
     async with Harness() as harness:
         await scaled(harness, 2)
         first = harness.request("a", session="s")
@@ -315,7 +315,7 @@ async def test_a_replica_that_is_lost_gets_nothing_more_and_the_other_takes_over
         assert again.engine is not first.engine
 
 
-# --- time ---
+# --- timeouts ---
 
 
 async def test_a_waiter_past_its_deadline_is_refused():
@@ -331,7 +331,7 @@ async def test_a_waiter_past_its_deadline_is_refused():
         assert patient.position == 1
 
 
-async def test_nobody_waits_longer_than_the_limit():
+async def test_no_request_waits_longer_than_max_wait_s():
     async with Harness(max_wait_s=60.0) as harness:
         harness.add_model("a", autoload=True).gate.clear()
         ticket = harness.request("a")
@@ -350,7 +350,7 @@ async def test_a_granted_request_leaves_no_timer_behind():
         assert harness.clock.pending == 0
 
 
-async def test_a_full_queue_says_when_to_come_back_by_how_long_answers_took():
+async def test_the_retry_hint_of_a_full_queue_follows_from_the_service_time():
     async with Harness(max_waiting=4) as harness:
         await harness.load_model("a", parallel=2)
         held = await harness.request("a").lease()
@@ -363,10 +363,10 @@ async def test_a_full_queue_says_when_to_come_back_by_how_long_answers_took():
         assert (refused.value.retry_after, refused.value.position) == (60.0, 5)
 
 
-# --- limits a key ---
+# --- limits of a key ---
 
 
-async def test_a_key_over_its_limit_is_told_when_to_come_back_and_others_are_not():
+async def test_a_key_over_its_limit_gets_a_retry_hint_and_other_keys_are_not_affected():
     async with Harness(keys={"ann": KeyLimits(requests_per_minute=2)}) as harness:
         await harness.load_model("a", parallel=9)
         harness.request("a", key="ann")
@@ -379,7 +379,7 @@ async def test_a_key_over_its_limit_is_told_when_to_come_back_and_others_are_not
         assert harness.request("a", key="ann").granted
 
 
-async def test_those_who_wait_count_as_at_work_and_those_who_left_do_not():
+async def test_waiting_requests_count_as_concurrent_and_ended_ones_do_not():
     async with Harness(keys={"ann": KeyLimits(max_concurrent=2)}) as harness:
         await harness.load_model("a")
         running, waiting = harness.request("a", key="ann"), harness.request("a", key="ann")
@@ -390,7 +390,7 @@ async def test_those_who_wait_count_as_at_work_and_those_who_left_do_not():
         assert [harness.request("a", key="ann").granted for _ in range(2)] == [True, False]
 
 
-async def test_refusing_everybody_frees_their_keys():
+async def test_refused_requests_no_longer_count_against_their_key():
     async with Harness(keys={"ann": KeyLimits(max_concurrent=1)}) as harness:
         model = harness.add_model("a", autoload=True)
         model.fault = InvalidRequest("truncated file")
@@ -401,7 +401,7 @@ async def test_refusing_everybody_frees_their_keys():
         assert await harness.request("a", key="ann").lease()
 
 
-async def test_output_tokens_count_and_a_second_try_does_not():
+async def test_output_tokens_count_against_the_limit_and_retries_do_not():
     async with Harness(keys={"ann": KeyLimits(tokens_per_minute=600, requests_per_minute=2)}) as harness:
         await harness.load_model("a", parallel=9)
         harness.request("a", key="ann", tokens=100).spend(800)
@@ -411,7 +411,7 @@ async def test_output_tokens_count_and_a_second_try_does_not():
         assert refused.value.retry_after == pytest.approx(40)
 
 
-async def test_new_limits_hold_at_once_and_unchanged_ones_remember():
+async def test_new_limits_apply_at_once_and_unchanged_ones_keep_their_usage():
     async with Harness(
         keys={"ann": KeyLimits(requests_per_minute=1), "bob": KeyLimits(requests_per_minute=1)}
     ) as harness:
@@ -424,23 +424,23 @@ async def test_new_limits_hold_at_once_and_unchanged_ones_remember():
             harness.request("a", key="bob")
 
 
-# --- nothing is left behind ---
+# --- no leaks ---
 
 
 async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind():
-    dice = Random(5)
+    random = Random(5)
     async with Harness(
         limit=10, max_wait_s=600.0, linger_s=0.0, keys={"k1": KeyLimits(max_concurrent=1000)}
     ) as harness:
         for name in "abc":
             harness.add_model(name, size=4, parallel=2, autoload=True)
         tickets = [
-            harness.request(dice.choice("abc"), key=f"k{dice.randrange(3)}", weight=dice.choice((1, 1, 2)))
+            harness.request(random.choice("abc"), key=f"k{random.randrange(3)}", weight=random.choice((1, 1, 2)))
             for _ in range(200)
         ]
         while tickets:
-            for ticket in dice.sample(tickets, min(7, len(tickets))):
-                ticket.cancel()  # a waiter leaves, or one that runs is done
+            for ticket in random.sample(tickets, min(7, len(tickets))):
+                ticket.cancel()  # a waiter leaves, or a running request ends
             tickets = [ticket for ticket in tickets if not ticket.is_finished]
             await harness.clock.advance(0.5)
         await harness.settle()
@@ -474,7 +474,7 @@ async def test_a_load_is_done_when_the_model_is_ready():
         await harness.scheduler.load("a")
 
 
-async def test_a_load_that_fails_says_why_to_whoever_waits_for_it():
+async def test_a_failing_load_raises_its_reason_and_can_be_repeated():
     async with Harness() as harness:
         harness.add_model("a").fault = InvalidRequest("truncated file")
         with pytest.raises(InvalidRequest, match="truncated file"):
@@ -484,7 +484,7 @@ async def test_a_load_that_fails_says_why_to_whoever_waits_for_it():
         assert harness.snapshot("a").reason == ""
 
 
-async def test_an_unknown_model_is_not_found():
+async def test_admin_operations_on_an_unknown_model_are_not_found():
     async with Harness() as harness:
         for order in (
             harness.scheduler.load,
@@ -496,7 +496,7 @@ async def test_an_unknown_model_is_not_found():
                 order("nobody")
 
 
-async def test_a_load_drives_an_idle_model_out():
+async def test_a_load_evicts_an_idle_model():
     async with Harness(limit=10) as harness:
         harness.add_model("a", size=6)
         harness.add_model("b", size=6)
@@ -506,7 +506,7 @@ async def test_a_load_drives_an_idle_model_out():
         assert harness.states() == {"a": "stopped", "b": "ready"}
 
 
-async def test_unloading_lets_those_who_run_finish_and_refuses_those_who_wait():
+async def test_unload_lets_running_requests_finish_and_refuses_waiting_ones():
     async with Harness() as harness:
         model = await harness.load_model("a")
         held, waiting = await harness.request("a").lease(), harness.request("a")
@@ -522,22 +522,22 @@ async def test_unloading_lets_those_who_run_finish_and_refuses_those_who_wait():
         assert (harness.snapshot("a").state, model.open) == ("stopped", 0)
 
 
-async def test_unloading_by_force_ends_those_who_run():
+async def test_forced_unload_revokes_running_requests():
     async with Harness() as harness:
         model = await harness.load_model("a", parallel=2)
-        told: list[ModelyardError] = []
+        errors: list[ModelyardError] = []
         held, other = await harness.request("a").lease(), await harness.request("a").lease()
-        held.on_revoke(told.append)
+        held.on_revoke(errors.append)
         await harness.scheduler.unload("a", force=True)
-        other.on_revoke(told.append)  # whoever had not begun yet hears of it when he does
-        assert [error.code for error in told] == ["model_unloaded"] * 2
+        other.on_revoke(errors.append)  # a callback registered after the revocation runs at once
+        assert [error.code for error in errors] == ["model_unloaded"] * 2
         assert model.open == 0
         held.release()
         other.release()
         assert harness.snapshot("a").running == 0
 
 
-async def test_unloading_while_it_loads_ends_the_load():
+async def test_unload_aborts_a_load_in_progress():
     async with Harness() as harness:
         model = harness.add_model("a")
         model.gate.clear()
@@ -549,14 +549,14 @@ async def test_unloading_while_it_loads_ends_the_load():
         assert (harness.snapshot("a").state, model.open) == ("stopped", 0)
 
 
-async def test_unloading_what_is_not_loaded_is_done_at_once():
+async def test_unloading_a_stopped_model_is_done_at_once():
     async with Harness() as harness:
         harness.add_model("a")
         await harness.scheduler.unload("a")
         assert harness.states() == {"a": "stopped"}
 
 
-async def test_a_model_that_loads_on_request_does_so_while_its_old_engine_drains():
+async def test_an_autoload_model_loads_again_while_its_old_engine_drains():
     async with Harness() as harness:
         model = harness.add_model("a", autoload=True)
         held = await harness.request("a").lease()
@@ -566,14 +566,14 @@ async def test_a_model_that_loads_on_request_does_so_while_its_old_engine_drains
         await until(lambda: model.engines[0].closed)
 
 
-async def test_nobody_has_to_wait_for_an_order():
+async def test_a_command_need_not_be_awaited():
     async with Harness() as harness:
         harness.add_model("a").fault = InvalidRequest("truncated file")
         harness.scheduler.load("a")
         await harness.wait_for_state("a", "failed")
 
 
-async def test_orders_to_a_closed_scheduler_are_refused_and_pending_ones_end():
+async def test_commands_to_a_closed_scheduler_are_refused_and_pending_ones_fail():
     harness = Harness()
     harness.add_model("a").gate.clear()
     pending = harness.scheduler.load("a")
@@ -588,17 +588,17 @@ async def test_orders_to_a_closed_scheduler_are_refused_and_pending_ones_end():
 
 
 def overridable(harness: Harness) -> None:
-    blueprint = harness.spec("a")
+    spec = harness.spec("a")
 
     def altered(overrides: Any) -> Any:
         if "n_ctx" not in overrides:
             raise InvalidRequest("unknown")
-        return replace(blueprint, caches={"main": CacheInfo(overrides["n_ctx"])})
+        return replace(spec, caches={"main": CacheInfo(overrides["n_ctx"])})
 
-    harness.scheduler._manager.add(replace(blueprint, altered=altered))
+    harness.scheduler._manager.add(replace(spec, altered=altered))
 
 
-async def test_overrides_hold_until_the_next_unload():
+async def test_overrides_apply_until_the_next_unload():
     async with Harness() as harness:
         overridable(harness)
         await harness.scheduler.load("a", {"n_ctx": 64})
@@ -613,7 +613,7 @@ async def test_overrides_hold_until_the_next_unload():
         assert harness.snapshot("a").overrides == {}
 
 
-async def test_overrides_of_a_load_that_failed_do_not_outlive_it():
+async def test_overrides_of_a_failed_load_are_dropped():
     async with Harness() as harness:
         overridable(harness)
         harness.models["a"].fault = InvalidRequest("out of memory")
@@ -638,7 +638,7 @@ async def test_bad_overrides_change_nothing():
 # --- drain and scale ---
 
 
-async def test_a_drained_model_answers_those_who_came_and_takes_nobody_else():
+async def test_a_draining_model_finishes_its_requests_and_takes_no_new_ones():
     async with Harness() as harness:
         model = await harness.load_model("a")
         held, waiting = await harness.request("a").lease(), harness.request("a")
@@ -655,14 +655,14 @@ async def test_a_drained_model_answers_those_who_came_and_takes_nobody_else():
         assert len(model.engines) == 1
 
 
-async def test_what_is_not_loaded_cannot_be_drained():
+async def test_a_stopped_model_cannot_be_drained():
     async with Harness() as harness:
         harness.add_model("a")
         with pytest.raises(Conflict):
             harness.scheduler.drain("a")
 
 
-async def test_replicas_come_and_go_live():
+async def test_scaling_starts_and_stops_replicas():
     async with Harness() as harness:
         model = harness.add_model("a", replica_max=3)
         await harness.scheduler.scale("a", 3)
@@ -678,14 +678,14 @@ async def test_replicas_come_and_go_live():
 
 
 @pytest.mark.parametrize("number", [0, -1, 4])
-async def test_replicas_are_bounded(number: int):
+async def test_the_number_of_replicas_is_limited(number: int):
     async with Harness() as harness:
         harness.add_model("a", replica_max=3)
         with pytest.raises(InvalidRequest, match="1 to 3 replicas"):
             harness.scheduler.scale("a", number)
 
 
-async def test_a_replica_that_cannot_be_loaded_leaves_the_others_and_says_so():
+async def test_a_replica_that_fails_to_load_does_not_affect_the_others():
     async with Harness() as harness:
         model = await harness.load_model("a", replica_max=2)
         model.fault = InvalidRequest("out of memory")
@@ -698,7 +698,7 @@ async def test_a_replica_that_cannot_be_loaded_leaves_the_others_and_says_so():
 # --- requests ---
 
 
-async def test_requests_are_listed_oldest_first_with_where_they_stand():
+async def test_requests_are_listed_oldest_first_with_their_state():
     async with Harness() as harness:
         await harness.load_model("a")
         harness.request("a", trace="t1", key="ann", tokens=7)
@@ -712,36 +712,36 @@ async def test_requests_are_listed_oldest_first_with_where_they_stand():
         assert harness.snapshot("a").wait_s == 3.0
 
 
-async def test_a_request_is_cancelled_by_its_trace_wherever_it_stands():
+async def test_waiting_and_running_requests_are_cancelled_by_trace():
     async with Harness() as harness:
         await harness.load_model("a")
-        told: list[ModelyardError] = []
+        errors: list[ModelyardError] = []
         lease = await harness.request("a", trace="t1").lease()
-        lease.on_revoke(told.append)
+        lease.on_revoke(errors.append)
         waiting = harness.request("a", trace="t2")
         harness.request("a")
         assert [harness.scheduler.cancel(trace) for trace in ("t1", "t2", "t3", "")] == [1, 1, 0, 0]
-        assert isinstance(told[0], Cancelled)
+        assert isinstance(errors[0], Cancelled)
         with pytest.raises(Cancelled, match="administrator"):
             await waiting.lease()
         assert harness.snapshot("a").waiting == 1
 
 
-# --- changes ---
+# --- published changes ---
 
 
-async def test_every_change_of_state_is_told():
+async def test_every_change_of_state_is_published():
     async with Harness() as harness:
         harness.add_model("a")
         changes = harness.scheduler.subscribe()
         await harness.scheduler.load("a")
         await harness.scheduler.unload("a")
         await harness.settle()
-    told = [(change.state, change.progress) async for change in changes]
-    assert told == [("loading", 0.0), ("loading", 0.5), ("ready", 1.0), ("draining", 0.0), ("stopped", 0.0)]
+    errors = [(change.state, change.progress) async for change in changes]
+    assert errors == [("loading", 0.0), ("loading", 0.5), ("ready", 1.0), ("draining", 0.0), ("stopped", 0.0)]
 
 
-async def test_a_failure_is_told_with_its_reason():
+async def test_a_failure_is_published_with_its_reason():
     async with Harness() as harness:
         harness.add_model("a").fault = InvalidRequest("truncated file")
         changes = harness.scheduler.subscribe()
@@ -756,7 +756,7 @@ async def test_a_failure_is_told_with_its_reason():
 # --- a new configuration ---
 
 
-async def test_a_model_that_is_gone_answers_those_who_came_before():
+async def test_a_removed_model_finishes_its_requests():
     async with Harness() as harness:
         model = harness.add_model("a")
         harness.add_model("b")
@@ -775,7 +775,7 @@ async def test_a_model_that_is_gone_answers_those_who_came_before():
         assert harness.scheduler.snapshot().retiring == ()
 
 
-async def test_a_model_that_makes_another_engine_is_loaded_anew_beside_the_old():
+async def test_a_model_with_a_new_identity_loads_beside_its_old_engine():
     async with Harness() as harness:
         harness.scheduler.reconfigure({"a": harness.spec("a", identity="1")})
         old = harness.models["a"]
@@ -788,7 +788,7 @@ async def test_a_model_that_makes_another_engine_is_loaded_anew_beside_the_old()
         await until(lambda: not old.open)
 
 
-async def test_where_old_and_new_do_not_fit_together_the_new_one_waits():
+async def test_a_new_engine_waits_for_the_old_one_if_both_do_not_fit():
     async with Harness(limit=10, linger_s=0.0) as harness:
         harness.scheduler.reconfigure({"a": harness.spec("a", size=6, identity="1")})
         old = harness.models["a"]
@@ -803,7 +803,7 @@ async def test_where_old_and_new_do_not_fit_together_the_new_one_waits():
         assert old.open == 0
 
 
-async def test_the_same_engine_goes_on_and_is_run_as_the_new_configuration_says():
+async def test_an_unchanged_engine_keeps_running_with_the_new_settings():
     async with Harness() as harness:
         harness.scheduler.reconfigure({"a": harness.spec("a", identity="1", parallel=4, target_inflight=1)})
         model = harness.models["a"]
@@ -817,17 +817,17 @@ async def test_the_same_engine_goes_on_and_is_run_as_the_new_configuration_says(
         assert harness.snapshot("a").idle_ttl_s == 5.0
 
 
-async def test_new_models_are_known_and_in_the_order_of_the_configuration():
+async def test_models_are_listed_in_the_order_of_the_new_configuration():
     async with Harness() as harness:
         harness.scheduler.reconfigure({name: harness.spec(name, identity=name) for name in "ab"})
         harness.scheduler.reconfigure({name: harness.spec(name, identity=name) for name in "cba"})
         assert list(harness.states()) == ["c", "b", "a"]
 
 
-async def test_a_model_that_a_reload_brings_is_loaded_if_it_is_enabled():
+async def test_a_reload_loads_new_models_that_are_enabled():
     async with Harness() as harness:
         harness.scheduler.reconfigure({"a": harness.spec("a", identity="a", enabled=True)})
-        assert harness.states() == {"a": "stopped"}  # at the start the server says when
+        assert harness.states() == {"a": "stopped"}  # at the start the server preloads
         harness.scheduler.reconfigure(
             {name: harness.spec(name, identity=name, enabled=name == "b") for name in ("a", "b", "c")}
         )
@@ -835,7 +835,7 @@ async def test_a_model_that_a_reload_brings_is_loaded_if_it_is_enabled():
         assert harness.states() == {"a": "stopped", "b": "ready", "c": "stopped"}
 
 
-async def test_what_the_pool_has_taken_is_shown_by_device():
+async def test_used_memory_is_shown_by_device():
     async with Harness(limit=10) as harness:
         await harness.load_model("a", size=6)
         snapshot = harness.scheduler.snapshot()

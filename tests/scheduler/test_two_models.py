@@ -1,4 +1,4 @@
-"""Two real models that do not fit into memory together, behind the whole gateway.
+"""Two real models that do not fit into memory together, behind a complete gateway.
 
 Both are the same file under two names, in windows and on one thread small enough for a busy machine.
 """
@@ -41,7 +41,7 @@ def settings(limit: int | None, n_ctx: int = 256) -> dict[str, Any]:
         "autoload": True,
         "enabled": False,
     }
-    # Only an idle model leaves, and at once: what happens follows from the order of requests, not from the time.
+    # Only idle models are evicted, and at once: the result depends on the order of requests, not on time.
     pool = {"patience_s": 100_000.0, "linger_s": 0.0}
     return {
         "models": {"a": model, "b": model},
@@ -50,8 +50,8 @@ def settings(limit: int | None, n_ctx: int = 256) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def yard(folder: Path, *, n_ctx: int = 256) -> AsyncIterator[ServerApp]:
-    """Room for one of them, however it is measured, and not for two."""
+async def server(folder: Path, *, n_ctx: int = 256) -> AsyncIterator[ServerApp]:
+    """A server with enough memory for one of the models, however it is measured, but not for both."""
     env = {"MODELYARD_CACHE": str(folder)}
     free = compose(load_config(env={}, overrides=settings(None, n_ctx)).config, env)
     estimate = free.scheduler._models["a"].spec.estimate
@@ -89,34 +89,34 @@ def counts(made: ServerApp) -> list[tuple[str, int, int]]:
 
 
 async def test_fifty_mixed_requests_are_answered_with_one_load_of_each(tmp_path: Path):
-    async with yard(tmp_path) as made:
+    async with server(tmp_path) as made:
         questions = [f"What is {number} plus {number}?" for number in range(5)]
         answers = [await started(made, "ab"[i % 2], questions[i % 5]) for i in range(50)]
         replies = await asyncio.gather(*map(read, answers))
         assert [type(reply[-1]) for reply in replies] == [Finished] * 50
-        said = {question: {text(replies[i]) for i in range(50) if i % 5 == n} for n, question in enumerate(questions)}
-        assert {len(each) for each in said.values()} == {1}  # the same answer, whichever model gave it
+        texts = {question: {text(replies[i]) for i in range(50) if i % 5 == n} for n, question in enumerate(questions)}
+        assert {len(each) for each in texts.values()} == {1}  # both models give the same answer
         models = made.scheduler.snapshot().models
         assert [models[name].loads for name in "ab"] == [1, 1]
         assert sorted(counts(made)) == [("ready", 0, 0), ("stopped", 0, 0)]
 
 
-async def test_clients_that_take_turns_make_the_models_take_turns(tmp_path: Path):
-    async with yard(tmp_path) as made:
+async def test_alternating_clients_make_the_models_take_turns(tmp_path: Path):
+    async with server(tmp_path) as made:
         for name in "abab":
             assert isinstance((await read(await started(made, name, "Hi")))[-1], Finished)
         models = made.scheduler.snapshot().models
         assert [(models[name].loads, models[name].evictions) for name in "ab"] == [(2, 2), (2, 1)]
 
 
-async def test_what_a_load_took_is_remembered(tmp_path: Path):
-    async with yard(tmp_path) as made:
+async def test_load_measurements_are_saved(tmp_path: Path):
+    async with server(tmp_path) as made:
         await made.scheduler.load("a")
         model = made.scheduler.snapshot().models["a"]
         assert model.estimate is not None
         assert model.load_s is not None
     assert os.listdir(tmp_path) == ["measured.json"]
-    async with yard(tmp_path) as again:
+    async with server(tmp_path) as again:
         await again.scheduler.load("b")  # another name, another entry
         assert again.scheduler.snapshot().models["a"].load_s is None
         await again.scheduler.unload("b")
@@ -125,8 +125,8 @@ async def test_what_a_load_took_is_remembered(tmp_path: Path):
 
 
 @pytest.mark.parametrize("force", [False, True])
-async def test_unloading_in_the_middle_of_an_answer(tmp_path: Path, force: bool):
-    async with yard(tmp_path, n_ctx=2048 if force else 256) as made:
+async def test_unload_during_a_stream(tmp_path: Path, force: bool):
+    async with server(tmp_path, n_ctx=2048 if force else 256) as made:
         stops = made.gateway.models["a"].pipeline.stop_ids
         endless = {"sampling": Sampling(temperature=0.0, logit_bias=dict.fromkeys(stops, -100.0))} if force else {}
         request = Request(
@@ -151,19 +151,19 @@ async def test_unloading_in_the_middle_of_an_answer(tmp_path: Path, force: bool)
         assert last.usage.output > 0
 
 
-def belongings(process: psutil.Process) -> set[object]:
+def resources(process: psutil.Process) -> set[object]:
     """Processes, open files and the engines' threads."""
     files = {file.path for file in process.open_files()}
     return {*process.children(recursive=True), *files} | {t for t in threading.enumerate() if "llama:" in t.name}
 
 
 async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind(tmp_path: Path):
-    dice, process = Random(3), psutil.Process()
-    tasks, before = asyncio.all_tasks(), belongings(process)
-    async with yard(tmp_path) as made:
-        answers = [await started(made, dice.choice("ab"), f"Number {number}", 2) for number in range(200)]
+    random, process = Random(3), psutil.Process()
+    tasks, before = asyncio.all_tasks(), resources(process)
+    async with server(tmp_path) as made:
+        answers = [await started(made, random.choice("ab"), f"Number {number}", 2) for number in range(200)]
         readers = [asyncio.create_task(read(answer)) for answer in answers]
-        dice.shuffle(answers)
+        random.shuffle(answers)
         await asyncio.sleep(0)
         for number, answer in enumerate(answers[:170]):
             answer.cancel()
@@ -179,5 +179,5 @@ async def test_two_hundred_requests_with_random_cancels_leave_nothing_behind(tmp
         engines = [engine for name in "ab" for engine in made.scheduler.engines(name)]
         assert [engine.stats().running for engine in engines] == [0] * len(engines)
     assert asyncio.all_tasks() == tasks
-    assert belongings(process) - before == set()
+    assert resources(process) - before == set()
     assert set(os.listdir(tmp_path)) <= {"measured.json"}

@@ -373,7 +373,8 @@ class TextJob(FakeJob[Chunk]):
             elif (yield from self._play_tokens(self._engine.encoder.encode(step, writer))):
                 return None
             step = next(steps, None)
-        if not (yield from self._play_tokens(self._engine.encoder.encode_end(writer))):
+        end = self._engine.encoder.encode_end(writer)
+        if not (end and (yield from self._play_tokens(end))):
             self._end("stop")
 
     def _play_tokens(self, ids: list[int]) -> Generator[list[Chunk] | float, None, bool]:
