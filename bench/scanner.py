@@ -19,9 +19,9 @@ from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
 
-from modelyard.core.engine import Piece
 from modelyard.core.events import BlockDelta, Event
 from modelyard.core.request import Tool
+from modelyard.core.tokenizer import Piece
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import load
 

@@ -34,6 +34,7 @@ from msgspec import Struct, field
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event, Timings, Usage
 from modelyard.core.request import Constraint, Priority, Request, Sampling
+from modelyard.core.tokenizer import IdLogprob
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -82,12 +83,6 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
 
 
 # --- what comes out -------------------------------------------------------------------------------------------------
-
-
-class IdLogprob(Struct, frozen=True, gc=False):
-    id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 class Accepted(Struct, frozen=True, tag=True, gc=False):
@@ -308,15 +303,3 @@ class EngineModule(Protocol):
     def kind(self, options: Any) -> Literal["text", "chat"]: ...
     def create(self, spec: EngineSpec) -> Engine: ...
     def estimate(self, spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate: ...
-
-
-class Piece(Struct, frozen=True, gc=False):
-    """A bit of detokenized text with its token, so that a marker counts only where the special token stands.
-
-    `text` may be empty: a token that ends in half a character hands its bytes on to the next piece.
-    """
-
-    text: str
-    special: bool = False
-    token: int = -1
-    logprob: IdLogprob | None = None

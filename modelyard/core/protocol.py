@@ -16,6 +16,8 @@ from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event, Reply
 from modelyard.core.request import Request
 
+INLINE_BYTES = 1 << 18  # bodies up to this size are parsed on the event loop (about a millisecond), larger in a thread
+
 
 class WireError(Struct, frozen=True):
     """An error as it goes out. A streamed one (`status` 200) is a body of events instead of a JSON body."""

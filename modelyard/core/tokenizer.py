@@ -5,7 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from modelyard.core.engine import IdLogprob, Piece
+from msgspec import Struct
+
+
+class IdLogprob(Struct, frozen=True, gc=False):
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Piece(Struct, frozen=True, gc=False):
+    """A bit of detokenized text with its token, so that a marker counts only where the special token stands.
+
+    `text` may be empty: a token that ends in half a character hands its bytes on to the next piece.
+    """
+
+    text: str
+    special: bool = False
+    token: int = -1
+    logprob: IdLogprob | None = None
 
 
 class Detokenizer(Protocol):

@@ -47,7 +47,9 @@ class CacheDiagnostics:
         )
         # Sessions are scoped by API key; prompts without a session are compared among themselves.
         key = (prepared.target.cache, prepared.caller.key, request.session or "")
-        found = self._sessions.diagnose(key, record, accepted.cached_tokens, prepared.text_length, page, accepted.elsewhere)
+        found = self._sessions.diagnose(
+            key, record, accepted.cached_tokens, prepared.text_length, page, accepted.elsewhere
+        )
         return found, record
 
     def system_prompt_change(self, prepared: PreparedRequest, accepted: Accepted) -> str | None:

@@ -18,11 +18,11 @@ from msgspec.structs import replace
 
 from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event, Failed
-from modelyard.gateway.choices import MultiChoiceStream
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 
 if TYPE_CHECKING:
+    from modelyard.gateway.choices import MultiChoiceStream
     from modelyard.gateway.gateway import ChoiceStream
 
 _MAX_BATCHES = 4096  # kept for new readers; a longer stream is not shared any more

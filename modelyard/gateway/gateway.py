@@ -57,7 +57,7 @@ from modelyard.core.events import (
     Usage,
 )
 from modelyard.core.lease import Lease, LeaseProvider, LeaseRequest, Ticket
-from modelyard.core.protocol import WireProtocol
+from modelyard.core.protocol import INLINE_BYTES, WireProtocol
 from modelyard.core.request import Caller, EmbeddingRequest, Request
 from modelyard.gateway.cache_diagnostics import CacheDiagnostics
 from modelyard.gateway.capabilities import (
@@ -90,7 +90,6 @@ log = logging.getLogger("modelyard.gateway")
 
 _HISTORY_REQUESTS = 1000
 # Larger inputs are handled in a thread, so that they do not block every stream. Each limit is 1 to 5 ms of work.
-INLINE_BYTES = 1 << 18  # of JSON to parse
 _INLINE_CHARS = 20_000  # of uncached text to tokenize
 _INLINE_MESSAGES = 300  # messages and tools to render
 
@@ -803,3 +802,6 @@ class ChatOutput:
     def fail(self, error: ModelyardError) -> list[Event]:
         self.over = True
         return [Failed(error)]
+
+
+EventSource = ChoiceStream | MultiChoiceStream | SharedReader  # what `Gateway.start` returns; all read alike

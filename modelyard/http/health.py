@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from modelyard import __version__
 from modelyard.core.lease import ModelStatus
-from modelyard.gateway import Gateway
+from modelyard.gateway.gateway import Gateway
 from modelyard.http.request_context import RequestContext
 
 HealthStatus = Literal["healthy", "degraded", "unhealthy"]

@@ -14,7 +14,7 @@ from modelyard.core.errors import Cancelled, ModelyardError
 from modelyard.core.events import Event, Failed, ReplyBuilder
 from modelyard.core.protocol import EventWriter, WireError, WireProtocol
 from modelyard.core.request import Request
-from modelyard.gateway import EventSource, Gateway
+from modelyard.gateway.gateway import EventSource, Gateway
 from modelyard.http.connection import cancel_on_disconnect
 from modelyard.http.errors import as_modelyard_error
 from modelyard.http.request_context import RequestContext, read_body, send_error, send_json

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.core.lease import ModelStatus
 from modelyard.core.protocol import ModelCard
-from modelyard.gateway import Gateway
+from modelyard.gateway.gateway import Gateway
 from modelyard.http.request_context import RequestContext
 from modelyard.protocols import anthropic_messages, openai_chat
 

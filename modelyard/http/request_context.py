@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from msgspec import Struct, field
 from starlette.types import Receive, Scope, Send
 
 from modelyard.core.errors import InvalidRequest, ModelyardError, TooLarge
-from modelyard.core.protocol import WireError
+from modelyard.core.protocol import INLINE_BYTES, WireError
 from modelyard.core.request import Caller
-from modelyard.gateway import EventSource
-from modelyard.gateway.gateway import INLINE_BYTES
 from modelyard.http.settings import HttpSettings
 from modelyard.telemetry.cache_diagnostics import CacheReuse
 
@@ -71,6 +69,9 @@ def _too_deep(brackets: bytes, limit: int) -> bool:
         brackets = rest
     return b"(" in brackets
 
+
+if TYPE_CHECKING:
+    from modelyard.gateway.gateway import EventSource
 
 TIMEOUT_HEADER = "x-modelyard-timeout"
 _MAX_TIMEOUT_S = 7 * 86400

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from modelyard import __version__
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound
-from modelyard.gateway import Gateway
+from modelyard.gateway.gateway import Gateway
 from modelyard.http import tokens
 from modelyard.http.admin.context import AdminContext
 from modelyard.http.admin.routes import admin_router

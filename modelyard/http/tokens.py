@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
-from modelyard.gateway import Gateway, Model
+from modelyard.gateway.gateway import Gateway
+from modelyard.gateway.model import Model
 from modelyard.http.errors import as_modelyard_error
 from modelyard.http.request_context import RequestContext, read_body, run_sized, send_error, send_json
 from modelyard.http.settings import HttpSettings

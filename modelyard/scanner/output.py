@@ -12,8 +12,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from modelyard.core.engine import IdLogprob
 from modelyard.core.events import BlockDelta, BlockEnd, BlockKind, BlockStart, Event, TokenLogprob
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.scanner.marker_filter import MarkerFilter, MarkerSpellings
 
 VisibleKind = Literal["text", "thinking"]

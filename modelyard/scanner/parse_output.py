@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from modelyard.core.engine import Piece
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.events import Finished, ReplyBuilder, Started, Usage
 from modelyard.core.output_format import OutputFormat, SwitchRegion
 from modelyard.core.request import Tool
+from modelyard.core.tokenizer import Piece
 from modelyard.scanner.detect import detect
 from modelyard.scanner.formats import load
 from modelyard.scanner.scanner import Scanner

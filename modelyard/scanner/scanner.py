@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 
-from modelyard.core.engine import Piece
 from modelyard.core.events import Event
 from modelyard.core.output_format import OutputFormat, StartReader, SwitchRegion
 from modelyard.core.request import Tool
+from modelyard.core.tokenizer import Piece
 from modelyard.scanner.calls import CallBuilder
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, UnknownTool, any_char, marker_table
 from modelyard.scanner.output import BlockWriter, LogprobTracker, TokenText, VisibleOutput

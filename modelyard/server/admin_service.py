@@ -14,7 +14,7 @@ from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.errors import Conflict, InvalidRequest, ModelyardError, Unavailable
 from modelyard.core.pool import Pool
-from modelyard.gateway import Gateway
+from modelyard.gateway.gateway import Gateway
 from modelyard.http.admin.context import ModelDetails, ReloadResult
 from modelyard.library.cache_dir import cache_dir
 from modelyard.router.settings import ModelSettings

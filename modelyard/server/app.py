@@ -17,7 +17,7 @@ from modelyard.config.settings import Config
 from modelyard.core.engine import Node
 from modelyard.core.errors import Unavailable
 from modelyard.core.store import Store
-from modelyard.gateway import Gateway
+from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.replay_memory import ReplayMemory
 from modelyard.gateway.stored_responses import StoredResponses
 from modelyard.http import server as front

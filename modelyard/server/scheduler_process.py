@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from uuid import uuid4
 
 from modelyard.config.settings import Config
 from modelyard.core.engine import Engine, EngineSpec
@@ -19,7 +18,6 @@ from modelyard.server.app import make_scheduler
 from modelyard.server.engine_factory import model_specs
 from modelyard.store import open_store
 from modelyard.telemetry import log
-from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.transport import check_endpoint, is_loopback
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine, workers_folder
@@ -126,14 +124,6 @@ async def _run(config: Config, endpoint: str, load_config: ConfigLoader) -> int:
     finally:
         await process.close()
     return 0
-
-
-def gateway_pool(config: Config, endpoint: str) -> RemotePool:
-    """Call it on the gateway's event loop."""
-    workers = config.workers
-    name = f"gateway-{os.getpid()}-{uuid4().hex[:8]}"
-    timeout_s = config.scheduler.timeout_ms / 1000
-    return RemotePool(endpoint, name, keys=workers.cluster_keys(), heartbeat=workers.heartbeat(), timeout_s=timeout_s)
 
 
 def run_worker_for(config: Config, scheduler: str, listen: str | None) -> int:

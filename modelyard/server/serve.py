@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from modelyard import plugins
 from modelyard.config.load import load_config
@@ -25,9 +26,9 @@ from modelyard.processes.supervisor import INDEX_VARIABLE, run_supervised
 from modelyard.server.admin_service import ConfigLoader
 from modelyard.server.app import compose, key_limits
 from modelyard.server.config_watcher import on_hangup, watch
-from modelyard.server.scheduler_process import gateway_pool
 from modelyard.telemetry import log
 from modelyard.telemetry.metrics_hub import MetricsHub
+from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.worker_process import PARENT_VARIABLE
 
 _SCHEDULER_WAIT_S = 10.0  # then the gateway starts without the scheduler and reports itself unhealthy
@@ -84,6 +85,14 @@ async def _serve_one(config: Config, load: ConfigLoader, scheduler: str | None =
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
     return 0 if server.started else 1
+
+
+def gateway_pool(config: Config, endpoint: str) -> RemotePool:
+    """Call it on the gateway's event loop."""
+    workers = config.workers
+    name = f"gateway-{os.getpid()}-{uuid4().hex[:8]}"
+    timeout_s = config.scheduler.timeout_ms / 1000
+    return RemotePool(endpoint, name, keys=workers.cluster_keys(), heartbeat=workers.heartbeat(), timeout_s=timeout_s)
 
 
 def _announce(config: Config, listener: socket.socket) -> None:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from modelyard.core.engine import IdLogprob, Piece
+from modelyard.core.tokenizer import IdLogprob, Piece
 
 # A token's bytes, for the tokenizer families whose decoder works token by token:
 #

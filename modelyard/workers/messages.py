@@ -37,12 +37,13 @@ import msgspec
 from msgspec import Struct, field
 
 from modelyard.core import engine as core
-from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, EngineStats, IdLogprob, Media, Prompt
+from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, EngineStats, Media, Prompt
 from modelyard.core.errors import Internal, ModelyardError
 from modelyard.core.events import Event, Timings, Usage
 from modelyard.core.lease import LeaseRequest, ModelStatus
 from modelyard.core.pool import ModelStateChange
 from modelyard.core.request import Constraint, Priority, Request, Sampling
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.workers.packing import (
     MalformedMessage,
     flatten_prompt,

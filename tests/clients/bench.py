@@ -17,7 +17,7 @@ from modelyard.core.errors import Unavailable
 from modelyard.core.request import Caller, Image, Part, Request, Text, Thinking, ToolCall, ToolResult
 from modelyard.engines.fake import engine as fake_engine
 from modelyard.engines.fake.script import Script, ScriptRule
-from modelyard.gateway import Gateway
+from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.prepared_request import PreparedRequest
 from modelyard.launch import agents, launch, programs
 from modelyard.launch.plan import Facts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from modelyard.core.engine import Accepted, Chunk, End, Generation, IdLogprob, Tokens
+from modelyard.core.engine import Accepted, Chunk, End, Generation, Tokens
+from modelyard.core.tokenizer import IdLogprob
 
 # A row that is computed alone takes another kernel than one in a batch, and adds in another order. With unquantized
 # weights that moves the best log probabilities by less than 0.001, so two runs must agree within `TOLERANCE`

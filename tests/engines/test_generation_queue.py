@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.core.engine import Accepted, Chunk, End, IdLogprob, Tokens
+from modelyard.core.engine import Accepted, Chunk, End, Tokens
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.generation_queue import GenerationQueue, merge_tokens
 
 

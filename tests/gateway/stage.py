@@ -15,8 +15,9 @@ from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Event
 from modelyard.core.request import Caller, Message, Request, Text
 from modelyard.engines.generation_queue import GenerationQueue
-from modelyard.gateway import ChoiceStream, Gateway, Model
 from modelyard.gateway.choices import MultiChoiceStream
+from modelyard.gateway.gateway import ChoiceStream, Gateway
+from modelyard.gateway.model import Model
 from modelyard.prompt.images import Images
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.model_definition import define_model

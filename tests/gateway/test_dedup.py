@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from modelyard.core.errors import Cancelled, Unavailable
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Sampling, Text
-from modelyard.gateway import ChoiceStream, SharedReader
 from modelyard.gateway.choices import MultiChoiceStream
-from modelyard.gateway.dedup import RequestDeduplicator, is_same_request
+from modelyard.gateway.dedup import RequestDeduplicator, SharedReader, is_same_request
+from modelyard.gateway.gateway import ChoiceStream
 from modelyard.gateway.prepared_request import PreparedRequest
 from tests.gateway.stage import CALLER, Stage, asked, read, until
 

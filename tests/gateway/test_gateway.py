@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.core.engine import Accepted, Chunk, End, IdLogprob, Progress, Tokens
+from modelyard.core.engine import Accepted, Chunk, End, Progress, Tokens
 from modelyard.core.errors import (
     Cancelled,
     ContextOverflow,
@@ -52,6 +52,7 @@ from modelyard.core.request import (
     ToolChoice,
     ToolResult,
 )
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.gateway.gateway import ChatOutput, TextOutput
 from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, RenderedPrompt
 from modelyard.router.routes import Target

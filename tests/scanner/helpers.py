@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from modelyard.core.engine import Piece
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
 from modelyard.core.output_format import OutputFormat
 from modelyard.core.request import Tool
+from modelyard.core.tokenizer import Piece
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import load
 

@@ -18,7 +18,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import modelyard.engines.fake
-from modelyard.core.engine import Piece
+from modelyard.core.tokenizer import Piece
 from modelyard.scanner.formats import load, names
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.scanner.helpers import ScannedBlock, calls_of, marker_tokens, pieces, scan, text_of

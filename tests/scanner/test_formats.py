@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from modelyard import plugins
-from modelyard.core.engine import Piece
 from modelyard.core.output_format import SwitchRegion
 from modelyard.core.request import Tool
+from modelyard.core.tokenizer import Piece
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import FAMILIES, load, names
 from tests.scanner.helpers import TOOLS, ScannedBlock, calls_of, delta_texts, pieces, scan

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from modelyard.core.engine import Piece
 from modelyard.core.events import Event
+from modelyard.core.tokenizer import Piece
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import load
 from tests.scanner.helpers import TOOLS, calls_of, delta_texts, scan, text_of

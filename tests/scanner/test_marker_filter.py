@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from modelyard.core.engine import IdLogprob, Piece
 from modelyard.core.events import BlockDelta
+from modelyard.core.tokenizer import IdLogprob, Piece
 from modelyard.scanner import Scanner, parse
 from modelyard.scanner.formats import load, names
 from modelyard.scanner.marker_filter import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.core.engine import IdLogprob
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.scanner.output import BlockWriter, LogprobTracker, StopStrings
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modelyard.core.engine import Piece
 from modelyard.core.output_format import OutputFormat
 from modelyard.core.request import Tool
+from modelyard.core.tokenizer import Piece
 from modelyard.scanner.formats import load, names
 from modelyard.scanner.lexer import marker_table
 from tests.scanner.helpers import ScannedBlock, calls_of, marker_tokens, scan, text_of

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from modelyard.core.engine import Piece
 from modelyard.core.request import Tool
+from modelyard.core.tokenizer import Piece
 from modelyard.scanner import Scanner, parse
 from modelyard.scanner.formats import load
 from tests.scanner.helpers import delta_texts

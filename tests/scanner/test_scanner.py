@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from modelyard.core.engine import IdLogprob, Piece
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart
 from modelyard.core.request import Tool
+from modelyard.core.tokenizer import IdLogprob, Piece
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import load, names
 from tests.scanner.helpers import (

@@ -21,8 +21,8 @@ from modelyard.config.load import load_config
 from modelyard.core.engine import AvailableMemory
 from modelyard.core.events import BlockDelta, Event, Failed, Finished
 from modelyard.core.request import Caller, Message, Request, Sampling, Text
-from modelyard.gateway import ChoiceStream
 from modelyard.gateway.choices import MultiChoiceStream
+from modelyard.gateway.gateway import ChoiceStream
 from modelyard.server.app import ServerApp, compose
 from tests.engines.llama_cpp.helpers import model_file
 

@@ -155,9 +155,9 @@ def test_another_conversation_under_the_same_session_is_another_session() -> Non
 
 
 def test_reasoning_that_the_template_drops_is_dropped_reasoning() -> None:
-    told = (*OPENING, REPLY, RESULT, say("user", "Thank you. " * 10))
+    turns = (*OPENING, REPLY, RESULT, say("user", "Thank you. " * 10))
     bare = say("assistant", "Looking.", call())
-    now = prompt(*told, text=render((*OPENING, bare, RESULT, told[-1]), (READ,)))
+    now = prompt(*turns, text=render((*OPENING, bare, RESULT, turns[-1]), (READ,)))
     assert diagnosis(replied(), now) == ("reasoning_dropped", 2)
 
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from modelyard.core.engine import IdLogprob
-from modelyard.core.tokenizer import Detokenizer
+from modelyard.core.tokenizer import Detokenizer, IdLogprob
 from modelyard.tokenizer import detokenize
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.tokenizer import tokenizers_made as made

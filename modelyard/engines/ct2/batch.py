@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from modelyard.core.engine import IdLogprob, Prompt, Tokens
+from modelyard.core.engine import Prompt, Tokens
 from modelyard.core.errors import ModelyardError, Timeout
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.ct2.options import is_beam_search
 from modelyard.engines.in_process import InProcessJob
 from modelyard.engines.token_dispatch import TokenDispatch

@@ -17,9 +17,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from modelyard.core.engine import Accepted, CacheInfo, CacheStats, EngineSpec, IdLogprob, Progress, Prompt, Tokens
+from modelyard.core.engine import Accepted, CacheInfo, CacheStats, EngineSpec, Progress, Prompt, Tokens
 from modelyard.core.errors import Internal, InvalidRequest, ModelyardError, Timeout, Unavailable
 from modelyard.core.events import Timings
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.exllamav3.arguments import (
     Arguments,
     batch_size,

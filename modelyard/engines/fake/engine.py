@@ -35,7 +35,6 @@ from modelyard.core.engine import (
     EngineSpec,
     EngineStats,
     Generation,
-    IdLogprob,
     OnProgress,
     Progress,
     Prompt,
@@ -56,7 +55,7 @@ from modelyard.core.events import (
     Usage,
 )
 from modelyard.core.request import Constraint, Message, Request, Sampling, Text, Thinking, ToolCall, ToolResult
-from modelyard.core.tokenizer import Tokenizer
+from modelyard.core.tokenizer import IdLogprob, Tokenizer
 from modelyard.engines.fake.answers import Steps, constrained_answer, demo_answer
 from modelyard.engines.fake.options import Options, tokenizer_path
 from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler, format_writer

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from modelyard.core.engine import IdLogprob, Prompt
+from modelyard.core.engine import Prompt
 from modelyard.core.errors import ModelyardError
 from modelyard.core.events import Usage
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.in_process import InProcessJob
 from modelyard.engines.llama_cpp.grammar_mask import GrammarMask, TriggeredMask
 from modelyard.engines.llama_cpp.sampler import JobSampler, token_logprob

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from modelyard.core.engine import IdLogprob
 from modelyard.core.request import Sampling
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.llama_cpp.binding import LogitBias, lib, short
 from modelyard.engines.llama_cpp.numpy_sampler import NumpySampler, Row
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from modelyard.core.engine import MemoryEstimate
 from modelyard.core.pool import Pool
-from modelyard.gateway import Gateway
+from modelyard.gateway.gateway import Gateway
 from modelyard.http.admin.peers import PeerGateways
 from modelyard.telemetry.request_capture import MemoryCaptureSink
 from modelyard.telemetry.system import MachineMemory

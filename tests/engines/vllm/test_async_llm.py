@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from modelyard.core.engine import Accepted, Chunk, End, IdLogprob, Media, Prompt, TokenRun, Tokens
+from modelyard.core.engine import Accepted, Chunk, End, Media, Prompt, TokenRun, Tokens
 from modelyard.core.errors import ContextOverflow, Internal, InvalidRequest, NotFound, Unavailable
 from modelyard.core.request import Constraint
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines import vllm
 from modelyard.engines.vllm.async_llm import AsyncLlmRunner, VllmJob
 from modelyard.engines.vllm.errors import death_error, first_token_error, load_error, request_error

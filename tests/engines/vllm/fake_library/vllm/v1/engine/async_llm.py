@@ -15,8 +15,9 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineSpec, IdLogprob, Prompt, TokenRun, Tokens
+from modelyard.core.engine import Accepted, CacheInfo, Chunk, End, EngineSpec, Prompt, TokenRun, Tokens
 from modelyard.core.request import Constraint
+from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines import fake
 from modelyard.engines.fake.engine import FakeTextEngine
 
