@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from modelyard.workers.ray import ActorResources, RayCluster
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, read_keys
+
+if TYPE_CHECKING:
+    from modelyard.workers.ray import RayCluster
 
 
 class RayResources(BaseModel):
@@ -57,6 +59,8 @@ class WorkerSettings(BaseModel):
     def ray_cluster(self) -> RayCluster | None:
         if not self.cluster:
             return None
+        from modelyard.workers.ray import ActorResources, RayCluster  # it imports the worker: not with the settings
+
         resources = {model: ActorResources(**each.model_dump()) for model, each in self.ray_resources.items()}
         return RayCluster(self.ray_address, resources, self.cluster_keys(), self.heartbeat())
 

@@ -128,10 +128,12 @@ def test_only_a_ctranslate2_folder_implies_a_backend(tmp_path: Path):
 
 
 def test_removing_a_model_deletes_its_folder_only_inside_the_library(cache: Path, tmp_path: Path):
-    ours, theirs = make_folder(cache / "models" / "ours", "model.bin"), make_folder(tmp_path / "theirs", "model.bin")
-    model_files.put_entry(LibraryEntry("ours", str(ours), owned=True))
-    model_files.put_entry(LibraryEntry("theirs", str(theirs), owned=True))  # a wrong entry must not delete other files
-    models.remove_model("ours")
-    assert not ours.exists()
-    models.remove_model("theirs")
-    assert (theirs / "model.bin").is_file()
+    inside = make_folder(cache / "models" / "inside", "model.bin")
+    outside = make_folder(tmp_path / "outside", "model.bin")
+    model_files.put_entry(LibraryEntry("inside", str(inside), owned=True))
+    # A wrong entry must not delete other files.
+    model_files.put_entry(LibraryEntry("outside", str(outside), owned=True))
+    models.remove_model("inside")
+    assert not inside.exists()
+    models.remove_model("outside")
+    assert (outside / "model.bin").is_file()

@@ -70,16 +70,16 @@ def test_a_gpu_is_reported_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_driver_is_tried_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    attempts = []
 
     def no_driver() -> None:
-        asked.append(os.getpid())
+        attempts.append(os.getpid())
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
     _driver(monkeypatch, no_driver)
     monitor = SystemMonitor()
     assert (monitor.read().gpus, monitor.read().gpus) == ((), ())
-    assert len(asked) == 1
+    assert len(attempts) == 1
 
 
 def test_a_lost_gpu_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +128,12 @@ def test_the_reserve_of_the_driver_does_not_count_as_used(monkeypatch: pytest.Mo
 
 @pytest.mark.usefixtures("two_gpus")
 def test_an_old_driver_reports_its_older_memory_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(handle: int, version: int | None = None) -> SimpleNamespace:
+    def memory_info(handle: int, version: int | None = None) -> SimpleNamespace:
         if version is not None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
         return SimpleNamespace(total=100, used=36, free=64)
 
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", asked)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory_info)
     assert {gpu.used for gpu in read_gpus()} == {36}
 
 

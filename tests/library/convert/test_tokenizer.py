@@ -42,13 +42,17 @@ def vocabularies(file: Path, folder: Path) -> tuple[GgufTokenizer, HuggingFaceTo
 
 
 def test_the_default_model_is_tokenized_like_llama_cpp(smollm2: Path, tmp_path: Path):
-    theirs, ours = vocabularies(smollm2, tmp_path)
+    original, converted = vocabularies(smollm2, tmp_path)
     for text in [*texts(), Path(__file__).read_text("utf-8")]:
-        assert ours.encode(text) == theirs.encode(text), repr(text)
-        assert ours.encode_plain(text) == theirs.encode_plain(text), repr(text)
-    assert ours.specials == theirs.specials
-    assert (ours.bos, ours.bos_token, ours.eos_token) == (theirs.bos, theirs.bos_token, theirs.eos_token)
-    assert {0, 2} <= ours.eos
+        assert converted.encode(text) == original.encode(text), repr(text)
+        assert converted.encode_plain(text) == original.encode_plain(text), repr(text)
+    assert converted.specials == original.specials
+    assert (converted.bos, converted.bos_token, converted.eos_token) == (
+        original.bos,
+        original.bos_token,
+        original.eos_token,
+    )
+    assert {0, 2} <= converted.eos
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
@@ -57,10 +61,10 @@ def test_each_pre_tokenizer_matches_llama_cpp(pre: str, smollm2: Path, tmp_path:
     merges = metadata["tokenizer.ggml.merges"][:4000]
     words = tiny.tokens()[: len(tiny.SPECIALS) + 256] + [merge.replace(" ", "") for merge in merges]
     words = list(dict.fromkeys(words))
-    theirs, ours = vocabularies(tiny.write_vocabulary(tmp_path / "words.gguf", pre, words, merges), tmp_path)
+    original, converted = vocabularies(tiny.write_vocabulary(tmp_path / "words.gguf", pre, words, merges), tmp_path)
     for text in texts():
         text = unicodedata.normalize("NFC", text)
-        assert ours.encode(text) == theirs.encode(text), repr(text)
+        assert converted.encode(text) == original.encode(text), repr(text)
 
 
 def test_the_files_have_special_tokens_and_template(tmp_path: Path):
