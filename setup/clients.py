@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from modelyard.core.errors import ModelyardError, Unavailable
-from modelyard.launch import agents, programs
-from modelyard.launch.plan import Agent
+from modelyard.launch.agents import AGENTS, Agent, get_agent
 from modelyard.library.cache_dir import file_lock
 
 _MAX_LINES = 15  # of a failed installer's output
@@ -27,8 +26,8 @@ _MAX_LINES = 15  # of a failed installer's output
 def main(arguments: list[str] | None = None) -> int:
     wanted = sys.argv[1:] if arguments is None else arguments
     try:
-        for name in wanted or agents.names():
-            agent, _ = agents.find(name)
+        for name in wanted or AGENTS:
+            agent = get_agent(name)
             print(f"{agent.title} {agent.version}: {install(agent, os.environ)}", flush=True)
     except ModelyardError as error:
         print(error.message, file=sys.stderr)
@@ -38,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def install(agent: Agent, env: Mapping[str, str]) -> Path:
     """Install the agent and return its program. The stamp is written last: without it the folder is incomplete."""
-    folder, program = programs.folder(agent, env), programs.pinned(agent, env)
+    folder, program = agent.install_dir(env), agent.pinned_program(env)
     stamp = folder / ".installed"
     with file_lock(folder.parent / f".{folder.name}.lock", lambda: _log(f"another process installs {agent.title}")):
         if not (stamp.is_file() and program.is_file()):

@@ -120,7 +120,8 @@ class Comparison(Struct, frozen=True):
         """Whether the estimate meets the target; None without one."""
         if self.bound is None:
             return None
-        return self.ratio.middle <= self.bound if self.at_most else self.ratio.middle >= self.bound
+        excess = self.ratio.middle - self.bound
+        return (excess <= 1e-9) if self.at_most else (excess >= -1e-9)  # the logarithms round
 
 
 # --- Student's t ------------------------------------------------------------------------------------------------------

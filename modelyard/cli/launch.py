@@ -27,11 +27,12 @@ def launch(
 
     For example: [bold]modelyard launch claude -- --resume[/bold]. The agent's own settings are not changed.
     """
-    from modelyard.launch import launch as launching
+    from modelyard.launch.launch import LaunchOptions, launch_agent, launch_script
 
-    order = launching.Order(agent=agent, url=url, model=model, key=key, config=config, own=tuple(own or ()))
+    arguments = tuple(own or ())
+    options = LaunchOptions(agent=agent, url=url, model=model, key=key, config=config, arguments=arguments)
     if show:
-        sys.stdout.write(run_or_exit(launching.printed, order, os.environ))
+        sys.stdout.write(run_or_exit(launch_script, options, os.environ))
         return
-    say = lambda line: err.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)  # noqa: E731
-    raise typer.Exit(run_or_exit(launching.launch, order, os.environ, say))
+    notify = lambda line: err.print(f"[dim]{escape(line)}[/dim]", soft_wrap=True)  # noqa: E731
+    raise typer.Exit(run_or_exit(launch_agent, options, os.environ, notify))

@@ -1,1 +1,1 @@
-"""`modelyard launch`: a coding agent in the user's terminal, on a local model, with its own settings left alone."""
+"""`modelyard launch`: runs a coding agent on a local model, without changing the agent's own settings."""

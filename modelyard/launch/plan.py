@@ -1,61 +1,67 @@
-"""What it takes to start an agent, as data: facts of the server in, variables, files and arguments out. Pure."""
+"""How to start an agent, as data: the server and model in, environment, files and arguments out. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 from msgspec import Struct, field
 
-ANY_KEY = "modelyard"  # agents refuse to start without one, also where the server wants none
+PLACEHOLDER_KEY = "modelyard"  # agents refuse to start without a key, even if the server needs none
+_HEREDOC_END = "END_OF_FILE"
 
 
-class Facts(Struct, frozen=True, kw_only=True):
-    """The server and the model that an agent is to talk to. `background` is the name for its small side requests."""
+class LaunchTarget(Struct, frozen=True, kw_only=True):
+    """The server and the model that an agent uses. `background` is the model name for small side requests."""
 
     url: str
     model: str
-    window: int | None = None  # None: a remote model that does not say
+    window: int | None = None  # tokens; None: a remote model that does not report it
     background: str = ""
-    key: str = ANY_KEY
+    key: str = PLACEHOLDER_KEY
 
     @property
-    def v1(self) -> str:
+    def v1_url(self) -> str:
         return f"{self.url}/v1"
 
     @property
-    def aside(self) -> str:
+    def small_model(self) -> str:
         return self.background or self.model
 
+    def is_smaller_than(self, tokens: int) -> bool:
+        return self.window is not None and self.window < tokens
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """`arguments` stand before the user's own. `files` are written anew each time, `initial` ones only where there is
-    none yet: the agent goes on writing into them. `notes` are sentences for the user, said before it starts."""
+
+class LaunchPlan(Struct, frozen=True, kw_only=True):
+    """`arguments` go before the user's. `files` are written at every launch, `initial_files` only if they do not exist,
+    because the agent writes to them. `notes` are shown to the user before the agent starts."""
 
     arguments: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
     files: Mapping[Path, str] = field(default_factory=dict)
-    initial: Mapping[Path, str] = field(default_factory=dict)
+    initial_files: Mapping[Path, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-class Agent(Struct, frozen=True, kw_only=True):
-    """Where an agent comes from. `version` is the one that our tests run; `inside` its program in its own folder."""
+def shell_script(plan: LaunchPlan, program: str, arguments: Sequence[str]) -> str:
+    """The plan as commands for a POSIX shell: what `modelyard launch --print` shows."""
+    return "\n".join(_shell_lines(plan, [program, *plan.arguments, *arguments])) + "\n"
 
-    title: str
-    program: str
-    package: str
-    version: str
-    source: Literal["npm", "PyPI"]
-    inside: str
 
-    @property
-    def requirement(self) -> str:
-        return f"{self.package}{'@' if self.source == 'npm' else '=='}{self.version}"
-
-    @property
-    def install(self) -> str:
-        """The command that a user types."""
-        return f"npm install -g {self.package}" if self.source == "npm" else f"pipx install {self.package}"
+def _shell_lines(plan: LaunchPlan, command: Sequence[str]) -> Iterator[str]:
+    for note in plan.notes:
+        yield f"# {note}"
+    for path, text in plan.initial_files.items():
+        file = shlex.quote(str(path))
+        yield f"mkdir -p {shlex.quote(str(path.parent))}"
+        yield f"[ -e {file} ] || printf %s {shlex.quote(text)} > {file}"
+    for path, text in plan.files.items():
+        yield f"mkdir -p {shlex.quote(str(path.parent))}"
+        yield f"cat > {shlex.quote(str(path))} <<'{_HEREDOC_END}'\n{text.rstrip()}\n{_HEREDOC_END}"
+    if plan.unset:
+        yield f"unset {' '.join(plan.unset)}"
+    for name, value in plan.env.items():
+        yield f"export {name}={shlex.quote(value)}"
+    yield shlex.join(command)

@@ -1,30 +1,29 @@
-"""The server that an agent talks to: asked what it has, and started for the agent's time where there is none."""
+"""The server that an agent uses: a client that asks it for its models, and a server that runs only for this launch."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote, urlsplit
 
 import httpx
 
 from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
-from modelyard.launch.plan import ANY_KEY, Facts
+from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchTarget
 from modelyard.protocols import openai_chat
 
-BACKGROUND = "local-haiku"  # a name that `*haiku*` routes catch and that no agent takes for a model it knows
-_LOCAL = ("127.0.0.1", "localhost", "::1")
-_PAUSE_S = 0.1
-_GOODBYE_S = 30.0
+BACKGROUND_MODEL = "local-haiku"  # routes for `*haiku*` match it, and no agent takes it for a model it knows
+_LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+_POLL_S = 0.1
+_STOP_TIMEOUT_S = 30.0
 
 
-class Server:
-    """A server by its address. Every question is answered or raises one of our errors."""
+class TargetServer:
+    """A synchronous client of the server at `url`. Every method raises a ModelyardError if it fails."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url, self._key = url.rstrip("/"), key
@@ -34,7 +33,7 @@ class Server:
     def close(self) -> None:
         self._http.close()
 
-    def is_there(self) -> bool:
+    def is_running(self) -> bool:
         try:
             reply = self._http.get(f"{self.url}/health/live")
         except httpx.ConnectError:
@@ -44,36 +43,41 @@ class Server:
         except httpx.HTTPError as error:
             raise Unavailable(f"{self.url} does not answer: {error}") from None
         if reply.status_code != 200 or b"alive" not in reply.content:
-            raise InvalidRequest(f"what answers at {self.url} is no modelyard: choose another address with --url")
+            raise InvalidRequest(f"the server at {self.url} is not Modelyard: choose another address with --url")
         return True
 
-    def facts(self, model: str | None, alive: Callable[[], None] = lambda: None) -> Facts:
-        """Of `model`, or of the first that can answer. A model that is still being loaded is waited for."""
-        name = model or self._first()
-        while (card := self._card(name))["state"] == "loading":
-            alive()
-            time.sleep(_PAUSE_S)
-        if card["state"] == "failed":
-            raise Unavailable(f"the model {name!r} could not be loaded; {self.url}/health says why")
-        key, window = self._key or ANY_KEY, card.get("context_length")
-        return Facts(url=self.url, model=name, window=window, background=self._background(name), key=key)
+    def wait_until_running(self, check_alive: Callable[[], None]) -> None:
+        """`check_alive` raises if the server process has exited."""
+        while not self.is_running():
+            check_alive()
+            time.sleep(_POLL_S)
 
-    def _first(self) -> str:
+    def launch_target(self, model: str | None, check_alive: Callable[[], None] = lambda: None) -> LaunchTarget:
+        """The target for `model`, or for the first usable model. Waits while the model is loading."""
+        name = model or self._first_model()
+        while (card := self._model(name))["state"] == "loading":
+            check_alive()
+            time.sleep(_POLL_S)
+        if card["state"] == "failed":
+            raise Unavailable(f"the model {name!r} failed to load; see {self.url}/health for the reason")
+        try:
+            self._model(BACKGROUND_MODEL)
+            background = BACKGROUND_MODEL
+        except NotFound:  # no route matches it
+            background = name
+        key = self._key or PLACEHOLDER_KEY
+        return LaunchTarget(
+            url=self.url, model=name, window=card.get("context_length"), background=background, key=key
+        )
+
+    def _first_model(self) -> str:
         cards = self._get("/v1/models")["data"]
         if not cards:
             raise NotFound(f"{self.url} lists no models; name one with --model")
-        ready = [card for card in cards if card["state"] in ("ready", "loading")]
-        return str((ready or cards)[0]["id"])
+        usable = [card for card in cards if card["state"] in ("ready", "loading")]
+        return str((usable or cards)[0]["id"])
 
-    def _background(self, model: str) -> str:
-        """The name that the routes have for small side requests, where they have one."""
-        try:
-            self._card(BACKGROUND)
-        except NotFound:
-            return model
-        return BACKGROUND
-
-    def _card(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         return self._get(f"/v1/models/{quote(name)}")
 
     def _get(self, path: str) -> dict[str, Any]:
@@ -83,52 +87,45 @@ class Server:
             raise Unavailable(f"the connection to {self.url} broke: {error}") from None
         if reply.status_code != 200:
             raise openai_chat.read_error(reply.status_code, reply.headers, reply.content)
-        answer: dict[str, Any] = reply.json()
-        return answer
+        body: dict[str, Any] = reply.json()
+        return body
 
 
-@contextmanager
-def started(url: str, config: Path | None, log: Path, env: Mapping[str, str]) -> Iterator[Callable[[], None]]:
-    """Serve at `url` until the block ends. Gives a check that raises where the server has ended by itself."""
-    address = urlsplit(url)
-    if address.hostname not in _LOCAL:
-        raise Unavailable(f"no server answers at {url}, and only one on this machine can be started")
-    arguments = ["--port", str(address.port or 8000), *(("--config", str(config)) if config else ())]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        # A session of its own: Ctrl-C in the terminal is for the agent, not for the server.
-        process = subprocess.Popen(  # noqa: S603  our own program
-            [sys.executable, "-m", "modelyard", "serve", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env=dict(env),
-            start_new_session=True,
-        )
-    try:
-        yield lambda: _check(process, log)
-    finally:
-        _end(process)
+class TemporaryServer:
+    """A context manager that runs `modelyard serve` at `url` until the block ends."""
 
+    def __init__(self, url: str, config: Path | None, log: Path, env: Mapping[str, str]) -> None:
+        address = urlsplit(url)
+        if address.hostname not in _LOCAL_HOSTS:
+            raise Unavailable(f"no server answers at {url}, and a server can be started only on this machine")
+        self._port, self._config, self._log, self._env = address.port or 8000, config, log, env
+        self._process: subprocess.Popen[bytes]
 
-def wait_for(server: Server, alive: Callable[[], None]) -> None:
-    """Until it listens; `alive` raises where it never will."""
-    while not server.is_there():
-        alive()
-        time.sleep(_PAUSE_S)
+    def __enter__(self) -> Self:
+        config = ("--config", str(self._config)) if self._config else ()
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("w") as log:
+            # In its own session, so that Ctrl-C in the terminal reaches only the agent.
+            self._process = subprocess.Popen(  # noqa: S603  our own program
+                [sys.executable, "-m", "modelyard", "serve", "--port", str(self._port), *config],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=dict(self._env),
+                start_new_session=True,
+            )
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
-def _check(process: subprocess.Popen[bytes], log: Path) -> None:
-    if process.poll() is None:
-        return
-    last = log.read_text(errors="replace").strip().splitlines()[-1:]
-    raise Unavailable(f"the server ended before it could answer ({log}): {''.join(last) or 'it said nothing'}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_GOODBYE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    def check_alive(self) -> None:
+        """Raise with the last line of the log if the process has exited."""
+        if self._process.poll() is not None:
+            last = "".join(self._log.read_text(errors="replace").strip().splitlines()[-1:])
+            raise Unavailable(f"the server exited before it was ready ({self._log}): {last or 'its log is empty'}")

@@ -23,7 +23,7 @@ from bench.reuse import (
 from bench.reuse_sessions import SESSIONS, write_files
 from modelyard.config.load import load_config
 from modelyard.engines.fake.script import ScriptRule
-from modelyard.launch import agents
+from modelyard.launch.agents import AGENTS
 from modelyard.library import default_model
 
 OURS = (Turn("a", 100, 0, 10), Turn("b", 50, 0, 5), Turn("a", 130, 108), Turn("b", 70, 55))
@@ -65,7 +65,7 @@ def test_every_session_has_rules_and_an_agent(tmp_path: Path) -> None:
     for session in SESSIONS:
         rules = [ScriptRule.model_validate(rule) for rule in session.rules(tmp_path)]
         assert sum(any(step.calls for step in rule.steps) for rule in rules) >= 6
-        assert session.agent in agents.names()
+        assert session.agent in AGENTS
 
 
 def test_the_configuration_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -518,7 +518,7 @@ async def test_a_server_without_a_list_of_models_needs_a_name() -> None:
 
 def prepared(*, stream: bool) -> str:
     return json.dumps(
-        {"model": "demo", "messages": [{"role": "user", "content": "Number 00000000"}], "max_tokens": 4}
+        {"model": "demo", "messages": [{"role": "user", "content": "Number 00000000"}], "max_tokens": 24}
         | ({"stream": True} if stream else {})
     )
 

@@ -155,7 +155,7 @@ def test_a_comparison_pairs_the_values_of_a_round() -> None:
 
 
 def test_a_target_is_a_minimum_or_a_maximum() -> None:
-    assert Comparison("x", "", (97.1,), (100.0,), 0.97).met is True
+    assert Comparison("x", "", (97.0,), (100.0,), 0.97).met is True
     assert Comparison("x", "", (96.0,), (100.0,), 0.97).met is False
     assert Comparison("x", "", (106.0,), (100.0,), 1.05, at_most=True).met is False
     assert Comparison("x", "", (1.0,), (1.0,)).met is None

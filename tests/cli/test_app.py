@@ -22,7 +22,7 @@ from modelyard.config.load import load_config
 from modelyard.core.errors import Unavailable
 from modelyard.library import default_model
 from modelyard.server.serve import needs_scheduler
-from tests.library.convert.tiny import write_model
+from tests.library.convert.tiny_models import write_model
 from tests.library.files import write_gguf
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -19,9 +19,10 @@ from modelyard.engines.fake import engine as fake_engine
 from modelyard.engines.fake.script import Script, ScriptRule
 from modelyard.gateway.gateway import Gateway
 from modelyard.gateway.prepared_request import PreparedRequest
-from modelyard.launch import agents, launch, programs
-from modelyard.launch.plan import Facts
-from modelyard.launch.server import Server
+from modelyard.launch.agents import get_agent
+from modelyard.launch.launch import write_files
+from modelyard.launch.plan import LaunchTarget
+from modelyard.launch.server import TargetServer
 from tests.e2e.servers import until
 from tests.serving import Served, serving
 
@@ -42,10 +43,10 @@ class Bench:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
-        self.agent, self._planner = agents.find(name)
+        self.agent = get_agent(name)
         self.work = folder / "work"
         self.work.mkdir()
-        self.program = programs.pinned(self.agent)
+        self.program = self.agent.pinned_program()
         assert self.program.is_file(), f"{self.agent.title} is not installed: .venv/bin/python setup/clients.py"
         self.served: Served
         self.asked: list[Request] = []
@@ -84,31 +85,31 @@ class Bench:
         """Without side requests, such as those for a title: they bring no tools."""
         return [request for request in self.asked if request.tools]
 
-    def facts(self, **more: Any) -> Facts:
-        server = Server(self.served.url)
+    def target(self, **more: Any) -> LaunchTarget:
+        server = TargetServer(self.served.url)
         try:
-            return msgspec.structs.replace(server.facts(None), **more)
+            return msgspec.structs.replace(server.launch_target(None), **more)
         finally:
             server.close()
 
-    def run(self, *own: str, facts: Facts | None = None, **env: str) -> Done:
+    def run(self, *own: str, target: LaunchTarget | None = None, **env: str) -> Done:
         """The agent with these arguments of its own, to its end. One that failed before it asked anything at all has
         not been launched: that is its own trouble, and it gets a second chance."""
         before = len(self.asked)
         try:
-            done = _ended(self.start(*own, facts=facts, **env))
+            done = _ended(self.start(*own, target=target, **env))
             if done.code == 0 or len(self.asked) > before:
                 return done
         except AssertionError:
             if len(self.asked) > before:
                 raise
-        return _ended(self.start(*own, facts=facts, **env))
+        return _ended(self.start(*own, target=target, **env))
 
     def start(
-        self, *own: str, facts: Facts | None = None, stdin: int = subprocess.DEVNULL, **env: str
+        self, *own: str, target: LaunchTarget | None = None, stdin: int = subprocess.DEVNULL, **env: str
     ) -> subprocess.Popen[str]:
-        plan = self._planner(facts or self.facts(), self.folder / "settings")
-        launch.write(plan)
+        plan = self.agent.plan(target or self.target(), self.folder / "settings")
+        write_files(plan)
         process = subprocess.Popen(
             [str(self.program), *plan.arguments, *own],
             cwd=self.work,

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from modelyard.launch.plan import Facts
+from modelyard.launch.plan import LaunchTarget
 from tests.clients.bench import Bench
 
 SAID = "CANNED-ANSWER"
@@ -101,7 +101,7 @@ def runs_here(name: str, folder: Path) -> str:
     """Nothing, or what is wrong."""
     with server() as url:
         try:
-            done = Bench(name, folder).run(*ASKED[name], facts=Facts(url=url, model="demo", window=131072))
+            done = Bench(name, folder).run(*ASKED[name], target=LaunchTarget(url=url, model="demo", window=131072))
         except (AssertionError, OSError) as fault:
             return str(fault)
     return "" if SAID in done.out else repr(done)

@@ -7,15 +7,15 @@ import subprocess
 import threading
 from typing import Any, Self
 
-from modelyard.launch.plan import Facts
+from modelyard.launch.plan import LaunchTarget
 from tests.clients.bench import DEADLINE, Bench
 
 
 class Conversation:
     """JSON, one message a line. The bench ends the process with its server, this block ends it before."""
 
-    def __init__(self, bench: Bench, facts: Facts) -> None:
-        self._process = bench.start("app-server", facts=facts, stdin=subprocess.PIPE)
+    def __init__(self, bench: Bench, target: LaunchTarget) -> None:
+        self._process = bench.start("app-server", target=target, stdin=subprocess.PIPE)
         self._late = threading.Timer(DEADLINE, self._process.kill)
         self._number = 0
 

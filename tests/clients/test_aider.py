@@ -64,7 +64,7 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
 
 def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=500):
-        done = bench.run(*MESSAGE, "hello", facts=bench.facts(window=200_000))
+        done = bench.run(*MESSAGE, "hello", target=bench.target(window=200_000))
     assert "has hit a token limit" in done.out, done
     assert len(bench.asked) == 1, "it tried again in vain"
     assert "Never said." not in done.out

@@ -154,13 +154,13 @@ def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -
         rule(says("Short enough."), when="and now"),
     ]
     with bench.serve(script, n_ctx=24_000):
-        facts = bench.facts(window=200_000)
-        first = bench.run("-p", "tell me a long story", ALLOWED, "--output-format", "json", facts=facts)
+        target = bench.target(window=200_000)
+        first = bench.run("-p", "tell me a long story", ALLOWED, "--output-format", "json", target=target)
         session = told(first.out)["session_id"]
         for _ in range(2):
-            done = bench.run("-p", "tell me a long story, again", ALLOWED, "--resume", session, facts=facts)
+            done = bench.run("-p", "tell me a long story, again", ALLOWED, "--resume", session, target=target)
             assert done.code == 0, done
-        done = bench.run("-p", "and now", ALLOWED, "--resume", session, facts=facts)
+        done = bench.run("-p", "and now", ALLOWED, "--resume", session, target=target)
     assert "Short enough." in done.out, done
     assert "We spoke of yards." in texts(bench.turns[-1])
 
@@ -191,7 +191,7 @@ def test_it_recovers_from_an_engine_that_is_lost_in_mid_answer(bench: Bench) -> 
 def test_in_a_window_that_its_own_prompt_does_not_fit_it_ends_and_says_so(bench: Bench) -> None:
     """The server's numbers reach the user, and it does not try in vain."""
     with bench.serve([rule(says("Never said."))], n_ctx=8_000):
-        done = bench.run("-p", "hello", ALLOWED, facts=bench.facts(window=200_000))
+        done = bench.run("-p", "hello", ALLOWED, target=bench.target(window=200_000))
     assert done.code != 0
     assert "Prompt is too long" in done.out, done
     assert "8000" in done.out, done

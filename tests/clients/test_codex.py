@@ -94,7 +94,7 @@ def test_a_custom_tool_is_called_with_free_text(bench: Bench) -> None:
         rule(calls("apply_patch", input=patch), when="patch it"),
     ]
     with bench.serve(script):
-        done = bench.run(*EXEC, "patch it", facts=bench.facts(model="gpt-5.5"))
+        done = bench.run(*EXEC, "patch it", target=bench.target(model="gpt-5.5"))
     assert done.out.strip() == "Patched.", done
     assert (bench.work / "note.txt").read_text() == "forty-two\n"
     (call,) = parts(bench.turns[-1], ToolCall)
@@ -168,7 +168,7 @@ def test_after_a_refusal_it_stops_and_says_why_and_compacts_when_it_is_told_to(b
         rule({"tokens": 3000}, when="tell me a long story"),
         rule(says("Short enough."), when="and now"),
     ]
-    with bench.serve(script, n_ctx=16_000), Conversation(bench, bench.facts(window=200_000)) as talk:
+    with bench.serve(script, n_ctx=16_000), Conversation(bench, bench.target(window=200_000)) as talk:
         assert talk.ask("tell me a long story") is None
         fault = talk.ask("and now, " + "what about yards? " * 300)
         again = talk.ask("and now")
@@ -185,7 +185,7 @@ def test_after_a_refusal_it_stops_and_says_why_and_compacts_when_it_is_told_to(b
 @pytest.mark.steady
 def test_a_prompt_beyond_the_window_is_understood_as_that(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=8_000):
-        done = bench.run(*EXEC, "hello", facts=bench.facts(window=200_000))
+        done = bench.run(*EXEC, "hello", target=bench.target(window=200_000))
     assert done.code != 0
     assert "ran out of room" in done.err, done
     assert len(bench.asked) == 1, "it tried again in vain"

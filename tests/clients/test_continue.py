@@ -56,7 +56,7 @@ def test_a_model_named_like_gpt_5_is_asked_by_responses(bench: Bench) -> None:
         rule(calls("Write", filepath=str(note), content="forty-two\n"), when="write a note"),
     ]
     with bench.serve(script):
-        done = bench.run(*PRINT, "write a note", facts=bench.facts(model="gpt-5-local"))
+        done = bench.run(*PRINT, "write a note", target=bench.target(model="gpt-5-local"))
     assert "Written." in done.out, done
     assert note.read_text() == "forty-two\n"
 
@@ -95,7 +95,7 @@ def test_it_makes_room_before_the_conversation_outgrows_the_window(bench: Bench)
 
 def test_a_prompt_beyond_the_window_is_an_error_that_says_so(bench: Bench) -> None:
     with bench.serve([rule(says("Never said."))], n_ctx=1000):
-        done = bench.run(*PRINT, "hello", facts=bench.facts(window=200_000))
+        done = bench.run(*PRINT, "hello", target=bench.target(window=200_000))
     assert done.code != 0
     assert "maximum context length is 1000 tokens" in done.out + done.err, done
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.launch import agents
+from modelyard.launch.agents import AGENTS
 from tests.clients.bench import DEADLINE, Bench
 from tests.commands import MODELYARD, ROOT
 from tests.launch.test_server import free_port
@@ -31,7 +31,7 @@ model = "demo"
 """
 
 
-@pytest.mark.parametrize("name", agents.names())
+@pytest.mark.parametrize("name", AGENTS)
 def test_one_command_starts_a_server_and_the_agent_and_both_end(name: str, tmp_path: Path) -> None:
     bench = Bench(name, tmp_path)
     (tmp_path / "bin").mkdir()

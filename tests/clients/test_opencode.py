@@ -105,10 +105,10 @@ def test_it_makes_room_when_the_conversation_outgrows_the_window(bench: Bench) -
         rule(says("Short enough.")),
     ]
     with bench.serve(script, n_ctx=16_000):
-        facts = bench.facts(window=200_000)
-        bench.run(*RUN, "tell me a long story", facts=facts)
-        bench.run(*RUN, "--continue", "tell me a long story, again", facts=facts)
-        done = bench.run(*RUN, "--continue", "and now", facts=facts)
+        target = bench.target(window=200_000)
+        bench.run(*RUN, "tell me a long story", target=target)
+        bench.run(*RUN, "--continue", "tell me a long story, again", target=target)
+        done = bench.run(*RUN, "--continue", "and now", target=target)
     assert "Short enough." in done.out, done
     assert "We spoke of yards." in texts(bench.turns[-1])
 

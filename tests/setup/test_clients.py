@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from modelyard.core.errors import Unavailable
-from modelyard.launch import agents, programs
+from modelyard.launch.agents import AIDER, CLAUDE, npm_platform
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,7 +25,6 @@ def load() -> ModuleType:
 
 
 clients = load()
-CLAUDE, AIDER = (agents.find(name)[0] for name in ("claude", "aider"))
 
 
 def npm(folder: Path, text: str) -> dict[str, str]:
@@ -54,18 +53,18 @@ def test_missing_npm_and_unknown_agents_are_errors(tmp_path: Path, capsys: pytes
     with pytest.raises(Unavailable, match=r"Claude Code needs npm, which is missing: install Node\.js 20"):
         clients.commands(CLAUDE, tmp_path, None)
     assert clients.main(["unknown"]) == 1
-    assert "there are aider, claude, codex, continue, opencode" in capsys.readouterr().err
+    assert "choose one of aider, claude, codex, continue, opencode" in capsys.readouterr().err
 
 
 def test_an_agent_is_installed_once_and_an_incomplete_one_again(tmp_path: Path) -> None:
-    inside = CLAUDE.inside.format(platform=programs.native(sys.platform, platform.machine()))
+    inside = CLAUDE.inside.format(platform=npm_platform(sys.platform, platform.machine()))
     made = f'mkdir -p "$3/{Path(inside).parent}"; touch "$3/{inside}"; echo x >> "{tmp_path}/count"'
     env = npm(tmp_path, made)
     program = clients.install(CLAUDE, env)
-    assert (program, program.is_file()) == (programs.pinned(CLAUDE, env), True)
+    assert (program, program.is_file()) == (CLAUDE.pinned_program(env), True)
     clients.install(CLAUDE, env)
     assert (tmp_path / "count").read_text() == "x\n"
-    (programs.folder(CLAUDE, env) / ".installed").unlink()
+    (CLAUDE.install_dir(env) / ".installed").unlink()
     clients.install(CLAUDE, env)
     assert (tmp_path / "count").read_text() == "x\nx\n"
 

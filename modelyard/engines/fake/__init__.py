@@ -6,7 +6,8 @@ from typing import Literal
 
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.engines.fake.engine import CAPABILITIES, FakeChatEngine, FakeTextEngine
-from modelyard.engines.fake.options import LIVE_OVERRIDES, Options, chat_template, tokenizer_path
+from modelyard.engines.fake.options import LIVE_OVERRIDES, chat_template, tokenizer_path
+from modelyard.engines.fake.options import FakeOptions as Options
 
 __all__ = [
     "CAPABILITIES",

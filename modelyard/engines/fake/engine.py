@@ -57,7 +57,7 @@ from modelyard.core.events import (
 from modelyard.core.request import Constraint, Message, Request, Sampling, Text, Thinking, ToolCall, ToolResult
 from modelyard.core.tokenizer import IdLogprob, Tokenizer
 from modelyard.engines.fake.answers import Steps, constrained_answer, demo_answer
-from modelyard.engines.fake.options import Options, tokenizer_path
+from modelyard.engines.fake.options import FakeOptions, tokenizer_path
 from modelyard.engines.fake.output import OutputEncoder, filler_tokens, find_filler, format_writer
 from modelyard.engines.fake.script import (
     ConversationView,
@@ -92,7 +92,7 @@ class FakeEngine:
     """The part that both engines share: script, tokenizer, running jobs. Create it on its event loop."""
 
     def __init__(self, spec: EngineSpec, capabilities: Capabilities) -> None:
-        self.options: Options = spec.options
+        self.options: FakeOptions = spec.options
         self.loop = asyncio.get_running_loop()
         self.thread = threading.get_ident()
         self.lost: asyncio.Future[ModelyardError] = self.loop.create_future()

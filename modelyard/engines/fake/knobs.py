@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.knobs import Goal, Knob, Setting, Value
-from modelyard.engines.fake.options import Options
+from modelyard.engines.fake.options import FakeOptions
 
 _INSTANT = 1_000_000.0
 
@@ -20,7 +20,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
-    options: Options = spec.options
+    options: FakeOptions = spec.options
     return {
         "parallel": spec.caches[cache].parallel,
         "token_delay": options.delay,

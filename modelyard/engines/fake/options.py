@@ -21,7 +21,7 @@ LIVE_OVERRIDES: dict[str, Any] = {
 }
 
 
-class Options(BaseModel):
+class FakeOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     kind: Literal["text", "chat"] = Field(default="text", description="Kind of engine: tokens or conversations.")
@@ -56,11 +56,11 @@ class Options(BaseModel):
         return 0.0 if self.script or self.echo else _DEMO_DELAY
 
 
-def tokenizer_path(options: Options) -> Path:
+def tokenizer_path(options: FakeOptions) -> Path:
     return options.tokenizer_path or _SHIPPED_TOKENIZER
 
 
-def chat_template(options: Options) -> str | None:
+def chat_template(options: FakeOptions) -> str | None:
     """None: the built-in generic template. The fake engine reads ChatML and harmony prompts."""
     del options
     return None

@@ -6,7 +6,7 @@ from typing import Literal
 
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
 from modelyard.engines.litellm.engine import CAPABILITIES, LiteLlmEngine, verify
-from modelyard.engines.litellm.options import Options
+from modelyard.engines.litellm.options import LiteLlmOptions as Options
 
 __all__ = [
     "CAPABILITIES",

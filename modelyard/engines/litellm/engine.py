@@ -17,7 +17,7 @@ from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, EngineSt
 from modelyard.core.errors import ModelyardError, Unavailable, Unsupported
 from modelyard.core.events import Event
 from modelyard.core.request import Reasoning, Request, Sampling
-from modelyard.engines.litellm.options import Options
+from modelyard.engines.litellm.options import LiteLlmOptions
 from modelyard.engines.upstream.client import UpstreamAddress
 from modelyard.engines.upstream.forwarding import (
     RetryableError,
@@ -62,7 +62,7 @@ class LiteLlmEngine:
     """Create it on its event loop. It is never lost: an unreachable provider fails single requests."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._model, self._options = spec.model, cast(Options, spec.options)
+        self._model, self._options = spec.model, cast(LiteLlmOptions, spec.options)
         self._address = UpstreamAddress(
             name=f"the provider of {spec.model!r}",
             base_url=self._options.litellm_api_base or "",
@@ -144,7 +144,7 @@ def _retry_after(error: Exception) -> str | None:
     return None
 
 
-def completion_arguments(request: Request, options: Options, key: str | None) -> dict[str, Any]:
+def completion_arguments(request: Request, options: LiteLlmOptions, key: str | None) -> dict[str, Any]:
     """The arguments of `litellm.acompletion`: an OpenAI request, the address and the key."""
     reject_bare_prompts(request)
     if request.constraint is not None and request.constraint.kind in _GRAMMARS:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Options(BaseModel):
+class LiteLlmOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     litellm_model: str = Field(

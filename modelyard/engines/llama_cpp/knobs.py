@@ -16,7 +16,7 @@ from modelyard.engines.llama_cpp import library
 from modelyard.engines.llama_cpp.estimate import read_model_shape
 from modelyard.engines.llama_cpp.options import Options
 from modelyard.engines.llama_server.knobs import fitted_layers
-from modelyard.engines.llama_server.options import Options as ServerOptions
+from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.library.model_files import locate_model_file
 
 _COARSENESS = {"f32": 0, "f16": 1, "bf16": 1, "q8_0": 2, "q5_1": 3, "q5_0": 4, "q4_1": 5, "q4_0": 6}
@@ -69,7 +69,7 @@ def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
 
 def fitted(spec: EngineSpec) -> dict[str, Value] | None:
     """The layers that llama.cpp's own program fits to the GPUs, if a native llama-server is installed."""
-    layers = fitted_layers(ServerOptions(path=spec.options.path), locate_model_file(spec.options.path))
+    layers = fitted_layers(LlamaServerOptions(path=spec.options.path), locate_model_file(spec.options.path))
     return None if layers is None else {"n_gpu_layers": int(layers)}
 
 

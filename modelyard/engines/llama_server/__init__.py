@@ -10,7 +10,8 @@ from modelyard.engines.llama_cpp import Options as LlamaCppOptions
 from modelyard.engines.llama_cpp import selftest
 from modelyard.engines.llama_cpp.estimate import estimate_memory, read_model_shape
 from modelyard.engines.llama_server.engine import CAPABILITIES, LlamaServerEngine
-from modelyard.engines.llama_server.options import LIVE_OVERRIDES, Options
+from modelyard.engines.llama_server.options import LIVE_OVERRIDES
+from modelyard.engines.llama_server.options import LlamaServerOptions as Options
 from modelyard.engines.llama_server.server import combined_cache
 from modelyard.library.model_files import locate_model_file
 

@@ -13,14 +13,14 @@ import msgspec
 
 from modelyard.core.engine import EngineSpec
 from modelyard.core.errors import NotFound, Unavailable
-from modelyard.engines.llama_server.options import Options
+from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.engines.llama_server.server import combined_cache, find_binary, flash_attention
 from modelyard.library.model_files import locate_model_file
 
 _REPETITIONS = 2
 
 
-def program(options: Options) -> Path | None:
+def program(options: LlamaServerOptions) -> Path | None:
     """The path of llama-bench; None if it is not installed."""
     try:
         path = Path(find_binary(options)).with_name("llama-bench")

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, OnProgress
 from modelyard.core.errors import ModelyardError, Unsupported
 from modelyard.core.request import Request
-from modelyard.engines.llama_server.options import Options
+from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.engines.llama_server.server import server_command
 from modelyard.engines.managed.engine import ManagedEngine, server_request
 from modelyard.engines.managed.server import ManagedServer
@@ -30,7 +30,7 @@ class LlamaServerEngine(ManagedEngine):
     """Create it on its event loop."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._options = cast(Options, spec.options)
+        self._options = cast(LlamaServerOptions, spec.options)
         capabilities = replace(CAPABILITIES, modalities=spec.modalities)
         info = EngineInfo("llama_server", dict(spec.caches), capabilities)
         super().__init__(spec, info, self._options.llama_server_start_timeout_s)
@@ -64,7 +64,7 @@ class LlamaServerEngine(ManagedEngine):
         return len(tokens) if status == 200 and isinstance(tokens, list) else None
 
 
-def chat_body(request: Request, options: Options) -> bytes:
+def chat_body(request: Request, options: LlamaServerOptions) -> bytes:
     """The body of /v1/chat/completions: OpenAI Chat with llama-server's extensions. It is always a stream with usage.
     `return_progress` keeps a long prefill from running into the timeout."""
     reject_bare_prompts(request)
@@ -80,6 +80,6 @@ def chat_body(request: Request, options: Options) -> bytes:
     return append_fields(openai_chat.write_request(streamed), fields)
 
 
-def _llama_request(request: Request, options: Options) -> Request:
+def _llama_request(request: Request, options: LlamaServerOptions) -> Request:
     sampling = replace(request.sampling, repetition_penalty=None, beam_size=None)
     return replace(server_request(request, enable_thinking=options.enable_thinking), sampling=sampling)

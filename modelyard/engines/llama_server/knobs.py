@@ -14,7 +14,7 @@ from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.core.errors import NotFound
 from modelyard.core.knobs import Goal, Knob, Setting, Value
 from modelyard.engines import cores
-from modelyard.engines.llama_server.options import Options
+from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.engines.llama_server.server import combined_cache, find_binary, flash_attention
 from modelyard.library.model_files import locate_model_file
 
@@ -24,7 +24,7 @@ _FIT_TIMEOUT_S = 120.0
 
 
 def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]:
-    options: Options = spec.options
+    options: LlamaServerOptions = spec.options
     if here.gpus:
         yield Knob(name="llama_server_n_gpu_layers", values=("auto", "all", "0"), stage=0)
     if goal == "batch":
@@ -41,7 +41,7 @@ def knobs(spec: EngineSpec, here: AvailableMemory, goal: Goal) -> Iterator[Knob]
 
 
 def current(spec: EngineSpec, cache: str) -> dict[str, Value]:
-    options: Options = spec.options
+    options: LlamaServerOptions = spec.options
     combined = combined_cache(spec.caches)
     threads = combined.n_threads or options.llama_server_n_threads or cores.physical()
     return {
@@ -72,7 +72,7 @@ def fitted(spec: EngineSpec) -> dict[str, Value] | None:
     return None if layers is None else {"llama_server_n_gpu_layers": "all" if layers == "-1" else layers}
 
 
-def fitted_layers(options: Options, model: Path) -> str | None:
+def fitted_layers(options: LlamaServerOptions, model: Path) -> str | None:
     """The number of GPU layers that llama-fit-params chooses for this machine; -1: all. None without that program,
     which is expected beside llama-server."""
     try:

@@ -49,7 +49,7 @@ LIVE_OVERRIDES: dict[str, Any] = {
 }
 
 
-class Options(BaseModel):
+class LlamaServerOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     path: str = Field(description="The GGUF file, its folder, or the first file of a split model.")

@@ -17,7 +17,7 @@ from typing import cast
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import NotFound
-from modelyard.engines.llama_server.options import Options
+from modelyard.engines.llama_server.options import LlamaServerOptions
 from modelyard.engines.managed.server import ListenAddress, ServerCommand, child_environment
 from modelyard.library import llama_server as downloads
 from modelyard.library.model_files import locate_model_file
@@ -29,7 +29,7 @@ _DEFAULT_TYPE = "f16"
 
 
 def server_command(spec: EngineSpec) -> ServerCommand:
-    options, caches = cast(Options, spec.options), spec.caches
+    options, caches = cast(LlamaServerOptions, spec.options), spec.caches
     if len(caches) > 1:
         log.warning("%s: llama-server has one set of slots for the caches %s", spec.model, ", ".join(caches))
     binary, model = find_binary(options), locate_model_file(options.path)
@@ -47,7 +47,7 @@ def server_command(spec: EngineSpec) -> ServerCommand:
     )
 
 
-def find_binary(options: Options) -> str:
+def find_binary(options: LlamaServerOptions) -> str:
     if options.llama_server_binary is not None:
         path = Path(options.llama_server_binary).expanduser()
         if found := shutil.which(str(path)):
@@ -77,14 +77,14 @@ def combined_cache(caches: Mapping[str, CacheInfo]) -> CacheInfo:
     )
 
 
-def flash_attention(options: Options, cache: CacheInfo) -> str | None:
+def flash_attention(options: LlamaServerOptions, cache: CacheInfo) -> str | None:
     if cache.flash_attn is None:
         return options.llama_server_flash_attn
     return "on" if cache.flash_attn else "off"
 
 
 def command_line(
-    binary: str, model: Path, options: Options, caches: Mapping[str, CacheInfo], address: ListenAddress
+    binary: str, model: Path, options: LlamaServerOptions, caches: Mapping[str, CacheInfo], address: ListenAddress
 ) -> list[str]:
     cache = combined_cache(caches)
     argv = [binary, "--model", str(model), "--host", address.host]
@@ -98,7 +98,7 @@ def command_line(
     return [*argv, *options.llama_server_extra_args]
 
 
-def _optional_flags(options: Options, cache: CacheInfo) -> Iterator[tuple[str, object]]:
+def _optional_flags(options: LlamaServerOptions, cache: CacheInfo) -> Iterator[tuple[str, object]]:
     yield "--n-gpu-layers", options.llama_server_n_gpu_layers
     yield "--threads", cache.n_threads or options.llama_server_n_threads
     yield "--threads-batch", options.llama_server_n_threads_batch
@@ -127,7 +127,7 @@ def _expand(path: str | None) -> Path | None:
     return None if path is None else Path(path).expanduser()
 
 
-def environment(options: Options, address: ListenAddress, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(options: LlamaServerOptions, address: ListenAddress, inherited: Mapping[str, str]) -> dict[str, str]:
     key = ("LLAMA_API_KEY", address.key)
     return child_environment(inherited, options.llama_server_env, options.llama_server_library_path, key)
 

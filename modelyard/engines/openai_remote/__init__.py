@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Literal
 
 from modelyard.core.engine import AvailableMemory, Engine, EngineSpec, MemoryEstimate
-from modelyard.engines.openai_remote.engine import CAPABILITIES, RemoteEngine
-from modelyard.engines.openai_remote.options import Options
+from modelyard.engines.openai_remote.engine import CAPABILITIES, OpenAiRemoteEngine
+from modelyard.engines.openai_remote.options import OpenAiRemoteOptions as Options
 
 __all__ = ["CAPABILITIES", "HOLDS_WEIGHTS", "LIVE_OVERRIDES", "REMOTE", "Options", "create", "estimate", "kind"]
 
@@ -23,7 +23,7 @@ def kind(options: Options) -> Literal["text", "chat"]:
 
 def create(spec: EngineSpec) -> Engine:
     """Call it on the event loop that the engine will run on."""
-    return RemoteEngine(spec)
+    return OpenAiRemoteEngine(spec)
 
 
 def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:

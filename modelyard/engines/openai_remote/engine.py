@@ -12,7 +12,7 @@ from modelyard.core.engine import Capabilities, EngineInfo, EngineSpec, EngineSt
 from modelyard.core.errors import ModelyardError, Unavailable
 from modelyard.core.events import Event
 from modelyard.core.request import Request, Sampling
-from modelyard.engines.openai_remote.options import Options
+from modelyard.engines.openai_remote.options import OpenAiRemoteOptions
 from modelyard.engines.openai_remote.request import APIS, RemoteApi, base_url, chat_body, count_body
 from modelyard.engines.upstream.client import UpstreamAddress
 from modelyard.engines.upstream.forwarding import RetryPolicy, Upstream, map_auth_error, read_api_key
@@ -30,12 +30,12 @@ CAPABILITIES = Capabilities(
 )
 
 
-class RemoteEngine:
+class OpenAiRemoteEngine:
     """Create it on its event loop. It is never lost: an unreachable upstream fails single requests."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._model = spec.model
-        self._options: Options = spec.options
+        self._options: OpenAiRemoteOptions = spec.options
         self._api = APIS[self._options.remote_api_kind]
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
         self.info = EngineInfo("openai_remote", dict(spec.caches), _capabilities(spec, self._api), device="remote")
@@ -110,7 +110,7 @@ class RemoteEngine:
 
 
 def _capabilities(spec: EngineSpec, api: RemoteApi) -> Capabilities:
-    options: Options = spec.options
+    options: OpenAiRemoteOptions = spec.options
     takes_all = options.remote_extensions
     can_switch_thinking = takes_all or api.kind != "chat_completions" or options.remote_thinking != "default"
     return replace(

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 ApiKind = Literal["chat_completions", "responses", "anthropic_messages"]
 
 
-class Options(BaseModel):
+class OpenAiRemoteOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     remote_api_kind: ApiKind = Field(default="chat_completions", description="The API of the upstream.")

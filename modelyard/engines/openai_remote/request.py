@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from modelyard.core.errors import Unsupported
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Message, Reasoning, Request, Sampling, Text, Thinking
-from modelyard.engines.openai_remote.options import ApiKind, Options
+from modelyard.engines.openai_remote.options import ApiKind, OpenAiRemoteOptions
 from modelyard.engines.upstream.forwarding import append_fields, reject_bare_prompts
 from modelyard.protocols import anthropic_messages, openai_chat, openai_responses
 from modelyard.protocols.common.reasoning_signature import unpack_reasoning
@@ -78,7 +78,7 @@ def base_url(kind: ApiKind, url: str) -> str:
     return f"{url}/v1" if kind == "anthropic_messages" and not url.endswith("/v1") else url
 
 
-def chat_body(request: Request, options: Options, api: RemoteApi) -> bytes:
+def chat_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -> bytes:
     """The complete request; always a stream with usage."""
     reject_bare_prompts(request)
     max_tokens = request.max_tokens or options.remote_max_tokens
@@ -100,7 +100,7 @@ def chat_body(request: Request, options: Options, api: RemoteApi) -> bytes:
     return append_fields(api.protocol.write_request(streamed), fields)
 
 
-def count_body(request: Request, options: Options, api: RemoteApi) -> bytes:
+def count_body(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -> bytes:
     """Only the fields that add tokens to the prompt."""
     accepted = _accepted_request(request, options, api)
     prompt = Request(
@@ -114,7 +114,7 @@ def count_body(request: Request, options: Options, api: RemoteApi) -> bytes:
     return api.protocol.write_request(prompt)
 
 
-def _accepted_request(request: Request, options: Options, api: RemoteApi) -> Request:
+def _accepted_request(request: Request, options: OpenAiRemoteOptions, api: RemoteApi) -> Request:
     reasoning = _reasoning(request, options)
     if options.remote_extensions:
         return replace(request, reasoning=reasoning)
@@ -140,14 +140,14 @@ def _accepted_request(request: Request, options: Options, api: RemoteApi) -> Req
     )
 
 
-def _reasoning(request: Request, options: Options) -> Reasoning:
+def _reasoning(request: Request, options: OpenAiRemoteOptions) -> Reasoning:
     reasoning = request.reasoning
     if reasoning.enabled is not None or options.remote_thinking == "default":
         return reasoning
     return replace(reasoning, enabled=options.remote_thinking == "enabled")
 
 
-def _without_foreign_reasoning(message: Message, options: Options, api: RemoteApi) -> Message:
+def _without_foreign_reasoning(message: Message, options: OpenAiRemoteOptions, api: RemoteApi) -> Message:
     """Removes reasoning that the upstream would refuse: unsigned, or signed by this gateway. A turn stays non-empty."""
 
     def is_accepted(part: Thinking) -> bool:

@@ -34,7 +34,7 @@ class UpstreamAddress(Struct, frozen=True, kw_only=True):
     is_child: bool = False  # a child process of ours: no proxy, no idle connections
 
 
-class HttpClient:
+class UpstreamHttpClient:
     """Create it on the event loop that uses it. It raises transport errors as ModelyardError."""
 
     def __init__(self, address: UpstreamAddress) -> None:

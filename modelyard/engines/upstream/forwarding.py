@@ -14,7 +14,7 @@ from modelyard.core.errors import Forbidden, InvalidRequest, ModelyardError, Una
 from modelyard.core.events import reply_events
 from modelyard.core.protocol import WireProtocol
 from modelyard.core.request import Request
-from modelyard.engines.upstream.client import HttpClient, HttpReply, UpstreamAddress
+from modelyard.engines.upstream.client import HttpReply, UpstreamAddress, UpstreamHttpClient
 from modelyard.engines.upstream.jobs import Emit
 
 _DRAIN_S = 1.0  # a stream read to its end leaves a connection that can be reused
@@ -72,7 +72,7 @@ class Upstream:
 
     def __init__(self, address: UpstreamAddress, retries: RetryPolicy = RetryPolicy()) -> None:
         self.address, self._retries = address, retries
-        self._http = HttpClient(address)
+        self._http = UpstreamHttpClient(address)
 
     async def close(self) -> None:
         await self._http.close()

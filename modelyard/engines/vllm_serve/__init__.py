@@ -10,7 +10,7 @@ from modelyard.engines.vllm import chat_template, estimate
 from modelyard.engines.vllm import model_folder as _folder
 from modelyard.engines.vllm.options import LIVE_OVERRIDES
 from modelyard.engines.vllm_serve.engine import CAPABILITIES, VllmServeEngine
-from modelyard.engines.vllm_serve.options import Options
+from modelyard.engines.vllm_serve.options import VllmServeOptions as Options
 
 __all__ = [
     "CAPABILITIES",

@@ -15,7 +15,7 @@ from modelyard.engines.managed.server import ManagedServer
 from modelyard.engines.upstream.forwarding import append_fields, reject_bare_prompts
 from modelyard.engines.vllm.options import max_model_len
 from modelyard.engines.vllm_serve.log_parser import startup_stage
-from modelyard.engines.vllm_serve.options import Options
+from modelyard.engines.vllm_serve.options import VllmServeOptions
 from modelyard.engines.vllm_serve.server import lists_models, model_template, server_command, tool_call_parser
 from modelyard.engines.vllm_serve.sleep import sleeping_servers
 from modelyard.protocols import openai_chat
@@ -42,7 +42,7 @@ class VllmServeEngine(ManagedEngine):
     exit_grace_s = 15.0  # the HTTP server checks every five seconds whether the engine behind it is alive
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._options = cast(Options, spec.options)
+        self._options = cast(VllmServeOptions, spec.options)
         capabilities = replace(
             CAPABILITIES,
             modalities=spec.modalities,
@@ -117,7 +117,7 @@ class VllmServeEngine(ManagedEngine):
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def chat_body(request: Request, options: Options, model: str, window: int) -> bytes:
+def chat_body(request: Request, options: VllmServeOptions, model: str, window: int) -> bytes:
     """The body of /v1/chat/completions: OpenAI Chat with vLLM's extensions. It is always a stream with usage.
 
     `model` is the name that the server knows. vLLM ends an answer at the end of the window, but it refuses a
@@ -134,7 +134,7 @@ def chat_body(request: Request, options: Options, model: str, window: int) -> by
     return append_fields(openai_chat.write_request(streamed), fields | _continuation(request))
 
 
-def tokenize_body(request: Request, options: Options, model: str) -> bytes:
+def tokenize_body(request: Request, options: VllmServeOptions, model: str) -> bytes:
     """The body of /tokenize: only the fields that add tokens to the prompt."""
     full = _vllm_request(request, options, model)
     prompt = Request(
@@ -147,7 +147,7 @@ def tokenize_body(request: Request, options: Options, model: str) -> bytes:
     return append_fields(openai_chat.write_request(prompt), _continuation(request))
 
 
-def _vllm_request(request: Request, options: Options, model: str) -> Request:
+def _vllm_request(request: Request, options: VllmServeOptions, model: str) -> Request:
     adapter, tools = request.lora_adapter, request.tools
     if adapter is not None and adapter not in options.lora:
         raise NotFound(f"the model {model!r} has no LoRA adapter {adapter!r}", code="adapter_not_found")

@@ -20,7 +20,7 @@ _RESERVED_FLAGS = {f"--{name.replace('_', '-')}": field for name, field in RESER
 TextList = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
-class Options(VllmOptions):
+class VllmServeOptions(VllmOptions):
     chat_template: str | None = Field(default=None, description="The Jinja chat template, as text or as a file's path.")
     enable_thinking: bool | None = Field(default=None, description="Thinking if the request does not say.")
     vllm_serve_binary: str | None = Field(

@@ -22,7 +22,7 @@ from modelyard.engines.managed.server import ListenAddress, ManagedServer, Serve
 from modelyard.engines.vllm import model_folder
 from modelyard.engines.vllm.options import engine_arguments
 from modelyard.engines.vllm_serve.log_parser import failure_reason
-from modelyard.engines.vllm_serve.options import Options, flag_name
+from modelyard.engines.vllm_serve.options import VllmServeOptions, flag_name
 from modelyard.library import vllm_env
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _DEFAULT_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFER
 
 
 def server_command(spec: EngineSpec) -> ServerCommand:
-    options = cast(Options, spec.options)
+    options = cast(VllmServeOptions, spec.options)
     if len(spec.caches) > 1:
         log.warning("%s: vLLM has one KV cache for the caches %s", spec.model, ", ".join(spec.caches))
     binary, model = find_binary(options), model_folder.resolve_model(options)
@@ -52,7 +52,7 @@ def server_command(spec: EngineSpec) -> ServerCommand:
     )
 
 
-def find_binary(options: Options) -> str:
+def find_binary(options: VllmServeOptions) -> str:
     if options.vllm_serve_binary is not None:
         path = Path(options.vllm_serve_binary).expanduser()
         if found := shutil.which(str(path)):
@@ -86,7 +86,7 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 def command_line(
-    binary: str, model: ServedModel, options: Options, caches: Mapping[str, CacheInfo], address: ListenAddress
+    binary: str, model: ServedModel, options: VllmServeOptions, caches: Mapping[str, CacheInfo], address: ListenAddress
 ) -> list[str]:
     arguments = engine_arguments(options, caches, model.path)
     path = arguments.pop("model")
@@ -96,7 +96,7 @@ def command_line(
     return [binary, "serve", path, *ours, *options.vllm_serve_extra_args]
 
 
-def _http_flags(options: Options, model: ServedModel, address: ListenAddress) -> Iterator[Flag]:
+def _http_flags(options: VllmServeOptions, model: ServedModel, address: ListenAddress) -> Iterator[Flag]:
     if address.port is None:
         yield "--uds", [address.host]
     else:
@@ -127,7 +127,7 @@ def _engine_flag(argument: tuple[str, Any]) -> Flag:
     return f"--{flag}", [str(item) for item in value] if isinstance(value, list | tuple) else [str(value)]
 
 
-def environment(options: Options, address: ListenAddress, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(options: VllmServeOptions, address: ListenAddress, inherited: Mapping[str, str]) -> dict[str, str]:
     key = ("VLLM_API_KEY", address.key)
     own, library_path = options.vllm_serve_env, options.vllm_serve_library_path
     env = child_environment({**_DEFAULT_ENV, **inherited}, own, library_path, key)
@@ -161,7 +161,7 @@ _REASONING_PARSERS = (
 )
 
 
-def tool_call_parser(options: Options, template: str | None) -> str | None:
+def tool_call_parser(options: VllmServeOptions, template: str | None) -> str | None:
     """vLLM's parser of tool calls: from the extra arguments, the options or the template; None: no tools."""
     for at, argument in enumerate(extra := options.vllm_serve_extra_args):
         if flag_name(argument) == "--tool-call-parser":
@@ -169,12 +169,12 @@ def tool_call_parser(options: Options, template: str | None) -> str | None:
     return _choose_parser(options.vllm_serve_tool_parser, _TOOL_PARSERS, options, template)
 
 
-def reasoning_parser(options: Options, template: str | None) -> str | None:
+def reasoning_parser(options: VllmServeOptions, template: str | None) -> str | None:
     return _choose_parser(options.vllm_serve_reasoning_parser, _REASONING_PARSERS, options, template)
 
 
 def _choose_parser(
-    configured: str | None, parsers: tuple[tuple[str, str], ...], options: Options, template: str | None
+    configured: str | None, parsers: tuple[tuple[str, str], ...], options: VllmServeOptions, template: str | None
 ) -> str | None:
     if configured is not None:
         return None if configured == NO_PARSER else configured
@@ -188,7 +188,7 @@ def _is_template_text(value: str) -> bool:
     return "{" in value or "\n" in value
 
 
-def model_template(options: Options) -> str | None:
+def model_template(options: VllmServeOptions) -> str | None:
     """The chat template in the folder of the model: a file, or a field of tokenizer_config.json."""
     path = model_folder.find_folder(options.model_name)
     if path is None:

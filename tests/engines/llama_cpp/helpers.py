@@ -24,6 +24,7 @@ from tests.engines.reading import ids, read
 
 GREEDY = Sampling(temperature=0)
 UBATCH = 16
+shared_loop = pytest.mark.asyncio(loop_scope="module")  # for tests that use the fixture `engine`
 
 
 @cache

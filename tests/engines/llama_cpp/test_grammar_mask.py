@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -15,8 +16,9 @@ import pytest
 from modelyard.core.engine import CacheInfo
 from modelyard.core.errors import InvalidRequest, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
+from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.grammar_mask import GrammarCompiler, GrammarMask, TriggeredMask
-from tests.engines.llama_cpp.helpers import answer, prompt, running, said, vocabulary
+from tests.engines.llama_cpp.helpers import answer, prompt, running, said, shared_loop, vocabulary
 from tests.engines.reading import end, ids, logprobs, read
 
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
@@ -44,15 +46,16 @@ SCHEMAS = {
 # --- the kinds ------------------------------------------------------------------------------------------------------
 
 
-async def test_answers_match_their_schemas() -> None:
-    async with running() as engine:
-        for schema in SCHEMAS.values():
-            constraint = Constraint("json_schema", json.dumps(schema))
-            got = await answer(engine, "Describe a cat as JSON.", constraint=constraint, max_tokens=64)
-            assert end(got).reason == "stop"
-            jsonschema.validate(json.loads(said(got)), schema)
+@shared_loop
+async def test_answers_match_their_schemas(engine: LlamaCppEngine) -> None:
+    for schema in SCHEMAS.values():
+        constraint = Constraint("json_schema", json.dumps(schema))
+        got = await answer(engine, "Describe a cat as JSON.", constraint=constraint, max_tokens=64)
+        assert end(got).reason == "stop"
+        jsonschema.validate(json.loads(said(got)), schema)
 
 
+@shared_loop
 @pytest.mark.parametrize(
     ("constraint", "wanted"),
     [
@@ -63,25 +66,24 @@ async def test_answers_match_their_schemas() -> None:
         (Constraint("tools", 'start: "now()"', tools=("now",)), r"now\(\)"),
     ],
 )
-async def test_answers_match_their_grammars(constraint: Constraint, wanted: str) -> None:
-    async with running() as engine:
-        got = await answer(engine, "Well?", constraint=constraint, max_tokens=24)
+async def test_answers_match_their_grammars(engine: LlamaCppEngine, constraint: Constraint, wanted: str) -> None:
+    got = await answer(engine, "Well?", constraint=constraint, max_tokens=24)
     assert end(got).reason == "stop"
     assert re.fullmatch(wanted, said(got))
 
 
-async def test_a_json_object_constraint_gives_a_json_object() -> None:
-    async with running() as engine:
-        question = "Give me a JSON object with a name and an age."
-        got = await answer(engine, question, constraint=Constraint("json_object"), max_tokens=48)
+@shared_loop
+async def test_a_json_object_constraint_gives_a_json_object(engine: LlamaCppEngine) -> None:
+    question = "Give me a JSON object with a name and an age."
+    got = await answer(engine, question, constraint=Constraint("json_object"), max_tokens=48)
     assert isinstance(json.loads(said(got)), dict)
 
 
-async def test_an_answer_may_end_or_continue_if_the_grammar_allows_both() -> None:
-    async with running() as engine:
-        stops = tuple(vocabulary().eos)
-        got = await answer(engine, "Say yes.", constraint=Constraint("regex", "[Yy]es.*"), stop_ids=stops, max_tokens=4)
-        ended = await answer(engine, "Say a.", constraint=Constraint("regex", "a(xyz)?"), stop_ids=stops, max_tokens=4)
+@shared_loop
+async def test_an_answer_may_end_or_continue_if_the_grammar_allows_both(engine: LlamaCppEngine) -> None:
+    stops = tuple(vocabulary().eos)
+    got = await answer(engine, "Say yes.", constraint=Constraint("regex", "[Yy]es.*"), stop_ids=stops, max_tokens=4)
+    ended = await answer(engine, "Say a.", constraint=Constraint("regex", "a(xyz)?"), stop_ids=stops, max_tokens=4)
     assert said(got).lower().startswith("yes")
     assert said(ended) in ("a", "axyz")
 
@@ -89,6 +91,7 @@ async def test_an_answer_may_end_or_continue_if_the_grammar_allows_both() -> Non
 # --- beside everything else -----------------------------------------------------------------------------------------
 
 
+@shared_loop
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -101,16 +104,15 @@ async def test_an_answer_may_end_or_continue_if_the_grammar_allows_both() -> Non
         Sampling(repetition_penalty=1.5, dry_multiplier=1.0, logit_bias={30: 100.0}, seed=1),
     ],
 )
-async def test_every_sampler_follows_the_grammar(sampling: Sampling) -> None:
-    async with running() as engine:
-        got = await answer(engine, "When?", constraint=DATE, sampling=sampling, max_tokens=12)
+async def test_every_sampler_follows_the_grammar(engine: LlamaCppEngine, sampling: Sampling) -> None:
+    got = await answer(engine, "When?", constraint=DATE, sampling=sampling, max_tokens=12)
     assert re.fullmatch(r"\d{4}-\d\d", said(got))
 
 
-async def test_logprobs_are_those_before_the_mask() -> None:
-    async with running() as engine:
-        (free,) = logprobs(await answer(engine, "Say hello.", max_tokens=1, logprobs=3))
-        held, *_ = logprobs(await answer(engine, "Say hello.", constraint=DATE, max_tokens=1, logprobs=3))
+@shared_loop
+async def test_logprobs_are_those_before_the_mask(engine: LlamaCppEngine) -> None:
+    (free,) = logprobs(await answer(engine, "Say hello.", max_tokens=1, logprobs=3))
+    held, *_ = logprobs(await answer(engine, "Say hello.", constraint=DATE, max_tokens=1, logprobs=3))
     assert [id for id, _ in held.top] == [id for id, _ in free.top]
     assert held.id not in dict(held.top)
     assert held.logprob < free.logprob
@@ -125,37 +127,45 @@ async def test_a_constraint_does_not_affect_other_streams() -> None:
         assert re.fullmatch(r"\d{4}-\d\d", said(await read(held)))
 
 
-async def test_a_compiled_grammar_is_reused_from_its_start() -> None:
-    async with running() as engine:
-        first, second = [said(await answer(engine, "When?", constraint=DATE, max_tokens=12)) for _ in range(2)]
+@shared_loop
+async def test_a_compiled_grammar_is_reused_from_its_start(engine: LlamaCppEngine) -> None:
+    first, second = [said(await answer(engine, "When?", constraint=DATE, max_tokens=12)) for _ in range(2)]
     assert first == second
 
 
 # --- triggers -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_trigger_constrains_what_follows_until_the_grammar_is_complete() -> None:
+@shared_loop
+async def test_a_trigger_constrains_what_follows_until_the_grammar_is_complete(engine: LlamaCppEngine) -> None:
     constraint = Constraint("lark", 'start: " is a " ("city" | "town") "!"', trigger="Paris")
     (paris,) = vocabulary().encode_plain(" Paris")
     nothing_else = Sampling(temperature=0, logit_bias={paris: 100.0})  # wherever the choice is free
-    async with running() as engine:
-        got = await answer(engine, "Hello!", constraint=constraint, max_tokens=18, sampling=nothing_else)
+    got = await answer(engine, "Hello!", constraint=constraint, max_tokens=18, sampling=nothing_else)
     assert re.fullmatch("( Paris is a (city|town)!){2,}( Paris.*)?", said(got))
 
 
-async def test_a_triggered_grammar_that_cannot_be_compiled_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+@shared_loop
+async def test_a_triggered_grammar_that_cannot_be_compiled_is_dropped(
+    engine: LlamaCppEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     constraint = Constraint("lark", 'start: "(', trigger="Hello", tools=("look_at",))
-    async with running() as engine:
-        with caplog.at_level(logging.WARNING):
-            got = await answer(engine, constraint=constraint, max_tokens=2)
-        assert ids(got) == ids(await answer(engine, max_tokens=2))
+    with caplog.at_level(logging.WARNING):
+        got = await answer(engine, constraint=constraint, max_tokens=2)
+    assert ids(got) == ids(await answer(engine, max_tokens=2))
     assert "calls of look_at are not constrained" in caplog.text
 
 
-def held(constraint: Constraint) -> Any:
-    made = GrammarCompiler(vocabulary()._vocab, vocabulary().size).compile(constraint)
-    assert made is not None
-    return made
+@cache
+def compiler() -> GrammarCompiler:
+    """Reading the vocabulary takes a second."""
+    return GrammarCompiler(vocabulary()._vocab, vocabulary().size)
+
+
+def compiled(constraint: Constraint) -> Any:
+    mask = compiler().compile(constraint)
+    assert mask is not None
+    return mask
 
 
 def write(mask: GrammarMask | TriggeredMask, *wanted: int) -> int:
@@ -173,7 +183,7 @@ def token(text: str) -> int:
 
 
 def test_a_token_may_complete_the_trigger_and_begin_the_grammar() -> None:
-    mask = held(Constraint("regex", ":[0-9]", trigger="go:"))
+    mask = compiled(Constraint("regex", ":[0-9]", trigger="go:"))
     assert write(mask, token("go")) == token("go")
     assert write(mask, token("::")) == token("::")
     assert write(mask, token("x"), token("7")) == token("7")
@@ -181,7 +191,7 @@ def test_a_token_may_complete_the_trigger_and_begin_the_grammar() -> None:
 
 
 def test_a_token_that_completes_the_trigger_with_forbidden_text_is_skipped() -> None:
-    mask = held(Constraint("regex", "[0-9]", trigger="go:"))
+    mask = compiled(Constraint("regex", "[0-9]", trigger="go:"))
     write(mask, token("go"))
     assert write(mask, token("::"), token(":")) == token(":")
     assert write(mask, token("x"), token("7")) == token("7")
@@ -189,7 +199,7 @@ def test_a_token_that_completes_the_trigger_with_forbidden_text_is_skipped() -> 
 
 def test_a_trigger_may_be_a_control_token() -> None:
     start = vocabulary().specials["<|im_start|>"]
-    mask = held(Constraint("regex", "[0-9]", trigger="<|im_start|>"))
+    mask = compiled(Constraint("regex", "[0-9]", trigger="<|im_start|>"))
     assert write(mask, start) == start
     assert write(mask, token("x"), token("7")) == token("7")
     assert write(mask, start) == start
@@ -198,9 +208,9 @@ def test_a_trigger_may_be_a_control_token() -> None:
 
 def test_strings_of_a_grammar_never_match_control_tokens() -> None:
     start = vocabulary().specials["<|im_start|>"]
-    assert write(held(Constraint("regex", "(?s:.+)")), start, token("x")) == token("x")
-    assert write(held(Constraint("lark", f"start: <[{start}]>")), token("x"), start) == start
-    assert write(held(Constraint("lark", "start: <|im_start|>")), token("x"), start) == start
+    assert write(compiled(Constraint("regex", "(?s:.+)")), start, token("x")) == token("x")
+    assert write(compiled(Constraint("lark", f"start: <[{start}]>")), token("x"), start) == start
+    assert write(compiled(Constraint("lark", "start: <|im_start|>")), token("x"), start) == start
 
 
 # --- what cannot be done --------------------------------------------------------------------------------------------
@@ -221,7 +231,7 @@ def test_strings_of_a_grammar_never_match_control_tokens() -> None:
 )
 def test_a_bad_grammar_is_refused_with_the_compilers_reason(constraint: Constraint, words: str, param: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        held(constraint)
+        compiled(constraint)
     assert (caught.value.code, caught.value.param) == ("bad_grammar", param)
 
 
@@ -242,19 +252,19 @@ def test_the_deepest_allowed_grammar_does_not_exhaust_the_stack() -> None:
 @pytest.mark.parametrize("constraint", [chain(5000), Constraint("gbnf", 'root ::= "a"' + "\n" * 40_000)])
 def test_a_grammar_that_is_too_long_is_refused(constraint: Constraint) -> None:
     with pytest.raises(InvalidRequest, match="is longer than"):
-        held(constraint)
+        compiled(constraint)
 
 
 def test_a_required_tool_call_without_a_grammar_is_refused() -> None:
     with pytest.raises(Unsupported, match="has no grammar"):
-        held(Constraint("tools", tools=("now",)))
+        compiled(Constraint("tools", tools=("now",)))
 
 
-async def test_a_bad_grammar_fails_only_its_job() -> None:
-    async with running() as engine:
-        got = await answer(engine, constraint=Constraint("regex", "(a"))
-        assert isinstance(end(got).error, InvalidRequest)
-        assert ids(await answer(engine, max_tokens=1))
+@shared_loop
+async def test_a_bad_grammar_fails_only_its_job(engine: LlamaCppEngine) -> None:
+    got = await answer(engine, constraint=Constraint("regex", "(a"))
+    assert isinstance(end(got).error, InvalidRequest)
+    assert ids(await answer(engine, max_tokens=1))
 
 
 async def test_jobs_fail_if_the_engine_closes_while_their_grammar_compiles() -> None:
@@ -265,14 +275,14 @@ async def test_jobs_fail_if_the_engine_closes_while_their_grammar_compiles() -> 
             assert isinstance(end(await read(one)).error, Unavailable)
 
 
-async def test_a_job_cancelled_while_its_grammar_compiles_is_not_started() -> None:
-    async with running() as engine:
-        job = engine.generate(prompt(constraint=DATE))
-        job.cancel()
-        assert end(await read(job)).reason == "cancelled"
-        assert engine.stats().running == 0
+@shared_loop
+async def test_a_job_cancelled_while_its_grammar_compiles_is_not_started(engine: LlamaCppEngine) -> None:
+    job = engine.generate(prompt(constraint=DATE))
+    job.cancel()
+    assert end(await read(job)).reason == "cancelled"
+    assert engine.stats().running == 0
 
 
-async def test_the_engine_reports_structured_output() -> None:
-    async with running() as engine:
-        assert engine.info.capabilities.structured
+@shared_loop
+async def test_the_engine_reports_structured_output(engine: LlamaCppEngine) -> None:
+    assert engine.info.capabilities.structured

@@ -30,7 +30,7 @@ async def test_no_secret_leaks_between_conversations(seed: int, copies: bool, mo
         )
     random = Random(seed)
     got: dict[str, list[list[Chunk]]] = {secret: [] for secret in SECRETS}
-    async with running({"main": CacheInfo(256, 2), "fast": CacheInfo(256, 2)}) as engine:
+    async with running({"main": CacheInfo(256, 2), "fast": CacheInfo(256, 2)}, n_ubatch=64, n_batch=64) as engine:
         while waiting := [secret for secret in SECRETS if len(got[secret]) < 2]:
             batch = _fitting(random.sample(waiting, len(waiting)))[: random.randint(1, 4)]
             jobs = {s: engine.generate(_turn(s, HOMES[s], got[s])) for s in batch}
@@ -46,7 +46,7 @@ async def test_no_secret_leaks_between_conversations(seed: int, copies: bool, mo
 
 
 async def _compare_with_each_alone(got: dict[str, list[list[Chunk]]]) -> None:
-    async with running({"main": CacheInfo(256, 1)}) as engine:
+    async with running({"main": CacheInfo(256, 1)}, n_ubatch=64, n_batch=64) as engine:
         for secret, answers in got.items():
             for n, mixed in enumerate(answers):
                 assert_alike(mixed, await read(engine.generate(_turn(secret, "main", answers[:n]))), ROUNDED)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import AsyncIterator
 from math import inf
 from random import Random
 
@@ -18,84 +17,85 @@ from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.sampler import PENALTY_WINDOW, LogitProcessor, Penalties, Row, token_logprob
 from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.exact_models import VOCAB, exact_model
-from tests.engines.llama_cpp.helpers import answer, id_prompt, running, vocabulary
+from tests.engines.llama_cpp.helpers import answer, id_prompt, running, shared_loop, vocabulary
 from tests.engines.reading import end, ids, read
 
 TEXT = "Name some animals."
 LOOP = "<|im_start|>" + " ".join(["red blue green gold"] * 8)  # makes the model say a phrase again and again
 
 
-@pytest.fixture
-async def engine() -> AsyncIterator[LlamaCppEngine]:
-    async with running() as opened:
-        yield opened
-
-
-async def spoken(engine: LlamaCppEngine, text: str = TEXT, max_tokens: int = 6, **sampling: object) -> list[int]:
+async def sampled(engine: LlamaCppEngine, text: str = TEXT, max_tokens: int = 6, **sampling: object) -> list[int]:
     chunks = await answer(engine, text, sampling=Sampling(**sampling), max_tokens=max_tokens, logprobs=None)
     assert end(chunks).error is None
     return ids(chunks)
 
 
+@shared_loop
 async def test_a_seed_reproduces_an_answer(engine: LlamaCppEngine) -> None:
-    await spoken(engine, max_tokens=1)  # from here on each run evaluates the same single token
-    runs = {seed: [await spoken(engine, temperature=1.5, seed=seed) for _ in range(2)] for seed in (1, 2)}
+    await sampled(engine, max_tokens=1)  # from here on each run evaluates the same single token
+    runs = {seed: [await sampled(engine, temperature=1.5, seed=seed) for _ in range(2)] for seed in (1, 2)}
     assert runs[1][0] == runs[1][1]
     assert runs[2][0] == runs[2][1]
     assert runs[1][0] != runs[2][0]
 
 
+@shared_loop
 async def test_unseeded_answers_differ(engine: LlamaCppEngine) -> None:
-    assert len({tuple(await spoken(engine, temperature=2.0)) for _ in range(3)}) > 1
+    assert len({tuple(await sampled(engine, temperature=2.0)) for _ in range(3)}) > 1
 
 
+@shared_loop
 async def test_top_k_of_one_is_greedy_at_any_temperature(engine: LlamaCppEngine) -> None:
-    await spoken(engine, max_tokens=1)
-    assert await spoken(engine, temperature=5.0, top_k=1) == await spoken(engine, temperature=0.0)
+    await sampled(engine, max_tokens=1)
+    assert await sampled(engine, temperature=5.0, top_k=1) == await sampled(engine, temperature=0.0)
 
 
+@shared_loop
 @pytest.mark.parametrize("narrow", [{"top_p": 0.0001}, {"min_p": 0.9999}, {"top_k": 1, "seed": 3}])
 async def test_narrow_truncation_leaves_only_the_best_token(engine: LlamaCppEngine, narrow: dict[str, float]) -> None:
-    await spoken(engine, max_tokens=1)
-    assert await spoken(engine, temperature=1.0, **narrow) == await spoken(engine, temperature=0.0)
+    await sampled(engine, max_tokens=1)
+    assert await sampled(engine, temperature=1.0, **narrow) == await sampled(engine, temperature=0.0)
 
 
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 3.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 20.0}]
 )
 async def test_penalties_break_a_loop(engine: LlamaCppEngine, penalty: dict[str, float]) -> None:
-    looped = await spoken(engine, LOOP, 8, temperature=0)
+    looped = await sampled(engine, LOOP, 8, temperature=0)
     assert len(set(looped)) < len(looped)
-    free = await spoken(engine, LOOP, 8, temperature=0, **penalty)
+    free = await sampled(engine, LOOP, 8, temperature=0, **penalty)
     assert len(set(free)) > len(set(looped))
 
 
+@shared_loop
 async def test_bias_forbids_and_forces_tokens(engine: LlamaCppEngine) -> None:
-    first = (await spoken(engine, max_tokens=1, temperature=0))[0]
-    assert first not in await spoken(engine, temperature=0, logit_bias={first: -math.inf})
+    first = (await sampled(engine, max_tokens=1, temperature=0))[0]
+    assert first not in await sampled(engine, temperature=0, logit_bias={first: -math.inf})
     forced = vocabulary().encode_plain("x")[0]
-    assert await spoken(engine, max_tokens=3, temperature=1.0, logit_bias={forced: 100.0}) == [forced] * 3
+    assert await sampled(engine, max_tokens=3, temperature=1.0, logit_bias={forced: 100.0}) == [forced] * 3
 
 
+@shared_loop
 async def test_a_bias_of_an_unknown_token_is_ignored(engine: LlamaCppEngine) -> None:
-    await spoken(engine, max_tokens=1)
-    free = await spoken(engine, temperature=0)
-    assert await spoken(engine, temperature=0, logit_bias={10**6: 100.0, -5: 100.0}) == free
+    await sampled(engine, max_tokens=1)
+    free = await sampled(engine, temperature=0)
+    assert await sampled(engine, temperature=0, logit_bias={10**6: 100.0, -5: 100.0}) == free
 
 
+@shared_loop
 @pytest.mark.parametrize("back", [None, -1, 64])
 async def test_dry_breaks_a_loop(engine: LlamaCppEngine, back: int | None) -> None:
     """Unset and -1 mean the whole context."""
-    looped = await spoken(engine, LOOP, 18, temperature=0)
-    free = await spoken(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=back)
+    looped = await sampled(engine, LOOP, 18, temperature=0)
+    free = await sampled(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=back)
     assert _longest_repeat(looped) > 3
     assert _longest_repeat(free) <= 3
 
 
 async def test_dry_without_lookback_does_nothing(engine: LlamaCppEngine) -> None:
-    await spoken(engine, LOOP, 1)
-    free = await spoken(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=0)
-    assert free == await spoken(engine, LOOP, 18, temperature=0)
+    await sampled(engine, LOOP, 1)
+    free = await sampled(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=0)
+    assert free == await sampled(engine, LOOP, 18, temperature=0)
 
 
 def _longest_repeat(ids: list[int]) -> int:
@@ -120,15 +120,16 @@ def _longest_repeat(ids: list[int]) -> int:
     ids=str,
 )
 async def test_every_setting_runs_and_is_reproducible(engine: LlamaCppEngine, sampling: dict[str, object]) -> None:
-    await spoken(engine, max_tokens=1)
+    await sampled(engine, max_tokens=1)
     chosen = {"temperature": 1.0, "seed": 5} | sampling
-    first = await spoken(engine, max_tokens=4, **chosen)
+    first = await sampled(engine, max_tokens=4, **chosen)
     assert first
-    assert first == await spoken(engine, max_tokens=4, **chosen)
+    assert first == await sampled(engine, max_tokens=4, **chosen)
 
 
+@shared_loop
 async def test_logprobs_are_those_of_the_model_before_sampling(engine: LlamaCppEngine) -> None:
-    await spoken(engine, max_tokens=1)
+    await sampled(engine, max_tokens=1)
     plain = await answer(engine, TEXT, max_tokens=1, logprobs=3)
     hot = await answer(engine, TEXT, max_tokens=1, logprobs=3, sampling=Sampling(temperature=3.0, seed=1, top_k=2))
     assert plain[-2].logprobs[0].top == hot[-2].logprobs[0].top  # type: ignore[union-attr,index]
@@ -168,12 +169,13 @@ async def test_penalties_count_the_last_tokens_of_the_prompt(presence: float, fr
     assert changed
 
 
+@shared_loop
 async def test_dry_sees_repetitions_of_the_prompt(engine: LlamaCppEngine) -> None:
     text = "<|im_start|>one two three four five six. one two three four five six. one two three"
     (four,) = vocabulary().encode_plain(" four")
-    assert await spoken(engine, text, 1, temperature=0) == [four]
-    assert await spoken(engine, text, 1, temperature=0, dry_multiplier=50.0) != [four]
-    assert await spoken(engine, text, 1, temperature=0, dry_multiplier=50.0, dry_penalty_last_n=3) == [four]
+    assert await sampled(engine, text, 1, temperature=0) == [four]
+    assert await sampled(engine, text, 1, temperature=0, dry_multiplier=50.0) != [four]
+    assert await sampled(engine, text, 1, temperature=0, dry_multiplier=50.0, dry_penalty_last_n=3) == [four]
 
 
 # --- logit processors -------------------------------------------------------------------------------------------------

@@ -285,9 +285,10 @@ async def test_mixed_conversations_generate_what_each_generates_alone(seed: int)
                 if ids(chunks):  # a cancelled answer is as true as far as it goes
                     turns.append((told[n], chunks))
                     told[n] = _continued(told[n], chunks, random)
-    for run, chunks in turns:
-        single = await alone(run, max_tokens=len(ids(chunks)))
-        assert_alike(chunks, single)
+    async with exact(main=1) as engine:
+        for run, chunks in turns:
+            await engine.control(Control("evict"))
+            assert_alike(chunks, await answer(engine, run, max_tokens=len(ids(chunks))))
 
 
 def _continued(run: list[int], chunks: list[Chunk], random: Random) -> list[int]:
@@ -301,8 +302,7 @@ def _fitting(order: list[int], homes: dict[int, str], places: dict[str, int]) ->
     return [n for at, n in enumerate(order) if sum(homes[m] == homes[n] for m in order[:at]) < places[homes[n]]]
 
 
-# --- rewinding: by what the KV still holds, else by checkpoints, else from the start
-# ------------------------------------
+# --- rewinding --------------------------------------------------------------------------------------------------------
 
 MODELS = [sliding_model, recurrent_model, hybrid_model]
 TAIL = 8  # before the end of a prompt
@@ -328,11 +328,6 @@ def _copies_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def rewind_words(seed: int, count: int) -> list[int]:
-    random = Random(seed)
-    return [random.randrange(VOCAB) for _ in range(count)]
-
-
 async def rewind_answer(engine: LlamaCppEngine, run: list[int], session: str = "a", **fields: Any) -> list[Chunk]:
     chunks = await read(engine.generate(id_prompt(run, session=session, **fields)))
     assert end(chunks).reason == "length"
@@ -347,9 +342,9 @@ async def rewind_alone(model: Model, run: list[int]) -> list[Chunk]:
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_growing_conversation_is_evaluated_once(model: Model) -> None:
     async with opened(model) as engine:
-        run = rewind_words(1, 300)
+        run = words(1, 300)
         first = await rewind_answer(engine, run)
-        turn = run + ids(first) + rewind_words(2, 20)
+        turn = run + ids(first) + words(2, 20)
         second = await rewind_answer(engine, turn)
     assert accepted(second).cached_tokens == len(run) + len(ids(first)) - 1
     assert_alike(second, await rewind_alone(model, turn))
@@ -358,8 +353,8 @@ async def test_a_growing_conversation_is_evaluated_once(model: Model) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kept", [1, N_SWA, 150, 299])
 async def test_a_conversation_that_was_cut_back_generates_what_it_generates_alone(model: Model, kept: int) -> None:
-    run = rewind_words(1, 300)
-    edited = run[:kept] + rewind_words(3, 20)
+    run = words(1, 300)
+    edited = run[:kept] + words(3, 20)
     async with opened(model) as engine:
         await rewind_answer(engine, run)
         chunks = await rewind_answer(engine, edited)
@@ -368,15 +363,15 @@ async def test_a_conversation_that_was_cut_back_generates_what_it_generates_alon
 
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_lost_window_or_state_is_not_counted_as_cached(model: Model) -> None:
-    run = rewind_words(1, 300)
+    run = words(1, 300)
     async with opened(model) as engine:
         await rewind_answer(engine, run)
-        assert accepted(await rewind_answer(engine, run[:20] + rewind_words(3, 20))).cached_tokens == 0
+        assert accepted(await rewind_answer(engine, run[:20] + words(3, 20))).cached_tokens == 0
 
 
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_repeated_prompt_starts_at_the_checkpoint_before_its_end(model: Model) -> None:
-    run = rewind_words(1, 100)
+    run = words(1, 100)
     async with opened(model) as engine:
         first, second = [await rewind_answer(engine, run, max_tokens=LONG) for _ in range(2)]
     assert accepted(second).cached_tokens == len(run) - TAIL
@@ -384,14 +379,14 @@ async def test_a_repeated_prompt_starts_at_the_checkpoint_before_its_end(model: 
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.usefixtures("_copies_pay")
+@pytest.mark.usefixtures("_copies_always_pay")
 async def test_a_copy_of_a_longer_sequence_generates_what_it_generates_alone(model: Model) -> None:
-    run = rewind_words(1, 300)
+    run = words(1, 300)
     async with opened(model) as engine:
         await rewind_answer(engine, run, "a")
-        await rewind_answer(engine, rewind_words(9, 30), "b")
-        chunks = await rewind_answer(engine, run[:100] + rewind_words(4, 10), "b")
-    assert_alike(chunks, await rewind_alone(model, run[:100] + rewind_words(4, 10)))
+        await rewind_answer(engine, words(9, 30), "b")
+        chunks = await rewind_answer(engine, run[:100] + words(4, 10), "b")
+    assert_alike(chunks, await rewind_alone(model, run[:100] + words(4, 10)))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -400,10 +395,10 @@ async def test_a_copy_of_a_longer_sequence_generates_what_it_generates_alone(mod
 @pytest.mark.parametrize("model", MODELS)
 async def test_an_edited_last_message_starts_at_the_end_of_the_previous_turn(model: Model) -> None:
     async with opened(model) as engine:
-        run = rewind_words(1, 100)
+        run = words(1, 100)
         told = run + ids(await rewind_answer(engine, run, max_tokens=50))
-        await rewind_answer(engine, told + rewind_words(2, LONG))
-        edited = told + rewind_words(3, 60)
+        await rewind_answer(engine, told + words(2, LONG))
+        edited = told + words(3, 60)
         chunks = await rewind_answer(engine, edited)
     assert accepted(chunks).cached_tokens == len(told) - 1  # the last word of an answer was never read
     assert_alike(chunks, await rewind_alone(model, edited))
@@ -411,8 +406,8 @@ async def test_an_edited_last_message_starts_at_the_end_of_the_previous_turn(mod
 
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_changed_answer_starts_at_the_end_of_the_prompt(model: Model) -> None:
-    run = rewind_words(1, 200)
-    other = run + rewind_words(4, 50)
+    run = words(1, 200)
+    other = run + words(4, 50)
     async with opened(model) as engine:
         await rewind_answer(engine, run, max_tokens=LONG)
         chunks = await rewind_answer(engine, other)
@@ -422,8 +417,8 @@ async def test_a_changed_answer_starts_at_the_end_of_the_prompt(model: Model) ->
 
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_third_conversation_starts_where_the_first_two_diverged(model: Model) -> None:
-    system = rewind_words(1, 150)
-    runs = [system + rewind_words(n, LONG) for n in range(2, 5)]
+    system = words(1, 150)
+    runs = [system + words(n, LONG) for n in range(2, 5)]
     async with opened(model, {"main": CacheInfo(1024, 1)}) as engine:
         got = [await rewind_answer(engine, run, session=str(n)) for n, run in enumerate(runs)]
     assert [accepted(chunks).cached_tokens for chunks in got] == [0, 0, len(system)]
@@ -433,11 +428,11 @@ async def test_a_third_conversation_starts_where_the_first_two_diverged(model: M
 
 @pytest.mark.parametrize("model", MODELS)
 async def test_rewinding_before_all_checkpoints_evaluates_everything_again(model: Model) -> None:
-    run = rewind_words(1, 300)
-    edited = run[:100] + rewind_words(3, 60)
+    run = words(1, 300)
+    edited = run[:100] + words(3, 60)
     async with opened(model) as engine:
         told = run + ids(await rewind_answer(engine, run))
-        await rewind_answer(engine, told + rewind_words(2, 60))
+        await rewind_answer(engine, told + words(2, 60))
         chunks = await rewind_answer(engine, edited)
         (slot, _) = engine._caches["main"].slots
         assert all(one.tokens <= len(edited) for one in slot.checkpoints), (
@@ -449,13 +444,13 @@ async def test_rewinding_before_all_checkpoints_evaluates_everything_again(model
 
 @pytest.mark.parametrize("model", MODELS)
 async def test_a_checkpoint_of_replaced_tokens_is_never_used(model: Model) -> None:
-    run = rewind_words(1, 100)
+    run = words(1, 100)
     async with opened(model) as engine:
         told = run + ids(await rewind_answer(engine, run))
-        await rewind_answer(engine, told + rewind_words(2, LONG))
-        other = run + rewind_words(3, 500)
+        await rewind_answer(engine, told + words(2, LONG))
+        other = run + words(3, 500)
         await rewind_answer(engine, other)
-        edited = other[:500] + rewind_words(4, 60)
+        edited = other[:500] + words(4, 60)
         chunks = await rewind_answer(engine, edited)
     assert_alike(chunks, await rewind_alone(model, edited))
 
@@ -465,9 +460,9 @@ async def test_a_checkpoint_of_replaced_tokens_is_never_used(model: Model) -> No
 async def test_checkpoints_are_limited(model: Model, bound: dict[str, int]) -> None:
     most = bound.get("checkpoints", 0)
     async with opened(model, **bound) as engine:
-        told = rewind_words(1, 100)
+        told = words(1, 100)
         for turn in range(5):
-            told = told + ids(await rewind_answer(engine, told)) + rewind_words(turn, 60)
+            told = told + ids(await rewind_answer(engine, told)) + words(turn, 60)
             assert len(engine._caches["main"].slots[0].checkpoints) <= most
         chunks = await rewind_answer(engine, told)
     assert_alike(chunks, await rewind_alone(model, told))
@@ -475,7 +470,7 @@ async def test_checkpoints_are_limited(model: Model, bound: dict[str, int]) -> N
 
 @pytest.mark.parametrize("model", MODELS)
 async def test_an_evicted_conversation_loses_its_checkpoints(model: Model) -> None:
-    run = rewind_words(1, 200)
+    run = words(1, 200)
     async with opened(model) as engine:
         await rewind_answer(engine, run)
         await engine.control(Control("evict"))
@@ -484,8 +479,8 @@ async def test_an_evicted_conversation_loses_its_checkpoints(model: Model) -> No
 
 
 async def test_swa_full_needs_no_checkpoints() -> None:
-    run = rewind_words(1, 200)
-    edited = run[:100] + rewind_words(3, 60)
+    run = words(1, 200)
+    edited = run[:100] + words(3, 60)
     async with opened(sliding_model, swa_full=True) as engine:
         await rewind_answer(engine, run)
         chunks = await rewind_answer(engine, edited)
@@ -497,32 +492,32 @@ async def test_swa_full_needs_no_checkpoints() -> None:
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_copies_pay")
+@pytest.mark.usefixtures("_copies_always_pay")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("home", ["main", "fast"])
 async def test_a_copy_starts_at_a_checkpoint_of_its_source(model: Model, home: str) -> None:
-    run = rewind_words(1, 200)
-    other = run + rewind_words(4, 50)
+    run = words(1, 200)
+    other = run + words(4, 50)
     async with opened(model, {"main": CacheInfo(1024, 2), "fast": CacheInfo(1024, 2)}) as engine:
         first = await rewind_answer(engine, run, "a")
         chunks = await rewind_answer(engine, other, "b", cache=home)
         assert accepted(chunks).cached_tokens == len(run) - TAIL
         assert engine.stats().copied_tokens == len(run) - TAIL
-        turn = run + ids(first) + rewind_words(5, 20)
+        turn = run + ids(first) + words(5, 20)
         source = await rewind_answer(engine, turn, "a")
     assert accepted(source).cached_tokens == len(run) + len(ids(first)) - 1, "the source is unchanged"
     assert_alike(chunks, await rewind_alone(model, other))
     assert_alike(source, await rewind_alone(model, turn))
 
 
-@pytest.mark.usefixtures("_copies_pay")
+@pytest.mark.usefixtures("_copies_always_pay")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("seed", range(2))
 async def test_mixed_conversations_with_rewinds_generate_what_each_generates_alone(model: Model, seed: int) -> None:
     """More conversations than sequences, in two caches, with a common prefix, continued and cut back."""
     random = Random(seed)
-    system, turns = rewind_words(0, 60), []
-    told = {n: (system if n % 2 else []) + rewind_words(100 + n, 40) for n in range(5)}
+    system, turns = words(0, 60), []
+    told = {n: (system if n % 2 else []) + words(100 + n, 40) for n in range(5)}
     async with opened(model, {"main": CacheInfo(1024, 2), "fast": CacheInfo(1024, 2)}) as engine:
         for _ in range(14):
             batch = random.sample(list(told), 2)
@@ -533,11 +528,14 @@ async def test_mixed_conversations_with_rewinds_generate_what_each_generates_alo
                 chunks = await read(job)
                 turns.append((told[n], chunks))
                 kept = told[n][: random.randint(30, len(told[n]))] if random.random() < 0.3 else told[n] + ids(chunks)
-                told[n] = kept + rewind_words(random.randrange(1000), 40)
+                told[n] = kept + words(random.randrange(1000), 40)
     async with opened(model, {"main": CacheInfo(1024, 1)}, checkpoints=0) as engine:
         for run, chunks in turns:
             await engine.control(Control("evict"))
             assert_alike(chunks, await rewind_answer(engine, run))
+
+
+# --- offloaded conversations ------------------------------------------------------------------------------------------
 
 
 def run(*tokens: int) -> TokenIds:
@@ -546,9 +544,6 @@ def run(*tokens: int) -> TokenIds:
 
 def snapshot(*tokens: int, size: int = 100, **fields: Any) -> KvSnapshot:
     return KvSnapshot(run(*tokens), np.zeros(size - 4 * len(tokens), np.uint8), **fields)
-
-
-# --- offloaded conversations ------------------------------------------------------------------------------------------
 
 
 def test_the_snapshot_that_covers_most_of_the_prompt_is_found() -> None:
@@ -601,37 +596,24 @@ def test_snapshots_are_dropped_by_adapter_or_all_at_once() -> None:
 OFFLOAD_MODELS = [exact_model, sliding_model, recurrent_model, hybrid_model]
 
 
-@pytest.fixture
-def _offload_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are always worthwhile."""
-    monkeypatch.setattr(
-        "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved >= 8
-    )
-
-
-def offload_words(seed: int, count: int = 40) -> list[int]:
-    random = Random(seed)
-    return [random.randrange(VOCAB) for _ in range(count)]
-
-
 async def short_answer(engine: LlamaCppEngine, tokens: list[int], session: str, **fields: Any) -> list[Chunk]:
     return await read(engine.generate(id_prompt(tokens, session=session, max_tokens=4, **fields)))
 
 
 def next_turn(told: list[int], chunks: list[Chunk]) -> tuple[list[int], int]:
     """The prompt that follows an answer, and how much of it was evaluated: the last token was only sampled."""
-    return told + ids(chunks) + offload_words(len(told), 6), len(told) + len(ids(chunks)) - 1
+    return told + ids(chunks) + words(len(told), 6), len(told) + len(ids(chunks)) - 1
 
 
-@pytest.mark.usefixtures("_offload_pays")
+@pytest.mark.usefixtures("_copies_always_pay")
 @pytest.mark.parametrize("model", OFFLOAD_MODELS)
 @pytest.mark.parametrize("parallel", [1, 2])
 async def test_a_main_conversation_survives_sub_agents_and_background_work(model: Any, parallel: int) -> None:
     async with running({"main": CacheInfo(512, parallel)}, path=str(model()), swa_full=False) as engine:
-        told, kept = next_turn(offload_words(1), await short_answer(engine, offload_words(1), "main"))
+        told, kept = next_turn(words(1, 40), await short_answer(engine, words(1, 40), "main"))
         for n in range(3):
-            await short_answer(engine, offload_words(20 + n), f"main:agent{n}")
-            await short_answer(engine, offload_words(30 + n), f"main~errand{n}", priority="background")
+            await short_answer(engine, words(20 + n, 40), f"main:agent{n}")
+            await short_answer(engine, words(30 + n, 40), f"main~errand{n}", priority="background")
         back = await short_answer(engine, told, "main")
         stats = engine.stats().caches["main"]
     assert accepted(back).cached_tokens == kept
@@ -640,46 +622,44 @@ async def test_a_main_conversation_survives_sub_agents_and_background_work(model
         assert_alike(back, await short_answer(engine, told, "alone"))
 
 
-@pytest.mark.usefixtures("_offload_pays")
+@pytest.mark.usefixtures("_copies_always_pay")
 async def test_without_offload_an_evicted_conversation_is_lost() -> None:
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model()), parked_mb=0) as engine:
-        told, _ = next_turn(offload_words(1), await short_answer(engine, offload_words(1), "main"))
-        other = await short_answer(engine, offload_words(2), "other")
+        told, _ = next_turn(words(1, 40), await short_answer(engine, words(1, 40), "main"))
+        other = await short_answer(engine, words(2, 40), "other")
         back = await short_answer(engine, told, "main")
     assert [accepted(chunks).cached_tokens for chunks in (other, back)] == [0, 0]
     assert [accepted(chunks).evicted for chunks in (other, back)] == [True, True]
 
 
-@pytest.mark.usefixtures("_offload_pays")
+@pytest.mark.usefixtures("_copies_always_pay")
 async def test_evicting_a_cache_drops_its_offloaded_conversations() -> None:
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
-        told, _ = next_turn(offload_words(1), await short_answer(engine, offload_words(1), "main"))
-        await short_answer(engine, offload_words(2), "other")
+        told, _ = next_turn(words(1, 40), await short_answer(engine, words(1, 40), "main"))
+        await short_answer(engine, words(2, 40), "other")
         await engine.control(Control("evict"))
         assert accepted(await short_answer(engine, told, "main")).cached_tokens == 0
 
 
-@pytest.mark.usefixtures("_offload_pays")
+@pytest.mark.usefixtures("_copies_always_pay")
 async def test_another_session_with_a_shared_prefix_does_not_remove_the_snapshot() -> None:
-    system = offload_words(1)
+    system = words(1, 40)
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
-        told, kept = next_turn(
-            system + offload_words(2, 9), await short_answer(engine, system + offload_words(2, 9), "first")
-        )
-        await short_answer(engine, offload_words(3), "other")
-        second = await short_answer(engine, system + offload_words(4, 9), "second")
-        await short_answer(engine, offload_words(5), "another")
+        told, kept = next_turn(system + words(2, 9), await short_answer(engine, system + words(2, 9), "first"))
+        await short_answer(engine, words(3, 40), "other")
+        second = await short_answer(engine, system + words(4, 9), "second")
+        await short_answer(engine, words(5, 40), "another")
         first = await short_answer(engine, told, "first")
     assert [accepted(chunks).cached_tokens for chunks in (second, first)] == [len(system), kept]
 
 
-@pytest.mark.usefixtures("_offload_pays")
+@pytest.mark.usefixtures("_copies_always_pay")
 @pytest.mark.parametrize("model", OFFLOAD_MODELS)
 @pytest.mark.parametrize("seed", range(2))
 async def test_mixed_offloaded_conversations_generate_what_each_generates_alone(model: Any, seed: int) -> None:
     """Five conversations on two sequences; some are cut back between turns."""
     random = Random(seed)
-    told = {n: offload_words(n) for n in range(5)}
+    told = {n: words(n, 40) for n in range(5)}
     turns: list[tuple[list[int], list[Chunk]]] = []
     async with running({"main": CacheInfo(512, 2)}, path=str(model()), swa_full=False) as engine:
         for _ in range(20):
@@ -688,20 +668,21 @@ async def test_mixed_offloaded_conversations_generate_what_each_generates_alone(
             assert end(chunks).reason == "length"
             turns.append((told[n], chunks))
             kept = told[n] + ids(chunks) if random.random() < 0.8 else told[n][: random.randint(20, len(told[n]))]
-            told[n] = kept + offload_words(random.randrange(1000), 8)
-    for prompt, chunks in turns:
-        async with running({"main": CacheInfo(512, 1)}, path=str(model()), swa_full=False) as engine:
+            told[n] = kept + words(random.randrange(1000), 8)
+    async with running({"main": CacheInfo(512, 1)}, path=str(model()), swa_full=False) as engine:
+        for prompt, chunks in turns:
+            await engine.control(Control("evict"))
             assert_alike(chunks, await short_answer(engine, prompt, "alone"))
 
 
 # --- on the real model ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_offload_pays")
+@pytest.mark.usefixtures("_copies_always_pay")
 async def test_the_next_turn_of_an_agent_on_the_real_model_evaluates_only_new_tokens() -> None:
     """One sequence for a conversation, a sub-agent and two background jobs."""
     system = ("system", "You are a coding agent with many tools and long instructions. " * 8)
-    async with running({"main": CacheInfo(1024, 1)}) as engine:
+    async with running({"main": CacheInfo(1024, 1)}, n_ubatch=256, n_batch=256) as engine:
         first = await asked(engine, chatml(system, ("user", "Fix the tests.")), session="s")
         await asked(engine, chatml(("system", "Explore the code."), ("user", "Find it.")), session="s:1")
         await asked(engine, chatml(("system", "Title this."), ("user", "Fix.")), session="s~1", priority="background")

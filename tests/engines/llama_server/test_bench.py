@@ -9,8 +9,8 @@ import pytest
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import NotFound, Unavailable
+from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.bench import arguments, bench, parse_rates, program
-from modelyard.engines.llama_server.options import Options
 
 OUTPUT = [{"n_prompt": 64, "n_gen": 0, "avg_ts": 700.5}, {"n_prompt": 0, "n_gen": 16, "avg_ts": 42.0}]
 

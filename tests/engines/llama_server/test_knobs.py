@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.knobs import fitted_layers
-from modelyard.engines.llama_server.options import Options
 from tests.engines.llama_server.test_bench import fake_program
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from modelyard.core.engine import CacheInfo, EngineSpec
+from modelyard.engines.llama_server import Options
 from modelyard.engines.llama_server.loss import loss
-from modelyard.engines.llama_server.options import Options
 from tests.engines.llama_cpp.helpers import model_file, vocabulary
 
 

@@ -19,7 +19,7 @@ from modelyard.core.errors import Cancelled, InvalidRequest, ModelyardError, Una
 from modelyard.core.events import BlockDelta, Event, Failed, Finished, collect_reply
 from modelyard.core.request import Message, Request, Text
 from modelyard.engines import openai_remote
-from modelyard.engines.openai_remote.engine import RemoteEngine
+from modelyard.engines.openai_remote.engine import OpenAiRemoteEngine
 from modelyard.engines.openai_remote.request import APIS, chat_body
 from tests.engines.upstream.fake_upstream import (
     Answer,
@@ -34,15 +34,15 @@ REQUEST = Request(model="frontier", messages=(Message("user", (Text("Hello"),)),
 KEY = "MODELYARD_TEST_REMOTE_KEY"
 
 
-def engine(url: str, **options: Any) -> RemoteEngine:
+def engine(url: str, **options: Any) -> OpenAiRemoteEngine:
     chosen = openai_remote.Options(**{"remote_base_url": url, "remote_model": "theirs"} | options)
     made = openai_remote.create(EngineSpec("frontier", chosen, {"frontier": CacheInfo(4096, 2)}))
-    assert isinstance(made, RemoteEngine)
+    assert isinstance(made, OpenAiRemoteEngine)
     return made
 
 
 @asynccontextmanager
-async def opened(at: FakeUpstream, **options: Any) -> AsyncIterator[RemoteEngine]:
+async def opened(at: FakeUpstream, **options: Any) -> AsyncIterator[OpenAiRemoteEngine]:
     it = engine(at.url, **options)
     await it.open(lambda *_: None)
     try:
@@ -51,7 +51,7 @@ async def opened(at: FakeUpstream, **options: Any) -> AsyncIterator[RemoteEngine
         await it.close()
 
 
-async def read(it: RemoteEngine, request: Request = REQUEST) -> list[Event]:
+async def read(it: OpenAiRemoteEngine, request: Request = REQUEST) -> list[Event]:
     return [event async for batch in it.chat(request) for event in batch]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from modelyard.core.errors import Incomplete, Timeout, Unavailable
 from modelyard.engines.upstream import client
-from modelyard.engines.upstream.client import HttpClient, UpstreamAddress, transport_error
+from modelyard.engines.upstream.client import UpstreamAddress, UpstreamHttpClient, transport_error
 from tests.engines.upstream.fake_upstream import Answer, fake_upstream
 
 
@@ -31,7 +31,7 @@ def test_transport_error_names_the_upstream(error: httpx.HTTPError, kind: type, 
 
 async def test_short_request_returns_status_and_body() -> None:
     async with fake_upstream(Answer(200, [b"a", b"b"]), Answer(404, [b"what?"])) as upstream:
-        http = HttpClient(UpstreamAddress(name="it", base_url=upstream.url, headers={"x-team": "t"}))
+        http = UpstreamHttpClient(UpstreamAddress(name="it", base_url=upstream.url, headers={"x-team": "t"}))
         assert await http.request("GET", "/a") == (200, b"ab")
         assert await http.request("POST", "/b", b"[]") == (404, b"what?")
         await http.close()
@@ -43,7 +43,7 @@ async def test_short_request_returns_status_and_body() -> None:
 async def test_reply_that_is_too_long_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_MAX_BODY", 10)
     async with fake_upstream(Answer(200, [b"12345678", b"12345678"])) as upstream:
-        http = HttpClient(UpstreamAddress(name="it", base_url=upstream.url))
+        http = UpstreamHttpClient(UpstreamAddress(name="it", base_url=upstream.url))
         async with await http.post("/", b"{}") as reply:
             with pytest.raises(Incomplete, match="longer than 10 bytes"):
                 await reply.read()

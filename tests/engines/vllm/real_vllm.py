@@ -27,9 +27,9 @@ from modelyard.library.convert import convert
 from modelyard.processes.parent_death import die_with_parent
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.workers.client import WorkerSession, remote_engine
+from modelyard.workers.messages import open_engine_message
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
-from modelyard.workers.messages import open_engine_message
 
 PATIENT = HeartbeatConfig(worker_misses=1000)
 BLOCK = 32  # the CPU build takes multiples of 32 only

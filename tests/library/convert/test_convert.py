@@ -12,12 +12,12 @@ from modelyard.library import models
 from modelyard.library.convert import convert, writers
 from modelyard.library.progress import ProgressReporter
 from modelyard.plugins import MissingLibrary
-from tests.library.convert import tiny
+from tests.library.convert import tiny_models
 
 
 @pytest.fixture
 def added(tmp_path: Path) -> str:
-    models.add_model(str(tiny.write_model(tmp_path / "tiny.gguf")), name="tiny")
+    models.add_model(str(tiny_models.write_model(tmp_path / "tiny.gguf")), name="tiny")
     return "tiny"
 
 
@@ -46,7 +46,7 @@ def test_an_existing_conversion_is_reused(added: str):
 def test_a_changed_source_is_converted_again(added: str, tmp_path: Path):
     first = convert(added, "hf")
     made = inode(first.path)
-    tiny.write_model(tmp_path / "tiny.gguf", "qwen2")
+    tiny_models.write_model(tmp_path / "tiny.gguf", "qwen2")
     assert convert(added, "hf") == first
     assert inode(first.path) != made
 

@@ -7,34 +7,34 @@ import pytest
 
 from modelyard.core.errors import InvalidRequest, Unsupported
 from modelyard.library.convert.gguf_model import GgufModel
-from tests.library.convert import tiny
+from tests.library.convert import tiny_models
 
 
 def test_the_shape_is_read_from_the_metadata(tmp_path: Path):
-    shape = GgufModel(tiny.write_model(tmp_path / "tiny.gguf")).shape
+    shape = GgufModel(tiny_models.write_model(tmp_path / "tiny.gguf")).shape
     assert (shape.layers, shape.width, shape.heads, shape.kv_heads) == (2, 64, 4, 2)
-    assert (shape.head_width, shape.inner, shape.vocab, shape.context) == (16, 96, len(tiny.tokens()), 256)
+    assert (shape.head_width, shape.inner, shape.vocab, shape.context) == (16, 96, len(tiny_models.tokens()), 256)
     assert not shape.tied
 
 
 def test_every_tensor_is_converted_once(tmp_path: Path):
-    model = GgufModel(tiny.write_model(tmp_path / "tiny.gguf"))
+    model = GgufModel(tiny_models.write_model(tmp_path / "tiny.gguf"))
     tensors = dict(model)
-    assert len(tensors) == len(tiny._weights("llama"))
+    assert len(tensors) == len(tiny_models.random_weights("llama"))
     assert {name: weights.shape for name, weights in tensors.items()} == model.sizes
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "mamba"])
 def test_other_architectures_are_refused(architecture: str, tmp_path: Path):
     with pytest.raises(Unsupported, match=architecture):
-        GgufModel(tiny.write_model(tmp_path / "tiny.gguf", architecture))
+        GgufModel(tiny_models.write_model(tmp_path / "tiny.gguf", architecture))
 
 
 @pytest.mark.parametrize(
     ("tensor", "message"), [("rope_freqs.weight", "RoPE scaling"), ("blk.0.attn_sinks.weight", "attn_sinks")]
 )
 def test_an_unknown_tensor_is_refused(tensor: str, message: str, tmp_path: Path):
-    file = tiny.write_model(tmp_path / "tiny.gguf", extra={tensor: np.ones(8)})
+    file = tiny_models.write_model(tmp_path / "tiny.gguf", extra={tensor: np.ones(8)})
     with pytest.raises(Unsupported, match=message):
         GgufModel(file)
 

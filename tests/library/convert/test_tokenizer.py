@@ -15,7 +15,7 @@ from modelyard.library.gguf import read_contents
 from modelyard.tokenizer.gguf import GgufTokenizer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.engines.llama_cpp.helpers import model_file
-from tests.library.convert import tiny
+from tests.library.convert import tiny_models
 
 PIECES = [
     *("hello", " world", "The", " capital", "don't", "I'LL", "WE'RE", "x1y22z333", " 2024", "12345678", "²½", "٣٤"),
@@ -59,26 +59,30 @@ def test_the_default_model_is_tokenized_like_llama_cpp(smollm2: Path, tmp_path: 
 def test_each_pre_tokenizer_matches_llama_cpp(pre: str, smollm2: Path, tmp_path: Path):
     metadata = read_contents(smollm2)[0]
     merges = metadata["tokenizer.ggml.merges"][:4000]
-    words = tiny.tokens()[: len(tiny.SPECIALS) + 256] + [merge.replace(" ", "") for merge in merges]
+    words = tiny_models.tokens()[: len(tiny_models.SPECIALS) + 256] + [merge.replace(" ", "") for merge in merges]
     words = list(dict.fromkeys(words))
-    original, converted = vocabularies(tiny.write_vocabulary(tmp_path / "words.gguf", pre, words, merges), tmp_path)
+    original, converted = vocabularies(
+        tiny_models.write_vocabulary(tmp_path / "words.gguf", pre, words, merges), tmp_path
+    )
     for text in texts():
         text = unicodedata.normalize("NFC", text)
         assert converted.encode(text) == original.encode(text), repr(text)
 
 
 def test_the_files_have_special_tokens_and_template(tmp_path: Path):
-    metadata = read_contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]
+    metadata = read_contents(tiny_models.write_model(tmp_path / "tiny.gguf"))[0]
     made = {name: content.decode() for name, content in tokenizer.tokenizer_files(metadata, 256)}
     config = json.loads(made["tokenizer_config.json"])
     assert (config["bos_token"], config["eos_token"]) == ("<|im_start|>", "<|im_end|>")
     assert config["model_max_length"] == 256
-    assert made["chat_template.jinja"] == config["chat_template"] == tiny.TEMPLATE
+    assert made["chat_template.jinja"] == config["chat_template"] == tiny_models.TEMPLATE
     assert json.loads(made["generation_config.json"])["eos_token_id"] == [0, 2]
 
 
 def test_the_bos_token_is_added_if_the_file_says_so(tmp_path: Path):
-    metadata = dict(read_contents(tiny.write_model(tmp_path / "tiny.gguf"))[0]) | {"tokenizer.ggml.add_bos_token": True}
+    metadata = dict(read_contents(tiny_models.write_model(tmp_path / "tiny.gguf"))[0]) | {
+        "tokenizer.ggml.add_bos_token": True
+    }
     for name, content in tokenizer.tokenizer_files(metadata, 256):
         (tmp_path / name).write_bytes(content)
     assert HuggingFaceTokenizer.load(tmp_path).bos == 1

@@ -15,11 +15,11 @@ from modelyard.core.engine import AvailableMemory, EngineSpec
 from modelyard.engines import ct2
 from modelyard.library.convert import convert
 from tests.engines.llama_cpp import reference
-from tests.library.convert import tiny
+from tests.library.convert import tiny_models
 
 
 def converted(tmp_path: Path, architecture: str = "llama", quantization: str | None = None) -> Path:
-    file = tiny.write_model(tmp_path / "tiny.gguf", architecture)
+    file = tiny_models.write_model(tmp_path / "tiny.gguf", architecture)
     return Path(convert(str(file), "hf", quantization=quantization, out=tmp_path / "out").path)
 
 
@@ -45,10 +45,10 @@ def _values(about: dict[str, Any], body: bytes) -> Any:
 def test_the_config_has_the_shape(tmp_path: Path):
     config = json.loads((converted(tmp_path) / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
-    assert (config["hidden_size"], config["num_hidden_layers"]) == (tiny.WIDTH, tiny.LAYERS)
-    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (tiny.HEADS, tiny.KV_HEADS)
+    assert (config["hidden_size"], config["num_hidden_layers"]) == (tiny_models.WIDTH, tiny_models.LAYERS)
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (tiny_models.HEADS, tiny_models.KV_HEADS)
     assert (config["rope_theta"], config["rms_norm_eps"]) == (5000.0, 1e-05)
-    assert config["vocab_size"] == len(tiny.tokens())
+    assert config["vocab_size"] == len(tiny_models.tokens())
     assert not config["tie_word_embeddings"]
     assert config["torch_dtype"] == "bfloat16"
 
@@ -69,7 +69,7 @@ def test_weights_are_rounded_to_nearest(quantization: str, dtype: str, off: floa
     found = tensors(converted(tmp_path, quantization=quantization))
     for new, old in (("model.embed_tokens.weight", "token_embd.weight"), ("lm_head.weight", "output.weight")):
         kind, got = found[new]
-        wanted = tiny._weights("llama")[old].astype(np.float32)
+        wanted = tiny_models.random_weights("llama")[old].astype(np.float32)
         assert kind == dtype
         assert np.all(np.abs(got - wanted) <= off * np.abs(wanted) + 1e-7)
 
@@ -77,7 +77,10 @@ def test_weights_are_rounded_to_nearest(quantization: str, dtype: str, off: floa
 def test_queries_and_keys_are_deinterleaved(tmp_path: Path):
     """llama.cpp rotates neighbouring rows, Hugging Face the first half with the second."""
     found = tensors(converted(tmp_path, quantization="float32"))
-    stored, half = tiny._weights("llama")["blk.0.attn_q.weight"].astype(np.float32), tiny.WIDTH // tiny.HEADS // 2
+    stored, half = (
+        tiny_models.random_weights("llama")["blk.0.attn_q.weight"].astype(np.float32),
+        tiny_models.WIDTH // tiny_models.HEADS // 2,
+    )
     got = found["model.layers.0.self_attn.q_proj.weight"][1]
     assert np.array_equal(got[:half], stored[0 : 2 * half : 2])
     assert np.array_equal(got[half : 2 * half], stored[1 : 2 * half : 2])
@@ -88,7 +91,7 @@ IDS = [1, 20, 30, 40, 77, 140, 3, 9, 200, 31, 8]
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
 def test_log_probabilities_match_llama_cpp(architecture: str, tmp_path: Path):
-    file = tiny.write_model(tmp_path / "tiny.gguf", architecture)
+    file = tiny_models.write_model(tmp_path / "tiny.gguf", architecture)
     folder = convert(str(file), "ct2", quantization="float32", out=tmp_path / "out").path
     generator = ctranslate2.Generator(folder, intra_threads=1, compute_type="float32")
     view = generator.forward_batch([IDS], return_log_probs=True)
@@ -101,14 +104,14 @@ def test_log_probabilities_match_llama_cpp(architecture: str, tmp_path: Path):
 
 @pytest.mark.parametrize(("quantization", "at_most"), [("int8", 0.3), ("float16", 0.6), ("float32", 1.1)])
 def test_the_quantization_determines_the_size(quantization: str, at_most: float, tmp_path: Path):
-    file = tiny.write_model(tmp_path / "tiny.gguf")
+    file = tiny_models.write_model(tmp_path / "tiny.gguf")
     folder = Path(convert(str(file), "ct2", quantization=quantization, out=tmp_path / "out").path)
-    numbers = sum(data.size for data in tiny._weights("llama").values())
+    numbers = sum(data.size for data in tiny_models.random_weights("llama").values())
     assert (folder / "model.bin").stat().st_size < at_most * 4 * numbers + 8192
 
 
 def test_the_engine_estimates_the_memory_of_a_conversion(tmp_path: Path):
-    file = tiny.write_model(tmp_path / "tiny.gguf")
+    file = tiny_models.write_model(tmp_path / "tiny.gguf")
     folder = convert(str(file), "ct2", out=tmp_path / "out").path
     memory = ct2.estimate(EngineSpec("tiny", ct2.Options(path=folder), {}), AvailableMemory(1 << 30))
     assert memory.weights > 0

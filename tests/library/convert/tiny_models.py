@@ -1,4 +1,4 @@
-"""Tiny random models with words, as GGUF files: small enough to convert in a blink, whole enough to run."""
+"""Tiny GGUF models with random weights and a tokenizer, complete enough to run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def tokens() -> list[str]:
     return [*SPECIALS, *BYTE_OF, *(merge.replace(" ", "") for merge in MERGES)]
 
 
-def write_words(writer: GGUFWriter, *, cut: str = "smollm", words: list[str] | None = None, merges: Any = None) -> None:
+def write_tokenizer(
+    writer: GGUFWriter, *, pre: str = "smollm", words: list[str] | None = None, merges: Any = None
+) -> None:
     words = words or tokens()
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(cut)
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(words)
     writer.add_token_types([3 if word in SPECIALS else 1 for word in words])
     writer.add_token_merges(merges or MERGES)
@@ -34,11 +36,11 @@ def write_words(writer: GGUFWriter, *, cut: str = "smollm", words: list[str] | N
     writer.add_chat_template(TEMPLATE)
 
 
-def write_vocabulary(path: Path, cut: str, words: list[str], merges: list[str]) -> Path:
-    """A file without weights, for its tokenizer's sake."""
+def write_vocabulary(path: Path, pre: str, words: list[str], merges: list[str]) -> Path:
+    """A file with a tokenizer and no weights."""
     writer = GGUFWriter(path, "llama")
-    _shape(writer)
-    write_words(writer, cut=cut, words=words, merges=merges)
+    _write_shape(writer)
+    write_tokenizer(writer, pre=pre, words=words, merges=merges)
     _finish(writer)
     return path
 
@@ -46,15 +48,15 @@ def write_vocabulary(path: Path, cut: str, words: list[str], merges: list[str]) 
 def write_model(path: Path, architecture: str = "llama", *, extra: dict[str, Any] | None = None) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = GGUFWriter(path, architecture)
-    _shape(writer)
-    write_words(writer)
-    for name, data in (_weights(architecture) | (extra or {})).items():
+    _write_shape(writer)
+    write_tokenizer(writer)
+    for name, data in (random_weights(architecture) | (extra or {})).items():
         writer.add_tensor(name, data.astype(np.float32))
     _finish(writer)
     return path
 
 
-def _shape(writer: GGUFWriter) -> None:
+def _write_shape(writer: GGUFWriter) -> None:
     writer.add_context_length(CONTEXT)
     writer.add_embedding_length(WIDTH)
     writer.add_block_count(LAYERS)
@@ -72,7 +74,7 @@ def _finish(writer: GGUFWriter) -> None:
     writer.close()
 
 
-def _weights(architecture: str) -> dict[str, Any]:
+def random_weights(architecture: str) -> dict[str, Any]:
     random = np.random.default_rng(3)
 
     def make(*shape: int, scale: float = 0.2) -> Any:
@@ -80,7 +82,7 @@ def _weights(architecture: str) -> dict[str, Any]:
 
     narrow = WIDTH // HEADS * KV_HEADS
     found = {"token_embd.weight": make(len(tokens()), WIDTH, scale=1.0), "output_norm.weight": 1 + make(WIDTH)}
-    if architecture == "llama":  # the other one has words in and words out in one table
+    if architecture == "llama":  # qwen2 has tied embeddings
         found["output.weight"] = make(len(tokens()), WIDTH, scale=0.4)
     for n in range(LAYERS):
         rows = {"attn_q": WIDTH, "attn_k": narrow, "attn_v": narrow}
