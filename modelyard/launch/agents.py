@@ -141,8 +141,8 @@ def _plan_claude(target: LaunchTarget, home: Path) -> LaunchPlan:
     notes: tuple[str, ...] = ()
     if target.is_smaller_than(CLAUDE_MIN_WINDOW):
         notes = (
-            f"{target.model} has a window of {target.window} tokens. Claude Code needs about {CLAUDE_MIN_WINDOW}, so it "
-            "starts in its bare mode, with three tools.",
+            f"{target.model} has a window of {target.window} tokens. Claude Code needs about {CLAUDE_MIN_WINDOW}, so "
+            "it starts in its bare mode, with three tools.",
         )
     elif target.is_smaller_than(CLAUDE_GOOD_WINDOW):
         notes = (
@@ -288,8 +288,8 @@ def _plan_opencode(target: LaunchTarget, home: Path) -> LaunchPlan:
         # Its own prompt does not fit, so compaction cannot help, and it would compact for ever.
         settings["compaction"] = {"auto": False}
         notes = (
-            f"{target.model} has a window of {target.window} tokens, and opencode needs about {_OPENCODE_MIN_WINDOW}: its "
-            "requests may be too long. Serve the model with a larger n_ctx, or launch aider, which needs 1,000.",
+            f"{target.model} has a window of {target.window} tokens, and opencode needs about {_OPENCODE_MIN_WINDOW}: "
+            "its requests may be too long. Serve the model with a larger n_ctx, or launch aider, which needs 1,000.",
         )
     env = {
         "OPENCODE_CONFIG_CONTENT": json.dumps(settings),

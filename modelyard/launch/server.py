@@ -66,9 +66,7 @@ class TargetServer:
         except NotFound:  # no route matches it
             background = name
         key = self._key or PLACEHOLDER_KEY
-        return LaunchTarget(
-            url=self.url, model=name, window=card.get("context_length"), background=background, key=key
-        )
+        return LaunchTarget(url=self.url, model=name, window=card.get("context_length"), background=background, key=key)
 
     def _first_model(self) -> str:
         cards = self._get("/v1/models")["data"]

@@ -1,4 +1,4 @@
-"""What the tests of workers share: a worker on this loop, and clients of it, with scripted engines."""
+"""Shared by the tests of workers: a worker on this loop, its clients, and fake engines."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from modelyard.workers.transport import ClusterKeys, DealerSocket, HeartbeatConf
 from modelyard.workers.worker import Worker
 from tests.engines.fake import helpers as fake_helpers
 
-PATIENT = HeartbeatConfig(worker_misses=1000, client_misses=1000)  # the machine may be busy
-HASTY = HeartbeatConfig(interval_s=0.01, worker_misses=5, client_misses=5)  # for those who are known to be silent
+LENIENT = HeartbeatConfig(worker_misses=1000, client_misses=1000)  # the machine may be busy
+STRICT = HeartbeatConfig(interval_s=0.01, worker_misses=5, client_misses=5)  # for peers that are known to be silent
 DEADLINE_S = 180.0
+HANGING: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
 
-
-_HOME = tempfile.TemporaryDirectory(prefix="my-")  # a socket's path may not be long: pytest's own folders are
+_ROOT = tempfile.TemporaryDirectory(prefix="my-")  # the path of a socket is limited, and pytest's folders are long
 _NUMBERS = itertools.count()
-atexit.register(_HOME.cleanup)
+atexit.register(_ROOT.cleanup)
 
 
-def folder() -> Path:
-    """A new one, gone when the tests are."""
-    made = Path(_HOME.name) / str(next(_NUMBERS))
-    made.mkdir()
-    return made
+def short_folder() -> Path:
+    """A new folder with a short path, removed at exit."""
+    folder = Path(_ROOT.name) / str(next(_NUMBERS))
+    folder.mkdir()
+    return folder
 
 
-def address() -> str:
-    return f"ipc://{folder() / 'w'}"
+def ipc_endpoint() -> str:
+    return f"ipc://{short_folder() / 'w'}"
 
 
 @asynccontextmanager
-async def working(
-    endpoint: str | None = None, *, keys: ClusterKeys | None = None, heartbeat: HeartbeatConfig = PATIENT
+async def running_worker(
+    endpoint: str | None = None, *, keys: ClusterKeys | None = None, heartbeat: HeartbeatConfig = LENIENT
 ) -> AsyncIterator[Worker]:
-    worker = Worker(endpoint or address(), keys=keys, name="w", heartbeat=heartbeat)
+    worker = Worker(endpoint or ipc_endpoint(), keys=keys, name="w", heartbeat=heartbeat)
     try:
         yield worker
     finally:
@@ -52,8 +52,8 @@ async def working(
 
 
 @asynccontextmanager
-async def talking(
-    worker: Worker, name: str = "client", *, keys: ClusterKeys | None = None, heartbeat: HeartbeatConfig = PATIENT
+async def connected(
+    worker: Worker, name: str = "client", *, keys: ClusterKeys | None = None, heartbeat: HeartbeatConfig = LENIENT
 ) -> AsyncIterator[WorkerSession]:
     session = WorkerSession(worker.endpoint, name, keys=keys, heartbeat=heartbeat)
     try:
@@ -63,25 +63,25 @@ async def talking(
         await session.close()
 
 
-def hurry(session: WorkerSession) -> None:
-    """From now on it waits for no sign of life that is late: its worker is known to be silent."""
+def expect_silence(session: WorkerSession) -> None:
+    """The worker is known to be silent: use short heartbeats from now on."""
     assert session._timer is not None
     session._timer.cancel()
-    session._heartbeat, session._monitor = HASTY, type(session._monitor)(HASTY.worker_misses)
+    session._heartbeat, session._monitor = STRICT, type(session._monitor)(STRICT.worker_misses)
     session._tick()
 
 
-def spec(caches: dict[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:
+def fake_spec(caches: dict[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:
     chosen = {"token_delay": 0} | options
     return EngineSpec("demo", fake.Options(**chosen), caches or {"main": CacheInfo(4096, 8)})
 
 
-async def opened(
+async def open_fake(
     session: WorkerSession, engine: str = "e", *, caches: dict[str, CacheInfo] | None = None, **options: Any
 ) -> Any:
-    """An engine of the fake in the worker."""
-    told = await session.open(open_engine_message(engine, "fake", spec(caches, **options)), lambda *_: None)
-    return remote_engine(session, told)
+    """A fake engine in the worker."""
+    message = open_engine_message(engine, "fake", fake_spec(caches, **options))
+    return remote_engine(session, await session.open(message, lambda *_: None))
 
 
 def prompt(text: str = "Hello.", **fields: Any) -> Prompt:
@@ -90,24 +90,22 @@ def prompt(text: str = "Hello.", **fields: Any) -> Prompt:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Looks again and again, and gives up long after everybody else would have."""
     async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110  whatever is looked at, nobody there sets events for us
+        while not condition():  # noqa: ASYNC110  there is no event to wait for
             await asyncio.sleep(0.002)
 
 
-class Stranger:
-    """A peer that says what it likes. `heard` are the messages that came back."""
+class RawPeer:
+    """A peer that sends arbitrary messages and bytes. `received` are the messages that came back."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys | None = None) -> None:
-        self.heard: list[Any] = []
-        self.drops: list[str] = []
-        self._dialer = DealerSocket(
-            endpoint, lambda data: self.heard.append(decode_for_client(data)), self.drops.append, keys
+        self.received: list[Any] = []
+        self._socket = DealerSocket(
+            endpoint, lambda data: self.received.append(decode_for_client(data)), lambda _: None, keys
         )
 
-    def say(self, what: LinkMessage | bytes) -> None:
-        assert self._dialer.send(what if isinstance(what, bytes) else encode(what))
+    def send(self, message: LinkMessage | bytes) -> None:
+        assert self._socket.send(message if isinstance(message, bytes) else encode(message))
 
     async def close(self) -> None:
-        await self._dialer.close()
+        await self._socket.close()

@@ -1,4 +1,4 @@
-"""A Ray cluster of three nodes on this machine: a head without CPUs, and two of one CPU each."""
+"""A Ray cluster of three nodes on this machine: a head without CPUs, and two with one CPU each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = "127.0.0.1:6379"
 _DEADLINE_S = 120
 
 
-class Nodes:
+class RayNodes:
     def __init__(self) -> None:
         self._start("--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false")
         for _ in range(2):
@@ -23,12 +23,12 @@ class Nodes:
         self._start(f"--address={HEAD}", "--num-cpus=1")
 
     @staticmethod
-    def _start(*words: str) -> None:
-        _ray("start", *words, "--node-ip-address=127.0.0.1", "--disable-usage-stats")
+    def _start(*options: str) -> None:
+        _ray("start", *options, "--node-ip-address=127.0.0.1", "--disable-usage-stats")
 
     @staticmethod
-    def kill_under(pid: int) -> None:
-        """The node on which this process runs, with all that is on it."""
+    def kill_node_of(pid: int) -> None:
+        """Kill the node that runs this process, with everything on it."""
         for parent in psutil.Process(pid).parents():
             if "raylet" in parent.name():
                 for each in (*parent.children(recursive=True), parent):
@@ -41,19 +41,19 @@ class Nodes:
         _ray("stop", "--force", check=False)
 
 
-def _ray(*words: str, check: bool = True) -> None:
-    argv = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *words]
+def _ray(*arguments: str, check: bool = True) -> None:
+    argv = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", *arguments]
     subprocess.run(argv, check=check, timeout=_DEADLINE_S)
 
 
 @contextmanager
-def nodes() -> Iterator[Nodes]:
-    """The process that has joined the cluster leaves it before it ends."""
-    made = Nodes()
+def ray_nodes() -> Iterator[RayNodes]:
+    """This process leaves the cluster before the cluster stops."""
+    nodes = RayNodes()
     try:
-        yield made
+        yield nodes
     finally:
         import ray
 
         ray.shutdown()
-        made.stop()
+        nodes.stop()

@@ -1,6 +1,6 @@
-"""A second machine: a network namespace joined to ours by a cable of its own, in which workers are started.
+"""A second machine: a network namespace that is joined to ours by a veth pair, in which workers are started.
 
-It takes the right to make namespaces, which `make test-cluster` gets by `unshare`.
+It needs the right to create namespaces, which `make test-cluster` gets by `unshare`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from modelyard.processes.parent_death import die_with_parent
 
-HERE, THERE = "10.77.0.1", "10.77.0.2"
+LOCAL_ADDRESS, REMOTE_ADDRESS = "10.77.0.1", "10.77.0.2"
 _DEADLINE_S = 60
 
 
@@ -21,41 +21,41 @@ def _run(*argv: str) -> None:
     subprocess.run(argv, check=True, timeout=_DEADLINE_S)
 
 
-class Machine:
-    """It is there as long as a process that sits in it, and that one as long as we do."""
+class RemoteMachine:
+    """It exists as long as the process in it, which lives as long as this one."""
 
     def __init__(self) -> None:
         argv = ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec cat"]
-        self._sitter = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._sitter.stdout is not None
-        assert self._sitter.stdout.readline() == b"up\n"
-        _run("ip", "link", "add", "cable0", "type", "veth", "peer", "cable1", "netns", str(self._sitter.pid))
-        _run("ip", "address", "add", f"{HERE}/24", "dev", "cable0")
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"up\n"
+        _run("ip", "link", "add", "cable0", "type", "veth", "peer", "cable1", "netns", str(self._process.pid))
+        _run("ip", "address", "add", f"{LOCAL_ADDRESS}/24", "dev", "cable0")
         _run("ip", "link", "set", "cable0", "up")
-        _run(*self._inside("ip", "address", "add", f"{THERE}/24", "dev", "cable1"))
+        _run(*self._inside("ip", "address", "add", f"{REMOTE_ADDRESS}/24", "dev", "cable1"))
         _run(*self._inside("ip", "link", "set", "cable1", "up"))
 
     def _inside(self, *argv: str) -> list[str]:
-        return ["nsenter", "--target", str(self._sitter.pid), "--net", *argv]
+        return ["nsenter", "--target", str(self._process.pid), "--net", *argv]
 
-    def worker(self, scheduler: str, config: Path) -> subprocess.Popen[bytes]:
-        """`modelyard worker`, as one would start it there."""
+    def start_worker(self, scheduler: str, config: Path) -> subprocess.Popen[bytes]:
+        """Run `modelyard worker` there."""
         command = [sys.executable, "-m", "modelyard", "worker", "--scheduler", scheduler, "--config", str(config)]
-        return subprocess.Popen(die_with_parent(self._inside(*command, "--listen", f"tcp://{THERE}:*")))
+        return subprocess.Popen(die_with_parent(self._inside(*command, "--listen", f"tcp://{REMOTE_ADDRESS}:*")))
 
-    def pull_the_cable(self) -> None:
+    def disconnect(self) -> None:
         _run("ip", "link", "set", "cable0", "down")
 
-    def plug_it_in(self) -> None:
+    def reconnect(self) -> None:
         _run("ip", "link", "set", "cable0", "up")
 
     def close(self) -> None:
-        self._sitter.communicate(timeout=_DEADLINE_S)
+        self._process.communicate(timeout=_DEADLINE_S)
 
 
 @cache
-def machine() -> Machine:
-    """One for all tests, gone when they are."""
-    made = Machine()
-    atexit.register(made.close)
-    return made
+def remote_machine() -> RemoteMachine:
+    """One for all tests, closed at exit."""
+    machine = RemoteMachine()
+    atexit.register(machine.close)
+    return machine

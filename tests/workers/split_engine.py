@@ -1,6 +1,6 @@
-"""An engine behind a scheduler of its own, as a gateway sees it, for suites that know engines only.
+"""An engine behind a scheduler, as a gateway sees it, for tests that know engines only.
 
-The worker is on the same loop, on another machine, or an actor of a Ray cluster.
+The worker runs on the same loop, on another machine, or as an actor of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.transport import ClusterKeys, HeartbeatConfig, generate_keys, write_keys
 from modelyard.workers.worker import Worker
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
-from tests.workers.harness import DEADLINE_S, folder
+from tests.workers.harness import DEADLINE_S, short_folder
 from tests.workers.ray_nodes import HEAD
-from tests.workers.remote_machine import HERE, machine
+from tests.workers.remote_machine import LOCAL_ADDRESS, remote_machine
 
 
 class SplitEngine:
-    """A worker, a scheduler with its desk, and a gateway's pool, made when it is opened."""
+    """Opening it creates a worker, a scheduler with its server, and a gateway's pool."""
 
     keys: ClusterKeys | None = None
 
@@ -35,43 +35,48 @@ class SplitEngine:
         self._backend, self._spec, self._heartbeat = backend, spec, heartbeat
         self.info = EngineInfo(backend, dict(spec.caches))
         self.lost: asyncio.Future[ModelyardError] = asyncio.get_running_loop().create_future()
-        self._parts: list[Any] = []  # the last one ends first
+        self._parts: list[Any] = []  # closed in reverse order
         self._engine: Any = None
 
     async def open(self, progress: OnProgress) -> None:
-        home = folder()
-        crew = await self._crew(home)
+        folder = short_folder()
+        workers = await self._worker_pool(folder)
         scheduler = Scheduler()
         self._parts.append(scheduler)
         name, spec = self._spec.model, self._spec
-        make = lambda: create_worker_engine(crew, self._backend, spec, "x")  # noqa: E731
+        make = lambda: create_worker_engine(workers, self._backend, spec, "x")  # noqa: E731
         scheduler.reconfigure({name: ModelSpec(name=name, caches=spec.caches, make=make, identity="x")})
-        store = MemoryStore(1, 1, 1)
-        desk = SchedulerServer(
-            self._address(home), scheduler, crew, store, _nothing, keys=self.keys, heartbeat=self._heartbeat
+        server = SchedulerServer(
+            self._address(folder),
+            scheduler,
+            workers,
+            MemoryStore(1, 1, 1),
+            _no_reload,
+            keys=self.keys,
+            heartbeat=self._heartbeat,
         )
-        self._parts.append(desk)
-        self._staff(crew, desk.endpoint, home)
-        pool = self.pool = RemotePool(desk.endpoint, "gateway", keys=self.keys, heartbeat=self._heartbeat)
+        self._parts.append(server)
+        self._start_worker(workers, server.endpoint, folder)
+        pool = self.pool = RemotePool(server.endpoint, "gateway", keys=self.keys, heartbeat=self._heartbeat)
         self._parts.append(pool)
         await scheduler.load(name)
         async with asyncio.timeout(DEADLINE_S):
-            while pool.engine(name) is None:  # noqa: ASYNC110  it hears of it in a moment
+            while pool.engine(name) is None:  # noqa: ASYNC110  there is no event to wait for
                 await asyncio.sleep(0.005)
         self._engine = pool.engine(name)
         self.info = self._engine.info
         progress(1.0, "ready")
 
-    def _address(self, home: Path) -> str:
-        return f"ipc://{home / 's'}"
+    def _address(self, folder: Path) -> str:
+        return f"ipc://{folder / 's'}"
 
-    async def _crew(self, home: Path) -> WorkerPool:
-        return WorkerPool(home / "workers", heartbeat=self._heartbeat, launch=False)
+    async def _worker_pool(self, folder: Path) -> WorkerPool:
+        return WorkerPool(folder / "workers", heartbeat=self._heartbeat, launch=False)
 
-    def _staff(self, crew: WorkerPool, scheduler: str, home: Path) -> None:
-        worker = Worker(f"ipc://{home / 'w'}", heartbeat=self._heartbeat)
+    def _start_worker(self, workers: WorkerPool, scheduler: str, folder: Path) -> None:
+        worker = Worker(f"ipc://{folder / 'w'}", heartbeat=self._heartbeat)
         self._parts.insert(0, worker)
-        crew.register("w", worker.endpoint, [])
+        workers.register("w", worker.endpoint, [])
 
     def generate(self, prompt: Prompt) -> Any:
         return self._engine.generate(prompt)
@@ -91,50 +96,50 @@ class SplitEngine:
             await part.close()
 
 
-class FarEngine(SplitEngine):
-    """The worker is a process on the other machine, which has found the scheduler by its address and keys."""
+class RemoteMachineEngine(SplitEngine):
+    """The worker is a process on the other machine, which finds the scheduler by its address and keys."""
 
     keys = generate_keys()
 
-    def _address(self, home: Path) -> str:
-        return f"tcp://{HERE}:*"
+    def _address(self, folder: Path) -> str:
+        return f"tcp://{LOCAL_ADDRESS}:*"
 
-    async def _crew(self, home: Path) -> WorkerPool:
-        machine()  # our own end of the cable is an address that the scheduler needs
-        return WorkerPool(home / "workers", keys=self.keys, heartbeat=self._heartbeat, launch=False)
+    async def _worker_pool(self, folder: Path) -> WorkerPool:
+        remote_machine()  # creates the local address that the scheduler listens on
+        return WorkerPool(folder / "workers", keys=self.keys, heartbeat=self._heartbeat, launch=False)
 
-    def _staff(self, crew: WorkerPool, scheduler: str, home: Path) -> None:
+    def _start_worker(self, workers: WorkerPool, scheduler: str, folder: Path) -> None:
         assert self.keys is not None
-        write_keys(home / "keys", self.keys)
-        config = home / "c.toml"
-        config.write_text(f'[workers]\nkeys = "{home / "keys"}"\npatience = {self._heartbeat.worker_misses}\n')
-        self._parts.insert(0, Guest(machine().worker(scheduler, config)))
+        write_keys(folder / "keys", self.keys)
+        config = folder / "c.toml"
+        config.write_text(f'[workers]\nkeys = "{folder / "keys"}"\npatience = {self._heartbeat.worker_misses}\n')
+        self._parts.insert(0, WorkerProcess(remote_machine().start_worker(scheduler, config)))
 
 
-class Guest:
+class WorkerProcess:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     async def close(self) -> None:
         self._process.terminate()
         code = await asyncio.to_thread(self._process.wait, DEADLINE_S)
-        assert code in (0, -15), f"the worker ended with {code}"  # it may not have come to listen to signals yet
+        assert code in (0, -15), f"the worker ended with {code}"  # it may not have installed its handlers yet
 
 
 class RayEngine(SplitEngine):
-    """The worker is an actor, on whichever node Ray has put it."""
+    """The worker is an actor on a node of Ray's choice."""
 
     keys = generate_keys()
 
-    async def _crew(self, home: Path) -> WorkerPool:
+    async def _worker_pool(self, folder: Path) -> WorkerPool:
         cluster = RayCluster(HEAD, {}, self.keys, self._heartbeat)
         self._parts.append(cluster)
         await cluster.open()
-        return WorkerPool(home / "workers", keys=self.keys, heartbeat=self._heartbeat, cluster=cluster)
+        return WorkerPool(folder / "workers", keys=self.keys, heartbeat=self._heartbeat, cluster=cluster)
 
-    def _staff(self, crew: WorkerPool, scheduler: str, home: Path) -> None:
-        """That is Ray's."""
+    def _start_worker(self, workers: WorkerPool, scheduler: str, folder: Path) -> None:
+        """Ray does."""
 
 
-async def _nothing() -> None:
-    raise Unavailable("nothing to read")
+async def _no_reload() -> None:
+    raise Unavailable("there is no configuration to reload")

@@ -437,8 +437,8 @@ tokens = st.lists(st.integers(0, 1), max_size=6)
 jobs = st.tuples(tokens, st.sampled_from([None, None, "a", "b"]), tokens, st.integers(0, 2))
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(1, 4), st.lists(jobs, max_size=25))
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 4), st.lists(jobs, max_size=16))
 def test_overlapping_jobs_find_what_the_reference_finds(
     parallel: int, jobs: list[tuple[list[int], str | None, list[int], int]]
 ) -> None:
