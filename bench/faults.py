@@ -35,7 +35,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.workers.ray_nodes import HEAD, nodes
+from tests.workers.ray_nodes import HEAD, ray_nodes
 
 PORTS = (21_081, 21_082)
 MAX_WAIT_S = 5.0  # after a fault, until every client has a response or an error
@@ -314,7 +314,7 @@ def main() -> int:
         folder = Path(name)
         os.environ["MODELYARD_CACHE"] = name  # do not use measurements of other runs
         if options.only == "ray-node":
-            return 0 if run_faults(folder, options, ("ray-node",), RAY, stack.enter_context(nodes()).add) else 1
+            return 0 if run_faults(folder, options, ("ray-node",), RAY, stack.enter_context(ray_nodes()).add) else 1
         return 0 if run_faults(folder, options, (options.only,) if options.only else FAULTS) else 1
 
 

@@ -14,7 +14,7 @@ from modelyard.engines.generation_queue import GenerationQueue
 from modelyard.workers.dedup import RunDeduplicator
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
-from tests.workers.harness import opened, talking, until, working
+from tests.workers.harness import connected, open_fake, running_worker, until
 from tests.workers.harness import prompt as prompt_of
 
 
@@ -24,7 +24,7 @@ class Engine:
     def __init__(self) -> None:
         self.jobs: list[GenerationQueue[Chunk]] = []
         self.cancelled: list[int] = []
-        self.had_room = 0
+        self.drained = 0
 
     def generate(self, prompt: Prompt) -> GenerationQueue[Chunk]:
         number = len(self.jobs)
@@ -34,7 +34,7 @@ class Engine:
         return self.jobs[-1]
 
     def _room(self) -> None:
-        self.had_room += 1
+        self.drained += 1
 
 
 def prompt(*ids: int, **fields: Any) -> Prompt:
@@ -42,23 +42,23 @@ def prompt(*ids: int, **fields: Any) -> Prompt:
     return Prompt(parts=(TokenRun(list(ids or (1, 2, 3))),), **chosen)
 
 
-class Table:
+class Setup:
     def __init__(self) -> None:
-        self.engine, self.twins = Engine(), RunDeduplicator()
+        self.engine, self.deduplicator = Engine(), RunDeduplicator()
 
     def ask(self, *ids: int, **fields: Any) -> GenerationQueue[Chunk]:
-        box = self.twins.generate(self.engine, prompt(*ids, **fields))  # type: ignore[arg-type]
-        assert isinstance(box, GenerationQueue)
-        return box
+        reader = self.deduplicator.generate(self.engine, prompt(*ids, **fields))  # type: ignore[arg-type]
+        assert isinstance(reader, GenerationQueue)
+        return reader
 
 
 @pytest.fixture
-async def table() -> Table:
-    return Table()
+async def setup() -> Setup:
+    return Setup()
 
 
-async def heard(box: GenerationQueue[Chunk]) -> list[Chunk]:
-    return [chunk for batch in [batch async for batch in box] for chunk in batch]
+async def read_all(reader: GenerationQueue[Chunk]) -> list[Chunk]:
+    return [chunk for batch in [batch async for batch in reader] for chunk in batch]
 
 
 class Instant:
@@ -71,20 +71,20 @@ class Instant:
 
 
 async def test_a_job_that_is_done_at_once_is_heard_and_cannot_be_joined_any_more() -> None:
-    twins = RunDeduplicator()
-    box = twins.generate(Instant(), prompt())  # type: ignore[arg-type]
-    assert len(twins) == 0
-    assert [chunk async for batch in box for chunk in batch] == [Accepted(2), Tokens([5]), End("stop")]
+    deduplicator = RunDeduplicator()
+    reader = deduplicator.generate(Instant(), prompt())  # type: ignore[arg-type]
+    assert len(deduplicator) == 0
+    assert [chunk async for batch in reader for chunk in batch] == [Accepted(2), Tokens([5]), End("stop")]
 
 
-async def test_both_hear_all_of_it_from_the_start(table: Table) -> None:
-    first = table.ask()
-    table.engine.jobs[0].put_many([Accepted(2), Tokens([5])])
-    second = table.ask(trace="other", priority="background")
-    table.engine.jobs[0].put_many([Tokens([6]), End("stop")], last=True)
+async def test_both_hear_all_of_it_from_the_start(setup: Setup) -> None:
+    first = setup.ask()
+    setup.engine.jobs[0].put_many([Accepted(2), Tokens([5])])
+    second = setup.ask(trace="other", priority="background")
+    setup.engine.jobs[0].put_many([Tokens([6]), End("stop")], last=True)
     wanted = [Accepted(2), Tokens([5, 6]), End("stop")]
-    assert [await heard(first), await heard(second)] == [wanted, wanted]
-    assert (len(table.engine.jobs), len(table.twins)) == (1, 0)
+    assert [await read_all(first), await read_all(second)] == [wanted, wanted]
+    assert (len(setup.engine.jobs), len(setup.deduplicator)) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -100,88 +100,88 @@ async def test_both_hear_all_of_it_from_the_start(table: Table) -> None:
         {"logprobs": 1},
     ],
 )
-async def test_another_request_is_another_run(table: Table, fields: dict[str, Any]) -> None:
-    table.ask()
-    table.ask(**fields)
-    assert len(table.engine.jobs) == 2
+async def test_another_request_is_another_run(setup: Setup, fields: dict[str, Any]) -> None:
+    setup.ask()
+    setup.ask(**fields)
+    assert len(setup.engine.jobs) == 2
 
 
-async def test_prompts_that_end_alike_are_told_apart(table: Table) -> None:
+async def test_prompts_that_end_alike_are_told_apart(setup: Setup) -> None:
     tail = range(100, 120)
-    table.ask(1, *tail)
-    table.ask(2, *tail)
-    assert len(table.engine.jobs) == 2
+    setup.ask(1, *tail)
+    setup.ask(2, *tail)
+    assert len(setup.engine.jobs) == 2
 
 
-async def test_another_engine_is_another_run(table: Table) -> None:
-    table.ask()
-    other, table.engine = table.engine, Engine()
-    table.ask()
-    assert (len(other.jobs), len(table.engine.jobs)) == (1, 1)
+async def test_another_engine_is_another_run(setup: Setup) -> None:
+    setup.ask()
+    other, setup.engine = setup.engine, Engine()
+    setup.ask()
+    assert (len(other.jobs), len(setup.engine.jobs)) == (1, 1)
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-async def test_one_leaves_and_the_other_reads_on(table: Table, leaver: int) -> None:
-    boxes = [table.ask(), table.ask()]
-    boxes[leaver].cancel()
-    assert [chunk.reason for chunk in await heard(boxes[leaver]) if isinstance(chunk, End)] == ["cancelled"]
-    assert table.engine.cancelled == []
-    table.engine.jobs[0].put_many([Tokens([5]), End("stop")], last=True)
-    assert await heard(boxes[1 - leaver]) == [Tokens([5]), End("stop")]
+async def test_one_leaves_and_the_other_reads_on(setup: Setup, leaver: int) -> None:
+    readers = [setup.ask(), setup.ask()]
+    readers[leaver].cancel()
+    assert [chunk.reason for chunk in await read_all(readers[leaver]) if isinstance(chunk, End)] == ["cancelled"]
+    assert setup.engine.cancelled == []
+    setup.engine.jobs[0].put_many([Tokens([5]), End("stop")], last=True)
+    assert await read_all(readers[1 - leaver]) == [Tokens([5]), End("stop")]
 
 
-async def test_the_last_takes_the_run_with_it(table: Table) -> None:
-    boxes = [table.ask(), table.ask()]
-    for box in boxes:
-        box.cancel()
-        box.cancel()
-    assert (table.engine.cancelled, len(table.twins)) == ([0], 0)
-    table.ask()
-    assert len(table.engine.jobs) == 2  # nobody joins what was cancelled
-    table.engine.jobs[0].put_many([End("cancelled")], last=True)
-    assert await heard(boxes[1]) == [End("cancelled")]
+async def test_the_last_takes_the_run_with_it(setup: Setup) -> None:
+    readers = [setup.ask(), setup.ask()]
+    for reader in readers:
+        reader.cancel()
+        reader.cancel()
+    assert (setup.engine.cancelled, len(setup.deduplicator)) == ([0], 0)
+    setup.ask()
+    assert len(setup.engine.jobs) == 2  # nobody joins what was cancelled
+    setup.engine.jobs[0].put_many([End("cancelled")], last=True)
+    assert await read_all(readers[1]) == [End("cancelled")]
 
 
-async def test_an_error_in_the_middle_reaches_both(table: Table) -> None:
-    boxes, lost = [table.ask(), table.ask()], End("error", error=Unavailable("gone"))
-    table.engine.jobs[0].put_many([Tokens([5]), lost], last=True)
-    assert [await heard(box) for box in boxes] == [[Tokens([5]), lost]] * 2
+async def test_an_error_in_the_middle_reaches_both(setup: Setup) -> None:
+    readers, lost = [setup.ask(), setup.ask()], End("error", error=Unavailable("gone"))
+    setup.engine.jobs[0].put_many([Tokens([5]), lost], last=True)
+    assert [await read_all(reader) for reader in readers] == [[Tokens([5]), lost]] * 2
 
 
-async def test_a_run_that_grew_too_long_is_not_joined(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_grew_too_long_is_not_joined(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelyard.workers.dedup._MAX_CHUNKS", 2)
-    first = table.ask()
+    first = setup.ask()
     for token in range(3):
-        table.engine.jobs[0].put_many([Tokens([token])])
-    table.ask()
-    assert len(table.engine.jobs) == 2
-    table.engine.jobs[0].put_many([End("stop")], last=True)
-    assert await heard(first) == [Tokens([0, 1, 2]), End("stop")]
+        setup.engine.jobs[0].put_many([Tokens([token])])
+    setup.ask()
+    assert len(setup.engine.jobs) == 2
+    setup.engine.jobs[0].put_many([End("stop")], last=True)
+    assert await read_all(first) == [Tokens([0, 1, 2]), End("stop")]
 
 
-async def test_an_engine_hears_that_nobody_reads_and_goes_on_when_somebody_does(table: Table) -> None:
-    box, other = table.ask(), table.ask()
-    box.limit = other.limit = 2
-    job = table.engine.jobs[0]
+async def test_an_engine_hears_that_nobody_reads_and_goes_on_when_somebody_does(setup: Setup) -> None:
+    reader, other = setup.ask(), setup.ask()
+    reader.limit = other.limit = 2
+    job = setup.engine.jobs[0]
     for token in range(6):
         job.put_many([Tokens([token])])
     assert job.full  # two went through, four wait where the engine sees them
-    assert await box.__anext__() == [Tokens([0, 1])]
-    assert (job.full, table.engine.had_room) == (False, 1)
+    assert await reader.__anext__() == [Tokens([0, 1])]
+    assert (job.full, setup.engine.drained) == (False, 1)
     job.put_many([End("stop")], last=True)
-    assert await heard(box) == [Tokens([2, 3, 4, 5]), End("stop")]
-    assert await heard(other) == [Tokens([0, 1, 2, 3, 4, 5]), End("stop")]
+    assert await read_all(reader) == [Tokens([2, 3, 4, 5]), End("stop")]
+    assert await read_all(other) == [Tokens([0, 1, 2, 3, 4, 5]), End("stop")]
 
 
-async def test_leaving_a_held_run_lets_it_come_to_its_end(table: Table) -> None:
-    box = table.ask()
-    box.limit = 1
-    job = table.engine.jobs[0]
+async def test_leaving_a_held_run_lets_it_come_to_its_end(setup: Setup) -> None:
+    reader = setup.ask()
+    reader.limit = 1
+    job = setup.engine.jobs[0]
     job.put_many([Tokens([0])])
     job.put_many([Tokens([1])])
-    box.cancel()
+    reader.cancel()
     job.put_many([End("cancelled")], last=True)
-    assert await heard(box) == [Tokens([0, 1]), End("cancelled")]
+    assert await read_all(reader) == [Tokens([0, 1]), End("cancelled")]
 
 
 # --- over the wire ----------------------------------------------------------------------------------------------------
@@ -190,16 +190,16 @@ async def test_leaving_a_held_run_lets_it_come_to_its_end(table: Table) -> None:
 async def test_two_gateways_share_one_run_in_a_worker() -> None:
     """The second comes while the first one's answer hangs; a client of another key has a run of its own."""
     script = [{"steps": [{"text": "so far"}, {"hang": True}]}]
-    async with working() as worker, talking(worker, "a") as one, talking(worker, "b") as two:
-        first = await opened(one, "e", script=script)
-        second = await opened(two, "e")
+    async with running_worker() as worker, connected(worker, "a") as one, connected(worker, "b") as two:
+        first = await open_fake(one, "e", script=script)
+        second = await open_fake(two, "e")
         (engine,) = [hosted.engine for hosted in worker.engines]
         assert engine is not None
         jobs = [first.generate(replace(prompt_of("Hi."), dedup_key="ann"))]
-        said = ids(await read_until(jobs[0], Tokens))
+        first_ids = ids(await read_until(jobs[0], Tokens))
         jobs.append(second.generate(replace(prompt_of("Hi."), dedup_key="ann")))
         again = ids(await read_until(jobs[1], Tokens))
-        assert again[: len(said)] == said[: len(again)]
+        assert again[: len(first_ids)] == first_ids[: len(again)]
         assert engine.stats().running == 1
         jobs.append(second.generate(replace(prompt_of("Hi."), dedup_key="bob")))
         await read_until(jobs[2], Tokens)

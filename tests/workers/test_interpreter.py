@@ -24,7 +24,7 @@ from tests.engines.reading import end, ids, read
 
 Program = Callable[[str], str]
 # What a worker needs and what those need, the fake engine's own library, and nothing else.
-LENT = (
+PACKAGES = (
     "msgspec",
     "pydantic",
     "pydantic_core",
@@ -50,12 +50,12 @@ def program(tmp_path: Path) -> Program:
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> str:
+def other_interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An environment without this program, and without most of what it needs."""
     folder = tmp_path_factory.mktemp("env")
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = (folder / "lib").glob("python3*/site-packages")
-    for name in LENT:
+    for name in PACKAGES:
         spec = find_spec(name)
         assert spec is not None
         assert spec.origin is not None
@@ -70,9 +70,9 @@ def test_no_word_means_this_very_interpreter() -> None:
     assert interpreter.interpreter_path(None) == sys.executable
 
 
-def test_link_of_an_environment_stays_a_link(elsewhere: str) -> None:
+def test_link_of_an_environment_stays_a_link(other_interpreter: str) -> None:
     """Its target would be the interpreter that the environment was made from, without what is installed in it."""
-    assert interpreter.interpreter_path(elsewhere) == elsewhere
+    assert interpreter.interpreter_path(other_interpreter) == other_interpreter
 
 
 async def test_program_that_is_not_there_is_named() -> None:
@@ -112,8 +112,8 @@ def test_other_environment_is_lent_this_package_and_nothing_beside_it(tmp_path: 
     assert [each.name for each in Path(first).iterdir()] == ["modelyard"]
 
 
-async def test_engine_runs_in_an_environment_that_has_no_modelyard(elsewhere: str) -> None:
-    spec = EngineSpec("demo", fake.Options(token_delay=0), {"main": CacheInfo(512)}, python=elsewhere)
+async def test_engine_runs_in_an_environment_that_has_no_modelyard(other_interpreter: str) -> None:
+    spec = EngineSpec("demo", fake.Options(token_delay=0), {"main": CacheInfo(512)}, python=other_interpreter)
     engine = create_process_engine("fake", spec, "text", HeartbeatConfig(worker_misses=1000))
     assert isinstance(engine, ProcessTextEngine)
     try:
@@ -126,20 +126,20 @@ async def test_engine_runs_in_an_environment_that_has_no_modelyard(elsewhere: st
 
 
 async def test_engine_with_an_unfit_interpreter_does_not_open(program: Program) -> None:
-    unfit = program("""echo '[[3, 11], ["zmq"]]'""")
+    unusable = program("""echo '[[3, 11], ["zmq"]]'""")
     engine = create_process_engine(
-        "fake", EngineSpec("demo", fake.Options(), {"main": CacheInfo(512)}, python=unfit), "text"
+        "fake", EngineSpec("demo", fake.Options(), {"main": CacheInfo(512)}, python=unusable), "text"
     )
     with pytest.raises(InvalidRequest, match="pyzmq"):
         await engine.open(lambda *_: None)
     await engine.close()
 
 
-async def test_scheduler_hires_a_worker_with_that_interpreter(elsewhere: str, tmp_path: Path) -> None:
-    crew = WorkerPool(tmp_path, heartbeat=HeartbeatConfig(worker_misses=1000))
-    hire = await crew.acquire("any", "demo", elsewhere)
+async def test_scheduler_hires_a_worker_with_that_interpreter(other_interpreter: str, tmp_path: Path) -> None:
+    workers = WorkerPool(tmp_path, heartbeat=HeartbeatConfig(worker_misses=1000))
+    worker = await workers.acquire("any", "demo", other_interpreter)
     try:
-        assert hire.session.welcome is not None
-        assert psutil.Process(hire.session.welcome.pid).cmdline()[0] == elsewhere
+        assert worker.session.welcome is not None
+        assert psutil.Process(worker.session.welcome.pid).cmdline()[0] == other_interpreter
     finally:
-        await hire.close()
+        await worker.close()

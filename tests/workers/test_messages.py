@@ -18,7 +18,7 @@ from modelyard.core.engine import Media, Prompt, TokenRun
 from modelyard.core.errors import Unavailable
 from modelyard.core.events import BlockDelta, Failed, Started, TokenLogprob, Usage
 from modelyard.core.request import Constraint, Image, Request, Sampling, Text
-from modelyard.core.request import Message as Turn
+from modelyard.core.request import Message as ChatMessage
 from modelyard.workers import messages
 from modelyard.workers.messages import (
     VERSION,
@@ -73,7 +73,7 @@ def test_events_of_a_chat_engine_are_no_chunks() -> None:
 
 REQUEST = Request(
     model="m",
-    messages=(Turn("user", (Text("hi"), Image("data:image/png;base64,xx"))),),
+    messages=(ChatMessage("user", (Text("hi"), Image("data:image/png;base64,xx"))),),
     sampling=Sampling(temperature=0.5, logit_bias={3: 1.0}),
     metadata={"a": [1, None, {"b": "c"}]},
 )
@@ -128,10 +128,10 @@ def test_no_two_messages_have_the_same_tag() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "told"), [(VERSION + 1, "this side is older"), (VERSION - 1, "other side is older")]
+    ("theirs", "expected"), [(VERSION + 1, "this side is older"), (VERSION - 1, "other side is older")]
 )
-def test_another_version_is_refused_with_a_sentence(theirs: int, told: str) -> None:
-    assert told in (version_mismatch(theirs) or "")
+def test_another_version_is_refused_with_a_sentence(theirs: int, expected: str) -> None:
+    assert expected in (version_mismatch(theirs) or "")
     assert version_mismatch(VERSION) is None
 
 

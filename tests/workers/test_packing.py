@@ -70,11 +70,11 @@ def test_an_empty_prompt_stays_a_prompt() -> None:
     assert unflatten_prompt(b"", []) == (TokenRun([]),)
 
 
-@pytest.mark.parametrize("places", [[5], [2, 1], [-1]])
-def test_media_outside_their_prompt_are_malformed(places: list[int]) -> None:
+@pytest.mark.parametrize("offsets", [[5], [2, 1], [-1]])
+def test_media_outside_their_prompt_are_malformed(offsets: list[int]) -> None:
     media = Media("image", "", b"", 1)
     with pytest.raises(MalformedMessage, match="outside"):
-        unflatten_prompt(pack_ids([1, 2]), [(place, media) for place in places])
+        unflatten_prompt(pack_ids([1, 2]), [(offset, media) for offset in offsets])
 
 
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ModelyardError)]

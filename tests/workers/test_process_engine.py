@@ -21,15 +21,15 @@ from modelyard.workers.process_engine import ProcessTextEngine, create_process_e
 from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read, until
 from tests.serving import demo, serving
-from tests.workers.harness import DEADLINE_S, PATIENT, hurry, prompt, spec
-from tests.workers.harness import until as looking
+from tests.workers.harness import DEADLINE_S, LENIENT, expect_silence, fake_spec, prompt
+from tests.workers.harness import until as wait_until
 
-ENDLESS: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
+HANGING: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
 
 
 @asynccontextmanager
-async def running(heartbeat: HeartbeatConfig = PATIENT, **options: Any) -> AsyncIterator[ProcessTextEngine]:
-    engine = create_process_engine("fake", spec(**options), "text", heartbeat)
+async def open_engine(heartbeat: HeartbeatConfig = LENIENT, **options: Any) -> AsyncIterator[ProcessTextEngine]:
+    engine = create_process_engine("fake", fake_spec(**options), "text", heartbeat)
     assert isinstance(engine, ProcessTextEngine)
     try:
         await engine.open(lambda *_: None)
@@ -39,7 +39,7 @@ async def running(heartbeat: HeartbeatConfig = PATIENT, **options: Any) -> Async
 
 
 async def test_it_runs_in_another_process_which_ends_with_it() -> None:
-    async with running(echo=True) as engine:
+    async with open_engine(echo=True) as engine:
         pid = engine.pid
         assert pid is not None
         assert pid != os.getpid()
@@ -52,7 +52,7 @@ async def test_it_runs_in_another_process_which_ends_with_it() -> None:
 
 
 async def test_a_killed_process_is_lost_with_its_cause_and_its_requests_end() -> None:
-    async with running(**ENDLESS) as engine:
+    async with open_engine(**HANGING) as engine:
         jobs = [engine.generate(prompt(f"{i}")) for i in range(4)]
         for job in jobs:
             await until(job, Tokens)
@@ -64,12 +64,12 @@ async def test_a_killed_process_is_lost_with_its_cause_and_its_requests_end() ->
 
 
 async def test_a_process_that_is_stopped_is_noticed_by_its_silence_and_ended() -> None:
-    async with running(**ENDLESS) as engine:
+    async with open_engine(**HANGING) as engine:
         job = engine.generate(prompt())
         await until(job, Tokens)
         pid = engine.pid
         os.kill(pid, signal.SIGSTOP)
-        hurry(engine._session)
+        expect_silence(engine._session)
         last = end(await asyncio.wait_for(read(job), DEADLINE_S))
         assert isinstance(last.error, Unavailable)
         assert "silent" in last.error.message
@@ -79,10 +79,10 @@ async def test_a_process_that_is_stopped_is_noticed_by_its_silence_and_ended() -
 
 async def test_an_engine_that_cannot_be_opened_says_why_and_leaves_no_process() -> None:
     for backend, spec_ in (
-        ("fake", spec(tokenizer_path="/nowhere")),
+        ("fake", fake_spec(tokenizer_path="/nowhere")),
         ("llama_cpp", EngineSpec("m", llama_cpp.Options(path="/nowhere.gguf"), {"main": CacheInfo(64)})),
     ):
-        engine = create_process_engine(backend, spec_, "text", PATIENT)
+        engine = create_process_engine(backend, spec_, "text", LENIENT)
         with pytest.raises(ModelyardError, match="nowhere"):
             await engine.open(lambda *_: None)
         pid = engine.pid
@@ -94,16 +94,16 @@ async def test_a_process_that_ends_before_it_answers_is_explained_by_its_last_wo
     from modelyard.workers import process_engine
 
     monkeypatch.setattr(process_engine, "worker_command", lambda *_: ["sh", "-c", "echo no such luck; exit 3"])
-    engine = create_process_engine("fake", spec(), "text", PATIENT)
+    engine = create_process_engine("fake", fake_spec(), "text", LENIENT)
     with pytest.raises(Unavailable, match="exit code 3: no such luck"):
         await engine.open(lambda *_: None)
     await engine.close()
 
 
 async def test_opening_that_is_given_up_leaves_no_process() -> None:
-    engine = create_process_engine("fake", spec(), "text", PATIENT)
+    engine = create_process_engine("fake", fake_spec(), "text", LENIENT)
     opening = asyncio.create_task(engine.open(lambda *_: None))
-    await looking(lambda: engine.pid is not None)
+    await wait_until(lambda: engine.pid is not None)
     opening.cancel()
     await asyncio.gather(opening, return_exceptions=True)
     await engine.close()
@@ -114,7 +114,7 @@ async def test_what_was_opened_and_closed_leaves_no_files_open() -> None:
     me = psutil.Process()
 
     async def cycle() -> None:
-        async with running(echo=True) as engine:
+        async with open_engine(echo=True) as engine:
             await read(engine.generate(prompt()))
 
     await cycle()

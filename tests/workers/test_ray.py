@@ -25,14 +25,14 @@ from modelyard.workers.remote_pool import RemotePool
 from modelyard.workers.scheduler_server import SchedulerServer
 from modelyard.workers.transport import HeartbeatConfig, generate_keys
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
-from tests.engines.llama_cpp import helpers as llama_stage
+from tests.engines.llama_cpp import helpers as llama_helpers
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
-from tests.workers.harness import address, prompt, until
-from tests.workers.ray_nodes import HEAD, Nodes
+from tests.workers.harness import ipc_endpoint, prompt, until
+from tests.workers.ray_nodes import HEAD, RayNodes
 from tests.workers.ray_nodes import nodes as ray_nodes
 
-PACE = HeartbeatConfig(interval_s=0.4, worker_misses=10)
+HEARTBEAT = HeartbeatConfig(interval_s=0.4, worker_misses=10)
 
 
 def test_resources_are_told_in_rays_words() -> None:
@@ -54,7 +54,7 @@ async def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
+def nodes() -> Iterator[RayNodes]:
     with ray_nodes() as made:
         yield made
 
@@ -62,56 +62,60 @@ def nodes() -> Iterator[Nodes]:
 @asynccontextmanager
 async def gateway(folder: Path, backend: str, spec: EngineSpec) -> AsyncIterator[tuple[RemotePool, Scheduler]]:
     keys = generate_keys()
-    cluster = RayCluster(HEAD, {spec.model: ActorResources(1.0)}, keys, PACE)
+    cluster = RayCluster(HEAD, {spec.model: ActorResources(1.0)}, keys, HEARTBEAT)
     await cluster.open()
-    crew = WorkerPool(folder / "w", keys=keys, heartbeat=PACE, cluster=cluster)
+    workers = WorkerPool(folder / "w", keys=keys, heartbeat=HEARTBEAT, cluster=cluster)
     scheduler = Scheduler()
-    make: Any = lambda: create_worker_engine(crew, backend, spec, "x")  # noqa: E731
-    print_ = ModelSpec(name=spec.model, caches=spec.caches, make=make, identity="x", replica_max=2)
-    scheduler.reconfigure({spec.model: print_})
-    desk = SchedulerServer(address(), scheduler, crew, MemoryStore(1, 1, 1), _nothing, keys=keys, heartbeat=PACE)
-    pool = RemotePool(desk.endpoint, "g", keys=keys, heartbeat=PACE)
+    make: Any = lambda: create_worker_engine(workers, backend, spec, "x")  # noqa: E731
+    model_spec = ModelSpec(name=spec.model, caches=spec.caches, make=make, identity="x", replica_max=2)
+    scheduler.reconfigure({spec.model: model_spec})
+    server = SchedulerServer(
+        ipc_endpoint(), scheduler, workers, MemoryStore(1, 1, 1), _no_reload, keys=keys, heartbeat=HEARTBEAT
+    )
+    pool = RemotePool(server.endpoint, "g", keys=keys, heartbeat=HEARTBEAT)
     try:
         await scheduler.load(spec.model)
         await until(lambda: pool.engine(spec.model) is not None)
         yield pool, scheduler
     finally:
-        for part in (pool, desk, scheduler, cluster):
+        for part in (pool, server, scheduler, cluster):
             await part.close()
 
 
-async def _nothing() -> None:
+async def _no_reload() -> None:
     pass
 
 
-async def leased(pool: RemotePool, model: str) -> Any:
+async def lease_from(pool: RemotePool, model: str) -> Any:
     return await asyncio.wait_for(pool.request(LeaseRequest(model=model, cache="main")).lease(), 120)
 
 
 @pytest.mark.cluster
-async def test_a_killed_actor_and_a_lost_node_cost_their_streams_and_nothing_else(nodes: Nodes, tmp_path: Path) -> None:
+async def test_a_killed_actor_and_a_lost_node_cost_their_streams_and_nothing_else(
+    nodes: RayNodes, tmp_path: Path
+) -> None:
     script = [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}]
     spec = EngineSpec("demo", fake.Options(echo=True, script=script, token_delay=0), {"main": CacheInfo(4096, 2)})
     async with gateway(tmp_path, "fake", spec) as (pool, scheduler):
-        for destroy in (lambda pid: os.kill(pid, signal.SIGKILL), nodes.kill_under):
-            lease = await leased(pool, "demo")
+        for kill in (lambda pid: os.kill(pid, signal.SIGKILL), nodes.kill_under):
+            lease = await lease_from(pool, "demo")
             job = lease.engine.generate(prompt("Go on."))
             await read_until(job, Tokens)
-            destroy(scheduler.engines("demo")[0].pid)
+            kill(scheduler.engines("demo")[0].pid)
             last = end(await asyncio.wait_for(read(job), 60))
             assert isinstance(last.error, Unavailable)
             lease.release()
-            again = await leased(pool, "demo")
+            again = await lease_from(pool, "demo")
             assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"
             again.release()
 
 
 @pytest.mark.cluster
-async def test_a_real_model_answers_from_an_actor(nodes: Nodes, tmp_path: Path) -> None:
-    spec = llama_stage.spec({"main": CacheInfo(256, 2)})
+async def test_a_real_model_answers_from_an_actor(nodes: RayNodes, tmp_path: Path) -> None:
+    spec = llama_helpers.spec({"main": CacheInfo(256, 2)})
     async with gateway(tmp_path, "llama_cpp", spec) as (pool, _):
-        lease = await leased(pool, spec.model)
+        lease = await lease_from(pool, spec.model)
         assert llama_cpp.HOLDS_WEIGHTS
-        there = await read(lease.engine.generate(llama_stage.prompt("Hello!")))
+        there = await read(lease.engine.generate(llama_helpers.prompt("Hello!")))
         assert end(there).usage.output == 8
         lease.release()

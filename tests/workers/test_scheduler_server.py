@@ -48,49 +48,61 @@ from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.serving import demo
 from tests.workers.conftest import Closing
-from tests.workers.harness import DEADLINE_S, HASTY, PATIENT, address, prompt, spec, talking, until, working
+from tests.workers.harness import (
+    DEADLINE_S,
+    LENIENT,
+    STRICT,
+    connected,
+    ipc_endpoint,
+    prompt,
+    running_worker,
+    spec,
+    until,
+)
 
-ENDLESS: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}], "echo": True}
-BRISK = HeartbeatConfig(interval_s=0.02, worker_misses=1000, client_misses=1000)
+HANGING: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}], "echo": True}
+FREQUENT = HeartbeatConfig(interval_s=0.02, worker_misses=1000, client_misses=1000)
 
 
-def blueprint(crew: WorkerPool, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
+def model_spec(workers_pool: WorkerPool, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
     caches = {"main": CacheInfo(4096, parallel)}
-    spec = EngineSpec(name, fake.Options(**({"token_delay": 0, **ENDLESS} | options)), caches)
+    spec = EngineSpec(name, fake.Options(**({"token_delay": 0, **HANGING} | options)), caches)
     identity = f"{name}:{parallel}:{options}"
     return ModelSpec(
         name=name,
         caches=caches,
-        make=lambda: create_worker_engine(crew, "fake", spec, identity),
+        make=lambda: create_worker_engine(workers_pool, "fake", spec, identity),
         identity=identity,
         replica_max=3,
     )
 
 
-class Yard:
-    """One scheduler with its desk; `restart` puts another in its place, which knows nothing."""
+class Deployment:
+    """One scheduler with its server; `restart` puts another in its place, which knows nothing."""
 
     def __init__(self, folder: Path, workers: list[Worker], limits: dict[str, KeyLimits] | None = None) -> None:
-        self.endpoint, self._folder, self.workers, self._limits = address(), folder, workers, limits
+        self.endpoint, self._folder, self.workers, self._limits = ipc_endpoint(), folder, workers, limits
         self.reloads = 0
 
     async def start(self, **options: Any) -> None:
-        self.crew = WorkerPool(self._folder, heartbeat=BRISK, launch=False)
+        self.workers_pool = WorkerPool(self._folder, heartbeat=FREQUENT, launch=False)
         self.scheduler = Scheduler(limits=self._limits)
         self.store = MemoryStore(100, 1 << 20, 3600)
         for worker in self.workers:
-            self.crew.register(worker.name, worker.endpoint, [hosted.info() for hosted in worker.engines])
-        self.scheduler.reconfigure({"demo": blueprint(self.crew, **options)})
-        self.desk = SchedulerServer(self.endpoint, self.scheduler, self.crew, self.store, self._reload, heartbeat=BRISK)
+            self.workers_pool.register(worker.name, worker.endpoint, [hosted.info() for hosted in worker.engines])
+        self.scheduler.reconfigure({"demo": model_spec(self.workers_pool, **options)})
+        self.server = SchedulerServer(
+            self.endpoint, self.scheduler, self.workers_pool, self.store, self._reload, heartbeat=FREQUENT
+        )
 
     async def _reload(self) -> None:
         self.reloads += 1
 
     async def die(self) -> None:
         """As kill -9 would: nobody is told anything, engines stay where they are."""
-        await self.desk._socket.close()
-        self.desk._timer.cancel()
-        for task in list(self.desk._tasks):
+        await self.server._socket.close()
+        self.server._timer.cancel()
+        for task in list(self.server._tasks):
             task.cancel()
         replicas = [one for model in self.scheduler._models.values() for one in model.replicas]
         for replica in replicas:
@@ -101,17 +113,17 @@ class Yard:
             await replica.engine._worker.session._socket.close()
 
     async def close(self) -> None:
-        await self.desk.close()
+        await self.server.close()
         await self.scheduler.close()
 
 
 @asynccontextmanager
-async def yard(folder: Path, workers: int = 1, **more: Any) -> AsyncIterator[Yard]:
+async def deployed(folder: Path, workers: int = 1, **more: Any) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as stack:
-        there = [await stack.enter_async_context(working(heartbeat=BRISK)) for _ in range(workers)]
-        for number, worker in enumerate(there):
+        deployment = [await stack.enter_async_context(running_worker(heartbeat=FREQUENT)) for _ in range(workers)]
+        for number, worker in enumerate(deployment):
             worker.name = f"w{number}"
-        made = Yard(folder, there, more.pop("limits", None))
+        made = Deployment(folder, deployment, more.pop("limits", None))
         await made.start(**more)
         await made.scheduler.load("demo")
         stack.push_async_callback(made.close)
@@ -119,8 +131,8 @@ async def yard(folder: Path, workers: int = 1, **more: Any) -> AsyncIterator[Yar
 
 
 @asynccontextmanager
-async def gateway(there: Yard, name: str = "g", **more: Any) -> AsyncIterator[RemotePool]:
-    pool = RemotePool(there.endpoint, name, heartbeat=BRISK, **more)
+async def gateway(deployment: Deployment, name: str = "g", **more: Any) -> AsyncIterator[RemotePool]:
+    pool = RemotePool(deployment.endpoint, name, heartbeat=FREQUENT, **more)
     try:
         await pool.wait_ready(DEADLINE_S)
         await until(lambda: pool.is_connected)
@@ -129,17 +141,17 @@ async def gateway(there: Yard, name: str = "g", **more: Any) -> AsyncIterator[Re
         await pool.close()
 
 
-def demand(**fields: Any) -> LeaseRequest:
+def lease_request(**fields: Any) -> LeaseRequest:
     return LeaseRequest(**({"model": "demo", "cache": "main"} | fields))
 
 
-async def leased(pool: RemotePool, **fields: Any) -> Any:
-    return await asyncio.wait_for(pool.request(demand(**fields)).lease(), DEADLINE_S)
+async def lease_from(pool: RemotePool, **fields: Any) -> Any:
+    return await asyncio.wait_for(pool.request(lease_request(**fields)).lease(), DEADLINE_S)
 
 
 async def test_a_place_is_granted_and_its_tokens_come_from_the_worker(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there) as pool:
-        lease = await leased(pool)
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        lease = await lease_from(pool)
         assert isinstance(lease.engine, TextEngine)
         assert lease.engine.info.caches["main"].parallel == 2
         assert end(await read(lease.engine.generate(prompt("Hello.")))).reason == "stop"
@@ -151,9 +163,9 @@ async def test_a_place_is_granted_and_its_tokens_come_from_the_worker(tmp_path: 
 
 
 async def test_two_gateways_share_the_places_of_one_engine(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
-        first, second = await leased(one), await leased(two)
-        waiting = one.request(demand())
+    async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
+        first, second = await lease_from(one), await lease_from(two)
+        waiting = one.request(lease_request())
         await until(lambda: waiting.position == 1)
         assert not waiting.granted
         second.release()
@@ -161,82 +173,82 @@ async def test_two_gateways_share_the_places_of_one_engine(tmp_path: Path) -> No
         assert third.waited > 0
         for lease in (first, third):
             lease.release()
-        await until(lambda: there.scheduler.status()["demo"].running == 0)
+        await until(lambda: deployment.scheduler.status()["demo"].running == 0)
 
 
 async def test_limits_of_a_key_hold_for_all_gateways_together(tmp_path: Path) -> None:
     async with (
-        yard(tmp_path, limits={"k": KeyLimits(max_concurrent=1)}) as there,
-        gateway(there, "a") as one,
-        gateway(there, "b") as two,
+        deployed(tmp_path, limits={"k": KeyLimits(max_concurrent=1)}) as deployment,
+        gateway(deployment, "a") as one,
+        gateway(deployment, "b") as two,
     ):
-        lease = await leased(one, key="k")
+        lease = await lease_from(one, key="k")
         with pytest.raises(RateLimited):
-            await leased(two, key="k")
+            await lease_from(two, key="k")
         lease.release()
-        await until(lambda: there.scheduler.status()["demo"].running == 0)
-        (await leased(two, key="k")).release()
+        await until(lambda: deployment.scheduler.status()["demo"].running == 0)
+        (await lease_from(two, key="k")).release()
 
 
 async def test_refusals_are_the_schedulers_own(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there) as pool:
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         with pytest.raises(NotFound):
-            await leased(pool, model="nobody")
+            await lease_from(pool, model="nobody")
         await pool.unload("demo")
         with pytest.raises(Conflict):
-            await leased(pool)
+            await lease_from(pool)
 
 
 async def test_a_request_that_is_given_up_while_it_waits_leaves_the_queue(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there) as pool:
-        held = [await leased(pool) for _ in range(2)]
-        waiting = pool.request(demand())
-        await until(lambda: there.scheduler.status()["demo"].waiting == 1)
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        held = [await lease_from(pool) for _ in range(2)]
+        waiting = pool.request(lease_request())
+        await until(lambda: deployment.scheduler.status()["demo"].waiting == 1)
         waiting.cancel()
         with pytest.raises(Cancelled):
             await waiting.lease()
-        await until(lambda: there.scheduler.status()["demo"].waiting == 0)
-        quick = pool.request(demand())
+        await until(lambda: deployment.scheduler.status()["demo"].waiting == 0)
+        quick = pool.request(lease_request())
         quick.cancel()  # before the scheduler has said anything
         for lease in held:
             lease.release()
-        await until(lambda: there.scheduler.status()["demo"].running == 0)
+        await until(lambda: deployment.scheduler.status()["demo"].running == 0)
 
 
 async def test_a_gateway_that_dies_gives_its_places_back_when_its_requests_have_ended(
     tmp_path: Path, closing: Closing
 ) -> None:
-    async with yard(tmp_path) as there, gateway(there, "other") as other:
-        dead = closing(RemotePool(there.endpoint, "dead", heartbeat=BRISK))
+    async with deployed(tmp_path) as deployment, gateway(deployment, "other") as other:
+        dead = closing(RemotePool(deployment.endpoint, "dead", heartbeat=FREQUENT))
         await until(lambda: dead.is_connected)
         for _ in range(2):
-            lease = await leased(dead)
+            lease = await lease_from(dead)
             await read_until(lease.engine.generate(prompt("Go on.")), Tokens)
-        waiting = other.request(demand())
+        waiting = other.request(lease_request())
         await until(lambda: waiting.position == 1)
         dead._timer.cancel()
         await dead._socket.close()  # its links break, as they do when a process is killed
         lease = await asyncio.wait_for(waiting.lease(), DEADLINE_S)
-        assert sum(hosted.running for hosted in there.workers[0].engines) == 0
+        assert sum(hosted.running for hosted in deployment.workers[0].engines) == 0
         lease.release()
         await dead.close()
 
 
 async def test_the_scheduler_dies_and_nobody_notices_but_those_who_wait(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there) as pool:
-        lease = await leased(pool)
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        lease = await lease_from(pool)
         job = lease.engine.generate(prompt("Go on."))
         await read_until(job, Tokens)
-        (engine,) = (hosted.id for hosted in there.workers[0].engines)
-        await there.die()
+        (engine,) = (hosted.id for hosted in deployment.workers[0].engines)
+        await deployment.die()
         await until(lambda: not pool.is_connected)
-        waiting = pool.request(demand())
-        await there.start()
-        there.scheduler.preload("demo")
+        waiting = pool.request(lease_request())
+        await deployment.start()
+        deployment.scheduler.preload("demo")
         second = await asyncio.wait_for(waiting.lease(), DEADLINE_S)
-        assert [hosted.id for hosted in there.workers[0].engines] == [engine], "it was loaded anew"
-        await until(lambda: there.scheduler.status()["demo"].running == 2)
-        third = pool.request(demand())
+        assert [hosted.id for hosted in deployment.workers[0].engines] == [engine], "it was loaded anew"
+        await until(lambda: deployment.scheduler.status()["demo"].running == 2)
+        third = pool.request(lease_request())
         await until(lambda: third.position == 1)  # the place of old counts
         job.cancel()
         assert end(await read(job)).reason == "cancelled"
@@ -246,10 +258,10 @@ async def test_the_scheduler_dies_and_nobody_notices_but_those_who_wait(tmp_path
 
 
 async def test_a_gateway_whose_first_word_was_lost_says_it_again(closing: Closing) -> None:
-    """Whoever heard it was on his way out; the connection is made anew by itself, the word is not."""
+    """Whoever received it was on his way out; the connection is made anew by itself, the word is not."""
     joins: list[bytes] = []
-    scheduler = closing(RouterSocket(address(), lambda _, data: joins.append(data)))
-    pool = closing(RemotePool(scheduler.endpoint, "g", heartbeat=HASTY))
+    scheduler = closing(RouterSocket(ipc_endpoint(), lambda _, data: joins.append(data)))
+    pool = closing(RemotePool(scheduler.endpoint, "g", heartbeat=STRICT))
     await until(lambda: sum(isinstance(decode_for_scheduler(data), JoinGateway) for data in joins) > 1)
     assert not pool.is_connected
     await pool.close()
@@ -257,26 +269,26 @@ async def test_a_gateway_whose_first_word_was_lost_says_it_again(closing: Closin
 
 
 async def test_who_waits_for_a_scheduler_that_does_not_come_back_is_turned_away(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there, timeout_s=0.1) as pool:
-        await there.die()
+    async with deployed(tmp_path) as deployment, gateway(deployment, timeout_s=0.1) as pool:
+        await deployment.die()
         await until(lambda: not pool.is_connected)
         with pytest.raises(Unavailable, match="unreachable"):
-            await leased(pool)
+            await lease_from(pool)
         with pytest.raises(Unavailable):
             await RemoteStore(pool).get("s", "k")
         with pytest.raises(Unavailable):
-            pool.request(demand())
+            pool.request(lease_request())
 
 
 async def test_a_lost_engine_is_not_granted_again_before_the_scheduler_knows(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there) as pool:
-        lease = await leased(pool)
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        lease = await lease_from(pool)
         job = lease.engine.generate(prompt("Go on."))
         await read_until(job, Tokens)
-        there.workers[0].engines[0].engine.die(Unavailable("out of memory"))
+        deployment.workers[0].engines[0].engine.die(Unavailable("out of memory"))
         assert isinstance(end(await read(job)).error, Unavailable)
         lease.release()
-        again = await leased(pool, is_retry=True)
+        again = await lease_from(pool, is_retry=True)
         assert again.engine is not lease.engine
         assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"
         again.release()
@@ -285,12 +297,12 @@ async def test_a_lost_engine_is_not_granted_again_before_the_scheduler_knows(tmp
 async def test_a_gateway_that_lost_only_its_link_is_granted_the_same_engine_when_that_has_shown_that_it_lives(
     tmp_path: Path,
 ) -> None:
-    async with yard(tmp_path) as there, gateway(there) as pool:
-        lease = await leased(pool)
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        lease = await lease_from(pool)
         (session,) = pool._sessions.values()
         session.end(Unavailable("a cable was pulled"))
         lease.release()
-        again = await leased(pool, is_retry=True)
+        again = await lease_from(pool, is_retry=True)
         assert again.engine is not lease.engine
         assert again.engine.id == lease.engine.id
         assert end(await read(again.engine.generate(prompt("Hello.")))).reason == "stop"
@@ -298,8 +310,8 @@ async def test_a_gateway_that_lost_only_its_link_is_granted_the_same_engine_when
 
 
 async def test_a_sign_of_life_is_the_answer_to_a_beat_that_was_sent_after_the_question(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there:
-        (engine,) = there.desk._engines()
+    async with deployed(tmp_path) as deployment:
+        (engine,) = deployment.server._engines()
         session = engine._worker.session  # type: ignore[union-attr]
         lives = engine.liveness_check()
         session._on_heartbeat(Heartbeat(0))  # the worker's own
@@ -309,29 +321,29 @@ async def test_a_sign_of_life_is_the_answer_to_a_beat_that_was_sent_after_the_qu
 
 
 async def test_nobody_is_sent_to_a_worker_that_was_lost_until_it_comes_again(tmp_path: Path) -> None:
-    async with yard(tmp_path, workers=2) as there, gateway(there) as pool:
-        lease = await leased(pool)
-        (engine,) = there.desk._engines()
-        (busy,) = (worker for worker in there.workers if worker.engines)
-        (other,) = (worker for worker in there.workers if not worker.engines)
+    async with deployed(tmp_path, workers=2) as deployment, gateway(deployment) as pool:
+        lease = await lease_from(pool)
+        (engine,) = deployment.server._engines()
+        (busy,) = (worker for worker in deployment.workers if worker.engines)
+        (other,) = (worker for worker in deployment.workers if not worker.engines)
         engine._worker.session.end(Unavailable("it has been silent"))  # type: ignore[union-attr]
         await until(lambda: bool(other.engines))
-        assert busy.name not in there.crew._registered
-        assert there.crew.register(busy.name, busy.endpoint, [])
+        assert busy.name not in deployment.workers_pool._registered
+        assert deployment.workers_pool.register(busy.name, busy.endpoint, [])
         lease.release()
 
 
 async def test_a_worker_that_leaves_finishes_its_answers_and_its_model_goes_elsewhere(tmp_path: Path) -> None:
     says_much: dict[str, Any] = {"script": [{"steps": [{"tokens": 3000}]}], "token_delay": 0.0005}
-    async with yard(tmp_path, workers=2, **says_much) as there, gateway(there) as pool:
-        lease = await leased(pool)
+    async with deployed(tmp_path, workers=2, **says_much) as deployment, gateway(deployment) as pool:
+        lease = await lease_from(pool)
         job = lease.engine.generate(prompt())
         chunks = await read_until(job, Tokens)
-        (busy,) = (worker for worker in there.workers if worker.engines)
-        there.crew.unregister(busy.name)
+        (busy,) = (worker for worker in deployment.workers if worker.engines)
+        deployment.workers_pool.unregister(busy.name)
         draining = asyncio.create_task(busy.drain(DEADLINE_S))
-        await until(lambda: there.scheduler.engines("demo") == ())
-        second = await leased(pool)
+        await until(lambda: deployment.scheduler.engines("demo") == ())
+        second = await lease_from(pool)
         assert second.engine is not lease.engine
         second.release()
         chunks += await read(job)
@@ -345,9 +357,9 @@ async def test_a_gateway_that_ends_goes_to_no_new_worker_though_the_scheduler_te
         return EngineLocation("demo", worker.endpoint, id, "text", EngineInfo("fake", {}), False)
 
     peers: list[bytes] = []
-    scheduler = closing(RouterSocket(address(), lambda peer, _: peers.append(peer)))
-    async with working() as old, working() as new:
-        pool = closing(RemotePool(scheduler.endpoint, "g", heartbeat=PATIENT))
+    scheduler = closing(RouterSocket(ipc_endpoint(), lambda peer, _: peers.append(peer)))
+    async with running_worker() as old, running_worker() as new:
+        pool = closing(RemotePool(scheduler.endpoint, "g", heartbeat=LENIENT))
         await until(lambda: bool(peers))
         scheduler.send(peers[0], encode(PoolState({}, (engine(old, "a"),))))
         await until(lambda: bool(pool._sessions))
@@ -368,37 +380,37 @@ async def test_a_gateway_that_ends_goes_to_no_new_worker_though_the_scheduler_te
 
 
 async def test_orders_reach_the_scheduler_and_what_it_says_comes_back(tmp_path: Path) -> None:
-    async with yard(tmp_path, workers=2) as there, gateway(there) as pool:
+    async with deployed(tmp_path, workers=2) as deployment, gateway(deployment) as pool:
         changes = pool.subscribe()
         await pool.scale("demo", 2)
         assert len(pool.snapshot().models["demo"].replicas) == 2
-        assert len({hosted.id for worker in there.workers for hosted in worker.engines}) == 2
+        assert len({hosted.id for worker in deployment.workers for hosted in worker.engines}) == 2
         await pool.drain("demo")
         assert (await asyncio.wait_for(anext(changes), DEADLINE_S)).model == "demo"
         with pytest.raises(Unavailable):
-            await leased(pool)
+            await lease_from(pool)
         await pool.load("demo")
         with pytest.raises(NotFound):
             pool.load("nobody")
         await pool.reload()
-        assert there.reloads == 1
+        assert deployment.reloads == 1
         await pool.unload("demo", force=True)
         assert pool.status()["demo"].state == "stopped"
-        assert all(worker.engines == () for worker in there.workers)
+        assert all(worker.engines == () for worker in deployment.workers)
 
 
 async def test_other_gateways_hear_that_the_configuration_was_read_anew(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
-        heard: list[int] = []
-        one.on_config_change = two.on_config_change = heard.append
+    async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
+        received: list[int] = []
+        one.on_config_change = two.on_config_change = received.append
         await one.reload()
         await until(lambda: two.state.config_version == 1 and one.state.config_version == 1)
-        assert heard == [1]
+        assert received == [1]
 
 
 async def test_a_request_is_cancelled_by_its_trace_wherever_it_runs(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
-        lease = await leased(one, trace="t")
+    async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
+        lease = await lease_from(one, trace="t")
         why: list[Any] = []
         lease.on_revoke(why.append)
         await two.refresh()
@@ -411,31 +423,31 @@ async def test_a_request_is_cancelled_by_its_trace_wherever_it_runs(tmp_path: Pa
 
 
 async def test_gateways_share_their_memory_by_scope(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there, "a") as one, gateway(there, "b") as two:
-        here, there_ = RemoteStore(one), RemoteStore(two)
+    async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
+        here, other = RemoteStore(one), RemoteStore(two)
         await here.put("key", "r\udc80", b"\0value")
-        assert await there_.get("key", "r\udc80") == b"\0value"
-        assert await there_.get("other", "r\udc80") is None
-        assert await there_.delete("key", "r\udc80")
+        assert await other.get("key", "r\udc80") == b"\0value"
+        assert await other.get("other", "r\udc80") is None
+        assert await other.delete("key", "r\udc80")
         assert not await here.delete("key", "r\udc80")
 
 
 async def test_questions_need_no_place(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there) as pool:
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         (engine,) = pool.engines("demo")
         await engine.control(Control("evict"))
         assert pool.engines("nobody") == ()
 
 
 async def test_a_second_replica_is_chosen_by_what_it_knows(tmp_path: Path) -> None:
-    async with yard(tmp_path, workers=2) as there, gateway(there) as pool:
+    async with deployed(tmp_path, workers=2) as deployment, gateway(deployment) as pool:
         await pool.scale("demo", 2)
         await until(lambda: pool.state.replicas["demo"] == 2)
-        first = await leased(pool, session="s", prompt=list(range(100)))
+        first = await lease_from(pool, session="s", prompt=list(range(100)))
         name = first.engine.id
         first.release()
         for _ in range(3):
-            again = await leased(pool, session="s", prompt=list(range(100)))
+            again = await lease_from(pool, session="s", prompt=list(range(100)))
             assert again.engine.id == name
             again.release()
 
@@ -467,42 +479,42 @@ async def test_who_does_not_speak_as_he_should_is_sent_away_and_counted(
 ) -> None:
     from modelyard.workers.transport import DealerSocket
 
-    async with yard(tmp_path) as there, gateway(there) as pool:
-        heard: list[Any] = []
-        stranger = closing(
-            DealerSocket(there.endpoint, lambda data: heard.append(decode_for_gateway(data)), lambda _: None)
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        received: list[Any] = []
+        peer = closing(
+            DealerSocket(deployment.endpoint, lambda data: received.append(decode_for_gateway(data)), lambda _: None)
         )
         for word in words:
-            stranger.send(word)
-        await until(lambda: any(isinstance(message, ConnectionRefused) for message in heard))
-        assert there.desk.faults == 1
-        (await leased(pool)).release()
-        await until(lambda: there.scheduler.status()["demo"].running == 0)
-        await stranger.close()
+            peer.send(word)
+        await until(lambda: any(isinstance(message, ConnectionRefused) for message in received))
+        assert deployment.server.faults == 1
+        (await lease_from(pool)).release()
+        await until(lambda: deployment.scheduler.status()["demo"].running == 0)
+        await peer.close()
 
 
 async def test_a_worker_that_enlists_is_used_and_one_that_goes_is_forgotten(tmp_path: Path, closing: Closing) -> None:
-    made = Yard(tmp_path, [])
+    made = Deployment(tmp_path, [])
     await made.start()
     closing(made)
-    async with working(heartbeat=PATIENT) as worker, gateway(made) as pool:
+    async with running_worker(heartbeat=LENIENT) as worker, gateway(made) as pool:
         from modelyard.workers.worker_process import _register
 
         loading = made.scheduler.load("demo")
-        offering = asyncio.create_task(_register(worker, made.endpoint, None, BRISK))
+        offering = asyncio.create_task(_register(worker, made.endpoint, None, FREQUENT))
         try:
             await asyncio.wait_for(loading, DEADLINE_S)
-            (await leased(pool)).release()
+            (await lease_from(pool)).release()
         finally:
             offering.cancel()
             await asyncio.gather(offering, return_exceptions=True)
-        await until(lambda: made.crew._registered == {})
+        await until(lambda: made.workers_pool._registered == {})
 
 
 # What is begun and given up, at whatever moment, leaves no engine, no link and no process behind.
 
 
-class Slow:
+class SlowOpening:
     """The fake engine opens when it is let; `closed` counts those that were closed."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -523,33 +535,35 @@ class Slow:
 
 
 @pytest.fixture
-async def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
-    return Slow(monkeypatch)
+async def slow_opening(monkeypatch: pytest.MonkeyPatch) -> SlowOpening:
+    return SlowOpening(monkeypatch)
 
 
-async def test_a_load_that_is_given_up_leaves_no_engine_in_a_worker_of_others(slow: Slow, tmp_path: Path) -> None:
-    async with working(heartbeat=BRISK) as worker:
-        there = Yard(tmp_path, [worker])
-        await there.start()
+async def test_a_load_that_is_given_up_leaves_no_engine_in_a_worker_of_others(
+    slow_opening: SlowOpening, tmp_path: Path
+) -> None:
+    async with running_worker(heartbeat=FREQUENT) as worker:
+        deployment = Deployment(tmp_path, [worker])
+        await deployment.start()
         try:
-            loading = there.scheduler.load("demo")
-            await asyncio.wait_for(slow.begun.wait(), DEADLINE_S)
-            await asyncio.wait_for(there.scheduler.unload("demo", True), DEADLINE_S)
+            loading = deployment.scheduler.load("demo")
+            await asyncio.wait_for(slow_opening.begun.wait(), DEADLINE_S)
+            await asyncio.wait_for(deployment.scheduler.unload("demo", True), DEADLINE_S)
             await asyncio.gather(loading, return_exceptions=True)
-            await until(lambda: slow.closed > 0)
+            await until(lambda: slow_opening.closed > 0)
             assert worker._engines == {}
         finally:
-            await there.close()
+            await deployment.close()
 
 
 async def test_a_worker_that_ends_while_an_engine_opens_closes_it_and_opens_no_other(
-    slow: Slow, closing: Closing
+    slow_opening: SlowOpening, closing: Closing
 ) -> None:
-    worker = closing(Worker(address(), heartbeat=PATIENT))
+    worker = closing(Worker(ipc_endpoint(), heartbeat=LENIENT))
     try:
-        async with talking(worker) as session:
+        async with connected(worker) as session:
             first = asyncio.create_task(session.open(open_engine_message("a", "fake", spec()), lambda *_: None))
-            await asyncio.wait_for(slow.begun.wait(), DEADLINE_S)
+            await asyncio.wait_for(slow_opening.begun.wait(), DEADLINE_S)
             closing = asyncio.create_task(worker.close())
             second = asyncio.create_task(session.open(open_engine_message("b", "fake", spec()), lambda *_: None))
             await asyncio.wait_for(closing, DEADLINE_S)
@@ -557,7 +571,7 @@ async def test_a_worker_that_ends_while_an_engine_opens_closes_it_and_opens_no_o
             for opening in (first, second):
                 with pytest.raises(Unavailable):
                     await opening
-        assert slow.closed == 1
+        assert slow_opening.closed == 1
         assert worker._engines == {}
         assert worker._tasks == set()
     finally:
@@ -565,27 +579,27 @@ async def test_a_worker_that_ends_while_an_engine_opens_closes_it_and_opens_no_o
 
 
 async def test_who_asks_a_pool_to_end_twice_waits_for_the_same_end(tmp_path: Path, closing: Closing) -> None:
-    async with yard(tmp_path) as there:
-        pool = closing(RemotePool(there.endpoint, "g", heartbeat=BRISK))
+    async with deployed(tmp_path) as deployment:
+        pool = closing(RemotePool(deployment.endpoint, "g", heartbeat=FREQUENT))
         await until(lambda: pool.engine("demo") is not None)
-        hasty = asyncio.create_task(pool.close())
+        first_close = asyncio.create_task(pool.close())
         await asyncio.sleep(0)
-        hasty.cancel()
-        await asyncio.gather(hasty, return_exceptions=True)
+        first_close.cancel()
+        await asyncio.gather(first_close, return_exceptions=True)
         await asyncio.wait_for(pool.close(), DEADLINE_S)
         assert all(session.is_lost for session in pool._sessions.values())
         assert all(session._socket._socket.closed for session in pool._sessions.values())
 
 
 async def test_a_desk_that_ends_is_deaf_before_it_is_done(tmp_path: Path) -> None:
-    async with yard(tmp_path) as there, gateway(there) as pool:
-        held = [await leased(pool) for _ in range(2)]
-        waiting = [pool.request(demand()) for _ in range(3)]
-        await until(lambda: there.scheduler.status()["demo"].waiting == 3)
-        closing = asyncio.create_task(there.desk.close())
-        waiting += [pool.request(demand()) for _ in range(3)]  # on their way while it ends
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        held = [await lease_from(pool) for _ in range(2)]
+        waiting = [pool.request(lease_request()) for _ in range(3)]
+        await until(lambda: deployment.scheduler.status()["demo"].waiting == 3)
+        closing = asyncio.create_task(deployment.server.close())
+        waiting += [pool.request(lease_request()) for _ in range(3)]  # on their way while it ends
         await asyncio.wait_for(closing, DEADLINE_S)
-        assert there.desk._tasks == set()
+        assert deployment.server._tasks == set()
         for place in (*held, *waiting):
             place.cancel()
 
@@ -595,18 +609,18 @@ async def test_a_worker_that_was_too_busy_to_answer_is_asked_again(
 ) -> None:
     monkeypatch.setattr("modelyard.workers.worker_pool._CONNECT_S", 0.05)
     monkeypatch.setattr("modelyard.workers.worker_pool._RETRY_S", 0.05)
-    crew, endpoint, tries = WorkerPool(tmp_path, heartbeat=PATIENT, launch=False), address(), []
+    workers_pool, endpoint, tries = WorkerPool(tmp_path, heartbeat=LENIENT, launch=False), ipc_endpoint(), []
     deaf = closing(RouterSocket(endpoint, lambda peer, _: tries.append(peer)))
-    crew.register("w", endpoint, [])
-    hiring = asyncio.create_task(crew.acquire("x"))
+    workers_pool.register("w", endpoint, [])
+    acquiring = asyncio.create_task(workers_pool.acquire("x"))
     try:
         await until(lambda: len(tries) > 1)
     finally:
         await deaf.close()
-    async with working(endpoint):
-        hire = await asyncio.wait_for(hiring, DEADLINE_S)
-        assert hire.session.welcome is not None
-        await hire.close()
+    async with running_worker(endpoint):
+        worker = await asyncio.wait_for(acquiring, DEADLINE_S)
+        assert worker.session.welcome is not None
+        await worker.close()
 
 
 async def test_an_address_that_cannot_be_dialled_is_told_of_and_nothing_stays_open() -> None:
@@ -616,11 +630,11 @@ async def test_an_address_that_cannot_be_dialled_is_told_of_and_nothing_stays_op
 
 async def test_a_link_that_broke_alone_is_made_anew_with_the_next_place(tmp_path: Path) -> None:
     """The worker is well, and so says the scheduler: it was only our link to it."""
-    async with yard(tmp_path) as there, gateway(there) as pool:
-        (await leased(pool)).release()
+    async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
+        (await lease_from(pool)).release()
         (session,) = pool._sessions.values()
         session.end(Unavailable("the link broke"))
-        lease = await leased(pool, is_retry=True)
+        lease = await lease_from(pool, is_retry=True)
         assert end(await asyncio.wait_for(read(lease.engine.generate(prompt("Hello."))), DEADLINE_S)).reason == "stop"
         lease.release()
 
@@ -628,17 +642,17 @@ async def test_a_link_that_broke_alone_is_made_anew_with_the_next_place(tmp_path
 # A client that sends again may reach another gateway than before: its answer is made once.
 
 CHAT = "/v1/chat/completions"
-ENDLESSResends = [{"steps": [{"text": "so far"}, {"hang": True}]}]
+HANGING_REPLY = [{"steps": [{"text": "so far"}, {"hang": True}]}]
 
 
 @asynccontextmanager
-async def gateways(folder: Path) -> AsyncIterator[tuple[Yard, list[httpx.AsyncClient]]]:
+async def gateways(folder: Path) -> AsyncIterator[tuple[Deployment, list[httpx.AsyncClient]]]:
     """Two whole gateways at one scheduler and one worker."""
-    loaded = load_config(env={}, overrides=demo(ENDLESSResends))
-    async with yard(folder, parallel=4, script=ENDLESSResends) as there, AsyncExitStack() as stack:
+    loaded = load_config(env={}, overrides=demo(HANGING_REPLY))
+    async with deployed(folder, parallel=4, script=HANGING_REPLY) as deployment, AsyncExitStack() as stack:
         clients = []
         for name in ("a", "b"):
-            pool: RemotePool = await stack.enter_async_context(gateway(there, name))
+            pool: RemotePool = await stack.enter_async_context(gateway(deployment, name))
             await until(lambda pool=pool: pool.engine("demo") is not None)  # type: ignore[misc]
             made = compose(loaded.config, {}, pool=pool)
             transport = httpx.ASGITransport(made.app)
@@ -646,7 +660,7 @@ async def gateways(folder: Path) -> AsyncIterator[tuple[Yard, list[httpx.AsyncCl
                 await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://localhost"))
             )
             stack.push_async_callback(made.gateway.close)
-        yield there, clients
+        yield deployment, clients
 
 
 def body(**more: Any) -> dict[str, Any]:
@@ -664,8 +678,8 @@ def body(**more: Any) -> dict[str, Any]:
     ids=["the same", "the same, streamed", "another length", "another sampling"],
 )
 async def test_the_same_request_at_two_gateways_is_one_run(tmp_path: Path, second: dict[str, Any], runs: int) -> None:
-    async with gateways(tmp_path) as (there, clients):
-        (worker,) = there.workers
+    async with gateways(tmp_path) as (deployment, clients):
+        (worker,) = deployment.workers
         (hosted,) = worker.engines
         asked = [
             asyncio.create_task(client.post(CHAT, json=body(**more)))

@@ -18,18 +18,18 @@ from modelyard.workers.tokenizer_files import cached_tokenizers, read_tokenizer_
 from tests import commands
 from tests.e2e.servers import until
 from tests.engines.llama_cpp.helpers import model_file
-from tests.workers.harness import folder, opened, talking, working
+from tests.workers.harness import connected, open_fake, running_worker, short_folder
 
 SHIPPED = fake.tokenizer_path(fake.Options())
 
 
 @pytest.mark.parametrize(
-    "find", [lambda: SHIPPED, lambda: SHIPPED / "tokenizer.json", model_file], ids=["folder", "file", "gguf"]
+    "find", [lambda: SHIPPED, lambda: SHIPPED / "tokenizer.json", model_file], ids=["short_folder", "file", "gguf"]
 )
 def test_what_was_sent_reads_as_what_it_was_made_from(find: Callable[[], Path], tmp_path: Path) -> None:
     files = read_tokenizer_files(where := find())
     assert sum(map(len, files.values())) < 8 << 20, "no weights travel"
-    there = open_tokenizer(store_tokenizer(tmp_path / "shelf", tokenizer_hash(files), files))
+    there = open_tokenizer(store_tokenizer(tmp_path / "store", tokenizer_hash(files), files))
     here = open_tokenizer(where)
     text = "<|im_start|>user\nNaïve 🎉<|im_end|>"
     assert (there.size, there.encode(text), there.eos) == (here.size, here.encode(text), here.eos)
@@ -37,13 +37,13 @@ def test_what_was_sent_reads_as_what_it_was_made_from(find: Callable[[], Path], 
 
 
 def test_it_is_laid_down_once_and_found_by_its_hash(tmp_path: Path) -> None:
-    shelf = tmp_path / "shelf"
-    assert cached_tokenizers(shelf) == ()
+    store = tmp_path / "store"
+    assert cached_tokenizers(store) == ()
     name = tokenizer_hash(files := read_tokenizer_files(SHIPPED))
-    first = store_tokenizer(shelf, name, files)
-    assert cached_tokenizers(shelf) == (name,)
-    assert store_tokenizer(shelf, name, {}) == store_tokenizer(shelf, name, files) == first
-    assert [each.name for each in tmp_path.iterdir()] == ["shelf"], "nothing half-written stays"
+    first = store_tokenizer(store, name, files)
+    assert cached_tokenizers(store) == (name,)
+    assert store_tokenizer(store, name, {}) == store_tokenizer(store, name, files) == first
+    assert [each.name for each in tmp_path.iterdir()] == ["store"], "nothing half-written stays"
 
 
 def test_a_change_of_one_byte_is_another_tokenizer() -> None:
@@ -56,9 +56,9 @@ def test_a_change_of_one_byte_is_another_tokenizer() -> None:
 def test_other_files_are_not_taken(name: str, tmp_path: Path) -> None:
     files = {name: b"x"}
     with pytest.raises(Unavailable):
-        store_tokenizer(tmp_path / "shelf", tokenizer_hash(files), files)
+        store_tokenizer(tmp_path / "store", tokenizer_hash(files), files)
     with pytest.raises(Unavailable):
-        store_tokenizer(tmp_path / "shelf", "0" * 32, read_tokenizer_files(SHIPPED))
+        store_tokenizer(tmp_path / "store", "0" * 32, read_tokenizer_files(SHIPPED))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,12 +68,12 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_worker_sends_what_the_asker_does_not_have() -> None:
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(session)
-        told = await engine.fetch_tokenizer(())
-        assert told.files == read_tokenizer_files(SHIPPED)
-        again = await engine.fetch_tokenizer((told.tokenizer,))
-        assert (again.tokenizer, again.files) == (told.tokenizer, {})
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(session)
+        reply = await engine.fetch_tokenizer(())
+        assert reply.files == read_tokenizer_files(SHIPPED)
+        again = await engine.fetch_tokenizer((reply.tokenizer,))
+        assert (again.tokenizer, again.files) == (reply.tokenizer, {})
         assert worker.faults == 0
 
 
@@ -116,7 +116,7 @@ def test_a_gateway_answers_for_a_model_of_which_it_has_no_file(tmp_path: Path) -
     (there / "models").mkdir(parents=True)
     here.mkdir()
     (there / "models" / "far.gguf").symlink_to(model_file())
-    endpoint = f"ipc://{folder() / 's'}"
+    endpoint = f"ipc://{short_folder() / 's'}"
     config = CONFIG.format(endpoint=endpoint)
     (there / "modelyard.toml").write_text(config)
     (here / "modelyard.toml").write_text(config)

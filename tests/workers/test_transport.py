@@ -1,4 +1,4 @@
-"""The sockets: who may connect, who is heard, what is counted, and what happens when the other side is gone."""
+"""The sockets: who may connect, who is received, what is counted, and what happens when the other side is gone."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from modelyard.workers.transport import (
     write_keys,
 )
 from tests.workers.conftest import Closing
-from tests.workers.harness import address, until
+from tests.workers.harness import ipc_endpoint, until
 
 LOCAL = "tcp://127.0.0.1:*"
 
 
 @asynccontextmanager
-async def listening(
-    endpoint: str, heard: Callable[[bytes, bytes], None], keys: ClusterKeys | None = None
+async def router(
+    endpoint: str, received: Callable[[bytes, bytes], None], keys: ClusterKeys | None = None
 ) -> AsyncIterator[RouterSocket]:
-    listener = RouterSocket(endpoint, heard, keys)
+    router_socket = RouterSocket(endpoint, received, keys)
     try:
-        yield listener
+        yield router_socket
     finally:
-        await listener.close()
+        await router_socket.close()
 
 
 @asynccontextmanager
-async def dialing(
+async def dealer(
     endpoint: str, keys: ClusterKeys | None = None
 ) -> AsyncIterator[tuple[DealerSocket, list[bytes], list[str]]]:
-    heard: list[bytes] = []
-    drops: list[str] = []
-    dialer = DealerSocket(endpoint, heard.append, drops.append, keys)
+    received: list[bytes] = []
+    disconnects: list[str] = []
+    dealer_socket = DealerSocket(endpoint, received.append, disconnects.append, keys)
     try:
-        yield dialer, heard, drops
+        yield dealer_socket, received, disconnects
     finally:
-        await dialer.close()
+        await dealer_socket.close()
 
 
 def echo() -> tuple[list[RouterSocket], Callable[[bytes, bytes], None]]:
@@ -68,35 +68,38 @@ def echo() -> tuple[list[RouterSocket], Callable[[bytes, bytes], None]]:
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-@pytest.mark.parametrize("locked", [False, True])
-async def test_messages_go_both_ways_in_order(tcp: bool, locked: bool) -> None:
-    keys = generate_keys() if locked else None
+@pytest.mark.parametrize("with_keys", [False, True])
+async def test_messages_go_both_ways_in_order(tcp: bool, with_keys: bool) -> None:
+    keys = generate_keys() if with_keys else None
     made, answer = echo()
-    async with listening(LOCAL if tcp else address(), answer, keys) as listener:
-        made.append(listener)
-        async with dialing(listener.endpoint, keys) as (dialer, heard, _):
+    async with router(LOCAL if tcp else ipc_endpoint(), answer, keys) as router_socket:
+        made.append(router_socket)
+        async with dealer(router_socket.endpoint, keys) as (dealer_socket, received, _):
             sent = [bytes([i % 256]) * i for i in range(500)]
-            assert all(dialer.send(data) for data in sent)
-            await until(lambda: len(heard) == len(sent))
-            assert heard == sent
+            assert all(dealer_socket.send(data) for data in sent)
+            await until(lambda: len(received) == len(sent))
+            assert received == sent
 
 
 async def test_messages_go_out_where_zeromqs_own_send_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport._send_with_gil is not None
     monkeypatch.setattr(transport, "_send_with_gil", None)
     made, answer = echo()
-    async with listening(address(), answer) as listener:
-        made.append(listener)
-        async with dialing(listener.endpoint) as (dialer, heard, _):
-            dialer.send(b"a\0b")
-            await until(lambda: heard == [b"a\0b"])
+    async with router(ipc_endpoint(), answer) as router_socket:
+        made.append(router_socket)
+        async with dealer(router_socket.endpoint) as (dealer_socket, received, _):
+            dealer_socket.send(b"a\0b")
+            await until(lambda: received == [b"a\0b"])
 
 
 async def test_every_peer_gets_its_own_answers() -> None:
     made, answer = echo()
-    async with listening(address(), answer) as listener:
-        made.append(listener)
-        async with dialing(listener.endpoint) as (one, of_one, _), dialing(listener.endpoint) as (two, of_two, _):
+    async with router(ipc_endpoint(), answer) as router_socket:
+        made.append(router_socket)
+        async with (
+            dealer(router_socket.endpoint) as (one, of_one, _),
+            dealer(router_socket.endpoint) as (two, of_two, _),
+        ):
             for i in range(200):
                 one.send(b"1:%d" % i)
                 two.send(b"2:%d" % i)
@@ -106,91 +109,91 @@ async def test_every_peer_gets_its_own_answers() -> None:
 
 
 async def test_a_dialer_may_come_before_the_listener() -> None:
-    endpoint, heard = address(), []
-    async with dialing(endpoint) as (dialer, _, _):
-        dialer.send(b"early")
-        async with listening(endpoint, lambda _, data: heard.append(data)):
-            await until(lambda: heard == [b"early"])
+    endpoint, received = ipc_endpoint(), []
+    async with dealer(endpoint) as (dealer_socket, _, _):
+        dealer_socket.send(b"early")
+        async with router(endpoint, lambda _, data: received.append(data)):
+            await until(lambda: received == [b"early"])
 
 
 @pytest.mark.parametrize("theirs", ["none", "others"])
 async def test_who_has_not_the_clusters_keys_is_not_heard(theirs: str) -> None:
-    heard: list[bytes] = []
-    async with listening(LOCAL, lambda _, data: heard.append(data), generate_keys()) as listener:
+    received: list[bytes] = []
+    async with router(LOCAL, lambda _, data: received.append(data), generate_keys()) as router_socket:
         keys = None if theirs == "none" else generate_keys()
-        async with dialing(listener.endpoint, keys) as (dialer, _, drops):
-            dialer.send(b"let me in")
-            await until(lambda: bool(drops))
-            assert heard == []
+        async with dealer(router_socket.endpoint, keys) as (dealer_socket, _, disconnects):
+            dealer_socket.send(b"let me in")
+            await until(lambda: bool(disconnects))
+            assert received == []
 
 
 async def test_who_knows_the_public_key_alone_is_not_heard() -> None:
     """A client that was told the cluster's public key, and comes with a good pair of its own."""
-    keys, own, heard = generate_keys(), generate_keys(), []
-    async with listening(LOCAL, lambda _, data: heard.append(data), keys) as listener:
-        with bare(keys, own) as wire:
-            refusals = wire.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-            wire.connect(listener.endpoint)
-            wire.send(b"let me in")
+    keys, own, received = generate_keys(), generate_keys(), []
+    async with router(LOCAL, lambda _, data: received.append(data), keys) as router_socket:
+        with raw_dealer(keys, own) as raw:
+            refusals = raw.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+            raw.connect(router_socket.endpoint)
+            raw.send(b"let me in")
             await until(lambda: bool(refusals.poll(0)))
-            wire.disable_monitor()
+            raw.disable_monitor()
             refusals.close()
-        assert heard == []
+        assert received == []
 
 
 @contextmanager
-def bare(server: ClusterKeys | None = None, own: ClusterKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
+def raw_dealer(server: ClusterKeys | None = None, own: ClusterKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
     """A socket without any of our manners, not yet connected."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    wire = context.socket(zmq.DEALER)
-    wire.setsockopt(zmq.RCVHWM, 1)
+    raw = context.socket(zmq.DEALER)
+    raw.setsockopt(zmq.RCVHWM, 1)
     if server is not None and own is not None:
-        wire.setsockopt_string(zmq.CURVE_SERVERKEY, server.public)
-        wire.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
-        wire.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
+        raw.setsockopt_string(zmq.CURVE_SERVERKEY, server.public)
+        raw.setsockopt_string(zmq.CURVE_PUBLICKEY, own.public)
+        raw.setsockopt_string(zmq.CURVE_SECRETKEY, own.secret)
     try:
-        yield wire
+        yield raw
     finally:
-        wire.close(0)
+        raw.close(0)
         context.term()
 
 
 async def test_a_listener_that_goes_is_told_of_after_its_last_words(closing: Closing) -> None:
     peers: list[bytes] = []
-    listener = closing(RouterSocket(address(), lambda peer, _: peers.append(peer)))
-    async with dialing(listener.endpoint) as (dialer, heard, drops):
-        dialer.send(b"hello")
+    router_socket = closing(RouterSocket(ipc_endpoint(), lambda peer, _: peers.append(peer)))
+    async with dealer(router_socket.endpoint) as (dealer_socket, received, disconnects):
+        dealer_socket.send(b"hello")
         await until(lambda: bool(peers))
-        listener.send(peers[0], b"last words")
-        await listener.close()
-        await until(lambda: bool(drops))
-        assert heard == [b"last words"]
-        assert "broke" in drops[0]
+        router_socket.send(peers[0], b"last words")
+        await router_socket.close()
+        await until(lambda: bool(disconnects))
+        assert received == [b"last words"]
+        assert "broke" in disconnects[0]
 
 
 async def test_a_dialer_comes_back_by_itself_as_another_peer(closing: Closing) -> None:
-    endpoint, peers = address(), []
+    endpoint, peers = ipc_endpoint(), []
     first = closing(RouterSocket(endpoint, lambda peer, _: peers.append(peer)))
-    async with dialing(endpoint) as (dialer, _, drops):
-        dialer.send(b"one")
+    async with dealer(endpoint) as (dealer_socket, _, disconnects):
+        dealer_socket.send(b"one")
         await until(lambda: len(peers) == 1)
         await first.close()
-        await until(lambda: bool(drops))
-        async with listening(endpoint, lambda peer, _: peers.append(peer)):
-            dialer.send(b"two")
+        await until(lambda: bool(disconnects))
+        async with router(endpoint, lambda peer, _: peers.append(peer)):
+            dealer_socket.send(b"two")
             await until(lambda: len(peers) == 2)
 
 
 async def test_sending_to_a_peer_that_has_gone_says_so() -> None:
     peers: list[bytes] = []
-    async with listening(address(), lambda peer, _: peers.append(peer)) as listener:
-        async with dialing(listener.endpoint) as (dialer, _, _):
-            dialer.send(b"hello")
+    async with router(ipc_endpoint(), lambda peer, _: peers.append(peer)) as router_socket:
+        async with dealer(router_socket.endpoint) as (dealer_socket, _, _):
+            dealer_socket.send(b"hello")
             await until(lambda: bool(peers))
 
         def gone() -> bool:
             try:
-                listener.send(peers[0], b"anybody there?")
+                router_socket.send(peers[0], b"anybody there?")
             except PeerDisconnected:
                 return True
             return False
@@ -199,36 +202,36 @@ async def test_sending_to_a_peer_that_has_gone_says_so() -> None:
 
 
 async def test_a_listener_that_has_gone_itself_takes_no_peer_for_gone() -> None:
-    heard: list[bytes] = []
-    async with listening(address(), lambda peer, _: heard.append(peer)) as listener:
-        dialer = DealerSocket(listener.endpoint, lambda _: None, lambda _: None)
+    received: list[bytes] = []
+    async with router(ipc_endpoint(), lambda peer, _: received.append(peer)) as router_socket:
+        dealer_socket = DealerSocket(router_socket.endpoint, lambda _: None, lambda _: None)
         try:
-            dialer.send(b"hello")
-            await until(lambda: bool(heard))
-            await listener.close()
-            assert listener.send(heard[0], b"too late")
+            dealer_socket.send(b"hello")
+            await until(lambda: bool(received))
+            await router_socket.close()
+            assert router_socket.send(received[0], b"too late")
         finally:
-            await dialer.close()
+            await dealer_socket.close()
 
 
 async def test_a_peer_that_does_not_read_fills_up_and_others_do_not_notice() -> None:
     peers: dict[bytes, bytes] = {}
-    async with listening(address(), lambda peer, data: peers.__setitem__(data, peer)) as listener:
-        with bare() as deaf:
-            deaf.connect(listener.endpoint)
-            deaf.send(b"deaf")
-            async with dialing(listener.endpoint) as (other, heard, _):
+    async with router(ipc_endpoint(), lambda peer, data: peers.__setitem__(data, peer)) as router_socket:
+        with raw_dealer() as unread:
+            unread.connect(router_socket.endpoint)
+            unread.send(b"unread")
+            async with dealer(router_socket.endpoint) as (other, received, _):
                 other.send(b"other")
                 await until(lambda: len(peers) == 2)
                 block = bytes(1 << 14)
                 async with asyncio.timeout(60):
                     sent = 0
-                    while listener.send(peers[b"deaf"], block):
+                    while router_socket.send(peers[b"unread"], block):
                         sent += 1
                         await asyncio.sleep(0)
                 assert sent >= HIGH_WATER_MARK
-                assert listener.send(peers[b"other"], b"for you")
-                await until(lambda: heard == [b"for you"])
+                assert router_socket.send(peers[b"other"], b"for you")
+                await until(lambda: received == [b"for you"])
 
 
 @pytest.mark.parametrize(
@@ -244,42 +247,42 @@ async def test_a_peer_that_does_not_read_fills_up_and_others_do_not_notice() -> 
 )
 async def test_bytes_that_are_no_zeromq_harm_nobody(data: bytes) -> None:
     made, answer = echo()
-    async with listening(LOCAL, answer) as listener:
-        made.append(listener)
-        port = int(listener.endpoint.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port)) as wire:
-            wire.sendall(data)
-        async with dialing(listener.endpoint) as (dialer, heard, _):
-            dialer.send(b"still here?")
-            await until(lambda: heard == [b"still here?"])
+    async with router(LOCAL, answer) as router_socket:
+        made.append(router_socket)
+        port = int(router_socket.endpoint.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(data)
+        async with dealer(router_socket.endpoint) as (dealer_socket, received, _):
+            dealer_socket.send(b"still here?")
+            await until(lambda: received == [b"still here?"])
 
 
 async def test_messages_behind_one_that_failed_are_still_read() -> None:
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     def hear(_: bytes, data: bytes) -> None:
         if data == b"bad":
             raise ValueError("for the loop to report")
-        heard.append(data)
+        received.append(data)
 
     reported: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
-    async with listening(address(), hear) as listener, dialing(listener.endpoint) as (dialer, _, _):
+    async with router(ipc_endpoint(), hear) as router_socket, dealer(router_socket.endpoint) as (dealer_socket, _, _):
         for data in (b"bad", b"good", b"bad", b"bad", b"last"):
-            dialer.send(data)
-        await until(lambda: heard == [b"good", b"last"])
+            dealer_socket.send(data)
+        await until(lambda: received == [b"good", b"last"])
         assert len(reported) == 3
 
 
 async def test_messages_of_several_frames_are_counted_and_dropped() -> None:
-    heard: list[bytes] = []
-    async with listening(address(), lambda _, data: heard.append(data)) as listener:
-        with bare() as wire:
-            wire.connect(listener.endpoint)
+    received: list[bytes] = []
+    async with router(ipc_endpoint(), lambda _, data: received.append(data)) as router_socket:
+        with raw_dealer() as raw:
+            raw.connect(router_socket.endpoint)
             for frames in ([b"a", b"b", b"c"], [b"", b"payload"], [b"ok"]):
-                wire.send_multipart(frames)
-            await until(lambda: heard == [b"ok"])
-        assert listener.strays == 2
+                raw.send_multipart(frames)
+            await until(lambda: received == [b"ok"])
+        assert router_socket.strays == 2
 
 
 # --- addresses and keys -----------------------------------------------------------------------------------------------
@@ -309,9 +312,9 @@ def test_what_is_no_address_is_told(endpoint: str) -> None:
 
 
 async def test_an_address_that_is_taken_is_told() -> None:
-    async with listening(LOCAL, lambda *_: None) as listener:
+    async with router(LOCAL, lambda *_: None) as router_socket:
         with pytest.raises(Unavailable, match="cannot listen on"):
-            RouterSocket(listener.endpoint, lambda *_: None, generate_keys())
+            RouterSocket(router_socket.endpoint, lambda *_: None, generate_keys())
 
 
 def test_keys_come_back_from_their_file_which_nobody_else_may_read(tmp_path: Path) -> None:
@@ -338,28 +341,28 @@ def test_what_is_no_key_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="cannot read"):
         read_keys(tmp_path / "none")
     with pytest.raises(InvalidRequest, match="cannot write"):
-        write_keys(tmp_path / "no" / "folder", one)
+        write_keys(tmp_path / "no" / "short_folder", one)
 
 
 # Silence is counted in whole ticks of our own.
 
 
 def test_silence_is_noticed_after_the_allowed_ticks() -> None:
-    pulse = HeartbeatMonitor(3)
-    assert [pulse.tick() for _ in range(5)] == [False, False, False, True, True]
+    monitor = HeartbeatMonitor(3)
+    assert [monitor.tick() for _ in range(5)] == [False, False, False, True, True]
 
 
 def test_a_word_begins_the_count_anew() -> None:
-    pulse = HeartbeatMonitor(2)
+    monitor = HeartbeatMonitor(2)
     for _ in range(10):
-        assert not pulse.tick()
-        assert not pulse.tick()
-        pulse.reset()
+        assert not monitor.tick()
+        assert not monitor.tick()
+        monitor.reset()
 
 
 def test_by_default_a_worker_that_is_stopped_is_noticed_within_two_seconds() -> None:
-    pace = HeartbeatConfig()
-    pulse = HeartbeatMonitor(pace.worker_misses)
-    ticks = next(number for number in range(1, 100) if pulse.tick())
-    assert ticks * pace.interval_s == pace.detection_s <= 2.0
-    assert pace.worker_misses >= 3
+    config = HeartbeatConfig()
+    monitor = HeartbeatMonitor(config.worker_misses)
+    ticks = next(number for number in range(1, 100) if monitor.tick())
+    assert ticks * config.interval_s == config.detection_s <= 2.0
+    assert config.worker_misses >= 3

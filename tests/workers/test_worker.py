@@ -40,16 +40,27 @@ from modelyard.workers.worker import Worker
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
 from tests.workers.conftest import Closing
-from tests.workers.harness import DEADLINE_S, HASTY, PATIENT, Stranger, opened, prompt, spec, talking, until, working
+from tests.workers.harness import (
+    DEADLINE_S,
+    LENIENT,
+    STRICT,
+    RawPeer,
+    connected,
+    open_fake,
+    prompt,
+    running_worker,
+    spec,
+    until,
+)
 
-ENDLESS: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
-SAYS_MUCH: dict[str, Any] = {"script": [{"steps": [{"tokens": 2000}]}], "token_delay": 0.0001}
+HANGING: dict[str, Any] = {"script": [{"steps": [{"text": "so far"}, {"hang": True}]}]}
+LONG: dict[str, Any] = {"script": [{"steps": [{"tokens": 2000}]}], "token_delay": 0.0001}
 
 
 async def test_streams_of_two_clients_never_mix() -> None:
-    async with working() as worker, talking(worker, "a") as one, talking(worker, "b") as two:
-        engine = await opened(one, echo=True, token_delay=0.0001)
-        same = await opened(two)
+    async with running_worker() as worker, connected(worker, "a") as one, connected(worker, "b") as two:
+        engine = await open_fake(one, echo=True, token_delay=0.0001)
+        same = await open_fake(two)
         texts = [f"This is the number {i}, and it has its own words: {i * 7919}." for i in range(16)]
         jobs = [(engine if i % 2 else same).generate(prompt(text)) for i, text in enumerate(texts)]
         said = await asyncio.gather(*(read(job) for job in jobs))
@@ -59,33 +70,33 @@ async def test_streams_of_two_clients_never_mix() -> None:
 
 
 async def test_an_engine_that_is_open_is_taken_over_by_its_id() -> None:
-    async with working() as worker, talking(worker, "a") as one:
-        first = await opened(one, "e", echo=True)
-        async with talking(worker, "b") as two:
+    async with running_worker() as worker, connected(worker, "a") as one:
+        first = await open_fake(one, "e", echo=True)
+        async with connected(worker, "b") as two:
             assert two.welcome is not None
             assert [held.engine for held in two.welcome.engines] == ["e"]
-            second = await opened(two, "e")
+            second = await open_fake(two, "e")
             assert ids(await read(second.generate(prompt("Hi.")))) == ids(await read(first.generate(prompt("Hi."))))
         assert len(worker.engines) == 1
         assert not first.lost.done()
 
 
 async def test_an_engine_that_cannot_be_made_says_why() -> None:
-    async with working() as worker, talking(worker) as session:
-        for order, told in [
+    async with running_worker() as worker, connected(worker) as session:
+        for message, expected in [
             (OpenEngine("e", "nonsense", "m", b"{}", {}), "nonsense"),
             (OpenEngine("e", "fake", "m", b'{"echo": "maybe"}', {}), "echo"),
             (OpenEngine("e", "fake", "m", b"{", {}), "options"),
             (OpenEngine("e", "fake", "m", b'{"tokenizer_path": "/nowhere"}', {"main": CacheInfo(9)}), "nowhere"),
         ]:
-            with pytest.raises(ModelyardError, match=told):
-                await session.open(order, lambda *_: None)
+            with pytest.raises(ModelyardError, match=expected):
+                await session.open(message, lambda *_: None)
         assert worker.engines == ()
 
 
 async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(session, echo=True)
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(session, echo=True)
         await read(engine.generate(prompt("Hi.")))
         assert engine.stats().occupied_tokens > 0
         await engine.control(Control("evict"))
@@ -95,7 +106,7 @@ async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
         made = await engine.embed([[1, 2], [3]])
         assert made.prompt_tokens == 3
         assert made == await engine.embed([[1, 2], [3]])
-        chat = await opened(session, "c", kind="chat", echo=True)
+        chat = await open_fake(session, "c", kind="chat", echo=True)
         asked = Request(model="m", messages=(Turn("user", (Text("Good morning."),)),))
         assert await chat.count(asked) > 0
         with pytest.raises(Unsupported):
@@ -104,9 +115,9 @@ async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
 
 
 async def test_a_request_of_the_wrong_kind_or_for_no_engine_is_refused() -> None:
-    async with working() as worker, talking(worker) as session:
-        await opened(session, "text")
-        chat = await opened(session, "chat", kind="chat")
+    async with running_worker() as worker, connected(worker) as session:
+        await open_fake(session, "text")
+        chat = await open_fake(session, "chat", kind="chat")
         chat.id = "text"
         (last,) = await read(chat.chat(Request(model="m")))
         assert isinstance(last, Failed)
@@ -117,8 +128,8 @@ async def test_a_request_of_the_wrong_kind_or_for_no_engine_is_refused() -> None
 
 
 async def test_ids_that_are_none_fail_their_own_request_only() -> None:
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(session, echo=True)
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(session, echo=True)
         from modelyard.core.engine import Prompt, TokenRun
 
         (last,) = await read(engine.generate(Prompt(parts=(TokenRun([-1]),))))
@@ -127,9 +138,9 @@ async def test_ids_that_are_none_fail_their_own_request_only() -> None:
 
 
 async def test_an_engine_that_dies_is_reported_before_its_requests_end() -> None:
-    script = [{"when": "die", "steps": [{"text": "a"}, {"die": "out of memory"}]}, *ENDLESS["script"]]
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(session, script=script)
+    script = [{"when": "die", "steps": [{"text": "a"}, {"die": "out of memory"}]}, *HANGING["script"]]
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(session, script=script)
         other = engine.generate(prompt("Go on."))
         await read_until(other, Tokens)
         fatal = engine.generate(prompt("Please die."))
@@ -140,7 +151,7 @@ async def test_an_engine_that_dies_is_reported_before_its_requests_end() -> None
         assert isinstance(batch[-1].error, ModelyardError)
         await read(fatal)
         await until(lambda: worker.engines == ())
-        again = await opened(session, "e", echo=True)
+        again = await open_fake(session, "e", echo=True)
         assert end(await read(again.generate(prompt()))).reason == "stop"
 
 
@@ -151,26 +162,26 @@ async def test_an_engine_that_dies_is_reported_before_its_requests_end() -> None
     "word", [b"", b"\xc1", os.urandom(64), encode(Heartbeat(1)), encode(Hello(VERSION + 1, "x")), encode(Goodbye())]
 )
 async def test_who_does_not_begin_with_a_good_hello_is_sent_away_and_counted(word: bytes, closing: Closing) -> None:
-    async with working() as worker:
-        stranger = closing(Stranger(worker.endpoint))
-        stranger.say(word)
-        await until(lambda: bool(stranger.heard))
-        assert isinstance(stranger.heard[0], ConnectionRefused)
+    async with running_worker() as worker:
+        peer = closing(RawPeer(worker.endpoint))
+        peer.say(word)
+        await until(lambda: bool(peer.heard))
+        assert isinstance(peer.heard[0], ConnectionRefused)
         assert worker.faults == 1
-        stranger.say(Hello(VERSION, "again"))
-        async with talking(worker) as session:  # whoever comes after it is served, and it is not
-            await opened(session)
-        assert len(stranger.heard) == 1
-        await stranger.close()
+        peer.say(Hello(VERSION, "again"))
+        async with connected(worker) as session:  # whoever comes after it is served, and it is not
+            await open_fake(session)
+        assert len(peer.heard) == 1
+        await peer.close()
 
 
 async def test_another_version_is_told_what_to_do(closing: Closing) -> None:
-    async with working() as worker:
-        stranger = closing(Stranger(worker.endpoint))
-        stranger.say(Hello(VERSION + 1, "newer"))
-        await until(lambda: bool(stranger.heard))
-        assert "run the same Modelyard on both sides" in stranger.heard[0].reason
-        await stranger.close()
+    async with running_worker() as worker:
+        peer = closing(RawPeer(worker.endpoint))
+        peer.say(Hello(VERSION + 1, "newer"))
+        await until(lambda: bool(peer.heard))
+        assert "run the same Modelyard on both sides" in peer.heard[0].reason
+        await peer.close()
 
 
 @pytest.mark.parametrize(
@@ -187,20 +198,20 @@ async def test_another_version_is_told_what_to_do(closing: Closing) -> None:
 async def test_a_client_that_sends_what_is_no_message_loses_its_requests_and_nobody_elses(
     word: bytes, closing: Closing
 ) -> None:
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(session, **ENDLESS)
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(session, **HANGING)
         mine = engine.generate(prompt())
         await read_until(mine, Tokens)
-        hostile = closing(Stranger(worker.endpoint))
-        hostile.say(Hello(VERSION, "hostile"))
-        hostile.say(AddRequest("e", InferRequest(7, pack_ids(prompt().ids), max_tokens=100)))
+        attacker = closing(RawPeer(worker.endpoint))
+        attacker.say(Hello(VERSION, "attacker"))
+        attacker.say(AddRequest("e", InferRequest(7, pack_ids(prompt().ids), max_tokens=100)))
         await until(lambda: engine_running(worker) == 2)
-        hostile.say(word)
+        attacker.say(word)
         await until(lambda: engine_running(worker) == 1)
         assert worker.faults == 1
         mine.cancel()
         assert end(await read(mine)).reason == "cancelled"
-        await hostile.close()
+        await attacker.close()
 
 
 def engine_running(worker: Worker) -> int:
@@ -208,8 +219,8 @@ def engine_running(worker: Worker) -> int:
 
 
 async def test_orders_for_requests_that_are_not_there_are_harmless(closing: Closing) -> None:
-    async with working() as worker:
-        stranger = closing(Stranger(worker.endpoint))
+    async with running_worker() as worker:
+        peer = closing(RawPeer(worker.endpoint))
         for word in (
             Hello(VERSION, "x"),
             AbortRequest(9),
@@ -218,28 +229,28 @@ async def test_orders_for_requests_that_are_not_there_are_harmless(closing: Clos
             Heartbeat(1),
             DropClient(3, "nobody"),
         ):
-            stranger.say(word)
-        await until(lambda: any(isinstance(word, WorkerReply) for word in stranger.heard))
+            peer.say(word)
+        await until(lambda: any(isinstance(word, WorkerReply) for word in peer.heard))
         assert worker.faults == 0
-        await stranger.close()
+        await peer.close()
 
 
 async def test_random_frames_to_a_worker_never_stop_it(closing: Closing) -> None:
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(session, echo=True)
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(session, echo=True)
         good = [
             encode(AddRequest("e", InferRequest(1, pack_ids([1, 2, 3])))),
             encode(OpenEngine("f", "fake", "m", b"{}", {})),
         ]
         for i in range(60):
-            stranger = closing(Stranger(worker.endpoint))
+            peer = closing(RawPeer(worker.endpoint))
             if i % 2:
-                stranger.say(Hello(VERSION, "fuzz"))
-                await until(lambda s=stranger: bool(s.heard))
+                peer.say(Hello(VERSION, "fuzz"))
+                await until(lambda s=peer: bool(s.heard))
             bent = bytearray(good[i % 2] if i % 3 else os.urandom(50))
             bent[i % len(bent)] ^= 0xFF
-            stranger.say(bytes(bent))
-            await stranger.close()
+            peer.say(bytes(bent))
+            await peer.close()
             assert end(await read(engine.generate(prompt("Hi.")))).reason == "stop"
 
 
@@ -247,10 +258,10 @@ async def test_random_frames_to_a_worker_never_stop_it(closing: Closing) -> None
 
 
 async def test_a_client_that_falls_silent_is_forgotten_with_what_ran_for_it(closing: Closing) -> None:
-    async with working(heartbeat=HASTY) as worker:
-        silent = closing(Stranger(worker.endpoint))
+    async with running_worker(heartbeat=STRICT) as worker:
+        silent = closing(RawPeer(worker.endpoint))
         silent.say(Hello(VERSION, "silent"))
-        silent.say(open_engine_message("e", "fake", spec(**ENDLESS)))
+        silent.say(open_engine_message("e", "fake", spec(**HANGING)))
         await until(lambda: bool(worker.engines))
         silent.say(AddRequest("e", InferRequest(1, pack_ids(prompt().ids), max_tokens=100)))
         await until(lambda: engine_running(worker) == 0 and "0 clients" in repr(worker))
@@ -259,9 +270,9 @@ async def test_a_client_that_falls_silent_is_forgotten_with_what_ran_for_it(clos
 
 
 async def test_a_client_that_leaves_takes_its_requests_with_it() -> None:
-    async with working() as worker:
-        async with talking(worker) as session:
-            engine = await opened(session, **ENDLESS)
+    async with running_worker() as worker:
+        async with connected(worker) as session:
+            engine = await open_fake(session, **HANGING)
             job = engine.generate(prompt())
             await read_until(job, Tokens)
         assert isinstance(end(await read(job)).error, Unavailable)
@@ -269,13 +280,13 @@ async def test_a_client_that_leaves_takes_its_requests_with_it() -> None:
 
 
 async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests(closing: Closing) -> None:
-    async with working() as worker:
-        session = closing(WorkerSession(worker.endpoint, "client", heartbeat=PATIENT))
+    async with running_worker() as worker:
+        session = closing(WorkerSession(worker.endpoint, "client", heartbeat=LENIENT))
         await session.connect()
-        engine = await opened(session, **ENDLESS)
+        engine = await open_fake(session, **HANGING)
         job = engine.generate(prompt())
         await read_until(job, Tokens)
-        session._heartbeat, session._monitor = HASTY, type(session._monitor)(HASTY.worker_misses)
+        session._heartbeat, session._monitor = STRICT, type(session._monitor)(STRICT.worker_misses)
         worker._handlers = {**worker._handlers, Heartbeat: lambda *_: None}
         session._timer.cancel()
         session._tick()
@@ -290,14 +301,14 @@ async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests(closing:
 
 
 async def test_while_an_engine_loads_nobody_is_impatient(closing: Closing) -> None:
-    async with working() as worker:
-        session = closing(WorkerSession(worker.endpoint, "client", heartbeat=HASTY))
+    async with running_worker() as worker:
+        session = closing(WorkerSession(worker.endpoint, "client", heartbeat=STRICT))
         await session.connect()
         gate = asyncio.Event()
         worker._handlers = {**worker._handlers, Heartbeat: lambda *_: None, OpenEngine: _late(worker, gate)}
-        opening = asyncio.create_task(opened(session, echo=True))
-        for _ in range(4 * HASTY.worker_misses):
-            await asyncio.sleep(HASTY.interval_s)
+        opening = asyncio.create_task(open_fake(session, echo=True))
+        for _ in range(4 * STRICT.worker_misses):
+            await asyncio.sleep(STRICT.interval_s)
         assert not session.is_lost
         gate.set()
         await opening
@@ -305,10 +316,10 @@ async def test_while_an_engine_loads_nobody_is_impatient(closing: Closing) -> No
 
 
 def _late(worker: Worker, gate: asyncio.Event) -> Any:
-    def open_(peer: Any, order: OpenEngine) -> None:
+    def open_(peer: Any, message: OpenEngine) -> None:
         async def wait() -> None:
             await gate.wait()
-            worker._on_open(peer, order)
+            worker._on_open(peer, message)
 
         worker._spawn(wait())
 
@@ -316,9 +327,9 @@ def _late(worker: Worker, gate: asyncio.Event) -> Any:
 
 
 async def test_forgetting_a_client_is_answered_when_its_places_are_free() -> None:
-    async with working() as worker, talking(worker, "dead") as one, talking(worker, "scheduler") as two:
-        engine = await opened(one, **ENDLESS)
-        await opened(two, "e")
+    async with running_worker() as worker, connected(worker, "dead") as one, connected(worker, "scheduler") as two:
+        engine = await open_fake(one, **HANGING)
+        await open_fake(two, "e")
         jobs = [engine.generate(prompt(f"{i}")) for i in range(3)]
         for job in jobs:
             await read_until(job, Tokens)
@@ -330,8 +341,8 @@ async def test_forgetting_a_client_is_answered_when_its_places_are_free() -> Non
 
 
 async def test_a_reader_that_lags_holds_back_its_own_stream_only() -> None:
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(
             session, caches={"main": CacheInfo(200_000, 4)}, script=[{"steps": [{"tokens": 50_000}]}], token_delay=1e-9
         )
         slow = engine.generate(prompt(max_tokens=50_000))
@@ -349,8 +360,8 @@ async def test_a_reader_that_lags_holds_back_its_own_stream_only() -> None:
 
 
 async def test_what_a_held_request_had_to_say_is_dropped_when_it_is_cancelled() -> None:
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(
             session, caches={"main": CacheInfo(200_000, 4)}, script=[{"steps": [{"tokens": 90_000}]}], token_delay=1e-9
         )
         slow = engine.generate(prompt(max_tokens=90_000))
@@ -362,11 +373,11 @@ async def test_what_a_held_request_had_to_say_is_dropped_when_it_is_cancelled() 
 
 async def test_a_client_that_does_not_read_at_all_stops_its_own_streams() -> None:
     """Its socket fills up, its requests are held, another client goes on; when it reads again it gets every token."""
-    async with working() as worker, talking(worker, "deaf") as deaf, talking(worker, "other") as other:
-        engine = await opened(
+    async with running_worker() as worker, connected(worker, "deaf") as deaf, connected(worker, "other") as other:
+        engine = await open_fake(
             deaf, caches={"main": CacheInfo(400_000, 4)}, script=[{"steps": [{"tokens": 60_000}]}], token_delay=1e-9
         )
-        same = await opened(other, "e")
+        same = await open_fake(other, "e")
         peer = next(p for p in worker._peers.values() if p.name == "deaf")
         sent, worker._socket.send = worker._socket.send, lambda who, data: who != peer.identity and sent(who, data)
         job = engine.generate(prompt(max_tokens=60_000))
@@ -378,27 +389,27 @@ async def test_a_client_that_does_not_read_at_all_stops_its_own_streams() -> Non
 
 
 async def test_one_turn_of_the_loop_is_one_frame_a_client(closing: Closing) -> None:
-    async with working() as worker:
-        stranger = closing(Stranger(worker.endpoint))
-        stranger.say(Hello(VERSION, "x"))
-        stranger.say(open_engine_message("e", "fake", spec(script=[{"steps": [{"text": "Hello there."}]}])))
+    async with running_worker() as worker:
+        peer = closing(RawPeer(worker.endpoint))
+        peer.say(Hello(VERSION, "x"))
+        peer.say(open_engine_message("e", "fake", spec(script=[{"steps": [{"text": "Hello there."}]}])))
         await until(lambda: bool(worker.engines))
         data = [encode(AddRequest("e", InferRequest(i, pack_ids(prompt().ids), max_tokens=50))) for i in range(8)]
         for each in data:
             worker._on_data(next(iter(worker._peers)), each)
-        await until(lambda: any(isinstance(word, UpdateBatch) for word in stranger.heard))
-        (frame,) = [word for word in stranger.heard if isinstance(word, UpdateBatch)]
+        await until(lambda: any(isinstance(word, UpdateBatch) for word in peer.heard))
+        (frame,) = [word for word in peer.heard if isinstance(word, UpdateBatch)]
         assert {item.request_id for item in frame.updates} == set(range(8))
-        assert isinstance(stranger.heard[0], Welcome)
-        await stranger.close()
+        assert isinstance(peer.heard[0], Welcome)
+        await peer.close()
 
 
 # --- leaving ------------------------------------------------------------------------------------------------------
 
 
 async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> None:
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(session, **SAYS_MUCH)
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(session, **LONG)
         job = engine.generate(prompt())
         chunks = await read_until(job, Tokens)
         draining = asyncio.create_task(worker.drain(DEADLINE_S))
@@ -412,14 +423,14 @@ async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> N
 
 
 async def test_draining_does_not_wait_for_ever() -> None:
-    async with working() as worker, talking(worker) as session:
-        engine = await opened(session, **ENDLESS)
+    async with running_worker() as worker, connected(worker) as session:
+        engine = await open_fake(session, **HANGING)
         await read_until(engine.generate(prompt()), Tokens)
         assert not await worker.drain(0.01)
 
 
 async def test_everything_is_the_same_with_keys_over_tcp() -> None:
     keys = generate_keys()
-    async with working("tcp://127.0.0.1:*", keys=keys) as worker, talking(worker, keys=keys) as session:
-        engine = await opened(session, echo=True)
+    async with running_worker("tcp://127.0.0.1:*", keys=keys) as worker, connected(worker, keys=keys) as session:
+        engine = await open_fake(session, echo=True)
         assert end(await read(engine.generate(prompt()))).reason == "stop"

@@ -37,7 +37,7 @@ patience = 50
 """
 
 
-class Fleet:
+class ServerProcesses:
     def __init__(self, server: commands.Serving) -> None:
         self.url, self.parent = server.url, psutil.Process(server.process.pid)
         self.server = server
@@ -76,50 +76,54 @@ def _is_ready(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with commands.serve(tmp_path_factory.mktemp("fleet"), "--workers", "2", config=config()) as server:
+def processes_(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcesses]:
+    with commands.serve(tmp_path_factory.mktemp("processes_"), "--workers", "2", config=config()) as server:
         until(lambda: _is_ready(server.url), "the model is up", commands.DEADLINE)
-        yield Fleet(server)
+        yield ServerProcesses(server)
 
 
-def test_all_gateways_speak_to_one_model(fleet: Fleet) -> None:
-    assert len({fleet.text() for _ in range(6)}) == 1
-    assert len(fleet.processes("--hired")) == 1
-    assert fleet.worker() == fleet.processes("--hired")[0].pid
-    first = httpx.post(f"{fleet.url}/v1/responses", json={"model": "small", "input": "Hi.", "max_output_tokens": 4})
+def test_all_gateways_speak_to_one_model(processes_: ServerProcesses) -> None:
+    assert len({processes_.text() for _ in range(6)}) == 1
+    assert len(processes_.processes("--hired")) == 1
+    assert processes_.worker() == processes_.processes("--hired")[0].pid
+    first = httpx.post(
+        f"{processes_.url}/v1/responses", json={"model": "small", "input": "Hi.", "max_output_tokens": 4}
+    )
     for _ in range(4):
-        assert httpx.get(f"{fleet.url}/v1/responses/{first.json()['id']}").status_code == 200
+        assert httpx.get(f"{processes_.url}/v1/responses/{first.json()['id']}").status_code == 200
 
 
-def _kill(find: Callable[[Fleet], int]) -> Callable[[Fleet], None]:
-    return lambda fleet: os.kill(find(fleet), signal.SIGKILL)
+def _kill(find: Callable[[ServerProcesses], int]) -> Callable[[ServerProcesses], None]:
+    return lambda processes_: os.kill(find(processes_), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
     "kill",
     [
-        _kill(lambda fleet: fleet.worker()),
-        _kill(lambda fleet: next(p.pid for p in fleet.processes("scheduler") if "--listen" in _command(p))),
+        _kill(lambda processes_: processes_.worker()),
+        _kill(lambda processes_: next(p.pid for p in processes_.processes("scheduler") if "--listen" in _command(p))),
     ],
     ids=["worker", "scheduler"],
 )
-def test_a_part_that_is_killed_comes_back_and_requests_wait_for_it(fleet: Fleet, kill: Callable[[Fleet], None]) -> None:
-    said = fleet.text()
-    kill(fleet)
-    assert fleet.text() == said
+def test_a_part_that_is_killed_comes_back_and_requests_wait_for_it(
+    processes_: ServerProcesses, kill: Callable[[ServerProcesses], None]
+) -> None:
+    text = processes_.text()
+    kill(processes_)
+    assert processes_.text() == text
 
 
-def test_the_model_outlives_the_scheduler_that_loaded_it(fleet: Fleet) -> None:
-    fleet.text()
-    before = fleet.worker()
-    (scheduler,) = (each for each in fleet.processes("scheduler") if "--listen" in _command(each))
+def test_the_model_outlives_the_scheduler_that_loaded_it(processes_: ServerProcesses) -> None:
+    processes_.text()
+    before = processes_.worker()
+    (scheduler,) = (each for each in processes_.processes("scheduler") if "--listen" in _command(each))
     scheduler.kill()
-    fleet.text()
-    assert fleet.worker() == before
+    processes_.text()
+    assert processes_.worker() == before
 
 
-def test_a_gateway_that_is_killed_leaves_its_places_to_others(fleet: Fleet) -> None:
-    with httpx.Client(base_url=fleet.url, timeout=commands.DEADLINE) as client:
+def test_a_gateway_that_is_killed_leaves_its_places_to_others(processes_: ServerProcesses) -> None:
+    with httpx.Client(base_url=processes_.url, timeout=commands.DEADLINE) as client:
         asked = {
             "model": "small",
             "stream": True,
@@ -129,10 +133,10 @@ def test_a_gateway_that_is_killed_leaves_its_places_to_others(fleet: Fleet) -> N
         with client.stream("POST", CHAT, json=asked) as answer:
             lines = answer.iter_lines()  # kept: a generator that is dropped closes the connection
             next(lines)
-            port = int(fleet.url.rpartition(":")[2])
+            port = int(processes_.url.rpartition(":")[2])
             (gateway,) = (
                 each
-                for each in fleet.processes("serve")
+                for each in processes_.processes("serve")
                 if any(
                     c.status == psutil.CONN_ESTABLISHED and c.laddr.port == port for c in each.net_connections("tcp")
                 )
@@ -141,7 +145,7 @@ def test_a_gateway_that_is_killed_leaves_its_places_to_others(fleet: Fleet) -> N
             gateway.wait(
                 commands.DEADLINE
             )  # until it is gone the kernel may still give it a connection, which dies with it
-    assert [fleet.ask().status_code for _ in range(4)] == [200] * 4
+    assert [processes_.ask().status_code for _ in range(4)] == [200] * 4
 
 
 def test_nothing_stays_behind_when_the_parent_is_stopped_or_killed(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from modelyard.core.engine import CacheInfo, Control, TextEngine
 from tests.engines.conformance.subjects import CLUSTER, SUBJECTS, Subject, params
-from tests.workers.ray_nodes import Nodes, nodes
+from tests.workers.ray_nodes import RayNodes, ray_nodes
 
 Open = Callable[..., Awaitable[TextEngine]]
 
@@ -67,8 +67,8 @@ async def open_engine(subject: Subject, window: int, parallel: int, slow: bool, 
 
 
 @pytest.fixture(scope="package")
-def ray_cluster() -> Iterator[Nodes]:
-    with nodes() as made:
+def ray_cluster() -> Iterator[RayNodes]:
+    with ray_nodes() as made:
         yield made
 
 

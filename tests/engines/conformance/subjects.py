@@ -25,7 +25,7 @@ from tests.engines.llama_cpp.lora_files import write_lora
 from tests.engines.reading import ROUNDED, TOLERANCE
 from tests.engines.vllm import helpers as vllm_helpers
 from tests.engines.vllm import real_vllm
-from tests.workers.split_engine import FarEngine, RayEngine, SplitEngine
+from tests.workers.split_engine import RayEngine, RemoteMachineEngine, SplitEngine
 
 GREEDY = Sampling(temperature=0)
 PATIENT = HeartbeatConfig(worker_misses=1000)
@@ -232,7 +232,7 @@ SUBJECTS: dict[str, Subject] = {
     "fake_process": InProcess(Fake()),
     "llama_cpp_process": InProcess(LlamaCpp()),
     "llama_cpp_split": InWorker(LlamaCpp(), SplitEngine),
-    "llama_cpp_machines": InWorker(LlamaCpp(), FarEngine),
+    "llama_cpp_machines": InWorker(LlamaCpp(), RemoteMachineEngine),
     "llama_cpp_ray": InWorker(LlamaCpp(), RayEngine),
 }
 CLUSTER = ("llama_cpp_machines", "llama_cpp_ray")  # need a network or a Ray cluster: make test-cluster

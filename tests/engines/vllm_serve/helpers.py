@@ -6,11 +6,13 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.events import Event
@@ -72,6 +74,18 @@ def behaviour(name: str, notes: Path | None = None) -> dict[str, str]:
 def recorded(notes: Path, what: str) -> list[Any]:
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
     return [line[what] for line in lines if what in line]
+
+
+def wait_exited(processes: Sequence[psutil.Process]) -> None:
+    """Zombies count as exited: in a container it may take init seconds to reap them."""
+
+    def is_alive(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+    while alive := [process for process in processes if is_alive(process)]:
+        psutil.wait_procs(alive, 0.05)
 
 
 def real_model() -> dict[str, Any]:

@@ -34,7 +34,15 @@ from modelyard.engines.vllm_serve.engine import VllmServeEngine, chat_body, toke
 from modelyard.engines.vllm_serve.server import find_binary
 from tests.engines.llama_server.helpers import read_rest, read_until_delta
 from tests.engines.vllm_serve import helpers
-from tests.engines.vllm_serve.helpers import behaviour, chat_request, engine, read_events, recorded, running_engine
+from tests.engines.vllm_serve.helpers import (
+    behaviour,
+    chat_request,
+    engine,
+    read_events,
+    recorded,
+    running_engine,
+    wait_exited,
+)
 
 on_shared_loop = pytest.mark.asyncio(loop_scope="module")
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -156,7 +164,7 @@ async def test_children_of_the_server_end_with_it(tmp_path: Path) -> None:
             if how == "killed":
                 os.kill(made.pid or 0, signal.SIGKILL)
                 await made.lost
-        await asyncio.to_thread(child.wait, 60)
+        await asyncio.to_thread(wait_exited, [child])
 
 
 GATEWAY = """
@@ -181,8 +189,7 @@ def test_no_process_outlives_a_killed_gateway(tmp_path: Path) -> None:
         pids = [int(gateway.stdout.readline()), recorded(tmp_path / "notes", "child")[0]]
         processes = [psutil.Process(pid) for pid in pids]
         gateway.kill()
-    _, alive = psutil.wait_procs(processes, 60)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    wait_exited(processes)
 
 
 # --- loads ------------------------------------------------------------------------------------------------------------
