@@ -1,4 +1,4 @@
-"""Every agent by its plan: what a given server comes to, and that nothing of the user's own is written."""
+"""The plan of every agent for a given server, and where an agent's program is found."""
 
 from __future__ import annotations
 
@@ -8,53 +8,99 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from modelyard.core.errors import InvalidRequest
-from modelyard.launch import agents
-from modelyard.launch.plan import Facts, Plan
+from modelyard.core.errors import InvalidRequest, NotFound
+from modelyard.launch.agents import AGENTS, AIDER, CLAUDE, get_agent, npm_platform
+from modelyard.launch.plan import LaunchPlan, LaunchTarget
 
 HOME = Path("/cache/launch/x")
-FACTS = Facts(url="http://127.0.0.1:8000", model="qwen", window=65_536, background="local-haiku", key="sk-1")
+TARGET = LaunchTarget(url="http://127.0.0.1:8000", model="qwen", window=65_536, background="local-haiku", key="sk-1")
 
 
-def planned(name: str, **more: Any) -> Plan:
-    facts = {field: getattr(FACTS, field) for field in FACTS.__struct_fields__} | more
-    return agents.find(name)[1](Facts(**facts), HOME)
+def plan(name: str, **changes: Any) -> LaunchPlan:
+    return AGENTS[name].plan(replace(TARGET, **changes), HOME)
 
 
-def test_every_file_here_is_an_agent_by_its_name() -> None:
-    assert agents.names() == ("aider", "claude", "codex", "continue", "opencode")
-    with pytest.raises(InvalidRequest, match="no agent 'emacs'; there are aider, claude"):
-        agents.find("emacs")
+def executable(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o755)
+    return path
 
 
-@pytest.mark.parametrize("name", agents.names())
-@pytest.mark.parametrize("window", [None, 2048, 1 << 20])
-def test_everything_that_is_written_lies_in_the_agents_private_folder(name: str, window: int | None) -> None:
-    plan = planned(name, window=window)
-    assert all(path.is_relative_to(HOME) for path in (*plan.files, *plan.initial))
+# --- finding an agent -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", agents.names())
+def test_unknown_agent_is_refused_with_the_names_of_the_others() -> None:
+    with pytest.raises(
+        InvalidRequest, match="unknown agent 'emacs'; choose one of aider, claude, codex, continue, open"
+    ):
+        get_agent("emacs")
+
+
+def test_users_installation_comes_before_the_pinned_version(tmp_path: Path) -> None:
+    env = {"PATH": str(tmp_path / "bin"), "MODELYARD_CACHE": str(tmp_path / "cache")}
+    pinned = executable(CLAUDE.pinned_program(env))
+    assert CLAUDE.find_program(env) == pinned
+    installed = executable(tmp_path / "bin" / "claude")
+    assert CLAUDE.find_program(env) == installed
+
+
+def test_missing_program_is_an_error_with_the_install_command(tmp_path: Path) -> None:
+    commands = {CLAUDE: "npm install -g @anthropic-ai/claude-code", AIDER: "pipx install aider-chat"}
+    for agent, command in commands.items():
+        with pytest.raises(NotFound) as caught:
+            agent.find_program({"PATH": "", "MODELYARD_CACHE": str(tmp_path)})
+        assert caught.value.message == f"{agent.title} is not installed; install it with: {command}"
+
+
+def test_platform_is_named_as_npm_packages_name_it() -> None:
+    assert npm_platform("linux", "x86_64") == "linux-x64"
+    assert npm_platform("darwin", "arm64") == "darwin-arm64"
+    assert npm_platform("linux", "aarch64") == "linux-arm64"
+
+
+# --- every agent ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_files_are_written_only_in_the_agents_private_folder(name: str) -> None:
+    for window in (None, 2048, 1 << 20):
+        made = plan(name, window=window)
+        assert all(path.is_relative_to(HOME) for path in (*made.files, *made.initial_files))
+
+
+@pytest.mark.parametrize("name", AGENTS)
 def test_address_key_model_and_window_reach_the_agent(name: str) -> None:
-    plan = planned(name)
-    told = " ".join([*plan.arguments, *plan.env.values(), *plan.files.values()])
-    for fact in (FACTS.url, FACTS.key, FACTS.model, str(FACTS.window)):
-        assert fact in told
+    made = plan(name)
+    text = " ".join([*made.arguments, *made.env.values(), *made.files.values()])
+    for value in (TARGET.url, TARGET.key, TARGET.model, str(TARGET.window)):
+        assert value in text
 
 
 @pytest.mark.parametrize("name", ["claude", "opencode", "aider"])
-def test_small_side_requests_get_the_name_that_the_routes_have_for_them(name: str) -> None:
-    plan = planned(name)
-    assert "local-haiku" in " ".join([*plan.arguments, *plan.env.values()])
-    assert "local-haiku" not in " ".join(planned(name, background="").env.values())
+def test_side_requests_use_the_background_model(name: str) -> None:
+    made = plan(name)
+    assert "local-haiku" in " ".join([*made.arguments, *made.env.values()])
+    assert "local-haiku" not in " ".join(plan(name, background="").env.values())
+
+
+@pytest.mark.parametrize("name", ["codex", "opencode"])
+def test_too_small_a_window_is_noted(name: str) -> None:
+    (note,) = plan(name, window=4096).notes
+    assert "window of 4096 tokens" in note
+    assert "larger n_ctx" in note
+    assert plan(name).notes == ()
+
+
+# --- each agent -------------------------------------------------------------------------------------------------------
 
 
 def test_claude_code() -> None:
-    plan = planned("claude")
-    assert plan.arguments == ("--model", "qwen")
-    assert plan.unset == ("ANTHROPIC_API_KEY",)
-    assert dict(plan.env) == {
+    made = plan("claude")
+    assert made.arguments == ("--model", "qwen")
+    assert made.unset == ("ANTHROPIC_API_KEY",)
+    assert dict(made.env) == {
         "CLAUDE_CONFIG_DIR": str(HOME),
         "ANTHROPIC_BASE_URL": "http://127.0.0.1:8000",
         "ANTHROPIC_AUTH_TOKEN": "sk-1",
@@ -68,25 +114,23 @@ def test_claude_code() -> None:
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "65536",
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8192",
     }
-    assert plan.notes == ()
+    assert made.notes == ()
 
 
 @pytest.mark.parametrize(
     ("window", "bare", "note"),
-    [(8192, True, "in its bare mode"), (40_000, False, "64000 are better"), (None, False, "")],
+    [(8192, True, "in its bare mode"), (40_000, False, "64000 tokens are better"), (None, False, "")],
 )
-def test_claude_code_starts_bare_below_its_smallest_window_and_the_user_is_told(
-    window: int | None, bare: bool, note: str
-) -> None:
-    plan = planned("claude", window=window)
-    assert ("--bare" in plan.arguments) == bare
-    assert note in "".join(plan.notes)
-    assert bool(plan.notes) == bool(note)
+def test_claude_code_runs_in_bare_mode_in_a_small_window(window: int | None, bare: bool, note: str) -> None:
+    made = plan("claude", window=window)
+    assert ("--bare" in made.arguments) == bare
+    assert note in "".join(made.notes)
+    assert bool(made.notes) == bool(note)
 
 
 def test_codex() -> None:
-    plan = planned("codex")
-    flags, settings = plan.arguments[::2], plan.arguments[1::2]
+    made = plan("codex")
+    flags, settings = made.arguments[::2], made.arguments[1::2]
     assert set(flags) == {"-c"}
     assert tomllib.loads("\n".join(settings)) == {
         "model": "qwen",
@@ -102,17 +146,17 @@ def test_codex() -> None:
             }
         },
     }
-    assert dict(plan.env) == {"CODEX_HOME": str(HOME), "CODEX_MODELYARD_KEY": "sk-1"}
+    assert dict(made.env) == {"CODEX_HOME": str(HOME), "CODEX_MODELYARD_KEY": "sk-1"}
 
 
-@pytest.mark.parametrize(("window", "limit"), [(None, None), (65_536, None), (20_000, 1250), (4096, 500)])
-def test_codex_cuts_results_of_tools_where_one_could_overfill_the_window(window: int | None, limit: int | None) -> None:
-    settings = tomllib.loads("\n".join(planned("codex", window=window).arguments[1::2]))
-    assert settings.get("tool_output_token_limit") == limit
+def test_codex_truncates_tool_results_that_could_overflow_a_small_window() -> None:
+    for window, limit in ((None, None), (65_536, None), (20_000, 1250), (4096, 500)):
+        settings = tomllib.loads("\n".join(plan("codex", window=window).arguments[1::2]))
+        assert settings.get("tool_output_token_limit") == limit
 
 
 def test_opencode() -> None:
-    settings = json.loads(planned("opencode").env["OPENCODE_CONFIG_CONTENT"])
+    settings = json.loads(plan("opencode").env["OPENCODE_CONFIG_CONTENT"])
     assert (settings["model"], settings["small_model"]) == ("modelyard/qwen", "modelyard/local-haiku")
     provider = settings["provider"]["modelyard"]
     assert provider["options"] == {"baseURL": "http://127.0.0.1:8000/v1", "apiKey": "sk-1", "timeout": False}
@@ -120,39 +164,31 @@ def test_opencode() -> None:
     assert provider["models"] == {"qwen": limit, "local-haiku": limit}
 
 
-def test_opencode_makes_no_summaries_where_they_cannot_help() -> None:
-    """It would make one after another for ever."""
-    small = json.loads(planned("opencode", window=4096).env["OPENCODE_CONFIG_CONTENT"])
+def test_opencode_does_not_compact_if_its_prompt_does_not_fit() -> None:
+    """It would compact for ever."""
+    small = json.loads(plan("opencode", window=4096).env["OPENCODE_CONFIG_CONTENT"])
     assert small["compaction"] == {"auto": False}
-    assert "compaction" not in json.loads(planned("opencode").env["OPENCODE_CONFIG_CONTENT"])
+    assert "compaction" not in json.loads(plan("opencode").env["OPENCODE_CONFIG_CONTENT"])
 
 
 def test_continue() -> None:
-    plan = planned("continue")
-    (path,) = plan.files
-    assert plan.arguments == ("--config", str(path))
-    (model,) = json.loads(plan.files[path])["models"]
+    made = plan("continue")
+    (path,) = made.files
+    assert made.arguments == ("--config", str(path))
+    (model,) = json.loads(made.files[path])["models"]
     assert (model["provider"], model["model"], model["apiBase"]) == ("openai", "qwen", "http://127.0.0.1:8000/v1")
     assert (model["contextLength"], model["apiKey"]) == (65_536, "sk-1")
-    assert 1800 * 1000 < model["requestOptions"]["timeout"] < 2**31 / 1000, "it is read as either unit"
+    assert 1800 * 1000 < model["requestOptions"]["timeout"] < 2**31 / 1000, "it is read in both units"
 
 
 def test_aider() -> None:
-    plan = planned("aider")
-    (path,) = plan.files
-    assert plan.arguments[:4] == ("--model", "openai/qwen", "--weak-model", "openai/local-haiku")
-    assert plan.arguments[-2:] == ("--model-metadata-file", str(path))
-    known = json.loads(plan.files[path])
-    assert {name: told["max_input_tokens"] for name, told in known.items()} == {
+    made = plan("aider")
+    (path,) = made.files
+    assert made.arguments[:4] == ("--model", "openai/qwen", "--weak-model", "openai/local-haiku")
+    assert made.arguments[-2:] == ("--model-metadata-file", str(path))
+    metadata = json.loads(made.files[path])
+    assert {name: model["max_input_tokens"] for name, model in metadata.items()} == {
         "openai/qwen": 65_536,
         "openai/local-haiku": 65_536,
     }
-    assert plan.env["OPENAI_API_BASE"] == "http://127.0.0.1:8000/v1"
-
-
-@pytest.mark.parametrize("name", ["codex", "opencode"])
-def test_an_agent_that_cannot_fit_is_launched_with_a_word_about_it(name: str) -> None:
-    (note,) = planned(name, window=4096).notes
-    assert "window of 4096 tokens" in note
-    assert "larger n_ctx" in note
-    assert planned(name).notes == ()
+    assert made.env["OPENAI_API_BASE"] == "http://127.0.0.1:8000/v1"

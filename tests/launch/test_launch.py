@@ -1,4 +1,4 @@
-"""The command itself, with a stand-in for the agent: what it is given, how it ends, and what becomes of the server."""
+"""`modelyard launch` with a shell script as the agent: what it gets, how it ends, and when a server is started."""
 
 from __future__ import annotations
 
@@ -6,94 +6,104 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
-from tests.commands import DEADLINE, DEMO, MODELYARD, environment, run
+from modelyard.cli.app import app
+from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
+from modelyard.launch.launch import LaunchOptions, launch_agent
+from tests.commands import DEADLINE, DEMO, MODELYARD, environment
 from tests.launch.test_server import free_port
 from tests.serving import demo, serving
 
 
-def agent(folder: Path, text: str, name: str = "claude") -> dict[str, str]:
-    """An environment in which the agent is this shell script."""
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(demo()) as served:
+        yield served.url
+
+
+def install(folder: Path, script: str, name: str = "claude") -> dict[str, str]:
+    """An environment in which the agent's program is this shell script."""
     program = folder / "bin" / name
     program.parent.mkdir()
-    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
-    return {"PATH": f"{program.parent}:{os.environ['PATH']}", "MODELYARD_CACHE": str(folder / "cache")}
+    return environment(PATH=f"{program.parent}:{os.environ['PATH']}", MODELYARD_CACHE=str(folder / "cache"))
 
 
-def test_a_running_server_is_used_and_the_agent_gets_its_variables_arguments_and_exit_code(tmp_path: Path) -> None:
-    env = agent(tmp_path, 'echo "$ANTHROPIC_BASE_URL" "${ANTHROPIC_API_KEY-unset}" "$@"; exit 7')
-    with serving(demo()) as served:
-        done = run(
-            "launch", "claude", "--url", served.url, "--", "-p", "a b", cwd=tmp_path, ANTHROPIC_API_KEY="x", **env
-        )
-        assert httpx.get(served.url + "/health/live").status_code == 200
-    assert done.returncode == 7, done.stderr
-    assert done.stdout == f"{served.url} unset --model demo --bare -p a b\n"
-    assert "bare mode" in done.stderr
+def test_agent_gets_variables_and_arguments_from_a_running_server(
+    url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    env = install(tmp_path, 'echo "$ANTHROPIC_BASE_URL" "${ANTHROPIC_API_KEY-unset}" "$@"; exit 7')
+    notes: list[str] = []
+    options = LaunchOptions(agent="claude", url=url, arguments=("-p", "a b"))
+    assert launch_agent(options, {**env, "ANTHROPIC_API_KEY": "x"}, notes.append) == 7
+    assert capfd.readouterr().out == f"{url} unset --model demo --bare -p a b\n"
+    assert "bare mode" in notes[0]
     assert (tmp_path / "cache" / "launch" / "claude" / ".claude.json").is_file()
+    assert httpx.get(url + "/health/live").status_code == 200
 
 
-def test_a_server_is_started_where_none_runs_and_ended_with_the_agent(tmp_path: Path) -> None:
+def test_temporary_server_runs_as_long_as_the_agent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    env = agent(tmp_path, 'echo "$OPENAI_API_BASE"', "aider")
-    done = run("launch", "aider", "--url", url, *DEMO, cwd=tmp_path, **env)
-    assert (done.returncode, done.stdout) == (0, f"{url}/v1\n"), done.stderr
+    env = install(tmp_path, 'echo "$OPENAI_API_BASE"', "aider")
+    notes: list[str] = []
+    options = LaunchOptions(agent="aider", url=url, config=Path(DEMO[1]))
+    assert launch_agent(options, env, notes.append) == 0
+    assert capfd.readouterr().out == f"{url}/v1\n"
+    assert "starting a server" in notes[0]
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
 
 
-def test_a_server_that_cannot_start_is_told_of_with_its_own_words(tmp_path: Path) -> None:
-    (tmp_path / "bad.toml").write_text("models = 3\n")
-    env = agent(tmp_path, "echo never")
-    url = f"http://127.0.0.1:{free_port()}"
-    done = run("launch", "claude", "--url", url, "--config", str(tmp_path / "bad.toml"), cwd=tmp_path, **env)
-    assert done.returncode == 2
-    assert "the server ended before it could answer" in done.stderr
-    assert "never" not in done.stdout
+def test_server_that_fails_to_start_is_reported_with_its_last_log_line(tmp_path: Path) -> None:
+    config = tmp_path / "bad.toml"
+    config.write_text("models = 3\n")
+    env = install(tmp_path, "echo never")
+    options = LaunchOptions(agent="claude", url=f"http://127.0.0.1:{free_port()}", config=config)
+    with pytest.raises(Unavailable, match=r"the server exited before it was ready \(.+server\.log\): .*models"):
+        launch_agent(options, env, lambda _: None)
 
 
-def test_signals_are_for_the_agent_and_its_end_by_one_is_told_as_a_shell_does(tmp_path: Path) -> None:
-    env = agent(tmp_path, f'echo $$ > "{tmp_path}/pid.new"; mv "{tmp_path}/pid.new" "{tmp_path}/pid"; exec sleep 600')
-    with serving(demo()) as served:
-        process = subprocess.Popen(
-            [*MODELYARD, "launch", "claude", "--url", served.url], cwd=tmp_path, env=environment(**env), text=True
-        )
-        _until_there(tmp_path / "pid")
-        process.send_signal(signal.SIGINT)  # to us alone: the terminal would have sent it to the agent, too
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE) == 128 + signal.SIGTERM
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-def test_printing_shows_the_same_as_shell_lines_and_starts_and_writes_nothing(tmp_path: Path) -> None:
-    env = agent(tmp_path, "echo never")
-    with serving(demo()) as served:
-        done = run("launch", "claude", "--print", "--url", served.url, "--", "--resume", cwd=tmp_path, **env)
-    assert done.returncode == 0, done.stderr
-    assert f"export ANTHROPIC_BASE_URL={served.url}\n" in done.stdout
-    assert done.stdout.endswith("\nclaude --model demo --bare --resume\n")
-    assert not (tmp_path / "cache" / "launch").exists()
-    gone = run("launch", "claude", "--print", "--url", served.url, cwd=tmp_path, **env)
-    assert gone.returncode == 2
-    assert "start one with: modelyard serve" in gone.stderr
-
-
-def test_an_agent_that_is_unknown_or_not_installed_is_one_sentence(tmp_path: Path) -> None:
-    assert "there are aider, claude" in run("launch", "emacs", cwd=tmp_path).stderr
-    env = agent(tmp_path, "echo never", "other") | {"PATH": str(tmp_path / "bin")}
-    done = run("launch", "codex", cwd=tmp_path, **env)
-    assert done.returncode == 2
-    assert "Codex is not installed; install it with: npm install -g @openai/codex" in done.stderr
-
-
-def _until_there(path: Path) -> None:
+def test_command_forwards_signals_and_exits_as_a_shell_does(url: str, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    env = install(tmp_path, f'echo "$$ $@" > "{started}.new"; mv "{started}.new" "{started}"; exec sleep 600')
+    command = [*MODELYARD, "launch", "claude", "--url", url, "--", "-p", "hi"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, text=True)
     deadline = time.monotonic() + DEADLINE
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not come"
+    while not started.exists():
+        assert time.monotonic() < deadline, "the agent did not start"
         time.sleep(0.005)
+    process.send_signal(signal.SIGINT)  # only to the launcher: a terminal sends it to the agent as well
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE) == 128 + signal.SIGTERM
+    pid, *arguments = started.read_text().split()
+    assert arguments == ["--model", "demo", "--bare", "-p", "hi"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid), 0)
+
+
+def test_print_shows_shell_commands_and_starts_and_writes_nothing(url: str, tmp_path: Path) -> None:
+    env = {"MODELYARD_CACHE": str(tmp_path)}
+    printed = CliRunner().invoke(app, ["launch", "claude", "--print", "--url", url, "--", "--resume"], env=env)
+    assert printed.exit_code == 0, printed.output
+    assert f"export ANTHROPIC_BASE_URL={url}\n" in printed.stdout
+    assert printed.stdout.endswith("\nclaude --model demo --bare --resume\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    nothing = f"http://127.0.0.1:{free_port()}"
+    stopped = CliRunner().invoke(app, ["launch", "claude", "--print", "--url", nothing])
+    assert stopped.exit_code == 2
+    assert "start one with: modelyard serve" in " ".join(stopped.stderr.split())
+    with pytest.raises(InvalidRequest, match="unknown agent 'emacs'; choose one of aider, claude"):
+        launch_agent(LaunchOptions(agent="emacs", url=nothing), {}, lambda _: None)
+    env = {"PATH": str(tmp_path), "MODELYARD_CACHE": str(tmp_path)}
+    with pytest.raises(NotFound, match="Codex is not installed; install it with: npm install -g @openai/codex"):
+        launch_agent(LaunchOptions(agent="codex", url=nothing), env, lambda _: None)

@@ -23,7 +23,7 @@ _JSON = {"content-type": "application/json"}
 
 
 class UpstreamAddress(Struct, frozen=True, kw_only=True):
-    """`name` stands in error messages. `key_source` says where the key is set; it is never the key itself."""
+    """`name` is for error messages. `key_source` says where the key is set; it is never the key itself."""
 
     name: str
     base_url: str

@@ -26,10 +26,10 @@ async def test_engine_satisfies_the_protocol_and_lists_its_caches(opened: Open) 
 
 async def test_job_starts_with_accepted_and_ends_once_with_usage(subject: Subject, opened: Open) -> None:
     engine = await opened()
-    chunks = await read(engine.generate(asked := prompt(subject)))
+    chunks = await read(engine.generate(job := prompt(subject)))
     assert accepted(chunks).cached_tokens == 0
     usage = end(chunks).usage
-    assert (usage.prompt, usage.cached, usage.output) == (asked.n_tokens, 0, len(ids(chunks)))
+    assert (usage.prompt, usage.cached, usage.output) == (job.n_tokens, 0, len(ids(chunks)))
     assert end(chunks).timings.total is not None
     assert engine.stats().running == 0
 
@@ -51,25 +51,25 @@ async def test_stop_id_ends_the_job_and_is_not_emitted(subject: Subject, opened:
 
 
 async def test_full_window_ends_with_window(subject: Subject, opened: Open) -> None:
-    asked = prompt(subject, max_tokens=100)
-    engine = await opened(window=asked.n_tokens + 4)
-    chunks = await read(engine.generate(asked))
+    job = prompt(subject, max_tokens=100)
+    engine = await opened(window=job.n_tokens + 4)
+    chunks = await read(engine.generate(job))
     assert len(ids(chunks)) == 4
     assert end(chunks).reason == "window"
 
 
 async def test_prompt_that_fits_exactly_ends_with_length(subject: Subject, opened: Open) -> None:
-    asked = prompt(subject, max_tokens=4)
-    engine = await opened(window=asked.n_tokens + 4)
-    assert end(await read(engine.generate(asked))).reason == "length"
+    job = prompt(subject, max_tokens=4)
+    engine = await opened(window=job.n_tokens + 4)
+    assert end(await read(engine.generate(job))).reason == "length"
 
 
 async def test_prompt_as_long_as_the_window_overflows_without_harm(subject: Subject, opened: Open) -> None:
-    asked = prompt(subject)
-    engine = await opened(window=asked.n_tokens)
-    (last,) = await read(engine.generate(asked))
+    job = prompt(subject)
+    engine = await opened(window=job.n_tokens)
+    (last,) = await read(engine.generate(job))
     assert isinstance(last, End)
-    assert last.error == ContextOverflow(asked.n_tokens, asked.n_tokens)
+    assert last.error == ContextOverflow(job.n_tokens, job.n_tokens)
     shorter = prompt(subject, "Hi.", max_tokens=1)
     assert end(await read(engine.generate(shorter))).error is None
 
@@ -84,28 +84,28 @@ async def test_unknown_cache_is_an_error_that_lists_the_caches(subject: Subject,
 
 async def test_job_without_a_cache_uses_the_first(subject: Subject, opened: Open) -> None:
     engine = await opened()
-    await read(engine.generate(asked := prompt(subject)))
+    await read(engine.generate(job := prompt(subject)))
     again = accepted(await read(engine.generate(prompt(subject, cache=""))))
-    assert again.cached_tokens == reusable_tokens(subject, asked.n_tokens)
+    assert again.cached_tokens == reusable_tokens(subject, job.n_tokens)
 
 
 async def test_greedy_answers_are_repeatable(subject: Subject, opened: Open) -> None:
     engine = await opened()
-    first, second = [await read(engine.generate(asked)) for asked in [prompt(subject)] * 2]
+    first, second = [await read(engine.generate(job)) for job in [prompt(subject)] * 2]
     assert_alike(first, second, subject.tolerance)
 
 
 @pytest.mark.parametrize("subject", REUSING_KV, indirect=True)
 async def test_repeated_prompt_is_cached_except_its_last_token(subject: Subject, opened: Open) -> None:
     engine = await opened()
-    await read(engine.generate(asked := prompt(subject)))
+    await read(engine.generate(job := prompt(subject)))
     before = engine.stats()
-    chunks = await read(engine.generate(asked))
-    kept = reusable_tokens(subject, asked.n_tokens)
+    chunks = await read(engine.generate(job))
+    kept = reusable_tokens(subject, job.n_tokens)
     assert accepted(chunks).cached_tokens == end(chunks).usage.cached == kept
     after = engine.stats()
     assert after.reused_tokens - before.reused_tokens == kept
-    assert after.evaluated_tokens - before.evaluated_tokens == asked.n_tokens - kept
+    assert after.evaluated_tokens - before.evaluated_tokens == job.n_tokens - kept
 
 
 @pytest.mark.parametrize("subject", REUSING_KV, indirect=True)
@@ -117,12 +117,12 @@ async def test_caches_are_separate(subject: Subject, opened: Open) -> None:
 
 async def test_concurrent_jobs_answer_as_they_do_alone(subject: Subject, opened: Open) -> None:
     engine = await opened(parallel=2)
-    asked = [prompt(subject, topic, cache=cache, session=topic) for topic in TOPICS for cache in ("main", "fast")]
-    together = [engine.generate(each) for each in asked]
+    job = [prompt(subject, topic, cache=cache, session=topic) for topic in TOPICS for cache in ("main", "fast")]
+    together = [engine.generate(each) for each in job]
     got = [await read(generation) for generation in together]
     alone = await opened(parallel=1)
     expected = {topic: await read(alone.generate(prompt(subject, topic))) for topic in TOPICS}
-    for each, chunks in zip(asked, got, strict=True):
+    for each, chunks in zip(job, got, strict=True):
         accepted(chunks)
         assert_alike(chunks, expected[str(each.session)], subject.tolerance)
 
@@ -148,12 +148,12 @@ async def test_logprobs_are_absent_by_default(subject: Subject, opened: Open) ->
 @pytest.mark.parametrize("subject", REPORTING_PROGRESS, indirect=True)
 async def test_progress_of_a_long_prompt_increases_up_to_its_length(subject: Subject, opened: Open) -> None:
     engine = await opened(slow=True)
-    chunks = await read(engine.generate(asked := prompt(subject, "word " * 60, max_tokens=1)))
+    chunks = await read(engine.generate(job := prompt(subject, "word " * 60, max_tokens=1)))
     reports = [chunk for chunk in chunks if isinstance(chunk, Progress)]
     assert len(reports) >= 2
     assert [report.done for report in reports] == sorted({report.done for report in reports})
-    assert {report.total for report in reports} == {asked.n_tokens}
-    assert reports[-1].done <= asked.n_tokens
+    assert {report.total for report in reports} == {job.n_tokens}
+    assert reports[-1].done <= job.n_tokens
 
 
 @pytest.mark.parametrize("pattern", ["一二三四五", "🎉🚀"])
@@ -162,19 +162,19 @@ async def test_characters_of_several_tokens_are_decoded(subject: Subject, opened
     text = subject.prompt_for(pattern)
     spelled = subject.tokenizer.encode(pattern)
     assert len(spelled) > len(pattern), "the pattern needs characters of several tokens"
-    asked = prompt(subject, text, raw=True, max_tokens=len(spelled))
-    said = ids(await read(engine.generate(asked)))
+    job = prompt(subject, text, raw=True, max_tokens=len(spelled))
+    output = ids(await read(engine.generate(job)))
     detokenizer = subject.tokenizer.detokenizer()
-    pieces = [piece for token in said for piece in detokenizer.feed([token])] + detokenizer.finish()
+    pieces = [piece for token in output for piece in detokenizer.feed([token])] + detokenizer.finish()
     assert "".join(piece.text for piece in pieces) == pattern
     assert not any("\ufffd" in piece.text for piece in pieces)
 
 
 async def test_prompt_in_several_runs_equals_one_run(subject: Subject, opened: Open) -> None:
     engine = await opened()
-    asked = prompt(subject)
-    whole = await read(engine.generate(asked))
-    runs = tuple(TokenRun([id]) for id in asked.ids)
-    split = await read(engine.generate(replace(asked, parts=runs)))
-    assert accepted(split).cached_tokens == reusable_tokens(subject, asked.n_tokens)
+    job = prompt(subject)
+    whole = await read(engine.generate(job))
+    runs = tuple(TokenRun([id]) for id in job.ids)
+    split = await read(engine.generate(replace(job, parts=runs)))
+    assert accepted(split).cached_tokens == reusable_tokens(subject, job.n_tokens)
     assert_alike(whole, split, subject.tolerance)

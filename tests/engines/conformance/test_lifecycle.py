@@ -114,13 +114,13 @@ async def test_job_cancelled_at_once_ends(subject: Subject, opened: Open) -> Non
 @pytest.mark.parametrize("subject", REPORTING_PROGRESS, indirect=True)
 async def test_job_cancelled_during_prefill_stops(subject: Subject, opened: Open) -> None:
     engine = await opened(slow=True, parallel=1)
-    generation = engine.generate(asked := prompt(subject, LONG, max_tokens=200))
+    generation = engine.generate(job := prompt(subject, LONG, max_tokens=200))
     chunks = await until(generation, Progress)
     generation.cancel()
     chunks += await read(generation)
     assert end(chunks).reason == "cancelled"
     assert ids(chunks) == []
-    assert max(chunk.done for chunk in chunks if isinstance(chunk, Progress)) < asked.n_tokens
+    assert max(chunk.done for chunk in chunks if isinstance(chunk, Progress)) < job.n_tokens
 
 
 async def test_job_cancelled_during_decoding_counts_its_output(subject: Subject, opened: Open) -> None:

@@ -31,9 +31,9 @@ def called(text: str) -> dict[str, object]:
 
 
 async def test_demo_introduces_itself_and_quotes_the_user() -> None:
-    said = await answer("What is “up”? 你好 🎉")
-    assert "built-in fake engine" in said
-    assert "What is “up”? 你好 🎉" in said
+    text = await answer("What is “up”? 你好 🎉")
+    assert "built-in fake engine" in text
+    assert "What is “up”? 你好 🎉" in text
 
 
 async def test_demo_quotes_only_the_beginning_of_a_long_text() -> None:
@@ -45,13 +45,13 @@ async def test_demo_thinks_on_request() -> None:
 
 
 async def test_demo_calls_the_tool_that_the_user_names() -> None:
-    said = await answer(chatml(TOOLS, ("user", "please call get_weather.")))
-    assert called(said) == {"name": "get_weather", "arguments": {"city": "text"}}
+    text = await answer(chatml(TOOLS, ("user", "please call get_weather.")))
+    assert called(text) == {"name": "get_weather", "arguments": {"city": "text"}}
 
 
 async def test_demo_takes_arguments_from_the_user() -> None:
-    said = await answer(chatml(TOOLS, ("user", 'call get_weather {"city": "Rome"}')))
-    assert called(said)["arguments"] == {"city": "Rome"}
+    text = await answer(chatml(TOOLS, ("user", 'call get_weather {"city": "Rome"}')))
+    assert called(text)["arguments"] == {"city": "Rome"}
 
 
 async def test_demo_calls_no_tool_that_is_not_offered() -> None:
@@ -60,8 +60,8 @@ async def test_demo_calls_no_tool_that_is_not_offered() -> None:
 
 
 async def test_demo_answers_a_tools_result_instead_of_calling_again() -> None:
-    said = await answer(chatml(TOOLS, ("user", "call get_weather"), ("tool", "18 degrees")))
-    assert said == "The tool answered: 18 degrees"
+    text = await answer(chatml(TOOLS, ("user", "call get_weather"), ("tool", "18 degrees")))
+    assert text == "The tool answered: 18 degrees"
 
 
 async def test_demo_names_a_tool_that_it_can_call() -> None:
@@ -86,8 +86,8 @@ async def test_regex_constraint_is_obeyed() -> None:
 async def test_forced_tool_is_called_with_valid_arguments() -> None:
     text = chatml(TOOLS, ("user", "hello"))
     for constraint in (Constraint("tools"), Constraint("tools", tools=("get_weather",))):
-        said = await answer(text, fields={"constraint": constraint})
-        assert called(said) == {"name": "get_weather", "arguments": {"city": "text"}}
+        text = await answer(text, fields={"constraint": constraint})
+        assert called(text) == {"name": "get_weather", "arguments": {"city": "text"}}
 
 
 async def test_constraint_with_a_trigger_forces_nothing() -> None:

@@ -22,9 +22,9 @@ async def read(generation: Generation[Event]) -> list[Event]:
     return [event async for batch in generation for event in batch]
 
 
-async def play(*steps: dict[str, Any], asked: Request | None = None, **options: Any) -> list[Event]:
+async def play(*steps: dict[str, Any], request_: Request | None = None, **options: Any) -> list[Event]:
     engine = await chat_engine(script=[{"when": "", "steps": steps}], **options)
-    return await read(engine.chat(asked or request()))
+    return await read(engine.chat(request_ or request()))
 
 
 def check_order(events: list[Event]) -> None:
@@ -85,7 +85,7 @@ async def test_multi_byte_characters_are_never_split() -> None:
 
 
 async def test_max_tokens_ends_the_answer() -> None:
-    events = await play({"tokens": 10}, {"text": "never"}, asked=request(max_tokens=4))
+    events = await play({"tokens": 10}, {"text": "never"}, request_=request(max_tokens=4))
     check_order(events)
     finished = collect_reply(events).finished
     assert (finished.reason, finished.usage.output) == ("max_tokens", 4)
@@ -93,7 +93,7 @@ async def test_max_tokens_ends_the_answer() -> None:
 
 async def test_call_cut_by_the_limit_is_not_a_call() -> None:
     reply = collect_reply(
-        await play({"call": {"name": "f", "arguments": {"long": "x" * 99}}}, asked=request(max_tokens=3))
+        await play({"call": {"name": "f", "arguments": {"long": "x" * 99}}}, request_=request(max_tokens=3))
     )
     assert reply.calls == ()
     assert reply.finished.reason == "max_tokens"
@@ -101,7 +101,7 @@ async def test_call_cut_by_the_limit_is_not_a_call() -> None:
 
 async def test_stop_string_cuts_visible_text_only() -> None:
     steps = ({"think": "STOP here"}, {"text": "go on STOP now"})
-    reply = collect_reply(await play(*steps, asked=request(stop=("now", "STOP"))))
+    reply = collect_reply(await play(*steps, request_=request(stop=("now", "STOP"))))
     assert (reply.thinking, reply.text) == ("STOP here", "go on ")
     assert (reply.finished.reason, reply.finished.stop_string) == ("stop_string", "STOP")
 

@@ -33,14 +33,14 @@ SLOW = [{"steps": [{"tokens": 5}, {"hang": True}]}]
 
 async def test_job_is_accepted_emits_tokens_and_ends() -> None:
     engine = await text_engine(script=[{"steps": [{"text": "Hello there."}]}])
-    asked = prompt()
-    chunks = await read(engine.generate(asked))
+    prompt_ = prompt()
+    chunks = await read(engine.generate(prompt_))
     assert isinstance(chunks[0], Accepted)
     assert output_text(chunks) == "Hello there."
     last = end(chunks)
     assert last.reason == "stop"
     assert last.error is None
-    assert (last.usage.prompt, last.usage.output) == (asked.n_tokens, len(ids(chunks)))
+    assert (last.usage.prompt, last.usage.output) == (prompt_.n_tokens, len(ids(chunks)))
     assert last.timings.total is not None
     assert last.timings.first_token is not None
 
@@ -66,19 +66,19 @@ async def test_max_tokens_ends_with_length() -> None:
 
 
 async def test_full_window_ends_with_window() -> None:
-    asked = prompt()
-    engine = await text_engine(script=[{"steps": [{"tokens": 100}]}], window=asked.n_tokens + 7)
-    chunks = await read(engine.generate(asked))
+    prompt_ = prompt()
+    engine = await text_engine(script=[{"steps": [{"tokens": 100}]}], window=prompt_.n_tokens + 7)
+    chunks = await read(engine.generate(prompt_))
     assert len(ids(chunks)) == 7
     assert end(chunks).reason == "window"
 
 
 async def test_prompt_as_long_as_the_window_overflows() -> None:
-    asked = prompt()
-    engine = await text_engine(window=asked.n_tokens)
-    (last,) = await read(engine.generate(asked))
+    prompt_ = prompt()
+    engine = await text_engine(window=prompt_.n_tokens)
+    (last,) = await read(engine.generate(prompt_))
     assert isinstance(last, End)
-    assert last.error == ContextOverflow(asked.n_tokens, asked.n_tokens)
+    assert last.error == ContextOverflow(prompt_.n_tokens, prompt_.n_tokens)
     assert engine.stats().running == 0
 
 
@@ -111,21 +111,21 @@ async def test_media_tokens_count_as_prompt_tokens() -> None:
 
 async def test_scripted_prefill_reports_its_progress() -> None:
     engine = await text_engine(script=[{"steps": [{"prefill": 0.01, "progress": 4}, {"text": "ok"}]}])
-    chunks = await read(engine.generate(asked := prompt()))
+    chunks = await read(engine.generate(prompt_ := prompt()))
     reports = [chunk for chunk in chunks if isinstance(chunk, Progress)]
-    assert [r.total for r in reports] == [asked.n_tokens] * 4
-    assert reports[-1].done == asked.n_tokens
+    assert [r.total for r in reports] == [prompt_.n_tokens] * 4
+    assert reports[-1].done == prompt_.n_tokens
     assert [r.done for r in reports] == sorted(r.done for r in reports)
 
 
 async def test_prefill_rate_reports_progress_over_the_uncached_part_only() -> None:
     engine = await text_engine(script=[{"steps": [{"text": "ok"}]}], prefill_rate=100_000.0)
-    asked = prompt("word " * 30)
-    for cached in (0, asked.n_tokens - 1):
-        chunks = await read(engine.generate(asked))
+    prompt_ = prompt("word " * 30)
+    for cached in (0, prompt_.n_tokens - 1):
+        chunks = await read(engine.generate(prompt_))
         reports = [chunk.done for chunk in chunks if isinstance(chunk, Progress)]
         assert len(reports) == 8
-        assert cached <= reports[0] <= reports[-1] == asked.n_tokens
+        assert cached <= reports[0] <= reports[-1] == prompt_.n_tokens
         assert end(chunks).usage.cached == cached
 
 

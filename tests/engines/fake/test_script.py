@@ -126,26 +126,26 @@ async def test_repeated_steps_are_played() -> None:
 # What the fake sees of a prompt.
 
 
-def seen(text: str) -> PromptView:
+def view_of(text: str) -> PromptView:
     return PromptView(tokenizer().encode(text), tokenizer())
 
 
 def test_last_user_turn_of_chatml_is_found() -> None:
-    talk = seen(chatml(("system", "be kind"), ("user", "one"), ("assistant", "two"), ("user", "three\nlines")))
-    assert talk.user == "three\nlines"
-    assert talk.result is None
+    view = view_of(chatml(("system", "be kind"), ("user", "one"), ("assistant", "two"), ("user", "three\nlines")))
+    assert view.user == "three\nlines"
+    assert view.result is None
 
 
 @pytest.mark.parametrize("turn", [("tool", "18 degrees"), ("user", "<tool_response>\n18 degrees\n</tool_response>")])
 def test_tool_results_are_not_taken_for_the_user(turn: tuple[str, str]) -> None:
-    talk = seen(chatml(("user", "weather"), ("assistant", "<tool_call>…</tool_call>"), turn, turn))
-    assert talk.user == "weather"
-    assert talk.result == "18 degrees\n18 degrees"
+    view = view_of(chatml(("user", "weather"), ("assistant", "<tool_call>…</tool_call>"), turn, turn))
+    assert view.user == "weather"
+    assert view.result == "18 degrees\n18 degrees"
 
 
 def test_results_before_the_last_user_turn_are_old_news() -> None:
-    talk = seen(chatml(("user", "a"), ("tool", "old"), ("assistant", "b"), ("user", "c")))
-    assert (talk.user, talk.result) == ("c", None)
+    view = view_of(chatml(("user", "a"), ("tool", "old"), ("assistant", "b"), ("user", "c")))
+    assert (view.user, view.result) == ("c", None)
 
 
 def test_harmony_turns_are_read() -> None:
@@ -154,16 +154,16 @@ def test_harmony_turns_are_read() -> None:
         '<|start|>assistant<|channel|>commentary to=functions.get<|message|>{"a":1}<|call|>'
         "<|start|>functions.get to=assistant<|channel|>commentary<|message|>sunny<|end|><|start|>assistant"
     )
-    assert (seen(text).user, seen(text).result) == ("weather?", "sunny")
+    assert (view_of(text).user, view_of(text).result) == ("weather?", "sunny")
 
 
 def test_prompt_without_markers_is_the_users_own_text() -> None:
-    assert seen("Once upon a time").user == "Once upon a time"
-    assert seen("").user == ""
+    assert view_of("Once upon a time").user == "Once upon a time"
+    assert view_of("").user == ""
 
 
 def test_prompt_without_a_user_has_no_user_text() -> None:
-    assert seen(chatml(("system", "x"))).user == ""
+    assert view_of(chatml(("system", "x"))).user == ""
 
 
 def test_tools_are_found_as_json_xml_and_harmony() -> None:
@@ -174,9 +174,9 @@ def test_tools_are_found_as_json_xml_and_harmony() -> None:
 
 
 def test_opened_reasoning_is_noticed() -> None:
-    assert seen(chatml(("user", "x"), opening="<think>\n")).starts_in_reasoning
-    assert not seen(chatml(("user", "x"), opening="<think>\n\n</think>\n\n")).starts_in_reasoning
-    assert not seen(chatml(("user", "x"))).starts_in_reasoning
+    assert view_of(chatml(("user", "x"), opening="<think>\n")).starts_in_reasoning
+    assert not view_of(chatml(("user", "x"), opening="<think>\n\n</think>\n\n")).starts_in_reasoning
+    assert not view_of(chatml(("user", "x"))).starts_in_reasoning
 
 
 def test_request_is_seen_the_same_way() -> None:
@@ -187,9 +187,9 @@ def test_request_is_seen_the_same_way() -> None:
         Message("assistant", (Thinking("hm"), call)),
         Message("tool", (ToolResult("1", (Text("sunny"),)), ToolResult("2", (Text("warm"),)))),
     )
-    talk = RequestView(Request(model="m", messages=messages, tools=(Tool("get"), Tool("web", kind="server"))))
-    assert (talk.user, talk.result) == ("weather\nin Rome", "sunny\nwarm")
-    assert list(talk.tools) == ["get"]
+    view = RequestView(Request(model="m", messages=messages, tools=(Tool("get"), Tool("web", kind="server"))))
+    assert (view.user, view.result) == ("weather\nin Rome", "sunny\nwarm")
+    assert list(view.tools) == ["get"]
 
 
 def test_raw_prompt_is_the_users_text() -> None:

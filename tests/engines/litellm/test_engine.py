@@ -73,7 +73,7 @@ async def test_answer_arrives_with_its_usage(library: ModuleType) -> None:
         assert await it.count(REQUEST) is None
     assert reply.text == "Hi you"
     assert (reply.finished.usage.prompt, reply.finished.usage.output) == (5, 2)
-    assert library.asked == [
+    assert library.calls == [
         {
             "model": "says/Hi you",
             "messages": [{"role": "user", "content": "Hello"}],
@@ -101,8 +101,8 @@ async def test_key_address_and_further_arguments_are_passed(
     }
     async with opened("says/x", **more) as it:
         await read(it)
-    (asked,) = library.asked
-    assert {name: asked[name] for name in ("api_key", "api_base", "region")} == {
+    (call,) = library.calls
+    assert {name: call[name] for name in ("api_key", "api_base", "region")} == {
         "api_key": "s3cret",
         "api_base": "http://a.b",
         "region": "x",
@@ -133,14 +133,14 @@ async def test_error_of_the_provider_keeps_its_meaning(
     assert isinstance(last, Failed)
     assert type(last.error) is kind
     assert status != 429 or last.error.retry_after == 3.0
-    assert len(library.asked) == 1
+    assert len(library.calls) == 1
 
 
 async def test_error_before_the_first_byte_is_retried(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "_FIRST_DELAY_S", 0.0)
     async with opened("refuses/503once", litellm_max_retries=1) as it:
         assert collect_reply(await read(it)).text == "503once"
-    assert len(library.asked) == 2
+    assert len(library.calls) == 2
 
 
 async def test_broken_stream_is_not_retried(library: ModuleType) -> None:
@@ -148,7 +148,7 @@ async def test_broken_stream_is_not_retried(library: ModuleType) -> None:
         last = (await read(it))[-1]
     assert isinstance(last, Failed)
     assert isinstance(last.error, Unavailable)
-    assert len(library.asked) == 1
+    assert len(library.calls) == 1
 
 
 async def test_cancel_closes_the_stream_of_the_provider(library: ModuleType) -> None:

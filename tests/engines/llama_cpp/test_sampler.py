@@ -57,6 +57,7 @@ async def test_narrow_truncation_leaves_only_the_best_token(engine: LlamaCppEngi
     assert await sampled(engine, temperature=1.0, **narrow) == await sampled(engine, temperature=0.0)
 
 
+@shared_loop
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 3.0}, {"frequency_penalty": 2.0}, {"presence_penalty": 20.0}]
 )
@@ -92,6 +93,7 @@ async def test_dry_breaks_a_loop(engine: LlamaCppEngine, back: int | None) -> No
     assert _longest_repeat(free) <= 3
 
 
+@shared_loop
 async def test_dry_without_lookback_does_nothing(engine: LlamaCppEngine) -> None:
     await sampled(engine, LOOP, 1)
     free = await sampled(engine, LOOP, 18, temperature=0, dry_multiplier=5.0, dry_penalty_last_n=0)
@@ -104,6 +106,7 @@ def _longest_repeat(ids: list[int]) -> int:
     return max((len(run) for run in runs if runs.count(run) > 1), default=0)
 
 
+@shared_loop
 @pytest.mark.parametrize(
     "sampling",
     [

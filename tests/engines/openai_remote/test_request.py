@@ -115,7 +115,7 @@ def test_anthropic_upstream_always_gets_max_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "asked", "field"),
+    ("setting", "requested", "field"),
     [
         ("default", None, None),
         ("default", True, None),
@@ -125,8 +125,8 @@ def test_anthropic_upstream_always_gets_max_tokens() -> None:
         ("enabled", False, {"type": "disabled"}),
     ],
 )
-def test_thinking_field_of_chat(setting: str, asked: bool | None, field: Any) -> None:
-    request = replace(REQUEST, reasoning=Reasoning(enabled=asked, effort="low", budget=5))
+def test_thinking_field_of_chat(setting: str, requested: bool | None, field: Any) -> None:
+    request = replace(REQUEST, reasoning=Reasoning(enabled=requested, effort="low", budget=5))
     got = sent(request, remote_thinking=setting)
     assert got.get("thinking") == field
     assert got["reasoning_effort"] == "low"

@@ -31,9 +31,9 @@ def test_quantized_cache_is_compared_with_the_reference(tmp_path: Path) -> None:
     assert lost.reference == pytest.approx(2)
     assert lost.perplexity == pytest.approx(2.5)
     assert lost.divergence == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6))
-    asked = recorded(tmp_path / "notes", "text")
-    assert [each["prompt"] for each in asked] == [IDS, IDS]
-    assert {each["prompt_logprobs"] for each in asked} == {TOP_LOGPROBS}
+    requests = recorded(tmp_path / "notes", "text")
+    assert [each["prompt"] for each in requests] == [IDS, IDS]
+    assert {each["prompt_logprobs"] for each in requests} == {TOP_LOGPROBS}
 
 
 def test_server_is_configured_for_one_text_and_does_not_sleep(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from modelyard.engines.vllm_serve.engine import VllmServeEngine
 from tests.engines.conformance.test_chat_engines import NO_END
 from tests.engines.vllm.real_vllm import write_adapter
 from tests.engines.vllm_serve import real_server
-from tests.engines.vllm_serve.helpers import chat_request, read_events
+from tests.engines.vllm_serve.helpers import chat_request, read_events, wait_exited
 from tests.engines.vllm_serve.real_server import running_engine
 
 pytestmark = pytest.mark.vllm
@@ -31,11 +31,6 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 def descendants(pid: int | None) -> list[psutil.Process]:
     return psutil.Process(pid or 0).children(recursive=True)
-
-
-async def have_exited(processes: Sequence[psutil.Process]) -> bool:
-    _, alive = await asyncio.to_thread(psutil.wait_procs, processes, 60)
-    return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 
 def unlimited() -> Request:
@@ -72,7 +67,7 @@ async def test_answers_adapters_constraints_overflows_and_aborts(tmp_path: Path)
         await _check_overflows(it)
         await _check_aborts(it)
         children = descendants(it.pid)
-    assert await have_exited(children)
+    await asyncio.to_thread(wait_exited, children)
 
 
 async def _check_adapter(it: VllmServeEngine, plain: str) -> None:
@@ -88,10 +83,10 @@ async def _check_constraints(it: VllmServeEngine) -> None:
     reply = collect_reply(await read_events(it, chat_request("Give a number.", constraint=form, max_tokens=60)))
     assert isinstance(json.loads(reply.text)["n"], int)
     for kind, text in (("regex", "(red|green|blue)"), ("gbnf", 'root ::= "red" | "green" | "blue"')):
-        told = collect_reply(
+        reply = collect_reply(
             await read_events(it, chat_request("Which color?", constraint=Constraint(kind, text), max_tokens=8))
         )  # type: ignore[arg-type]
-        assert told.text in ("red", "green", "blue")
+        assert reply.text in ("red", "green", "blue")
 
 
 async def _check_overflows(it: VllmServeEngine) -> None:
@@ -134,7 +129,7 @@ async def test_kill_during_a_stream_is_reported_and_leaves_no_process(who: str) 
         assert isinstance(death, Unavailable)
         assert "the vllm serve of 'smollm2'" in death.message
         assert isinstance(last, Failed)
-        assert await have_exited(processes)
+        await asyncio.to_thread(wait_exited, processes)
 
 
 def _core(processes: Sequence[psutil.Process]) -> psutil.Process:
@@ -187,7 +182,7 @@ async def test_no_process_outlives_a_killed_gateway() -> None:
     finally:
         parent.kill()
         await parent.wait()
-    assert await have_exited(processes)
+    await asyncio.to_thread(wait_exited, processes)
 
 
 async def test_sampling_with_a_seed_is_repeatable_and_has_logprobs() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 telemetry = True
 suppress_debug_info = False
-asked: list[dict[str, Any]] = []
+calls: list[dict[str, Any]] = []
 closed: list[str] = []
 
 
@@ -63,8 +63,8 @@ class CustomStreamWrapper:
 
 
 async def acompletion(model: str, messages: list[Any], stream: bool = False, **more: Any) -> CustomStreamWrapper:
-    asked.append({"model": model, "messages": messages, "stream": stream, **more})
+    calls.append({"model": model, "messages": messages, "stream": stream, **more})
     how, _, rest = model.partition("/")
-    if how == "refuses" and not (rest.endswith("once") and len(asked) > 1):
+    if how == "refuses" and not (rest.endswith("once") and len(calls) > 1):
         raise APIError(int(rest.removesuffix("once")), "no", {"retry-after": "3"} if rest == "429" else {})
     return CustomStreamWrapper("says" if how == "refuses" else how, rest)
