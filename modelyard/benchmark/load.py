@@ -601,7 +601,9 @@ def main() -> None:
 
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadJob)
     gc.disable()  # memory is bounded by the job, and a collection would look like a late token
-    sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(job.run())))
+    result = msgspec.json.encode(uvloop.run(job.run()))
+    sys.stdout.buffer.write(result)
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
-"""The seam to every engine: two kinds, and no third.
+"""The interface of every engine. There are two kinds.
 
-A `TextEngine` takes token ids and gives token ids back; templates, stop strings and output parsing are the gateway's. A
-`ChatEngine` takes a request and gives events back. An engine module `engines/<backend>` offers
+A `TextEngine` takes token ids and returns token ids; templates, stop strings and output parsing are the gateway's. A
+`ChatEngine` takes a request and returns events. An engine module `engines/<backend>` has
 
-    Options             a pydantic model: the backend's own fields of a model definition
-    CAPABILITIES        what it can at best, known without its library; a model and its settings may allow less
-    HOLDS_WEIGHTS       False where a second process may open the same engine for free
-    REMOTE              True where requests leave this machine (absent means False)
-    COUNTS_LOCALLY      True where a chat engine also offers `tokenizer_path` and `chat_template`: it need not be up
-    OWN_PROCESS         True where it should get a process of its own unless the settings say otherwise (absent: False)
-    own_process(…)      the same where it depends on the model's fields, which it is given as they are written
-    LIVE_OVERRIDES      field → its type with its range: what one load may set for itself (absent: nothing)
-    verify()            raises where its native library does not work on this machine (absent: it has none)
-    explain(error, …)   why it did not open, out of the last lines of its process (absent: the error says it)
+    Options             a pydantic model: the backend's fields of a model definition
+    CAPABILITIES        the most it can do, known without its library; a model and its settings may allow less
+    HOLDS_WEIGHTS       False if a second process may open the same engine for free
+    REMOTE              True if requests leave this machine (default False)
+    COUNTS_LOCALLY      True if a chat engine also has `tokenizer_path` and `chat_template`, so tokens are counted here
+    OWN_PROCESS         True if it gets its own process unless the settings say otherwise (default False)
+    own_process(…)      the same, as a function of the model's configured fields
+    LIVE_OVERRIDES      field → type with range: what one load may override (default: nothing)
+    verify()            raises if its native library does not work on this machine (optional)
+    explain(error, …)   why it did not open, from the last lines of its process (optional)
     kind(options)       "text" or "chat"
     create(spec)        the engine, not yet opened
     estimate(spec, …)   the memory it would take, before anything is loaded
 
-and, for token engines, `tokenizer_path(options)`, `chat_template(options)` (None: look elsewhere) and, where the engine
-has one, `PROMPT_FORMAT`, the built-in template to fall back on.
+and, for token engines, `tokenizer_path(options)`, `chat_template(options)` (None: look elsewhere) and optionally
+`PROMPT_FORMAT`, the built-in template to fall back on.
 
-An engine never queues: the scheduler hands out no more than `capacity` leases at a time.
+An engine does not queue: the scheduler grants at most `capacity` leases at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from modelyard.core.tokenizer import IdLogprob
 T_co = TypeVar("T_co", covariant=True)
 
 
-# --- what goes in ---------------------------------------------------------------------------------------------------
+# --- input ----------------------------------------------------------------------------------------------------------
 
 
 class TokenRun(Struct, frozen=True, tag="tokens", gc=False):
@@ -54,7 +54,7 @@ class Media(Struct, frozen=True, tag="media"):
 
 
 class Prompt(Struct, frozen=True, kw_only=True, gc=False):
-    """One job for a TextEngine. It crosses processes: values only."""
+    """One generation for a TextEngine. It crosses processes, so it contains only values."""
 
     parts: tuple[TokenRun | Media, ...]
     sampling: Sampling = Sampling()
@@ -66,9 +66,9 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
     priority: Priority = "main"
     adapters: tuple[tuple[str, float], ...] = ()
     logprobs: int | None = None
-    deadline: float | None = None  # unix time: it crosses processes
+    deadline: float | None = None  # unix time, because it crosses processes
     trace: str = ""
-    dedup_key: str | None = None  # jobs that are the same in this, too, and in all that is asked, may share one run
+    dedup_key: str | None = None  # equal prompts with an equal key may share one generation
 
     @property
     def n_tokens(self) -> int:
@@ -76,18 +76,18 @@ class Prompt(Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def ids(self) -> list[int]:
-        """All token ids in order; media hold none."""
+        """All token ids in order; media have none."""
         if len(self.parts) == 1 and isinstance(self.parts[0], TokenRun):
             return self.parts[0].ids
         return [i for p in self.parts if isinstance(p, TokenRun) for i in p.ids]
 
 
-# --- what comes out -------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------------------------
 
 
 class Accepted(Struct, frozen=True, tag=True, gc=False):
-    """The job has its place; prefill begins. `divergence` is the first token that no cached KV covered. `elsewhere` is
-    how many of its tokens another sequence has, where that is more and copying it would not pay."""
+    """The engine has placed the prompt; prefill begins. `divergence` is the first token without cached KV. `elsewhere`:
+    another sequence has this many of its tokens, which is more, but copying them would not pay."""
 
     cached_tokens: int = 0
     divergence: int | None = None
@@ -106,7 +106,7 @@ class Tokens(Struct, frozen=True, tag=True, gc=False):
 
 
 class End(Struct, frozen=True, tag=True):
-    """The job is over and its slot is free. `error` is set exactly when `reason` is "error"."""
+    """The generation is over and its slot is free. `error` is set if and only if `reason` is "error"."""
 
     reason: Literal["stop", "length", "window", "cancelled", "error"]
     usage: Usage = Usage()
@@ -118,10 +118,10 @@ Chunk = Accepted | Progress | Tokens | End
 
 
 class Generation(Protocol[T_co]):
-    """A running job. Iterating gives what has arrived since the last look, in batches that are never empty.
+    """A running generation. Iterating gives what has arrived since the last step, in batches that are never empty.
 
-    Not an async generator: those die when a waiting `anext` is cancelled, and `aclose()` during `anext` raises.
-    `cancel` is synchronous, idempotent and may be called from any thread; iteration still ends with its last item.
+    Not an async generator: those end when a waiting `anext` is cancelled, and `aclose()` during `anext` raises.
+    `cancel` is synchronous, idempotent and thread-safe; iteration still ends with its last item.
     """
 
     def __aiter__(self) -> Generation[T_co]: ...
@@ -129,18 +129,18 @@ class Generation(Protocol[T_co]):
     def cancel(self) -> None: ...
 
 
-# --- what an engine says of itself ----------------------------------------------------------------------------------
+# --- what an engine reports about itself ----------------------------------------------------------------------------
 
 
 class CacheInfo(Struct, frozen=True):
-    """A named KV context: `window` is ONE conversation's, never shared; `parallel` conversations fit at a time."""
+    """A named KV context: `window` tokens for each of `parallel` conversations at a time."""
 
     window: int
     parallel: int = 1
     type_k: str = "f16"
     type_v: str = "f16"
     description: str = ""
-    # For engines that compute here; None is the engine's own setting for the model.
+    # For engines that compute in this process; None: the engine's setting for the model.
     n_batch: int | None = None
     n_ubatch: int | None = None
     n_threads: int | None = None
@@ -156,8 +156,8 @@ class Capabilities(Struct, frozen=True):
     logprobs: bool = False
     lora: bool = False
     embeddings: bool = False
-    ignored: tuple[str, ...] = ()  # sampling fields this engine accepts and cannot honour
-    # Of an engine that renders by itself; for the others the template tells (`Renderer.thinking_modes`).
+    ignored: tuple[str, ...] = ()  # sampling fields that the engine accepts and ignores; reported to the client
+    # Of an engine that renders by itself; for others the template decides (`Renderer.thinking_modes`).
     thinking_modes: tuple[str, ...] = ("default",)
 
 
@@ -166,7 +166,7 @@ class EngineInfo(Struct, frozen=True):
     caches: Mapping[str, CacheInfo] = field(default_factory=dict)
     capabilities: Capabilities = Capabilities()
     device: str = "cpu"
-    page: int = 1  # tokens of KV are kept and found again so many at a time; 0: none are kept between requests
+    page: int = 1  # granularity of KV reuse in tokens; 0: no KV is kept between requests
 
     @property
     def capacity(self) -> int:
@@ -174,7 +174,7 @@ class EngineInfo(Struct, frozen=True):
 
 
 class SequenceStats(Struct, frozen=True):
-    """One place for a conversation. `session` is whose KV it holds; `used` the unix time of its last step."""
+    """One sequence of a cache. `session` owns its KV; `used` is the unix time of its last step."""
 
     id: int
     tokens: int = 0
@@ -184,7 +184,7 @@ class SequenceStats(Struct, frozen=True):
 
 
 class CacheStats(Struct, frozen=True):
-    """Tokens since the engine was opened, and evictions: conversations that were thrown out for another."""
+    """Totals since the engine was opened. `evictions`: conversations that lost their KV to another."""
 
     reused_tokens: int = 0
     evaluated_tokens: int = 0
@@ -198,9 +198,9 @@ class EngineStats(Struct, frozen=True):
     occupied_tokens: int = 0
     reused_tokens: int = 0
     evaluated_tokens: int = 0
-    copied_tokens: int = 0  # of the reused ones: from another sequence's KV
-    restored_tokens: int = 0  # held from the start, saved by an engine before this one
-    guessed_tokens: int = 0  # by speculation; `accepted_tokens` of them came true
+    copied_tokens: int = 0  # of the reused tokens: copied from another sequence
+    restored_tokens: int = 0  # loaded from a KV snapshot at the start
+    guessed_tokens: int = 0  # drafted by speculation; `accepted_tokens` of them were right
     accepted_tokens: int = 0
     caches: Mapping[str, CacheStats] = field(default_factory=dict)
 
@@ -221,13 +221,13 @@ class MemoryEstimate(Struct, frozen=True):
 
 
 class EngineSpec(Struct, frozen=True):
-    """What an engine is made from: a model's definition with its caches, all names and defaults resolved."""
+    """What an engine is created from: a model's definition with its caches, all names and defaults resolved."""
 
     model: str
-    options: Any  # the engine module's own Options
+    options: Any  # the engine module's Options
     caches: Mapping[str, CacheInfo]
     modalities: tuple[str, ...] = ("text",)
-    python: str | None = None  # interpreter of the process that it gets; None: this one's
+    python: str | None = None  # interpreter for its process; None: the current one
 
 
 class Control(Struct, frozen=True):
@@ -236,13 +236,13 @@ class Control(Struct, frozen=True):
     argument: str | None = None
 
 
-OnProgress = Callable[[float, str], None]  # (fraction done, what is being done)
+OnProgress = Callable[[float, str], None]  # (fraction, current step)
 
 
 @runtime_checkable
 class TextEngine(Protocol):
     info: EngineInfo
-    lost: Future[ModelyardError]  # resolves when the engine dies: death is reported, nobody polls
+    lost: Future[ModelyardError]  # resolves when the engine dies
 
     async def open(self, progress: OnProgress) -> None: ...
     def generate(self, prompt: Prompt) -> Generation[Chunk]: ...
@@ -273,28 +273,28 @@ class Embeddings(Struct, frozen=True):
 
 @runtime_checkable
 class EmbeddingEngine(Protocol):
-    """An engine that can also turn token runs into vectors."""
+    """An engine that also computes embeddings."""
 
     async def embed(self, batch: Sequence[Sequence[int]]) -> Embeddings: ...
 
 
 class AvailableMemory(Struct, frozen=True):
-    """What an estimate is held against: free bytes of RAM and of each GPU, by UUID."""
+    """Free bytes of RAM and of each GPU (by UUID)."""
 
     ram_free: int
     gpus: Mapping[str, int] = field(default_factory=dict)
 
 
 class Node(Struct, frozen=True):
-    """A machine on which a replica may be loaded: by its name, or this one, which has none. Of one whose `machine` is
-    not known nobody judges what fits there."""
+    """A machine on which a replica may be loaded; the local one has no name. If its memory is unknown, nothing is
+    checked against it."""
 
     name: str = ""
     machine: AvailableMemory | None = None
 
 
 class EngineModule(Protocol):
-    """The shape of a module in `engines/`."""
+    """The interface of a module in `engines/`."""
 
     Options: type
     CAPABILITIES: Capabilities

@@ -1,26 +1,26 @@
-"""Everything that can go wrong, as one tree. A class carries its kind, code and retry hint; it knows no HTTP.
+"""All errors as one tree. A class has a kind, code and retry hint; it knows nothing of HTTP.
 
     ModelyardError
-    ├── InvalidRequest          what was asked cannot be done as asked; the client must change it
+    ├── InvalidRequest          the request cannot be served as it is; the client must change it
     │   ├── ContextOverflow     the prompt alone fills the window
     │   ├── OutputOverflow      prompt + max_tokens do not fit and the cache is strict
     │   └── Unsupported         the model or engine cannot do this (modality, constraint, several turns)
-    ├── Unauthenticated         no key, or a wrong one
-    ├── Forbidden               a good key that may not do this, a foreign Host, a remote model without consent
+    ├── Unauthenticated         no API key, or a wrong one
+    ├── Forbidden               a valid key without permission, a foreign Host, a remote model without consent
     ├── NotFound                no such model, response or path
-    ├── Conflict                known, but not in a state for it (a model that is not loaded)
-    ├── TooLarge                body or header over its limit
-    ├── RateLimited             this key's own limit; always says when to come back
-    ├── Overloaded              the queue is full; says when to come back and how long the queue is
-    ├── Unavailable             engine, worker or scheduler lost; may work again soon
+    ├── Conflict                not possible in the current state (a model that is not loaded)
+    ├── TooLarge                body or headers over their limit
+    ├── RateLimited             the key's limit; always with Retry-After
+    ├── Overloaded              the queue is full; with Retry-After and the queue position
+    ├── Unavailable             engine, worker or scheduler lost; a retry may succeed
     ├── Timeout                 a deadline passed
-    ├── Unimplemented           no engine behind this can answer it
-    ├── Cancelled               the client went away; nobody is left to read this
-    └── Internal                our own fault; the details are in the log under `id`
-        └── Incomplete          an engine's stream broke the event contract
+    ├── Unimplemented           the engine has no such function
+    ├── Cancelled               the client disconnected; no reply is sent
+    └── Internal                a bug; the details are in the log under `id`
+        └── Incomplete          an engine's stream violated the event contract
 
-The protocol decides how an error looks on its wire (`write_error`); the edge never does. Foreign errors are mapped on
-one line where they enter; anything unknown becomes `Internal`.
+The protocol decides how an error is written (`write_error`). Foreign errors are mapped where they enter; anything
+unknown becomes `Internal`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Kind = Literal[
 
 
 class ModelyardError(Exception):
-    """`code` is the machine's word for it, `message` the human's, `param` the field at fault, `retry_after` seconds."""
+    """`code` is for programs, `message` for people, `param` names the field at fault, `retry_after` is in seconds."""
 
     kind: ClassVar[Kind] = "internal"
     default_code: ClassVar[str | None] = None

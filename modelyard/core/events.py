@@ -1,4 +1,4 @@
-"""The one event stream in which all protocols meet, and `fold`, which makes a whole reply of it.
+"""The event stream that all protocols share, and `collect_reply`, which builds a whole reply from it.
 
     Started · (BlockStart · BlockDelta* · BlockEnd)* · (Finished | Failed)
 
@@ -21,11 +21,11 @@ StopReason = Literal["end", "tool_calls", "stop_string", "max_tokens", "window",
 
 
 class TokenLogprob(Struct, frozen=True, gc=False):
-    """A token's share of the raw model distribution. `bytes` because half a character has no text of its own."""
+    """A token's log probability in the raw model distribution. `bytes`, because half a character has no text."""
 
     token: str
     logprob: float
-    bytes: builtins.bytes = b""  # by its full name: a decoder looks `bytes` up in this class first
+    bytes: builtins.bytes = b""  # the full name, because `bytes` is a field of this class
     top: tuple[TokenLogprob, ...] = ()
 
 
@@ -39,11 +39,10 @@ class Usage(Struct, frozen=True, gc=False):
 
 
 class Timings(Struct, frozen=True, gc=False):
-    """Seconds; None where nobody could measure.
+    """Seconds; None if unknown.
 
-    An engine tells `prefill`, `first_token`, `decode` and `total` as it sees them. The gateway lays its own around
-    them: `backend` is the whole time at the engine's seam, `engine` that and the rendering and the queue before it, and
-    `total` all since the request came in.
+    An engine reports `prefill`, `first_token`, `decode` and `total`. The gateway adds `backend` (the whole time in the
+    engine), `engine` (that plus rendering and queue) and `total` (since the request arrived).
     """
 
     queue: float | None = None
@@ -58,7 +57,7 @@ class Timings(Struct, frozen=True, gc=False):
 
 class Started(Struct, frozen=True, tag=True, gc=False):
     id: str  # without a protocol's prefix
-    model: str  # the name the client asked for
+    model: str  # the name that the client used
     created: int
     usage: Usage = Usage()
 
@@ -79,7 +78,7 @@ class BlockDelta(Struct, frozen=True, tag=True, gc=False):
 
 
 class BlockEnd(Struct, frozen=True, tag=True, gc=False):
-    """`complete` is False for a tool call that was cut off: no writer may present it as a call to run."""
+    """`complete` is False for a truncated tool call, which must not be executed."""
 
     index: int
     signature: str = ""
@@ -127,7 +126,7 @@ class Reply(Struct, frozen=True, gc=False):
 
 
 class ReplyBuilder:
-    """Collects events as they come; `reply()` when the last one has."""
+    """Collects events; `reply()` returns the whole reply after the last one."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
@@ -139,7 +138,7 @@ class ReplyBuilder:
 
     def feed(self, events: Iterable[Event]) -> None:
         for event in events:
-            if type(event) is BlockDelta:  # no class here has a subclass: the exact type is the cheap question
+            if type(event) is BlockDelta:  # no event class has a subclass; an exact type check is fast
                 self._text.append(event.text)
                 if event.logprobs:
                     self._logprobs.extend(event.logprobs)
@@ -162,7 +161,7 @@ class ReplyBuilder:
         start, text = self._open, "".join(self._text)
         self._open = None
         if start is None:
-            raise Incomplete("a block ended that never began")
+            raise Incomplete("a block ended that was not open")
         logprobs = tuple(self._logprobs)
         if start.kind == "text":
             return Block(Text(text), logprobs)
@@ -178,21 +177,21 @@ class ReplyBuilder:
 
 
 def collect_reply(events: Iterable[Event]) -> Reply:
-    """The whole reply. A `Failed` raises its error."""
-    folding = ReplyBuilder()
-    folding.feed(events)
-    return folding.reply()
+    """The whole reply; raises the error of a `Failed`."""
+    builder = ReplyBuilder()
+    builder.feed(events)
+    return builder.reply()
 
 
 def reply_events(reply: Reply) -> Iterator[Event]:
-    """The shortest stream that folds to this reply."""
+    """The shortest event stream of this reply."""
     yield reply.started
     for index, block in enumerate(reply.blocks):
-        yield from _unfold_block(index, block)
+        yield from _block_events(index, block)
     yield reply.finished
 
 
-def _unfold_block(index: int, block: Block) -> Iterator[Event]:
+def _block_events(index: int, block: Block) -> Iterator[Event]:
     part, signature = block.part, ""
     if isinstance(part, ToolCall):
         yield BlockStart(index, "tool_call", part.id, part.name, part.namespace, part.custom)

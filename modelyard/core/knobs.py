@@ -1,13 +1,13 @@
-"""What an engine lets the optimizer turn: a knob is one of its own fields with the values worth trying.
+"""Tunable parameters: a knob is one of an engine's fields with the values that the optimizer tries.
 
-An engine package may hold a module `knobs` with
+An engine package may have a module `knobs` with
 
     knobs(spec, here, goal)      the knobs of this model on this machine
-    current(spec, cache)         the value of each as the engine will take it, whether somebody set it or not
+    current(spec, cache)         each knob's effective value, set or default
     forbids(setting)             why the engine cannot run with these values together; None: it can
-    fitted(spec)                 the values that the engine's own program would fit to the machine (absent: it has none)
+    fitted(spec)                 the values that the engine's program chooses for this machine (optional)
 
-and a module `loss` with `loss(spec, reference, ids)`, which says what values that round numbers cost in quality.
+and a module `loss` with `loss(spec, reference, ids)`: the quality that values with lower precision cost.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from msgspec import Struct
 Value = bool | int | float | str
 Goal = Literal["chat", "agent", "batch", "memory"]
 
-# What a chart of a run shows upward; memory stands on its other axis.
+# The vertical axis of a run's chart; the other axis is memory.
 COUNTS: dict[Goal, str] = {
-    "chat": "answers in the same time",
-    "agent": "how soon the first token comes",
-    "batch": "tokens a second of all answers",
-    "memory": "tokens a second",
+    "chat": "replies in the same time",
+    "agent": "speed of the first token",
+    "batch": "tokens per second over all replies",
+    "memory": "tokens per second",
 }
 
 

@@ -1,4 +1,4 @@
-"""The seam to the scheduler: a demand is queued at once or refused at once; a ticket turns into a lease."""
+"""The scheduler interface: a lease request is queued or refused at once; a ticket becomes a lease."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ModelState = Literal["stopped", "loading", "ready", "draining", "failed"]
 
 
 class LeaseRequest(Struct, frozen=True, kw_only=True, gc=False):
-    """`weight` is the number of sequences wanted at once (the client's `n`).
+    """`weight` is the number of concurrent sequences (the client's `n`).
 
-    `prompt` is looked at only where a model has several replicas: the one that knows its beginning is the cheapest.
+    `prompt` is used only for a model with several replicas: the one that has its prefix cached is preferred.
     """
 
     model: str
@@ -34,7 +34,7 @@ class LeaseRequest(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Lease(Protocol):
-    """A place in an engine. Released exactly once, when the engine says that the slot is free."""
+    """A slot in an engine. Released once, when the engine reports that the slot is free."""
 
     @property
     def engine(self) -> Engine: ...
@@ -47,28 +47,28 @@ class Lease(Protocol):
 
     @property
     def weight(self) -> int:
-        """How many sequences may run at once: as many as were wanted, or as many as the cache has."""
+        """How many sequences may run at once: as many as requested, or as the cache has."""
         ...
 
     def on_revoke(self, end: Callable[[ModelyardError], None]) -> None:
-        """What to call, once, where this place is taken away again: it must end the work there and release."""
+        """Register a callback, called once if the lease is revoked: it must end the work and release."""
         ...
 
     def spend(self, tokens: int) -> None:
-        """So many output tokens were made here: they count against the key's limit."""
+        """Count output tokens against the key's limit."""
         ...
 
     def release(self) -> None: ...
 
 
 class Ticket(Protocol):
-    """A place in the queue. `lease()` returns at once where one was free; `cancel` gives back what was had."""
+    """A position in the queue. `lease()` returns at once if a slot was free; `cancel` gives up the ticket or lease."""
 
     @property
     def granted(self) -> bool: ...
     @property
     def position(self) -> int:
-        """In the queue as it is now, counted from 1; 0 when it does not wait any more."""
+        """The current position, counted from 1; 0 when it no longer waits."""
         ...
 
     async def lease(self) -> Lease: ...
@@ -79,30 +79,27 @@ class ModelStatus(Struct, frozen=True):
     state: ModelState
     running: int = 0
     waiting: int = 0
-    reason: str = ""  # why it failed or was lost
-    doing: str = ""  # what loading is busy with
+    reason: str = ""  # reason it failed or was lost
+    doing: str = ""  # the current step of loading
     progress: float = 0.0
     capabilities: Capabilities = Capabilities()
-    loads_on_request: bool = False  # stopped, and the next request for it loads it
+    loads_on_request: bool = False  # stopped; the next request loads it
 
 
 class LeaseProvider(Protocol):
     def request(self, demand: LeaseRequest) -> Ticket:
-        """Raises Overloaded, RateLimited, Conflict or Unavailable where waiting would be in vain."""
+        """Raise Overloaded, RateLimited, Conflict or Unavailable if waiting would be in vain."""
         ...
 
     def status(self) -> Mapping[str, ModelStatus]: ...
     def engine(self, model: str) -> Engine | None:
-        """The open engine, for side questions that need no place (counting); None while it is not up."""
+        """The open engine, for calls that need no lease (counting); None while the model is not loaded."""
         ...
 
 
-# A place that can be taken away again, and who is to end the work in it.
-
 
 class RevocableLease(Struct, eq=False, kw_only=True):
-    """The part of a `Lease` that is the same wherever it is granted. A Struct, because one is made at every request:
-    an `__init__` costs more than all else that is done with it."""
+    """The part of a `Lease` that every scheduler shares. A Struct, because a Python `__init__` per request is slow."""
 
     _revokers: tuple[Callable[[ModelyardError], None], ...] = ()
     _revoked: ModelyardError | None = None
@@ -113,10 +110,10 @@ class RevocableLease(Struct, eq=False, kw_only=True):
         else:
             self._revokers += (end,)
 
-    def revoke(self, why: ModelyardError) -> None:
-        """Ends the work in it, once. Whoever has not said yet how that is done hears of it when he does."""
+    def revoke(self, reason: ModelyardError) -> None:
+        """End the work, once. Callbacks registered after revocation run immediately."""
         if self._revoked is None:
-            self._revoked = why
+            self._revoked = reason
             revokers, self._revokers = self._revokers, ()
             for end in revokers:
-                end(why)
+                end(reason)

@@ -1,7 +1,7 @@
-"""The seam to the model pool: what an administrator may order, what a model's record looks like, and what changes.
+"""The model pool interface: admin commands, snapshots of its state, and state changes.
 
-Every call is made on the event loop's thread and decides at once. Those that begin something slow return an awaitable:
-the work goes on whether or not anybody awaits it, and awaiting it raises what went wrong.
+Every method runs on the event loop and decides at once. Slow operations return an awaitable: they continue whether or
+not it is awaited, and awaiting it raises their error.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ Overrides = Mapping[str, Any]
 
 
 class ModelSpec(Struct, frozen=True, kw_only=True):
-    """All that the pool has to know of a model. Two blueprints of one `identity` make the same engine.
+    """What the pool needs to know about a model. Two specs with one `identity` create the same engine.
 
-    `altered` makes the blueprint of a load with overrides, or raises InvalidRequest; None: nothing can be overridden.
-    `make_at` makes the engine on the machine of this name, where there are several.
+    `altered` returns the spec of a load with overrides, or raises InvalidRequest; None: nothing can be overridden.
+    `make_at` creates the engine on the node of this name.
     """
 
     name: str
     caches: Mapping[str, CacheInfo]
     make: Callable[[], Engine]
     make_at: Callable[[str], Engine] | None = None
-    estimate: Callable[[AvailableMemory], MemoryEstimate] | None = None  # may read files: it is called in a thread
+    estimate: Callable[[AvailableMemory], MemoryEstimate] | None = None  # may read files; called in a thread
     altered: Callable[[Overrides], ModelSpec] | None = None
     identity: str = ""
     replicas: int = 1
     replica_max: int = 1
-    target_inflight: int | None = None  # requests handed to one replica at a time, over all its caches
+    target_inflight: int | None = None  # concurrent requests per replica, over all its caches
     autoload: bool = False
-    enabled: bool = False  # loaded when a reload makes it known; at the start the server says when
-    idle_ttl_s: float | None = None  # None: never unloaded for being idle
+    enabled: bool = False  # loaded when a reload adds it; at the start the server loads it
+    idle_ttl_s: float | None = None  # None: never unloaded when idle
 
 
-# --- what the pool looks like ---------------------------------------------------------------------------------------
+# --- snapshots ------------------------------------------------------------------------------------------------------
 
 ReplicaState = Literal["placing", "loading", "ready", "draining", "closing", "restarting"]
 
 
 class ReplicaSnapshot(Struct, frozen=True, kw_only=True):
-    """`placing` waits for memory, `draining` for its last answers, `restarting` for its next try after a crash."""
+    """`placing` waits for memory, `draining` for its last requests, `restarting` for the retry after a crash."""
 
     id: int
     state: ReplicaState
     running: int = 0
-    since: float = 0.0  # unix time of its last change of state
+    since: float = 0.0  # unix time of the last state change
     progress: float = 0.0
     doing: str = ""
     reason: str = ""
-    pid: int | None = None  # of the engine's own process, where it has one
+    pid: int | None = None  # of the engine's process, if it has one
 
 
 class ModelSnapshot(Struct, frozen=True, kw_only=True):
-    """`estimate` is what one replica should take, `measured` the bytes that one really took when it was last loaded."""
+    """`estimate` is for one replica; `measured` are the bytes that the last load took."""
 
     name: str
     state: ModelState
-    reason: str = ""  # why it failed, was lost, or was put to sleep
+    reason: str = ""  # why it failed, was lost, or was unloaded
     doing: str = ""
     progress: float = 0.0
     waiting: int = 0
     waiting_tokens: int = 0
     running: int = 0
-    places: int = 0  # answers that may run at a time, on all replicas that are up
+    places: int = 0  # slots of all ready replicas
     replicas: tuple[ReplicaSnapshot, ...] = ()
     replicas_wanted: int = 0
     replica_max: int = 1
@@ -80,16 +80,16 @@ class ModelSnapshot(Struct, frozen=True, kw_only=True):
     loads_on_request: bool = False  # stopped, and the next request for it loads it
     capabilities: Capabilities = Capabilities()
     caches: Mapping[str, CacheInfo] = field(default_factory=dict)
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # live only, gone with the next unload
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # until the next unload
     estimate: MemoryEstimate | None = None
     measured: int | None = None
-    load_s: float | None = None  # how long the last load took
+    load_s: float | None = None  # duration of the last load
     loads: int = 0
-    failures: int = 0  # loads that failed and engines that were lost
-    evictions: int = 0  # times that it had to make room for another model
+    failures: int = 0  # failed loads and lost engines
+    evictions: int = 0  # unloads in favour of another model
     last_used: float | None = None  # unix time
-    service_s: float | None = None  # a recent answer's time in its place, averaged
-    wait_s: float | None = None  # the longest wait of those who wait now
+    service_s: float | None = None  # recent time per request in its slot, averaged
+    wait_s: float | None = None  # the longest current wait
 
 
 class RequestSnapshot(Struct, frozen=True, kw_only=True):
@@ -104,12 +104,12 @@ class RequestSnapshot(Struct, frozen=True, kw_only=True):
     weight: int = 1
     position: int = 0  # 0 while it runs
     replica: int | None = None
-    since: float = 0.0  # unix time at which it came
-    waited: float = 0.0  # seconds in the queue, so far or in all
+    since: float = 0.0  # unix time of arrival
+    waited: float = 0.0  # seconds in the queue
 
 
 class DeviceSnapshot(Struct, frozen=True):
-    """Bytes of one device ("cpu" is RAM, "gpu" all GPUs together): what the pool may take, and what it has taken."""
+    """Bytes of one device ("cpu" is RAM, "gpu" all GPUs): the pool's limit, and what it has reserved."""
 
     device: str
     limit: int | None
@@ -117,7 +117,7 @@ class DeviceSnapshot(Struct, frozen=True):
 
 
 class PoolSnapshot(Struct, frozen=True, kw_only=True):
-    """`retiring` are models that a reload has replaced or removed and that still answer those who came before."""
+    """`retiring` are models that a reload has replaced or removed and that finish their requests."""
 
     models: Mapping[str, ModelSnapshot]
     retiring: tuple[ModelSnapshot, ...] = ()
@@ -125,7 +125,7 @@ class PoolSnapshot(Struct, frozen=True, kw_only=True):
 
 
 class ModelStateChange(Struct, frozen=True, kw_only=True):
-    """Something happened to a model. `missed`: so many changes came before this one and were dropped unread."""
+    """A model changed. `missed`: this many earlier changes were dropped because the reader lagged."""
 
     model: str
     state: ModelState
@@ -136,47 +136,47 @@ class ModelStateChange(Struct, frozen=True, kw_only=True):
     missed: int = 0
 
 
-# --- what can be asked of it ----------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------------------------
 
 
 class Pool(Protocol):
-    """An unknown model is NotFound everywhere; what cannot be done now is Conflict; a bad value is InvalidRequest."""
+    """Unknown models raise NotFound, impossible commands Conflict, bad values InvalidRequest."""
 
     def snapshot(self) -> PoolSnapshot: ...
     def requests(self) -> tuple[RequestSnapshot, ...]:
-        """All that run and wait, oldest first."""
+        """All running and waiting requests, oldest first."""
         ...
 
     def cancel(self, trace: str) -> int:
-        """Ends every request of this trace id; how many there were."""
+        """End every request of this trace id; return how many there were."""
         ...
 
     def engines(self, name: str) -> tuple[Engine, ...]:
-        """The open engines of a model, for questions that need no place."""
+        """The open engines of a model, for calls that need no lease."""
         ...
 
     def load(self, name: str, overrides: Overrides | None = None) -> Future[None]:
-        """Done when one replica is ready. Joins a load under way; a model that is loaded with other overrides is a
-        Conflict. Opens a drained model again."""
+        """Done when one replica is ready. Joins a load in progress; Conflict if the model is loaded with other
+        overrides. Reopens a drained model."""
         ...
 
     def unload(self, name: str, force: bool = False) -> Future[None]:
-        """Done when it is stopped. Those who wait are refused; those who run finish, or fail at once with `force`."""
+        """Done when it is stopped. Waiting requests are refused; running ones finish, or fail at once with `force`."""
         ...
 
     def drain(self, name: str) -> Future[None]:
-        """Takes no new requests; done when those who wait and run are answered. The engine stays until `unload`."""
+        """Accept no new requests; done when all waiting and running ones are answered. The engine stays loaded."""
         ...
 
     def scale(self, name: str, replicas: int) -> Future[None]:
-        """Done when so many replicas are ready, and no more."""
+        """Done when exactly this many replicas are ready."""
         ...
 
     def reconfigure(self, blueprints: Mapping[str, ModelSpec]) -> None:
-        """These are the models from now on. One that is gone or makes another engine answers those who came before,
-        then stops; one that was up is loaded anew in its new form."""
+        """Replace the models. A removed model, or one with another engine, finishes its requests and stops; a loaded
+        one is loaded again in its new form."""
         ...
 
     def subscribe(self) -> AsyncIterator[ModelStateChange]:
-        """Every change from now on. A reader that lags misses the oldest, and is told how many."""
+        """Every change from now on. A reader that lags loses the oldest; `missed` says how many."""
         ...

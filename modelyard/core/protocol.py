@@ -1,4 +1,4 @@
-"""The seam to a client protocol: a module in `protocols/` that speaks both roles of one wire, purely.
+"""The client protocol interface: a module in `protocols/` implements both roles of one protocol, without I/O.
 
 Server role: `read_request`, `write_reply`, `write_error`, `Writer`. Client role, used by ChatEngines that forward:
 `write_request`, `read_reply`, `read_error`, `Reader`. On what the protocol can express `read(write(x)) == x`; on
@@ -20,7 +20,7 @@ INLINE_BYTES = 1 << 18  # bodies up to this size are parsed on the event loop (a
 
 
 class WireError(Struct, frozen=True):
-    """An error as it goes out. A streamed one (`status` 200) is a body of events instead of a JSON body."""
+    """A written error. A streamed one (`status` 200) has a body of events instead of JSON."""
 
     status: int
     body: bytes
@@ -29,7 +29,7 @@ class WireError(Struct, frozen=True):
 
 
 class ModelCard(Struct, frozen=True):
-    """A model as the lists of every protocol show it. `context` is one conversation's window, None where unknown."""
+    """A model as the model lists show it. `context` is the window of one conversation; None if unknown."""
 
     id: str
     created: int
@@ -43,24 +43,24 @@ class ModelCard(Struct, frozen=True):
 
 
 class EventWriter(Protocol):
-    """Events of one request to bytes of its stream. `choice` counts the `n` answers; most protocols have one only."""
+    """Writes the events of one request as bytes of its stream. `choice` numbers the `n` replies."""
 
     def write(self, event: Event, choice: int = 0) -> bytes: ...
     def keepalive(self) -> bytes: ...
     def end(self) -> bytes:
-        """What closes the stream once every choice has ended."""
+        """The bytes that close the stream after every choice has ended."""
         ...
 
 
 class EventReader(Protocol):
-    """Bytes of a stream, cut anywhere, to events. `finish` settles what an abrupt end left open."""
+    """Reads bytes of a stream, split anywhere, as events. `finish` handles an abrupt end."""
 
     def feed(self, data: bytes) -> list[Event]: ...
     def finish(self) -> list[Event]: ...
 
 
 class WireProtocol(Protocol):
-    """The shape of a module in `protocols/`."""
+    """The interface of a module in `protocols/`."""
 
     NAME: str
     PATHS: tuple[str, ...]

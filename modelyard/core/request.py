@@ -1,14 +1,13 @@
-"""What a client asks for, in no protocol's words: messages, tools, sampling, constraints.
+"""A client's request, independent of the protocol: messages, tools, sampling, constraints.
 
-The normal form that every reader produces and every writer accepts:
+The normal form that every protocol reads into and writes from:
 
-- The system prompt is a leading `system` message; later `system` and `developer` messages stay where they stand.
-- Tool results live in `tool` messages of their own; neighbouring results share one message.
-- A plain string is one `Text`. Neighbouring texts are not merged: a client's blocks stay its blocks.
-- A call's arguments are the text that stood on the wire. They may not be JSON: models and clients break them.
+- The system prompt is a leading `system` message; later `system` and `developer` messages keep their position.
+- Tool results are in `tool` messages; neighbouring results share one message.
+- A plain string is one `Text`. Neighbouring texts are not merged.
+- A call's arguments are the text on the wire. It may be invalid JSON.
 
-What is made at every request is `gc=False`, here and in the other seams: a value that holds only values can be part of
-no cycle, and the collector need not know of it.
+Structs created for every request are `gc=False`: values cannot be part of a reference cycle.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ class Text(Struct, frozen=True, tag="text", gc=False):
 
 
 class Image(Struct, frozen=True, tag="image", gc=False):
-    """A picture by URL: `data:` always works, `http(s):` and `file:` only where the settings allow them."""
+    """An image by URL: `data:` always works, `http(s):` and `file:` only if the settings allow them."""
 
     url: str
     detail: str | None = None
 
 
 class Thinking(Struct, frozen=True, tag="thinking", gc=False):
-    """Reasoning that comes back from the client. `signature` is opaque and may be foreign, empty or missing."""
+    """Reasoning returned by the client. `signature` is opaque and may be foreign, empty or missing."""
 
     text: str
     signature: str = ""
@@ -39,8 +38,8 @@ class Thinking(Struct, frozen=True, tag="thinking", gc=False):
 
 
 class ToolCall(Struct, frozen=True, tag="tool_call", gc=False):
-    """`custom` calls carry free text instead of JSON; `namespace` is the Responses API's, mapped back going out.
-    `verbatim` arguments are the model's own text, remembered: they are rendered as they stand."""
+    """`custom` calls carry free text instead of JSON; `namespace` is the Responses API's, restored in the reply.
+    `verbatim` arguments are the model's generated text and are rendered unchanged."""
 
     id: str
     name: str
@@ -51,7 +50,7 @@ class ToolCall(Struct, frozen=True, tag="tool_call", gc=False):
 
 
 class ToolReference(Struct, frozen=True, tag="tool_reference", gc=False):
-    """The place in the conversation where a deferred tool was discovered."""
+    """The point in the conversation where a deferred tool was discovered."""
 
     name: str
 
@@ -77,7 +76,7 @@ class Message(Struct, frozen=True, gc=False):
 
 
 class Tool(Struct, frozen=True):
-    """A tool on offer. `server` tools are run by somebody else's cloud: accepted, never offered to a local model."""
+    """An offered tool. `server` tools run at a provider: accepted, but not offered to a local model."""
 
     name: str
     description: str = ""
@@ -96,7 +95,7 @@ class ToolChoice(Struct, frozen=True):
 
 
 class Sampling(Struct, frozen=True, omit_defaults=True):
-    """Every knob is optional: None means «not asked for», so that layers of defaults can be laid under it."""
+    """Every field is optional; None means "not set", so that defaults apply."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -121,20 +120,20 @@ class Sampling(Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, float] | None = None
 
     def over(self, base: Sampling) -> Sampling:
-        """These values where they are set, the base's elsewhere."""
+        """These values if they are set, else the base's."""
         if self is DEFAULT_SAMPLING or self == DEFAULT_SAMPLING:
             return base
-        return replace(base, **to_builtins(self))  # what is not set is left out by `omit_defaults`, in C
+        return replace(base, **to_builtins(self))  # `omit_defaults` drops unset fields
 
 
-DEFAULT_SAMPLING = Sampling()  # readers give this very one, and it is known by `is`
+DEFAULT_SAMPLING = Sampling()  # a singleton, compared with `is`
 
 
 class Constraint(Struct, frozen=True):
-    """What the output must look like, as data: compiled where it is used, never an object that crosses a process.
+    """A constraint on the output, as data; the engine compiles it.
 
-    `text` is the schema (JSON) or the grammar. With a `trigger` the output is free until that text (or the token of
-    that text) was generated; then the grammar holds for what comes after it, and when it is complete all is free again.
+    `text` is the schema (JSON) or the grammar. With a `trigger` the output is free until that text (or its token) was
+    generated; then the grammar applies until it is complete, and the output is free again.
     """
 
     kind: Literal["json_object", "json_schema", "gbnf", "regex", "lark", "tools"]
@@ -147,14 +146,14 @@ class Constraint(Struct, frozen=True):
 
 
 class Reasoning(Struct, frozen=True):
-    """How the client wants the model to think; None leaves it to the model's settings."""
+    """The client's reasoning settings; None: the model's settings apply."""
 
     enabled: bool | None = None
     effort: str | None = None
     budget: int | None = None
     visible: bool | None = None
     summary: str | None = None
-    strict: bool = False  # `enabled` is a demand: a model without that switch refuses instead of doing as it does
+    strict: bool = False  # refuse the request if the model has no such switch
 
 
 Priority = Literal["main", "background"]
@@ -163,8 +162,8 @@ Priority = Literal["main", "background"]
 class Request(Struct, frozen=True, kw_only=True, gc=False):
     model: str
     messages: tuple[Message, ...] = ()
-    instructions: bool = False  # the leading system message is this request's alone: no continuation inherits it
-    prompts: tuple[str | tuple[int, ...], ...] = ()  # raw prompts: no template is applied, `messages` is empty
+    instructions: bool = False  # the leading system message applies to this request only; continuations do not inherit it
+    prompts: tuple[str | tuple[int, ...], ...] = ()  # raw prompts without a template; `messages` is empty
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool | None = None
@@ -172,7 +171,7 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
-    logprobs: int | None = None  # how many alternatives a token; 0 = the chosen one only; None = off
+    logprobs: int | None = None  # alternatives per token; 0: the chosen one only; None: off
     constraint: Constraint | None = None
     reasoning: Reasoning = Reasoning()
     stream: bool = False
@@ -184,18 +183,18 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     session: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
-    previous: str | None = None  # previous_response_id, resolved by the gateway's store
+    previous: str | None = None  # previous_response_id, resolved by the gateway
     store: bool | None = None
-    encrypted_reasoning: bool = False  # the client wants reasoning back in a form it can return next turn
-    echo: bool = False  # legacy completions: the prompt is part of the answer
+    encrypted_reasoning: bool = False  # return reasoning in a form that the client can send back
+    echo: bool = False  # legacy completions: repeat the prompt in the reply
     suffix: str | None = None
-    allow_remote: bool = False  # the client consents that this request leaves the machine
-    dialect: str = ""  # where a path speaks several: the one to answer in
-    warnings: tuple[str, ...] = ()  # what the reader accepted but could not carry over; the gateway logs it
+    allow_remote: bool = False  # the client consents to remote engines
+    dialect: str = ""  # on a path with several dialects: the reply's dialect
+    warnings: tuple[str, ...] = ()  # accepted fields without effect; the gateway logs and counts them
 
 
 class EmbeddingRequest(Struct, frozen=True, kw_only=True):
-    """Texts or token runs to turn into vectors. `dimensions` cuts each vector short and brings it back to length 1."""
+    """Texts or token ids to embed. `dimensions` truncates each vector and normalises it again."""
 
     model: str
     inputs: tuple[str | tuple[int, ...], ...]
@@ -205,12 +204,12 @@ class EmbeddingRequest(Struct, frozen=True, kw_only=True):
 
 
 class Caller(Struct, frozen=True, kw_only=True, gc=False):
-    """Who asks, and by which door. `key` names the API key (never its secret) and scopes everything remembered."""
+    """Who sent the request, and to which endpoint. `key` names the API key (never its secret) and scopes all state."""
 
     trace: str
     endpoint: str
     key: str = ""
     allow_remote: bool = False
     arrived: float | None = None  # when the request came in, on `time.perf_counter`'s clock
-    deadline: float | None = None  # unix time: queue and engine give up on it then
-    idempotency: str | None = None  # the client's own name for this request, the same when it sends it again
+    deadline: float | None = None  # unix time; queue and engine drop the request then
+    idempotency: str | None = None  # the client's idempotency key

@@ -1,4 +1,4 @@
-"""The seam to memory between requests: bounded, and scoped so that no API key sees another's."""
+"""The store interface: data kept between requests, bounded and scoped by API key."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Store(Protocol):
-    """Bytes by (scope, key). Old entries leave when the store is full: a miss is always possible."""
+    """Bytes by (scope, key). Old entries are evicted when the store is full, so a miss is always possible."""
 
     async def get(self, scope: str, key: str) -> bytes | None: ...
     async def put(self, scope: str, key: str, value: bytes) -> None: ...

@@ -1,4 +1,4 @@
-"""The seam to a tokenizer: ids of text, text of ids, and which tokens are control tokens."""
+"""The tokenizer interface: text to token ids and back, and which tokens are control tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class IdLogprob(Struct, frozen=True, gc=False):
 
 
 class Piece(Struct, frozen=True, gc=False):
-    """A bit of detokenized text with its token, so that a marker counts only where the special token stands.
+    """Detokenized text with its token, so that a marker counts only if it is the special token.
 
-    `text` may be empty: a token that ends in half a character hands its bytes on to the next piece.
+    `text` may be empty: a token that ends in half a character passes its bytes on to the next piece.
     """
 
     text: str
@@ -27,14 +27,14 @@ class Piece(Struct, frozen=True, gc=False):
 
 
 class Detokenizer(Protocol):
-    """Stateful: one a stream. It never emits half a character; `finish` gives what a cut-off stream left behind."""
+    """Stateful, one per stream. It never emits half a character; `finish` returns what a truncated stream left."""
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[IdLogprob] | None = None) -> list[Piece]: ...
     def finish(self) -> list[Piece]: ...
 
 
 class Tokenizer(Protocol):
-    """`encode` takes special tokens for what they are; `encode_plain` reads their spelling as ordinary text."""
+    """`encode` recognises special tokens; `encode_plain` treats their spelling as ordinary text."""
 
     @property
     def size(self) -> int: ...

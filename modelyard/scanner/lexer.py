@@ -22,6 +22,7 @@ SURROGATES = "\ud800-\udfff"
 NAME_LIMIT = 128  # characters of a function or parameter name
 _FIRST_CODE = 0xDC00
 _SPACE = re.compile(r"\s*")
+_HEADER = re.compile(rf"[^<\n{SURROGATES}]*")
 
 
 class ParseError(Exception):
@@ -135,11 +136,13 @@ class TextBuffer:
         """Which of these texts comes next; nothing is taken. No option may be a prefix of another."""
         longest = max(map(len, options))
         while True:
-            rest = self.text[self.pos + offset : self.pos + offset + longest]
-            for option in options:
-                if rest.startswith(option):
-                    return option
-            if self.ended or not any(option.startswith(rest) for option in options):
+            start = self.pos + offset
+            if self.text.startswith(options, start):
+                return next(option for option in options if self.text.startswith(option, start))
+            if self.ended or len(self.text) - start >= longest:
+                return None
+            rest = self.text[start:]
+            if not any(option.startswith(rest) for option in options):
                 return None
             yield
 
@@ -165,6 +168,22 @@ class TextBuffer:
             if found:
                 return "".join(taken)
             yield
+
+    def read_header(self, markers: tuple[str, ...], limit: int) -> Incremental[tuple[str, str]]:
+        """Take the text before the next of these markers, and return both. The marker is empty if the output is over.
+
+        The text must fit into one line and `limit` characters.
+        """
+        text = ""
+        while True:
+            text += self.take_match(_HEADER)
+            char = yield from self.peek()
+            found = (yield from self.match(markers)) if char else ""
+            if found is not None and len(text) <= limit:
+                return text, found
+            if len(text) >= limit or char == "\n":
+                raise ParseError("expected a header")
+            text += self.skip(1)
 
     def read_verbatim(self, ends: tuple[str, ...], emit: Callable[[str], None] | None = None) -> Incremental[str]:
         """Take everything before the first of `ends` and emit it exactly, as it arrives.

@@ -61,8 +61,6 @@ class WorkerSettings(BaseModel):
             return None
         from modelyard.workers.ray import ActorResources, RayCluster  # it imports the worker: not with the settings
 
-        from modelyard.workers.ray import ActorResources, RayCluster
-
         resources = {model: ActorResources(**each.model_dump()) for model, each in self.ray_resources.items()}
         return RayCluster(self.ray_address, resources, self.cluster_keys(), self.heartbeat())
 

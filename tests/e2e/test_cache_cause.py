@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -131,10 +132,9 @@ def test_a_call_that_the_client_has_changed_is_the_clients_word_and_is_told() ->
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_change_is_in_the_header_the_log_the_metrics_and_the_record(
-    stream: bool, monkeypatch: pytest.MonkeyPatch
+    stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lines: list[dict[str, Any]] = []
-    monkeypatch.setattr("modelyard.http.middleware.line", lambda *said: lines.append(said[3]()))
+    caplog.set_level(logging.INFO, "modelyard.http")
     with serving(demo(SCRIPT)) as served:
         talk = Talk(served)
         talk.turn()
@@ -150,6 +150,7 @@ def test_a_change_is_in_the_header_the_log_the_metrics_and_the_record(
     assert reuse["token"] == reuse["reused"]
     assert sample_values(metrics, "cache_requests_total") == {("main", "new_session"): 1, ("main", "system_changed"): 1}
     assert sample_values(metrics, "evaluated_tokens_total")["main", "system_changed"] == reuse["evaluated"]
+    lines = [record.__dict__["fields"] for record in caplog.records if record.getMessage() == "request"]
     (line,) = [one for one in lines if one.get("cause") == "system_changed"]
     assert (line["reused"], line["evaluated"]) == (reuse["reused"], reuse["evaluated"])
     assert (line["token"], line["message"], line["role"]) == (reuse["token"], 0, "system")

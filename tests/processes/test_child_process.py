@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from modelyard.processes.child_process import ChildProcess, OutputTail, describe_exit
 
 
-def test_only_the_last_lines_are_kept_and_the_others_counted() -> None:
+def test_only_the_last_lines_are_kept_and_the_others_are_counted() -> None:
     tail = OutputTail(max_lines=2)
     tail.feed(b"a\nb\nc\nd\n")
     assert tail.lines() == ["c", "d"]
@@ -24,7 +24,7 @@ def test_only_the_last_lines_are_kept_and_the_others_counted() -> None:
     assert len(tail) == 2
 
 
-def test_a_line_that_has_not_ended_is_shown_last() -> None:
+def test_an_unfinished_line_comes_last() -> None:
     tail = OutputTail(max_lines=2)
     tail.feed(b"one\ntwo\nerror: no mem")
     assert tail.lines() == ["one", "two", "error: no mem"]
@@ -32,7 +32,7 @@ def test_a_line_that_has_not_ended_is_shown_last() -> None:
     assert tail.tail(1) == "error: no memory"
 
 
-def test_a_line_without_end_is_cut_and_the_next_one_is_whole() -> None:
+def test_a_long_line_is_cut_and_the_next_one_is_complete() -> None:
     tail = OutputTail(max_line=5)
     for _ in range(1000):
         tail.feed(b"xyz")
@@ -40,13 +40,13 @@ def test_a_line_without_end_is_cut_and_the_next_one_is_whole() -> None:
     assert tail.lines() == ["xyzxy", "next"]
 
 
-def test_carriage_returns_and_broken_characters_do_no_harm() -> None:
+def test_carriage_returns_are_stripped_and_invalid_utf8_is_replaced() -> None:
     tail = OutputTail()
     tail.feed(b"windows\r\n\xff\xfe\n\n")
     assert tail.lines() == ["windows", "\ufffd\ufffd", ""]
 
 
-def test_tail_of_nothing_is_empty() -> None:
+def test_an_empty_tail_is_empty() -> None:
     tail = OutputTail()
     tail.feed(b"a\n")
     assert (tail.tail(0), OutputTail().tail(5)) == ("", "")
@@ -54,7 +54,7 @@ def test_tail_of_nothing_is_empty() -> None:
 
 @given(st.lists(st.binary(max_size=12), max_size=12))
 @settings(deadline=None, max_examples=100)
-def test_where_the_bytes_are_cut_makes_no_difference(bits: list[bytes]) -> None:
+def test_the_chunking_of_the_bytes_makes_no_difference(bits: list[bytes]) -> None:
     cut, whole = OutputTail(3, 6), OutputTail(3, 6)
     for bit in bits:
         cut.feed(bit)
@@ -79,13 +79,13 @@ async def until_up(child: ChildProcess) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_its_output_and_its_exit_code_are_known_when_it_has_ended() -> None:
+async def test_output_and_exit_code_are_available_after_the_exit() -> None:
     child = await started("import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
     assert await child.ended == 3
     assert sorted(child.log.lines()) == ["one", "two"]
 
 
-async def test_it_is_given_its_environment_and_no_more() -> None:
+async def test_the_child_gets_exactly_the_given_environment() -> None:
     child = await ChildProcess.start(
         [sys.executable, "-c", "import os; print(os.environ.get('A'), os.environ.get('HOME'))"], {"A": "b"}
     )
@@ -93,7 +93,7 @@ async def test_it_is_given_its_environment_and_no_more() -> None:
     assert child.log.lines() == ["b None"]
 
 
-async def test_stopping_asks_first_and_can_be_done_twice() -> None:
+async def test_stop_sends_sigterm_and_is_idempotent() -> None:
     child = await started(PATIENT)
     await until_up(child)
     assert await child.stop() == -signal.SIGTERM
@@ -101,13 +101,13 @@ async def test_stopping_asks_first_and_can_be_done_twice() -> None:
     assert not psutil.pid_exists(child.pid)
 
 
-async def test_one_that_does_not_listen_is_killed() -> None:
+async def test_stop_kills_a_child_that_ignores_sigterm() -> None:
     child = await started(STUBBORN)
     await until_up(child)
     assert await child.stop(grace=0.01) == -signal.SIGKILL
 
 
-async def test_a_death_is_known_without_asking() -> None:
+async def test_a_death_resolves_ended() -> None:
     child = await started(PATIENT)
     await until_up(child)
     os.kill(child.pid, signal.SIGKILL)
@@ -123,7 +123,7 @@ print("up", flush=True)
 """
 
 
-async def test_what_it_leaves_behind_ends_with_it() -> None:
+async def test_grandchildren_in_the_group_are_killed() -> None:
     child = await started(HEIR.format(apart=False) + "import signal; signal.pause()")
     await until_up(child)
     heir = psutil.Process(int(child.log.lines()[0]))
@@ -132,7 +132,7 @@ async def test_what_it_leaves_behind_ends_with_it() -> None:
     await asyncio.to_thread(heir.wait, 60)
 
 
-async def test_its_end_is_known_although_an_heir_in_another_group_holds_its_output_open() -> None:
+async def test_a_grandchild_that_holds_the_output_open_does_not_delay_the_exit_for_ever() -> None:
     child = await started(HEIR.format(apart=True))
     assert await child.ended == 0
     heir = psutil.Process(int(child.log.lines()[0]))
@@ -143,13 +143,13 @@ async def test_its_end_is_known_although_an_heir_in_another_group_holds_its_outp
         await asyncio.to_thread(heir.wait, 60)
 
 
-async def test_a_program_that_is_not_there_says_so_in_its_output() -> None:
+async def test_a_missing_program_is_reported_in_the_output() -> None:
     child = await ChildProcess.start(["/no/such/program"])
     assert await child.ended == 1
     assert child.log.lines() == ["cannot start /no/such/program: No such file or directory"]
 
 
-async def test_giving_up_the_wait_for_its_end_does_not_end_the_watch() -> None:
+async def test_cancelling_a_wait_does_not_cancel_ended() -> None:
     child = await started(PATIENT)
     waiting = asyncio.create_task(asyncio.wait({child.ended}))
     await asyncio.sleep(0)
@@ -166,7 +166,7 @@ async def test_giving_up_the_wait_for_its_end_does_not_end_the_watch() -> None:
         (-99, "was killed by signal 99"),
     ],
 )
-def test_an_exit_code_has_words(code: int, words: str) -> None:
+def test_exit_codes_are_described(code: int, words: str) -> None:
     assert describe_exit(code) == words
 
 
@@ -185,7 +185,7 @@ asyncio.run(main())
 """
 
 
-def test_none_is_orphaned_when_its_parent_is_killed() -> None:
+def test_a_child_dies_with_a_killed_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))

@@ -24,7 +24,7 @@ time.sleep(3600)
 WAIT_S = 60.0
 
 
-def test_what_is_started_meanwhile_is_told_by_its_mark_and_ended() -> None:
+def test_marked_processes_are_found_and_killed() -> None:
     reaper = DescendantReaper()
     with reaper.mark_children():
         child = subprocess.Popen(SLEEP)
@@ -42,7 +42,7 @@ def test_what_is_started_meanwhile_is_told_by_its_mark_and_ended() -> None:
         reaper.kill_all()
 
 
-def test_nothing_outlives_a_parent_that_is_killed() -> None:
+def test_marked_processes_die_with_a_killed_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     with parent.stdout:
@@ -53,11 +53,11 @@ def test_nothing_outlives_a_parent_that_is_killed() -> None:
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_brood_that_never_hatched_ends() -> None:
+def test_kill_all_without_marked_processes_does_nothing() -> None:
     DescendantReaper().kill_all()
 
 
-def test_two_broods_that_hatch_at_once_keep_apart() -> None:
+def test_concurrent_reapers_mark_only_their_own_processes() -> None:
     def start() -> tuple[DescendantReaper, subprocess.Popen[bytes]]:
         reaper = DescendantReaper()
         with reaper.mark_children():

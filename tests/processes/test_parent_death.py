@@ -9,7 +9,7 @@ import psutil
 from modelyard.processes import parent_death
 
 
-def test_a_tethered_program_runs_with_its_arguments_and_exit_code() -> None:
+def test_the_program_runs_with_its_arguments_and_exit_code() -> None:
     argv = parent_death.die_with_parent(
         [sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(5)", "a b", "--c"]
     )
@@ -17,7 +17,7 @@ def test_a_tethered_program_runs_with_its_arguments_and_exit_code() -> None:
     assert (done.returncode, done.stdout) == (5, "['a b', '--c']\n")
 
 
-def test_a_program_that_does_not_exist_is_named() -> None:
+def test_a_missing_program_is_reported() -> None:
     done = subprocess.run(
         parent_death.die_with_parent(["/no/such/program"]), capture_output=True, text=True, check=False
     )
@@ -25,7 +25,7 @@ def test_a_program_that_does_not_exist_is_named() -> None:
     assert done.stderr == "cannot start /no/such/program: No such file or directory\n"
 
 
-def test_a_program_whose_parent_is_gone_already_does_not_start() -> None:
+def test_the_program_does_not_start_if_its_parent_is_dead() -> None:
     argv = parent_death.die_with_parent([sys.executable, "-c", "print('started')"])
     argv[argv.index(str(os.getpid()))] = "1"
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
@@ -45,7 +45,7 @@ subprocess.Popen(die_with_parent([sys.executable, "-c", {PROGRAM!r}], group=True
 """
 
 
-def test_what_a_program_has_started_ends_with_it_when_its_parent_is_killed() -> None:
+def test_descendants_die_with_a_killed_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         heir = psutil.Process(int(owner.stdout.readline()))
@@ -53,7 +53,7 @@ def test_what_a_program_has_started_ends_with_it_when_its_parent_is_killed() -> 
     heir.wait(60)
 
 
-def test_a_signal_to_the_group_is_not_taken_for_the_programs_death() -> None:
+def test_a_signal_to_the_group_is_not_mistaken_for_the_death_of_the_program() -> None:
     code = "import os, signal; signal.signal(15, signal.SIG_IGN); os.killpg(0, 15); print('alive')"
     argv = parent_death.die_with_parent([sys.executable, "-c", code], group=True)
     done = subprocess.run(argv, capture_output=True, text=True, check=False, start_new_session=True)

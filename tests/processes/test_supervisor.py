@@ -123,14 +123,14 @@ def _signal_self(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-async def test_every_child_is_told_its_index_and_the_hub(tmp_path: Path) -> None:
+async def test_every_child_gets_its_index_and_the_hub(tmp_path: Path) -> None:
     async with roll_call(tmp_path) as call, _supervised(call, 2):
         children = [await call.next(), await call.next()]
         assert {child.index for child in children} == {0, 1}
         assert {child.hub for child in children} == {"/the/hub"}
 
 
-async def test_a_killed_child_is_replaced_in_its_place(tmp_path: Path) -> None:
+async def test_a_killed_child_is_replaced_with_the_same_index(tmp_path: Path) -> None:
     async with roll_call(tmp_path) as call, _supervised(call, 2):
         first = await call.next()
         second = await call.next()
@@ -142,7 +142,7 @@ async def test_a_killed_child_is_replaced_in_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_every_child_in_peace(tmp_path: Path, number: int) -> None:
+async def test_a_signal_stops_every_child_gracefully(tmp_path: Path, number: int) -> None:
     async with roll_call(tmp_path) as call, _supervised(call, 2) as supervisor:
         children = [await call.next(), await call.next()]
         _signal_self(number)
@@ -152,7 +152,7 @@ async def test_a_signal_ends_every_child_in_peace(tmp_path: Path, number: int) -
         assert call.count == 2
 
 
-async def test_a_child_that_does_not_end_is_killed_after_the_grace(tmp_path: Path) -> None:
+async def test_a_child_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     hasty = RestartPolicy(first_delay=0.001, min_uptime=600.0, grace=0.01)
     async with roll_call(tmp_path) as call, _supervised(call, 1, "deaf", hasty) as supervisor:
         child = await call.next()
@@ -161,7 +161,7 @@ async def test_a_child_that_does_not_end_is_killed_after_the_grace(tmp_path: Pat
         await child.gone()
 
 
-async def test_a_second_signal_skips_the_grace(tmp_path: Path) -> None:
+async def test_a_second_signal_skips_the_grace_period(tmp_path: Path) -> None:
     patient = RestartPolicy(first_delay=0.001, min_uptime=600.0, grace=3600.0)
     async with roll_call(tmp_path) as call, _supervised(call, 1, "deaf", patient) as supervisor:
         child = await call.next()
@@ -171,14 +171,14 @@ async def test_a_second_signal_skips_the_grace(tmp_path: Path) -> None:
         await child.gone()
 
 
-async def test_a_fleet_whose_children_all_die_at_the_start_gives_up_after_three_tries(tmp_path: Path) -> None:
+async def test_the_supervisor_gives_up_if_all_children_exit_early_three_times(tmp_path: Path) -> None:
     async with roll_call(tmp_path) as call, _supervised(call, 2, "brief") as supervisor:
         assert await supervisor.code() == 1
         for _ in range(6):
             await call.next()
 
 
-async def test_a_command_that_does_not_exist_ends_the_fleet_with_code_one(tmp_path: Path) -> None:
+async def test_a_missing_command_ends_the_supervisor_with_code_one(tmp_path: Path) -> None:
     lobby = Lobby()
     async with asyncio.timeout(60):
         assert await run_supervised([str(tmp_path / "nothing")], 1, lobby, _QUICK) == 1
@@ -196,7 +196,7 @@ asyncio.run(run_supervised(sys.argv[1:], 2, Lobby()))
 """
 
 
-async def test_no_child_survives_a_parent_that_was_killed(tmp_path: Path) -> None:
+async def test_no_child_survives_a_killed_supervisor(tmp_path: Path) -> None:
     async with roll_call(tmp_path) as call:
         parent = await asyncio.create_subprocess_exec(sys.executable, "-c", _PARENT, *call.argv("deaf"))
         children = [await call.next(), await call.next()]
@@ -215,7 +215,7 @@ def test_the_wait_doubles_while_a_child_dies_min_uptime_and_starts_over_when_it_
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 0.5, 0.5]
 
 
-def test_one_child_that_lives_keeps_the_hope_up() -> None:
+def test_the_supervisor_gives_up_only_if_all_children_exit_early() -> None:
     children, policy = [SupervisedChild(0), SupervisedChild(1)], RestartPolicy()
     for _ in range(5):
         children[0].record_exit(0.1, policy)

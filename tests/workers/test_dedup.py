@@ -70,14 +70,14 @@ class Instant:
         return queue
 
 
-async def test_a_job_that_is_done_at_once_is_heard_and_cannot_be_joined_any_more() -> None:
+async def test_a_run_that_is_done_at_once_is_read_and_cannot_be_joined() -> None:
     deduplicator = RunDeduplicator()
     reader = deduplicator.generate(Instant(), prompt())  # type: ignore[arg-type]
     assert len(deduplicator) == 0
     assert [chunk async for batch in reader for chunk in batch] == [Accepted(2), Tokens([5]), End("stop")]
 
 
-async def test_both_hear_all_of_it_from_the_start(setup: Setup) -> None:
+async def test_both_readers_get_everything_from_the_start(setup: Setup) -> None:
     first = setup.ask()
     setup.engine.jobs[0].put_many([Accepted(2), Tokens([5])])
     second = setup.ask(trace="other", priority="background")
@@ -100,13 +100,13 @@ async def test_both_hear_all_of_it_from_the_start(setup: Setup) -> None:
         {"logprobs": 1},
     ],
 )
-async def test_another_request_is_another_run(setup: Setup, fields: dict[str, Any]) -> None:
+async def test_a_different_request_is_another_run(setup: Setup, fields: dict[str, Any]) -> None:
     setup.ask()
     setup.ask(**fields)
     assert len(setup.engine.jobs) == 2
 
 
-async def test_prompts_that_end_alike_are_told_apart(setup: Setup) -> None:
+async def test_prompts_with_the_same_tail_are_distinguished(setup: Setup) -> None:
     tail = range(100, 120)
     setup.ask(1, *tail)
     setup.ask(2, *tail)
@@ -121,7 +121,7 @@ async def test_another_engine_is_another_run(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-async def test_one_leaves_and_the_other_reads_on(setup: Setup, leaver: int) -> None:
+async def test_one_reader_leaves_and_the_other_continues(setup: Setup, leaver: int) -> None:
     readers = [setup.ask(), setup.ask()]
     readers[leaver].cancel()
     assert [chunk.reason for chunk in await read_all(readers[leaver]) if isinstance(chunk, End)] == ["cancelled"]
@@ -130,7 +130,7 @@ async def test_one_leaves_and_the_other_reads_on(setup: Setup, leaver: int) -> N
     assert await read_all(readers[1 - leaver]) == [Tokens([5]), End("stop")]
 
 
-async def test_the_last_takes_the_run_with_it(setup: Setup) -> None:
+async def test_the_last_reader_cancels_the_run(setup: Setup) -> None:
     readers = [setup.ask(), setup.ask()]
     for reader in readers:
         reader.cancel()
@@ -142,13 +142,13 @@ async def test_the_last_takes_the_run_with_it(setup: Setup) -> None:
     assert await read_all(readers[1]) == [End("cancelled")]
 
 
-async def test_an_error_in_the_middle_reaches_both(setup: Setup) -> None:
+async def test_an_error_reaches_both_readers(setup: Setup) -> None:
     readers, lost = [setup.ask(), setup.ask()], End("error", error=Unavailable("gone"))
     setup.engine.jobs[0].put_many([Tokens([5]), lost], last=True)
     assert [await read_all(reader) for reader in readers] == [[Tokens([5]), lost]] * 2
 
 
-async def test_a_run_that_grew_too_long_is_not_joined(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_run_cannot_be_joined(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelyard.workers.dedup._MAX_CHUNKS", 2)
     first = setup.ask()
     for token in range(3):
@@ -159,7 +159,7 @@ async def test_a_run_that_grew_too_long_is_not_joined(setup: Setup, monkeypatch:
     assert await read_all(first) == [Tokens([0, 1, 2]), End("stop")]
 
 
-async def test_an_engine_hears_that_nobody_reads_and_goes_on_when_somebody_does(setup: Setup) -> None:
+async def test_the_engine_is_paused_while_no_reader_keeps_up(setup: Setup) -> None:
     reader, other = setup.ask(), setup.ask()
     reader.limit = other.limit = 2
     job = setup.engine.jobs[0]
@@ -173,7 +173,7 @@ async def test_an_engine_hears_that_nobody_reads_and_goes_on_when_somebody_does(
     assert await read_all(other) == [Tokens([0, 1, 2, 3, 4, 5]), End("stop")]
 
 
-async def test_leaving_a_held_run_lets_it_come_to_its_end(setup: Setup) -> None:
+async def test_cancelling_a_paused_run_lets_it_end(setup: Setup) -> None:
     reader = setup.ask()
     reader.limit = 1
     job = setup.engine.jobs[0]

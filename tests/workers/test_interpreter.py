@@ -66,16 +66,16 @@ def other_interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin" / "python")
 
 
-def test_no_word_means_this_very_interpreter() -> None:
+def test_the_default_is_this_interpreter() -> None:
     assert interpreter.interpreter_path(None) == sys.executable
 
 
-def test_link_of_an_environment_stays_a_link(other_interpreter: str) -> None:
+def test_the_symlink_of_an_environment_is_kept(other_interpreter: str) -> None:
     """Its target would be the interpreter that the environment was made from, without what is installed in it."""
     assert interpreter.interpreter_path(other_interpreter) == other_interpreter
 
 
-async def test_program_that_is_not_there_is_named() -> None:
+async def test_a_missing_interpreter_is_reported() -> None:
     with pytest.raises(InvalidRequest, match="there is no such program") as caught:
         await interpreter.check_interpreter("/nowhere/bin/python")
     assert caught.value.param == "python"
@@ -90,21 +90,21 @@ async def test_program_that_is_not_there_is_named() -> None:
         ("echo hello", "no output"),
     ],
 )
-async def test_unfit_interpreter_is_told_in_one_sentence(program: Program, script: str, words: str) -> None:
+async def test_an_unusable_interpreter_is_reported_in_one_line(program: Program, script: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         await interpreter.check_interpreter(program(script))
     assert "\n" not in caught.value.message
 
 
-async def test_own_interpreter_is_fit() -> None:
+async def test_this_interpreter_is_usable() -> None:
     await interpreter.check_interpreter(sys.executable)
 
 
-def test_own_environment_is_left_as_it_is(tmp_path: Path) -> None:
+def test_the_environment_of_this_interpreter_is_unchanged(tmp_path: Path) -> None:
     assert interpreter.worker_environment(None, tmp_path, {"PYTHONPATH": "x"}) == {"PYTHONPATH": "x"}
 
 
-def test_other_environment_is_lent_this_package_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_another_environment_gets_a_link_to_this_package_only(tmp_path: Path) -> None:
     for _ in range(2):
         env = interpreter.worker_environment("/other/python", tmp_path, {"PYTHONPATH": "/mine", "HOME": "/me"})
     first, mine = env["PYTHONPATH"].split(os.pathsep)
@@ -112,7 +112,7 @@ def test_other_environment_is_lent_this_package_and_nothing_beside_it(tmp_path: 
     assert [each.name for each in Path(first).iterdir()] == ["modelyard"]
 
 
-async def test_engine_runs_in_an_environment_that_has_no_modelyard(other_interpreter: str) -> None:
+async def test_an_engine_runs_in_an_environment_without_modelyard(other_interpreter: str) -> None:
     spec = EngineSpec("demo", fake.Options(token_delay=0), {"main": CacheInfo(512)}, python=other_interpreter)
     engine = create_process_engine("fake", spec, "text", HeartbeatConfig(worker_misses=1000))
     assert isinstance(engine, ProcessTextEngine)
@@ -125,7 +125,7 @@ async def test_engine_runs_in_an_environment_that_has_no_modelyard(other_interpr
         await engine.close()
 
 
-async def test_engine_with_an_unfit_interpreter_does_not_open(program: Program) -> None:
+async def test_an_engine_with_an_unusable_interpreter_does_not_open(program: Program) -> None:
     unusable = program("""echo '[[3, 11], ["zmq"]]'""")
     engine = create_process_engine(
         "fake", EngineSpec("demo", fake.Options(), {"main": CacheInfo(512)}, python=unusable), "text"
@@ -135,7 +135,7 @@ async def test_engine_with_an_unfit_interpreter_does_not_open(program: Program) 
     await engine.close()
 
 
-async def test_scheduler_hires_a_worker_with_that_interpreter(other_interpreter: str, tmp_path: Path) -> None:
+async def test_the_worker_pool_starts_a_worker_with_another_interpreter(other_interpreter: str, tmp_path: Path) -> None:
     workers = WorkerPool(tmp_path, heartbeat=HeartbeatConfig(worker_misses=1000))
     worker = await workers.acquire("any", "demo", other_interpreter)
     try:

@@ -58,7 +58,7 @@ CHUNKS = [
 
 
 @pytest.mark.parametrize("chunk", CHUNKS, ids=lambda chunk: type(chunk).__name__)
-def test_what_an_engine_says_is_what_its_client_hears(chunk: core.Chunk) -> None:
+def test_chunks_survive_the_wire(chunk: core.Chunk) -> None:
     frame = decode_for_client(encode(UpdateBatch([to_update(4, chunk)])))
     assert isinstance(frame, UpdateBatch)
     (item,) = frame.updates
@@ -66,7 +66,7 @@ def test_what_an_engine_says_is_what_its_client_hears(chunk: core.Chunk) -> None
     assert to_chunk(item) == chunk
 
 
-def test_events_of_a_chat_engine_are_no_chunks() -> None:
+def test_chat_events_are_not_chunks() -> None:
     with pytest.raises(MalformedMessage, match="events"):
         to_chunk(ChatEvents(1, []))
 
@@ -106,17 +106,17 @@ FOR_CLIENT = [
 
 
 @pytest.mark.parametrize("message", FOR_WORKER, ids=lambda m: type(m).__name__)
-def test_messages_for_a_worker_are_read_as_they_were_written(message) -> None:
+def test_messages_for_a_worker_survive_the_wire(message) -> None:
     assert decode_for_worker(encode(message)) == message
 
 
 @pytest.mark.parametrize("message", FOR_CLIENT, ids=lambda m: type(m).__name__)
-def test_messages_for_a_client_are_read_as_they_were_written(message) -> None:
+def test_messages_for_a_client_survive_the_wire(message) -> None:
     assert decode_for_client(encode(message)) == message
 
 
 @pytest.mark.parametrize("message", [*FOR_WORKER[:2], FOR_WORKER[3]], ids=lambda m: type(m).__name__)
-def test_fields_that_we_do_not_know_are_tolerated(message) -> None:
+def test_unknown_fields_are_ignored(message) -> None:
     longer = [*msgspec.msgpack.decode(encode(message)), {"from": "the future"}, 1]
     assert decode_for_worker(msgspec.msgpack.encode(longer)) == message
 
@@ -130,20 +130,20 @@ def test_no_two_messages_have_the_same_tag() -> None:
 @pytest.mark.parametrize(
     ("theirs", "expected"), [(VERSION + 1, "this side is older"), (VERSION - 1, "other side is older")]
 )
-def test_another_version_is_refused_with_a_sentence(theirs: int, expected: str) -> None:
+def test_another_version_is_refused_with_a_reason(theirs: int, expected: str) -> None:
     assert expected in (version_mismatch(theirs) or "")
     assert version_mismatch(VERSION) is None
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_malformed_or_a_message_and_nothing_else(data: bytes) -> None:
+def test_random_bytes_raise_malformed_message_or_decode(data: bytes) -> None:
     for read in (decode_for_worker, decode_for_client):
         with suppress(MalformedMessage):
             read(data)
 
 
 @given(st.sampled_from([*FOR_WORKER, *FOR_CLIENT]), st.data())
-def test_cut_and_bent_messages_break_nothing(message, data) -> None:
+def test_truncated_and_corrupted_messages_raise_malformed_message_or_decode(message, data) -> None:
     whole = bytearray(encode(message))
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] = data.draw(st.integers(0, 255))
@@ -156,7 +156,7 @@ def test_cut_and_bent_messages_break_nothing(message, data) -> None:
 @pytest.mark.parametrize(
     "deep", [b"\x91" * 100_000, b"\x81\xa1a" * 50_000, b"\x94\xa4chat\xa1e\x01" + b"\x91" * 100_000]
 )
-def test_bottomless_messages_are_malformed(deep: bytes) -> None:
+def test_deeply_nested_messages_are_malformed(deep: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode_for_worker(deep)
 
@@ -173,7 +173,7 @@ def test_a_token_of_64_streams_takes_about_eleven_bytes() -> None:
     assert len(frame) / 64 < 12
 
 
-def test_nothing_is_ever_unpickled_and_only_the_link_knows_zeromq() -> None:
+def test_nothing_is_unpickled_and_only_transport_imports_zeromq() -> None:
     home = Path(messages.__file__).parents[1]
     for file in home.rglob("*.py"):
         roots = {name.partition(".")[0] for name in _imports(file)}
@@ -206,18 +206,18 @@ FULL = Prompt(
 )
 
 
-def test_this_prompt_says_all_that_a_prompt_can() -> None:
+def test_the_example_prompt_sets_every_field() -> None:
     silent = [field.name for field in msgspec.structs.fields(Prompt) if getattr(FULL, field.name) == field.default]
     assert silent == [], "say something in it, or the next test shows nothing"
 
 
-def test_all_that_it_says_arrives() -> None:
+def test_every_field_of_a_prompt_survives_the_wire() -> None:
     message = decode_for_worker(encode(AddRequest("e", to_infer_request(7, FULL))))
     assert isinstance(message, AddRequest)
     assert message.request.request_id == 7
     assert to_prompt(message.request) == FULL
 
 
-def test_tokens_that_are_none_are_refused() -> None:
+def test_invalid_token_bytes_are_malformed() -> None:
     with pytest.raises(MalformedMessage):
         to_prompt(InferRequest(1, b"\0\1\2"))

@@ -50,7 +50,7 @@ def test_vectors_lose_nothing(vector: list[float]) -> None:
 
 
 @pytest.mark.parametrize("unpack", [unpack_ids, unpack_vector])
-def test_half_a_number_is_malformed(unpack) -> None:
+def test_a_partial_number_is_malformed(unpack) -> None:
     with pytest.raises(MalformedMessage, match="not a list of"):
         unpack(b"\0\0\0\0\0")
 
@@ -58,7 +58,7 @@ def test_half_a_number_is_malformed(unpack) -> None:
 @given(
     st.lists(st.one_of(st.builds(TokenRun, st.lists(st.integers(0, 99), min_size=1, max_size=4)), MEDIA), min_size=1)
 )
-def test_prompts_keep_their_media_where_they_stood(made) -> None:
+def test_prompts_keep_the_position_of_their_media(made) -> None:
     prompt = Prompt(parts=tuple(made))
     back = Prompt(parts=unflatten_prompt(*flatten_prompt(prompt)))
     assert back.ids == prompt.ids
@@ -87,25 +87,25 @@ def example(kind: type[ModelyardError]) -> ModelyardError:
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_every_error_of_the_tree_comes_back_as_itself(kind: type[ModelyardError]) -> None:
+def test_every_error_class_survives_the_wire(kind: type[ModelyardError]) -> None:
     error = example(kind)
     assert unpack_error(pack_error(error)) == error
 
 
-def test_a_subclass_that_the_other_side_may_not_have_comes_back_as_its_parent() -> None:
+def test_an_unlisted_subclass_becomes_its_parent() -> None:
     class Special(Unavailable):
         pass
 
     assert unpack_error(pack_error(Special("gone", retry_after=7.0))) == Unavailable("gone", retry_after=7.0)
 
 
-def test_an_error_of_an_unknown_kind_keeps_its_words() -> None:
+def test_an_error_of_an_unknown_class_keeps_its_message() -> None:
     error = unpack_error(["FromTheFuture", {"message": "no flux", "code": "flux"}, "more"])
     assert type(error) is Internal
     assert (error.message, error.code) == ("no flux", "flux")
 
 
-def test_only_known_fields_of_their_own_kind_are_taken_from_the_wire() -> None:
+def test_only_known_attributes_of_the_right_type_are_accepted() -> None:
     error = unpack_error(["Overloaded", {"message": "full", "position": "first", "kind": "invalid", "args": 3}])
     assert isinstance(error, Overloaded)
     assert error.kind == "overloaded"
@@ -113,6 +113,6 @@ def test_only_known_fields_of_their_own_kind_are_taken_from_the_wire() -> None:
 
 
 @pytest.mark.parametrize("packed", [None, [], ["Unavailable"], ["Unavailable", {}], [1, {"message": "x"}], {"a": 1}])
-def test_an_error_without_words_is_malformed(packed) -> None:
+def test_an_error_without_a_message_is_malformed(packed) -> None:
     with pytest.raises(MalformedMessage):
         unpack_error(packed)

@@ -38,7 +38,7 @@ async def open_engine(heartbeat: HeartbeatConfig = LENIENT, **options: Any) -> A
         await engine.close()
 
 
-async def test_it_runs_in_another_process_which_ends_with_it() -> None:
+async def test_the_engine_runs_in_a_child_that_exits_with_it() -> None:
     async with open_engine(echo=True) as engine:
         pid = engine.pid
         assert pid is not None
@@ -51,7 +51,7 @@ async def test_it_runs_in_another_process_which_ends_with_it() -> None:
     assert not await asyncio.to_thread(folder.exists)
 
 
-async def test_a_killed_process_is_lost_with_its_cause_and_its_requests_end() -> None:
+async def test_a_killed_process_is_reported_with_its_cause_and_its_requests_end() -> None:
     async with open_engine(**HANGING) as engine:
         jobs = [engine.generate(prompt(f"{i}")) for i in range(4)]
         for job in jobs:
@@ -63,7 +63,7 @@ async def test_a_killed_process_is_lost_with_its_cause_and_its_requests_end() ->
         assert isinstance(end(await read(engine.generate(prompt()))).error, Unavailable)
 
 
-async def test_a_process_that_is_stopped_is_noticed_by_its_silence_and_ended() -> None:
+async def test_a_stopped_process_is_detected_by_its_silence_and_killed() -> None:
     async with open_engine(**HANGING) as engine:
         job = engine.generate(prompt())
         await until(job, Tokens)
@@ -77,7 +77,7 @@ async def test_a_process_that_is_stopped_is_noticed_by_its_silence_and_ended() -
     assert not psutil.pid_exists(pid)
 
 
-async def test_an_engine_that_cannot_be_opened_says_why_and_leaves_no_process() -> None:
+async def test_a_failing_open_raises_the_reason_and_leaves_no_process() -> None:
     for backend, spec_ in (
         ("fake", fake_spec(tokenizer_path="/nowhere")),
         ("llama_cpp", EngineSpec("m", llama_cpp.Options(path="/nowhere.gguf"), {"main": CacheInfo(64)})),
@@ -90,7 +90,7 @@ async def test_an_engine_that_cannot_be_opened_says_why_and_leaves_no_process() 
         assert not psutil.pid_exists(pid)
 
 
-async def test_a_process_that_ends_before_it_answers_is_explained_by_its_last_words(monkeypatch) -> None:
+async def test_an_early_exit_is_explained_by_the_last_output(monkeypatch) -> None:
     from modelyard.workers import process_engine
 
     monkeypatch.setattr(process_engine, "worker_command", lambda *_: ["sh", "-c", "echo no such luck; exit 3"])
@@ -100,7 +100,7 @@ async def test_a_process_that_ends_before_it_answers_is_explained_by_its_last_wo
     await engine.close()
 
 
-async def test_opening_that_is_given_up_leaves_no_process() -> None:
+async def test_a_cancelled_open_leaves_no_process() -> None:
     engine = create_process_engine("fake", fake_spec(), "text", LENIENT)
     opening = asyncio.create_task(engine.open(lambda *_: None))
     await wait_until(lambda: engine.pid is not None)
@@ -110,7 +110,7 @@ async def test_opening_that_is_given_up_leaves_no_process() -> None:
     assert not psutil.pid_exists(engine.pid)
 
 
-async def test_what_was_opened_and_closed_leaves_no_files_open() -> None:
+async def test_opening_and_closing_leaks_no_file_descriptors() -> None:
     me = psutil.Process()
 
     async def cycle() -> None:
@@ -127,7 +127,7 @@ async def test_what_was_opened_and_closed_leaves_no_files_open() -> None:
 @pytest.mark.parametrize(
     "options", [fake.Options(kind="chat"), fake.Options(script=[{"when": "a|b", "steps": [{"text": "x"}]}])]
 )
-def test_options_come_through_the_wire_as_they_were(options: fake.Options) -> None:
+def test_options_survive_the_wire(options: fake.Options) -> None:
     from modelyard.workers.messages import open_engine_message
     from modelyard.workers.worker import engine_spec
 
@@ -135,7 +135,7 @@ def test_options_come_through_the_wire_as_they_were(options: fake.Options) -> No
     assert engine_spec(open_engine_message("e", "fake", made)) == made
 
 
-def test_a_request_survives_the_death_of_its_engines_process() -> None:
+def test_a_request_without_output_is_retried_after_its_process_was_killed() -> None:
     """It has said nothing yet: it is tried again in the next process. One that has ends in an error."""
     script = [
         {"when": "slow", "steps": [{"delay": 3600}]},

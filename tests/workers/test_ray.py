@@ -29,25 +29,24 @@ from tests.engines.llama_cpp import helpers as llama_helpers
 from tests.engines.reading import end, read
 from tests.engines.reading import until as read_until
 from tests.workers.harness import ipc_endpoint, prompt, until
-from tests.workers.ray_nodes import HEAD, RayNodes
-from tests.workers.ray_nodes import nodes as ray_nodes
+from tests.workers.ray_nodes import HEAD, RayNodes, ray_nodes
 
 HEARTBEAT = HeartbeatConfig(interval_s=0.4, worker_misses=10)
 
 
-def test_resources_are_told_in_rays_words() -> None:
+def test_resources_become_ray_options() -> None:
     told = ActorResources(2.0, 0.5, 1 << 30, {"fast": 1.0}).options()
     assert told == {"num_cpus": 2.0, "num_gpus": 0.5, "memory": 1 << 30, "resources": {"fast": 1.0}}
     assert "memory" not in ActorResources().options()
 
 
-def test_a_new_actor_goes_anywhere_but_to_a_node_that_was_just_lost() -> None:
+def test_a_new_actor_avoids_the_node_that_was_just_lost() -> None:
     assert avoid_nodes_selector({"b", "a"}, ["a", "b", "c"]) == {"ray.io/node-id": "!in(a,b)"}
     assert avoid_nodes_selector([], ["a", "b"]) == {}
     assert avoid_nodes_selector({"a"}, ["a"]) == {}  # it is the only one: perhaps the worker alone has died
 
 
-async def test_without_ray_its_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_missing_ray_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InvalidRequest, match=r"pip install 'modelyard\[ray\]'"):
         await RayCluster("auto", {}, None, HeartbeatConfig()).open()
@@ -91,13 +90,13 @@ async def lease_from(pool: RemotePool, model: str) -> Any:
 
 
 @pytest.mark.cluster
-async def test_a_killed_actor_and_a_lost_node_cost_their_streams_and_nothing_else(
+async def test_a_killed_actor_and_a_lost_node_end_only_their_streams(
     nodes: RayNodes, tmp_path: Path
 ) -> None:
     script = [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}]
     spec = EngineSpec("demo", fake.Options(echo=True, script=script, token_delay=0), {"main": CacheInfo(4096, 2)})
     async with gateway(tmp_path, "fake", spec) as (pool, scheduler):
-        for kill in (lambda pid: os.kill(pid, signal.SIGKILL), nodes.kill_under):
+        for kill in (lambda pid: os.kill(pid, signal.SIGKILL), nodes.kill_node_of):
             lease = await lease_from(pool, "demo")
             job = lease.engine.generate(prompt("Go on."))
             await read_until(job, Tokens)
@@ -111,7 +110,7 @@ async def test_a_killed_actor_and_a_lost_node_cost_their_streams_and_nothing_els
 
 
 @pytest.mark.cluster
-async def test_a_real_model_answers_from_an_actor(nodes: RayNodes, tmp_path: Path) -> None:
+async def test_a_real_model_runs_in_an_actor(nodes: RayNodes, tmp_path: Path) -> None:
     spec = llama_helpers.spec({"main": CacheInfo(256, 2)})
     async with gateway(tmp_path, "llama_cpp", spec) as (pool, _):
         lease = await lease_from(pool, spec.model)

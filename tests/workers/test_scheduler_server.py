@@ -149,7 +149,7 @@ async def lease_from(pool: RemotePool, **fields: Any) -> Any:
     return await asyncio.wait_for(pool.request(lease_request(**fields)).lease(), DEADLINE_S)
 
 
-async def test_a_place_is_granted_and_its_tokens_come_from_the_worker(tmp_path: Path) -> None:
+async def test_a_lease_is_granted_and_its_tokens_come_from_the_worker(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         lease = await lease_from(pool)
         assert isinstance(lease.engine, TextEngine)
@@ -162,7 +162,7 @@ async def test_a_place_is_granted_and_its_tokens_come_from_the_worker(tmp_path: 
         assert pool.engine("demo") is not None
 
 
-async def test_two_gateways_share_the_places_of_one_engine(tmp_path: Path) -> None:
+async def test_two_gateways_share_the_slots_of_one_engine(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
         first, second = await lease_from(one), await lease_from(two)
         waiting = one.request(lease_request())
@@ -176,7 +176,7 @@ async def test_two_gateways_share_the_places_of_one_engine(tmp_path: Path) -> No
         await until(lambda: deployment.scheduler.status()["demo"].running == 0)
 
 
-async def test_limits_of_a_key_hold_for_all_gateways_together(tmp_path: Path) -> None:
+async def test_the_limits_of_a_key_cover_all_gateways(tmp_path: Path) -> None:
     async with (
         deployed(tmp_path, limits={"k": KeyLimits(max_concurrent=1)}) as deployment,
         gateway(deployment, "a") as one,
@@ -190,7 +190,7 @@ async def test_limits_of_a_key_hold_for_all_gateways_together(tmp_path: Path) ->
         (await lease_from(two, key="k")).release()
 
 
-async def test_refusals_are_the_schedulers_own(tmp_path: Path) -> None:
+async def test_a_gateway_gets_the_errors_of_the_scheduler(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         with pytest.raises(NotFound):
             await lease_from(pool, model="nobody")
@@ -199,7 +199,7 @@ async def test_refusals_are_the_schedulers_own(tmp_path: Path) -> None:
             await lease_from(pool)
 
 
-async def test_a_request_that_is_given_up_while_it_waits_leaves_the_queue(tmp_path: Path) -> None:
+async def test_a_cancelled_request_leaves_the_queue(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         held = [await lease_from(pool) for _ in range(2)]
         waiting = pool.request(lease_request())
@@ -215,7 +215,7 @@ async def test_a_request_that_is_given_up_while_it_waits_leaves_the_queue(tmp_pa
         await until(lambda: deployment.scheduler.status()["demo"].running == 0)
 
 
-async def test_a_gateway_that_dies_gives_its_places_back_when_its_requests_have_ended(
+async def test_the_leases_of_a_dead_gateway_are_released_when_its_requests_have_ended(
     tmp_path: Path, closing: Closing
 ) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment, "other") as other:
@@ -234,7 +234,7 @@ async def test_a_gateway_that_dies_gives_its_places_back_when_its_requests_have_
         await dead.close()
 
 
-async def test_the_scheduler_dies_and_nobody_notices_but_those_who_wait(tmp_path: Path) -> None:
+async def test_running_requests_survive_a_restart_of_the_scheduler(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         lease = await lease_from(pool)
         job = lease.engine.generate(prompt("Go on."))
@@ -257,7 +257,7 @@ async def test_the_scheduler_dies_and_nobody_notices_but_those_who_wait(tmp_path
         second.release()
 
 
-async def test_a_gateway_whose_first_word_was_lost_says_it_again(closing: Closing) -> None:
+async def test_a_gateway_joins_again_if_its_first_message_was_lost(closing: Closing) -> None:
     """Whoever received it was on his way out; the connection is made anew by itself, the word is not."""
     joins: list[bytes] = []
     scheduler = closing(RouterSocket(ipc_endpoint(), lambda _, data: joins.append(data)))
@@ -268,7 +268,7 @@ async def test_a_gateway_whose_first_word_was_lost_says_it_again(closing: Closin
     await scheduler.close()
 
 
-async def test_who_waits_for_a_scheduler_that_does_not_come_back_is_turned_away(tmp_path: Path) -> None:
+async def test_requests_are_refused_if_the_scheduler_does_not_come_back(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment, timeout_s=0.1) as pool:
         await deployment.die()
         await until(lambda: not pool.is_connected)
@@ -280,7 +280,7 @@ async def test_who_waits_for_a_scheduler_that_does_not_come_back_is_turned_away(
             pool.request(lease_request())
 
 
-async def test_a_lost_engine_is_not_granted_again_before_the_scheduler_knows(tmp_path: Path) -> None:
+async def test_a_lost_engine_is_not_granted_again_before_the_scheduler_notices(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         lease = await lease_from(pool)
         job = lease.engine.generate(prompt("Go on."))
@@ -294,7 +294,7 @@ async def test_a_lost_engine_is_not_granted_again_before_the_scheduler_knows(tmp
         again.release()
 
 
-async def test_a_gateway_that_lost_only_its_link_is_granted_the_same_engine_when_that_has_shown_that_it_lives(
+async def test_a_gateway_that_lost_only_its_link_gets_the_same_engine_after_a_liveness_check(
     tmp_path: Path,
 ) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
@@ -309,7 +309,7 @@ async def test_a_gateway_that_lost_only_its_link_is_granted_the_same_engine_when
         again.release()
 
 
-async def test_a_sign_of_life_is_the_answer_to_a_beat_that_was_sent_after_the_question(tmp_path: Path) -> None:
+async def test_only_a_reply_to_a_later_heartbeat_proves_liveness(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment:
         (engine,) = deployment.server._engines()
         session = engine._worker.session  # type: ignore[union-attr]
@@ -320,7 +320,7 @@ async def test_a_sign_of_life_is_the_answer_to_a_beat_that_was_sent_after_the_qu
         await until(lives)
 
 
-async def test_nobody_is_sent_to_a_worker_that_was_lost_until_it_comes_again(tmp_path: Path) -> None:
+async def test_a_lost_worker_is_not_used_until_it_registers_again(tmp_path: Path) -> None:
     async with deployed(tmp_path, workers=2) as deployment, gateway(deployment) as pool:
         lease = await lease_from(pool)
         (engine,) = deployment.server._engines()
@@ -333,7 +333,7 @@ async def test_nobody_is_sent_to_a_worker_that_was_lost_until_it_comes_again(tmp
         lease.release()
 
 
-async def test_a_worker_that_leaves_finishes_its_answers_and_its_model_goes_elsewhere(tmp_path: Path) -> None:
+async def test_a_draining_worker_finishes_its_requests_and_its_model_moves_to_another_worker(tmp_path: Path) -> None:
     says_much: dict[str, Any] = {"script": [{"steps": [{"tokens": 3000}]}], "token_delay": 0.0005}
     async with deployed(tmp_path, workers=2, **says_much) as deployment, gateway(deployment) as pool:
         lease = await lease_from(pool)
@@ -352,7 +352,7 @@ async def test_a_worker_that_leaves_finishes_its_answers_and_its_model_goes_else
         assert await draining
 
 
-async def test_a_gateway_that_ends_goes_to_no_new_worker_though_the_scheduler_tells_of_one(closing: Closing) -> None:
+async def test_a_closing_gateway_opens_no_sessions_with_new_workers(closing: Closing) -> None:
     def engine(worker: Worker, id: str) -> EngineLocation:
         return EngineLocation("demo", worker.endpoint, id, "text", EngineInfo("fake", {}), False)
 
@@ -379,7 +379,7 @@ async def test_a_gateway_that_ends_goes_to_no_new_worker_though_the_scheduler_te
     await scheduler.close()
 
 
-async def test_orders_reach_the_scheduler_and_what_it_says_comes_back(tmp_path: Path) -> None:
+async def test_admin_commands_reach_the_scheduler(tmp_path: Path) -> None:
     async with deployed(tmp_path, workers=2) as deployment, gateway(deployment) as pool:
         changes = pool.subscribe()
         await pool.scale("demo", 2)
@@ -399,7 +399,7 @@ async def test_orders_reach_the_scheduler_and_what_it_says_comes_back(tmp_path: 
         assert all(worker.engines == () for worker in deployment.workers)
 
 
-async def test_other_gateways_hear_that_the_configuration_was_read_anew(tmp_path: Path) -> None:
+async def test_other_gateways_are_notified_of_a_reload(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
         received: list[int] = []
         one.on_config_change = two.on_config_change = received.append
@@ -408,7 +408,7 @@ async def test_other_gateways_hear_that_the_configuration_was_read_anew(tmp_path
         assert received == [1]
 
 
-async def test_a_request_is_cancelled_by_its_trace_wherever_it_runs(tmp_path: Path) -> None:
+async def test_a_request_of_another_gateway_is_cancelled_by_its_trace(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
         lease = await lease_from(one, trace="t")
         why: list[Any] = []
@@ -422,7 +422,7 @@ async def test_a_request_is_cancelled_by_its_trace_wherever_it_runs(tmp_path: Pa
         lease.release()
 
 
-async def test_gateways_share_their_memory_by_scope(tmp_path: Path) -> None:
+async def test_gateways_share_the_store_by_scope(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment, "a") as one, gateway(deployment, "b") as two:
         here, other = RemoteStore(one), RemoteStore(two)
         await here.put("key", "r\udc80", b"\0value")
@@ -432,14 +432,14 @@ async def test_gateways_share_their_memory_by_scope(tmp_path: Path) -> None:
         assert not await here.delete("key", "r\udc80")
 
 
-async def test_questions_need_no_place(tmp_path: Path) -> None:
+async def test_engine_calls_need_no_lease(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         (engine,) = pool.engines("demo")
         await engine.control(Control("evict"))
         assert pool.engines("nobody") == ()
 
 
-async def test_a_second_replica_is_chosen_by_what_it_knows(tmp_path: Path) -> None:
+async def test_a_session_stays_on_its_replica(tmp_path: Path) -> None:
     async with deployed(tmp_path, workers=2) as deployment, gateway(deployment) as pool:
         await pool.scale("demo", 2)
         await until(lambda: pool.state.replicas["demo"] == 2)
@@ -474,7 +474,7 @@ async def test_a_second_replica_is_chosen_by_what_it_knows(tmp_path: Path) -> No
         ],
     ],
 )
-async def test_who_does_not_speak_as_he_should_is_sent_away_and_counted(
+async def test_a_peer_that_violates_the_protocol_is_refused_and_counted(
     tmp_path: Path, words: list[bytes], closing: Closing
 ) -> None:
     from modelyard.workers.transport import DealerSocket
@@ -493,7 +493,7 @@ async def test_who_does_not_speak_as_he_should_is_sent_away_and_counted(
         await peer.close()
 
 
-async def test_a_worker_that_enlists_is_used_and_one_that_goes_is_forgotten(tmp_path: Path, closing: Closing) -> None:
+async def test_a_registered_worker_is_used_and_removed_when_it_leaves(tmp_path: Path, closing: Closing) -> None:
     made = Deployment(tmp_path, [])
     await made.start()
     closing(made)
@@ -539,7 +539,7 @@ async def slow_opening(monkeypatch: pytest.MonkeyPatch) -> SlowOpening:
     return SlowOpening(monkeypatch)
 
 
-async def test_a_load_that_is_given_up_leaves_no_engine_in_a_worker_of_others(
+async def test_an_aborted_load_leaves_no_engine_in_a_registered_worker(
     slow_opening: SlowOpening, tmp_path: Path
 ) -> None:
     async with running_worker(heartbeat=FREQUENT) as worker:
@@ -556,7 +556,7 @@ async def test_a_load_that_is_given_up_leaves_no_engine_in_a_worker_of_others(
             await deployment.close()
 
 
-async def test_a_worker_that_ends_while_an_engine_opens_closes_it_and_opens_no_other(
+async def test_a_worker_that_closes_while_an_engine_opens_closes_it_and_opens_no_other(
     slow_opening: SlowOpening, closing: Closing
 ) -> None:
     worker = closing(Worker(ipc_endpoint(), heartbeat=LENIENT))
@@ -578,7 +578,7 @@ async def test_a_worker_that_ends_while_an_engine_opens_closes_it_and_opens_no_o
         await worker.close()
 
 
-async def test_who_asks_a_pool_to_end_twice_waits_for_the_same_end(tmp_path: Path, closing: Closing) -> None:
+async def test_closing_a_pool_twice_waits_for_the_same_close(tmp_path: Path, closing: Closing) -> None:
     async with deployed(tmp_path) as deployment:
         pool = closing(RemotePool(deployment.endpoint, "g", heartbeat=FREQUENT))
         await until(lambda: pool.engine("demo") is not None)
@@ -591,7 +591,7 @@ async def test_who_asks_a_pool_to_end_twice_waits_for_the_same_end(tmp_path: Pat
         assert all(session._socket._socket.closed for session in pool._sessions.values())
 
 
-async def test_a_desk_that_ends_is_deaf_before_it_is_done(tmp_path: Path) -> None:
+async def test_a_closing_server_handles_no_further_messages(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         held = [await lease_from(pool) for _ in range(2)]
         waiting = [pool.request(lease_request()) for _ in range(3)]
@@ -604,7 +604,7 @@ async def test_a_desk_that_ends_is_deaf_before_it_is_done(tmp_path: Path) -> Non
             place.cancel()
 
 
-async def test_a_worker_that_was_too_busy_to_answer_is_asked_again(
+async def test_a_worker_that_did_not_answer_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closing: Closing
 ) -> None:
     monkeypatch.setattr("modelyard.workers.worker_pool._CONNECT_S", 0.05)
@@ -623,12 +623,12 @@ async def test_a_worker_that_was_too_busy_to_answer_is_asked_again(
         await worker.close()
 
 
-async def test_an_address_that_cannot_be_dialled_is_told_of_and_nothing_stays_open() -> None:
+async def test_an_invalid_address_is_reported_and_leaves_no_socket_open() -> None:
     with pytest.raises(Unavailable, match="cannot connect to tcp://127"):
         DealerSocket("tcp://127.0.0.1:*", lambda _: None, lambda _: None)
 
 
-async def test_a_link_that_broke_alone_is_made_anew_with_the_next_place(tmp_path: Path) -> None:
+async def test_a_broken_link_is_replaced_with_the_next_lease(tmp_path: Path) -> None:
     """The worker is well, and so says the scheduler: it was only our link to it."""
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         (await lease_from(pool)).release()

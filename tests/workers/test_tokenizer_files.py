@@ -26,7 +26,7 @@ SHIPPED = fake.tokenizer_path(fake.Options())
 @pytest.mark.parametrize(
     "find", [lambda: SHIPPED, lambda: SHIPPED / "tokenizer.json", model_file], ids=["short_folder", "file", "gguf"]
 )
-def test_what_was_sent_reads_as_what_it_was_made_from(find: Callable[[], Path], tmp_path: Path) -> None:
+def test_stored_files_open_as_the_same_tokenizer(find: Callable[[], Path], tmp_path: Path) -> None:
     files = read_tokenizer_files(where := find())
     assert sum(map(len, files.values())) < 8 << 20, "no weights travel"
     there = open_tokenizer(store_tokenizer(tmp_path / "store", tokenizer_hash(files), files))
@@ -36,7 +36,7 @@ def test_what_was_sent_reads_as_what_it_was_made_from(find: Callable[[], Path], 
     assert (there.template, there.bos_token, there.specials) == (here.template, here.bos_token, here.specials)
 
 
-def test_it_is_laid_down_once_and_found_by_its_hash(tmp_path: Path) -> None:
+def test_a_tokenizer_is_stored_once_and_found_by_its_hash(tmp_path: Path) -> None:
     store = tmp_path / "store"
     assert cached_tokenizers(store) == ()
     name = tokenizer_hash(files := read_tokenizer_files(SHIPPED))
@@ -46,14 +46,14 @@ def test_it_is_laid_down_once_and_found_by_its_hash(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["store"], "nothing half-written stays"
 
 
-def test_a_change_of_one_byte_is_another_tokenizer() -> None:
+def test_a_change_of_one_byte_changes_the_hash() -> None:
     files = read_tokenizer_files(SHIPPED)
     assert tokenizer_hash(files) != tokenizer_hash(files | {"tokenizer.json": files["tokenizer.json"] + b" "})
     assert tokenizer_hash({"a": b"b", "c": b""}) != tokenizer_hash({"a": b"", "c": b"b"})
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/etc/passwd", "weights.bin"])
-def test_other_files_are_not_taken(name: str, tmp_path: Path) -> None:
+def test_unexpected_files_and_wrong_hashes_are_refused(name: str, tmp_path: Path) -> None:
     files = {name: b"x"}
     with pytest.raises(Unavailable):
         store_tokenizer(tmp_path / "store", tokenizer_hash(files), files)
@@ -62,12 +62,12 @@ def test_other_files_are_not_taken(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=str(tmp_path)):
         read_tokenizer_files(tmp_path)
 
 
-async def test_a_worker_sends_what_the_asker_does_not_have() -> None:
+async def test_a_worker_sends_only_files_that_the_gateway_lacks() -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(session)
         reply = await engine.fetch_tokenizer(())
@@ -111,7 +111,7 @@ def _answer(url: str) -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=commands.DEADLINE)
 
 
-def test_a_gateway_answers_for_a_model_of_which_it_has_no_file(tmp_path: Path) -> None:
+def test_a_gateway_without_the_model_file_fetches_the_tokenizer_from_the_worker(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     (there / "models").mkdir(parents=True)
     here.mkdir()

@@ -69,7 +69,7 @@ def echo() -> tuple[list[RouterSocket], Callable[[bytes, bytes], None]]:
 
 @pytest.mark.parametrize("tcp", [False, True])
 @pytest.mark.parametrize("with_keys", [False, True])
-async def test_messages_go_both_ways_in_order(tcp: bool, with_keys: bool) -> None:
+async def test_messages_arrive_in_order_in_both_directions(tcp: bool, with_keys: bool) -> None:
     keys = generate_keys() if with_keys else None
     made, answer = echo()
     async with router(LOCAL if tcp else ipc_endpoint(), answer, keys) as router_socket:
@@ -81,7 +81,7 @@ async def test_messages_go_both_ways_in_order(tcp: bool, with_keys: bool) -> Non
             assert received == sent
 
 
-async def test_messages_go_out_where_zeromqs_own_send_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_are_sent_without_the_fast_send(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transport._send_with_gil is not None
     monkeypatch.setattr(transport, "_send_with_gil", None)
     made, answer = echo()
@@ -92,7 +92,7 @@ async def test_messages_go_out_where_zeromqs_own_send_is_not_found(monkeypatch: 
             await until(lambda: received == [b"a\0b"])
 
 
-async def test_every_peer_gets_its_own_answers() -> None:
+async def test_every_peer_gets_its_own_replies() -> None:
     made, answer = echo()
     async with router(ipc_endpoint(), answer) as router_socket:
         made.append(router_socket)
@@ -108,7 +108,7 @@ async def test_every_peer_gets_its_own_answers() -> None:
             assert {data[:1] for data in of_two} == {b"2"}
 
 
-async def test_a_dialer_may_come_before_the_listener() -> None:
+async def test_a_dealer_may_connect_before_the_router_listens() -> None:
     endpoint, received = ipc_endpoint(), []
     async with dealer(endpoint) as (dealer_socket, _, _):
         dealer_socket.send(b"early")
@@ -117,7 +117,7 @@ async def test_a_dialer_may_come_before_the_listener() -> None:
 
 
 @pytest.mark.parametrize("theirs", ["none", "others"])
-async def test_who_has_not_the_clusters_keys_is_not_heard(theirs: str) -> None:
+async def test_a_peer_without_the_cluster_keys_is_refused(theirs: str) -> None:
     received: list[bytes] = []
     async with router(LOCAL, lambda _, data: received.append(data), generate_keys()) as router_socket:
         keys = None if theirs == "none" else generate_keys()
@@ -127,7 +127,7 @@ async def test_who_has_not_the_clusters_keys_is_not_heard(theirs: str) -> None:
             assert received == []
 
 
-async def test_who_knows_the_public_key_alone_is_not_heard() -> None:
+async def test_a_peer_with_only_the_public_key_is_refused() -> None:
     """A client that was told the cluster's public key, and comes with a good pair of its own."""
     keys, own, received = generate_keys(), generate_keys(), []
     async with router(LOCAL, lambda _, data: received.append(data), keys) as router_socket:
@@ -158,7 +158,7 @@ def raw_dealer(server: ClusterKeys | None = None, own: ClusterKeys | None = None
         context.term()
 
 
-async def test_a_listener_that_goes_is_told_of_after_its_last_words(closing: Closing) -> None:
+async def test_a_disconnect_is_reported_after_the_last_message(closing: Closing) -> None:
     peers: list[bytes] = []
     router_socket = closing(RouterSocket(ipc_endpoint(), lambda peer, _: peers.append(peer)))
     async with dealer(router_socket.endpoint) as (dealer_socket, received, disconnects):
@@ -171,7 +171,7 @@ async def test_a_listener_that_goes_is_told_of_after_its_last_words(closing: Clo
         assert "broke" in disconnects[0]
 
 
-async def test_a_dialer_comes_back_by_itself_as_another_peer(closing: Closing) -> None:
+async def test_a_dealer_reconnects_by_itself(closing: Closing) -> None:
     endpoint, peers = ipc_endpoint(), []
     first = closing(RouterSocket(endpoint, lambda peer, _: peers.append(peer)))
     async with dealer(endpoint) as (dealer_socket, _, disconnects):
@@ -184,7 +184,7 @@ async def test_a_dialer_comes_back_by_itself_as_another_peer(closing: Closing) -
             await until(lambda: len(peers) == 2)
 
 
-async def test_sending_to_a_peer_that_has_gone_says_so() -> None:
+async def test_sending_to_a_disconnected_peer_raises() -> None:
     peers: list[bytes] = []
     async with router(ipc_endpoint(), lambda peer, _: peers.append(peer)) as router_socket:
         async with dealer(router_socket.endpoint) as (dealer_socket, _, _):
@@ -201,7 +201,7 @@ async def test_sending_to_a_peer_that_has_gone_says_so() -> None:
         await until(gone)
 
 
-async def test_a_listener_that_has_gone_itself_takes_no_peer_for_gone() -> None:
+async def test_sending_on_a_closed_router_does_not_report_the_peer_as_disconnected() -> None:
     received: list[bytes] = []
     async with router(ipc_endpoint(), lambda peer, _: received.append(peer)) as router_socket:
         dealer_socket = DealerSocket(router_socket.endpoint, lambda _: None, lambda _: None)
@@ -214,7 +214,7 @@ async def test_a_listener_that_has_gone_itself_takes_no_peer_for_gone() -> None:
             await dealer_socket.close()
 
 
-async def test_a_peer_that_does_not_read_fills_up_and_others_do_not_notice() -> None:
+async def test_a_peer_that_does_not_read_does_not_affect_others() -> None:
     peers: dict[bytes, bytes] = {}
     async with router(ipc_endpoint(), lambda peer, data: peers.__setitem__(data, peer)) as router_socket:
         with raw_dealer() as unread:
@@ -245,7 +245,7 @@ async def test_a_peer_that_does_not_read_fills_up_and_others_do_not_notice() -> 
         b"\x01\x00" * 500,
     ],
 )
-async def test_bytes_that_are_no_zeromq_harm_nobody(data: bytes) -> None:
+async def test_bytes_that_are_not_zeromq_are_harmless(data: bytes) -> None:
     made, answer = echo()
     async with router(LOCAL, answer) as router_socket:
         made.append(router_socket)
@@ -257,7 +257,7 @@ async def test_bytes_that_are_no_zeromq_harm_nobody(data: bytes) -> None:
             await until(lambda: received == [b"still here?"])
 
 
-async def test_messages_behind_one_that_failed_are_still_read() -> None:
+async def test_messages_after_a_failing_handler_are_still_read() -> None:
     received: list[bytes] = []
 
     def hear(_: bytes, data: bytes) -> None:
@@ -289,7 +289,7 @@ async def test_messages_of_several_frames_are_counted_and_dropped() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5555", "tcp://*:5555", "tcp://192.0.2.1:5555", "tcp://[::]:5555"])
-def test_tcp_that_others_can_reach_needs_keys(endpoint: str) -> None:
+def test_tcp_beyond_loopback_needs_keys(endpoint: str) -> None:
     with pytest.raises(InvalidRequest, match="modelyard keys") as caught:
         check_endpoint(endpoint, None)
     assert caught.value.code == "keys_needed"
@@ -297,7 +297,7 @@ def test_tcp_that_others_can_reach_needs_keys(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:5555", "tcp://localhost:*", "tcp://[::1]:5555", "ipc:///tmp/x"])
-def test_one_machine_needs_none(endpoint: str) -> None:
+def test_local_addresses_need_no_keys(endpoint: str) -> None:
     check_endpoint(endpoint, None)
 
 
@@ -305,19 +305,19 @@ def test_one_machine_needs_none(endpoint: str) -> None:
     "endpoint",
     ["", "5555", "udp://127.0.0.1:1", "tcp://127.0.0.1", "tcp://:x", "tcp://h:99999", "ipc://", "ipc:///" + "x" * 120],
 )
-def test_what_is_no_address_is_told(endpoint: str) -> None:
+def test_an_invalid_address_is_reported(endpoint: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_endpoint(endpoint, generate_keys())
     assert caught.value.code == "bad_endpoint"
 
 
-async def test_an_address_that_is_taken_is_told() -> None:
+async def test_an_address_in_use_is_reported() -> None:
     async with router(LOCAL, lambda *_: None) as router_socket:
         with pytest.raises(Unavailable, match="cannot listen on"):
             RouterSocket(router_socket.endpoint, lambda *_: None, generate_keys())
 
 
-def test_keys_come_back_from_their_file_which_nobody_else_may_read(tmp_path: Path) -> None:
+def test_keys_are_read_from_a_private_file(tmp_path: Path) -> None:
     keys, file = generate_keys(), tmp_path / "cluster.keys"
     write_keys(file, keys)
     assert read_keys(file) == keys
@@ -330,7 +330,7 @@ def test_keys_come_back_from_their_file_which_nobody_else_may_read(tmp_path: Pat
         read_keys(file)
 
 
-def test_what_is_no_key_file_is_told(tmp_path: Path) -> None:
+def test_an_invalid_key_file_is_reported(tmp_path: Path) -> None:
     one, other, file = generate_keys(), generate_keys(), tmp_path / "keys"
     for text in ("", "short\n", f"{one.public}\n{other.secret}\n", "\xff", f"{'~' * 40}\n{'~' * 40}\n"):
         file.write_bytes(text.encode("latin-1"))
@@ -347,12 +347,12 @@ def test_what_is_no_key_file_is_told(tmp_path: Path) -> None:
 # Silence is counted in whole ticks of our own.
 
 
-def test_silence_is_noticed_after_the_allowed_ticks() -> None:
+def test_silence_is_detected_after_the_allowed_misses() -> None:
     monitor = HeartbeatMonitor(3)
     assert [monitor.tick() for _ in range(5)] == [False, False, False, True, True]
 
 
-def test_a_word_begins_the_count_anew() -> None:
+def test_a_message_resets_the_count() -> None:
     monitor = HeartbeatMonitor(2)
     for _ in range(10):
         assert not monitor.tick()
@@ -360,7 +360,7 @@ def test_a_word_begins_the_count_anew() -> None:
         monitor.reset()
 
 
-def test_by_default_a_worker_that_is_stopped_is_noticed_within_two_seconds() -> None:
+def test_by_default_a_stopped_worker_is_detected_within_two_seconds() -> None:
     config = HeartbeatConfig()
     monitor = HeartbeatMonitor(config.worker_misses)
     ticks = next(number for number in range(1, 100) if monitor.tick())

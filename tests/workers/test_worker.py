@@ -49,7 +49,7 @@ from tests.workers.harness import (
     open_fake,
     prompt,
     running_worker,
-    spec,
+    fake_spec,
     until,
 )
 
@@ -69,7 +69,7 @@ async def test_streams_of_two_clients_never_mix() -> None:
         assert len({tuple(each) for each in alone}) == len(texts)
 
 
-async def test_an_engine_that_is_open_is_taken_over_by_its_id() -> None:
+async def test_an_open_engine_is_reused_by_its_id() -> None:
     async with running_worker() as worker, connected(worker, "a") as one:
         first = await open_fake(one, "e", echo=True)
         async with connected(worker, "b") as two:
@@ -81,7 +81,7 @@ async def test_an_engine_that_is_open_is_taken_over_by_its_id() -> None:
         assert not first.lost.done()
 
 
-async def test_an_engine_that_cannot_be_made_says_why() -> None:
+async def test_opening_an_invalid_engine_fails_with_the_reason() -> None:
     async with running_worker() as worker, connected(worker) as session:
         for message, expected in [
             (OpenEngine("e", "nonsense", "m", b"{}", {}), "nonsense"),
@@ -94,7 +94,7 @@ async def test_an_engine_that_cannot_be_made_says_why() -> None:
         assert worker.engines == ()
 
 
-async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
+async def test_control_embeddings_and_counts_return_results_and_errors() -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(session, echo=True)
         await read(engine.generate(prompt("Hi.")))
@@ -114,7 +114,7 @@ async def test_orders_embeddings_and_counts_travel_with_their_errors() -> None:
         assert collect_reply(await read(chat.chat(asked))).text == "Good morning."
 
 
-async def test_a_request_of_the_wrong_kind_or_for_no_engine_is_refused() -> None:
+async def test_a_request_of_the_wrong_kind_or_for_an_unknown_engine_fails() -> None:
     async with running_worker() as worker, connected(worker) as session:
         await open_fake(session, "text")
         chat = await open_fake(session, "chat", kind="chat")
@@ -127,7 +127,7 @@ async def test_a_request_of_the_wrong_kind_or_for_no_engine_is_refused() -> None
         assert isinstance(last.error, Unavailable)
 
 
-async def test_ids_that_are_none_fail_their_own_request_only() -> None:
+async def test_invalid_token_ids_fail_only_their_request() -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(session, echo=True)
         from modelyard.core.engine import Prompt, TokenRun
@@ -137,7 +137,7 @@ async def test_ids_that_are_none_fail_their_own_request_only() -> None:
         assert end(await read(engine.generate(prompt()))).reason == "stop"
 
 
-async def test_an_engine_that_dies_is_reported_before_its_requests_end() -> None:
+async def test_the_loss_of_an_engine_is_reported_before_its_requests_end() -> None:
     script = [{"when": "die", "steps": [{"text": "a"}, {"die": "out of memory"}]}, *HANGING["script"]]
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(session, script=script)
@@ -161,26 +161,26 @@ async def test_an_engine_that_dies_is_reported_before_its_requests_end() -> None
 @pytest.mark.parametrize(
     "word", [b"", b"\xc1", os.urandom(64), encode(Heartbeat(1)), encode(Hello(VERSION + 1, "x")), encode(Goodbye())]
 )
-async def test_who_does_not_begin_with_a_good_hello_is_sent_away_and_counted(word: bytes, closing: Closing) -> None:
+async def test_a_peer_without_a_valid_hello_is_refused_and_counted(word: bytes, closing: Closing) -> None:
     async with running_worker() as worker:
         peer = closing(RawPeer(worker.endpoint))
-        peer.say(word)
-        await until(lambda: bool(peer.heard))
-        assert isinstance(peer.heard[0], ConnectionRefused)
+        peer.send(word)
+        await until(lambda: bool(peer.received))
+        assert isinstance(peer.received[0], ConnectionRefused)
         assert worker.faults == 1
-        peer.say(Hello(VERSION, "again"))
+        peer.send(Hello(VERSION, "again"))
         async with connected(worker) as session:  # whoever comes after it is served, and it is not
             await open_fake(session)
-        assert len(peer.heard) == 1
+        assert len(peer.received) == 1
         await peer.close()
 
 
-async def test_another_version_is_told_what_to_do(closing: Closing) -> None:
+async def test_another_protocol_version_is_refused_with_advice(closing: Closing) -> None:
     async with running_worker() as worker:
         peer = closing(RawPeer(worker.endpoint))
-        peer.say(Hello(VERSION + 1, "newer"))
-        await until(lambda: bool(peer.heard))
-        assert "run the same Modelyard on both sides" in peer.heard[0].reason
+        peer.send(Hello(VERSION + 1, "newer"))
+        await until(lambda: bool(peer.received))
+        assert "run the same Modelyard on both sides" in peer.received[0].reason
         await peer.close()
 
 
@@ -195,7 +195,7 @@ async def test_another_version_is_told_what_to_do(closing: Closing) -> None:
         encode(AddRequest("e", InferRequest(1, b"")))[:-1],
     ],
 )
-async def test_a_client_that_sends_what_is_no_message_loses_its_requests_and_nobody_elses(
+async def test_a_client_that_sends_a_malformed_message_loses_only_its_own_requests(
     word: bytes, closing: Closing
 ) -> None:
     async with running_worker() as worker, connected(worker) as session:
@@ -203,10 +203,10 @@ async def test_a_client_that_sends_what_is_no_message_loses_its_requests_and_nob
         mine = engine.generate(prompt())
         await read_until(mine, Tokens)
         attacker = closing(RawPeer(worker.endpoint))
-        attacker.say(Hello(VERSION, "attacker"))
-        attacker.say(AddRequest("e", InferRequest(7, pack_ids(prompt().ids), max_tokens=100)))
+        attacker.send(Hello(VERSION, "attacker"))
+        attacker.send(AddRequest("e", InferRequest(7, pack_ids(prompt().ids), max_tokens=100)))
         await until(lambda: engine_running(worker) == 2)
-        attacker.say(word)
+        attacker.send(word)
         await until(lambda: engine_running(worker) == 1)
         assert worker.faults == 1
         mine.cancel()
@@ -218,7 +218,7 @@ def engine_running(worker: Worker) -> int:
     return sum(hosted.running for hosted in worker.engines)
 
 
-async def test_orders_for_requests_that_are_not_there_are_harmless(closing: Closing) -> None:
+async def test_messages_for_unknown_requests_are_ignored(closing: Closing) -> None:
     async with running_worker() as worker:
         peer = closing(RawPeer(worker.endpoint))
         for word in (
@@ -229,13 +229,13 @@ async def test_orders_for_requests_that_are_not_there_are_harmless(closing: Clos
             Heartbeat(1),
             DropClient(3, "nobody"),
         ):
-            peer.say(word)
-        await until(lambda: any(isinstance(word, WorkerReply) for word in peer.heard))
+            peer.send(word)
+        await until(lambda: any(isinstance(word, WorkerReply) for word in peer.received))
         assert worker.faults == 0
         await peer.close()
 
 
-async def test_random_frames_to_a_worker_never_stop_it(closing: Closing) -> None:
+async def test_random_messages_never_stop_a_worker(closing: Closing) -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(session, echo=True)
         good = [
@@ -245,11 +245,11 @@ async def test_random_frames_to_a_worker_never_stop_it(closing: Closing) -> None
         for i in range(60):
             peer = closing(RawPeer(worker.endpoint))
             if i % 2:
-                peer.say(Hello(VERSION, "fuzz"))
-                await until(lambda s=peer: bool(s.heard))
+                peer.send(Hello(VERSION, "fuzz"))
+                await until(lambda s=peer: bool(s.received))
             bent = bytearray(good[i % 2] if i % 3 else os.urandom(50))
             bent[i % len(bent)] ^= 0xFF
-            peer.say(bytes(bent))
+            peer.send(bytes(bent))
             await peer.close()
             assert end(await read(engine.generate(prompt("Hi.")))).reason == "stop"
 
@@ -257,19 +257,19 @@ async def test_random_frames_to_a_worker_never_stop_it(closing: Closing) -> None
 # --- silence ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_client_that_falls_silent_is_forgotten_with_what_ran_for_it(closing: Closing) -> None:
+async def test_a_silent_client_is_dropped_with_its_requests(closing: Closing) -> None:
     async with running_worker(heartbeat=STRICT) as worker:
         silent = closing(RawPeer(worker.endpoint))
-        silent.say(Hello(VERSION, "silent"))
-        silent.say(open_engine_message("e", "fake", spec(**HANGING)))
+        silent.send(Hello(VERSION, "silent"))
+        silent.send(open_engine_message("e", "fake", fake_spec(**HANGING)))
         await until(lambda: bool(worker.engines))
-        silent.say(AddRequest("e", InferRequest(1, pack_ids(prompt().ids), max_tokens=100)))
+        silent.send(AddRequest("e", InferRequest(1, pack_ids(prompt().ids), max_tokens=100)))
         await until(lambda: engine_running(worker) == 0 and "0 clients" in repr(worker))
         assert worker.engines != ()  # the model stays
         await silent.close()
 
 
-async def test_a_client_that_leaves_takes_its_requests_with_it() -> None:
+async def test_the_requests_of_a_disconnected_client_end() -> None:
     async with running_worker() as worker:
         async with connected(worker) as session:
             engine = await open_fake(session, **HANGING)
@@ -279,7 +279,7 @@ async def test_a_client_that_leaves_takes_its_requests_with_it() -> None:
         await until(lambda: engine_running(worker) == 0)
 
 
-async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests(closing: Closing) -> None:
+async def test_a_silent_worker_is_lost_with_all_its_requests(closing: Closing) -> None:
     async with running_worker() as worker:
         session = closing(WorkerSession(worker.endpoint, "client", heartbeat=LENIENT))
         await session.connect()
@@ -300,7 +300,7 @@ async def test_a_worker_that_falls_silent_is_lost_with_all_its_requests(closing:
         await session.close()
 
 
-async def test_while_an_engine_loads_nobody_is_impatient(closing: Closing) -> None:
+async def test_heartbeats_may_be_missed_while_an_engine_loads(closing: Closing) -> None:
     async with running_worker() as worker:
         session = closing(WorkerSession(worker.endpoint, "client", heartbeat=STRICT))
         await session.connect()
@@ -326,7 +326,7 @@ def _late(worker: Worker, gate: asyncio.Event) -> Any:
     return open_
 
 
-async def test_forgetting_a_client_is_answered_when_its_places_are_free() -> None:
+async def test_dropping_a_client_replies_when_its_slots_are_free() -> None:
     async with running_worker() as worker, connected(worker, "dead") as one, connected(worker, "scheduler") as two:
         engine = await open_fake(one, **HANGING)
         await open_fake(two, "e")
@@ -340,7 +340,7 @@ async def test_forgetting_a_client_is_answered_when_its_places_are_free() -> Non
 # --- slow readers ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_reader_that_lags_holds_back_its_own_stream_only() -> None:
+async def test_a_slow_reader_pauses_only_its_own_stream() -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(
             session, caches={"main": CacheInfo(200_000, 4)}, script=[{"steps": [{"tokens": 50_000}]}], token_delay=1e-9
@@ -359,7 +359,7 @@ async def test_a_reader_that_lags_holds_back_its_own_stream_only() -> None:
         assert len(ids(chunks)) == end(chunks).usage.output == 50_000
 
 
-async def test_what_a_held_request_had_to_say_is_dropped_when_it_is_cancelled() -> None:
+async def test_a_paused_request_can_be_cancelled() -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(
             session, caches={"main": CacheInfo(200_000, 4)}, script=[{"steps": [{"tokens": 90_000}]}], token_delay=1e-9
@@ -371,7 +371,7 @@ async def test_what_a_held_request_had_to_say_is_dropped_when_it_is_cancelled() 
         assert engine_running(worker) == 0
 
 
-async def test_a_client_that_does_not_read_at_all_stops_its_own_streams() -> None:
+async def test_a_client_that_does_not_read_pauses_only_its_own_streams() -> None:
     """Its socket fills up, its requests are held, another client goes on; when it reads again it gets every token."""
     async with running_worker() as worker, connected(worker, "deaf") as deaf, connected(worker, "other") as other:
         engine = await open_fake(
@@ -388,26 +388,26 @@ async def test_a_client_that_does_not_read_at_all_stops_its_own_streams() -> Non
         assert len(ids(await read(job))) == 60_000
 
 
-async def test_one_turn_of_the_loop_is_one_frame_a_client(closing: Closing) -> None:
+async def test_one_loop_iteration_sends_one_batch_per_client(closing: Closing) -> None:
     async with running_worker() as worker:
         peer = closing(RawPeer(worker.endpoint))
-        peer.say(Hello(VERSION, "x"))
-        peer.say(open_engine_message("e", "fake", spec(script=[{"steps": [{"text": "Hello there."}]}])))
+        peer.send(Hello(VERSION, "x"))
+        peer.send(open_engine_message("e", "fake", fake_spec(script=[{"steps": [{"text": "Hello there."}]}])))
         await until(lambda: bool(worker.engines))
         data = [encode(AddRequest("e", InferRequest(i, pack_ids(prompt().ids), max_tokens=50))) for i in range(8)]
         for each in data:
             worker._on_data(next(iter(worker._peers)), each)
-        await until(lambda: any(isinstance(word, UpdateBatch) for word in peer.heard))
-        (frame,) = [word for word in peer.heard if isinstance(word, UpdateBatch)]
+        await until(lambda: any(isinstance(word, UpdateBatch) for word in peer.received))
+        (frame,) = [word for word in peer.received if isinstance(word, UpdateBatch)]
         assert {item.request_id for item in frame.updates} == set(range(8))
-        assert isinstance(peer.heard[0], Welcome)
+        assert isinstance(peer.received[0], Welcome)
         await peer.close()
 
 
 # --- leaving ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> None:
+async def test_a_draining_worker_finishes_its_requests_and_takes_no_new_ones() -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(session, **LONG)
         job = engine.generate(prompt())
@@ -422,14 +422,14 @@ async def test_a_draining_worker_finishes_what_runs_and_takes_nothing_new() -> N
         assert await draining
 
 
-async def test_draining_does_not_wait_for_ever() -> None:
+async def test_draining_has_a_time_limit() -> None:
     async with running_worker() as worker, connected(worker) as session:
         engine = await open_fake(session, **HANGING)
         await read_until(engine.generate(prompt()), Tokens)
         assert not await worker.drain(0.01)
 
 
-async def test_everything_is_the_same_with_keys_over_tcp() -> None:
+async def test_a_worker_with_keys_over_tcp() -> None:
     keys = generate_keys()
     async with running_worker("tcp://127.0.0.1:*", keys=keys) as worker, connected(worker, keys=keys) as session:
         engine = await open_fake(session, echo=True)

@@ -32,20 +32,20 @@ async def test_the_next_engine_may_go_where_volunteers_have_least_to_do_and_then
     assert workers.nodes() == (REMOTE, Node())
 
 
-async def test_what_a_worker_says_of_its_machine_is_always_its_last_word(tmp_path: Path) -> None:
+async def test_a_repeated_registration_updates_the_memory_of_the_node(tmp_path: Path) -> None:
     workers = WorkerPool(tmp_path, launch=False)
     assert workers.register("a", "ipc:///a", [], REMOTE)
     assert not workers.register("a", "ipc:///a", [], Node("far", AvailableMemory(7)))
     assert workers.nodes() == (Node("far", AvailableMemory(7)),)
 
 
-async def test_a_volunteer_on_this_machine_is_judged_as_this_machine(tmp_path: Path) -> None:
+async def test_a_registered_worker_on_this_machine_belongs_to_the_local_node(tmp_path: Path) -> None:
     workers = WorkerPool(tmp_path, launch=False)
     workers.register("a", "ipc:///a", [], Node(machine_name(), AvailableMemory(1)))
     assert workers.nodes() == (Node(),)
 
 
-async def test_nobody_judges_where_nobody_is_or_where_the_cluster_decides(tmp_path: Path) -> None:
+async def test_the_node_is_unknown_without_workers_or_with_a_cluster(tmp_path: Path) -> None:
     assert WorkerPool(tmp_path, launch=False).nodes() == (Node(UNKNOWN_NODE),)
     cluster = RayCluster("auto", {}, None, LENIENT)
     assert WorkerPool(tmp_path, cluster=cluster).nodes() == (Node(UNKNOWN_NODE),)
@@ -62,7 +62,7 @@ def model_spec(workers: WorkerPool, name: str) -> ModelSpec:
     return ModelSpec(name=name, caches=caches, make=make, make_at=make, identity=name, estimate=size)
 
 
-async def test_engines_go_to_the_machines_that_have_room_for_them(tmp_path: Path) -> None:
+async def test_engines_go_to_nodes_with_enough_memory(tmp_path: Path) -> None:
     """Two workers that say they are on machines of 100 bytes: the second model does not fit beside the first."""
     workers = WorkerPool(tmp_path, heartbeat=LENIENT, launch=False)
     scheduler = Scheduler(memory_planner=MemoryPlanner(available=lambda: AvailableMemory(0), nodes=workers.nodes))
@@ -80,7 +80,7 @@ async def test_engines_go_to_the_machines_that_have_room_for_them(tmp_path: Path
             await scheduler.close()
 
 
-async def test_a_worker_that_offers_itself_tells_what_its_machine_has(tmp_path: Path) -> None:
+async def test_a_registering_worker_reports_the_memory_of_its_machine(tmp_path: Path) -> None:
     workers, scheduler = WorkerPool(tmp_path, launch=False), Scheduler()
     workers._machine = "another"
     server = SchedulerServer(ipc_endpoint(), scheduler, workers, MemoryStore(1, 1, 1), _no_reload, heartbeat=LENIENT)

@@ -82,7 +82,7 @@ def processes_(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProce
         yield ServerProcesses(server)
 
 
-def test_all_gateways_speak_to_one_model(processes_: ServerProcesses) -> None:
+def test_all_gateways_use_one_worker(processes_: ServerProcesses) -> None:
     assert len({processes_.text() for _ in range(6)}) == 1
     assert len(processes_.processes("--hired")) == 1
     assert processes_.worker() == processes_.processes("--hired")[0].pid

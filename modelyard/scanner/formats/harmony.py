@@ -34,9 +34,10 @@ _HEADER_WORDS = ("assistant", "to=", "analysis", "final", "commentary")
 
 def _read_header(buffer: TextBuffer, calls: CallBuilder, *, in_channel: bool) -> Incremental[str | None]:
     """From `<|start|>` or `<|channel|>` to the body."""
+    markers = tuple(map(buffer.encoded, (*_BODY_ENDS, _CONSTRAIN, _MESSAGE)))
     header, channel = "", ""
     while True:
-        part, marker = yield from _read_header_part(buffer, _HEADER_LIMIT - len(header))
+        part, marker = yield from buffer.read_header(markers, _HEADER_LIMIT - len(header))
         header += part + " "
         if in_channel:
             channel = part.strip().partition(" ")[0]
@@ -57,20 +58,6 @@ def _read_header(buffer: TextBuffer, calls: CallBuilder, *, in_channel: bool) ->
         calls.show_text((yield from _read_body(buffer)))
         return "text"
     return _REGIONS[channel]
-
-
-def _read_header_part(buffer: TextBuffer, limit: int) -> Incremental[tuple[str, str]]:
-    """The header text up to the next marker, and that marker (empty: the output is over)."""
-    markers = tuple(map(buffer.encoded, (*_BODY_ENDS, _CONSTRAIN, _MESSAGE)))
-    part = ""
-    while True:
-        char = yield from buffer.peek()
-        found = (yield from buffer.match(markers)) if char else ""
-        if found is not None:
-            return part, found
-        if len(part) >= limit or char == "\n":
-            raise ParseError("expected a header")
-        part += buffer.skip(1)
 
 
 def _end_without_body(header: str) -> str:

@@ -103,19 +103,15 @@ class _Tag:
 
 def _read_tag(buffer: TextBuffer) -> Incremental[_Tag | None]:
     """None: the output ended inside what could be a tag."""
-    separator, others = buffer.encoded(_SEP), tuple(map(buffer.encoded, (_OPEN, _CLOSE, _END)))
-    header = ""
-    while True:
-        char = yield from buffer.peek()
-        found = (yield from buffer.match((separator, *others))) if char else ""
-        if found == separator:
-            buffer.skip(len(separator))
-            return _Tag(header)
-        if found == "" and any(name.startswith(_Tag(header).name) for name in _CLOSING_NAMES):
-            return None
-        if found is not None or len(header) >= _TAG_LIMIT or char == "\n":
-            raise ParseError("expected a tag")
-        header += buffer.skip(1)
+    markers = tuple(map(buffer.encoded, (_SEP, _OPEN, _CLOSE, _END)))
+    header, found = yield from buffer.read_header(markers, _TAG_LIMIT)
+    tag = _Tag(header)
+    if found == markers[0]:
+        buffer.skip(len(found))
+        return tag
+    if found or not any(name.startswith(tag.name) for name in _CLOSING_NAMES):
+        raise ParseError("expected a tag")
+    return None
 
 
 def _read_opening(buffer: TextBuffer, calls: CallBuilder) -> Incremental[str | None]:

@@ -117,14 +117,14 @@ async def test_caches_are_separate(subject: Subject, opened: Open) -> None:
 
 async def test_concurrent_jobs_answer_as_they_do_alone(subject: Subject, opened: Open) -> None:
     engine = await opened(parallel=2)
-    job = [prompt(subject, topic, cache=cache, session=topic) for topic in TOPICS for cache in ("main", "fast")]
-    together = [engine.generate(each) for each in job]
-    got = [await read(generation) for generation in together]
+    jobs = [prompt(subject, topic, cache=cache, session=topic) for topic in TOPICS for cache in ("main", "fast")]
+    generations = [engine.generate(job) for job in jobs]
+    outputs = [await read(generation) for generation in generations]
     alone = await opened(parallel=1)
     expected = {topic: await read(alone.generate(prompt(subject, topic))) for topic in TOPICS}
-    for each, chunks in zip(job, got, strict=True):
+    for job, chunks in zip(jobs, outputs, strict=True):
         accepted(chunks)
-        assert_alike(chunks, expected[str(each.session)], subject.tolerance)
+        assert_alike(chunks, expected[str(job.session)], subject.tolerance)
 
 
 async def test_logprobs_are_a_distribution(subject: Subject, opened: Open) -> None:

@@ -84,9 +84,9 @@ async def test_regex_constraint_is_obeyed() -> None:
 
 
 async def test_forced_tool_is_called_with_valid_arguments() -> None:
-    text = chatml(TOOLS, ("user", "hello"))
+    conversation = chatml(TOOLS, ("user", "hello"))
     for constraint in (Constraint("tools"), Constraint("tools", tools=("get_weather",))):
-        text = await answer(text, fields={"constraint": constraint})
+        text = await answer(conversation, fields={"constraint": constraint})
         assert called(text) == {"name": "get_weather", "arguments": {"city": "text"}}
 
 

@@ -83,17 +83,17 @@ def test_unreadable_script_file_is_named_in_the_error(tmp_path: Path, content: s
         ({"speak": "a"}, "Extra inputs"),
     ],
 )
-def test_bad_step_is_refused_with_a_reason(step: dict[str, Any], message: str) -> None:
+def test_invalid_step_is_refused_with_a_reason(step: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ScriptStep.model_validate(step)
 
 
-def test_bad_pattern_is_refused() -> None:
+def test_invalid_pattern_is_refused() -> None:
     with pytest.raises(ValidationError, match="not a regular expression"):
         rule(when="(")
 
 
-def test_errors_are_of_the_kind_that_the_step_names() -> None:
+def test_error_has_the_kind_of_its_step() -> None:
     assert isinstance(ScriptStep(fail="full", kind="overloaded").error, Overloaded)
     assert isinstance(ScriptStep(die="boom").error, Unavailable)
     assert ScriptStep(text="x").error is None
@@ -130,20 +130,20 @@ def view_of(text: str) -> PromptView:
     return PromptView(tokenizer().encode(text), tokenizer())
 
 
-def test_last_user_turn_of_chatml_is_found() -> None:
+def test_last_user_message_of_chatml_is_found() -> None:
     view = view_of(chatml(("system", "be kind"), ("user", "one"), ("assistant", "two"), ("user", "three\nlines")))
     assert view.user == "three\nlines"
     assert view.result is None
 
 
 @pytest.mark.parametrize("turn", [("tool", "18 degrees"), ("user", "<tool_response>\n18 degrees\n</tool_response>")])
-def test_tool_results_are_not_taken_for_the_user(turn: tuple[str, str]) -> None:
+def test_tool_results_are_not_user_messages(turn: tuple[str, str]) -> None:
     view = view_of(chatml(("user", "weather"), ("assistant", "<tool_call>…</tool_call>"), turn, turn))
     assert view.user == "weather"
     assert view.result == "18 degrees\n18 degrees"
 
 
-def test_results_before_the_last_user_turn_are_old_news() -> None:
+def test_results_before_the_last_user_message_are_ignored() -> None:
     view = view_of(chatml(("user", "a"), ("tool", "old"), ("assistant", "b"), ("user", "c")))
     assert (view.user, view.result) == ("c", None)
 
@@ -157,12 +157,12 @@ def test_harmony_turns_are_read() -> None:
     assert (view_of(text).user, view_of(text).result) == ("weather?", "sunny")
 
 
-def test_prompt_without_markers_is_the_users_own_text() -> None:
+def test_prompt_without_markers_is_the_user_message() -> None:
     assert view_of("Once upon a time").user == "Once upon a time"
     assert view_of("").user == ""
 
 
-def test_prompt_without_a_user_has_no_user_text() -> None:
+def test_prompt_without_a_user_has_no_user_message() -> None:
     assert view_of(chatml(("system", "x"))).user == ""
 
 
@@ -173,13 +173,13 @@ def test_tools_are_found_as_json_xml_and_harmony() -> None:
     assert find_tools("nothing") == {}
 
 
-def test_opened_reasoning_is_noticed() -> None:
+def test_reasoning_opened_by_the_template_is_recognized() -> None:
     assert view_of(chatml(("user", "x"), opening="<think>\n")).starts_in_reasoning
     assert not view_of(chatml(("user", "x"), opening="<think>\n\n</think>\n\n")).starts_in_reasoning
     assert not view_of(chatml(("user", "x"))).starts_in_reasoning
 
 
-def test_request_is_seen_the_same_way() -> None:
+def test_request_has_the_same_view() -> None:
     call = ToolCall("1", "get", "{}")
     messages = (
         Message("user", (Text("old"),)),
@@ -192,5 +192,5 @@ def test_request_is_seen_the_same_way() -> None:
     assert list(view.tools) == ["get"]
 
 
-def test_raw_prompt_is_the_users_text() -> None:
+def test_raw_prompt_is_the_user_message() -> None:
     assert RequestView(Request(model="m", prompts=("say x",))).user == "say x"

@@ -681,12 +681,12 @@ async def test_mixed_offloaded_conversations_generate_what_each_generates_alone(
 @pytest.mark.usefixtures("_copies_always_pay")
 async def test_the_next_turn_of_an_agent_on_the_real_model_evaluates_only_new_tokens() -> None:
     """One sequence for a conversation, a sub-agent and two background jobs."""
-    system = ("system", "You are a coding agent with many tools and long instructions. " * 8)
+    system = ("system", "You are a coding agent with many tools and long instructions. " * 3)
     async with running({"main": CacheInfo(1024, 1)}, n_ubatch=256, n_batch=256) as engine:
         first = await asked(engine, chatml(system, ("user", "Fix the tests.")), session="s")
         await asked(engine, chatml(("system", "Explore the code."), ("user", "Find it.")), session="s:1")
         await asked(engine, chatml(("system", "Title this."), ("user", "Fix.")), session="s~1", priority="background")
-        await asked(engine, chatml(("system", "Block? " * 60), ("user", "rm")), session="s~2", priority="background")
+        await asked(engine, chatml(("system", "Block? " * 20), ("user", "rm")), session="s~2", priority="background")
         history = (system, ("user", "Fix the tests."), ("assistant", said(first)))
         second = await asked(engine, chatml(*history, ("user", "Now the docs.")), session="s")
     held = end(first).usage.prompt + end(first).usage.output - 1
