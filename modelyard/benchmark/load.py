@@ -13,9 +13,11 @@ import gc
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 from urllib.parse import urlsplit
 
@@ -588,23 +590,24 @@ class LoadJob(Struct, frozen=True, kw_only=True):
 
     def run_in_process(self) -> Round:
         """In a process of its own, whose CPU time is not the caller's."""
-        done = subprocess.run(  # noqa: S603  this module
-            [sys.executable, "-m", __name__], input=msgspec.json.encode(self), capture_output=True, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"the load generator failed:\n{done.stderr.decode(errors='replace')[-3000:]}")
-        return msgspec.json.decode(done.stdout, type=Round)
+        with tempfile.TemporaryDirectory(prefix="modelyard-load-") as folder:
+            result = Path(folder) / "result.json"
+            command = [sys.executable, "-m", __name__, str(result)]
+            done = subprocess.run(  # noqa: S603  this module
+                command, input=msgspec.json.encode(self), stderr=subprocess.PIPE, check=False
+            )
+            if done.returncode:
+                raise RuntimeError(f"the load generator failed:\n{done.stderr.decode(errors='replace')[-3000:]}")
+            return msgspec.json.decode(result.read_bytes(), type=Round)
 
 
-def main() -> None:
+def main(argv: Sequence[str]) -> None:
     import uvloop
 
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadJob)
     gc.disable()  # memory is bounded by the job, and a collection would look like a late token
-    result = msgspec.json.encode(uvloop.run(job.run()))
-    sys.stdout.buffer.write(result)
-    sys.stdout.buffer.flush()
+    Path(argv[0]).write_bytes(msgspec.json.encode(uvloop.run(job.run())))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

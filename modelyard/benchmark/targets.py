@@ -286,7 +286,7 @@ def _target(one: TargetOptions, options: BenchOptions, workload: Workload, load_
     if one.url is not None:
         return url_target(one.url, one.model, access)
     loaded = load_config(one.config)
-    config, name = loaded.config, ", ".join(map(str, loaded.source))
+    config, name = loaded.config, ", ".join(map(str, loaded.sources))
     cache = find_cache(config, one.model, options.cache)
     if options.http:
         return server_target(config, one.config, name, cache, access)

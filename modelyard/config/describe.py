@@ -56,7 +56,7 @@ def describe_config(loaded: LoadedConfig) -> ConfigDescription:
     router = loaded.config.router()
     catalog = router.catalog
     return ConfigDescription(
-        sources=[str(source) for source in loaded.source],
+        sources=[str(source) for source in loaded.sources],
         models=[_model_row(entry) for entry in catalog.models.values()],
         caches=[_cache_row(cache) for cache in catalog.caches.values()],
         routes=[*_configured_routes(loaded, catalog), *_routes_by_name(router)],

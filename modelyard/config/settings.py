@@ -61,7 +61,7 @@ class LoadedConfig(Struct):
     """A valid configuration, its sources (lowest priority first), and its warnings."""
 
     config: Config
-    source: list[Path | str]
+    sources: list[Path | str]
     problems: list[ConfigProblem]
 
 

@@ -35,9 +35,9 @@ class Knob(Struct, frozen=True, kw_only=True):
     name: str
     values: tuple[Value, ...]
     stage: int
-    ordered: bool = True  # numbers that mean more or less of something
-    lossy: bool = False  # rounds numbers: its values are held against the quality bound before they are tried
-    place: Literal["model", "cache"] = "model"  # whose section it stands in; a cache's own value wins over a model's
+    ordered: bool = True  # numbers on a scale
+    lossy: bool = False  # lowers precision: checked against the quality bound before it is tried
+    place: Literal["model", "cache"] = "model"  # its section of the configuration; a cache's value overrides a model's
 
 
 class Setting(Struct, frozen=True):
@@ -64,7 +64,7 @@ class Setting(Struct, frozen=True):
         return Setting(tuple(pair for pair in self.pairs if pair[0] in wanted))
 
     def changes(self, old: Setting) -> dict[str, Value]:
-        """What differs from the old one."""
+        """The values that differ from `old`."""
         before = old.values
         return {name: value for name, value in self.pairs if before.get(name) != value}
 
@@ -73,13 +73,13 @@ class Setting(Struct, frozen=True):
 
 
 class Loss(Struct, frozen=True):
-    """What rounded numbers cost on a text: perplexity beside the reference's, and how far its odds have moved."""
+    """The quality loss on a text: perplexity against the reference, and the divergence of the distribution."""
 
     perplexity: float
     reference: float
-    divergence: float | None = None  # Kullback-Leibler, nats a token; None where only perplexity is known
+    divergence: float | None = None  # Kullback-Leibler, nats per token; None if only perplexity is known
 
     @property
     def rise(self) -> float:
-        """Of perplexity, as a share: 0.01 is one per cent worse."""
+        """Relative increase of perplexity: 0.01 is one per cent worse."""
         return self.perplexity / self.reference - 1

@@ -162,7 +162,7 @@ Priority = Literal["main", "background"]
 class Request(Struct, frozen=True, kw_only=True, gc=False):
     model: str
     messages: tuple[Message, ...] = ()
-    instructions: bool = False  # the leading system message applies to this request only; continuations do not inherit it
+    instructions: bool = False  # the leading system message applies to this request only
     prompts: tuple[str | tuple[int, ...], ...] = ()  # raw prompts without a template; `messages` is empty
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()

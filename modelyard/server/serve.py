@@ -102,7 +102,7 @@ def _announce(config: Config, listener: socket.socket) -> None:
 
 async def _files(load: ConfigLoader) -> tuple[Path, ...]:
     loaded = await asyncio.to_thread(load)
-    return tuple(source for source in loaded.source if isinstance(source, Path))
+    return tuple(source for source in loaded.sources if isinstance(source, Path))
 
 
 def _serve_supervised(

@@ -45,7 +45,7 @@ def apply(
 
 
 def writable_files(loaded: LoadedConfig) -> list[Path]:
-    files = [source for source in loaded.source if isinstance(source, Path)]
+    files = [source for source in loaded.sources if isinstance(source, Path)]
     if not files:
         raise Conflict(
             "there is no configuration file to write to: leave --apply out and save the recommendation as "

@@ -24,7 +24,7 @@ def messages(error: pytest.ExceptionInfo[ConfigError]) -> list[str]:
 
 def test_without_files_the_embedded_default_is_loaded(tmp_path: Path) -> None:
     loaded = load_config(env={}, cwd=tmp_path)
-    assert loaded.source == ["embedded default"]
+    assert loaded.sources == ["embedded default"]
     assert {name: cache.n_ctx for name, cache in loaded.config.caches.items()} == {"main": 8192, "fast": 4096}
     assert [route.match for route in loaded.config.routes] == [["*haiku*"], ["*"]]
     model = loaded.config.models["smollm2"]
@@ -50,7 +50,7 @@ def test_the_environment_overrides_files_and_the_command_line_overrides_both(tmp
 
 
 def test_omitted_options_of_the_command_line_are_not_a_source(tmp_path: Path) -> None:
-    assert load_config(env={}, cwd=tmp_path, overrides={"http": {"port": None}}).source == ["embedded default"]
+    assert load_config(env={}, cwd=tmp_path, overrides={"http": {"port": None}}).sources == ["embedded default"]
 
 
 def test_all_errors_are_reported_with_file_path_and_suggestion(toml: Loader, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A child program: its words are kept, its end is known at once, and it is gone when it was stopped."""
+"""Child processes: output, exit, signals and orphans."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def started(code: str) -> ChildProcess:
 
 async def until_up(child: ChildProcess) -> None:
     async with asyncio.timeout(60):
-        while "up" not in child.log.lines():  # noqa: ASYNC110  a ring has no bell
+        while "up" not in child.log.lines():  # noqa: ASYNC110  there is no event to wait for
             await asyncio.sleep(0.001)
 
 

@@ -1,4 +1,4 @@
-"""Processes that bear a mark, and their end."""
+"""Marked processes are killed with their parent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 from modelyard.processes.descendant_reaper import DescendantReaper
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"]
-# Starts a child that bears the mark, tells its pid, and waits to be killed.
+# Starts a marked child, prints its pid, and waits to be killed.
 PARENT = f"""
 import subprocess, sys, time
 from modelyard.processes.descendant_reaper import DescendantReaper

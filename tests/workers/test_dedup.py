@@ -1,4 +1,4 @@
-"""The same request of two gateways is one run in the engine; whoever leaves takes nothing from the other."""
+"""Identical requests of two gateways share one run of the engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.workers.harness import prompt as prompt_of
 
 
 class Engine:
-    """Hands out mailboxes that the test fills."""
+    """Returns queues that the test fills."""
 
     def __init__(self) -> None:
         self.jobs: list[GenerationQueue[Chunk]] = []
@@ -62,7 +62,7 @@ async def read_all(reader: GenerationQueue[Chunk]) -> list[Chunk]:
 
 
 class Instant:
-    """Its jobs are done when they begin."""
+    """Its runs are done at once."""
 
     def generate(self, prompt: Prompt) -> GenerationQueue[Chunk]:
         queue: GenerationQueue[Chunk] = GenerationQueue()
@@ -137,7 +137,7 @@ async def test_the_last_reader_cancels_the_run(setup: Setup) -> None:
         reader.cancel()
     assert (setup.engine.cancelled, len(setup.deduplicator)) == ([0], 0)
     setup.ask()
-    assert len(setup.engine.jobs) == 2  # nobody joins what was cancelled
+    assert len(setup.engine.jobs) == 2  # a cancelled run cannot be joined
     setup.engine.jobs[0].put_many([End("cancelled")], last=True)
     assert await read_all(readers[1]) == [End("cancelled")]
 
@@ -165,7 +165,7 @@ async def test_the_engine_is_paused_while_no_reader_keeps_up(setup: Setup) -> No
     job = setup.engine.jobs[0]
     for token in range(6):
         job.put_many([Tokens([token])])
-    assert job.full  # two went through, four wait where the engine sees them
+    assert job.full  # two were forwarded, four wait in the engine's queue
     assert await reader.__anext__() == [Tokens([0, 1])]
     assert (job.full, setup.engine.drained) == (False, 1)
     job.put_many([End("stop")], last=True)
@@ -188,7 +188,7 @@ async def test_cancelling_a_paused_run_lets_it_end(setup: Setup) -> None:
 
 
 async def test_two_gateways_share_one_run_in_a_worker() -> None:
-    """The second comes while the first one's answer hangs; a client of another key has a run of its own."""
+    """The second request joins while the first one hangs; another dedup key gets its own run."""
     script = [{"steps": [{"text": "so far"}, {"hang": True}]}]
     async with running_worker() as worker, connected(worker, "a") as one, connected(worker, "b") as two:
         first = await open_fake(one, "e", script=script)

@@ -1,4 +1,4 @@
-"""Engines in an environment of their own: which interpreters can run one, and one that does."""
+"""Engines in other Python environments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.engines.fake.helpers import prompt
 from tests.engines.reading import end, ids, read
 
 Program = Callable[[str], str]
-# What a worker needs and what those need, the fake engine's own library, and nothing else.
+# The packages of a worker with their dependencies, the fake engine's library, and nothing else.
 PACKAGES = (
     "msgspec",
     "pydantic",
@@ -38,7 +38,7 @@ PACKAGES = (
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """A program that says this, whatever it is asked."""
+    """Writes a program that runs this script, whatever its arguments."""
 
     def write(script: str) -> str:
         file = tmp_path / "python"
@@ -51,7 +51,7 @@ def program(tmp_path: Path) -> Program:
 
 @pytest.fixture(scope="module")
 def other_interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An environment without this program, and without most of what it needs."""
+    """An environment without Modelyard and without most of its dependencies."""
     folder = tmp_path_factory.mktemp("env")
     venv.create(folder, with_pip=False, symlinks=True)
     (packages,) = (folder / "lib").glob("python3*/site-packages")
@@ -71,7 +71,7 @@ def test_the_default_is_this_interpreter() -> None:
 
 
 def test_the_symlink_of_an_environment_is_kept(other_interpreter: str) -> None:
-    """Its target would be the interpreter that the environment was made from, without what is installed in it."""
+    """The target of the symlink is the base interpreter, without the packages of the environment."""
     assert interpreter.interpreter_path(other_interpreter) == other_interpreter
 
 

@@ -1,4 +1,4 @@
-"""Messages: what is written is read, more fields are tolerated, other versions and other bytes are refused."""
+"""Encoding and decoding of messages, and their conversion from and to core types."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _imports(file: Path) -> set[str]:
     return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
-# Whatever a prompt says arrives at the worker, also what somebody adds to it later.
+# --- prompts ----------------------------------------------------------------------------------------------------------
 
 FULL = Prompt(
     parts=(TokenRun([1, 2]), Media("image", "ab", b"\0\1", 4), TokenRun([3])),

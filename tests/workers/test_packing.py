@@ -1,4 +1,4 @@
-"""Numbers, prompts and errors come out of the wire as they went in, and what is broken is told."""
+"""Wire forms of numbers, prompts and errors."""
 
 from __future__ import annotations
 

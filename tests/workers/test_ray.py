@@ -1,4 +1,4 @@
-"""Workers as Ray actors on a cluster of three nodes: placed and started again by Ray, missed by our heartbeat."""
+"""Workers as Ray actors on a cluster of three nodes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_resources_become_ray_options() -> None:
 def test_a_new_actor_avoids_the_node_that_was_just_lost() -> None:
     assert avoid_nodes_selector({"b", "a"}, ["a", "b", "c"]) == {"ray.io/node-id": "!in(a,b)"}
     assert avoid_nodes_selector([], ["a", "b"]) == {}
-    assert avoid_nodes_selector({"a"}, ["a"]) == {}  # it is the only one: perhaps the worker alone has died
+    assert avoid_nodes_selector({"a"}, ["a"]) == {}  # the only node: perhaps only the worker died
 
 
 async def test_a_missing_ray_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,9 +90,7 @@ async def lease_from(pool: RemotePool, model: str) -> Any:
 
 
 @pytest.mark.cluster
-async def test_a_killed_actor_and_a_lost_node_end_only_their_streams(
-    nodes: RayNodes, tmp_path: Path
-) -> None:
+async def test_a_killed_actor_and_a_lost_node_end_only_their_streams(nodes: RayNodes, tmp_path: Path) -> None:
     script = [{"when": "on", "steps": [{"text": "so far"}, {"hang": True}]}]
     spec = EngineSpec("demo", fake.Options(echo=True, script=script, token_delay=0), {"main": CacheInfo(4096, 2)})
     async with gateway(tmp_path, "fake", spec) as (pool, scheduler):

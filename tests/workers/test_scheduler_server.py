@@ -1,4 +1,4 @@
-"""Scheduler, workers and gateways apart from each other, on one loop: places, deaths, returns, orders, memory."""
+"""Scheduler, workers and gateways connected by sockets on one loop: leases, deaths, admin commands, shared store."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ from tests.workers.harness import (
     LENIENT,
     STRICT,
     connected,
+    fake_spec,
     ipc_endpoint,
     prompt,
     running_worker,
-    spec,
     until,
 )
 
@@ -64,49 +64,49 @@ HANGING: dict[str, Any] = {"script": [{"when": "on", "steps": [{"text": "so far"
 FREQUENT = HeartbeatConfig(interval_s=0.02, worker_misses=1000, client_misses=1000)
 
 
-def model_spec(workers_pool: WorkerPool, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
+def model_spec(worker_pool: WorkerPool, name: str = "demo", parallel: int = 2, **options: Any) -> ModelSpec:
     caches = {"main": CacheInfo(4096, parallel)}
     spec = EngineSpec(name, fake.Options(**({"token_delay": 0, **HANGING} | options)), caches)
     identity = f"{name}:{parallel}:{options}"
     return ModelSpec(
         name=name,
         caches=caches,
-        make=lambda: create_worker_engine(workers_pool, "fake", spec, identity),
+        make=lambda: create_worker_engine(worker_pool, "fake", spec, identity),
         identity=identity,
         replica_max=3,
     )
 
 
 class Deployment:
-    """One scheduler with its server; `restart` puts another in its place, which knows nothing."""
+    """A scheduler with its server and workers. `start` after `kill` replaces it by a new one without state."""
 
     def __init__(self, folder: Path, workers: list[Worker], limits: dict[str, KeyLimits] | None = None) -> None:
         self.endpoint, self._folder, self.workers, self._limits = ipc_endpoint(), folder, workers, limits
         self.reloads = 0
 
     async def start(self, **options: Any) -> None:
-        self.workers_pool = WorkerPool(self._folder, heartbeat=FREQUENT, launch=False)
+        self.worker_pool = WorkerPool(self._folder, heartbeat=FREQUENT, launch=False)
         self.scheduler = Scheduler(limits=self._limits)
         self.store = MemoryStore(100, 1 << 20, 3600)
         for worker in self.workers:
-            self.workers_pool.register(worker.name, worker.endpoint, [hosted.info() for hosted in worker.engines])
-        self.scheduler.reconfigure({"demo": model_spec(self.workers_pool, **options)})
+            self.worker_pool.register(worker.name, worker.endpoint, [hosted.info() for hosted in worker.engines])
+        self.scheduler.reconfigure({"demo": model_spec(self.worker_pool, **options)})
         self.server = SchedulerServer(
-            self.endpoint, self.scheduler, self.workers_pool, self.store, self._reload, heartbeat=FREQUENT
+            self.endpoint, self.scheduler, self.worker_pool, self.store, self._reload, heartbeat=FREQUENT
         )
 
     async def _reload(self) -> None:
         self.reloads += 1
 
-    async def die(self) -> None:
-        """As kill -9 would: nobody is told anything, engines stay where they are."""
+    async def kill(self) -> None:
+        """Like kill -9: no peer gets a goodbye, and the engines stay open."""
         await self.server._socket.close()
         self.server._timer.cancel()
         for task in list(self.server._tasks):
             task.cancel()
         replicas = [one for model in self.scheduler._models.values() for one in model.replicas]
         for replica in replicas:
-            replica._life.cancel()  # a dead one opens nothing again
+            replica._life.cancel()  # it must not reopen engines
         await asyncio.gather(*(replica._life for replica in replicas), return_exceptions=True)
         for replica in replicas:
             replica.engine._worker.session.end(Unavailable("dead"))
@@ -120,14 +120,14 @@ class Deployment:
 @asynccontextmanager
 async def deployed(folder: Path, workers: int = 1, **more: Any) -> AsyncIterator[Deployment]:
     async with AsyncExitStack() as stack:
-        deployment = [await stack.enter_async_context(running_worker(heartbeat=FREQUENT)) for _ in range(workers)]
-        for number, worker in enumerate(deployment):
+        started = [await stack.enter_async_context(running_worker(heartbeat=FREQUENT)) for _ in range(workers)]
+        for number, worker in enumerate(started):
             worker.name = f"w{number}"
-        made = Deployment(folder, deployment, more.pop("limits", None))
-        await made.start(**more)
-        await made.scheduler.load("demo")
-        stack.push_async_callback(made.close)
-        yield made
+        deployment = Deployment(folder, started, more.pop("limits", None))
+        await deployment.start(**more)
+        await deployment.scheduler.load("demo")
+        stack.push_async_callback(deployment.close)
+        yield deployment
 
 
 @asynccontextmanager
@@ -209,7 +209,7 @@ async def test_a_cancelled_request_leaves_the_queue(tmp_path: Path) -> None:
             await waiting.lease()
         await until(lambda: deployment.scheduler.status()["demo"].waiting == 0)
         quick = pool.request(lease_request())
-        quick.cancel()  # before the scheduler has said anything
+        quick.cancel()  # before the scheduler has replied
         for lease in held:
             lease.release()
         await until(lambda: deployment.scheduler.status()["demo"].running == 0)
@@ -227,7 +227,7 @@ async def test_the_leases_of_a_dead_gateway_are_released_when_its_requests_have_
         waiting = other.request(lease_request())
         await until(lambda: waiting.position == 1)
         dead._timer.cancel()
-        await dead._socket.close()  # its links break, as they do when a process is killed
+        await dead._socket.close()  # its links break, as for a killed process
         lease = await asyncio.wait_for(waiting.lease(), DEADLINE_S)
         assert sum(hosted.running for hosted in deployment.workers[0].engines) == 0
         lease.release()
@@ -240,7 +240,7 @@ async def test_running_requests_survive_a_restart_of_the_scheduler(tmp_path: Pat
         job = lease.engine.generate(prompt("Go on."))
         await read_until(job, Tokens)
         (engine,) = (hosted.id for hosted in deployment.workers[0].engines)
-        await deployment.die()
+        await deployment.kill()
         await until(lambda: not pool.is_connected)
         waiting = pool.request(lease_request())
         await deployment.start()
@@ -249,7 +249,7 @@ async def test_running_requests_survive_a_restart_of_the_scheduler(tmp_path: Pat
         assert [hosted.id for hosted in deployment.workers[0].engines] == [engine], "it was loaded anew"
         await until(lambda: deployment.scheduler.status()["demo"].running == 2)
         third = pool.request(lease_request())
-        await until(lambda: third.position == 1)  # the place of old counts
+        await until(lambda: third.position == 1)  # the old lease counts
         job.cancel()
         assert end(await read(job)).reason == "cancelled"
         lease.release()
@@ -258,7 +258,7 @@ async def test_running_requests_survive_a_restart_of_the_scheduler(tmp_path: Pat
 
 
 async def test_a_gateway_joins_again_if_its_first_message_was_lost(closing: Closing) -> None:
-    """Whoever received it was on his way out; the connection is made anew by itself, the word is not."""
+    """ZeroMQ reconnects by itself but does not send lost messages again."""
     joins: list[bytes] = []
     scheduler = closing(RouterSocket(ipc_endpoint(), lambda _, data: joins.append(data)))
     pool = closing(RemotePool(scheduler.endpoint, "g", heartbeat=STRICT))
@@ -270,7 +270,7 @@ async def test_a_gateway_joins_again_if_its_first_message_was_lost(closing: Clos
 
 async def test_requests_are_refused_if_the_scheduler_does_not_come_back(tmp_path: Path) -> None:
     async with deployed(tmp_path) as deployment, gateway(deployment, timeout_s=0.1) as pool:
-        await deployment.die()
+        await deployment.kill()
         await until(lambda: not pool.is_connected)
         with pytest.raises(Unavailable, match="unreachable"):
             await lease_from(pool)
@@ -314,8 +314,8 @@ async def test_only_a_reply_to_a_later_heartbeat_proves_liveness(tmp_path: Path)
         (engine,) = deployment.server._engines()
         session = engine._worker.session  # type: ignore[union-attr]
         lives = engine.liveness_check()
-        session._on_heartbeat(Heartbeat(0))  # the worker's own
-        session._on_heartbeat(Heartbeat(session.heartbeats_sent))  # one that was on its way
+        session._on_heartbeat(Heartbeat(0))  # the worker's own heartbeat
+        session._on_heartbeat(Heartbeat(session.heartbeats_sent))  # a reply that was in flight
         assert not lives()
         await until(lives)
 
@@ -328,26 +328,26 @@ async def test_a_lost_worker_is_not_used_until_it_registers_again(tmp_path: Path
         (other,) = (worker for worker in deployment.workers if not worker.engines)
         engine._worker.session.end(Unavailable("it has been silent"))  # type: ignore[union-attr]
         await until(lambda: bool(other.engines))
-        assert busy.name not in deployment.workers_pool._registered
-        assert deployment.workers_pool.register(busy.name, busy.endpoint, [])
+        assert busy.name not in deployment.worker_pool._registered
+        assert deployment.worker_pool.register(busy.name, busy.endpoint, [])
         lease.release()
 
 
 async def test_a_draining_worker_finishes_its_requests_and_its_model_moves_to_another_worker(tmp_path: Path) -> None:
-    says_much: dict[str, Any] = {"script": [{"steps": [{"tokens": 3000}]}], "token_delay": 0.0005}
-    async with deployed(tmp_path, workers=2, **says_much) as deployment, gateway(deployment) as pool:
+    long_reply: dict[str, Any] = {"script": [{"steps": [{"tokens": 1500}]}], "token_delay": 0.0005}
+    async with deployed(tmp_path, workers=2, **long_reply) as deployment, gateway(deployment) as pool:
         lease = await lease_from(pool)
         job = lease.engine.generate(prompt())
         chunks = await read_until(job, Tokens)
         (busy,) = (worker for worker in deployment.workers if worker.engines)
-        deployment.workers_pool.unregister(busy.name)
+        deployment.worker_pool.unregister(busy.name)
         draining = asyncio.create_task(busy.drain(DEADLINE_S))
         await until(lambda: deployment.scheduler.engines("demo") == ())
         second = await lease_from(pool)
         assert second.engine is not lease.engine
         second.release()
         chunks += await read(job)
-        assert len(ids(chunks)) == 3000
+        assert len(ids(chunks)) == 1500
         lease.release()
         assert await draining
 
@@ -370,7 +370,7 @@ async def test_a_closing_gateway_opens_no_sessions_with_new_workers(closing: Clo
             with suppress(PeerDisconnected):
                 scheduler.send(peers[0], encode(PoolState({}, (engine(old, "a"), engine(new, "b")))))
             for _ in range(20):
-                await asyncio.sleep(0.005)  # long enough to hear of it, for whoever still listens
+                await asyncio.sleep(0.005)  # long enough for a message to be handled
             await close()
 
         session.close = slowly  # type: ignore[method-assign]
@@ -452,7 +452,7 @@ async def test_a_session_stays_on_its_replica(tmp_path: Path) -> None:
             again.release()
 
 
-# --- strangers --------------------------------------------------------------------------------------------------------
+# --- protocol violations ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -508,14 +508,14 @@ async def test_a_registered_worker_is_used_and_removed_when_it_leaves(tmp_path: 
         finally:
             offering.cancel()
             await asyncio.gather(offering, return_exceptions=True)
-        await until(lambda: made.workers_pool._registered == {})
+        await until(lambda: made.worker_pool._registered == {})
 
 
-# What is begun and given up, at whatever moment, leaves no engine, no link and no process behind.
+# --- no leaks ---------------------------------------------------------------------------------------------------------
 
 
 class SlowOpening:
-    """The fake engine opens when it is let; `closed` counts those that were closed."""
+    """The fake engine opens when `go` is set; `closed` counts closed engines."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun, self.go, self.closed = asyncio.Event(), asyncio.Event(), 0
@@ -562,10 +562,10 @@ async def test_a_worker_that_closes_while_an_engine_opens_closes_it_and_opens_no
     worker = closing(Worker(ipc_endpoint(), heartbeat=LENIENT))
     try:
         async with connected(worker) as session:
-            first = asyncio.create_task(session.open(open_engine_message("a", "fake", spec()), lambda *_: None))
+            first = asyncio.create_task(session.open(open_engine_message("a", "fake", fake_spec()), lambda *_: None))
             await asyncio.wait_for(slow_opening.begun.wait(), DEADLINE_S)
             closing = asyncio.create_task(worker.close())
-            second = asyncio.create_task(session.open(open_engine_message("b", "fake", spec()), lambda *_: None))
+            second = asyncio.create_task(session.open(open_engine_message("b", "fake", fake_spec()), lambda *_: None))
             await asyncio.wait_for(closing, DEADLINE_S)
             session.end(Unavailable("it has gone"))
             for opening in (first, second):
@@ -597,7 +597,7 @@ async def test_a_closing_server_handles_no_further_messages(tmp_path: Path) -> N
         waiting = [pool.request(lease_request()) for _ in range(3)]
         await until(lambda: deployment.scheduler.status()["demo"].waiting == 3)
         closing = asyncio.create_task(deployment.server.close())
-        waiting += [pool.request(lease_request()) for _ in range(3)]  # on their way while it ends
+        waiting += [pool.request(lease_request()) for _ in range(3)]  # in flight while it closes
         await asyncio.wait_for(closing, DEADLINE_S)
         assert deployment.server._tasks == set()
         for place in (*held, *waiting):
@@ -609,10 +609,10 @@ async def test_a_worker_that_did_not_answer_is_tried_again(
 ) -> None:
     monkeypatch.setattr("modelyard.workers.worker_pool._CONNECT_S", 0.05)
     monkeypatch.setattr("modelyard.workers.worker_pool._RETRY_S", 0.05)
-    workers_pool, endpoint, tries = WorkerPool(tmp_path, heartbeat=LENIENT, launch=False), ipc_endpoint(), []
+    worker_pool, endpoint, tries = WorkerPool(tmp_path, heartbeat=LENIENT, launch=False), ipc_endpoint(), []
     deaf = closing(RouterSocket(endpoint, lambda peer, _: tries.append(peer)))
-    workers_pool.register("w", endpoint, [])
-    acquiring = asyncio.create_task(workers_pool.acquire("x"))
+    worker_pool.register("w", endpoint, [])
+    acquiring = asyncio.create_task(worker_pool.acquire("x"))
     try:
         await until(lambda: len(tries) > 1)
     finally:
@@ -629,7 +629,7 @@ async def test_an_invalid_address_is_reported_and_leaves_no_socket_open() -> Non
 
 
 async def test_a_broken_link_is_replaced_with_the_next_lease(tmp_path: Path) -> None:
-    """The worker is well, and so says the scheduler: it was only our link to it."""
+    """The scheduler says that the worker is alive: only our link to it broke."""
     async with deployed(tmp_path) as deployment, gateway(deployment) as pool:
         (await lease_from(pool)).release()
         (session,) = pool._sessions.values()
@@ -639,7 +639,7 @@ async def test_a_broken_link_is_replaced_with_the_next_lease(tmp_path: Path) -> 
         lease.release()
 
 
-# A client that sends again may reach another gateway than before: its answer is made once.
+# --- deduplication across gateways ------------------------------------------------------------------------------------
 
 CHAT = "/v1/chat/completions"
 HANGING_REPLY = [{"steps": [{"text": "so far"}, {"hang": True}]}]
@@ -647,7 +647,7 @@ HANGING_REPLY = [{"steps": [{"text": "so far"}, {"hang": True}]}]
 
 @asynccontextmanager
 async def gateways(folder: Path) -> AsyncIterator[tuple[Deployment, list[httpx.AsyncClient]]]:
-    """Two whole gateways at one scheduler and one worker."""
+    """Two complete gateways with one scheduler and one worker."""
     loaded = load_config(env={}, overrides=demo(HANGING_REPLY))
     async with deployed(folder, parallel=4, script=HANGING_REPLY) as deployment, AsyncExitStack() as stack:
         clients = []

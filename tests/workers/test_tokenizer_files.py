@@ -1,4 +1,4 @@
-"""A gateway without a model's files has its tokenizer and template from the worker, once, and known by their hash."""
+"""Tokenizer files that a gateway fetches from a worker."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHIPPED = fake.tokenizer_path(fake.Options())
 )
 def test_stored_files_open_as_the_same_tokenizer(find: Callable[[], Path], tmp_path: Path) -> None:
     files = read_tokenizer_files(where := find())
-    assert sum(map(len, files.values())) < 8 << 20, "no weights travel"
+    assert sum(map(len, files.values())) < 8 << 20, "weights must not be sent"
     there = open_tokenizer(store_tokenizer(tmp_path / "store", tokenizer_hash(files), files))
     here = open_tokenizer(where)
     text = "<|im_start|>user\nNaïve 🎉<|im_end|>"
@@ -43,7 +43,7 @@ def test_a_tokenizer_is_stored_once_and_found_by_its_hash(tmp_path: Path) -> Non
     first = store_tokenizer(store, name, files)
     assert cached_tokenizers(store) == (name,)
     assert store_tokenizer(store, name, {}) == store_tokenizer(store, name, files) == first
-    assert [each.name for each in tmp_path.iterdir()] == ["store"], "nothing half-written stays"
+    assert [each.name for each in tmp_path.iterdir()] == ["store"], "no partial files stay"
 
 
 def test_a_change_of_one_byte_changes_the_hash() -> None:
@@ -77,7 +77,7 @@ async def test_a_worker_sends_only_files_that_the_gateway_lacks() -> None:
         assert worker.faults == 0
 
 
-# --- the whole: the files are on the worker's side alone ------------------------------------------------------------
+# --- end to end: only the worker has the model file -------------------------------------------------------------------
 
 
 CONFIG = """
@@ -126,7 +126,7 @@ def test_a_gateway_without_the_model_file_fetches_the_tokenizer_from_the_worker(
         refused = _answer(gateway.url)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_failed")
         stack.enter_context(command(there, "worker", "--scheduler", endpoint, MODELYARD_CACHE=str(there)))
-        until(lambda: _answer(gateway.url).status_code == 200, "the tokenizer has come", commands.DEADLINE)
+        until(lambda: _answer(gateway.url).status_code == 200, "the gateway has the tokenizer", commands.DEADLINE)
         counted = httpx.post(
             f"{gateway.url}/v1/messages/count_tokens",
             json={"model": "small", "messages": [{"role": "user", "content": json.dumps({"a": "b"})}]},

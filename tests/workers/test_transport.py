@@ -1,4 +1,4 @@
-"""The sockets: who may connect, who is received, what is counted, and what happens when the other side is gone."""
+"""Sockets, keys, addresses and heartbeats."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ async def test_a_peer_without_the_cluster_keys_is_refused(theirs: str) -> None:
 
 
 async def test_a_peer_with_only_the_public_key_is_refused() -> None:
-    """A client that was told the cluster's public key, and comes with a good pair of its own."""
+    """A client that knows the cluster's public key and has a valid key pair of its own."""
     keys, own, received = generate_keys(), generate_keys(), []
     async with router(LOCAL, lambda _, data: received.append(data), keys) as router_socket:
         with raw_dealer(keys, own) as raw:
@@ -143,7 +143,7 @@ async def test_a_peer_with_only_the_public_key_is_refused() -> None:
 
 @contextmanager
 def raw_dealer(server: ClusterKeys | None = None, own: ClusterKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
-    """A socket without any of our manners, not yet connected."""
+    """A plain ZeroMQ socket, not yet connected."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     raw = context.socket(zmq.DEALER)
     raw.setsockopt(zmq.RCVHWM, 1)
@@ -344,7 +344,7 @@ def test_an_invalid_key_file_is_reported(tmp_path: Path) -> None:
         write_keys(tmp_path / "no" / "short_folder", one)
 
 
-# Silence is counted in whole ticks of our own.
+# --- heartbeats -------------------------------------------------------------------------------------------------------
 
 
 def test_silence_is_detected_after_the_allowed_misses() -> None:

@@ -1,4 +1,4 @@
-"""Who may get the next engine: workers that came by themselves, by their machines, and this one."""
+"""The nodes and workers that may get the next engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def model_spec(workers: WorkerPool, name: str) -> ModelSpec:
 
 
 async def test_engines_go_to_nodes_with_enough_memory(tmp_path: Path) -> None:
-    """Two workers that say they are on machines of 100 bytes: the second model does not fit beside the first."""
+    """Two workers report nodes with 100 bytes: the second model does not fit beside the first."""
     workers = WorkerPool(tmp_path, heartbeat=LENIENT, launch=False)
     scheduler = Scheduler(memory_planner=MemoryPlanner(available=lambda: AvailableMemory(0), nodes=workers.nodes))
     scheduler.reconfigure({name: model_spec(workers, name) for name in ("a", "b")})

@@ -95,9 +95,9 @@ def _write(file: Path, folder: Path, to: str, quantization: str, progress: Progr
     from modelyard.library.convert.gguf_model import GgufModel
 
     model = GgufModel(file)
-    for name, content in tokenizer.tokenizer_files(model.metadata, model.shape.context):
+    for name, content in tokenizer.tokenizer_files(model.metadata, model.shape.context_length):
         (folder / name).write_bytes(content)
-    total, done = sum(map(prod, model.sizes.values())), 0
+    total, done = sum(map(prod, model.shapes.values())), 0
     with progress.track(f"{file.name} to {quantization}", "converting") as on_bytes:
 
         def on_tensor(elements: int) -> None:

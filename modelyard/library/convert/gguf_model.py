@@ -53,16 +53,16 @@ _FAMILIES = {
 
 class TransformerShape(Struct, frozen=True):
     layers: int
-    width: int
+    hidden_size: int
     heads: int
     kv_heads: int
-    head_width: int
-    inner: int
-    vocab: int
-    context: int
-    epsilon: float
-    rope_base: float
-    tied: bool  # input and output embeddings are the same tensor
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    context_length: int
+    rms_norm_eps: float
+    rope_theta: float
+    tied_embeddings: bool  # input and output embeddings are the same tensor
 
 
 class GgufModel:
@@ -85,7 +85,7 @@ class GgufModel:
         return list(self.metadata["tokenizer.ggml.tokens"])
 
     @property
-    def sizes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor by its Hugging Face name, in the order of the file."""
         return {new: self._tensors[old][1].shape for new, old in self._names.items()}
 
@@ -127,16 +127,16 @@ def _shape(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[Path, Tensor
     heads = values["attention.head_count"]
     return TransformerShape(
         layers=values["block_count"],
-        width=width,
+        hidden_size=width,
         heads=heads,
         kv_heads=values.get("attention.head_count_kv", heads),
-        head_width=values.get("attention.key_length", width // heads),
-        inner=values["feed_forward_length"],
-        vocab=vocab,
-        context=values["context_length"],
-        epsilon=round(values["attention.layer_norm_rms_epsilon"], 12),
-        rope_base=values.get("rope.freq_base", 10000.0),
-        tied="output.weight" not in tensors,
+        head_dim=values.get("attention.key_length", width // heads),
+        intermediate_size=values["feed_forward_length"],
+        vocab_size=vocab,
+        context_length=values["context_length"],
+        rms_norm_eps=round(values["attention.layer_norm_rms_epsilon"], 12),
+        rope_theta=values.get("rope.freq_base", 10000.0),
+        tied_embeddings="output.weight" not in tensors,
     )
 
 

@@ -37,17 +37,17 @@ def _hf_config(model: GgufModel, dtype: str) -> dict[str, Any]:
         "architectures": [model.family.architecture],
         "model_type": model.family.model_type,
         "hidden_act": "silu",
-        "hidden_size": shape.width,
-        "intermediate_size": shape.inner,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_width,
-        "max_position_embeddings": shape.context,
-        "rms_norm_eps": shape.epsilon,
-        "rope_theta": shape.rope_base,
-        "vocab_size": shape.vocab,
-        "tie_word_embeddings": shape.tied,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.context_length,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tied_embeddings,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
@@ -61,7 +61,7 @@ def _safetensors_header(model: GgufModel, dtype: str) -> bytes:
     kind, size = _SAFETENSORS_TYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
-    for name, shape in model.sizes.items():
+    for name, shape in model.shapes.items():
         end = start + prod(shape) * size
         header[name] = {"dtype": kind, "shape": list(shape), "data_offsets": [start, end]}
         start = end
@@ -93,20 +93,20 @@ def write_ct2(model: GgufModel, folder: Path, quantization: str, on_tensor: OnTe
         rms_norm=True,
         rotary_dim=0,  # the whole head
         rotary_interleave=False,
-        rotary_base=shape.rope_base,
+        rotary_base=shape.rope_theta,
         num_heads_kv=None if shape.kv_heads == shape.heads else shape.kv_heads,
-        head_dim=None if shape.head_width * shape.heads == shape.width else shape.head_width,
+        head_dim=None if shape.head_dim * shape.heads == shape.hidden_size else shape.head_dim,
         quant_type=common_spec.Quantization.CT2,
     )
     _set_weights(spec.decoder, model, on_tensor)
     # A model may have more rows than its vocabulary has tokens.
     tokens = model.tokens
-    spec.register_vocabulary(tokens + [f"<extra_id_{n}>" for n in range(shape.vocab - len(tokens))])
+    spec.register_vocabulary(tokens + [f"<extra_id_{n}>" for n in range(shape.vocab_size - len(tokens))])
     names = special_tokens(model.metadata)
     spec.config.bos_token = names.get("bos_token", "")
     spec.config.eos_token = names.get("eos_token", "")
     spec.config.unk_token = names.get("unk_token", "")
-    spec.config.layer_norm_epsilon = shape.epsilon
+    spec.config.layer_norm_epsilon = shape.rms_norm_eps
     spec.validate()
     spec.optimize(quantization)
     spec.save(str(folder))
@@ -120,12 +120,12 @@ def _set_weights(decoder: Any, model: GgufModel, on_tensor: OnTensor) -> None:
 
     def fused_qkv(layer: str, kind: str) -> Any:
         names = [f"{layer}.self_attn.{x}_proj.{kind}" for x in "qkv"]
-        return np.concatenate([tensor(name) for name in names]) if names[0] in model.sizes else None
+        return np.concatenate([tensor(name) for name in names]) if names[0] in model.shapes else None
 
     decoder.scale_embeddings = False
     decoder.embeddings.weight = tensor("model.embed_tokens.weight")
     decoder.layer_norm.gamma = tensor("model.norm.weight")
-    decoder.projection.weight = decoder.embeddings.weight if model.shape.tied else tensor("lm_head.weight")
+    decoder.projection.weight = decoder.embeddings.weight if model.shape.tied_embeddings else tensor("lm_head.weight")
     for number, layer in enumerate(decoder.layer):
         name, attention, ffn = f"model.layers.{number}", layer.self_attention, layer.ffn
         attention.layer_norm.gamma = tensor(f"{name}.input_layernorm.weight")

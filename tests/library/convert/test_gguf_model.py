@@ -12,16 +12,16 @@ from tests.library.convert import tiny_models
 
 def test_the_shape_is_read_from_the_metadata(tmp_path: Path):
     shape = GgufModel(tiny_models.write_model(tmp_path / "tiny.gguf")).shape
-    assert (shape.layers, shape.width, shape.heads, shape.kv_heads) == (2, 64, 4, 2)
-    assert (shape.head_width, shape.inner, shape.vocab, shape.context) == (16, 96, len(tiny_models.tokens()), 256)
-    assert not shape.tied
+    assert (shape.layers, shape.hidden_size, shape.heads, shape.kv_heads) == (2, 64, 4, 2)
+    assert (shape.head_dim, shape.intermediate_size, shape.vocab_size, shape.context_length) == (16, 96, len(tiny_models.tokens()), 256)
+    assert not shape.tied_embeddings
 
 
 def test_every_tensor_is_converted_once(tmp_path: Path):
     model = GgufModel(tiny_models.write_model(tmp_path / "tiny.gguf"))
     tensors = dict(model)
     assert len(tensors) == len(tiny_models.random_weights("llama"))
-    assert {name: weights.shape for name, weights in tensors.items()} == model.sizes
+    assert {name: weights.shape for name, weights in tensors.items()} == model.shapes
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "mamba"])
