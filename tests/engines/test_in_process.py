@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,6 +123,11 @@ def prompt(length: int = 3, **fields: Any) -> Prompt:
     return Prompt(**{"parts": (TokenRun([1] * length),), "max_tokens": 4} | fields)
 
 
+def wait_for_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Lets the event loop run before each step: steps that cost nothing would flood it."""
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(DEADLINE_S)
+
+
 def raiser(error: BaseException) -> Callable[..., None]:
     def fail(*_: Any) -> None:
         raise error
@@ -184,6 +190,7 @@ async def test_close_waits_for_a_load_whose_caller_is_gone_and_aborts_it() -> No
 
 async def test_close_ends_running_jobs_and_may_be_called_twice() -> None:
     async with running({"main": CacheInfo(1 << 40, 4)}) as engine:
+        engine.before_step = partial(wait_for_loop, asyncio.get_running_loop())
         endless = engine.generate(prompt(max_tokens=1 << 39))
         await until(endless, Accepted)
         other = engine.generate(prompt(max_tokens=1 << 39))

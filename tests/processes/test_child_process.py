@@ -63,14 +63,15 @@ def test_the_chunking_of_the_bytes_makes_no_difference(bits: list[bytes]) -> Non
     assert cut.dropped == whole.dropped
 
 
-PATIENT = "import signal, sys; print('up', flush=True); signal.pause()"
-STUBBORN = (
+PYTHON = [sys.executable, "-I", "-S", "-c"]  # starts in a fraction of the time
+WAITS = "import signal, sys; print('up', flush=True); signal.pause()"
+IGNORES_SIGTERM = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True)\nwhile 1: signal.pause()"
 )
 
 
 async def started(code: str) -> ChildProcess:
-    return await ChildProcess.start([sys.executable, "-c", code])
+    return await ChildProcess.start([*PYTHON, code])
 
 
 async def until_up(child: ChildProcess) -> None:
@@ -87,14 +88,14 @@ async def test_output_and_exit_code_are_available_after_the_exit() -> None:
 
 async def test_the_child_gets_exactly_the_given_environment() -> None:
     child = await ChildProcess.start(
-        [sys.executable, "-c", "import os; print(os.environ.get('A'), os.environ.get('HOME'))"], {"A": "b"}
+        [*PYTHON, "import os; print(os.environ.get('A'), os.environ.get('HOME'))"], {"A": "b"}
     )
     await child.ended
     assert child.log.lines() == ["b None"]
 
 
 async def test_stop_sends_sigterm_and_is_idempotent() -> None:
-    child = await started(PATIENT)
+    child = await started(WAITS)
     await until_up(child)
     assert await child.stop() == -signal.SIGTERM
     assert await child.stop() == -signal.SIGTERM
@@ -102,45 +103,48 @@ async def test_stop_sends_sigterm_and_is_idempotent() -> None:
 
 
 async def test_stop_kills_a_child_that_ignores_sigterm() -> None:
-    child = await started(STUBBORN)
+    child = await started(IGNORES_SIGTERM)
     await until_up(child)
     assert await child.stop(grace=0.01) == -signal.SIGKILL
 
 
 async def test_a_death_resolves_ended() -> None:
-    child = await started(PATIENT)
+    child = await started(WAITS)
     await until_up(child)
     os.kill(child.pid, signal.SIGKILL)
     assert await child.ended == -signal.SIGKILL
     assert repr(child) == f"<ChildProcess {child.pid} ended>"
 
 
-HEIR = """
+WITH_GRANDCHILD = """
 import subprocess, sys
-heir = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session={apart})
-print(heir.pid, flush=True)
+grandchild = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"], start_new_session={new_session})
+print(grandchild.pid, flush=True)
 print("up", flush=True)
 """
 
 
 async def test_grandchildren_in_the_group_are_killed() -> None:
-    child = await started(HEIR.format(apart=False) + "import signal; signal.pause()")
+    child = await started(WITH_GRANDCHILD.format(new_session=False) + "import signal; signal.pause()")
     await until_up(child)
-    heir = psutil.Process(int(child.log.lines()[0]))
+    grandchild = psutil.Process(int(child.log.lines()[0]))
     os.kill(child.pid, signal.SIGKILL)
     assert await child.ended == -signal.SIGKILL
-    await asyncio.to_thread(heir.wait, 60)
+    await asyncio.to_thread(grandchild.wait, 60)
 
 
-async def test_a_grandchild_that_holds_the_output_open_does_not_delay_the_exit_for_ever() -> None:
-    child = await started(HEIR.format(apart=True))
+async def test_a_grandchild_that_holds_the_output_open_does_not_delay_the_exit_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("modelyard.processes.child_process._DRAIN_S", 0.05)
+    child = await started(WITH_GRANDCHILD.format(new_session=True))
     assert await child.ended == 0
-    heir = psutil.Process(int(child.log.lines()[0]))
+    grandchild = psutil.Process(int(child.log.lines()[0]))
     try:
-        assert heir.is_running()
+        assert grandchild.is_running()
     finally:
-        heir.kill()
-        await asyncio.to_thread(heir.wait, 60)
+        grandchild.kill()
+        await asyncio.to_thread(grandchild.wait, 60)
 
 
 async def test_a_missing_program_is_reported_in_the_output() -> None:
@@ -150,7 +154,7 @@ async def test_a_missing_program_is_reported_in_the_output() -> None:
 
 
 async def test_cancelling_a_wait_does_not_cancel_ended() -> None:
-    child = await started(PATIENT)
+    child = await started(WAITS)
     waiting = asyncio.create_task(asyncio.wait({child.ended}))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -175,7 +179,7 @@ import asyncio, sys
 from modelyard.processes.child_process import ChildProcess
 
 async def main():
-    child = await ChildProcess.start([sys.executable, "-c", {PATIENT!r}])
+    child = await ChildProcess.start([sys.executable, "-I", "-S", "-c", {WAITS!r}])
     while "up" not in child.log.lines():
         await asyncio.sleep(0.001)
     print(child.pid, flush=True)

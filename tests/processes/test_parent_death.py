@@ -6,27 +6,23 @@ import sys
 
 import psutil
 
-from modelyard.processes import parent_death
+from modelyard.processes.parent_death import die_with_parent
 
 
 def test_the_program_runs_with_its_arguments_and_exit_code() -> None:
-    argv = parent_death.die_with_parent(
-        [sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(5)", "a b", "--c"]
-    )
+    argv = die_with_parent([sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(5)", "a b", "--c"])
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (5, "['a b', '--c']\n")
 
 
 def test_a_missing_program_is_reported() -> None:
-    done = subprocess.run(
-        parent_death.die_with_parent(["/no/such/program"]), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(die_with_parent(["/no/such/program"]), capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "cannot start /no/such/program: No such file or directory\n"
 
 
 def test_the_program_does_not_start_if_its_parent_is_dead() -> None:
-    argv = parent_death.die_with_parent([sys.executable, "-c", "print('started')"])
+    argv = die_with_parent([sys.executable, "-c", "print('started')"])
     argv[argv.index(str(os.getpid()))] = "1"
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
@@ -34,27 +30,27 @@ def test_the_program_does_not_start_if_its_parent_is_dead() -> None:
 
 PROGRAM = """
 import subprocess, sys
-heir = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], env={})
-print(heir.pid, flush=True)
+grandchild = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"], env={})
+print(grandchild.pid, flush=True)
 import signal; signal.pause()
 """
 OWNER = f"""
 import subprocess, sys
 from modelyard.processes.parent_death import die_with_parent
-subprocess.Popen(die_with_parent([sys.executable, "-c", {PROGRAM!r}], group=True), start_new_session=True).wait()
+subprocess.Popen(die_with_parent([sys.executable, "-I", "-S", "-c", {PROGRAM!r}], group=True), start_new_session=True).wait()
 """
 
 
 def test_descendants_die_with_a_killed_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
-        heir = psutil.Process(int(owner.stdout.readline()))
+        grandchild = psutil.Process(int(owner.stdout.readline()))
         owner.kill()
-    heir.wait(60)
+    grandchild.wait(60)
 
 
 def test_a_signal_to_the_group_is_not_mistaken_for_the_death_of_the_program() -> None:
     code = "import os, signal; signal.signal(15, signal.SIG_IGN); os.killpg(0, 15); print('alive')"
-    argv = parent_death.die_with_parent([sys.executable, "-c", code], group=True)
+    argv = die_with_parent([sys.executable, "-c", code], group=True)
     done = subprocess.run(argv, capture_output=True, text=True, check=False, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "alive\n")

@@ -1,4 +1,4 @@
-"""Supervision of real children. Each one connects to the test, reports its identity, and is dead when the connection ends."""
+"""Supervision of real children, which report to the test over a connection that ends when they die."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Reports:
 
 @asynccontextmanager
 async def collect_reports(folder: Path) -> AsyncIterator[Reports]:
-    reports = Reports(folder / "roll")
+    reports = Reports(folder / "reports")
     server = await asyncio.start_unix_server(reports.take, reports.path)
     try:
         yield reports

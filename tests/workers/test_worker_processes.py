@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,31 @@ patience = 50
 
 
 class ServerProcesses:
+    """The supervisor and its children: two gateways, the scheduler and one worker."""
+
     def __init__(self, server: commands.Serving) -> None:
-        self.url, self.parent = server.url, psutil.Process(server.process.pid)
+        self.url, self.supervisor = server.url, psutil.Process(server.process.pid)
         self.server = server
 
-    def ask(self, **more: Any) -> httpx.Response:
-        """On a connection of its own, so that any gateway may get it."""
+    def post(self, **fields: Any) -> httpx.Response:
+        """On a new connection, so that any gateway may get it."""
         body = {"model": "small", "max_tokens": 8, "temperature": 0, "messages": [{"role": "user", "content": "Hi."}]}
-        return httpx.post(self.url + CHAT, json=body | more, timeout=commands.DEADLINE)
+        return httpx.post(self.url + CHAT, json=body | fields, timeout=commands.DEADLINE)
 
-    def text(self) -> str:
-        answer = self.ask()
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["choices"][0]["message"]["content"])
+    def reply(self) -> str:
+        response = self.post()
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["message"]["content"])
 
-    def worker(self) -> int:
-        """The pid of the process in which the model is."""
+    def worker_pid(self) -> int:
         items = httpx.get(f"{self.url}/v1/admin/models/small", timeout=commands.DEADLINE).json()["replicas"]["items"]
         return int(items[0]["pid"])
 
-    def processes(self, word: str) -> list[psutil.Process]:
-        return [each for each in self.parent.children(recursive=True) if word in _command(each)]
+    def scheduler(self) -> psutil.Process:
+        return next(each for each in self.with_argument("scheduler") if "--listen" in _command(each))
+
+    def with_argument(self, argument: str) -> list[psutil.Process]:
+        return [each for each in self.supervisor.children(recursive=True) if argument in _command(each)]
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -75,86 +80,78 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-@pytest.fixture(scope="module")
-def processes_(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcesses]:
-    with commands.serve(tmp_path_factory.mktemp("processes_"), "--workers", "2", config=config()) as server:
-        until(lambda: _is_ready(server.url), "the model is up", commands.DEADLINE)
+@contextmanager
+def started(folder: Path) -> Iterator[ServerProcesses]:
+    with commands.serve(folder, "--workers", "2", config=config()) as server:
+        until(lambda: _is_ready(server.url), "the model is ready", commands.DEADLINE)
         yield ServerProcesses(server)
 
 
-def test_all_gateways_use_one_worker(processes_: ServerProcesses) -> None:
-    assert len({processes_.text() for _ in range(6)}) == 1
-    assert len(processes_.processes("--hired")) == 1
-    assert processes_.worker() == processes_.processes("--hired")[0].pid
-    first = httpx.post(
-        f"{processes_.url}/v1/responses", json={"model": "small", "input": "Hi.", "max_output_tokens": 4}
-    )
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcesses]:
+    with started(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def test_all_gateways_use_one_worker(processes: ServerProcesses) -> None:
+    assert len({processes.reply() for _ in range(6)}) == 1
+    (worker,) = processes.with_argument("--hired")
+    assert processes.worker_pid() == worker.pid
+    body = {"model": "small", "input": "Hi.", "max_output_tokens": 4}
+    first = httpx.post(f"{processes.url}/v1/responses", json=body, timeout=commands.DEADLINE)
     for _ in range(4):
-        assert httpx.get(f"{processes_.url}/v1/responses/{first.json()['id']}").status_code == 200
+        assert httpx.get(f"{processes.url}/v1/responses/{first.json()['id']}").status_code == 200
 
 
-def _kill(find: Callable[[ServerProcesses], int]) -> Callable[[ServerProcesses], None]:
-    return lambda processes_: os.kill(find(processes_), signal.SIGKILL)
+def test_a_killed_worker_is_replaced_and_requests_wait_for_it(processes: ServerProcesses) -> None:
+    before = processes.reply()
+    os.kill(processes.worker_pid(), signal.SIGKILL)
+    assert processes.reply() == before
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [
-        _kill(lambda processes_: processes_.worker()),
-        _kill(lambda processes_: next(p.pid for p in processes_.processes("scheduler") if "--listen" in _command(p))),
-    ],
-    ids=["worker", "scheduler"],
-)
-def test_a_part_that_is_killed_comes_back_and_requests_wait_for_it(
-    processes_: ServerProcesses, kill: Callable[[ServerProcesses], None]
+def test_a_killed_scheduler_is_replaced_requests_wait_for_it_and_the_model_stays_loaded(
+    processes: ServerProcesses,
 ) -> None:
-    text = processes_.text()
-    kill(processes_)
-    assert processes_.text() == text
+    before, worker = processes.reply(), processes.worker_pid()
+    processes.scheduler().kill()
+    assert processes.reply() == before
+    assert processes.worker_pid() == worker
 
 
-def test_the_model_outlives_the_scheduler_that_loaded_it(processes_: ServerProcesses) -> None:
-    processes_.text()
-    before = processes_.worker()
-    (scheduler,) = (each for each in processes_.processes("scheduler") if "--listen" in _command(each))
-    scheduler.kill()
-    processes_.text()
-    assert processes_.worker() == before
+def test_the_slots_of_a_killed_gateway_become_free(processes: ServerProcesses) -> None:
+    body = {"model": "small", "stream": True, "max_tokens": 400, "messages": [{"role": "user", "content": "Count."}]}
+    with (
+        httpx.Client(base_url=processes.url, timeout=commands.DEADLINE) as client,
+        client.stream("POST", CHAT, json=body) as response,
+    ):
+        lines = response.iter_lines()  # kept: a generator that is dropped closes the connection
+        next(lines)
+        port = int(processes.url.rpartition(":")[2])
+        (gateway,) = (
+            each
+            for each in processes.with_argument("serve")
+            if any(c.status == psutil.CONN_ESTABLISHED and c.laddr.port == port for c in each.net_connections("tcp"))
+        )
+        gateway.kill()
+        gateway.wait(commands.DEADLINE)  # until then the kernel may still give it a connection, which dies with it
+    assert [processes.post().status_code for _ in range(4)] == [200] * 4
 
 
-def test_a_gateway_that_is_killed_leaves_its_places_to_others(processes_: ServerProcesses) -> None:
-    with httpx.Client(base_url=processes_.url, timeout=commands.DEADLINE) as client:
-        asked = {
-            "model": "small",
-            "stream": True,
-            "max_tokens": 400,
-            "messages": [{"role": "user", "content": "Count."}],
-        }
-        with client.stream("POST", CHAT, json=asked) as answer:
-            lines = answer.iter_lines()  # kept: a generator that is dropped closes the connection
-            next(lines)
-            port = int(processes_.url.rpartition(":")[2])
-            (gateway,) = (
-                each
-                for each in processes_.processes("serve")
-                if any(
-                    c.status == psutil.CONN_ESTABLISHED and c.laddr.port == port for c in each.net_connections("tcp")
-                )
-            )
-            gateway.kill()
-            gateway.wait(
-                commands.DEADLINE
-            )  # until it is gone the kernel may still give it a connection, which dies with it
-    assert [processes_.ask().status_code for _ in range(4)] == [200] * 4
+def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
+    with started(tmp_path) as processes:
+        _check_all_exit(processes, signal.SIGKILL, -signal.SIGKILL)
 
 
-def test_nothing_stays_behind_when_the_parent_is_stopped_or_killed(tmp_path: Path) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with commands.serve(tmp_path, "--workers", "2", config=config()) as server:
-            until(lambda url=server.url: _is_ready(url), "the model is up", commands.DEADLINE)
-            everybody = psutil.Process(server.process.pid).children(recursive=True)
-            assert len(everybody) == 4
-            server.process.send_signal(number)
-            _, alive = psutil.wait_procs(everybody, timeout=commands.DEADLINE)
-            assert alive == []
-            assert server.process.wait(commands.DEADLINE) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+def test_no_process_survives_a_stopped_supervisor(processes: ServerProcesses) -> None:
+    """The last test of this module: it stops the shared server."""
+    until(lambda: len(processes.supervisor.children(recursive=True)) == 4, "the killed gateway is back")
+    _check_all_exit(processes, signal.SIGTERM, 0)
+
+
+def _check_all_exit(processes: ServerProcesses, number: int, exit_code: int) -> None:
+    children = processes.supervisor.children(recursive=True)
+    assert len(children) == 4
+    processes.server.process.send_signal(number)
+    _, alive = psutil.wait_procs(children, timeout=commands.DEADLINE)
+    assert alive == []
+    assert processes.server.process.wait(commands.DEADLINE) == exit_code
