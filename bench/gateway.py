@@ -324,7 +324,7 @@ class ConversationWriter:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        texts = (renderer.vocab.token_bytes(id) for id in range(1000, 30_000))
+        texts = (renderer.tokenizer.token_bytes(id) for id in range(1000, 30_000))
         self._words = [word.decode() for word in texts if word[:1] == b" " and word[1:].isalpha()]
         self._rng = random.Random(20_000)
 
@@ -359,7 +359,7 @@ def _time_turn(renderer: Renderer, messages: list[dict[str, str]]) -> tuple[floa
     renderer.fresh(text)
     ids = renderer.tokens(text)
     done = perf_counter()
-    if ids != renderer.vocab.encode(unshield(text)):
+    if ids != renderer.tokenizer.encode(unshield(text)):
         raise RuntimeError("the cached tokens differ from a full tokenization")
     return (read - began) * 1000, (done - read) * 1000
 

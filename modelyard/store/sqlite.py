@@ -63,25 +63,25 @@ class _File:
             self._db = _open(path)
 
     def get(self, scope: str, key: str) -> bytes | None:
-        name = _key_bytes(scope, key)
+        full_key = _key_bytes(scope, key)
         with self._wrap_errors():
-            row = self._db.execute(_GET, (*name, self._clock())).fetchone()
+            row = self._db.execute(_GET, (*full_key, self._clock())).fetchone()
             if row is None:
                 return None
             with _transaction(self._db):
                 self._db.execute(_USE)
-                self._db.execute(_TOUCH, name)
+                self._db.execute(_TOUCH, full_key)
             return bytes(row[0])
 
     def put(self, scope: str, key: str, value: bytes) -> None:
-        name, size, now = _key_bytes(scope, key), len(scope) + len(key) + len(value), self._clock()
+        full_key, size, now = _key_bytes(scope, key), len(scope) + len(key) + len(value), self._clock()
         with self._wrap_errors(), _transaction(self._db):
             self._db.execute(_EXPIRE, (now,))
-            self._db.execute(_DELETE, name)
+            self._db.execute(_DELETE, full_key)
             if size > self._max_bytes:
                 return  # it would evict all other entries and then itself
             self._db.execute(_USE)
-            self._db.execute(_PUT, (*name, value, size, now + self._ttl))
+            self._db.execute(_PUT, (*full_key, value, size, now + self._ttl))
             while self._db.execute(_FULL, (self._max_entries, self._max_bytes)).fetchone()[0]:
                 self._db.execute(_EVICT)
 

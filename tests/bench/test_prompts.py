@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from tokenizers import pre_tokenizers
 
 from bench.prompts import RandomPrompts, build_tokenizer, tokenizer_folder, write_tokenizer
+from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 
 
 def test_prompts_have_the_wanted_length_and_share_no_prefix() -> None:
