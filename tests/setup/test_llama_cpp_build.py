@@ -1,4 +1,4 @@
-"""The set-up's decisions, its scripts and its progress; no compiler runs here."""
+"""The build script: its plan, its scripts, its progress. No compiler runs here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load() -> ModuleType:
 
 
 setup = load()
-NEEDS = setup.read_needs((ROOT / "pyproject.toml").read_text())
+NEEDS = setup.read_requirements((ROOT / "pyproject.toml").read_text())
 
 
 def ignore(*_: object) -> None:
@@ -39,7 +39,7 @@ def ignore(*_: object) -> None:
 # --- what is pinned ---------------------------------------------------------------------------------------------------
 
 
-def test_the_release_that_is_installed_is_the_one_the_self_test_knows():
+def test_the_pinned_release_is_the_one_of_the_self_test():
     assert NEEDS.engine[0] == f"llama-cpp-python=={RELEASE}"
 
 
@@ -47,7 +47,7 @@ def test_the_tools_are_a_compiler_cmake_and_ninja():
     assert [tool.split(">")[0].split("=")[0] for tool in NEEDS.tools] == ["cmake", "ninja", "ziglang"]
 
 
-def test_the_cache_folder_is_that_of_the_program(tmp_path: Path):
+def test_the_cache_folder_is_the_same_as_the_programs(tmp_path: Path):
     for env in ({"MODELYARD_CACHE": "~/own"}, {"XDG_CACHE_HOME": str(tmp_path)}, {}):
         assert setup.cache_folder(env) == cache_dir(env)
 
@@ -55,70 +55,70 @@ def test_the_cache_folder_is_that_of_the_program(tmp_path: Path):
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 
-def test_zig_compiles_by_default_even_where_the_system_has_a_compiler():
-    plan = setup.decide({}, "linux", True)
-    assert (plan.zig, plan.own, plan.cmake_args) == (True, False, setup.CMAKE_ARGS)
+def test_zig_is_the_default_even_if_the_system_has_a_compiler():
+    plan = setup.plan_build({}, "linux", True)
+    assert (plan.zig, plan.custom, plan.cmake_args) == (True, False, setup.CMAKE_ARGS)
 
 
 @pytest.mark.parametrize("name", ["CC", "CXX"])
-def test_a_compiler_of_the_users_own_is_taken_and_no_cache_asked(name: str):
-    plan = setup.decide({name: "clang"}, "linux", True)
-    assert (plan.zig, plan.own) == (False, True)
+def test_a_custom_compiler_is_used_without_caches(name: str):
+    plan = setup.plan_build({name: "clang"}, "linux", True)
+    assert (plan.zig, plan.custom) == (False, True)
 
 
-def test_cmake_arguments_of_the_users_own_stand_last_where_they_win():
-    plan = setup.decide({"CMAKE_ARGS": "-DGGML_CUDA=ON -DGGML_OPENMP=ON"}, "linux", True)
-    assert (plan.zig, plan.own) == (False, True)
+def test_custom_cmake_arguments_come_last_and_win():
+    plan = setup.plan_build({"CMAKE_ARGS": "-DGGML_CUDA=ON -DGGML_OPENMP=ON"}, "linux", True)
+    assert (plan.zig, plan.custom) == (False, True)
     assert plan.cmake_args == f"{setup.CMAKE_ARGS} -DGGML_CUDA=ON -DGGML_OPENMP=ON"
 
 
-def test_own_arguments_without_any_compiler_are_given_to_zig():
-    plan = setup.decide({"CMAKE_ARGS": "-DGGML_NATIVE=OFF"}, "linux", False)
-    assert (plan.zig, plan.own) == (True, True)
+def test_custom_arguments_without_a_compiler_go_to_zig():
+    plan = setup.plan_build({"CMAKE_ARGS": "-DGGML_NATIVE=OFF"}, "linux", False)
+    assert (plan.zig, plan.custom) == (True, True)
 
 
-def test_a_mac_uses_its_own_compiler_where_there_is_one():
-    assert not setup.decide({}, "darwin", True).zig
-    assert setup.decide({}, "darwin", False).zig
+def test_a_mac_uses_its_own_compiler_if_it_has_one():
+    assert not setup.plan_build({}, "darwin", True).zig
+    assert setup.plan_build({}, "darwin", False).zig
 
 
-def test_the_build_hears_nothing_of_the_make_around_it():
-    plan = setup.decide({}, "linux", False)
+def test_the_build_does_not_inherit_variables_of_make():
+    plan = setup.plan_build({}, "linux", False)
     env = setup.build_environment({"MAKEFLAGS": "-j1", "MAKELEVEL": "1", "HOME": "h"}, plan)
     assert env == {"CMAKE_GENERATOR": "Ninja", "HOME": "h", "CMAKE_ARGS": setup.CMAKE_ARGS}
     assert setup.build_environment({"CMAKE_GENERATOR": "Xcode"}, plan)["CMAKE_GENERATOR"] == "Xcode"
 
 
-def test_pip_installs_where_the_environment_has_it_and_uv_where_not():
-    assert setup.installer("py", True, "/bin/uv")[:4] == ["py", "-m", "pip", "install"]
-    assert setup.installer("py", False, "/bin/uv")[:5] == ["/bin/uv", "pip", "install", "--python", "py"]
-    with pytest.raises(setup.Failed, match="neither pip nor uv"):
-        setup.installer("py", False, None)
+def test_pip_is_used_if_the_environment_has_it_else_uv():
+    assert setup.install_command("py", True, "/bin/uv")[:4] == ["py", "-m", "pip", "install"]
+    assert setup.install_command("py", False, "/bin/uv")[:5] == ["/bin/uv", "pip", "install", "--python", "py"]
+    with pytest.raises(setup.BuildError, match="neither pip nor uv"):
+        setup.install_command("py", False, None)
 
 
-def test_a_rebuild_goes_past_the_cache_of_either_installer():
-    assert "--no-cache-dir" in setup.past_caches(setup.installer("py", True, None))
-    assert "--no-cache" in setup.past_caches(setup.installer("py", False, "uv"))
+def test_a_rebuild_skips_the_cache_of_either_installer():
+    assert "--no-cache-dir" in setup.no_cache_options(setup.install_command("py", True, None))
+    assert "--no-cache" in setup.no_cache_options(setup.install_command("py", False, "uv"))
 
 
 # --- scripts ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrapper_runs_the_program_with_its_first_word_and_hands_all_others_on(tmp_path: Path):
+def test_a_wrapper_adds_its_arguments_before_others(tmp_path: Path):
     script = tmp_path / "zig-cc"
-    script.write_text(setup.wrapper(Path("/bin/echo"), "cc"))
+    script.write_text(setup.wrapper_script(Path("/bin/echo"), "cc"))
     script.chmod(stat.S_IRWXU)
     assert subprocess.run([script, "-c", "a b.c"], capture_output=True, text=True).stdout == "cc -c a b.c\n"
 
 
-def test_a_wrapper_stands_a_blank_in_the_programs_path():
-    assert setup.wrapper(Path("/a b/zig"), "c++") == "#!/bin/sh\nexec '/a b/zig' c++ \"$@\"\n"
+def test_a_wrapper_quotes_the_programs_path():
+    assert setup.wrapper_script(Path("/a b/zig"), "c++") == "#!/bin/sh\nexec '/a b/zig' c++ \"$@\"\n"
 
 
 @pytest.mark.parametrize(
     ("machine", "flags"), [("x86_64", "-mno-avx512fp16 "), ("AMD64", "-mno-avx512fp16 "), ("aarch64", "")]
 )
-def test_the_scripts_are_those_of_the_tools_and_zigs_only_where_it_compiles(
+def test_scripts_run_the_tools_and_zig_only_if_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, flags: str
 ):
     monkeypatch.setattr(setup.platform, "machine", lambda: machine)
@@ -133,7 +133,7 @@ def test_the_scripts_are_those_of_the_tools_and_zigs_only_where_it_compiles(
 
 
 def test_a_package_without_its_program_is_named(tmp_path: Path):
-    with pytest.raises(setup.Failed, match="holds no program ninja"):
+    with pytest.raises(setup.BuildError, match="has no program ninja"):
         setup.binary(tmp_path, "ninja")
 
 
@@ -151,92 +151,92 @@ def test_a_package_without_its_program_is_named(tmp_path: Path):
         ("", 0.0),
     ],
 )
-def test_ninjas_steps_are_the_progress(line: str, done: float):
+def test_progress_is_read_from_ninjas_steps(line: str, done: float):
     assert setup.fraction(line) == done
 
 
-def test_progress_never_goes_back_and_says_whether_anything_was_compiled():
+def test_progress_never_goes_back():
     shown: list[float] = []
-    assert setup.follow(["[50/100] a", "note", "[10/40] b", "[80/100] c"], shown.append)
+    assert setup.track_progress(["[50/100] a", "note", "[10/40] b", "[80/100] c"], shown.append)
     assert shown == [0.5, 0.5, 0.5, 0.8]
-    assert not setup.follow(["Using cached llama_cpp_python.whl"], shown.append)
+    assert not setup.track_progress(["Using cached llama_cpp_python.whl"], shown.append)
 
 
-def test_without_a_terminal_there_is_a_line_every_five_percent():
-    told: list[str] = []
-    show = setup.in_lines(told.append)
+def test_without_a_terminal_a_line_is_printed_every_five_percent():
+    lines: list[str] = []
+    show = setup.line_progress(lines.append)
     for step in range(141):
         show(step / 140)
-    assert len(told) == 21
-    assert (told[0], told[-1]) == ("compiling llama.cpp: 0 %", "compiling llama.cpp: 100 %")
+    assert len(lines) == 21
+    assert (lines[0], lines[-1]) == ("compiling llama.cpp: 0 %", "compiling llama.cpp: 100 %")
 
 
 # --- running and failing ----------------------------------------------------------------------------------------------
 
 
-def test_a_build_that_fails_ends_in_its_last_words_and_what_helps():
+def test_a_failed_build_shows_its_last_lines_and_advice():
     code = "for n in range(100): print('line', n)\nraise SystemExit(2)"
-    with pytest.raises(setup.Failed, match=r"line 99\n") as caught:
+    with pytest.raises(setup.BuildError, match=r"line 99\n") as caught:
         setup.run([sys.executable, "-c", code], os.environ, ignore, ignore)
     assert "line 69\n" not in str(caught.value)
     assert "CMAKE_ARGS=-DGGML_NATIVE=OFF make rebuild-engine" in str(caught.value)
 
 
-def test_all_that_a_build_says_is_in_the_log():
+def test_all_output_of_a_build_is_logged():
     log: list[str] = []
     assert setup.run([sys.executable, "-c", "print('[1/20] a'); print('b')"], os.environ, log.append, ignore)
     assert log == ["[1/20] a\n", "b\n"]
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, faults: list[str | None], compiled: bool) -> list[bool]:
-    """The self-test gives these faults in turn; the builds that were asked for, and whether past the caches."""
+def stub_builds(monkeypatch: pytest.MonkeyPatch, faults: list[str | None], compiled: bool) -> list[bool]:
+    """The self-test returns these faults in turn. Collects for each build whether it skips caches."""
     builds: list[bool] = []
     monkeypatch.setattr(setup, "self_test", lambda: faults.pop(0))
     monkeypatch.setattr(setup, "build", lambda needs, fresh: builds.append(fresh) or compiled or fresh)
     return builds
 
 
-def test_an_engine_that_works_is_left_alone(monkeypatch: pytest.MonkeyPatch):
-    builds = answers(monkeypatch, [None], compiled=True)
+def test_a_working_engine_is_not_rebuilt(monkeypatch: pytest.MonkeyPatch):
+    builds = stub_builds(monkeypatch, [None], compiled=True)
     assert setup.main([]) == 0
     assert builds == []
 
 
 def test_a_missing_engine_is_built_once(monkeypatch: pytest.MonkeyPatch):
-    builds = answers(monkeypatch, ["missing", None], compiled=True)
+    builds = stub_builds(monkeypatch, ["missing", None], compiled=True)
     assert setup.main([]) == 0
     assert builds == [False]
 
 
-def test_a_cached_copy_that_does_not_work_here_is_built_anew(monkeypatch: pytest.MonkeyPatch):
-    builds = answers(monkeypatch, ["missing", "SIGILL", None], compiled=False)
+def test_a_cached_copy_that_does_not_work_is_rebuilt(monkeypatch: pytest.MonkeyPatch):
+    builds = stub_builds(monkeypatch, ["missing", "SIGILL", None], compiled=False)
     assert setup.main([]) == 0
     assert builds == [False, True]
 
 
-def test_an_engine_that_cannot_be_made_to_work_is_an_error_that_says_so(
+def test_an_engine_that_does_not_work_after_the_build_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    answers(monkeypatch, ["missing", "died by SIGILL"], compiled=True)
+    stub_builds(monkeypatch, ["missing", "died by SIGILL"], compiled=True)
     assert setup.main([]) == 1
-    told = capsys.readouterr().err
-    assert "engine is not there" in told
-    assert "died by SIGILL" in told
+    printed = capsys.readouterr().err
+    assert "engine is missing" in printed
+    assert "died by SIGILL" in printed
 
 
-def test_a_rebuild_asks_nothing_first(monkeypatch: pytest.MonkeyPatch):
-    builds = answers(monkeypatch, [None], compiled=True)
+def test_a_rebuild_runs_no_self_test_first(monkeypatch: pytest.MonkeyPatch):
+    builds = stub_builds(monkeypatch, [None], compiled=True)
     assert setup.main(["--rebuild"]) == 0
     assert builds == [True]
 
 
-def test_a_self_test_that_cannot_run_is_no_reason_to_compile(monkeypatch: pytest.MonkeyPatch):
+def test_a_self_test_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(setup, "_SELF_TEST", "raise ImportError('no msgspec')")
-    with pytest.raises(setup.Failed, match="could not be run: ImportError: no msgspec"):
+    with pytest.raises(setup.BuildError, match="could not be run: ImportError: no msgspec"):
         setup.self_test()
 
 
-def test_the_engine_of_this_environment_passes():
+def test_the_installed_engine_passes():
     assert setup.self_test() is None
 
 
@@ -244,7 +244,7 @@ def test_the_engine_of_this_environment_passes():
 
 
 @pytest.mark.parametrize("target", ["serve", "test", "install"])
-def test_every_command_of_the_readme_builds_the_engine_first(target: str):
+def test_make_builds_the_engine_first(target: str):
     done = subprocess.run(
         ["make", "--no-print-directory", "-n", "VENV=nowhere", target], cwd=ROOT, capture_output=True, text=True
     )
