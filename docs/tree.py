@@ -1,4 +1,4 @@
-"""Writes the tree of ARCHITECTURE.md from the first docstring line of each module; a test checks that it is current.
+"""Writes the package tree of ARCHITECTURE.md from the docstrings of the packages; a test checks that it is current.
 
 python docs/tree.py            print it
 python docs/tree.py --write    put it into ARCHITECTURE.md
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "modelyard"
 PAGE = ROOT / "ARCHITECTURE.md"
 BEGIN, END = "<!-- tree: begin -->", "<!-- tree: end -->"
-_WIDTH = 34
+_WIDTH = 26
 
 
 def first_line(module: Path) -> str:
@@ -24,17 +24,12 @@ def first_line(module: Path) -> str:
 
 
 def rows(folder: Path, depth: int = 0) -> Iterator[str]:
-    """A folder's own line, then its modules, then its folders."""
-    yield row(folder.name + "/", first_line(folder / "__init__.py"), depth)
-    for module in sorted(folder.glob("*.py")):
-        if module.name != "__init__.py":
-            yield row(module.name, first_line(module), depth + 1)
+    """One line per package, with its number of modules."""
+    modules = len(list(folder.glob("*.py")))
+    name = f"{'  ' * depth}{folder.name}/ ({modules})"
+    yield f"{name:<{_WIDTH}} {first_line(folder / '__init__.py')}".rstrip()
     for inner in sorted(p for p in folder.iterdir() if (p / "__init__.py").exists()):
         yield from rows(inner, depth + 1)
-
-
-def row(name: str, line: str, depth: int) -> str:
-    return f"{'  ' * depth + name:<{_WIDTH}} {line}".rstrip()
 
 
 def tree() -> str:
@@ -42,7 +37,7 @@ def tree() -> str:
 
 
 def page() -> str:
-    """ARCHITECTURE.md with a current tree in it."""
+    """ARCHITECTURE.md with a current tree."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n```text\n{tree()}\n```\n{END}{after}"
