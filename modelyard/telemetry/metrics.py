@@ -131,16 +131,8 @@ class MetricsSnapshot(Struct):
     histograms: dict[str, dict[Labels, HistogramData]] = field(default_factory=dict)
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(MetricsSnapshot)
-
-
-def encode_snapshot(snapshot: MetricsSnapshot) -> bytes:
-    return _encoder.encode(snapshot)
-
-
-def decode_snapshot(data: bytes) -> MetricsSnapshot:
-    return _decoder.decode(data)
+encode_snapshot = msgspec.msgpack.Encoder().encode
+decode_snapshot = msgspec.msgpack.Decoder(MetricsSnapshot).decode
 
 
 def without_gauges(snapshot: MetricsSnapshot) -> MetricsSnapshot:
