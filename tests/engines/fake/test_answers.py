@@ -114,7 +114,7 @@ async def test_invalid_schema_fails_the_job_with_a_reason() -> None:
         assert message in last.error.message
 
 
-# Minimal values of JSON schemas.
+# --- JSON schema ------------------------------------------------------------------------------------------------------
 
 NODE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}}
 
@@ -217,7 +217,7 @@ def test_malformed_schema_is_an_invalid_request(schema: Any) -> None:
     assert caught.value.code == "invalid_json_schema"
 
 
-# Texts that match a regular expression.
+# --- regular expressions ----------------------------------------------------------------------------------------------
 
 PATTERNS = [
     "",

@@ -107,7 +107,7 @@ def test_every_kind_of_failure_can_be_scripted(kind: Any) -> None:
     assert error.message == "why"
 
 
-async def test_rules_decide_by_the_last_user_turn_of_the_prompt() -> None:
+async def test_rules_match_the_last_user_message_of_the_prompt() -> None:
     script = [{"when": "^sun$", "steps": [{"text": "warm"}]}, {"steps": [{"text": "cold"}]}]
     assert await answer("sun", script=script) == "warm"
     assert await answer("the sun", script=script) == "cold"
@@ -123,7 +123,7 @@ async def test_repeated_steps_are_played() -> None:
     assert await answer(script=script) == "ab ab ab "
 
 
-# What the fake sees of a prompt.
+# --- views of the conversation ----------------------------------------------------------------------------------------
 
 
 def view_of(text: str) -> PromptView:

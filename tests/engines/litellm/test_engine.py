@@ -54,23 +54,23 @@ def engine(model: str, **options: Any) -> LiteLlmEngine:
 
 @asynccontextmanager
 async def opened(model: str, **options: Any) -> AsyncIterator[LiteLlmEngine]:
-    it = engine(model, **options)
-    await it.open(lambda *_: None)
+    made = engine(model, **options)
+    await made.open(lambda *_: None)
     try:
-        yield it
+        yield made
     finally:
-        await it.close()
+        await made.close()
 
 
-async def read(it: LiteLlmEngine) -> list[Event]:
-    return [event async for batch in it.chat(REQUEST) for event in batch]
+async def read(made: LiteLlmEngine) -> list[Event]:
+    return [event async for batch in made.chat(REQUEST) for event in batch]
 
 
 async def test_answer_arrives_with_its_usage(library: ModuleType) -> None:
-    async with opened("says/Hi you") as it:
-        assert isinstance(it, ChatEngine)
-        reply = collect_reply(await read(it))
-        assert await it.count(REQUEST) is None
+    async with opened("says/Hi you") as made:
+        assert isinstance(made, ChatEngine)
+        reply = collect_reply(await read(made))
+        assert await made.count(REQUEST) is None
     assert reply.text == "Hi you"
     assert (reply.finished.usage.prompt, reply.finished.usage.output) == (5, 2)
     assert library.calls == [
@@ -99,8 +99,8 @@ async def test_key_address_and_further_arguments_are_passed(
         "litellm_api_base": "http://a.b",
         "litellm_params": {"region": "x"},
     }
-    async with opened("says/x", **more) as it:
-        await read(it)
+    async with opened("says/x", **more) as made:
+        await read(made)
     (call,) = library.calls
     assert {name: call[name] for name in ("api_key", "api_base", "region")} == {
         "api_key": "s3cret",
@@ -128,8 +128,8 @@ async def test_missing_key_fails_the_load(library: ModuleType) -> None:
 async def test_error_of_the_provider_keeps_its_meaning(
     library: ModuleType, status: int, kind: type[ModelyardError]
 ) -> None:
-    async with opened(f"refuses/{status}") as it:
-        (last,) = await read(it)
+    async with opened(f"refuses/{status}") as made:
+        (last,) = await read(made)
     assert isinstance(last, Failed)
     assert type(last.error) is kind
     assert status != 429 or last.error.retry_after == 3.0
@@ -138,22 +138,22 @@ async def test_error_of_the_provider_keeps_its_meaning(
 
 async def test_error_before_the_first_byte_is_retried(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "_FIRST_DELAY_S", 0.0)
-    async with opened("refuses/503once", litellm_max_retries=1) as it:
-        assert collect_reply(await read(it)).text == "503once"
+    async with opened("refuses/503once", litellm_max_retries=1) as made:
+        assert collect_reply(await read(made)).text == "503once"
     assert len(library.calls) == 2
 
 
 async def test_broken_stream_is_not_retried(library: ModuleType) -> None:
-    async with opened("breaks/half", litellm_max_retries=5) as it:
-        last = (await read(it))[-1]
+    async with opened("breaks/half", litellm_max_retries=5) as made:
+        last = (await read(made))[-1]
     assert isinstance(last, Failed)
     assert isinstance(last.error, Unavailable)
     assert len(library.calls) == 1
 
 
 async def test_cancel_closes_the_stream_of_the_provider(library: ModuleType) -> None:
-    async with opened("hangs/half") as it:
-        generation = it.chat(REQUEST)
+    async with opened("hangs/half") as made:
+        generation = made.chat(REQUEST)
         got: list[Event] = []
         while not any(isinstance(event, BlockDelta) for event in got):
             got += await anext(generation)

@@ -43,16 +43,16 @@ def engine(url: str, **options: Any) -> OpenAiRemoteEngine:
 
 @asynccontextmanager
 async def opened(at: FakeUpstream, **options: Any) -> AsyncIterator[OpenAiRemoteEngine]:
-    it = engine(at.url, **options)
-    await it.open(lambda *_: None)
+    remote = engine(at.url, **options)
+    await remote.open(lambda *_: None)
     try:
-        yield it
+        yield remote
     finally:
-        await it.close()
+        await remote.close()
 
 
-async def read(it: OpenAiRemoteEngine, request: Request = REQUEST) -> list[Event]:
-    return [event async for batch in it.chat(request) for event in batch]
+async def read(remote: OpenAiRemoteEngine, request: Request = REQUEST) -> list[Event]:
+    return [event async for batch in remote.chat(request) for event in batch]
 
 
 POOL = {
@@ -97,20 +97,20 @@ def test_complete_definition_becomes_options_and_a_request(tmp_path: Path) -> No
 
 
 async def test_remote_engine_is_a_chat_engine_without_memory() -> None:
-    it = engine("http://127.0.0.1:1")
-    assert isinstance(it, ChatEngine)
+    remote = engine("http://127.0.0.1:1")
+    assert isinstance(remote, ChatEngine)
     assert openai_remote.REMOTE
-    assert it.info.device == "remote"
-    assert "top_k" in it.info.capabilities.ignored
-    assert "temperature" not in it.info.capabilities.ignored
+    assert remote.info.device == "remote"
+    assert "top_k" in remote.info.capabilities.ignored
+    assert "temperature" not in remote.info.capabilities.ignored
     spec = EngineSpec("m", None, {})
     assert openai_remote.estimate(spec, AvailableMemory(1)) == MemoryEstimate()
-    await it.close()
+    await remote.close()
 
 
 async def test_answer_arrives_with_its_usage() -> None:
-    async with fake_upstream(Answer(body=chat_stream("Hi", " you"))) as up, opened(up) as it:
-        reply = collect_reply(await read(it))
+    async with fake_upstream(Answer(body=chat_stream("Hi", " you"))) as upstream, opened(upstream) as remote:
+        reply = collect_reply(await read(remote))
     assert reply.text == "Hi you"
     assert (reply.finished.usage.prompt, reply.finished.usage.output) == (3, 2)
 
@@ -128,92 +128,95 @@ async def test_key_is_sent_in_the_headers_of_the_api(
 ) -> None:
     monkeypatch.setenv(KEY, "s3cret")
     options = {"remote_api_kind": kind, "remote_api_key_env": KEY, "remote_headers": {"x-team": "a"}}
-    async with fake_upstream(error_answer(500)) as up, opened(up, **options) as it:
-        await read(it)
-    assert up.requests[0].headers.items() >= (headers | {"x-team": "a"}).items()
+    async with fake_upstream(error_answer(500)) as upstream, opened(upstream, **options) as remote:
+        await read(remote)
+    assert upstream.requests[0].headers.items() >= (headers | {"x-team": "a"}).items()
 
 
 async def test_missing_key_fails_the_load() -> None:
-    it = engine("http://127.0.0.1:1", remote_api_key_env="NO_SUCH_VARIABLE_HERE")
+    remote = engine("http://127.0.0.1:1", remote_api_key_env="NO_SUCH_VARIABLE_HERE")
     with pytest.raises(InvalidRequest, match="'NO_SUCH_VARIABLE_HERE', which is not set"):
-        await it.open(lambda *_: None)
-    await it.close()
+        await remote.open(lambda *_: None)
+    await remote.close()
 
 
 async def test_load_without_health_check_sends_nothing() -> None:
-    async with fake_upstream(error_answer(500)) as up, opened(up):
+    async with fake_upstream(error_answer(500)) as upstream, opened(upstream):
         pass
-    assert up.requests == []
+    assert upstream.requests == []
 
 
 async def test_health_check_reads_the_list_of_models(caplog: pytest.LogCaptureFixture) -> None:
     listed = json_answer('{"data": [{"id": "theirs"}]}')
-    async with fake_upstream(listed) as up, opened(up, remote_health_check="models"):
+    async with fake_upstream(listed) as upstream, opened(upstream, remote_health_check="models"):
         pass
-    assert [(request.method, request.path) for request in up.requests] == [("GET", "/models")]
+    assert [(request.method, request.path) for request in upstream.requests] == [("GET", "/models")]
     assert caplog.records == []
     other = json_answer('{"data": []}')
     with caplog.at_level(logging.WARNING):
-        async with fake_upstream(other) as up, opened(up, remote_health_check="models"):
+        async with fake_upstream(other) as upstream, opened(upstream, remote_health_check="models"):
             pass
     assert "does not list the model 'theirs'" in caplog.text
 
 
 async def test_failed_health_check_fails_the_load() -> None:
     for status in (401, 403, 500, 404):
-        async with fake_upstream(error_answer(status)) as up:
-            it = engine(up.url, remote_health_check="models")
+        async with fake_upstream(error_answer(status)) as upstream:
+            remote = engine(upstream.url, remote_health_check="models")
             with pytest.raises(ModelyardError):
-                await it.open(lambda *_: None)
-            await it.close()
+                await remote.open(lambda *_: None)
+            await remote.close()
 
 
 async def test_rejected_key_is_an_error_of_the_gateway() -> None:
-    async with fake_upstream(error_answer(401, code="invalid_api_key")) as up, opened(up, remote_max_retries=3) as it:
-        (last,) = await read(it)
+    async with (
+        fake_upstream(error_answer(401, code="invalid_api_key")) as upstream,
+        opened(upstream, remote_max_retries=3) as remote,
+    ):
+        (last,) = await read(remote)
     assert isinstance(last, Failed)
     assert isinstance(last.error, Unavailable)
     assert last.error.code == "upstream_auth_failed"
-    assert len(up.requests) == 1
+    assert len(upstream.requests) == 1
 
 
 async def test_cancel_closes_the_stream_of_the_upstream() -> None:
-    async with fake_upstream(Answer(body=chat_stream("Hi")[:1], hangs=True)) as up, opened(up) as it:
-        generation = it.chat(REQUEST)
+    async with fake_upstream(Answer(body=chat_stream("Hi")[:1], hangs=True)) as upstream, opened(upstream) as remote:
+        generation = remote.chat(REQUEST)
         got: list[Event] = []
         while not any(isinstance(event, BlockDelta) for event in got):
             got += await anext(generation)
-        assert it.stats().running == 1
+        assert remote.stats().running == 1
         generation.cancel()
         got += [event async for batch in generation for event in batch]
-        assert it.stats().running == 0
+        assert remote.stats().running == 0
         async with asyncio.timeout(60):
-            await up.client_left.wait()
+            await upstream.client_left.wait()
     last = got[-1]
     assert isinstance(last, Failed)
     assert isinstance(last.error, Cancelled)
 
 
 async def test_close_fails_running_requests() -> None:
-    async with fake_upstream(Answer(body=[], hangs=True)) as up:
-        it = engine(up.url)
-        await it.open(lambda *_: None)
-        running = it.chat(REQUEST)
-        await up.hanging.wait()
-        await it.close()
-        await it.close()
+    async with fake_upstream(Answer(body=[], hangs=True)) as upstream:
+        remote = engine(upstream.url)
+        await remote.open(lambda *_: None)
+        running = remote.chat(REQUEST)
+        await upstream.hanging.wait()
+        await remote.close()
+        await remote.close()
         (last,) = [event async for batch in running for event in batch]
         assert isinstance(last, Failed)
         assert isinstance(last.error, Unavailable)
 
 
 async def test_count_is_none_without_a_count_endpoint() -> None:
-    async with fake_upstream(error_answer(404)) as up:
-        async with opened(up) as it:
-            assert await it.count(REQUEST) is None
-        assert up.requests == []
-        async with opened(up, remote_api_kind="responses") as it:
-            assert await it.count(REQUEST) is None
+    async with fake_upstream(error_answer(404)) as upstream:
+        async with opened(upstream) as remote:
+            assert await remote.count(REQUEST) is None
+        assert upstream.requests == []
+        async with opened(upstream, remote_api_kind="responses") as remote:
+            assert await remote.count(REQUEST) is None
 
 
 @pytest.mark.parametrize(
@@ -221,24 +224,24 @@ async def test_count_is_none_without_a_count_endpoint() -> None:
 )
 async def test_count_uses_the_count_endpoint(kind: str, path: str) -> None:
     counted = json_answer('{"input_tokens": 42}')
-    async with fake_upstream(counted) as up, opened(up, remote_api_kind=kind) as it:
-        assert await it.count(REQUEST) == 42
-    assert up.requests[0].path == path
+    async with fake_upstream(counted) as upstream, opened(upstream, remote_api_kind=kind) as remote:
+        assert await remote.count(REQUEST) == 42
+    assert upstream.requests[0].path == path
 
 
 async def test_failed_count_is_an_error() -> None:
-    async with fake_upstream(error_answer(500)) as up, opened(up, remote_api_kind="responses") as it:
+    async with fake_upstream(error_answer(500)) as upstream, opened(upstream, remote_api_kind="responses") as remote:
         with pytest.raises(Unavailable, match="cannot count"):
-            await it.count(REQUEST)
+            await remote.count(REQUEST)
 
 
 async def test_unreachable_upstream_does_not_lose_the_engine() -> None:
-    async with fake_upstream() as up:
+    async with fake_upstream() as upstream:
         pass
-    it = engine(up.url)
-    await it.open(lambda *_: None)
-    (last,) = await read(it)
+    remote = engine(upstream.url)
+    await remote.open(lambda *_: None)
+    (last,) = await read(remote)
     assert isinstance(last, Failed)
     assert not isinstance(last, Finished)
-    assert not it.lost.done()
-    await it.close()
+    assert not remote.lost.done()
+    await remote.close()

@@ -37,8 +37,8 @@ def unlimited() -> Request:
     return chat_request("Count to one thousand in words.", max_tokens=1900, sampling=NO_END)
 
 
-async def started_answer(it: VllmServeEngine, request: Request) -> object:
-    generation = it.chat(request)
+async def started_answer(served: VllmServeEngine, request: Request) -> object:
+    generation = served.chat(request)
     got: list[Event] = []
     while not any(isinstance(event, BlockDelta) for event in got):
         got += await anext(generation)
@@ -49,83 +49,83 @@ async def last_event(generation: object) -> Event:
     return [event async for batch in generation for event in batch][-1]  # type: ignore[attr-defined]
 
 
-async def active_requests(it: VllmServeEngine) -> int:
+async def active_requests(served: VllmServeEngine) -> int:
     """The number of running and waiting requests by the metrics of vLLM."""
-    _, reply = await it.server.upstream._http.request("GET", "/metrics")
+    _, reply = await served.server.upstream._http.request("GET", "/metrics")
     found = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", reply.decode(), re.MULTILINE)
     assert len(found) >= 2, reply[:500]
     return int(sum(map(float, found)))
 
 
 async def test_answers_adapters_constraints_overflows_and_aborts(tmp_path: Path) -> None:
-    async with running_engine(lora={"law": str(write_adapter(tmp_path / "law", strength=1.0))}) as it:
-        reply = collect_reply(await read_events(it, chat_request("What is the capital of France?", max_tokens=16)))
+    async with running_engine(lora={"law": str(write_adapter(tmp_path / "law", strength=1.0))}) as served:
+        reply = collect_reply(await read_events(served, chat_request("What is the capital of France?", max_tokens=16)))
         assert "Paris" in reply.text
-        assert reply.finished.usage.prompt == await it.count(chat_request("What is the capital of France?"))
-        await _check_adapter(it, reply.text)
-        await _check_constraints(it)
-        await _check_overflows(it)
-        await _check_aborts(it)
-        children = descendants(it.pid)
+        assert reply.finished.usage.prompt == await served.count(chat_request("What is the capital of France?"))
+        await _check_adapter(served, reply.text)
+        await _check_constraints(served)
+        await _check_overflows(served)
+        await _check_aborts(served)
+        children = descendants(served.pid)
     await asyncio.to_thread(wait_exited, children)
 
 
-async def _check_adapter(it: VllmServeEngine, plain: str) -> None:
+async def _check_adapter(served: VllmServeEngine, plain: str) -> None:
     question = chat_request("What is the capital of France?", max_tokens=16)
-    worn = collect_reply(await read_events(it, replace(question, lora_adapter="law")))
+    worn = collect_reply(await read_events(served, replace(question, lora_adapter="law")))
     assert worn.text != plain
-    assert collect_reply(await read_events(it, question)).text == plain
+    assert collect_reply(await read_events(served, question)).text == plain
 
 
-async def _check_constraints(it: VllmServeEngine) -> None:
+async def _check_constraints(served: VllmServeEngine) -> None:
     schema = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"],"additionalProperties":false}'
     form = Constraint("json_schema", schema)
-    reply = collect_reply(await read_events(it, chat_request("Give a number.", constraint=form, max_tokens=60)))
+    reply = collect_reply(await read_events(served, chat_request("Give a number.", constraint=form, max_tokens=60)))
     assert isinstance(json.loads(reply.text)["n"], int)
     for kind, text in (("regex", "(red|green|blue)"), ("gbnf", 'root ::= "red" | "green" | "blue"')):
         reply = collect_reply(
-            await read_events(it, chat_request("Which color?", constraint=Constraint(kind, text), max_tokens=8))
+            await read_events(served, chat_request("Which color?", constraint=Constraint(kind, text), max_tokens=8))
         )  # type: ignore[arg-type]
         assert reply.text in ("red", "green", "blue")
 
 
-async def _check_overflows(it: VllmServeEngine) -> None:
+async def _check_overflows(served: VllmServeEngine) -> None:
     for words in (2100, 40_000):
-        (last,) = await read_events(it, chat_request("word " * words))
+        (last,) = await read_events(served, chat_request("word " * words))
         assert isinstance(last, Failed)
         assert isinstance(last.error, ContextOverflow)
         assert last.error.window == 2048
-        assert last.error.prompt_tokens == await it.count(chat_request("word " * words)) > words
-    assert isinstance((await read_events(it, chat_request("Say hello.", max_tokens=32_000)))[-1], Finished)
+        assert last.error.prompt_tokens == await served.count(chat_request("word " * words)) > words
+    assert isinstance((await read_events(served, chat_request("Say hello.", max_tokens=32_000)))[-1], Finished)
 
 
-async def _check_aborts(it: VllmServeEngine) -> None:
-    generations = [await started_answer(it, unlimited()) for _ in range(8)]
+async def _check_aborts(served: VllmServeEngine) -> None:
+    generations = [await started_answer(served, unlimited()) for _ in range(8)]
     for generation in generations[::2]:
         generation.cancel()  # type: ignore[attr-defined]
     for generation in generations[::2]:
         last = await last_event(generation)
         assert isinstance(last, Failed)
         assert isinstance(last.error, Cancelled)
-    assert collect_reply(await read_events(it, chat_request("Say hello."))).text
+    assert collect_reply(await read_events(served, chat_request("Say hello."))).text
     async with asyncio.timeout(60):
-        while await active_requests(it) != 4:  # noqa: ASYNC110  it is another program
+        while await active_requests(served) != 4:  # noqa: ASYNC110  it is another program
             await asyncio.sleep(0.05)
         for generation in generations[1::2]:
             generation.cancel()  # type: ignore[attr-defined]
             await last_event(generation)
-        while await active_requests(it) != 0:  # noqa: ASYNC110
+        while await active_requests(served) != 0:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("who", ["the server", "the engine behind it"])
 async def test_kill_during_a_stream_is_reported_and_leaves_no_process(who: str) -> None:
-    async with running_engine() as it:
-        processes = descendants(it.pid)
-        generation = await started_answer(it, unlimited())
-        victim = psutil.Process(it.pid or 0) if who == "the server" else _core(processes)
+    async with running_engine() as served:
+        processes = descendants(served.pid)
+        generation = await started_answer(served, unlimited())
+        victim = psutil.Process(served.pid or 0) if who == "the server" else _core(processes)
         victim.kill()
-        last, death = await last_event(generation), await asyncio.wait_for(it.lost, 120)
+        last, death = await last_event(generation), await asyncio.wait_for(served.lost, 120)
         assert isinstance(death, Unavailable)
         assert "the vllm serve of 'smollm2'" in death.message
         assert isinstance(last, Failed)
@@ -147,10 +147,10 @@ def _core(processes: Sequence[psutil.Process]) -> psutil.Process:
     ],
 )
 async def test_failed_load_is_reported_with_its_reason(chosen: dict[str, object], message: str) -> None:
-    it = real_server.engine({"main": CacheInfo(2048, 2)}, **chosen)
+    served = real_server.engine({"main": CacheInfo(2048, 2)}, **chosen)
     with pytest.raises(ModelyardError) as caught:
-        await it.open(lambda *_: None)
-    await it.close()
+        await served.open(lambda *_: None)
+    await served.close()
     assert message in caught.value.message
     assert len(caught.value.message) < 2000
 
@@ -186,10 +186,10 @@ async def test_no_process_outlives_a_killed_gateway() -> None:
 
 
 async def test_sampling_with_a_seed_is_repeatable_and_has_logprobs() -> None:
-    async with running_engine() as it:
+    async with running_engine() as served:
         sampling = Sampling(temperature=1.0, seed=7, top_k=20, min_p=0.01, repetition_penalty=1.1)
         one, two = [
-            collect_reply(await read_events(it, chat_request("Tell a story.", sampling=sampling, logprobs=2)))
+            collect_reply(await read_events(served, chat_request("Tell a story.", sampling=sampling, logprobs=2)))
             for _ in range(2)
         ]
         assert one.text == two.text
