@@ -54,7 +54,7 @@ class CallBuilder:
     @property
     def is_done(self) -> bool:
         """No further call is wanted, although the reader may be in the middle of several."""
-        return (self.count > 0 and not self.parallel) or self._visible.stopped is not None
+        return (self.count > 0 and not self.parallel) or self._visible.stop_string is not None
 
     @property
     def is_custom(self) -> bool:

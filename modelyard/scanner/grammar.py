@@ -100,12 +100,12 @@ class CallGrammar(Struct, frozen=True, kw_only=True):
     def __call__(
         self, tools: Sequence[Tool], choice: ToolChoice, context: GrammarContext = GrammarContext()
     ) -> Constraint | None:
-        wanted = [t for t in tools if t.kind != "server" and (choice.mode != "named" or t.name == choice.name)]
+        callable_tools = [t for t in tools if t.kind != "server" and (choice.mode != "named" or t.name == choice.name)]
         is_forced = choice.mode in ("required", "named")
-        if not wanted or choice.mode == "none" or not (is_forced or self.trigger):
+        if not callable_tools or choice.mode == "none" or not (is_forced or self.trigger):
             return None
         lark = LarkBuilder(context)
-        body = lark.rule(" | ".join(lark.rule(self.body(lark, tool)) for tool in wanted))
+        body = lark.rule(" | ".join(lark.rule(self.body(lark, tool)) for tool in callable_tools))
         beginning = self.begin + self.opening
         if is_forced:
             first = f"{self._reasoning(lark, context)} {lark.literal(beginning)} {body}"
@@ -115,7 +115,9 @@ class CallGrammar(Struct, frozen=True, kw_only=True):
         repeats = is_forced or self.end
         rest = self._after_first(lark, body, context) if repeats else lark.literal(self.closing)
         trigger = None if is_forced else self.trigger
-        return Constraint("lark", lark.build(f"{first} {rest}"), trigger=trigger, tools=tuple(t.name for t in wanted))
+        return Constraint(
+            "lark", lark.build(f"{first} {rest}"), trigger=trigger, tools=tuple(t.name for t in callable_tools)
+        )
 
     def _after_first(self, lark: LarkBuilder, body: str, context: GrammarContext) -> str:
         closing, more = lark.literal(self.closing), ""

@@ -179,7 +179,7 @@ class VisibleOutput:
         "_trims_newlines",
         "logprobs",
         "seen",
-        "stopped",
+        "stop_string",
     )
 
     def __init__(
@@ -199,7 +199,7 @@ class VisibleOutput:
         self._after_marker = False  # the block follows a marker, which owns the white space at its start
         self._has_shown_text = False  # keep the space before later text: clients would join the words around a call
         self.seen = 0
-        self.stopped: str | None = None
+        self.stop_string: str | None = None
         self.logprobs: LogprobTracker | None = None
 
     def set_stop_strings(self, stop: Sequence[str]) -> None:
@@ -225,7 +225,7 @@ class VisibleOutput:
         if kind != self._kind:
             self._flush()
             self._kind = kind
-        if self.stopped is not None:
+        if self.stop_string is not None:
             return
         self.seen += len(text)
         if self._trims_newlines:
@@ -272,8 +272,8 @@ class VisibleOutput:
 
     def _find_stop(self, kind: VisibleKind, text: str) -> None:
         if kind == "text" and self._stops:
-            text, self.stopped = self._stops.feed(text)
-            if self.stopped is not None:
+            text, self.stop_string = self._stops.feed(text)
+            if self.stop_string is not None:
                 self._space.clear()
         self._write(kind, text)
 
@@ -288,9 +288,9 @@ class VisibleOutput:
 
     def _flush(self) -> None:
         """No more text can follow in this block. Show what was held back for it."""
-        if (rest := self._filters[self._kind].flush()) and self.stopped is None:
+        if (rest := self._filters[self._kind].flush()) and self.stop_string is None:
             self._find_stop(self._kind, rest)
-        if self.stopped is None and self._stops and (rest := self._stops.flush()):
+        if self.stop_string is None and self._stops and (rest := self._stops.flush()):
             self._write("text", rest)
 
     def _drop_logprobs(self, end: int) -> None:

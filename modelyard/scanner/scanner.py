@@ -72,7 +72,7 @@ class Scanner:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the visible text."""
-        return self._visible.stopped
+        return self._visible.stop_string
 
     @property
     def has_complete_call(self) -> bool:
@@ -81,7 +81,7 @@ class Scanner:
 
     @property
     def is_done(self) -> bool:
-        """Nothing that may still come will be shown: the model can be stopped."""
+        """Nothing that may still come will be shown: generation can stop."""
         return self._calls.is_done
 
     @property
@@ -139,7 +139,7 @@ class Scanner:
 
     def _step(self, piece: Piece) -> None:
         buffer, visible = self._buffer, self._visible
-        # A special token that is no marker of this family is never shown.
+        # Special tokens that are not markers of this family are never shown.
         text = self._table.codes.get(piece.text, "") if piece.special else piece.text
         if piece.special and not text and buffer.is_empty:
             visible.mark_gap()
@@ -170,7 +170,7 @@ class Scanner:
             self._show_to(len(buffer.text) if buffer.ended else self._table.partial_start(buffer))
             return False
         self._show_to(found.start())
-        if self._visible.stopped is None:
+        if self._visible.stop_string is None:
             from_model = found.group()[max(0, self._prompt_end - buffer.dropped - found.start()) :]
             buffer.pos = found.end()
             self._skip_logprobs()

@@ -39,8 +39,8 @@ from modelyard.telemetry.metrics import Metrics
 from modelyard.telemetry.metrics_hub import MetricsPeer
 from modelyard.telemetry.request_capture import CombinedCaptureSink, DiskCaptureSink, MemoryCaptureSink
 from modelyard.telemetry.system import MemoryGauge
-from modelyard.workbench.mount import Workbench
-from modelyard.workbench.relay import is_keeper, meeting_place, own_place
+from modelyard.workbench.app import WorkbenchApp
+from modelyard.workbench.peer_proxy import host_socket_path, is_host_process, process_socket_path
 from modelyard.workers.remote_pool import RemotePool, RemoteStore
 
 
@@ -154,7 +154,7 @@ def _build_http(
     async def lifespan(_: Any) -> AsyncIterator[None]:
         if peer is not None:
             await peer.open()
-        await workbench.meet(built)
+        await workbench.listen(built)
         on_ready()
         for name, model in config.models.items():
             if model.enabled:
@@ -175,9 +175,11 @@ def _build_http(
     scrape: Callable[[], Awaitable[bytes]] = gateway.metrics.scrape if peer is None else peer.scrape
     memory_captures = MemoryCaptureSink(settings.history_bytes, enabled=settings.history_texts)
     captures = memory_captures if disk_captures is None else CombinedCaptureSink(disk_captures, memory_captures)
-    peers = PeerGateways(own_place())
+    peers = PeerGateways(process_socket_path())
     admin = AdminContext(scheduler, gateway, memory_captures, service, cache_dir() / "tune", time.time, peers)
-    workbench = Workbench(meeting=meeting_place(), keeper=is_keeper(), own=own_place())
+    workbench = WorkbenchApp(
+        host_socket=host_socket_path(), is_host=is_host_process(), process_socket=process_socket_path()
+    )
     context = front.HttpContext(gateway, config.http, keys, scrape, captures, admin, workbench)
     built = front.build_app(context, lifespan)
     return built

@@ -1,1 +1,1 @@
-"""The workbench: a web page on the server's own port that drives it through the admin API, as any client may."""
+"""The workbench: a web page on the server's port that uses the admin API and the public protocols like any client."""

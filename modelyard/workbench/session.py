@@ -1,4 +1,4 @@
-"""One open page: the server it works with, the key that was typed in, and whether the server answers."""
+"""State of one open browser page: the API client, the key, the playground's conversation, and the connection state."""
 
 from __future__ import annotations
 
@@ -9,89 +9,83 @@ from typing import Any
 from nicegui import ui
 
 from modelyard.core.errors import Forbidden, ModelyardError, Unauthenticated
-from modelyard.workbench.client import Client, Lost
-from modelyard.workbench.mount import Address
-from modelyard.workbench.talk import Talk
+from modelyard.workbench.api_client import ApiClient, ServerUnreachable
+from modelyard.workbench.app import ServerAddress
+from modelyard.workbench.conversation import Conversation
 
-_STORED = "modelyard-key"  # in the tab's own storage: gone with the tab, and never sent by itself
+_KEY_ITEM = "modelyard-key"  # in sessionStorage: it is deleted with the tab and never sent automatically
 
 
-class Session:
-    """`on_state` hears whether the server answers (and why not); `on_locked` that a key is needed (and why)."""
+class PageSession:
+    """`on_connection` gets "" if the server answers, else the reason. `on_locked` is called if a key is needed, with the
+    reason why the present key is refused."""
 
-    def __init__(self, address: Address) -> None:
-        self.client = Client(address.url, verify=address.verify, socket=address.socket)
-        self.talk = Talk()
+    def __init__(self, address: ServerAddress) -> None:
+        self.client = ApiClient(address.url, verify=address.verify, socket=address.socket)
+        self.conversation = Conversation()
         self.hidden = self.locked = False
-        self.on_state: Callable[[str], None] = lambda _: None
+        self.on_connection: Callable[[str], None] = lambda _: None
         self.on_locked: Callable[[str], None] = lambda _: None
-        self._trouble = ""
+        self._connection_error = ""
 
-    # --- looking and acting -------------------------------------------------------------------------------------------
-
-    def watch(self, every_s: float, look: Callable[[], Awaitable[None]]) -> None:
-        """Looks again and again while the page is open, seen and unlocked."""
+    def poll(self, interval_s: float, update: Callable[[], Awaitable[None]]) -> None:
+        """Call `update` repeatedly while the page is open, visible and unlocked."""
 
         async def tick() -> None:
-            if not (self.hidden or self.locked):
-                await self._looked(look)
+            if self.hidden or self.locked:
+                return
+            try:
+                await update()
+                self._set_connection("")
+            except ModelyardError as error:
+                self._handle(error)
 
-        ui.timer(every_s, tick)
+        ui.timer(interval_s, tick)
 
-    async def _looked(self, look: Callable[[], Awaitable[None]]) -> None:
+    async def perform(self, action: Awaitable[Any], success: str = "") -> bool:
+        """Await an action of the user and show its outcome on the page."""
         try:
-            await look()
-            self._told("")
+            await action
         except ModelyardError as error:
-            self._failed(error)
-
-    async def act(self, work: Awaitable[Any], done: str = "") -> bool:
-        """An order that somebody gave: what came of it is said on the page."""
-        try:
-            await work
-        except ModelyardError as error:
-            self._failed(error)
+            self._handle(error)
             if not self.locked:
                 ui.notify(error.message, type="negative", multi_line=True, close_button="Close")
             return False
-        if done:
-            ui.notify(done, type="positive")
+        if success:
+            ui.notify(success, type="positive")
         return True
 
-    def _failed(self, error: ModelyardError) -> None:
+    def _handle(self, error: ModelyardError) -> None:
         if isinstance(error, Unauthenticated) or (isinstance(error, Forbidden) and error.code == "admin_key_required"):
             self.locked = True
             self.on_locked(error.message if self.client.key else "")
-        elif isinstance(error, Lost):
-            self._told(error.message)
+        elif isinstance(error, ServerUnreachable):
+            self._set_connection(error.message)
 
-    def _told(self, trouble: str) -> None:
-        if trouble != self._trouble:
-            self._trouble = trouble
-            self.on_state(trouble)
+    def _set_connection(self, error: str) -> None:
+        if error != self._connection_error:
+            self._connection_error = error
+            self.on_connection(error)
 
     # --- the key ------------------------------------------------------------------------------------------------------
 
-    async def recall(self) -> None:
-        """The key that this tab was given before it was loaded anew."""
-        found = await ui.run_javascript(f"return sessionStorage.getItem('{_STORED}')", timeout=10)
+    async def restore_key(self) -> None:
+        """Use the key that was entered in this tab before it was reloaded."""
+        found = await ui.run_javascript(f"return sessionStorage.getItem('{_KEY_ITEM}')", timeout=10)
         self.client.key = str(found or "")
 
     async def unlock(self, key: str) -> str:
-        """Tries the key; why it is refused, or nothing."""
+        """Try the key. Returns why it is refused, or ""."""
         self.client.key = key
         try:
             await self.client.models()
         except ModelyardError as error:
             return error.message
         self.locked = False
-        ui.run_javascript(f"sessionStorage.setItem('{_STORED}', {script_string(key)})")
+        # JSON is a JavaScript string; "<" is escaped because it could end the script element.
+        value = json.dumps(key).replace("<", "\\u003c")
+        ui.run_javascript(f"sessionStorage.setItem('{_KEY_ITEM}', {value})")
         return ""
 
-    async def forget(self) -> None:
+    async def close(self) -> None:
         await self.client.close()
-
-
-def script_string(text: str) -> str:
-    """A JavaScript string of any text: JSON, and nothing in it that ends a script element."""
-    return json.dumps(text).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""`modelyard workbench --url …`: the page as a server of its own, in front of a Modelyard that runs elsewhere."""
+"""`modelyard workbench --url …`: the workbench as a separate server for a Modelyard on another machine."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from modelyard.core.errors import InvalidRequest
-from modelyard.http import server as front
 from modelyard.http.auth import Authenticator
 from modelyard.http.middleware import RequestMiddleware
+from modelyard.http.server import loop_factory, make_server
 from modelyard.http.settings import HttpSettings
 from modelyard.processes.ports import listen
 from modelyard.telemetry.metrics import Metrics
-from modelyard.workbench.mount import PREFIX, Address, Workbench
+from modelyard.workbench.app import PREFIX, ServerAddress, WorkbenchApp
 
 log = logging.getLogger("modelyard.workbench")
 
-HOST = "127.0.0.1"  # only ever here: whoever reaches the page may do what a server without keys lets anybody do
+HOST = "127.0.0.1"  # fixed: with a server that needs no key, the page gives every visitor full control
 
 
-def checked(url: str) -> str:
+def check_url(url: str) -> str:
+    """The root URL of the server, without /v1."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidRequest(f"{url!r} is not an address of a server; it looks like http://127.0.0.1:8000", param="url")
+        raise InvalidRequest(f"{url!r} is not the URL of a server; an example is http://127.0.0.1:8000", param="url")
     return url.rstrip("/").removesuffix("/v1")
 
 
-def build(url: str, settings: HttpSettings) -> ASGIApp:
-    """Behind the same guard as the server's own page: its rules for Host and Origin hold here, too."""
-    address = Address(checked(url))
-    workbench = Workbench(lambda _: address)
+def serve(url: str, port: int) -> int:
+    settings = HttpSettings(host=HOST, port=port)
+    app = _build_app(check_url(url), settings)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_serve(app, settings, url))
+
+
+def _build_app(url: str, settings: HttpSettings) -> ASGIApp:
+    """Behind the same middleware as the server's own workbench, so the same rules for Host and Origin apply."""
+    workbench = WorkbenchApp(lambda _: ServerAddress(url))
 
     @asynccontextmanager
-    async def life(_: Any) -> AsyncIterator[None]:
+    async def lifespan(_: Any) -> AsyncIterator[None]:
         yield
         await workbench.close()
 
     async def home(_: Any) -> RedirectResponse:
         return RedirectResponse(PREFIX)
 
-    app = Starlette(routes=[Route("/", home)], lifespan=life)
+    app = Starlette(routes=[Route("/", home)], lifespan=lifespan)
     return RequestMiddleware(app, {}, settings, Authenticator(settings, ()), Metrics(), workbench)
 
 
-def serve(url: str, port: int) -> int:
-    settings = HttpSettings(host=HOST, port=port)
-    app = build(url, settings)
-    with asyncio.Runner(loop_factory=front.loop_factory()) as runner:
-        return runner.run(_serve(app, settings, url))
-
-
 async def _serve(app: ASGIApp, settings: HttpSettings, url: str) -> int:
-    listening = listen(settings.host, settings.port, shared=False)
-    log.info("the workbench of %s is at http://%s:%s%s", url, HOST, listening.getsockname()[1], PREFIX)
-    server = front.make_server(app, settings)
-    await server.serve(sockets=[listening])
+    socket = listen(settings.host, settings.port, shared=False)
+    log.info("the workbench of %s is at http://%s:%s%s", url, HOST, socket.getsockname()[1], PREFIX)
+    server = make_server(app, settings)
+    await server.serve(sockets=[socket])
     return 0 if server.started else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from modelyard.workbench.frame import PLACES
+from modelyard.workbench.nicegui_app import NAVIGATION
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "workbench.md").read_text()
@@ -17,4 +17,4 @@ def test_every_picture_is_there_and_every_one_that_is_there_is_shown() -> None:
 
 
 def test_every_page_is_told_of() -> None:
-    assert [name for _, name, _ in PLACES if name.lower() not in PAGE.lower()] == []
+    assert [name for _, name, _ in NAVIGATION if name.lower() not in PAGE.lower()] == []

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from modelyard.cli.explain import explain_model
+from modelyard.cli.models import explain_model
 from modelyard.config.load import load_config
 from modelyard.library import default_model
 from tests.serving import Served, serving

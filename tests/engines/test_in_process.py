@@ -86,6 +86,7 @@ class CountingEngine(ThreadedEngine[InProcessJob]):
         self.before_admit(job)
         self.jobs.append(job)
         self._dispatch.put(job, [Accepted()])
+        self._dispatch.flush()
 
     def _step(self) -> None:
         self.before_step()

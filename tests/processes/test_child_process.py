@@ -118,7 +118,8 @@ async def test_a_death_resolves_ended() -> None:
 
 WITH_GRANDCHILD = """
 import subprocess, sys
-grandchild = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"], start_new_session={new_session})
+argv = [sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"]
+grandchild = subprocess.Popen(argv, start_new_session={new_session})
 print(grandchild.pid, flush=True)
 print("up", flush=True)
 """

@@ -37,7 +37,8 @@ import signal; signal.pause()
 OWNER = f"""
 import subprocess, sys
 from modelyard.processes.parent_death import die_with_parent
-subprocess.Popen(die_with_parent([sys.executable, "-I", "-S", "-c", {PROGRAM!r}], group=True), start_new_session=True).wait()
+argv = die_with_parent([sys.executable, "-I", "-S", "-c", {PROGRAM!r}], group=True)
+subprocess.Popen(argv, start_new_session=True).wait()
 """
 
 

@@ -82,7 +82,7 @@ def _python_calls(calls: Calls, *, json_objects: bool = False) -> list[str]:
 # --- one family after another -----------------------------------------------------------------------------------------
 
 
-# A tool with such a name cannot be told from the usual shape of a call.
+# A tool with such a name looks like the usual shape of a call.
 _USUAL_KEYS = {"name", "tool_name", "function", "arguments", "parameters", "args", "id", "type", "tool_call_id"}
 
 

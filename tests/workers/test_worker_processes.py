@@ -59,6 +59,10 @@ class ServerProcesses:
         items = httpx.get(f"{self.url}/v1/admin/models/small", timeout=commands.DEADLINE).json()["replicas"]["items"]
         return int(items[0]["pid"])
 
+    def all(self) -> set[psutil.Process]:
+        """The worker is not a descendant of the supervisor if the scheduler that started it was killed."""
+        return {*self.supervisor.children(recursive=True), psutil.Process(self.worker_pid())}
+
     def scheduler(self) -> psutil.Process:
         return next(each for each in self.with_argument("scheduler") if "--listen" in _command(each))
 
@@ -144,12 +148,12 @@ def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
 
 def test_no_process_survives_a_stopped_supervisor(processes: ServerProcesses) -> None:
     """The last test of this module: it stops the shared server."""
-    until(lambda: len(processes.supervisor.children(recursive=True)) == 4, "the killed gateway is back")
+    until(lambda: len(processes.all()) == 4, "the killed gateway is back")
     _check_all_exit(processes, signal.SIGTERM, 0)
 
 
 def _check_all_exit(processes: ServerProcesses, number: int, exit_code: int) -> None:
-    children = processes.supervisor.children(recursive=True)
+    children = processes.all()
     assert len(children) == 4
     processes.server.process.send_signal(number)
     _, alive = psutil.wait_procs(children, timeout=commands.DEADLINE)

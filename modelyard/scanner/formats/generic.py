@@ -4,7 +4,7 @@
 
     Hello, world!
     <text>Hello, world!</text>                           the tags are dropped, the text streams
-    <tool_code>{"name": …, "arguments": …}</tool_code>   held until complete; text, if it is no call of an offered tool
+    <tool_code>{"name": …, "arguments": …}</tool_code>   held until complete; text if it is not a call
 
 `think`, for reasoning between tags and no calls:
 

@@ -20,7 +20,7 @@ it, too.
 
 After the token the brackets may be missing, and some models write JSON there.
 
-`pythonic`: the list alone. ToolACE, Llama 3.2 and others that are told to write it. Text may come before and after. The
+`pythonic`: the list alone. ToolACE, Llama 3.2 and others whose prompt asks for it. Text may come before and after. The
 list consists of calls only if its first name is an offered tool.
 """
 

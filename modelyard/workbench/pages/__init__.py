@@ -1,1 +1,1 @@
-"""The pages of the workbench, one file each: what it shows, and what can be done there."""
+"""The pages of the workbench, one module per page."""

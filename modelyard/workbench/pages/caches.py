@@ -1,4 +1,4 @@
-"""Each cache: its conversations, how full they are and whose they are, and how much of what is asked it had already."""
+"""The caches page: the sequences in each cache, how full they are, and how much of the prompts was reused."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections import deque
 
 from nicegui import ui
 
-from modelyard.workbench import words
-from modelyard.workbench.charts import Line, chart, points
-from modelyard.workbench.client import Json
-from modelyard.workbench.parts import Figure, caps, card, heading, nothing
-from modelyard.workbench.session import Session
+from modelyard.workbench import formatting as fmt
+from modelyard.workbench.api_client import Json
+from modelyard.workbench.components import Stat, caption, card, empty_notice, line_chart, page_heading, set_points
+from modelyard.workbench.session import PageSession
 
-_EVERY_S = 2.0
-_SAMPLES = 300  # ten minutes
+_INTERVAL_S = 2.0
+_MAX_SAMPLES = 300  # ten minutes
 
 
-def page(session: Session) -> None:
-    heading("Caches", "Isolated KV caches: who is in them, and how much they spare.")
+def page(session: PageSession) -> None:
+    page_heading("Caches", "Isolated KV caches: the conversations in them and how much they save.")
     box = ui.element("div").classes("grid-cards")
-    empty = nothing("No model has caches.")
+    empty = empty_notice("No model has caches.")
     cards: dict[tuple[str, str, object], CacheCard] = {}
 
-    async def look() -> None:
+    async def update() -> None:
         rows = await session.client.caches()
         empty.set_visibility(not rows)
         keys = [(row["model"], row["cache"], row["replica"]) for row in rows]
@@ -33,67 +32,63 @@ def page(session: Session) -> None:
             with box:
                 cards.update({key: CacheCard(row) for key, row in zip(keys, rows, strict=True)})
         for key, row in zip(keys, rows, strict=True):
-            cards[key].show(row, time.time())
+            cards[key].update(row, time.time())
 
-    session.watch(_EVERY_S, look)
+    session.poll(_INTERVAL_S, update)
 
 
 class CacheCard:
     def __init__(self, row: Json) -> None:
         self._window = int(row["window"])
-        self._samples: deque[tuple[float, float | None]] = deque(maxlen=_SAMPLES)
-        self._before: tuple[int, int] | None = None
+        self._samples: deque[tuple[float, float | None]] = deque(maxlen=_MAX_SAMPLES)
+        self._last_counts: tuple[int, int] | None = None
         replica = f" · replica {row['replica'] + 1}" if row["replica"] else ""
         with card():
             with ui.element("div").classes("line between"):
-                ui.label(f"{row['cache']}").classes("name")
+                ui.label(row["cache"]).classes("name")
                 ui.label(f"{row['model']}{replica}").classes("tag")
-            with ui.element("div").classes("figures"):
-                self._reuse, self._reused, self._read, self._evictions = (
-                    Figure(name) for name in ("reuse", "reused", "read", "evictions")
+            with ui.element("div").classes("stats"):
+                self._reuse, self._reused, self._evaluated, self._evictions = (
+                    Stat(name) for name in ("reuse", "reused", "evaluated", "evictions")
                 )
             self._sequences = ui.column().classes("w-full gap-1")
-            with ui.column().classes("w-full gap-0") as drawn:
-                caps("reuse since this page was opened")
-                self._chart = chart([Line("reuse", "share")], height=110)
-            drawn.set_visibility(row["replica"] is not None)
+            with ui.column().classes("w-full gap-0") as history:
+                caption("reuse since this page was opened")
+                self._chart = line_chart(["reuse"], "share", height=110)
+            history.set_visibility(row["replica"] is not None)
 
-    def show(self, row: Json, now: float) -> None:
-        reused, read = row.get("reused_tokens", 0), row.get("evaluated_tokens", 0)
-        self._reuse.show(words.share(row["reuse"]))
-        self._reused.show(f"{words.count(reused)}")
-        self._read.show(f"{words.count(read)}")
-        self._evictions.show(words.count(row.get("evictions", 0)))
-        self._sample(reused, read, now)
-        self._show_sequences(row, now)
-
-    def _sample(self, reused: int, read: int, now: float) -> None:
-        """The share of what was asked since the last look; nothing where nothing was."""
-        before, self._before = self._before, (reused, read)
-        if before is None:
-            return
-        more, new = reused - before[0], read - before[1]
-        if more + new > 0:
-            self._samples.append((now, more / (more + new)))
-            points(self._chart, [list(self._samples)])
-
-    def _show_sequences(self, row: Json, now: float) -> None:
+    def update(self, row: Json, now: float) -> None:
+        reused, evaluated = row.get("reused_tokens", 0), row.get("evaluated_tokens", 0)
+        self._reuse.set(fmt.percent(row["reuse"]))
+        self._reused.set(fmt.count(reused))
+        self._evaluated.set(fmt.count(evaluated))
+        self._evictions.set(fmt.count(row.get("evictions", 0)))
+        self._add_sample(reused, evaluated, now)
         self._sequences.clear()
         with self._sequences:
             if not row["sequences"]:
-                told = "not loaded" if row["replica"] is None else "no conversation is in it"
-                ui.label(f"{row['parallel']} places of {words.count(self._window)} tokens; {told}").classes(
-                    "faint small"
-                )
-            for one in row["sequences"]:
-                self._sequence(one, now)
+                state = "not loaded" if row["replica"] is None else "empty"
+                text = f"{row['parallel']} slots of {fmt.count(self._window)} tokens; {state}"
+                ui.label(text).classes("muted small")
+            for sequence in row["sequences"]:
+                self._show_sequence(sequence, now)
 
-    def _sequence(self, one: Json, now: float) -> None:
-        share = min(1.0, one["tokens"] / self._window)
+    def _add_sample(self, reused: int, evaluated: int, now: float) -> None:
+        """The share of reused tokens since the last update; no sample if there were no tokens."""
+        last, self._last_counts = self._last_counts, (reused, evaluated)
+        if last is None:
+            return
+        new_reused, new_evaluated = reused - last[0], evaluated - last[1]
+        if new_reused + new_evaluated > 0:
+            self._samples.append((now, new_reused / (new_reused + new_evaluated)))
+            set_points(self._chart, [list(self._samples)])
+
+    def _show_sequence(self, sequence: Json, now: float) -> None:
         with ui.element("div").classes("w-full"):
             with ui.element("div").classes("line between small"):
-                who = one["session"] or "no session"
-                ui.label(f"{one['id']} · {who}" + (" · running" if one["running"] else ""))
-                used = words.ago(one["used"], now) if one["used"] else "unused"
-                ui.label(f"{words.count(one['tokens'])} tokens · {used}").classes("faint")
+                session, running = sequence["session"] or "no session", " · running" if sequence["running"] else ""
+                ui.label(f"{sequence['id']} · {session}{running}")
+                used = fmt.ago(sequence["used"], now) if sequence["used"] else "unused"
+                ui.label(f"{fmt.count(sequence['tokens'])} tokens · {used}").classes("muted")
+            share = min(1.0, sequence["tokens"] / self._window)
             ui.linear_progress(round(share, 3), show_value=False).props("rounded size=6px")

@@ -1,105 +1,168 @@
-"""RAM and each GPU as a bar of what fills it, and whether the models that are not loaded would fit."""
+"""The memory page: RAM and each GPU as a stacked bar, and whether the models that are not loaded would fit."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from msgspec import Struct
+from msgspec.structs import replace
 from nicegui import ui
 
 from modelyard.core.errors import ModelyardError
-from modelyard.workbench import words
-from modelyard.workbench.bars import OTHER, Bar, Piece, bars
-from modelyard.workbench.client import Json
-from modelyard.workbench.pages.load import LoadDialog, fit
-from modelyard.workbench.parts import caps, card, heading
-from modelyard.workbench.session import Session
+from modelyard.workbench import formatting as fmt
+from modelyard.workbench.api_client import Json
+from modelyard.workbench.components import NEUTRAL_COLOUR, SERIES_COLOURS, caption, card, page_heading
+from modelyard.workbench.pages.models import LoadDialog, fit_text
+from modelyard.workbench.session import PageSession
 
-_EVERY_S = 2.0
+_INTERVAL_S = 2.0
 
 
-def page(session: Session) -> None:
-    heading("Memory", "What fills this machine now. Models are shown by their estimates, beside what was measured.")
-    box = ui.column().classes("w-full gap-4 items-stretch")
-    fits = ui.column().classes("w-full gap-4 items-stretch")
-    seen: list[object] = [None, None]
+# --- the bars ---------------------------------------------------------------------------------------------------------
 
-    async def look() -> None:
+
+class BarSegment(Struct, frozen=True):
+    name: str
+    bytes: int
+    colour: str
+    opacity: float = 1.0
+
+
+class MemoryBar(Struct, frozen=True):
+    name: str
+    total: int
+    segments: tuple[BarSegment, ...]
+
+    @property
+    def free(self) -> int:
+        return self.total - sum(segment.bytes for segment in self.segments)
+
+
+def memory_bars(memory: Json, models: list[Json]) -> list[MemoryBar]:
+    """The RAM's bar and one per GPU. Estimates are per model, not per GPU: with several GPUs each bar gets a share of
+    them in proportion to what the GPU has in use."""
+    colours = {record["id"]: SERIES_COLOURS[index % len(SERIES_COLOURS)] for index, record in enumerate(models)}
+    ram, gpus = memory["ram"], memory["gpus"]
+    on_cpu = [segment for record in models for segment in _segments(record, "cpu", colours[record["id"]])]
+    bars = [_bar("RAM", ram["total"], ram["total"] - ram["free"], on_cpu)]
+    on_gpu = [segment for record in models for segment in _segments(record, "gpu", colours[record["id"]])]
+    used = sum(gpu["used"] for gpu in gpus) or 1
+    for gpu in gpus:
+        share = gpu["used"] / used
+        segments = [replace(segment, bytes=int(segment.bytes * share)) for segment in on_gpu]
+        bars.append(_bar(gpu["name"], gpu["total"], gpu["used"], segments))
+    return bars
+
+
+def _bar(name: str, total: int, used: int, segments: list[BarSegment]) -> MemoryBar:
+    """Estimates may exceed what is in use, because pages are allocated when they are first touched."""
+    other = max(0, used - sum(segment.bytes for segment in segments))
+    return MemoryBar(name, total, (*segments, BarSegment("everything else", other, NEUTRAL_COLOUR, 0.7)))
+
+
+def _segments(record: Json, device: str, colour: str) -> Iterator[BarSegment]:
+    estimate, name = record["memory"]["estimate"], record["id"]
+    replicas = sum(replica["state"] in ("ready", "draining") for replica in record["replicas"]["items"])
+    if estimate is None or not replicas or (estimate["device"] == "cpu") != (device == "cpu"):
+        return
+    yield BarSegment(f"{name} weights", estimate["weights"] * replicas, colour)
+    tokens = {cache: settings["window"] * settings["parallel"] for cache, settings in record["caches"].items()}
+    kv, all_tokens = estimate["kv"] * replicas, sum(tokens.values()) or 1
+    for cache, count in tokens.items():
+        yield BarSegment(f"{name} KV {cache}", int(kv * count / all_tokens), colour, 0.65)
+    if estimate["compute"]:
+        yield BarSegment(f"{name} compute", estimate["compute"] * replicas, colour, 0.35)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page(session: PageSession) -> None:
+    page_heading("Memory", "Memory in use on this machine. The parts of models are estimates.")
+    bars_box = ui.column().classes("w-full gap-4 items-stretch")
+    fits_box = ui.column().classes("w-full gap-4 items-stretch")
+    shown_bars: list[MemoryBar] | None = None
+    shown_stopped: list[str] | None = None
+
+    async def update() -> None:
+        nonlocal shown_bars, shown_stopped
         memory, models = await session.client.memory(), await session.client.models()
-        made = bars(memory, models)
-        if made != seen[0]:
-            seen[0] = made
-            box.clear()
-            with box:
-                for bar in made:
-                    _bar(bar)
-                _measured(models, memory)
+        bars = memory_bars(memory, models)
+        if bars != shown_bars:
+            shown_bars = bars
+            bars_box.clear()
+            with bars_box:
+                for bar in bars:
+                    _show_bar(bar)
+                _show_measured(models, memory)
         stopped = [record for record in models if not record["loaded"]]
-        if [record["id"] for record in stopped] != seen[1]:
-            seen[1] = [record["id"] for record in stopped]
-            fits.clear()
-            with fits:
-                await _fits(session, stopped)
+        names = [record["id"] for record in stopped]
+        if names != shown_stopped:
+            shown_stopped = names
+            fits_box.clear()
+            with fits_box:
+                await _show_fits(session, stopped)
 
-    session.watch(_EVERY_S, look)
+    session.poll(_INTERVAL_S, update)
 
 
-def _bar(bar: Bar) -> None:
+def _show_bar(bar: MemoryBar) -> None:
     with card():
         with ui.element("div").classes("line between"):
             ui.label(bar.name).classes("name")
-            ui.label(f"{words.size(max(0, bar.free))} free of {words.size(bar.total)}").classes("faint")
-        whole = max(bar.total, sum(piece.bytes for piece in bar.pieces)) or 1
-        with ui.element("div").classes("stack memory"):
-            for piece in bar.pieces:
-                part = ui.element("div").style(f"width: {piece.bytes / whole * 100:.3f}%; {_paint(piece)}")
-                part.tooltip(f"{piece.name}: {words.size(piece.bytes)}")
+            ui.label(f"{fmt.size(max(0, bar.free))} free of {fmt.size(bar.total)}").classes("muted")
+        total = max(bar.total, sum(segment.bytes for segment in bar.segments)) or 1
+        with ui.element("div").classes("stacked-bar memory"):
+            for segment in bar.segments:
+                part = ui.element("div").style(f"width: {segment.bytes / total * 100:.3f}%; {_css(segment)}")
+                part.tooltip(f"{segment.name}: {fmt.size(segment.bytes)}")
         with ui.element("div").classes("line").style("gap: 8px 20px"):
-            for piece in bar.pieces:
-                if piece.bytes:
+            for segment in bar.segments:
+                if segment.bytes:
                     with ui.element("div").classes("line small"):
-                        ui.element("span").classes("key").style(_paint(piece))
-                        ui.label(f"{piece.name} {words.size(piece.bytes)}")
+                        ui.element("span").classes("swatch").style(_css(segment))
+                        ui.label(f"{segment.name} {fmt.size(segment.bytes)}")
 
 
-def _paint(piece: Piece) -> str:
-    return f"background: {piece.colour}; opacity: {piece.opacity if piece.colour != OTHER else 0.7}"
+def _css(segment: BarSegment) -> str:
+    return f"background: {segment.colour}; opacity: {segment.opacity}"
 
 
-def _measured(models: list[Json], memory: Json) -> None:
-    up = [record for record in models if record["loaded"] and record["memory"]["estimate"]]
+def _show_measured(models: list[Json], memory: Json) -> None:
     with card():
-        ui.label(f"This server's process takes {words.size(memory['ram']['used_here'])} of RAM.")
-        for record in up:
-            told = record["memory"]
-            ui.label(
-                f"{record['id']}: estimated {words.size(told['estimate']['total'])}, "
-                f"measured {words.size(told['measured']) if told['measured'] else 'nothing yet'}"
-            ).classes("faint small")
+        ui.label(f"The server process uses {fmt.size(memory['ram']['used_here'])} of RAM.")
+        for record in models:
+            estimate, measured = record["memory"]["estimate"], record["memory"]["measured"]
+            if record["loaded"] and estimate:
+                text = f"measured {fmt.size(measured)}" if measured else "not measured yet"
+                ui.label(f"{record['id']}: estimated {fmt.size(estimate['total'])}, {text}").classes("muted small")
         for limit in memory["limits"]:
             if limit["limit"] is not None:
-                told_limit = f"{words.size(limit['taken'])} of {words.size(limit['limit'])}"
-                ui.label(f"limit on {limit['device']}: {told_limit} taken").classes("faint small")
+                used = f"{fmt.size(limit['taken'])} of {fmt.size(limit['limit'])}"
+                ui.label(f"limit on {limit['device']}: {used} used").classes("muted small")
 
 
-async def _fits(session: Session, stopped: list[Json]) -> None:
+async def _show_fits(session: PageSession, stopped: list[Json]) -> None:
     if not stopped:
         return
-    caps("Will it fit?")
+    caption("Will it fit?")
     with ui.element("div").classes("grid-cards"):
         for record in stopped:
-            await _fit(session, record)
+            await _show_fit(session, record)
 
 
-async def _fit(session: Session, record: Json) -> None:
+async def _show_fit(session: PageSession, record: Json) -> None:
     try:
-        told = await session.client.estimate(record["id"], {})
-        text, good = fit(told), bool(told["fits"])
+        estimate = await session.client.estimate(record["id"], {})
+        text, fits = fit_text(estimate), bool(estimate["fits"])
     except ModelyardError as error:
         if error.kind in ("unauthenticated", "forbidden"):
             raise
-        text, good = error.message, False
+        text, fits = error.message, False
     with card():
         with ui.element("div").classes("line between"):
             ui.label(record["id"]).classes("name")
-            ui.icon("check_circle" if good else "error").classes("text-positive" if good else "text-negative text-lg")
+            ui.icon("check_circle" if fits else "error").classes("text-positive" if fits else "text-negative text-lg")
         ui.label(text).classes("small text")
         dialog = LoadDialog(session, record["id"])
         button = ui.button("Load…", on_click=lambda: dialog.open(record)).props("outline no-caps size=sm")

@@ -1,209 +1,277 @@
-"""All configured models as cards: their state, what they take, and the orders that can be given."""
+"""The models page: a card per configured model with its state and its actions, and the dialog that loads a model."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from nicegui import ui
 
 from modelyard.core.errors import ModelyardError
-from modelyard.workbench import words
-from modelyard.workbench.client import Json
-from modelyard.workbench.pages.load import LoadDialog
-from modelyard.workbench.parts import Figure, State, card, heading, nothing, tags
-from modelyard.workbench.session import Session
+from modelyard.workbench import formatting as fmt
+from modelyard.workbench.api_client import Json
+from modelyard.workbench.components import Stat, StateBadge, card, empty_notice, page_heading, tags
+from modelyard.workbench.session import PageSession
 
-_EVERY_S = 1.0
+_INTERVAL_S = 1.0
+_UNSET = "as configured"
+_MAX_DEFINITION_CHARACTERS = 4000
 
 
-def page(session: Session) -> None:
-    heading("Models", "Everything this server can run, and what it is doing now.")
-    empty = nothing("No models are configured.")
+def page(session: PageSession) -> None:
+    page_heading("Models", "Every model that this server can run, with its present state.")
+    empty = empty_notice("No models are configured.")
     empty.set_visibility(False)
     grid = ui.element("div").classes("grid-cards")
-    cards: dict[str, ModelCard] = {}
+    panels: dict[str, ModelPanel] = {}
 
-    async def look() -> None:
+    async def update() -> None:
         records = await session.client.models()
         empty.set_visibility(not records)
-        names = [record["id"] for record in records]
-        if names != list(cards):
+        if [record["id"] for record in records] != list(panels):
             grid.clear()
-            cards.clear()
+            panels.clear()
             with grid:
-                cards.update({record["id"]: ModelCard(session, record) for record in records})
+                panels.update({record["id"]: ModelPanel(session, record) for record in records})
         for record in records:
-            cards[record["id"]].show(record)
+            panels[record["id"]].update(record)
 
-    session.watch(_EVERY_S, look)
+    session.poll(_INTERVAL_S, update)
 
 
-class ModelCard:
-    def __init__(self, session: Session, record: Json) -> None:
+class ModelPanel:
+    def __init__(self, session: PageSession, record: Json) -> None:
         self._session, self._name, self._record = session, str(record["id"]), record
-        self._expected: int | None = None  # bytes, of a model that nobody has loaded yet
+        self._estimated: int | None = None  # bytes, for a model that was never loaded
         box = card()
-        box.props["data-model"] = self._name  # as a value, never as a piece of markup
+        box.props["data-model"] = self._name  # a value, so that a name never becomes markup
         with box:
-            self._head(record)
-            self._progress()
-            self._reason = ui.label("").classes("trouble small text")
-            self._figures()
-            tags(abilities(record))
-            self._orders()
-            self._details(record)
+            self._build_header(record)
+            with ui.column().classes("w-full gap-1") as self._loading:
+                self._progress = ui.linear_progress(0, show_value=False).props("rounded color=warning")
+                self._doing = ui.label("").classes("muted small")
+            self._reason = ui.label("").classes("error small text")
+            with ui.element("div").classes("stats"):
+                self._memory, self._measured, self._running, self._waiting, self._replicas, self._used = (
+                    Stat(name) for name in ("memory", "measured", "running", "waiting", "replicas", "last used")
+                )
+            tags(capability_tags(record))
+            self._build_actions()
+            self._build_details(record)
             if record["memory"]["estimate"] is None:
-                ui.timer(0, self._estimate, once=True)
+                ui.timer(0, self._fetch_estimate, once=True)
 
-    async def _estimate(self) -> None:
+    async def _fetch_estimate(self) -> None:
         try:
-            self._expected = (await self._session.client.estimate(self._name, {}))["estimate"]["total"]
+            self._estimated = (await self._session.client.estimate(self._name, {}))["estimate"]["total"]
         except ModelyardError:
-            return  # a load would say why; the card shows that it is not known
+            return  # the panel shows no estimate; a load reports the reason
 
-    # --- what it is made of -------------------------------------------------------------------------------------------
-
-    def _head(self, record: Json) -> None:
+    def _build_header(self, record: Json) -> None:
         with ui.element("div").classes("line between"):
             ui.label(self._name).classes("name")
-            self._state = State()
+            self._state = StateBadge()
         with ui.element("div").classes("line"):
             ui.label(record["backend"]).classes("tag")
-            self._context = ui.label("").classes("tag")
+            self._windows = ui.label("").classes("tag")
             for alias in record["aliases"][:4]:
                 ui.label(f"= {alias}").classes("tag")
         if record["description"]:
-            ui.label(record["description"]).classes("faint small")
+            ui.label(record["description"]).classes("muted small")
 
-    def _progress(self) -> None:
-        with ui.column().classes("w-full gap-1") as self._loading:
-            self._bar = ui.linear_progress(0, show_value=False).props("rounded color=warning")
-            self._doing = ui.label("").classes("faint small")
-
-    def _figures(self) -> None:
-        with ui.element("div").classes("figures"):
-            self._memory = Figure("memory")
-            self._measured = Figure("measured")
-            self._queue = Figure("running")
-            self._waiting = Figure("waiting")
-            self._replicas = Figure("replicas")
-            self._used = Figure("last used")
-
-    def _orders(self) -> None:
+    def _build_actions(self) -> None:
         dialog = LoadDialog(self._session, self._name)
         with ui.element("div").classes("line"):
-            self._load = _button("Load", "play_arrow", lambda: dialog.open(self._record), "unelevated")
-            self._unload = _button("Unload", "stop", self._do_unload)
-            self._drain = _button("Drain", "hourglass_bottom", self._do_drain)
-            self._less = _button("", "remove", lambda: self._scale(-1)).props('aria-label="One replica less" dense')
-            self._more = _button("", "add", lambda: self._scale(1)).props('aria-label="One replica more" dense')
-            self._chat = _button("Chat", "forum", self._open_chat)
+            self._load_button = _button("Load", "play_arrow", lambda: dialog.open(self._record), "unelevated")
+            self._unload_button = _button("Unload", "stop", self._unload)
+            self._drain_button = _button("Drain", "hourglass_bottom", self._drain)
+            self._remove_button = _button("", "remove", lambda: self._scale(-1)).props(
+                'aria-label="Remove a replica" dense'
+            )
+            self._add_button = _button("", "add", lambda: self._scale(1)).props('aria-label="Add a replica" dense')
+            self._chat_button = _button("Chat", "forum", self._open_chat)
 
-    def _details(self, record: Json) -> None:
-        with ui.expansion("Details").classes("w-full faint small").props("dense"):
-            self._facts = ui.label("").classes("mono text")
-            ui.label(_definition(record)).classes("mono text well")
-        with ui.expansion("Engine log").classes("w-full faint small").props("dense") as self._log_box:
-            self._log = ui.label("").classes("mono text well")
+    def _build_details(self, record: Json) -> None:
+        definition = "\n".join(f"{name} = {value}" for name, value in record["definition"].items())
+        with ui.expansion("Details").classes("w-full muted small").props("dense"):
+            self._details = ui.label("").classes("mono text")
+            ui.label(definition[:_MAX_DEFINITION_CHARACTERS]).classes("mono text code-block")
+        with ui.expansion("Engine log").classes("w-full muted small").props("dense") as self._log_box:
+            self._log = ui.label("").classes("mono text code-block")
 
-    # --- what is shown ------------------------------------------------------------------------------------------------
-
-    def show(self, record: Json) -> None:
+    def update(self, record: Json) -> None:
         self._record = record
         state, queue, replicas = record["state"], record["queue"], record["replicas"]
-        self._state.show(state)
+        self._state.set(state)
         self._loading.set_visibility(state == "loading")
-        self._bar.set_value(round(record["progress"], 2))
-        self._doing.set_text(f"{record['doing'] or 'waiting'} · {words.share(record['progress'])}")
+        self._progress.set_value(round(record["progress"], 2))
+        self._doing.set_text(f"{record['doing'] or 'waiting'} · {fmt.percent(record['progress'])}")
         self._reason.set_text(record["reason"])
         self._reason.set_visibility(bool(record["reason"]) and state in ("failed", "stopped"))
-        self._context.set_text(context(record))
+        self._windows.set_text(windows_text(record))
         estimate = record["memory"]["estimate"]
-        taken = estimate["total"] if estimate else self._expected
-        self._memory.show(f"≈ {words.size(taken)}" if taken else words.NOTHING)
-        self._measured.show(words.size(record["memory"]["measured"]))
-        self._queue.show(f"{queue['running']} / {queue['places']}")
-        self._waiting.show(words.count(queue["waiting"]))
-        up = sum(one["state"] == "ready" for one in replicas["items"])
-        self._replicas.show(f"{up} / {replicas['max']}")
-        self._used.show(words.ago(record["last_used"], time.time()))
-        self._facts.set_text("\n".join(facts(record)))
+        memory = estimate["total"] if estimate else self._estimated
+        self._memory.set(f"≈ {fmt.size(memory)}" if memory else fmt.MISSING)
+        self._measured.set(fmt.size(record["memory"]["measured"]))
+        self._running.set(f"{queue['running']} / {queue['places']}")
+        self._waiting.set(fmt.count(queue["waiting"]))
+        ready = sum(replica["state"] == "ready" for replica in replicas["items"])
+        self._replicas.set(f"{ready} / {replicas['max']}")
+        self._used.set(fmt.ago(record["last_used"], time.time()))
+        self._details.set_text("\n".join(detail_lines(record)))
         self._log.set_text("\n".join(record["log"]))
         self._log_box.set_visibility(bool(record["log"]))
-        self._permit(state, record)
+        self._update_actions(state, record)
 
-    def _permit(self, state: str, record: Json) -> None:
+    def _update_actions(self, state: str, record: Json) -> None:
+        """Show the actions that the state allows."""
         replicas = record["replicas"]
-        self._load.set_visibility(state in ("stopped", "failed", "draining"))
-        self._load.set_text("Open again" if state == "draining" else "Load")
-        self._unload.set_visibility(state in ("ready", "draining", "loading"))
-        self._drain.set_visibility(state == "ready")
-        several = state == "ready" and replicas["max"] > 1
-        for button, possible in (
-            (self._less, replicas["wanted"] > 1),
-            (self._more, replicas["wanted"] < replicas["max"]),
+        self._load_button.set_visibility(state in ("stopped", "failed", "draining"))
+        self._load_button.set_text("Resume" if state == "draining" else "Load")
+        self._unload_button.set_visibility(state in ("ready", "draining", "loading"))
+        self._drain_button.set_visibility(state == "ready")
+        for button, enabled in (
+            (self._remove_button, replicas["wanted"] > 1),
+            (self._add_button, replicas["wanted"] < replicas["max"]),
         ):
-            button.set_visibility(several)
-            button.set_enabled(possible)
-        self._chat.set_visibility(state == "ready" or record["loads_on_request"])
+            button.set_visibility(state == "ready" and replicas["max"] > 1)
+            button.set_enabled(enabled)
+        self._chat_button.set_visibility(state == "ready" or record["loads_on_request"])
 
-    # --- orders -------------------------------------------------------------------------------------------------------
-
-    async def _order(self, work: Awaitable[Any], done: str) -> None:
-        await self._session.act(work, done)
-
-    async def _do_unload(self) -> None:
+    async def _unload(self) -> None:
         running = self._record["queue"]["running"]
-        told = f"{self._name} is unloaded" + (f" when its {running} requests are done" if running else "")
-        await self._order(self._session.client.unload(self._name), told)
+        text = f"{self._name} unloads" + (f" when its {running} running requests end" if running else "")
+        await self._session.perform(self._session.client.unload(self._name), text)
 
-    async def _do_drain(self) -> None:
-        await self._order(self._session.client.drain(self._name), f"{self._name} takes no new requests")
+    async def _drain(self) -> None:
+        text = f"{self._name} accepts no new requests"
+        await self._session.perform(self._session.client.drain(self._name), text)
 
     async def _scale(self, step: int) -> None:
-        wanted = self._record["replicas"]["wanted"] + step
-        await self._order(self._session.client.scale(self._name, wanted), f"{self._name}: {wanted} replicas")
+        replicas = self._record["replicas"]["wanted"] + step
+        text = f"{self._name}: {replicas} replicas"
+        await self._session.perform(self._session.client.scale(self._name, replicas), text)
 
     def _open_chat(self) -> None:
-        self._session.talk.knobs.model = self._name
+        self._session.conversation.settings.model = self._name
         ui.navigate.to("/playground")
 
 
-def _button(text: str, icon: str, click: Any, look: str = "outline") -> ui.button:
-    return ui.button(text, icon=icon, on_click=click).props(f"{look} no-caps size=sm")
+def _button(text: str, icon: str, on_click: Any, style: str = "outline") -> ui.button:
+    return ui.button(text, icon=icon, on_click=on_click).props(f"{style} no-caps size=sm")
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-def context(record: Json) -> str:
+def windows_text(record: Json) -> str:
     windows = sorted({cache["window"] for cache in record["caches"].values()})
-    return " / ".join(words.count(window) for window in windows) + " tokens" if windows else "no window"
+    return " / ".join(fmt.count(window) for window in windows) + " tokens" if windows else "no window"
 
 
-def abilities(record: Json) -> Iterator[str]:
-    can = record["capabilities"]
-    yield from can["modalities"]
+def capability_tags(record: Json) -> Iterator[str]:
+    capabilities = record["capabilities"]
+    yield from capabilities["modalities"]
     for name in ("tools", "structured", "logprobs", "lora", "embeddings"):
-        if can[name]:
+        if capabilities[name]:
             yield name
-    if len(can["thinking_modes"]) > 1:
+    if len(capabilities["thinking_modes"]) > 1:
         yield "thinking"
 
 
-def facts(record: Json) -> Iterator[str]:
+def detail_lines(record: Json) -> Iterator[str]:
     for name, cache in record["caches"].items():
-        yield f"cache {name}: {cache['parallel']} × {words.count(cache['window'])} tokens"
+        yield f"cache {name}: {cache['parallel']} × {fmt.count(cache['window'])} tokens"
     for field, value in record["overrides"].items():
         yield f"override {field} = {value}"
     if record["load_s"] is not None:
-        yield f"last load took {words.seconds(record['load_s'])}; loaded {record['loads']} times"
-    for one in record["replicas"]["items"]:
-        pid = f", process {one['pid']}" if one["pid"] else ""
-        yield f"replica {one['id']}: {one['state']}, {one['running']} running{pid}"
+        yield f"last load took {fmt.duration(record['load_s'])}; loaded {record['loads']} times"
+    for replica in record["replicas"]["items"]:
+        pid = f", process {replica['pid']}" if replica["pid"] else ""
+        yield f"replica {replica['id']}: {replica['state']}, {replica['running']} running{pid}"
 
 
-def _definition(record: Json) -> str:
-    return "\n".join(f"{name} = {value}" for name, value in record["definition"].items())[:4000]
+# --- the load dialog --------------------------------------------------------------------------------------------------
+
+
+class LoadDialog:
+    """A form made from the JSON Schemas of the fields that one load may override, and whether the model will fit."""
+
+    def __init__(self, session: PageSession, model: str) -> None:
+        self._session, self._model = session, model
+        self._fields: dict[str, Any] = {}
+        self._schemas: Json = {}
+        with ui.dialog() as self._dialog, ui.card().classes("card w-full").style("max-width: 520px"):
+            ui.label(f"Load {model}").classes("name")
+            ui.label("Empty fields keep the configured value. Overrides apply to this load only.").classes(
+                "muted small"
+            )
+            self._form = ui.element("div").classes("fields w-full")
+            self._fit = ui.label("").classes("small text")
+            with ui.element("div").classes("line self-end"):
+                ui.button("Cancel", on_click=self._dialog.close).props("flat no-caps")
+                ui.button("Load", icon="play_arrow", on_click=self._load).props("unelevated no-caps")
+
+    async def open(self, record: Json) -> None:
+        self._schemas = record["load_constraints"]["overrides"]
+        self._form.clear()
+        with self._form:
+            self._fields = {name: _field(name, schema) for name, schema in self._schemas.items()}
+        for field in self._fields.values():
+            field.on_value_change(self._update_fit)
+        self._dialog.open()
+        await self._update_fit()
+
+    def _overrides(self) -> Json:
+        values = ((name, field.value) for name, field in self._fields.items())
+        return {
+            name: override_value(self._schemas[name], value)
+            for name, value in values
+            if value not in (None, "", _UNSET)
+        }
+
+    async def _update_fit(self) -> None:
+        self._fit.classes(remove="text-negative text-positive")
+        try:
+            estimate = await self._session.client.estimate(self._model, self._overrides())
+        except ModelyardError as error:
+            self._fit.set_text(error.message)
+            return
+        self._fit.set_text(fit_text(estimate))
+        self._fit.classes(add="text-positive" if estimate["fits"] else "text-negative")
+
+    async def _load(self) -> None:
+        load = self._session.client.load(self._model, self._overrides())
+        if await self._session.perform(load, f"{self._model} is loading"):
+            self._dialog.close()
+
+
+def _field(name: str, schema: Json) -> Any:
+    kind = schema.get("type")
+    if "enum" in schema or kind == "boolean":
+        options = schema.get("enum", ["on", "off"])
+        field: Any = ui.select([_UNSET, *options], value=_UNSET, label=name).props("outlined dense")
+    elif kind in ("integer", "number"):
+        minimum, maximum = schema.get("minimum"), schema.get("maximum")
+        hint = f"{schema.get('minimum', '…')} to {schema.get('maximum', '…')}"
+        field = ui.number(name, min=minimum, max=maximum, placeholder=hint)
+        field.props(f"outlined dense debounce=400 step={1 if kind == 'integer' else 'any'}")
+    else:
+        field = ui.input(name).props("outlined dense debounce=400")
+    return field.classes("w-full")
+
+
+def override_value(schema: Json, value: Any) -> Any:
+    """The value of a field as the admin API takes it."""
+    if schema.get("type") == "boolean":
+        return value == "on"
+    return int(value) if schema.get("type") == "integer" else value
+
+
+def fit_text(estimate: Json) -> str:
+    sizes = estimate["estimate"]
+    parts = ", ".join(f"{name} {fmt.size(sizes[name])}" for name in ("weights", "kv", "compute"))
+    verdict = (
+        "it fits"
+        if estimate["fits"]
+        else "it does not fit beside the loaded models, but idle models may be unloaded for it"
+    )
+    return f"Needs about {fmt.size(sizes['total'])} ({parts}); {fmt.size(estimate['free'])} are free: {verdict}."

@@ -1,13 +1,13 @@
-"""Type a model's name as a client would send it, and see where it leads."""
+"""The routes page: enter a model name as a client would send it, and see which model and cache it selects."""
 
 from __future__ import annotations
 
 from nicegui import ui
 
 from modelyard.core.errors import ModelyardError
-from modelyard.workbench import words
-from modelyard.workbench.parts import Figure, card, heading
-from modelyard.workbench.session import Session
+from modelyard.workbench import formatting as fmt
+from modelyard.workbench.components import Stat, card, page_heading
+from modelyard.workbench.session import PageSession
 
 _ENDPOINTS = {
     "/v1/chat/completions": "OpenAI Chat Completions",
@@ -16,46 +16,45 @@ _ENDPOINTS = {
 }
 
 
-def page(session: Session) -> None:
-    heading("Routes", "Type a model's name as a client would send it, and see where it leads.")
+def page(session: PageSession) -> None:
+    page_heading("Routes", "Enter a model name as a client would send it to see where it leads.")
     with card():
         with ui.element("div").classes("fields w-full"):
             name = ui.input("Model name", placeholder="claude-haiku-4-5").props("outlined autofocus debounce=250")
             endpoint = ui.select(_ENDPOINTS, value="/v1/chat/completions", label="Protocol").props("outlined")
-        trouble = ui.label("").classes("trouble text")
-        trouble.set_visibility(False)
-        with ui.element("div").classes("figures") as found:
+        error_label = ui.label("").classes("error text")
+        error_label.set_visibility(False)
+        with ui.element("div").classes("stats") as stats:
             model, cache, window, backend, overflow, remote = (
-                Figure(what) for what in ("model", "cache", "window", "engine", "too long", "leaves this machine")
+                Stat(label) for label in ("model", "cache", "window", "engine", "too long", "leaves this machine")
             )
-        found.set_visibility(False)
+        stats.set_visibility(False)
 
-    async def look() -> None:
-        asked = (name.value or "").strip()
-        found.set_visibility(False)
-        trouble.set_visibility(False)
-        if not asked:
+    async def resolve() -> None:
+        stats.set_visibility(False)
+        error_label.set_visibility(False)
+        requested = (name.value or "").strip()
+        if not requested:
             return
         try:
-            told = await session.client.route(asked, endpoint.value or "")
+            route = await session.client.route(requested, endpoint.value or "")
         except ModelyardError as error:
-            trouble.set_text(error.message)
-            trouble.set_visibility(True)
-            await session.act(_again(error))
+            error_label.set_text(error.message)
+            error_label.set_visibility(True)
+            if error.kind in ("unauthenticated", "forbidden"):
+                await session.perform(_raise(error))  # opens the key dialog
             return
-        model.show(told["model"])
-        cache.show(told["cache"])
-        window.show(f"{words.count(told['window'])} tokens")
-        backend.show(told["backend"])
-        overflow.show("refused" if told["strict"] else "answer shortened")
-        remote.show("with consent" if told["allow_remote"] else "no")
-        found.set_visibility(True)
+        model.set(route["model"])
+        cache.set(route["cache"])
+        window.set(f"{fmt.count(route['window'])} tokens")
+        backend.set(route["backend"])
+        overflow.set("refused" if route["strict"] else "answer shortened")
+        remote.set("with consent" if route["allow_remote"] else "no")
+        stats.set_visibility(True)
 
-    name.on_value_change(look)
-    endpoint.on_value_change(look)
+    name.on_value_change(resolve)
+    endpoint.on_value_change(resolve)
 
 
-async def _again(error: ModelyardError) -> None:
-    """A key that is missing is asked for; anything else stands on the page already."""
-    if error.kind in ("unauthenticated", "forbidden"):
-        raise error
+async def _raise(error: ModelyardError) -> None:
+    raise error

@@ -181,7 +181,7 @@ def test_litellm_is_remote_and_holds_no_weights() -> None:
     assert litellm.estimate(EngineSpec("m", None, {}), AvailableMemory(1)) == MemoryEstimate()
 
 
-# A request as LiteLLM takes it.
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 OPTIONS = Options(litellm_model="bedrock/claude", litellm_timeout_s=5)
 PIXEL = "data:image/png;base64,iVBORw0KGgo="

@@ -139,7 +139,7 @@ def test_environment_variables_are_passed() -> None:
     }
 
 
-# Why it ended, out of its last lines.
+# --- failure reasons --------------------------------------------------------------------------------------------------
 
 MISSING = [
     "0.00.012.975 I srv  llama_server: initializing ...",

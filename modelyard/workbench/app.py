@@ -1,0 +1,128 @@
+"""The workbench as an ASGI app. NiceGUI and the pages are imported at the first visit, not at the start of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from msgspec import Struct
+from msgspec.structs import replace
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from modelyard.core.errors import TooLarge
+from modelyard.workbench.peer_proxy import UnixSocketServer, WorkbenchProxy
+
+PREFIX = "/workbench"
+_MAX_BODY_BYTES = 32 * 1024**2  # enough for an uploaded image
+# NiceGUI compiles its templates in the browser, so inline scripts and eval must be allowed; other origins are not.
+_CONTENT_SECURITY_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+_SECURITY_HEADERS = (
+    (b"content-security-policy", _CONTENT_SECURITY_POLICY.encode()),
+    (b"x-frame-options", b"DENY"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"same-origin"),
+)
+
+
+class ServerAddress(Struct, frozen=True):
+    """The server that a page uses. `verify` is off for this server's own certificate. `socket` is its unix socket if it
+    has one for the workbench."""
+
+    url: str
+    verify: bool = True
+    socket: str = ""
+
+
+def local_address(scope: Scope) -> ServerAddress:
+    """The server that received the request, as it can be reached from this machine."""
+    host, port = scope.get("server") or ("127.0.0.1", None)
+    if port is None:  # a unix socket: show the host name that the visitor uses
+        return ServerAddress(f"http://{dict(scope['headers']).get(b'host', b'localhost').decode('latin-1')}")
+    host = f"[{host}]" if ":" in host else host
+    secure = scope.get("scheme") in ("https", "wss")
+    return ServerAddress(f"{'https' if secure else 'http'}://{host}:{port}", verify=not secure)
+
+
+class WorkbenchApp:
+    """`address` gives the server that the pages use. With several gateway processes, all have the same `host_socket`, one
+    `is_host`, and each listens at its own `process_socket`."""
+
+    def __init__(
+        self,
+        address: Callable[[Scope], ServerAddress] = local_address,
+        *,
+        host_socket: str = "",
+        is_host: bool = True,
+        process_socket: str = "",
+    ) -> None:
+        self._address, self._host_socket, self._process_socket = address, host_socket, process_socket
+        self._opening: asyncio.Future[ASGIApp] | None = None
+        self._resources = AsyncExitStack()
+        self._proxy = WorkbenchProxy(host_socket) if host_socket and not is_host else None
+
+    async def listen(self, app: ASGIApp) -> None:
+        """Serve `app`, the whole server, on the unix sockets of this process, if it has any."""
+        paths = [self._process_socket]
+        if self._proxy is not None:
+            self._resources.push_async_callback(self._proxy.close)
+        else:
+            paths.append(self._host_socket)
+        for path in filter(None, paths):
+            server = UnixSocketServer(path)
+            await server.open(app)
+            self._resources.push_async_callback(server.close)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_body_size(scope)
+        if self._proxy is not None:
+            await self._proxy(scope, receive, send)
+            return
+        app = await self._nicegui(scope)
+        path = scope["path"] if scope["path"] != PREFIX else PREFIX + "/"
+        # NiceGUI would take its prefix from these headers; no proxy in front of us knows it better.
+        headers = [(name, value) for name, value in scope["headers"] if not name.startswith(b"x-forwarded-")]
+        await app({**scope, "path": path, "headers": headers}, receive, _with_security_headers(scope, send))
+
+    async def _nicegui(self, scope: Scope) -> ASGIApp:
+        """Opened once, by the first visit. After a failure the next visit tries again."""
+        if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
+            address = replace(self._address(scope), socket=self._host_socket)
+            self._opening = asyncio.ensure_future(self._open(address))
+        return await asyncio.shield(self._opening)
+
+    async def _open(self, address: ServerAddress) -> ASGIApp:
+        """The import takes about a second, so it runs in a thread."""
+        module = await asyncio.to_thread(importlib.import_module, "modelyard.workbench.nicegui_app")
+        app: ASGIApp = await self._resources.enter_async_context(module.open_app(address, PREFIX))
+        return app
+
+    async def close(self) -> None:
+        if self._opening is not None:
+            await asyncio.gather(self._opening, return_exceptions=True)
+        await self._resources.aclose()
+
+
+def _check_body_size(scope: Scope) -> None:
+    if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+        return
+    length = dict(scope["headers"]).get(b"content-length", b"")
+    if not length.isdigit() or int(length) > _MAX_BODY_BYTES:
+        raise TooLarge(f"the workbench requires a Content-Length of at most {_MAX_BODY_BYTES} bytes")
+
+
+def _with_security_headers(scope: Scope, send: Send) -> Send:
+    if scope["type"] != "http":
+        return send
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *_SECURITY_HEADERS]}
+        await send(message)
+
+    return send_with_headers

@@ -1,0 +1,211 @@
+"""The theme and the components that several pages use. All text is shown as text, never as HTML.
+
+Colours that Python code needs are here; everything else about the appearance is in theme.css.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nicegui import ui
+from nicegui.elements.label import Label
+
+CSS = Path(__file__).with_name("theme.css")
+BRAND_COLOURS = {
+    "primary": "#3f6df6",
+    "secondary": "#0f766e",
+    "accent": "#8b5cf6",
+    "positive": "#16a34a",
+    "negative": "#dc2626",
+    "warning": "#d97706",
+    "info": "#0284c7",
+    "dark": "#151a21",
+    "dark_page": "#0d1117",
+}
+SERIES_COLOURS = ("#4f7cff", "#14b8a6", "#f59e0b", "#ec4899", "#8b5cf6", "#84cc16", "#06b6d4", "#ef4444")
+AXIS_COLOUR, GRID_COLOUR, NEUTRAL_COLOUR = "#8a94a3", "rgba(128,140,160,.18)", "#9aa5b4"
+
+_STATE_COLOURS = {
+    "ready": "positive",
+    "loading": "warning",
+    "draining": "accent",
+    "failed": "negative",
+    "stopped": "grey-6",
+    "running": "positive",
+    "waiting": "warning",
+    "finished": "grey-6",
+}
+_BUSY_STATES = ("loading", "draining", "running", "waiting")
+_CHUNK_CHARACTERS = 1500  # per element: appending to a long text must not send all of it again
+_MAX_CHARACTERS = 400_000
+
+
+def page_heading(title: str, subtitle: str = "") -> None:
+    with ui.column().classes("gap-0"):
+        ui.label(title).classes("title").props("role=heading aria-level=1")
+        if subtitle:
+            ui.label(subtitle).classes("muted")
+
+
+def caption(text: str) -> Label:
+    return ui.label(text).classes("caption")
+
+
+def card() -> ui.element:
+    return ui.element("section").classes("card")
+
+
+def tags(labels: Iterable[str]) -> None:
+    with ui.element("div").classes("line"):
+        for label in labels:
+            ui.label(label).classes("tag")
+
+
+def empty_notice(text: str) -> Label:
+    return ui.label(text).classes("muted").style("padding: 24px 0")
+
+
+class Stat:
+    """A value with its name above it."""
+
+    def __init__(self, name: str, value: str = "–") -> None:
+        with ui.column().classes("gap-0"):
+            caption(name)
+            self._label = ui.label(value).classes("value")
+
+    def set(self, value: str) -> None:
+        self._label.set_text(value)
+
+
+class StateBadge:
+    """The state of a model or request: a coloured dot and a word."""
+
+    def __init__(self, state: str = "") -> None:
+        with ui.element("div").classes("state"):
+            self._dot = ui.element("div").classes("dot")
+            self._label = ui.label("")
+        self._state = ""
+        self.set(state)
+
+    def set(self, state: str) -> None:
+        if state == self._state:
+            return
+        old = f"bg-{_STATE_COLOURS.get(self._state, 'negative')} busy"
+        busy = " busy" if state in _BUSY_STATES else ""
+        self._dot.classes(remove=old, add=f"bg-{_STATE_COLOURS.get(state, 'negative')}{busy}")
+        self._label.set_text(state)
+        self._state = state
+
+
+class StreamingText:
+    """A text that grows. `append` only buffers; `flush` sends the buffered text as one message. Its length is limited."""
+
+    def __init__(self, classes: str = "text") -> None:
+        self._box = ui.element("div").classes(classes)
+        self._tail: Label | None = None
+        self._tail_text, self._buffer, self._length = "", "", 0
+
+    def append(self, text: str) -> None:
+        self._buffer += text
+
+    def flush(self) -> bool:
+        """Whether there was anything to show."""
+        if not self._buffer or self._box.is_deleted:
+            return False
+        text, self._buffer = self._buffer, ""
+        if self._length > _MAX_CHARACTERS:
+            return False
+        self._length += len(text)
+        if self._length > _MAX_CHARACTERS:
+            text += "\n[the rest is too long to show]"
+        if self._tail is None or len(self._tail_text) > _CHUNK_CHARACTERS:
+            with self._box:
+                self._tail, self._tail_text = Label(""), ""
+                self._tail.style("display: inline")
+        self._tail_text += text
+        self._tail.set_text(self._tail_text)
+        return True
+
+    def clear(self) -> None:
+        self._box.clear()
+        self._tail, self._tail_text, self._buffer, self._length = None, "", "", 0
+
+
+class CodePane:
+    """Monospaced text with a copy button."""
+
+    def __init__(self, text: str = "") -> None:
+        self._text = text
+        with ui.element("div").classes("w-full").style("position: relative"):
+            with ui.element("div").classes("code-block mono"):
+                self._label = ui.label(text).classes("text")
+            button = ui.button(icon="content_copy", on_click=self._copy)
+            button.props('flat round dense size=sm color=grey aria-label="Copy"')
+            button.style("position: absolute; top: 6px; right: 6px")
+
+    def _copy(self) -> None:
+        ui.clipboard.write(self._text)
+        ui.notify("Copied", timeout=1200)
+
+    def set(self, text: str) -> None:
+        self._text = text
+        self._label.set_text(text)
+
+
+# --- line charts ------------------------------------------------------------------------------------------------------
+
+Points = Sequence[tuple[float, float | None]]  # unix time, value
+
+_UNIT_FORMATTERS = {
+    "seconds": "v => v < 1 ? Math.round(v * 1000) + ' ms' : v.toFixed(1) + ' s'",
+    "share": "v => Math.round(v * 100) + ' %'",
+    "count": "v => v >= 100 ? Math.round(v) : Math.round(v * 10) / 10",
+}
+
+
+def line_chart(names: Sequence[str], unit: str, height: int = 220) -> ui.echart:
+    """A chart over time with one line per name. Tooltips are drawn as text, so a name never becomes HTML."""
+    formatter = _UNIT_FORMATTERS[unit]
+    axis: dict[str, Any] = {
+        "type": "value",
+        "min": 0,
+        "axisLabel": {":formatter": formatter, "color": AXIS_COLOUR},
+        "splitLine": {"lineStyle": {"color": GRID_COLOUR}},
+    }
+    if unit == "share":
+        axis |= {"max": 1, "splitNumber": 2}
+    series = {
+        "type": "line",
+        "showSymbol": True,
+        "symbolSize": 3,
+        "lineStyle": {"width": 2},
+        "areaStyle": {"opacity": 0.08},
+    }
+    several = len(names) > 1
+    options = {
+        "animation": False,
+        "color": list(SERIES_COLOURS),
+        "grid": {"left": 56, "right": 14, "top": 28 if several else 12, "bottom": 24},
+        "legend": {"show": several, "top": 0, "right": 8, "textStyle": {"color": AXIS_COLOUR}, "itemHeight": 8},
+        "tooltip": {
+            "trigger": "axis",
+            "renderMode": "richText",
+            ":valueFormatter": f"v => v == null ? '–' : ({formatter})(v)",
+        },
+        "xAxis": {"type": "time", "axisLabel": {"color": AXIS_COLOUR, "hideOverlap": True}},
+        "yAxis": axis,
+        "series": [{**series, "name": name, "data": []} for name in names],
+    }
+    return ui.echart(options).classes("w-full").style(f"height: {height}px")
+
+
+def set_points(chart: ui.echart, lines: Sequence[Points], span: tuple[float, float] | None = None) -> None:
+    """Replace the points of each line. `span` is the time range of the axis. The chart's options are changed in place, so
+    that a redraw, such as after a change of the theme, keeps the points."""
+    for index, line in enumerate(lines):
+        chart.options["series"][index]["data"] = [[at * 1000, value] for at, value in line]
+    if span is not None:
+        chart.options["xAxis"] |= {"min": span[0] * 1000, "max": span[1] * 1000}
+    chart.update()

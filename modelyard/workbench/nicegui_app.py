@@ -1,0 +1,234 @@
+"""The NiceGUI application: starts NiceGUI inside the running server and lays out every page.
+
+The layout is what surrounds a page's content: header, navigation, key dialog, and the banner for a lost connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+from nicegui import Client, app, core, ui
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from modelyard.core.errors import Overloaded
+from modelyard.workbench.app import ServerAddress
+from modelyard.workbench.components import BRAND_COLOURS, CSS
+from modelyard.workbench.pages import caches, memory, models, playground, plots, requests, routes
+from modelyard.workbench.session import PageSession
+
+NAVIGATION = (  # path, title, icon
+    ("/", "Models", "view_in_ar"),
+    ("/playground", "Playground", "forum"),
+    ("/requests", "Requests", "list_alt"),
+    ("/memory", "Memory", "memory"),
+    ("/caches", "Caches", "layers"),
+    ("/plots", "Plots", "insights"),
+    ("/routes", "Routes", "alt_route"),
+)
+_MAX_PAGES = 200  # open pages of all visitors; NiceGUI forgets a disconnected page after a minute
+_THEME_ITEM = "modelyard-dark"  # in localStorage
+_THEME_ICONS = {"auto": "brightness_auto", "dark": "dark_mode", "light": "light_mode"}
+_THEME_VALUES = {"auto": None, "dark": True, "light": False}
+
+
+@asynccontextmanager
+async def open_app(address: ServerAddress, prefix: str) -> AsyncIterator[ASGIApp]:
+    if address.socket:  # several processes share the port: a WebSocket could end up in any of them
+        app.config.socket_io_js_transports = ["polling"]
+    fastapi = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    ui.run_with(
+        fastapi,
+        root=lambda: _layout(address),
+        title="Modelyard",
+        favicon="🏗️",
+        dark=None,
+        mount_path=prefix,
+        binding_refresh_interval=None,
+        reconnect_timeout=10,
+        show_welcome_message=False,
+    )
+    async with fastapi.router.lifespan_context(fastapi):
+        yield PageLimit(fastapi)
+        # End the polls of open pages; the pages reconnect when the server is back.
+        for socket in list(core.sio.eio.sockets.values()):
+            await socket.close(wait=False)  # waiting would never end for a page that is gone
+
+
+class PageLimit:
+    """Limits the number of open pages, because a page needs memory and anyone who reaches the port can open one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if "/_nicegui" not in scope["path"] and len(Client.instances) >= _MAX_PAGES:
+            raise Overloaded(f"{_MAX_PAGES} pages of the workbench are open; close some", retry_after=60)
+        await self._app(scope, receive, send)
+
+
+def _layout(address: ServerAddress) -> None:
+    """The content is added once the browser has connected: only then is the tab's key known, and a request without a
+    browser stays cheap."""
+    session = PageSession(address)
+    ui.context.client.on_delete(session.close)
+    ui.colors(**BRAND_COLOURS)
+    ui.add_css(CSS)
+    theme = _header(session, _navigation())
+    _connection_banner(session)
+    content = ui.column().classes("w-full gap-0 items-stretch")
+
+    async def connected() -> None:
+        await session.restore_key()
+        await theme.restore()
+        _key_dialog(session)
+        _track_visibility(session)
+        _handle_table_clicks(session)
+        with content:
+            ui.sub_pages(_pages(session))
+
+    ui.timer(0, connected, once=True)
+
+
+def _pages(session: PageSession) -> dict[str, Callable[..., None]]:
+    return {
+        "/": lambda: models.page(session),
+        "/playground": lambda model="": playground.page(session, model),
+        "/requests": lambda: requests.page(session),
+        "/requests/{id}": lambda id: requests.detail_page(session, id),
+        "/memory": lambda: memory.page(session),
+        "/caches": lambda: caches.page(session),
+        "/plots": lambda: plots.page(session),
+        "/routes": lambda: routes.page(session),
+    }
+
+
+# --- header and navigation --------------------------------------------------------------------------------------------
+
+
+def _header(session: PageSession, drawer: ui.left_drawer) -> ThemeButton:
+    with ui.header().classes("items-center gap-3 px-4 py-2 no-wrap"):
+        ui.button(icon="menu", on_click=drawer.toggle).props('flat round dense color=grey aria-label="Menu"')
+        ui.label("Modelyard").classes("text-lg font-bold")
+        ui.label("workbench").classes("muted gt-xs")
+        ui.space()
+        ui.label(session.client.url.partition("://")[2]).classes("muted gt-xs")
+        return ThemeButton()
+
+
+class ThemeButton:
+    """Switches between light, dark, and the system's setting. The browser stores the choice."""
+
+    def __init__(self) -> None:
+        self._theme = "auto"
+        self._dark = ui.dark_mode(None)
+        self._button = ui.button(icon=_THEME_ICONS["auto"], on_click=self._next)
+        self._button.props('flat round dense color=grey aria-label="Light or dark"')
+        self._button.tooltip("Light, dark, or the system's setting")
+
+    async def restore(self) -> None:
+        stored = str(await ui.run_javascript(f"return localStorage.getItem('{_THEME_ITEM}')", timeout=10))
+        if stored in _THEME_VALUES:
+            self._set(stored)
+
+    def _next(self) -> None:
+        names = list(_THEME_VALUES)
+        self._set(names[(names.index(self._theme) + 1) % len(names)])
+        ui.run_javascript(f"localStorage.setItem('{_THEME_ITEM}', '{self._theme}')")
+
+    def _set(self, theme: str) -> None:
+        self._theme = theme
+        self._dark.value = _THEME_VALUES[theme]
+        self._button.props(f"icon={_THEME_ICONS[theme]}")
+
+
+def _navigation() -> ui.left_drawer:
+    links: dict[str, ui.link] = {}
+    with ui.left_drawer(value=None, bordered=True).props("width=216 breakpoint=820") as drawer:
+        drawer.classes("px-0 py-3 gap-0")
+        with ui.element("nav").props('aria-label="Pages"'):
+            for path, title, icon in NAVIGATION:
+                with ui.link(target=path).classes("nav") as links[path]:
+                    ui.icon(icon).classes("text-lg")
+                    ui.label(title)
+    router = ui.context.client.sub_pages_router
+
+    def mark_active(path: str) -> None:
+        top = "/" + path.partition("?")[0].strip("/").partition("/")[0]
+        for target, link in links.items():
+            link.classes(remove="active", add="active" if target == top else "")
+
+    router.on_path_changed(mark_active)
+    mark_active(router.current_path)
+    return drawer
+
+
+def _connection_banner(session: PageSession) -> None:
+    banner = ui.label("").classes("banner").props("role=alert")
+    banner.set_visibility(False)
+
+    def show(error: str) -> None:
+        banner.set_text(f"{error}. Trying again…" if error else "")
+        banner.set_visibility(bool(error))
+
+    session.on_connection = show
+
+
+# --- key dialog and events of the browser -----------------------------------------------------------------------------
+
+
+def _key_dialog(session: PageSession) -> None:
+    with ui.dialog().props("persistent") as dialog, ui.card().classes("card w-96"):
+        ui.label("This server requires a key").classes("name")
+        ui.label("Enter an API key with admin = true. It is stored in this tab only.").classes("muted small")
+        field = ui.input("Admin key", password=True).props("outlined autofocus").classes("w-full")
+        reason = ui.label("").classes("error small text")
+        reason.set_visibility(False)
+
+        def show_reason(text: str) -> None:
+            reason.set_text(text)
+            reason.set_visibility(bool(text))
+
+        async def submit() -> None:
+            refused = await session.unlock(field.value or "")
+            show_reason(refused)
+            if not refused:
+                field.value = ""
+                dialog.close()
+                await ui.context.client.sub_pages_router.refresh()
+
+        field.on("keydown.enter", submit)
+        ui.button("Unlock", on_click=submit).props("unelevated no-caps").classes("self-end")
+
+    def ask(reason: str) -> None:
+        show_reason(reason)
+        dialog.open()
+
+    session.on_locked = ask
+
+
+def _track_visibility(session: PageSession) -> None:
+    """A hidden tab does not poll."""
+
+    def changed(event: Any) -> None:
+        session.hidden = bool(event.args)
+
+    ui.on("modelyard-hidden", changed)
+    ui.run_javascript(
+        "document.addEventListener('visibilitychange', () => emitEvent('modelyard-hidden', document.hidden))"
+    )
+
+
+def _handle_table_clicks(session: PageSession) -> None:
+    """The table of requests emits its clicks as events. The handler is registered once, not at every visit of its page."""
+
+    async def clicked(event: Any) -> None:
+        id = str(event.args["id"])
+        if event.args["act"]:
+            await session.perform(session.client.cancel(id), "Cancelled")
+        else:
+            ui.navigate.to(f"/requests/{id}")
+
+    ui.on("modelyard-request", clicked)
