@@ -186,7 +186,7 @@ def measure(
     """Interleaved; the server with equal KV memory once, because only its token count is compared, which is fixed."""
     found: dict[str, list[SessionCost]] = {name: [] for name in starts}
     for number in range(rounds):
-        for name in starts if number % 2 == 0 else reversed(starts):
+        for name in list(starts) if number % 2 == 0 else list(starts)[::-1]:
             if name == EQUAL and found[EQUAL]:
                 continue
             with starts[name]() as server:
@@ -198,8 +198,8 @@ def comparisons(found: Mapping[str, list[SessionCost]]) -> Iterator[Comparison]:
     ours, best, equal = (found.get(name, []) for name in (OURS, BEST, EQUAL))
 
     def compare(name: str, unit: str, field: str, theirs: list[SessionCost], bound: float | None) -> Comparison:
-        sides = (tuple(float(getattr(one, field)) for one in side) for side in (ours[: len(theirs)], theirs))
-        return Comparison(name, unit, *sides, bound, at_most=True)
+        first, second = (tuple(float(getattr(one, field)) for one in side) for side in (ours[: len(theirs)], theirs))
+        return Comparison(name, unit, first, second, bound, at_most=True)
 
     if equal:
         yield compare("prompt tokens evaluated, equal KV memory", "", "evaluated", equal, 0.1)

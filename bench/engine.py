@@ -208,17 +208,18 @@ async def start_streams(server: Server, model: str, streams: int) -> asyncio.Tas
 def comparisons(found: Rounds, alone: list[Measured], busy: list[Measured]) -> Iterator[Comparison]:
     cases = list(dict.fromkeys(case for _, case in found))
 
-    def sides(case: Case, field: str) -> Iterator[tuple[float, ...]]:
-        return (tuple(getattr(one, field) for one in found[name, case]) for name in (OURS, LLAMA_SERVER))
+    def compare(name: str, unit: str, case: Case, field: str, bound: float | None = None) -> Comparison:
+        ours, theirs = (tuple(getattr(one, field) for one in found[side, case]) for side in (OURS, LLAMA_SERVER))
+        return Comparison(name, unit, ours, theirs, bound, at_most=field == "ttft")
 
     for case in cases:
-        yield Comparison(str(case), "tok/s", *sides(case, "rate"), {1: 0.97, 8: 1.0}.get(case.streams))
+        yield compare(str(case), "tok/s", case, "rate", {1: 0.97, 8: 1.0}.get(case.streams))
     for case in (case for case in cases if case.streams == 1):
-        yield Comparison(f"first token, prompt of {case.depth:,}", "s", *sides(case, "ttft"), 1.05, at_most=True)
+        yield compare(f"first token, prompt of {case.depth:,}", "s", case, "ttft", 1.05)
     for case in cases:
-        yield Comparison(f"{case}: CPU of prompt and output", "s", *sides(case, "cpu_s"))
-    rates = (tuple(one.rate for one in side) for side in (busy, alone))
-    yield Comparison("ours with background streams, against alone", "tok/s", *rates, 0.9)
+        yield compare(f"{case}: CPU of prompt and output", "s", case, "cpu_s")
+    with_background, without = (tuple(one.rate for one in side) for side in (busy, alone))
+    yield Comparison("ours with background streams, against alone", "tok/s", with_background, without, 0.9)
 
 
 def measure(plan: Plan, model: Path, threads: int, tick: Callable[[str], None]) -> list[Comparison]:

@@ -137,11 +137,11 @@ def fake_config(tokenizer: Path, token_delay: float) -> dict[str, Any]:
 def measure(server: Server, *, stream: bool, streams: int, seconds: float, ramp_s: float = 0.0) -> ServerSample:
     body = request_body(stream=stream)
     job = LoadJob(url=server.url, body=body, key="bench", streams=streams, seconds=seconds, ramp_s=ramp_s)
-    before, machine, own = server.cpu_s(), _machine_cpu_s(), _own_cpu_s()
+    before, machine, own, began = server.cpu_s(), _machine_cpu_s(), _own_cpu_s(), perf_counter()
     found = job.run_in_process()
     cpu_s = server.cpu_s() - before
     others = max(0.0, _machine_cpu_s() - machine - cpu_s - (_own_cpu_s() - own))
-    return summarize(found, cpu_s, server.rss_mb(), others / found.wall_s)
+    return summarize(found, cpu_s, server.rss_mb(), others / (perf_counter() - began))
 
 
 def summarize(found: Round, cpu_s: float, rss_mb: float, other_cores: float) -> ServerSample:

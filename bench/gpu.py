@@ -61,7 +61,7 @@ async def rate(engine: LlamaCppEngine, streams: int, tokens: int, sampling: Samp
     times: list[list[tuple[float, int]]] = [[] for _ in range(streams)]
 
     async def one(number: int) -> None:
-        ids = [(number * 7919 + at * 104729 + seed) % engine._n_vocab for at in range(_PROMPT)]
+        ids = [(number * 7919 + at * 104729 + seed) % engine.n_vocab for at in range(_PROMPT)]
         prompt = Prompt(parts=(TokenRun(ids),), sampling=sampling, max_tokens=tokens, session=f"{seed}-{number}")
         async for batch in engine.generate(prompt):
             count = sum(len(each.ids) for each in batch if isinstance(each, Tokens))

@@ -69,8 +69,10 @@ async def open_scheduler(case: PoolCase) -> Scheduler:
     scheduler = Scheduler(SchedulerOptions(max_waiting=10_000, max_wait_s=600.0))
     names = [f"model-{number}" for number in range(case.models)]
     make: Callable[[], Any] = IdleEngine
-    replicas = {"replicas": case.replicas, "replica_max": case.replicas}
-    scheduler.reconfigure({name: ModelSpec(name=name, caches=_CACHES, make=make, **replicas) for name in names})
+    count = case.replicas
+    scheduler.reconfigure(
+        {n: ModelSpec(name=n, caches=_CACHES, make=make, replicas=count, replica_max=count) for n in names}
+    )
     for name in names:
         await scheduler.scale(name, case.replicas)
     return scheduler

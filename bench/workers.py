@@ -67,7 +67,9 @@ def llama_spec(parallel: int = 8) -> EngineSpec:
 
 
 def fake_spec(tokens: int, parallel: int = 64, delay: float = 0.0) -> EngineSpec:
-    options = fake.Options(script=[{"when": ".*", "steps": [{"tokens": tokens}]}], token_delay=delay)
+    options = fake.Options.model_validate(
+        {"script": [{"when": ".*", "steps": [{"tokens": tokens}]}], "token_delay": delay}
+    )
     return EngineSpec("demo", options, {"main": CacheInfo(1 << 20, parallel)})
 
 
@@ -277,7 +279,7 @@ async def worker_engine(engine: type[IdleEngine], endpoint: str, keys: ClusterKe
     """One of the engines above in a worker process."""
     async with child_process(_run_worker, engine, endpoint, keys):
         session = WorkerSession(endpoint, "bench", keys=keys)
-        await session.meet()
+        await session.connect()
         yield remote_engine(session, EngineOpened("e", "text", EngineInfo(engine.name)))
         await session.close()
 

@@ -114,7 +114,8 @@ async def run_trial(
         if failure is not None:
             return failure
         if outcome_file.is_file():
-            return msgspec.json.decode(outcome_file.read_bytes(), type=Outcome)
+            outcome: Outcome = msgspec.json.decode(outcome_file.read_bytes(), type=Outcome)
+            return outcome
         if code == -signal.SIGKILL:
             return TrialFailure("memory", "the system killed it, as it does when memory runs out")
         output = child.log.tail(_LOG_LINES)

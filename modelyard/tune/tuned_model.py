@@ -38,6 +38,8 @@ class TunedModel:
         bench = _engine_module(self.backend, "bench")
         self.has_engine_bench = bench is not None and bench.program(self._spec(config).options) is not None
         self.left_out: list[str] = []  # knobs that are not tried, each with the reason
+        self._changes: dict[Setting, dict[ConfigPath, Value]] = {}  # a setting is tried several times
+        self._trial_configs: dict[Setting, dict[str, Any]] = {}
         self.knobs = {knob.name: knob for knob in self._find_knobs()}
         if not self.knobs:
             raise InvalidRequest(f"{name!r} has nothing to optimize on this machine", code="no_knobs")
@@ -103,6 +105,11 @@ class TunedModel:
     def changes(self, setting: Setting) -> dict[ConfigPath, Value]:
         """What must be written for a setting, and nothing else. A value that is not set may follow from another: it
         is written only where the derived value would be wrong."""
+        if setting not in self._changes:
+            self._changes[setting] = self._minimal_changes(setting)
+        return self._changes[setting]
+
+    def _minimal_changes(self, setting: Setting) -> dict[ConfigPath, Value]:
         wanted = setting.changes(self.current)
         wanted |= setting.changes(self._setting(self._config_with(wanted)))
         for name in reversed(list(wanted)):
@@ -114,7 +121,10 @@ class TunedModel:
         return with_changes(self.config, config_changes(self.config, self.name, self.knobs, values))
 
     def trial_config(self, setting: Setting) -> dict[str, Any]:
-        return single_model_config(with_changes(self.config, self.changes(setting)), self.name)
+        if setting not in self._trial_configs:
+            config = with_changes(self.config, self.changes(setting))
+            self._trial_configs[setting] = single_model_config(config, self.name)
+        return self._trial_configs[setting]
 
     def exact_config(self) -> dict[str, Any]:
         """With exact numbers for every lossy knob: the reference of quality checks."""

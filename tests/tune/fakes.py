@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import math
 import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,3 +179,11 @@ def optimizer(
     return Optimizer(
         tuned_model(goal), chosen, history, observer or SilentObserver(), trials.run_trial, lambda: trials.now
     )
+
+
+@functools.cache
+def finished_run(goal: str = "chat") -> tuple[Optimizer, SearchResult]:
+    """A whole run, shared by the tests of what is made of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = optimizer(FormulaTrials(), Path(folder), goal)
+        return made, asyncio.run(made.run())

@@ -85,7 +85,7 @@ async def test_for_memory_the_floor_follows_later_measurements_of_the_fastest_se
         """Every trial is a little slower than the one before."""
 
         def measurement(self, options: dict) -> Outcome:
-            seen, slower = super().run_trialment(options), 1 + len(self.jobs) / 1000
+            seen, slower = super().measurement(options), 1 + len(self.jobs) / 1000
             return seen if isinstance(seen, TrialFailure) else replace(seen, answer_s=seen.answer_s * slower)
 
     made = optimizer(Tired(), tmp_path, "memory")
@@ -232,7 +232,7 @@ def test_before_the_first_trial_the_best_is_the_current_setting(tmp_path: Path):
     [
         (Loss(10.05, 10.0, 0.01), None),
         (Loss(10.2, 10.0, 0.01), "perplexity"),
-        (Loss(10.0, 10.0, 0.3), "odds"),
+        (Loss(10.0, 10.0, 0.3), "divergence"),
         (Loss(9.9, 10.0, None), None),
     ],
 )

@@ -8,12 +8,12 @@ import pytest
 from modelyard.benchmark.drawing import Circle, svg
 from modelyard.tune.plot import Scale, chart_value, pareto_front, plot
 from modelyard.tune.report import ReportRow, make_report
-from tests.tune.fakes import FormulaTrials, optimizer
+from tests.tune.fakes import finished_run
 
 
-async def test_every_setting_is_a_circle_and_baselines_have_labels(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
-    report = make_report(made, await made.run())
+def test_every_setting_is_a_circle_and_baselines_have_labels(tmp_path):
+    made, result = finished_run()
+    report = make_report(made, result)
     drawing = plot(report)
     assert (
         len([shape for shape in drawing.shapes if isinstance(shape, Circle)]) == len(report.rows) + 1
@@ -24,15 +24,15 @@ async def test_every_setting_is_a_circle_and_baselines_have_labels(tmp_path):
     assert report.verdict in text
 
 
-async def test_circles_stay_inside_the_drawing(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
-    drawing = plot(make_report(made, await made.run()))
+def test_circles_stay_inside_the_drawing(tmp_path):
+    made, result = finished_run()
+    drawing = plot(make_report(made, result))
     dots = [shape.at for shape in drawing.shapes if isinstance(shape, Circle)]
     assert all(0 <= x <= drawing.width and 0 <= y <= drawing.height for x, y in dots)
 
 
 def test_a_report_without_rows_can_be_drawn(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
+    made, result = finished_run()
     report = make_report(made, made.interim_result(), finished=False)
     assert svg(plot(msgspec.structs.replace(report, rows=()))).startswith("<svg")
 
@@ -62,9 +62,9 @@ def test_for_memory_the_vertical_axis_is_speed():
     assert [chart_value(row, goal) for goal in ("chat", "agent", "batch", "memory")] == [2.0, 2.0, 2.0, 30.0]
 
 
-async def test_the_best_is_the_unit_if_the_current_setting_does_not_run(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
-    report = make_report(made, await made.run())
+def test_the_best_is_the_unit_if_the_current_setting_does_not_run(tmp_path):
+    made, result = finished_run()
+    report = make_report(made, result)
     rows = tuple(msgspec.structs.replace(row, changes={"n": 1}) for row in report.rows if row.name != "current")
     assert "the best = 1" in svg(plot(msgspec.structs.replace(report, rows=rows)))
     assert "current = 1" in svg(plot(report))

@@ -25,7 +25,7 @@ from modelyard.tune.report import (
 )
 from modelyard.tune.search import ScoreRequest, ScoreTable, SearchResult
 from modelyard.tune.trial import EngineBenchResult, Measurement, QualityResult, TrialFailure
-from tests.tune.fakes import FormulaTrials, optimizer
+from tests.tune.fakes import finished_run
 
 A, B = Setting((("n", 1),)), Setting((("n", 2),))
 
@@ -66,9 +66,9 @@ def test_the_verdict_says_what_is_confirmed(found, finished, words):
     assert words in verdict(found, gained, finished=finished, min_rounds=4)
 
 
-async def test_a_report_has_everything_and_can_be_written(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
-    told = make_report(made, await made.run())
+def test_a_report_has_everything_and_can_be_written(tmp_path):
+    made, result = finished_run()
+    told = make_report(made, result)
     assert told.better
     assert told.changes == {"flash_attn": "on", "type_k": "q8_0", "type_v": "q8_0"}
     assert {row.name for row in told.rows} >= {"best", "current", "engine default"}
@@ -81,15 +81,15 @@ async def test_a_report_has_everything_and_can_be_written(tmp_path):
     assert kept["toml"].startswith("[models.m]")
 
 
-async def test_a_slash_in_a_model_name_makes_no_folder(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
+def test_a_slash_in_a_model_name_makes_no_folder(tmp_path):
+    made, result = finished_run()
     told = msgspec.structs.replace(make_report(made, made.interim_result(), finished=False), model="org/name")
     assert save(told, tmp_path).parent == tmp_path
 
 
-async def test_an_infinite_ratio_is_left_out(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
-    found = await made.run()
+def test_an_infinite_ratio_is_left_out(tmp_path):
+    made, result = finished_run()
+    found = result
     once = {setting: scores[:1] for setting, scores in found.rounds.items()}
     one = SearchResult(found.best, found.current, found.table, once, Interval(2.0, 0.0, math.inf), False)
     told = make_report(made, one)
@@ -97,21 +97,21 @@ async def test_an_infinite_ratio_is_left_out(tmp_path):
     assert told.ratios == {}
 
 
-async def test_the_shown_ratio_is_the_one_that_decided(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
-    told = make_report(made, await made.run())
+def test_the_shown_ratio_is_the_one_that_decided(tmp_path):
+    made, result = finished_run()
+    told = make_report(made, result)
     assert told.ratios["current"] == told.ratio
 
 
-async def test_noise_is_left_out_if_nothing_was_measured_twice(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
+def test_noise_is_left_out_if_nothing_was_measured_twice(tmp_path):
+    made, result = finished_run()
     assert make_report(made, made.interim_result(), finished=False).noise is None
-    assert make_report(made, await made.run()).noise is not None
+    assert make_report(made, result).noise is not None
 
 
-async def test_for_memory_ratios_are_of_memory_and_the_gain_includes_speed(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path, "memory")
-    told = make_report(made, await made.run())
+def test_for_memory_ratios_are_of_memory_and_the_gain_includes_speed(tmp_path):
+    made, result = finished_run("memory")
+    told = make_report(made, result)
     assert told.better
     assert told.ratios["current"].middle == pytest.approx(1000 / 600)
     assert (
@@ -162,9 +162,9 @@ def test_a_replayed_outcome_is_marked():
     assert "current settings: not finished in time: late (from the history)" in err.getvalue()
 
 
-async def test_the_result_has_a_table_the_losses_the_failures_and_the_recommendation(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
-    told = make_report(made, await made.run())
+def test_the_result_has_a_table_the_losses_the_failures_and_the_recommendation(tmp_path):
+    made, result = finished_run()
+    told = make_report(made, result)
     terminal_report, out, _ = terminal()
     terminal_report.show(told)
     said = out.getvalue()
@@ -177,10 +177,10 @@ async def test_the_result_has_a_table_the_losses_the_failures_and_the_recommenda
     assert 'flash_attn = "on"' in said
 
 
-async def test_an_unconfirmed_best_is_marked(tmp_path):
-    made = optimizer(FormulaTrials(), tmp_path)
+def test_an_unconfirmed_best_is_marked(tmp_path):
+    made, result = finished_run()
     terminal_report, out, _ = terminal()
-    terminal_report.show(replace(make_report(made, await made.run()), better=False, noise=None))
+    terminal_report.show(replace(make_report(made, result), better=False, noise=None))
     assert "not confirmed" in out.getvalue()
     assert "The noise of a trial" not in out.getvalue()
 

@@ -78,7 +78,7 @@ def test_the_outcome_file_is_complete(tmp_path: Path):
     job.write_bytes(msgspec.json.encode(TrialJob(config=config, model="demo", workload=LOAD)))
     main([str(job), str(outcome)])
     assert isinstance(msgspec.json.decode(outcome.read_bytes(), type=Outcome), Measurement)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["outcome.json", "job.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json", "outcome.json"]
 
 
 def test_fewer_slots_run_the_same_number_of_answers():

@@ -177,7 +177,7 @@ def test_rounded_values_need_flash_attention():
 
 
 def test_gpu_layers_are_a_knob_if_there_are_gpus(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(library, "uses_gpus", lambda _: True)
+    monkeypatch.setattr(library, "visible_memory", lambda memory: memory)
     config = load_config(
         env={}, overrides={"models": {"m": {"backend": "llama_cpp", "path": str(model_file())}}}
     ).config
