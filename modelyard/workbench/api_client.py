@@ -24,8 +24,8 @@ class ServerUnreachable(Unavailable):
 
 
 class ApiClient:
-    """`key` may change at any time. Every call raises a ModelyardError if it fails. `socket` is a unix socket to connect
-    to instead of `url`."""
+    """`key` may change at any time. Every call raises a ModelyardError if it fails. `socket` is a unix socket to use
+    instead of `url`."""
 
     def __init__(self, url: str, key: str = "", *, verify: bool = True, socket: str = "") -> None:
         self.url, self.key = url.rstrip("/"), key

@@ -1,4 +1,4 @@
-"""The workbench as an ASGI app. NiceGUI and the pages are imported at the first visit, not at the start of the server."""
+"""The workbench as an ASGI app. NiceGUI and the pages are imported at the first visit, not at the start."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def local_address(scope: Scope) -> ServerAddress:
 
 
 class WorkbenchApp:
-    """`address` gives the server that the pages use. With several gateway processes, all have the same `host_socket`, one
-    `is_host`, and each listens at its own `process_socket`."""
+    """`address` gives the server that the pages use. With several gateway processes, all have the same `host_socket`,
+    one `is_host`, and each listens at its own `process_socket`."""
 
     def __init__(
         self,

@@ -100,7 +100,7 @@ class StateBadge:
 
 
 class StreamingText:
-    """A text that grows. `append` only buffers; `flush` sends the buffered text as one message. Its length is limited."""
+    """A text that grows. `append` only buffers; `flush` sends the buffer as one message. The length is limited."""
 
     def __init__(self, classes: str = "text") -> None:
         self._box = ui.element("div").classes(classes)
@@ -202,8 +202,8 @@ def line_chart(names: Sequence[str], unit: str, height: int = 220) -> ui.echart:
 
 
 def set_points(chart: ui.echart, lines: Sequence[Points], span: tuple[float, float] | None = None) -> None:
-    """Replace the points of each line. `span` is the time range of the axis. The chart's options are changed in place, so
-    that a redraw, such as after a change of the theme, keeps the points."""
+    """Replace the points of each line. `span` is the time range of the axis. The chart's options are changed in place,
+    so that a redraw, such as after a change of the theme, keeps the points."""
     for index, line in enumerate(lines):
         chart.options["series"][index]["data"] = [[at * 1000, value] for at, value in line]
     if span is not None:

@@ -222,7 +222,7 @@ def _track_visibility(session: PageSession) -> None:
 
 
 def _handle_table_clicks(session: PageSession) -> None:
-    """The table of requests emits its clicks as events. The handler is registered once, not at every visit of its page."""
+    """The table of requests emits its clicks as events. The handler is registered once, not at every visit."""
 
     async def clicked(event: Any) -> None:
         id = str(event.args["id"])

@@ -1,8 +1,8 @@
 """One workbench for several gateway processes: the first hosts it, the others forward requests over a unix socket.
 
-A page lives in one process, but the kernel gives each connection to any of them. So with several processes the page uses
-plain HTTP polling instead of a WebSocket, and every process forwards the polls to the host. The page shows the
-state of the host process.
+A page lives in one process, but the kernel gives each connection to any of them. So with several processes the page
+uses plain HTTP polling instead of a WebSocket, and every process forwards the polls to the host. The page shows the state
+of the host process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _HOP_HEADERS = frozenset({b"connection", b"transfer-encoding", b"keep-alive", b"
 
 
 def host_socket_path(env: Mapping[str, str] = os.environ) -> str:
-    """The socket of the host process, beside the supervisor's, in a folder that only this user may enter. Empty if there
-    is a single process."""
+    """The socket of the host process, beside the supervisor's, in a folder that only this user may enter. Empty if
+    there is a single process."""
     return str(Path(env[SOCKET_VARIABLE]).with_name(_SOCKET_NAME)) if env.get(SOCKET_VARIABLE) else ""
 
 

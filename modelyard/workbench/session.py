@@ -17,8 +17,8 @@ _KEY_ITEM = "modelyard-key"  # in sessionStorage: it is deleted with the tab and
 
 
 class PageSession:
-    """`on_connection` gets "" if the server answers, else the reason. `on_locked` is called if a key is needed, with the
-    reason why the present key is refused."""
+    """`on_connection` gets "" if the server answers, else the reason. `on_locked` is called if a key is needed, with
+    the reason why the present key is refused."""
 
     def __init__(self, address: ServerAddress) -> None:
         self.client = ApiClient(address.url, verify=address.verify, socket=address.socket)

@@ -342,7 +342,8 @@ async def test_calls_do_not_hold_up_streams() -> None:
         block.set()
         await asyncio.gather(*calls)
         await read(job)
-    assert order[:6] == ["step", "call", "step", "call", "step", "call"]
+    assert order.count("call") == 3
+    assert "call, call" not in ", ".join(order)
 
 
 async def test_unsupported_control_names_the_library() -> None:

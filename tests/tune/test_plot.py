@@ -8,7 +8,7 @@ import pytest
 from modelyard.benchmark.drawing import Circle, svg
 from modelyard.tune.plot import Scale, chart_value, pareto_front, plot
 from modelyard.tune.report import ReportRow, make_report
-from tests.tune.fakes import finished_run
+from tests.tune.fakes import FormulaTrials, finished_run, optimizer
 
 
 def test_every_setting_is_a_circle_and_baselines_have_labels(tmp_path):
@@ -32,7 +32,7 @@ def test_circles_stay_inside_the_drawing(tmp_path):
 
 
 def test_a_report_without_rows_can_be_drawn(tmp_path):
-    made, result = finished_run()
+    made = optimizer(FormulaTrials(), tmp_path)
     report = make_report(made, made.interim_result(), finished=False)
     assert svg(plot(msgspec.structs.replace(report, rows=()))).startswith("<svg")
 

@@ -25,7 +25,7 @@ from modelyard.tune.report import (
 )
 from modelyard.tune.search import ScoreRequest, ScoreTable, SearchResult
 from modelyard.tune.trial import EngineBenchResult, Measurement, QualityResult, TrialFailure
-from tests.tune.fakes import finished_run
+from tests.tune.fakes import FormulaTrials, finished_run, optimizer
 
 A, B = Setting((("n", 1),)), Setting((("n", 2),))
 
@@ -82,7 +82,7 @@ def test_a_report_has_everything_and_can_be_written(tmp_path):
 
 
 def test_a_slash_in_a_model_name_makes_no_folder(tmp_path):
-    made, result = finished_run()
+    made = optimizer(FormulaTrials(), tmp_path)
     told = msgspec.structs.replace(make_report(made, made.interim_result(), finished=False), model="org/name")
     assert save(told, tmp_path).parent == tmp_path
 
@@ -105,7 +105,8 @@ def test_the_shown_ratio_is_the_one_that_decided(tmp_path):
 
 def test_noise_is_left_out_if_nothing_was_measured_twice(tmp_path):
     made, result = finished_run()
-    assert make_report(made, made.interim_result(), finished=False).noise is None
+    fresh = optimizer(FormulaTrials(), tmp_path)
+    assert make_report(fresh, fresh.interim_result(), finished=False).noise is None
     assert make_report(made, result).noise is not None
 
 

@@ -1,4 +1,4 @@
-"""The runs of the optimizer, below the plots: each with its verdict, a chart and a table of all settings, and remarks."""
+"""The runs of the optimizer, below the plots: each with a verdict, a chart and a table of all settings, and remarks."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _ratio_text(row: Json, current: Json | None, goal: str) -> str:
 
 
 class SettingPoint(Struct, frozen=True):
-    """A setting in the chart: memory in MiB on the x axis, the gain on the y axis. `kind` is its entry in the legend."""
+    """A setting in the chart: memory in MiB on the x axis, gain on the y axis. `kind` is its entry in the legend."""
 
     kind: str
     name: str

@@ -315,8 +315,8 @@ class SpeedMeter:
 
 
 class SettingsForm:
-    """Model, protocol, system prompt, sampling and tools. Each field writes to the conversation's settings, which are kept
-    when the page is left."""
+    """Model, protocol, system prompt, sampling and tools. Each field writes to the conversation's settings, which are
+    kept when the page is left."""
 
     def __init__(self, session: PageSession) -> None:
         self._session, self._settings = session, session.conversation.settings
