@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from rich.console import Console
 from modelyard.benchmark.statistics import Interval
 from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict, InvalidRequest, NotFound
+from modelyard.core.knobs import Knob
+from modelyard.engines.fake import knobs
 from modelyard.http.admin.routes import tuning_runs
 from modelyard.tune import optimize as optimize_module
 from modelyard.tune.optimize import OptimizeOptions, make_plan, optimize, parse_share
@@ -178,7 +181,11 @@ def test_an_unknown_model_is_refused(tmp_path: Path, formula: Formula):
 def test_real_trials_of_the_fake_engine_end_in_a_saved_report_and_no_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    few = SearchRules(rounds=1, passes=1, pairs=0, min_rounds=2, max_rounds=2)
+    def one_knob(*_: object) -> Iterator[Knob]:
+        yield Knob(name="token_delay", values=(0.0, 0.005), stage=1)
+
+    monkeypatch.setattr(knobs, "knobs", one_knob)
+    few = SearchRules(rounds=1, passes=1, pairs=0, min_rounds=1, max_rounds=1)
     monkeypatch.setattr(optimize_module, "OptimizerPlan", partial(OptimizerPlan, rules=few))
     workspace = Workspace(tmp_path, TOML.replace("0.02", "0.005"))
     assert workspace.optimize() == 0

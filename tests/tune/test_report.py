@@ -68,23 +68,23 @@ def test_the_verdict_says_what_is_confirmed(found, finished, words):
 
 def test_a_report_has_everything_and_can_be_written(tmp_path):
     made, result = finished_run()
-    told = make_report(made, result)
-    assert told.better
-    assert told.changes == {"flash_attn": "on", "type_k": "q8_0", "type_v": "q8_0"}
-    assert {row.name for row in told.rows} >= {"best", "current", "engine default"}
-    assert told.rows[0].score == max(row.score for row in told.rows)
-    assert {lost.within for lost in told.losses} == {True, False}
-    assert told.failures
-    assert told.trials <= told.grid
-    kept = msgspec.json.decode(save(told, tmp_path / "tune").read_bytes())
-    assert kept["verdict"] == told.verdict
+    report = make_report(made, result)
+    assert report.better
+    assert report.changes == {"flash_attn": "on", "type_k": "q8_0", "type_v": "q8_0"}
+    assert {row.name for row in report.rows} >= {"best", "current", "engine default"}
+    assert report.rows[0].score == max(row.score for row in report.rows)
+    assert {lost.within for lost in report.losses} == {True, False}
+    assert report.failures
+    assert report.trials <= report.grid
+    kept = msgspec.json.decode(save(report, tmp_path / "tune").read_bytes())
+    assert kept["verdict"] == report.verdict
     assert kept["toml"].startswith("[models.m]")
 
 
 def test_a_slash_in_a_model_name_makes_no_folder(tmp_path):
     made = optimizer(FormulaTrials(), tmp_path)
-    told = msgspec.structs.replace(make_report(made, made.interim_result(), finished=False), model="org/name")
-    assert save(told, tmp_path).parent == tmp_path
+    report = msgspec.structs.replace(make_report(made, made.interim_result(), finished=False), model="org/name")
+    assert save(report, tmp_path).parent == tmp_path
 
 
 def test_an_infinite_ratio_is_left_out(tmp_path):
@@ -92,15 +92,15 @@ def test_an_infinite_ratio_is_left_out(tmp_path):
     found = result
     once = {setting: scores[:1] for setting, scores in found.rounds.items()}
     one = SearchResult(found.best, found.current, found.table, once, Interval(2.0, 0.0, math.inf), False)
-    told = make_report(made, one)
-    assert told.ratio is None
-    assert told.ratios == {}
+    report = make_report(made, one)
+    assert report.ratio is None
+    assert report.ratios == {}
 
 
 def test_the_shown_ratio_is_the_one_that_decided(tmp_path):
     made, result = finished_run()
-    told = make_report(made, result)
-    assert told.ratios["current"] == told.ratio
+    report = make_report(made, result)
+    assert report.ratios["current"] == report.ratio
 
 
 def test_noise_is_left_out_if_nothing_was_measured_twice(tmp_path):
@@ -112,14 +112,15 @@ def test_noise_is_left_out_if_nothing_was_measured_twice(tmp_path):
 
 def test_for_memory_ratios_are_of_memory_and_the_gain_includes_speed(tmp_path):
     made, result = finished_run("memory")
-    told = make_report(made, result)
-    assert told.better
-    assert told.ratios["current"].middle == pytest.approx(1000 / 600)
+    report = make_report(made, result)
+    assert report.better
+    assert report.ratios["current"].middle == pytest.approx(1000 / 600)
     assert (
-        told.gain == "0.60 times the memory, 2.60 times the speed; the current settings are slower than --slack allows"
+        report.gain
+        == "0.60 times the memory, 2.60 times the speed; the current settings are slower than --slack allows"
     )
-    assert told.gain in told.verdict
-    assert {row.name: row.slow for row in told.rows if row.name} == {
+    assert report.gain in report.verdict
+    assert {row.name: row.slow for row in report.rows if row.name} == {
         "best": False,
         "current": True,
         "engine default": True,
@@ -136,7 +137,7 @@ def terminal() -> tuple[TerminalReport, io.StringIO, io.StringIO]:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "told"),
+    ("outcome", "expected"),
     [
         (
             Measurement(speed=12.34, ttft_s=0.5, answer_s=1.0, memory=100 << 20),
@@ -148,13 +149,13 @@ def terminal() -> tuple[TerminalReport, io.StringIO, io.StringIO]:
         (EngineBenchResult(1.0, 2.0), "EngineBenchResult"),
     ],
 )
-def test_every_outcome_is_a_line(outcome, told):
+def test_every_outcome_is_a_line(outcome, expected):
     terminal_report, _, err = terminal()
     with terminal_report.progress():
         terminal_report.trial_started(ScoreRequest(NEW, "stage", "n_threads"), 300.0)
         terminal_report.trial_ended(ScoreRequest(NEW, "stage", "n_threads"), outcome, NOW, replayed=False)
     assert "n_threads = 2" in err.getvalue()
-    assert told in err.getvalue()
+    assert expected in err.getvalue()
 
 
 def test_a_replayed_outcome_is_marked():
@@ -165,17 +166,17 @@ def test_a_replayed_outcome_is_marked():
 
 def test_the_result_has_a_table_the_losses_the_failures_and_the_recommendation(tmp_path):
     made, result = finished_run()
-    told = make_report(made, result)
+    report = make_report(made, result)
     terminal_report, out, _ = terminal()
-    terminal_report.show(told)
-    said = out.getvalue()
-    assert "2.60×" in said
-    assert "too much: not recommended" in said
-    assert "within the bound" in said
-    assert "failed n_ubatch = 1024" in said
-    assert "not confirmed" not in said
-    assert "[models.m]" in said
-    assert 'flash_attn = "on"' in said
+    terminal_report.show(report)
+    text = out.getvalue()
+    assert "2.60×" in text
+    assert "too much: not recommended" in text
+    assert "within the bound" in text
+    assert "failed n_ubatch = 1024" in text
+    assert "not confirmed" not in text
+    assert "[models.m]" in text
+    assert 'flash_attn = "on"' in text
 
 
 def test_an_unconfirmed_best_is_marked(tmp_path):

@@ -339,10 +339,10 @@ def test_a_search_without_time_keeps_the_current_setting():
 
 
 def test_a_search_cut_short_confirms_nothing():
-    told = iter([TrialScore(10.0), *[TrialScore(30.0)] * 3])
+    answers = iter([TrialScore(10.0), *[TrialScore(30.0)] * 3])
 
     def answer(request: ScoreRequest) -> TrialScore | None:
-        return next(told, None)
+        return next(answers, None)
 
     found, _ = answered(Search(TWO, [START]), answer)
     assert not found.better

@@ -118,7 +118,10 @@ async def test_llama_cpp_with_an_invalid_number_format_is_refused():
 
 async def test_a_quality_loss_is_measured_in_a_child():
     exact, rounded = llama(n_ctx=1024), llama(n_ctx=1024, type_k="q8_0", type_v="q8_0")
-    found = await run_trial(TrialJob(config=rounded.config, model="real", workload=SHORT, reference=exact.config), LONG)
+    job = TrialJob(config=rounded.config, model="real", workload=SHORT, reference=exact.config)
+    short_text = "t.QUALITY_TEXT = t.QUALITY_TEXT[:500]"
+    code = f"import sys, modelyard.tune.trial_process as t; {short_text}; t.main(sys.argv[1:])"
+    found = await run_trial(job, LONG, python(code))
     assert isinstance(found, QualityResult), found
     assert abs(found.loss.rise) < 0.05
     assert found.loss.divergence is not None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +83,11 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-@contextmanager
-def started(folder: Path) -> Iterator[ServerProcesses]:
-    with commands.serve(folder, "--workers", "2", config=config()) as server:
-        until(lambda: _is_ready(server.url), "the model is ready", commands.DEADLINE)
-        yield ServerProcesses(server)
-
-
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcesses]:
-    with started(tmp_path_factory.mktemp("server")) as running:
-        yield running
+    with commands.serve(tmp_path_factory.mktemp("server"), "--workers", "2", config=config()) as server:
+        until(lambda: _is_ready(server.url), "the model is ready", commands.DEADLINE)
+        yield ServerProcesses(server)
 
 
 def test_all_gateways_use_one_worker(processes: ServerProcesses) -> None:
@@ -142,20 +135,21 @@ def test_the_slots_of_a_killed_gateway_become_free(processes: ServerProcesses) -
 
 
 def test_no_process_survives_a_killed_supervisor(tmp_path: Path) -> None:
-    with started(tmp_path) as processes:
-        _check_all_exit(processes, signal.SIGKILL, -signal.SIGKILL)
+    """Not even a worker that is still loading its model."""
+    with commands.serve(tmp_path, "--workers", "2", config=config()) as server:
+        supervisor = psutil.Process(server.process.pid)
+        until(lambda: len(supervisor.children(recursive=True)) == 4, "the worker has started", commands.DEADLINE)
+        _check_all_exit(server, supervisor.children(recursive=True), signal.SIGKILL, -signal.SIGKILL)
 
 
 def test_no_process_survives_a_stopped_supervisor(processes: ServerProcesses) -> None:
     """The last test of this module: it stops the shared server."""
     until(lambda: len(processes.all()) == 4, "the killed gateway is back")
-    _check_all_exit(processes, signal.SIGTERM, 0)
+    _check_all_exit(processes.server, processes.all(), signal.SIGTERM, 0)
 
 
-def _check_all_exit(processes: ServerProcesses, number: int, exit_code: int) -> None:
-    children = processes.all()
-    assert len(children) == 4
-    processes.server.process.send_signal(number)
+def _check_all_exit(server: commands.Serving, children: Iterable[psutil.Process], number: int, exit_code: int) -> None:
+    server.process.send_signal(number)
     _, alive = psutil.wait_procs(children, timeout=commands.DEADLINE)
     assert alive == []
-    assert processes.server.process.wait(commands.DEADLINE) == exit_code
+    assert server.process.wait(commands.DEADLINE) == exit_code
