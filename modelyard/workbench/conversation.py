@@ -37,7 +37,7 @@ class ChatSettings(Struct):
     tools: str = ""
 
 
-class Conversation(Struct):
+class PlaygroundConversation(Struct):
     settings: ChatSettings = field(default_factory=ChatSettings)
     messages: list[Message] = field(default_factory=list)
     images: list[str] = field(default_factory=list)  # data URLs that are sent with the next message

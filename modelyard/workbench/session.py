@@ -11,7 +11,7 @@ from nicegui import ui
 from modelyard.core.errors import Forbidden, ModelyardError, Unauthenticated
 from modelyard.workbench.api_client import ApiClient, ServerUnreachable
 from modelyard.workbench.app import ServerAddress
-from modelyard.workbench.conversation import Conversation
+from modelyard.workbench.conversation import PlaygroundConversation
 
 _KEY_ITEM = "modelyard-key"  # in sessionStorage: it is deleted with the tab and never sent automatically
 
@@ -22,7 +22,7 @@ class PageSession:
 
     def __init__(self, address: ServerAddress) -> None:
         self.client = ApiClient(address.url, verify=address.verify, socket=address.socket)
-        self.conversation = Conversation()
+        self.conversation = PlaygroundConversation()
         self.hidden = self.locked = False
         self.on_connection: Callable[[str], None] = lambda _: None
         self.on_locked: Callable[[str], None] = lambda _: None

@@ -21,7 +21,7 @@ from modelyard.workbench.components import CodePane, StreamingText, page_heading
 from modelyard.workbench.conversation import (
     PROTOCOLS,
     THINKING_MODES,
-    Conversation,
+    PlaygroundConversation,
     curl_snippet,
     format_body,
     python_snippet,
@@ -187,7 +187,10 @@ class AnswerView:
     conversation can go on."""
 
     def __init__(
-        self, conversation: Conversation, protocol: WireProtocol, send_results: Callable[[dict[str, str]], None]
+        self,
+        conversation: PlaygroundConversation,
+        protocol: WireProtocol,
+        send_results: Callable[[dict[str, str]], None],
     ) -> None:
         self._conversation, self._send_results = conversation, send_results
         self._reader, self._builder, self._speed = protocol.reader(), ReplyBuilder(), SpeedMeter()
