@@ -15,18 +15,23 @@ from pydantic import ValidationError
 
 from modelyard.config.checks import check_config
 from modelyard.config.normalize import normalize_layer, resolve_defaults
-from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, suggest, validation_message
+from modelyard.config.problems import (
+    ConfigError,
+    ConfigLayer,
+    ConfigPath,
+    ConfigProblem,
+    Table,
+    path_exists,
+    problem_at,
+    suggest,
+    validation_message,
+)
 from modelyard.config.settings import Config, LoadedConfig, accepted_keys, type_at
 from modelyard.config.sources import (
     ENVIRONMENT,
-    ConfigLayer,
     DefinedNames,
-    Table,
     environment_keys,
     find_files,
-    merge_tables,
-    path_exists,
-    problem_at,
     read_environment,
     read_file,
 )
@@ -83,6 +88,18 @@ def load_config(
         raise ConfigError(errors)
     by_name: dict[str, Path | str] = {str(file): file for file in files}
     return LoadedConfig(config, [by_name.get(layer.source, layer.source) for layer in layers], problems)
+
+
+def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
+    """Tables are merged by key; all other values, including lists, are replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        if isinstance(value, dict):
+            merged[key] = merge_tables(old if isinstance(old, dict) else {}, value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def _read_layers(

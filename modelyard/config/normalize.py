@@ -12,9 +12,8 @@ from copy import deepcopy
 from typing import Any
 
 from modelyard.config.engine_options import infer_backend
-from modelyard.config.problems import ConfigPath, ConfigProblem, format_path, suggest
+from modelyard.config.problems import ConfigLayer, ConfigPath, ConfigProblem, Table, format_path, problem_at, suggest
 from modelyard.config.settings import FOREIGN_SECTIONS, field_aliases, keys_by_section
-from modelyard.config.sources import ConfigLayer, Table, problem_at
 from modelyard.router.settings import CacheSettings, ModelSettings
 
 

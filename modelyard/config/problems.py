@@ -1,19 +1,20 @@
-"""Configuration problems: each has a source, a path in it, and a message."""
+"""Configuration problems, each with a source, a path in it and a message; and the layers that find the source."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Literal
+from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 from pydantic_core import ErrorDetails
 
 from modelyard.core.errors import InvalidRequest
 
 ProblemLevel = Literal["error", "unavailable", "warning"]
 ConfigPath = tuple[str | int, ...]
+Table = dict[str, Any]
 
 _BARE_KEY = re.compile(r"[\w/@:+-]+")
 _MAX_QUOTED = 60
@@ -71,3 +72,52 @@ def validation_message(error: ErrorDetails, *, secret: bool = False) -> str:
     value = repr(error["input"])
     got = "" if secret else f", got {value if len(value) <= _MAX_QUOTED else f'{value[:_MAX_QUOTED]}…'}"
     return f"must be {expected}{got}." if expected != error["msg"] else f"{expected}{got}."
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+class ConfigLayer(Struct):
+    """The settings of one source under our names. `original_paths` maps our paths to the ones that the source uses."""
+
+    source: str
+    data: Table
+    original_paths: dict[ConfigPath, ConfigPath] = field(default_factory=dict)
+    pool_models: set[str] = field(default_factory=set)  # defined under engine.models: not enabled by default
+    variables: dict[ConfigPath, str] = field(default_factory=dict)  # environment variables by original path
+    names_model: bool = False  # it sets model.model_name, which also defines that model
+
+    def has(self, path: ConfigPath) -> bool:
+        return path_exists(self.data, path)
+
+    def original_path(self, path: ConfigPath) -> ConfigPath:
+        for length in range(len(path), 0, -1):
+            if (original := self.original_paths.get(path[:length])) is not None:
+                return original + path[length:]
+        return path
+
+    def describe_path(self, path: ConfigPath) -> str:
+        """The path as its author wrote it: a path in a file or the name of a variable."""
+        original = self.original_path(path)
+        prefixes = (original[:length] for length in range(len(original), 0, -1))
+        return next((self.variables[p] for p in prefixes if p in self.variables), format_path(original))
+
+
+def path_exists(data: Any, path: ConfigPath) -> bool:
+    for key in path:
+        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+        if key not in keys:
+            return False
+        data = data[key]
+    return True
+
+
+def problem_at(
+    layers: Sequence[ConfigLayer], path: ConfigPath, message: str, level: ProblemLevel = "error"
+) -> ConfigProblem:
+    """A problem with the source and the path of the last layer that sets `path`, or its nearest parent."""
+    for length in range(len(path), 0, -1):
+        for layer in reversed(layers):
+            if layer.has(path[:length]):
+                return ConfigProblem(layer.source, layer.describe_path(path), message, level)
+    return ConfigProblem(layers[-1].source if layers else "", format_path(path), message, level)

@@ -1,83 +1,20 @@
-"""Sources of the configuration, files and environment variables, and the layers of raw settings made from them."""
+"""Sources of the configuration: files and environment variables."""
 
 from __future__ import annotations
 
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_origin
 
-from msgspec import Struct, field
+from msgspec import Struct
 from pydantic import BaseModel
 
-from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, ProblemLevel, format_path, suggest
+from modelyard.config.problems import ConfigError, ConfigPath, ConfigProblem, Table, suggest
 from modelyard.config.settings import FOREIGN_SECTIONS, accepted_keys, keys_by_section, type_at
 from modelyard.router.settings import ModelSettings
-
-Table = dict[str, Any]
-
-# --- layers -----------------------------------------------------------------------------------------------------------
-
-
-class ConfigLayer(Struct):
-    """The settings of one source under our names. `original_paths` maps our paths to the ones that the source uses."""
-
-    source: str
-    data: Table
-    original_paths: dict[ConfigPath, ConfigPath] = field(default_factory=dict)
-    pool_models: set[str] = field(default_factory=set)  # defined under engine.models: not enabled by default
-    variables: dict[ConfigPath, str] = field(default_factory=dict)  # environment variables by original path
-    names_model: bool = False  # it sets model.model_name, which also defines that model
-
-    def has(self, path: ConfigPath) -> bool:
-        return path_exists(self.data, path)
-
-    def original_path(self, path: ConfigPath) -> ConfigPath:
-        for length in range(len(path), 0, -1):
-            if (original := self.original_paths.get(path[:length])) is not None:
-                return original + path[length:]
-        return path
-
-    def describe_path(self, path: ConfigPath) -> str:
-        """The path as its author wrote it: a path in a file or the name of a variable."""
-        original = self.original_path(path)
-        prefixes = (original[:length] for length in range(len(original), 0, -1))
-        return next((self.variables[p] for p in prefixes if p in self.variables), format_path(original))
-
-
-def path_exists(data: Any, path: ConfigPath) -> bool:
-    for key in path:
-        keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
-        if key not in keys:
-            return False
-        data = data[key]
-    return True
-
-
-def merge_tables(base: Mapping[str, Any], over: Mapping[str, Any]) -> Table:
-    """Tables are merged by key; all other values, including lists, are replaced."""
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        if isinstance(value, dict):
-            merged[key] = merge_tables(old if isinstance(old, dict) else {}, value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def problem_at(
-    layers: Sequence[ConfigLayer], path: ConfigPath, message: str, level: ProblemLevel = "error"
-) -> ConfigProblem:
-    """A problem with the source and the path of the last layer that sets `path`, or its nearest parent."""
-    for length in range(len(path), 0, -1):
-        for layer in reversed(layers):
-            if layer.has(path[:length]):
-                return ConfigProblem(layer.source, layer.describe_path(path), message, level)
-    return ConfigProblem(layers[-1].source if layers else "", format_path(path), message, level)
-
 
 # --- files ------------------------------------------------------------------------------------------------------------
 

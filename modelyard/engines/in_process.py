@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Generic, TypeVar
 from msgspec import Struct
 
 from modelyard.core.engine import (
-    CacheInfo,
     Chunk,
     Control,
     End,
@@ -214,7 +213,7 @@ class InProcessEngine(ABC, Generic[J]):
     def _check(self, job: J) -> None:
         """Raises if the engine cannot run the job."""
         job.cache = self._cache_name(job.prompt.cache)
-        window = self._cache_info(job.cache).window
+        window = self.spec.caches[job.cache].window
         if job.prompt_tokens >= window:
             raise ContextOverflow(job.prompt_tokens, window)
         self._check_support(job.prompt)
@@ -233,9 +232,6 @@ class InProcessEngine(ABC, Generic[J]):
             raise NotFound(f"the engine has no cache {name!r}; it has {', '.join(caches)}")
         return name
 
-    def _cache_info(self, name: str) -> CacheInfo:
-        return self.spec.caches[name]
-
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def _unsupported_control(self, op: Control) -> InvalidRequest:
@@ -252,10 +248,15 @@ class InProcessEngine(ABC, Generic[J]):
     def _warn_about_trained_length(self, trained: int | None, advice: str = "") -> None:
         for name, info in self.spec.caches.items():
             if trained and info.window > trained:
-                text = (
+                log.warning(
                     "the cache %r has a window of %d tokens, but the model %r was trained on %d: answers beyond that "
+                    "length may be nonsense%s",
+                    name,
+                    info.window,
+                    self.spec.model,
+                    trained,
+                    advice,
                 )
-                log.warning(text + "length may be nonsense%s", name, info.window, self.spec.model, trained, advice)
 
 
 class ThreadCall(Struct, frozen=True):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Struct
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, WithJsonSchema
 
-from modelyard.scheduler.memory_planner import MemoryLimits
+if TYPE_CHECKING:
+    from modelyard.scheduler.memory_planner import MemoryLimits
 
 _SIZE = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string"}]}
 Size = Annotated[ByteSize, WithJsonSchema(_SIZE)]
@@ -84,6 +85,8 @@ class SchedulerSettings(BaseModel):
         )
 
     def memory_limits(self) -> MemoryLimits:
+        from modelyard.scheduler.memory_planner import MemoryLimits  # not needed to read the settings
+
         gpu = self.gpu_memory_limit
         if isinstance(gpu, dict):
             return MemoryLimits(self.memory_limit, None, {uuid: int(size) for uuid, size in gpu.items()})

@@ -19,9 +19,8 @@ from tomlkit.container import OutOfOrderTableProxy
 from modelyard.config import sources
 from modelyard.config.load import EMBEDDED_DEFAULTS, load_config
 from modelyard.config.normalize import normalize_layer
-from modelyard.config.problems import ConfigPath, format_path
+from modelyard.config.problems import ConfigLayer, ConfigPath, format_path, path_exists
 from modelyard.config.settings import LoadedConfig
-from modelyard.config.sources import ConfigLayer, path_exists
 from modelyard.core.errors import Conflict, Unavailable
 from modelyard.core.knobs import Value
 from modelyard.tune.tuned_model import option_aliases

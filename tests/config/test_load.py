@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modelyard import plugins
-from modelyard.config.load import load_config
+from modelyard.config.load import load_config, merge_tables
 from modelyard.config.problems import ConfigError
-from modelyard.config.sources import merge_tables
 from modelyard.library.default_model import DEFAULT_MODEL
 from tests.config.conftest import Loader
 

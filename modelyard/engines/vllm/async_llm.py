@@ -26,7 +26,7 @@ from modelyard.core.tokenizer import IdLogprob
 from modelyard.engines.in_process import InProcessJob
 from modelyard.engines.token_dispatch import TokenDispatch
 from modelyard.engines.vllm.errors import death_error, first_token_error, load_error, request_error
-from modelyard.engines.vllm.request import PRIORITIES, ControlTokens, LoraAdapter, VllmRequest, multi_modal_data
+from modelyard.engines.vllm.request import PRIORITIES, ControlTokens, VllmAdapter, VllmRequest, multi_modal_data
 from modelyard.plugins import MissingLibrary
 from modelyard.processes.descendant_reaper import DescendantReaper
 
@@ -367,7 +367,7 @@ class AsyncLlmRunner:
             return request_error(error, self._library.request_errors, job.prompt.constraint)
         return Internal("vLLM ended an answer without a finish reason")
 
-    async def remove_adapter(self, adapter: LoraAdapter) -> None:
+    async def remove_adapter(self, adapter: VllmAdapter) -> None:
         if self._llm is not None:
             await self._llm.remove_lora(adapter.id)
 

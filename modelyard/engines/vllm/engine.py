@@ -39,7 +39,7 @@ from modelyard.engines.vllm.options import VllmOptions, engine_arguments
 from modelyard.engines.vllm.request import (
     IGNORED,
     STRUCTURED_OUTPUTS_CONFIG,
-    LoraAdapters,
+    VllmAdapters,
     VllmRequest,
     sampling_arguments,
     structured_output_arguments,
@@ -54,7 +54,7 @@ class VllmEngine(InProcessEngine[VllmJob]):
 
     def __init__(self, spec: EngineSpec) -> None:
         self.options: VllmOptions = spec.options
-        self._adapters = LoraAdapters(self.options.lora)
+        self._adapters = VllmAdapters(self.options.lora)
         capabilities = Capabilities(
             modalities=tuple(each for each in spec.modalities if each in _MODALITIES),
             structured=True,

@@ -34,7 +34,7 @@ IGNORED = (
 PRIORITIES = {"main": 0, "background": 1}  # vLLM runs the smallest number first
 
 
-class LoraAdapter(Struct, frozen=True):
+class VllmAdapter(Struct, frozen=True):
     """`unique_name` is for vLLM: KV computed with one adapter must not be reused by a later one of the same name."""
 
     name: str
@@ -49,7 +49,7 @@ class VllmRequest(Struct, frozen=True):
     prompt: dict[str, Any]
     sampling: dict[str, Any]
     structured_outputs: dict[str, Any] | None = None
-    adapter: LoraAdapter | None = None
+    adapter: VllmAdapter | None = None
 
 
 # --- sampling -------------------------------------------------------------------------------------------------------
@@ -186,13 +186,13 @@ def _open_image(data: bytes) -> Any:
 # --- LoRA adapters --------------------------------------------------------------------------------------------------
 
 
-class LoraAdapters:
+class VllmAdapters:
     """Adapters by name. vLLM loads one when the first request uses it, and identifies it by a number."""
 
     def __init__(self, configured: Mapping[str, str]) -> None:
         self.enabled = bool(configured)
         self._last_id = 0
-        self._adapters: dict[str, LoraAdapter] = {}
+        self._adapters: dict[str, VllmAdapter] = {}
         for name, path in configured.items():
             self._add(name, path)
 
@@ -201,7 +201,7 @@ class LoraAdapters:
         if not (folder / "adapter_config.json").is_file():
             raise NotFound(f"the LoRA adapter {name!r} is not at {folder}: there is no adapter_config.json")
         self._last_id += 1
-        self._adapters[name] = LoraAdapter(name, f"{name}#{self._last_id}", self._last_id, str(folder))
+        self._adapters[name] = VllmAdapter(name, f"{name}#{self._last_id}", self._last_id, str(folder))
 
     def load(self, argument: str | None) -> None:
         """`name=folder`; replaces an adapter of the same name."""
@@ -211,12 +211,12 @@ class LoraAdapters:
         self._require_enabled()
         self._add(name, path)
 
-    def unload(self, name: str | None) -> LoraAdapter:
+    def unload(self, name: str | None) -> VllmAdapter:
         adapter = self._get(name or "")
         del self._adapters[adapter.name]
         return adapter
 
-    def select(self, requested: Sequence[tuple[str, float]]) -> LoraAdapter | None:
+    def select(self, requested: Sequence[tuple[str, float]]) -> VllmAdapter | None:
         """`requested`: names and scales."""
         if not requested:
             return None
@@ -228,7 +228,7 @@ class LoraAdapters:
             raise Unsupported("vLLM applies adapters at full strength only", code="lora_unsupported")
         return self._get(name)
 
-    def _get(self, name: str) -> LoraAdapter:
+    def _get(self, name: str) -> VllmAdapter:
         if name not in self._adapters:
             raise NotFound(f"there is no adapter {name!r}; there are {', '.join(self._adapters) or 'none'}")
         return self._adapters[name]

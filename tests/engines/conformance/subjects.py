@@ -104,7 +104,7 @@ class Ct2(Subject):
 
     backend = "ct2"
     reuses_kv = False
-    tokenizer = property(lambda self: ct2_helpers.vocabulary())
+    tokenizer = property(lambda self: ct2_helpers.tokenizer())
     file = property(lambda self: ct2_helpers.tiny_folder() / "model.bin")
     fluent_file = property(lambda self: ct2_helpers.model_folder() / "model.bin")
 
@@ -122,7 +122,7 @@ class ExLlamaV3(Subject):
 
     backend = "exllamav3"
     tolerance = TOLERANCE if exllama_helpers.REAL is None else ROUNDED
-    tokenizer = property(lambda self: exllama_helpers.vocabulary())
+    tokenizer = property(lambda self: exllama_helpers.tokenizer())
     file = property(lambda self: next(exllama_helpers.model_folder().glob("*.safetensors")))
 
     def create(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> TextEngine:
@@ -168,7 +168,7 @@ class RealVllm(Subject):
 
     backend = "vllm"
     block = real_vllm.BLOCK
-    tokenizer = property(lambda self: real_vllm.vocabulary())
+    tokenizer = property(lambda self: real_vllm.tokenizer())
     file = property(lambda self: real_vllm.model_folder() / "model.safetensors")
 
     def create(self, caches: Caches, *, slow: bool = False, file: Path | None = None) -> TextEngine:

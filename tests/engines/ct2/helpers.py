@@ -83,7 +83,7 @@ def _fill(decoder: Any, n_vocab: int) -> None:
 
 
 @cache
-def vocabulary() -> HuggingFaceTokenizer:
+def tokenizer() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer.load(model_folder())
 
 
@@ -108,8 +108,8 @@ async def running(caches: Mapping[str, CacheInfo] | None = None, **options: Any)
 def prompt(text: str = "Hello!", **fields: Any) -> Prompt:
     chat = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     defaults = {"sampling": GREEDY, "max_tokens": 8, "cache": "main"}
-    return Prompt(parts=(TokenRun(vocabulary().encode(chat)),), **defaults | fields)
+    return Prompt(parts=(TokenRun(tokenizer().encode(chat)),), **defaults | fields)
 
 
 def text_of(chunks: list[Chunk]) -> str:
-    return vocabulary().decode(ids(chunks))
+    return tokenizer().decode(ids(chunks))

@@ -81,7 +81,7 @@ def model_folder() -> Path:
 
 
 @cache
-def vocabulary() -> Tokenizer:
+def tokenizer() -> Tokenizer:
     return HuggingFaceTokenizer.load(model_folder())
 
 
@@ -119,8 +119,8 @@ async def running(
 def prompt(text: str = "Hello, how are you today?", **fields: Any) -> Prompt:
     whole = text if "<|" in text else f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     chosen = {"sampling": GREEDY, "max_tokens": 8, "cache": "main"} | fields
-    return Prompt(parts=(TokenRun(vocabulary().encode(whole)),), **chosen)
+    return Prompt(parts=(TokenRun(tokenizer().encode(whole)),), **chosen)
 
 
 def said(chunks: list[Chunk]) -> str:
-    return vocabulary().decode(ids(chunks))
+    return tokenizer().decode(ids(chunks))

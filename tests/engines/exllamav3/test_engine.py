@@ -25,7 +25,7 @@ from modelyard.engines.exllamav3.model import load_library
 from modelyard.engines.token_dispatch import TokenDispatch
 from modelyard.plugins import MissingLibrary
 from tests.engines.exllamav3.fake_library import FakeLibrary
-from tests.engines.exllamav3.helpers import make, model_folder, prompt, running, said, spec, vocabulary
+from tests.engines.exllamav3.helpers import make, model_folder, prompt, running, said, spec, tokenizer
 from tests.engines.reading import accepted, end, ids, logprobs, read, until
 
 TWO = {"main": CacheInfo(2048, 2), "fast": CacheInfo(512, 4)}
@@ -216,7 +216,7 @@ async def test_unsupported_control_is_refused() -> None:
 
 
 async def test_tokens_held_back_for_a_character_are_sent_before_the_stop() -> None:
-    party = vocabulary().encode("🎉")
+    party = tokenizer().encode("🎉")
     assert len(party) > 2
     shown = runs("🎉🎉🎉")
     async with running() as engine:

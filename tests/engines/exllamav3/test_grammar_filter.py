@@ -12,7 +12,7 @@ from modelyard.core.request import Constraint
 from modelyard.engines.exllamav3.grammar_filter import GrammarFilter, GrammarFilters
 from modelyard.engines.exllamav3.model_folder import read_model_info
 from tests.engines.exllamav3.fake_library import tensors
-from tests.engines.exllamav3.helpers import model_folder, vocabulary
+from tests.engines.exllamav3.helpers import model_folder, tokenizer
 
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
 
@@ -25,7 +25,7 @@ def create(constraint: Constraint) -> GrammarFilter:
 
 
 def token(text: str) -> int:
-    (id,) = vocabulary().encode(text)
+    (id,) = tokenizer().encode(text)
     return id
 
 
@@ -56,7 +56,7 @@ def test_only_the_text_after_each_trigger_is_constrained(trigger: str) -> None:
     one = create(Constraint("regex", "[0-9]", trigger=trigger))
     for _ in range(2):
         assert not one.is_active
-        for id in vocabulary().encode("x " + trigger):
+        for id in tokenizer().encode("x " + trigger):
             assert not one.feed(id)
         assert one.is_active
         assert token("7") in allowed(one)
@@ -78,7 +78,7 @@ def test_token_that_ends_the_trigger_with_forbidden_text_leaves_this_call_uncons
     one.feed(token("::"))
     assert not one.is_active
     assert one.error is None
-    for id in vocabulary().encode("o:"):
+    for id in tokenizer().encode("o:"):
         one.feed(id)
     assert one.is_active, "the next call is constrained again"
 

@@ -1,7 +1,7 @@
 """Tiny random models with unquantized weights: the same answer in any batch, to many digits.
 
 Quantized weights round what goes through them to eight bits, so a difference in the last bit grows to tenths of a nat.
-Here nothing is rounded, and each token's weight in the answer is large: KV that belongs to somebody else shows at once.
+Here nothing is rounded, and each token's weight in the answer is large: KV of another sequence shows at once.
 They have no words: ids go in and ids come out. One attends to everything, one slides a window over the past, one keeps
 a state instead of a past, and one has layers of either kind.
 """

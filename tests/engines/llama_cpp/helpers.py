@@ -68,14 +68,14 @@ def model_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]
         llama_log.clear()
         yield found
     llama_log.clear()
-    told = "".join(lines).replace(" RS buffer", " KV buffer")  # the states of recurrent layers
-    for kind, size in re.findall(r"(model|KV|compute) buffer size = +([\d.]+) MiB", told):
+    text = "".join(lines).replace(" RS buffer", " KV buffer")  # the states of recurrent layers
+    for kind, size in re.findall(r"(model|KV|compute) buffer size = +([\d.]+) MiB", text):
         found[kind] = found.get(kind, 0.0) + float(size) * 2**20
 
 
 def chatml(*turns: tuple[str, str], opening: str = "") -> str:
-    told = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
-    return f"{told}<|im_start|>assistant\n{opening}"
+    text = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+    return f"{text}<|im_start|>assistant\n{opening}"
 
 
 def prompt(text: str = "Hello!", **fields: Any) -> Prompt:
@@ -93,7 +93,7 @@ async def answer(engine: LlamaCppEngine, text: str = "Hello!", **fields: Any) ->
     return await read(engine.generate(prompt(text, **fields)))
 
 
-def said(chunks: list[Chunk]) -> str:
+def text_of(chunks: list[Chunk]) -> str:
     return vocabulary().decode(ids(chunks))
 
 

@@ -123,8 +123,8 @@ async def test_jobs_that_are_sampled_together_generate_what_each_generates_alone
     fields = {"max_tokens": 20, "sampling": SAMPLED, "logprobs": None}
     async with exact() as engine:
         found = await at_once(engine, *(id_prompt(words(at), session=str(at), **fields) for at in range(4)))
-    for at, said in enumerate(found):
-        assert ids(said) == ids(await on_a_cpu(words(at), **fields))
+    for at, chunks in enumerate(found):
+        assert ids(chunks) == ids(await on_a_cpu(words(at), **fields))
     assert 4 in ahead
 
 
@@ -186,13 +186,13 @@ async def test_a_cancelled_job_affects_neither_others_nor_its_kv(ahead: list[int
         AtFifthToken(engine, lambda: leaving.cancel())
         leaving = engine.generate(id_prompt(SYSTEM, max_tokens=180, session="a"))
         staying = asyncio.create_task(answer(engine, words(3), session="b", max_tokens=100))
-        said = await read(leaving)
-        again = await answer(engine, SYSTEM + ids(said) + words(4), session="a")
+        cancelled = await read(leaving)
+        again = await answer(engine, SYSTEM + ids(cancelled) + words(4), session="a")
         stayed = await staying
-    assert end(said).reason == "cancelled"
-    assert len(ids(said)) in (5, 6), "one more if a decode was in flight"
-    assert accepted(again).cached_tokens == len(SYSTEM) + len(ids(said)) - 1
-    assert_alike(again, await on_a_cpu(SYSTEM + ids(said) + words(4)))
+    assert end(cancelled).reason == "cancelled"
+    assert len(ids(cancelled)) in (5, 6), "one more if a decode was in flight"
+    assert accepted(again).cached_tokens == len(SYSTEM) + len(ids(cancelled)) - 1
+    assert_alike(again, await on_a_cpu(SYSTEM + ids(cancelled) + words(4)))
     assert ids(stayed) == ids(await on_a_cpu(words(3), max_tokens=100))
     assert ahead
 
@@ -200,12 +200,12 @@ async def test_a_cancelled_job_affects_neither_others_nor_its_kv(ahead: list[int
 async def test_kv_is_saved_in_the_middle_of_a_stream_and_restored(ahead: list[int], tmp_path: Path) -> None:
     async with exact(kv_store=str(tmp_path)) as engine:
         stream = engine.generate(id_prompt(SYSTEM, max_tokens=150, session="a"))
-        heard = [await anext(stream) for _ in range(4)]
+        received = [await anext(stream) for _ in range(4)]
         await engine.control(Control("save"))
-        heard.append(await read(stream))
-    said = ids([chunk for batch in heard for chunk in batch])
+        received.append(await read(stream))
+    output = ids([chunk for batch in received for chunk in batch])
     async with exact(kv_store=str(tmp_path)) as engine:
-        turn = SYSTEM + said + words(5)
+        turn = SYSTEM + output + words(5)
         again = await answer(engine, turn, session="a")
     assert accepted(again).cached_tokens > len(SYSTEM)
     assert_alike(again, await on_a_cpu(turn))

@@ -18,8 +18,8 @@ from modelyard.engines import llama_cpp
 from modelyard.engines.llama_cpp.draft_model import most_likely_token
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from tests.engines.llama_cpp.exact_models import exact_model, other_model, recurrent_model, repetitive_model
-from tests.engines.llama_cpp.helpers import Tap, answer, model_file, running, said, spec
-from tests.engines.llama_cpp.test_speculation import RUNS, SAMPLINGS, CancelAtRun, told, words
+from tests.engines.llama_cpp.helpers import Tap, answer, model_file, running, spec, text_of
+from tests.engines.llama_cpp.test_speculation import RUNS, SAMPLINGS, CancelAtRun, generate, words
 from tests.engines.reading import accepted, assert_alike, end, ids
 
 CACHES = {"main": CacheInfo(256, 4)}
@@ -36,7 +36,7 @@ async def opened(draft: Path | None, **options: Any) -> AsyncIterator[LlamaCppEn
 async def answers_of(draft: Path | None, sampling: Sampling) -> tuple[list[list[int]], float]:
     """Answers, and the share of drafted tokens that were accepted."""
     async with opened(draft) as engine:
-        answers = [ids(await told(engine, run, sampling=sampling)) for run in RUNS]
+        answers = [ids(await generate(engine, run, sampling=sampling)) for run in RUNS]
         stats = engine.stats()
     return answers, stats.accepted_tokens / max(1, stats.guessed_tokens)
 
@@ -61,11 +61,11 @@ async def test_a_different_model_is_rarely_accepted() -> None:
 @pytest.mark.parametrize("draft", [exact_model, other_model])
 async def test_concurrent_streams_with_drafts_generate_what_each_generates_alone(draft: Any) -> None:
     async with opened(draft()) as engine:
-        jobs = (told(engine, run, session=str(n)) for n, run in enumerate(RUNS))
+        jobs = (generate(engine, run, session=str(n)) for n, run in enumerate(RUNS))
         together = [ids(chunks) for chunks in await asyncio.gather(*jobs)]
         assert engine.stats().guessed_tokens > 0
     async with opened(None) as engine:
-        assert together == [ids(await told(engine, run)) for run in RUNS]
+        assert together == [ids(await generate(engine, run)) for run in RUNS]
 
 
 async def test_drafts_stay_right_over_several_turns_and_conversations() -> None:
@@ -74,21 +74,21 @@ async def test_drafts_stay_right_over_several_turns_and_conversations() -> None:
         for turn in range(3):
             for n in (0, 1):
                 run = RUNS[n] + [word for seed in range(turn) for word in words(10 * n + seed)]
-                await told(engine, run, session=str(n), max_tokens=10)
+                await generate(engine, run, session=str(n), max_tokens=10)
         stats = engine.stats()
     assert stats.accepted_tokens > 0.95 * stats.guessed_tokens
 
 
 async def test_unlikely_tokens_are_not_drafted() -> None:
     async with opened(exact_model(), draft_p_min=1.0) as engine:
-        assert len(ids(await told(engine, RUNS[0]))) == 40
+        assert len(ids(await generate(engine, RUNS[0]))) == 40
         assert engine.stats().guessed_tokens == 0
 
 
 async def test_the_draft_model_reads_a_long_prompt_in_slices() -> None:
     async with opened(exact_model()) as engine:
         tap = Tap(engine)
-        await told(engine, words(1, 100), max_tokens=60)
+        await generate(engine, words(1, 100), max_tokens=60)
     lengths = [len(chunk.ids) for _, chunk in tap.seen if hasattr(chunk, "ids")]
     first = next(at for at, length in enumerate(lengths) if length > 1)
     assert first >= 100 // 16  # as many steps as it has slices to read
@@ -97,28 +97,28 @@ async def test_the_draft_model_reads_a_long_prompt_in_slices() -> None:
 async def test_drafts_stay_right_after_a_cancelled_job() -> None:
     async with opened(exact_model()) as engine:
         CancelAtRun(engine)
-        chunks = await told(engine, RUNS[0], max_tokens=200)
+        chunks = await generate(engine, RUNS[0], max_tokens=200)
         assert end(chunks).reason == "cancelled"
         turn = RUNS[0] + ids(chunks) + words(9)
         before = engine.stats()
-        second = await told(engine, turn)
+        second = await generate(engine, turn)
         after = engine.stats()
         assert accepted(second).cached_tokens > 0
     assert after.accepted_tokens - before.accepted_tokens > 0.95 * (after.guessed_tokens - before.guessed_tokens)
     async with opened(None) as fresh:
-        assert_alike(second, await told(fresh, turn))
+        assert_alike(second, await generate(fresh, turn))
 
 
 async def test_a_failing_draft_model_does_not_fail_answers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(exact_model()) as engine:
-        whole = ids(await told(engine, RUNS[0]))
+        whole = ids(await generate(engine, RUNS[0]))
         with monkeypatch.context() as patched:
             patched.setattr("modelyard.engines.llama_cpp.draft_model.lib", FailingLibrary())
-            assert ids(await told(engine, RUNS[0])) == whole
+            assert ids(await generate(engine, RUNS[0])) == whole
         drafted = engine.stats().guessed_tokens
-        assert ids(await told(engine, RUNS[0])) == whole
+        assert ids(await generate(engine, RUNS[0])) == whole
         assert engine.stats().guessed_tokens == drafted
     assert "failed with code 1: drafts are off" in caplog.text
 
@@ -136,7 +136,7 @@ async def test_default_model_drafts_for_itself() -> None:
         stats = engine.stats()
     assert stats.guessed_tokens > 0
     assert stats.accepted_tokens > 0.5 * stats.guessed_tokens
-    assert said(chunks)
+    assert text_of(chunks)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -161,8 +161,8 @@ async def test_a_draft_model_with_another_vocabulary_size_is_refused() -> None:
 
 
 async def test_a_draft_model_that_cannot_rewind_is_refused() -> None:
-    told = await refusal(path=str(repetitive_model()), draft_model_path=str(recurrent_model()))
-    assert "cannot rewind" in told
+    message = await refusal(path=str(repetitive_model()), draft_model_path=str(recurrent_model()))
+    assert "cannot rewind" in message
 
 
 async def test_a_missing_draft_model_is_named() -> None:

@@ -32,7 +32,7 @@ from tests.engines.llama_cpp.helpers import Tap, answer, model_file, prompt, run
 from tests.engines.reading import accepted, end, ids, read, until
 
 TEXTS = ("Tell me about Paris.", "What is 2 + 2?", "Write one line of Python that prints the squares of 0 to 9.")
-LONG = "A long walk along the river. " * 30
+LONG = "A long walk along the river. " * 18
 
 
 async def test_greedy_answers_are_those_of_llama_cpp() -> None:

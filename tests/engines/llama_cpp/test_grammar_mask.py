@@ -18,7 +18,7 @@ from modelyard.core.errors import InvalidRequest, Unavailable, Unsupported
 from modelyard.core.request import Constraint, Sampling
 from modelyard.engines.llama_cpp.engine import LlamaCppEngine
 from modelyard.engines.llama_cpp.grammar_mask import GrammarCompiler, GrammarMask, TriggeredMask
-from tests.engines.llama_cpp.helpers import answer, prompt, running, said, shared_loop, vocabulary
+from tests.engines.llama_cpp.helpers import answer, prompt, running, shared_loop, text_of, vocabulary
 from tests.engines.reading import end, ids, logprobs, read
 
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}")
@@ -52,7 +52,7 @@ async def test_answers_match_their_schemas(engine: LlamaCppEngine) -> None:
         constraint = Constraint("json_schema", json.dumps(schema))
         got = await answer(engine, "Describe a cat as JSON.", constraint=constraint, max_tokens=64)
         assert end(got).reason == "stop"
-        jsonschema.validate(json.loads(said(got)), schema)
+        jsonschema.validate(json.loads(text_of(got)), schema)
 
 
 @shared_loop
@@ -69,14 +69,14 @@ async def test_answers_match_their_schemas(engine: LlamaCppEngine) -> None:
 async def test_answers_match_their_grammars(engine: LlamaCppEngine, constraint: Constraint, wanted: str) -> None:
     got = await answer(engine, "Well?", constraint=constraint, max_tokens=24)
     assert end(got).reason == "stop"
-    assert re.fullmatch(wanted, said(got))
+    assert re.fullmatch(wanted, text_of(got))
 
 
 @shared_loop
 async def test_a_json_object_constraint_gives_a_json_object(engine: LlamaCppEngine) -> None:
     question = "Give me a JSON object with a name and an age."
     got = await answer(engine, question, constraint=Constraint("json_object"), max_tokens=48)
-    assert isinstance(json.loads(said(got)), dict)
+    assert isinstance(json.loads(text_of(got)), dict)
 
 
 @shared_loop
@@ -84,8 +84,8 @@ async def test_an_answer_may_end_or_continue_if_the_grammar_allows_both(engine: 
     stops = tuple(vocabulary().eos)
     got = await answer(engine, "Say yes.", constraint=Constraint("regex", "[Yy]es.*"), stop_ids=stops, max_tokens=4)
     ended = await answer(engine, "Say a.", constraint=Constraint("regex", "a(xyz)?"), stop_ids=stops, max_tokens=4)
-    assert said(got).lower().startswith("yes")
-    assert said(ended) in ("a", "axyz")
+    assert text_of(got).lower().startswith("yes")
+    assert text_of(ended) in ("a", "axyz")
 
 
 # --- beside everything else -----------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ async def test_an_answer_may_end_or_continue_if_the_grammar_allows_both(engine: 
 )
 async def test_every_sampler_follows_the_grammar(engine: LlamaCppEngine, sampling: Sampling) -> None:
     got = await answer(engine, "When?", constraint=DATE, sampling=sampling, max_tokens=12)
-    assert re.fullmatch(r"\d{4}-\d\d", said(got))
+    assert re.fullmatch(r"\d{4}-\d\d", text_of(got))
 
 
 @shared_loop
@@ -124,12 +124,12 @@ async def test_a_constraint_does_not_affect_other_streams() -> None:
         stream = engine.generate(prompt("Name a colour.", max_tokens=6))
         held = engine.generate(prompt("When?", constraint=DATE, max_tokens=12))
         assert ids(await read(stream))[:2] == alone[:2]
-        assert re.fullmatch(r"\d{4}-\d\d", said(await read(held)))
+        assert re.fullmatch(r"\d{4}-\d\d", text_of(await read(held)))
 
 
 @shared_loop
 async def test_a_compiled_grammar_is_reused_from_its_start(engine: LlamaCppEngine) -> None:
-    first, second = [said(await answer(engine, "When?", constraint=DATE, max_tokens=12)) for _ in range(2)]
+    first, second = [text_of(await answer(engine, "When?", constraint=DATE, max_tokens=12)) for _ in range(2)]
     assert first == second
 
 
@@ -142,7 +142,7 @@ async def test_a_trigger_constrains_what_follows_until_the_grammar_is_complete(e
     (paris,) = vocabulary().encode_plain(" Paris")
     nothing_else = Sampling(temperature=0, logit_bias={paris: 100.0})  # wherever the choice is free
     got = await answer(engine, "Hello!", constraint=constraint, max_tokens=18, sampling=nothing_else)
-    assert re.fullmatch("( Paris is a (city|town)!){2,}( Paris.*)?", said(got))
+    assert re.fullmatch("( Paris is a (city|town)!){2,}( Paris.*)?", text_of(got))
 
 
 @shared_loop

@@ -13,7 +13,7 @@ import pytest
 from modelyard.core.engine import CacheInfo, Chunk, Control, Prompt
 from tests.engines.llama_cpp import reference
 from tests.engines.llama_cpp.exact_models import VOCAB, exact_model, recurrent_model, sliding_model
-from tests.engines.llama_cpp.helpers import chatml, model_file, prompt, running, said
+from tests.engines.llama_cpp.helpers import chatml, model_file, prompt, running, text_of
 from tests.engines.reading import ROUNDED, TOLERANCE, assert_alike, read
 
 SECRETS = ("zebra", "violin", "Norway", "pepper", "castle", "tulip")
@@ -38,25 +38,31 @@ async def test_no_secret_leaks_between_conversations(seed: int, copies: bool, mo
                 got[secret].append(await read(job))
         assert (engine.stats().copied_tokens > 0) == copies
     for secret, answers in got.items():
-        assert not any(other in said(chunks) for chunks in answers for other in SECRETS if other != secret)
-    assert sum(secret in said(got[secret][0]) for secret in SECRETS) >= 4, (
+        assert not any(other in text_of(chunks) for chunks in answers for other in SECRETS if other != secret)
+    assert sum(secret in text_of(got[secret][0]) for secret in SECRETS) >= 4, (
         "the model must repeat its secrets, or the test shows nothing"
     )
     await _compare_with_each_alone(got)
+
+
+_alone: dict[tuple[int, ...], list[Chunk]] = {}  # by prompt: most of them occur in both cases
 
 
 async def _compare_with_each_alone(got: dict[str, list[list[Chunk]]]) -> None:
     async with running({"main": CacheInfo(256, 1)}, n_ubatch=64, n_batch=64) as engine:
         for secret, answers in got.items():
             for n, mixed in enumerate(answers):
-                assert_alike(mixed, await read(engine.generate(_turn(secret, "main", answers[:n]))), ROUNDED)
+                turn = _turn(secret, "main", answers[:n])
+                if tuple(turn.ids) not in _alone:
+                    _alone[tuple(turn.ids)] = await read(engine.generate(turn))
+                assert_alike(mixed, _alone[tuple(turn.ids)], ROUNDED)
             await engine.control(Control("evict"))
 
 
 def _turn(secret: str, cache: str, before: list[list[Chunk]]) -> Prompt:
     turns = [("user", f"The secret word is {secret}. Say the secret word.")]
     for chunks in before:
-        turns += [("assistant", f"The secret word is{said(chunks)}"), ("user", "Say it again.")]
+        turns += [("assistant", f"The secret word is{text_of(chunks)}"), ("user", "Say it again.")]
     return prompt(chatml(*turns, opening="The secret word is"), cache=cache, session=secret, max_tokens=4)
 
 

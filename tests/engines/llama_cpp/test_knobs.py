@@ -27,8 +27,8 @@ async def handed_over(monkeypatch: pytest.MonkeyPatch, n_batch: int) -> tuple[li
     with monkeypatch.context() as patched:
         patched.setattr("modelyard.engines.llama_cpp.context.lib.llama_decode", noted)
         async with running(n_batch=n_batch) as engine:
-            said = ids(await answer(engine, LONG, max_tokens=2))
-    return sizes, said
+            chunks = ids(await answer(engine, LONG, max_tokens=2))
+    return sizes, chunks
 
 
 async def test_n_batch_does_not_change_the_decodes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from tests.engines.llama_cpp.exact_models import (
     recurrent_model,
     sliding_model,
 )
-from tests.engines.llama_cpp.helpers import chatml, id_prompt, running, said
+from tests.engines.llama_cpp.helpers import chatml, id_prompt, running, text_of
 from tests.engines.llama_cpp.lora_files import write_lora
 from tests.engines.reading import ROUNDED, accepted, assert_alike, end, ids, read, until
 
@@ -71,7 +71,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
-# --- it goes on -------------------------------------------------------------------------------------------------------
+# --- restored ---------------------------------------------------------------------------------------------------------
 
 
 async def test_a_conversation_on_the_real_model_continues_after_a_restart(folder: Path) -> None:
@@ -82,7 +82,7 @@ async def test_a_conversation_on_the_real_model_continues_after_a_restart(folder
     first = ("user", "My name is Ada and I like the sea. What is my name?")
     async with running(caches, kv_store=str(folder)) as engine:
         before = await turn(engine, first)
-    more = [first, ("assistant", said(before)), ("user", "And what do I like?")]
+    more = [first, ("assistant", text_of(before)), ("user", "And what do I like?")]
     async with running(caches, kv_store=str(folder)) as engine:
         assert engine.stats().restored_tokens == engine.stats().occupied_tokens > 0
         after = await turn(engine, *more)
@@ -212,11 +212,11 @@ async def test_nothing_is_saved_without_kv_store(folder: Path) -> None:
     assert files(folder) == []
 
 
-# --- or it is read anew -----------------------------------------------------------------------------------------------
+# --- ignored ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         pytest.param({"path": "other"}, "model was", id="other weights of the same shape"),
         pytest.param({"main": CacheInfo(256, 2)}, "window was 512 and is 256", id="window"),
@@ -229,7 +229,7 @@ async def test_nothing_is_saved_without_kv_store(folder: Path) -> None:
     ],
 )
 async def test_kv_that_does_not_fit_is_ignored_with_the_difference(
-    changed: dict[str, Any], told: str, folder: Path, caplog: pytest.LogCaptureFixture
+    changed: dict[str, Any], message: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(folder) as engine:
         await answer(engine, session="a")
@@ -240,7 +240,7 @@ async def test_kv_that_does_not_fit_is_ignored_with_the_difference(
         assert engine.stats().restored_tokens == 0
         chunks = await answer(engine, session="a")
         assert f"the saved KV in {file} is ignored: " in caplog.text
-        assert told in caplog.text
+        assert message in caplog.text
     assert accepted(chunks).cached_tokens == 0
     assert file.exists()
 

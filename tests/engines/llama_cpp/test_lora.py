@@ -41,7 +41,7 @@ async def opened(lora: Any, caches: dict[str, CacheInfo] | None = None) -> Async
         yield engine
 
 
-async def said(engine: LlamaCppEngine, adapters: Any = NONE, **fields: Any) -> list[Chunk]:
+async def generate(engine: LlamaCppEngine, adapters: Any = NONE, **fields: Any) -> list[Chunk]:
     return await read(engine.generate(id_prompt(TALK, adapters=adapters, **fields)))
 
 
@@ -51,12 +51,12 @@ def differ(one: list[Chunk], other: list[Chunk]) -> bool:
 
 async def test_an_adapter_changes_only_the_answers_that_use_it(files: dict[str, str]) -> None:
     async with opened({}) as engine:
-        plain = await said(engine)
+        plain = await generate(engine)
     async with opened(files) as engine:
         assert engine.info.capabilities.lora
-        before = await said(engine)
-        law, poet = await said(engine, LAW), await said(engine, POET)
-        after = await said(engine)
+        before = await generate(engine)
+        law, poet = await generate(engine, LAW), await generate(engine, POET)
+        after = await generate(engine)
     assert_alike(before, plain)
     assert_alike(after, plain)
     assert differ(law, plain)
@@ -68,7 +68,7 @@ async def test_concurrent_jobs_with_different_adapters_run_as_alone(files: dict[
     alone = []
     for adapters in SETS:
         async with opened(files) as engine:
-            alone.append(await said(engine, adapters, max_tokens=12))
+            alone.append(await generate(engine, adapters, max_tokens=12))
     async with opened(files) as engine:
         jobs = [engine.generate(id_prompt(TALK, adapters=adapters, max_tokens=12)) for adapters in SETS]
         together = [await read(job) for job in jobs]
@@ -79,18 +79,18 @@ async def test_concurrent_jobs_with_different_adapters_run_as_alone(files: dict[
 
 async def test_kv_is_never_reused_with_another_adapter(files: dict[str, str]) -> None:
     async with opened(files, {"main": CacheInfo(512, 1)}) as engine:
-        assert accepted(await said(engine, LAW, session="a")).cached_tokens == 0
-        assert accepted(await said(engine, NONE, session="a")).cached_tokens == 0
-        assert accepted(await said(engine, NONE, session="a")).cached_tokens == len(TALK) - 1
-        assert accepted(await said(engine, (("law", 0.5),), session="a")).cached_tokens == 0
+        assert accepted(await generate(engine, LAW, session="a")).cached_tokens == 0
+        assert accepted(await generate(engine, NONE, session="a")).cached_tokens == 0
+        assert accepted(await generate(engine, NONE, session="a")).cached_tokens == len(TALK) - 1
+        assert accepted(await generate(engine, (("law", 0.5),), session="a")).cached_tokens == 0
 
 
 async def test_the_scale_is_the_product_of_the_requests_and_the_adapters(files: dict[str, str]) -> None:
     async with opened(files) as engine:
-        half, nothing = await said(engine, (("law", 0.5),)), await said(engine, (("law", 0.0),))
-        plain = await said(engine)
+        half, nothing = await generate(engine, (("law", 0.5),)), await generate(engine, (("law", 0.0),))
+        plain = await generate(engine)
     async with opened({"law": {"path": files["law"], "scale": 0.5}}) as engine:
-        own = await said(engine, LAW)
+        own = await generate(engine, LAW)
     assert_alike(own, half)
     assert_alike(nothing, plain)
     assert differ(half, plain)
@@ -101,8 +101,8 @@ async def test_the_scale_is_the_product_of_the_requests_and_the_adapters(files: 
 
 async def test_an_unknown_adapter_is_refused_with_the_known_names(files: dict[str, str]) -> None:
     async with opened(files) as engine:
-        error = end(await said(engine, (("judge", 1.0),))).error
-        assert end(await said(engine)).reason == "length"
+        error = end(await generate(engine, (("judge", 1.0),))).error
+        assert end(await generate(engine)).reason == "length"
     assert isinstance(error, InvalidRequest)
     assert error.message == "unknown adapter 'judge'; use one of 'law', 'poet'"
     assert error.param == "lora_adapter"
@@ -110,7 +110,7 @@ async def test_an_unknown_adapter_is_refused_with_the_known_names(files: dict[st
 
 async def test_a_model_without_adapters_refuses_them() -> None:
     async with opened({}) as engine:
-        error = end(await said(engine, LAW)).error
+        error = end(await generate(engine, LAW)).error
     assert error is not None
     assert error.message == "unknown adapter 'law'; this model has none"
 
@@ -118,13 +118,13 @@ async def test_a_model_without_adapters_refuses_them() -> None:
 async def test_adapters_are_loaded_and_unloaded_while_the_engine_runs(files: dict[str, str]) -> None:
     async with opened({}) as engine:
         await engine.control(Control("load_adapter", argument=f"x={files['law']}"))
-        law = await said(engine, (("x", 1.0),), session="a")
+        law = await generate(engine, (("x", 1.0),), session="a")
         with pytest.raises(Conflict, match="already"):
             await engine.control(Control("load_adapter", argument=f"x={files['poet']}"))
         await engine.control(Control("unload_adapter", argument="x"))
-        assert end(await said(engine, (("x", 1.0),))).error is not None
+        assert end(await generate(engine, (("x", 1.0),))).error is not None
         await engine.control(Control("load_adapter", argument=f"x={files['poet']}"))
-        poet = await said(engine, (("x", 1.0),), session="a")
+        poet = await generate(engine, (("x", 1.0),), session="a")
     assert accepted(poet).cached_tokens == 0  # the same name, but another file
     assert differ(law, poet)
 
@@ -138,7 +138,7 @@ async def test_an_adapter_in_use_is_not_unloaded(files: dict[str, str]) -> None:
         job.cancel()
         await read(job)
         await engine.control(Control("unload_adapter", argument="law"))
-        assert end(await said(engine)).reason == "length"
+        assert end(await generate(engine)).reason == "length"
 
 
 @pytest.mark.parametrize("argument", [None, "", "law", "=x.gguf", "law="])
@@ -157,7 +157,7 @@ async def test_an_invalid_adapter_file_is_refused_with_the_reason(tmp_path: Path
                 await engine.control(Control("load_adapter", argument=f"x={file}"))
         with pytest.raises(NotFound):
             await engine.control(Control("load_adapter", argument=f"x={tmp_path / 'missing.gguf'}"))
-        assert end(await said(engine)).reason == "length"
+        assert end(await generate(engine)).reason == "length"
 
 
 async def test_an_invalid_configured_adapter_fails_the_load(tmp_path: Path) -> None:

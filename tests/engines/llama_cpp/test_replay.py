@@ -24,7 +24,7 @@ def script(folder: Path, *rules: dict[str, Any]) -> str:
     return str(file)
 
 
-def said(chunks: Any) -> str:
+def text_of(chunks: Any) -> str:
     return vocabulary().decode(ids(chunks))
 
 
@@ -39,16 +39,16 @@ async def test_the_script_answers_and_the_next_turn_reuses_its_kv(tmp_path: Path
         first = await read(engine.generate(prompt("look into it", max_tokens=200, session="a")))
         turn = chatml(
             ("user", "look into it"),
-            ("assistant", said(first)),
+            ("assistant", text_of(first)),
             ("user", "<tool_response>\nforty-two\n</tool_response>"),
         )
         second = await read(engine.generate(prompt(turn, max_tokens=200, session="a")))
-    assert said(first) == (
+    assert text_of(first) == (
         "<think>\nHm.\n</think>\n\nLooking.\n"
         '<tool_call>\n{"name": "read", "arguments": {"path": "a.txt"}}\n</tool_call>'
     )
     assert end(first).reason == end(second).reason == "stop"
-    assert said(second) == "It is forty-two."
+    assert text_of(second) == "It is forty-two."
     assert accepted(second).cached_tokens == end(first).usage.prompt + end(first).usage.output
 
 
@@ -57,31 +57,32 @@ async def test_turns_count_per_session_and_a_prompt_without_a_rule_gets_an_empty
 ) -> None:
     rules = script(tmp_path, *({"turn": n, "steps": [{"text": f"Answer {n}."}]} for n in (1, 2)))
     async with running(CACHES, replay=rules) as engine:
-        heard = [
-            said(await read(engine.generate(prompt("go on", max_tokens=50, session=session)))) for session in "aabaab"
+        answers = [
+            text_of(await read(engine.generate(prompt("go on", max_tokens=50, session=session))))
+            for session in "aabaab"
         ]
-    assert heard == ["Answer 1.", "Answer 2.", "Answer 1.", "", "", "Answer 2."]
+    assert answers == ["Answer 1.", "Answer 2.", "Answer 1.", "", "", "Answer 2."]
 
 
 async def test_limits_apply_to_scripted_answers_and_grammars_do_not(tmp_path: Path) -> None:
-    rules = script(tmp_path, {"steps": [{"tokens": 40}]})
+    rules = script(tmp_path, {"steps": [{"tokens": 12}]})
     async with running(CACHES, replay=rules) as engine:
         cut = await read(engine.generate(prompt(max_tokens=7)))
-        free = await read(engine.generate(prompt(max_tokens=50, constraint=Constraint("json_object"))))
-        endless = await read(engine.generate(prompt(max_tokens=50, stop_ids=())))
+        free = await read(engine.generate(prompt(max_tokens=20, constraint=Constraint("json_object"))))
+        endless = await read(engine.generate(prompt(max_tokens=20, stop_ids=())))
     assert (end(cut).reason, len(ids(cut))) == ("length", 7)
-    assert (end(free).reason, len(ids(free))) == ("stop", 40)
-    assert (end(endless).reason, len(ids(endless))) == ("stop", 40)
+    assert (end(free).reason, len(ids(free))) == ("stop", 12)
+    assert (end(endless).reason, len(ids(endless))) == ("stop", 12)
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [("{", "line 2"), ('{"steps": [{"shout": "x"}]}', "steps.0"), ('{"when": "("}', "line 2")],
 )
-def test_an_invalid_rule_is_named(tmp_path: Path, line: str, told: str) -> None:
+def test_an_invalid_rule_is_named(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text('{"steps": []}\n' + line)
-    with pytest.raises(InvalidRequest, match=told):
+    with pytest.raises(InvalidRequest, match=message):
         read_rules(file)
 
 

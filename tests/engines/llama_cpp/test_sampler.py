@@ -166,9 +166,9 @@ async def test_penalties_count_the_last_tokens_of_the_prompt(presence: float, fr
     async with running({"main": CacheInfo(256, 1)}, path=str(exact_model())) as engine:
         for seed in range(12):
             run = Random(seed).choices(range(VOCAB), k=100)
-            said = ids(await read(engine.generate(id_prompt(run, max_tokens=1, sampling=penalties))))
-            assert said == [expected_best(run, presence, frequency)]
-            changed += said != [expected_best(run)]
+            sampled_ids = ids(await read(engine.generate(id_prompt(run, max_tokens=1, sampling=penalties))))
+            assert sampled_ids == [expected_best(run, presence, frequency)]
+            changed += sampled_ids != [expected_best(run)]
     assert changed
 
 
@@ -190,7 +190,9 @@ def a_row(seed: int = 1) -> Row:
     return np.random.default_rng(seed).normal(0, 3, ROW_SIZE).astype(np.float32)
 
 
-def as_llama_cpp(row: Row, biases: dict[int, float], strengths: tuple[float, float, float], said: list[int]) -> Row:
+def as_llama_cpp(
+    row: Row, biases: dict[int, float], strengths: tuple[float, float, float], sampled_ids: list[int]
+) -> Row:
     data = (lib.llama_token_data * ROW_SIZE)(*[(token, value, 0.0) for token, value in enumerate(row.tolist())])
     array = lib.llama_token_data_array(data, ROW_SIZE, -1, False)
     pairs = (lib.llama_logit_bias * len(biases))(*biases.items())
@@ -198,7 +200,7 @@ def as_llama_cpp(row: Row, biases: dict[int, float], strengths: tuple[float, flo
         lib.llama_sampler_init_logit_bias(ROW_SIZE, len(biases), pairs),
         lib.llama_sampler_init_penalties(ROW_SIZE, PENALTY_WINDOW, *strengths),
     ):
-        for token in said:
+        for token in sampled_ids:
             lib.llama_sampler_accept(sampler, token)
         lib.llama_sampler_apply(sampler, ctypes.byref(array))
         lib.llama_sampler_free(sampler)
@@ -218,9 +220,9 @@ def seen(processor: LogitProcessor, row: Row) -> Row:
 def test_biases_and_penalties_are_those_of_llama_cpp(
     biases: dict[int, float], strengths: tuple[float, float, float], count: int
 ) -> None:
-    said = np.random.default_rng(2).integers(0, 40, count).tolist()
-    processor, row = LogitProcessor(biases, Penalties(*strengths, said)), a_row()
-    expected = as_llama_cpp(row, biases, strengths, said)
+    sampled_ids = np.random.default_rng(2).integers(0, 40, count).tolist()
+    processor, row = LogitProcessor(biases, Penalties(*strengths, sampled_ids)), a_row()
+    expected = as_llama_cpp(row, biases, strengths, sampled_ids)
     np.testing.assert_allclose(seen(processor, row), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -115,7 +115,7 @@ def child(code: str) -> list[str]:
     return [sys.executable, "-c", f"import os, signal, sys, threading\n{STAGE}\n{code}"]
 
 
-def said(code: str, timeout: float = 60) -> str:
+def text_of(code: str, timeout: float = 60) -> str:
     fault = selftest.run_selftest(child(code), timeout)
     assert fault is not None
     assert "\n" not in fault
@@ -126,27 +126,27 @@ def said(code: str, timeout: float = 60) -> str:
 
 
 def test_death_by_sigill_is_explained_with_what_to_do():
-    fault = said("os.kill(os.getpid(), signal.SIGILL)")
+    fault = text_of("os.kill(os.getpid(), signal.SIGILL)")
     assert "died while decoding a tiny model: SIGILL, an instruction that this CPU does not have" in fault
     assert "`make rebuild-engine`" in fault
     assert "CMAKE_ARGS=-DGGML_NATIVE=OFF" in fault
 
 
 def test_another_signal_is_named():
-    assert "died while decoding a tiny model: SIGSEGV" in said("os.kill(os.getpid(), signal.SIGSEGV)")
+    assert "died while decoding a tiny model: SIGSEGV" in text_of("os.kill(os.getpid(), signal.SIGSEGV)")
 
 
 def test_a_child_that_hangs_is_stopped():
-    assert "hung for 1 s while" in said("threading.Event().wait()", timeout=1)
+    assert "hung for 1 s while" in text_of("threading.Event().wait()", timeout=1)
 
 
 def test_a_fault_of_the_child_is_reported():
-    fault = said("print('fault llama_batch has 64 bytes where release 0.3.36 has 56'); sys.exit(1)")
+    fault = text_of("print('fault llama_batch has 64 bytes where release 0.3.36 has 56'); sys.exit(1)")
     assert fault.startswith("the llama.cpp library does not fit this program: llama_batch has 64 bytes where release")
 
 
 def test_a_python_error_of_the_child_is_reported_by_its_last_line():
-    assert "failed while decoding a tiny model: OSError: no libllama.so" in said("raise OSError('no libllama.so')")
+    assert "failed while decoding a tiny model: OSError: no libllama.so" in text_of("raise OSError('no libllama.so')")
 
 
 def test_a_silent_child_is_reported_by_its_exit_code():

@@ -18,7 +18,7 @@ from modelyard.engines.llama_cpp.kv_snapshot import KvSnapshot
 from modelyard.engines.llama_cpp.sequence_manager import KvOffload
 from modelyard.engines.llama_cpp.sequences import Checkpoint, CopyCosts, CopyMethod, TokenIds
 from tests.engines.llama_cpp.exact_models import N_SWA, VOCAB, exact_model, hybrid_model, recurrent_model, sliding_model
-from tests.engines.llama_cpp.helpers import Tap, chatml, id_prompt, running, said
+from tests.engines.llama_cpp.helpers import Tap, chatml, id_prompt, running, text_of
 from tests.engines.llama_cpp.helpers import answer as asked
 from tests.engines.reading import accepted, assert_alike, end, ids, read
 
@@ -271,20 +271,20 @@ async def test_mixed_conversations_generate_what_each_generates_alone(seed: int)
     random = Random(seed)
     homes = {n: ("main", "fast")[n % 2] for n in range(8)}
     places = {"main": 3, "fast": 2 + seed % 2}
-    told = {n: (SYSTEM if n % 4 < 2 else []) + words(100 + n) for n in homes}
+    history = {n: (SYSTEM if n % 4 < 2 else []) + words(100 + n) for n in homes}
     turns: list[tuple[list[int], list[Chunk]]] = []
     async with exact(**places) as engine:
         canceller = CancelAfter(engine)
         for _ in range(24):
             batch = _fitting(random.sample(list(homes), random.randint(1, 5)), homes, places)
             canceller.left = {engine._job_count + 1: random.randint(1, 6)} if random.random() < 0.4 else {}
-            jobs = {n: engine.generate(id_prompt(told[n], cache=homes[n], session=str(n))) for n in batch}
+            jobs = {n: engine.generate(id_prompt(history[n], cache=homes[n], session=str(n))) for n in batch}
             for n, job in jobs.items():
                 chunks = await read(job)
                 assert end(chunks).reason == ("cancelled" if n == batch[0] and canceller.left else "length")
                 if ids(chunks):  # a cancelled answer is as true as far as it goes
-                    turns.append((told[n], chunks))
-                    told[n] = _continued(told[n], chunks, random)
+                    turns.append((history[n], chunks))
+                    history[n] = _continued(history[n], chunks, random)
     async with exact(main=1) as engine:
         for run, chunks in turns:
             await engine.control(Control("evict"))
@@ -396,11 +396,11 @@ async def test_a_copy_of_a_longer_sequence_generates_what_it_generates_alone(mod
 async def test_an_edited_last_message_starts_at_the_end_of_the_previous_turn(model: Model) -> None:
     async with opened(model) as engine:
         run = words(1, 100)
-        told = run + ids(await rewind_answer(engine, run, max_tokens=50))
-        await rewind_answer(engine, told + words(2, LONG))
-        edited = told + words(3, 60)
+        history = run + ids(await rewind_answer(engine, run, max_tokens=50))
+        await rewind_answer(engine, history + words(2, LONG))
+        edited = history + words(3, 60)
         chunks = await rewind_answer(engine, edited)
-    assert accepted(chunks).cached_tokens == len(told) - 1  # the last word of an answer was never read
+    assert accepted(chunks).cached_tokens == len(history) - 1  # the last word of an answer was never read
     assert_alike(chunks, await rewind_alone(model, edited))
 
 
@@ -431,8 +431,8 @@ async def test_rewinding_before_all_checkpoints_evaluates_everything_again(model
     run = words(1, 300)
     edited = run[:100] + words(3, 60)
     async with opened(model) as engine:
-        told = run + ids(await rewind_answer(engine, run))
-        await rewind_answer(engine, told + words(2, 60))
+        history = run + ids(await rewind_answer(engine, run))
+        await rewind_answer(engine, history + words(2, 60))
         chunks = await rewind_answer(engine, edited)
         (slot, _) = engine._caches["main"].slots
         assert all(one.tokens <= len(edited) for one in slot.checkpoints), (
@@ -446,8 +446,8 @@ async def test_rewinding_before_all_checkpoints_evaluates_everything_again(model
 async def test_a_checkpoint_of_replaced_tokens_is_never_used(model: Model) -> None:
     run = words(1, 100)
     async with opened(model) as engine:
-        told = run + ids(await rewind_answer(engine, run))
-        await rewind_answer(engine, told + words(2, LONG))
+        history = run + ids(await rewind_answer(engine, run))
+        await rewind_answer(engine, history + words(2, LONG))
         other = run + words(3, 500)
         await rewind_answer(engine, other)
         edited = other[:500] + words(4, 60)
@@ -460,12 +460,12 @@ async def test_a_checkpoint_of_replaced_tokens_is_never_used(model: Model) -> No
 async def test_checkpoints_are_limited(model: Model, bound: dict[str, int]) -> None:
     most = bound.get("checkpoints", 0)
     async with opened(model, **bound) as engine:
-        told = words(1, 100)
+        history = words(1, 100)
         for turn in range(5):
-            told = told + ids(await rewind_answer(engine, told)) + words(turn, 60)
+            history = history + ids(await rewind_answer(engine, history)) + words(turn, 60)
             assert len(engine._caches["main"].slots[0].checkpoints) <= most
-        chunks = await rewind_answer(engine, told)
-    assert_alike(chunks, await rewind_alone(model, told))
+        chunks = await rewind_answer(engine, history)
+    assert_alike(chunks, await rewind_alone(model, history))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -517,18 +517,22 @@ async def test_mixed_conversations_with_rewinds_generate_what_each_generates_alo
     """More conversations than sequences, in two caches, with a common prefix, continued and cut back."""
     random = Random(seed)
     system, turns = words(0, 60), []
-    told = {n: (system if n % 2 else []) + words(100 + n, 40) for n in range(5)}
+    history = {n: (system if n % 2 else []) + words(100 + n, 40) for n in range(5)}
     async with opened(model, {"main": CacheInfo(1024, 2), "fast": CacheInfo(1024, 2)}) as engine:
         for _ in range(14):
-            batch = random.sample(list(told), 2)
+            batch = random.sample(list(history), 2)
             jobs = {
-                n: engine.generate(id_prompt(told[n], session=str(n), cache=("main", "fast")[n % 2])) for n in batch
+                n: engine.generate(id_prompt(history[n], session=str(n), cache=("main", "fast")[n % 2])) for n in batch
             }
             for n, job in jobs.items():
                 chunks = await read(job)
-                turns.append((told[n], chunks))
-                kept = told[n][: random.randint(30, len(told[n]))] if random.random() < 0.3 else told[n] + ids(chunks)
-                told[n] = kept + words(random.randrange(1000), 40)
+                turns.append((history[n], chunks))
+                kept = (
+                    history[n][: random.randint(30, len(history[n]))]
+                    if random.random() < 0.3
+                    else history[n] + ids(chunks)
+                )
+                history[n] = kept + words(random.randrange(1000), 40)
     async with opened(model, {"main": CacheInfo(1024, 1)}, checkpoints=0) as engine:
         for run, chunks in turns:
             await engine.control(Control("evict"))
@@ -600,9 +604,9 @@ async def short_answer(engine: LlamaCppEngine, tokens: list[int], session: str, 
     return await read(engine.generate(id_prompt(tokens, session=session, max_tokens=4, **fields)))
 
 
-def next_turn(told: list[int], chunks: list[Chunk]) -> tuple[list[int], int]:
+def next_turn(history: list[int], chunks: list[Chunk]) -> tuple[list[int], int]:
     """The prompt that follows an answer, and how much of it was evaluated: the last token was only sampled."""
-    return told + ids(chunks) + words(len(told), 6), len(told) + len(ids(chunks)) - 1
+    return history + ids(chunks) + words(len(history), 6), len(history) + len(ids(chunks)) - 1
 
 
 @pytest.mark.usefixtures("_copies_always_pay")
@@ -610,24 +614,24 @@ def next_turn(told: list[int], chunks: list[Chunk]) -> tuple[list[int], int]:
 @pytest.mark.parametrize("parallel", [1, 2])
 async def test_a_main_conversation_survives_sub_agents_and_background_work(model: Any, parallel: int) -> None:
     async with running({"main": CacheInfo(512, parallel)}, path=str(model()), swa_full=False) as engine:
-        told, kept = next_turn(words(1, 40), await short_answer(engine, words(1, 40), "main"))
+        history, kept = next_turn(words(1, 40), await short_answer(engine, words(1, 40), "main"))
         for n in range(3):
             await short_answer(engine, words(20 + n, 40), f"main:agent{n}")
             await short_answer(engine, words(30 + n, 40), f"main~errand{n}", priority="background")
-        back = await short_answer(engine, told, "main")
+        back = await short_answer(engine, history, "main")
         stats = engine.stats().caches["main"]
     assert accepted(back).cached_tokens == kept
     assert stats.evictions == 3  # the background jobs
     async with running({"main": CacheInfo(512, 1)}, path=str(model()), swa_full=False) as engine:
-        assert_alike(back, await short_answer(engine, told, "alone"))
+        assert_alike(back, await short_answer(engine, history, "alone"))
 
 
 @pytest.mark.usefixtures("_copies_always_pay")
 async def test_without_offload_an_evicted_conversation_is_lost() -> None:
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model()), parked_mb=0) as engine:
-        told, _ = next_turn(words(1, 40), await short_answer(engine, words(1, 40), "main"))
+        history, _ = next_turn(words(1, 40), await short_answer(engine, words(1, 40), "main"))
         other = await short_answer(engine, words(2, 40), "other")
-        back = await short_answer(engine, told, "main")
+        back = await short_answer(engine, history, "main")
     assert [accepted(chunks).cached_tokens for chunks in (other, back)] == [0, 0]
     assert [accepted(chunks).evicted for chunks in (other, back)] == [True, True]
 
@@ -635,21 +639,21 @@ async def test_without_offload_an_evicted_conversation_is_lost() -> None:
 @pytest.mark.usefixtures("_copies_always_pay")
 async def test_evicting_a_cache_drops_its_offloaded_conversations() -> None:
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
-        told, _ = next_turn(words(1, 40), await short_answer(engine, words(1, 40), "main"))
+        history, _ = next_turn(words(1, 40), await short_answer(engine, words(1, 40), "main"))
         await short_answer(engine, words(2, 40), "other")
         await engine.control(Control("evict"))
-        assert accepted(await short_answer(engine, told, "main")).cached_tokens == 0
+        assert accepted(await short_answer(engine, history, "main")).cached_tokens == 0
 
 
 @pytest.mark.usefixtures("_copies_always_pay")
 async def test_another_session_with_a_shared_prefix_does_not_remove_the_snapshot() -> None:
     system = words(1, 40)
     async with running({"main": CacheInfo(512, 1)}, path=str(exact_model())) as engine:
-        told, kept = next_turn(system + words(2, 9), await short_answer(engine, system + words(2, 9), "first"))
+        history, kept = next_turn(system + words(2, 9), await short_answer(engine, system + words(2, 9), "first"))
         await short_answer(engine, words(3, 40), "other")
         second = await short_answer(engine, system + words(4, 9), "second")
         await short_answer(engine, words(5, 40), "another")
-        first = await short_answer(engine, told, "first")
+        first = await short_answer(engine, history, "first")
     assert [accepted(chunks).cached_tokens for chunks in (second, first)] == [len(system), kept]
 
 
@@ -659,16 +663,18 @@ async def test_another_session_with_a_shared_prefix_does_not_remove_the_snapshot
 async def test_mixed_offloaded_conversations_generate_what_each_generates_alone(model: Any, seed: int) -> None:
     """Five conversations on two sequences; some are cut back between turns."""
     random = Random(seed)
-    told = {n: words(n, 40) for n in range(5)}
+    history = {n: words(n, 40) for n in range(5)}
     turns: list[tuple[list[int], list[Chunk]]] = []
     async with running({"main": CacheInfo(512, 2)}, path=str(model()), swa_full=False) as engine:
         for _ in range(20):
             n = random.randrange(5)
-            chunks = await short_answer(engine, told[n], str(n), priority=random.choice(["main", "background"]))
+            chunks = await short_answer(engine, history[n], str(n), priority=random.choice(["main", "background"]))
             assert end(chunks).reason == "length"
-            turns.append((told[n], chunks))
-            kept = told[n] + ids(chunks) if random.random() < 0.8 else told[n][: random.randint(20, len(told[n]))]
-            told[n] = kept + words(random.randrange(1000), 8)
+            turns.append((history[n], chunks))
+            kept = (
+                history[n] + ids(chunks) if random.random() < 0.8 else history[n][: random.randint(20, len(history[n]))]
+            )
+            history[n] = kept + words(random.randrange(1000), 8)
     async with running({"main": CacheInfo(512, 1)}, path=str(model()), swa_full=False) as engine:
         for prompt, chunks in turns:
             await engine.control(Control("evict"))
@@ -687,7 +693,7 @@ async def test_the_next_turn_of_an_agent_on_the_real_model_evaluates_only_new_to
         await asked(engine, chatml(("system", "Explore the code."), ("user", "Find it.")), session="s:1")
         await asked(engine, chatml(("system", "Title this."), ("user", "Fix.")), session="s~1", priority="background")
         await asked(engine, chatml(("system", "Block? " * 20), ("user", "rm")), session="s~2", priority="background")
-        history = (system, ("user", "Fix the tests."), ("assistant", said(first)))
+        history = (system, ("user", "Fix the tests."), ("assistant", text_of(first)))
         second = await asked(engine, chatml(*history, ("user", "Now the docs.")), session="s")
     held = end(first).usage.prompt + end(first).usage.output - 1
     assert accepted(second).cached_tokens == held

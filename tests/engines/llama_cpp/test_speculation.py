@@ -26,7 +26,7 @@ from modelyard.engines.llama_cpp.speculation import (
     draft_length,
 )
 from tests.engines.llama_cpp.exact_models import VOCAB, recurrent_model, repetitive_model, sliding_model
-from tests.engines.llama_cpp.helpers import GREEDY, Tap, answer, id_prompt, running, said
+from tests.engines.llama_cpp.helpers import GREEDY, Tap, answer, id_prompt, running, text_of
 from tests.engines.reading import accepted, assert_alike, end, ids, read
 
 MODES = ("off", "ngram")
@@ -54,7 +54,7 @@ SAMPLINGS = [
 ]
 
 
-async def told(engine: LlamaCppEngine, run: list[int], **fields: Any) -> list[Chunk]:
+async def generate(engine: LlamaCppEngine, run: list[int], **fields: Any) -> list[Chunk]:
     return await read(engine.generate(id_prompt(run, **({"max_tokens": 40} | fields))))
 
 
@@ -66,7 +66,7 @@ async def test_answers_are_the_same_as_without_speculation(sampling: Sampling) -
     answers = {}
     for mode in MODES:
         async with opened(mode) as engine:
-            answers[mode] = [ids(await told(engine, run, sampling=sampling)) for run in RUNS]
+            answers[mode] = [ids(await generate(engine, run, sampling=sampling)) for run in RUNS]
             guessed = engine.stats().guessed_tokens
     assert guessed > 0
     assert answers["ngram"] == answers["off"]
@@ -75,25 +75,25 @@ async def test_answers_are_the_same_as_without_speculation(sampling: Sampling) -
 @pytest.mark.parametrize("sampling", SAMPLINGS[:2])
 async def test_concurrent_streams_with_drafts_generate_what_each_generates_alone(sampling: Sampling) -> None:
     async with opened() as engine:
-        jobs = (told(engine, run, sampling=sampling, session=str(n)) for n, run in enumerate(RUNS))
+        jobs = (generate(engine, run, sampling=sampling, session=str(n)) for n, run in enumerate(RUNS))
         together = [ids(chunks) for chunks in await asyncio.gather(*jobs)]
         assert engine.stats().guessed_tokens > 0
     async with opened("off") as engine:
-        assert together == [ids(await told(engine, run, sampling=sampling)) for run in RUNS]
+        assert together == [ids(await generate(engine, run, sampling=sampling)) for run in RUNS]
 
 
 async def test_logprobs_are_the_same_as_without_speculation() -> None:
     answers = []
     for mode in MODES:
         async with opened(mode) as engine:
-            answers.append(await told(engine, RUNS[0]))
+            answers.append(await generate(engine, RUNS[0]))
     assert_alike(*answers)
 
 
 async def test_repetitive_text_takes_fewer_steps_than_tokens() -> None:
     async with opened() as engine:
         tap = Tap(engine)
-        chunks = await told(engine, RUNS[0], max_tokens=120)
+        chunks = await generate(engine, RUNS[0], max_tokens=120)
         stats = engine.stats()
     steps = [chunk for _, chunk in tap.seen if isinstance(chunk, Tokens)]
     assert len(ids(chunks)) == 120
@@ -106,9 +106,9 @@ async def test_repetitive_text_takes_fewer_steps_than_tokens() -> None:
 
 async def test_every_max_tokens_is_respected() -> None:
     async with opened() as engine:
-        whole = ids(await told(engine, RUNS[0], max_tokens=24))
+        whole = ids(await generate(engine, RUNS[0], max_tokens=24))
         for length in range(1, 24):
-            chunks = await told(engine, RUNS[0], max_tokens=length)
+            chunks = await generate(engine, RUNS[0], max_tokens=length)
             assert ids(chunks) == whole[:length]
             assert end(chunks).reason == "length"
             assert end(chunks).usage.output == length
@@ -116,17 +116,17 @@ async def test_every_max_tokens_is_respected() -> None:
 
 async def test_every_stop_id_ends_the_answer() -> None:
     async with opened() as engine:
-        whole = ids(await told(engine, RUNS[0], max_tokens=60))
+        whole = ids(await generate(engine, RUNS[0], max_tokens=60))
         assert engine.stats().accepted_tokens > 0
         for stop in dict.fromkeys(whole):
-            chunks = await told(engine, RUNS[0], max_tokens=60, stop_ids=(stop,))
+            chunks = await generate(engine, RUNS[0], max_tokens=60, stop_ids=(stop,))
             assert ids(chunks) == whole[: whole.index(stop)]
             assert end(chunks).reason == "stop"
 
 
 async def test_a_full_window_ends_the_answer() -> None:
     async with running({"main": CacheInfo(64, 1)}, path=str(repetitive_model()), speculation="ngram") as engine:
-        chunks = await told(engine, RUNS[0], max_tokens=100)
+        chunks = await generate(engine, RUNS[0], max_tokens=100)
     assert len(ids(chunks)) == 64 - len(RUNS[0])
     assert end(chunks).reason == "window"
 
@@ -134,15 +134,15 @@ async def test_a_full_window_ends_the_answer() -> None:
 async def test_after_a_cancellation_the_sequence_holds_the_output() -> None:
     async with opened() as engine:
         CancelAtRun(engine)
-        chunks = await told(engine, RUNS[0], max_tokens=200)
+        chunks = await generate(engine, RUNS[0], max_tokens=200)
         assert end(chunks).reason == "cancelled"
         turn = RUNS[0] + ids(chunks) + words(9)
         held = engine._caches["main"].slots[0].tokens
         assert list(held) == turn[: len(held)]
-        second = await told(engine, turn)
+        second = await generate(engine, turn)
         assert accepted(second).cached_tokens == len(held)
     async with opened("off") as fresh:
-        assert_alike(second, await told(fresh, turn))
+        assert_alike(second, await generate(fresh, turn))
 
 
 class CancelAtRun(Tap):
@@ -159,14 +159,14 @@ class CancelAtRun(Tap):
 async def test_the_kv_of_rejected_drafts_is_removed() -> None:
     """The next turn continues exactly where the answer ended."""
     async with opened() as engine:
-        first = await told(engine, RUNS[0], sampling=Sampling(temperature=0.7, seed=4))
+        first = await generate(engine, RUNS[0], sampling=Sampling(temperature=0.7, seed=4))
         stats = engine.stats()
         assert stats.guessed_tokens > stats.accepted_tokens
         turn = RUNS[0] + ids(first) + words(7)
-        second = await told(engine, turn)
+        second = await generate(engine, turn)
         assert accepted(second).cached_tokens == len(RUNS[0]) + len(ids(first)) - 1
     async with opened("off") as fresh:
-        assert_alike(second, await told(fresh, turn))
+        assert_alike(second, await generate(fresh, turn))
 
 
 # --- constraints ------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ async def test_a_grammar_holds_within_accepted_drafts(count: int) -> None:
     async with running(speculation="ngram") as engine:
         chunks = await answer(engine, f"Say it often: {CHANT * 3}", **asked)
         assert engine.stats().accepted_tokens > 0
-    assert said(chunks) == CHANT * count
+    assert text_of(chunks) == CHANT * count
     assert end(chunks).reason == "stop"
 
 
@@ -206,7 +206,7 @@ class Watch:
 
     def _watched(self, streams: Mapping[int, LlamaCppJob]) -> Drafts:
         found = self._draft(streams)
-        self.tried += [said([Tokens(guess)]) for guess in found.values()]
+        self.tried += [text_of([Tokens(guess)]) for guess in found.values()]
         return found
 
 
@@ -215,7 +215,7 @@ class Watch:
 
 async def test_a_model_that_cannot_rewind_has_no_speculation(caplog: pytest.LogCaptureFixture) -> None:
     async with opened(path=str(recurrent_model())) as engine:
-        assert len(ids(await told(engine, RUNS[0]))) == 40
+        assert len(ids(await generate(engine, RUNS[0]))) == 40
         assert engine.stats().guessed_tokens == 0
     assert "cannot rewind: no speculation" in caplog.text
 

@@ -49,7 +49,7 @@ def model_folder() -> Path:
 
 
 @cache
-def vocabulary() -> HuggingFaceTokenizer:
+def tokenizer() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer.load(model_folder())
 
 

@@ -103,7 +103,7 @@ def test_result_of_another_length_than_the_text_is_refused() -> None:
 
 @pytest.mark.vllm
 def test_real_vllm_evaluates_the_built_in_text_in_both_number_formats() -> None:
-    ids = real_vllm.vocabulary().encode_plain(QUALITY_TEXT)
+    ids = real_vllm.tokenizer().encode_plain(QUALITY_TEXT)
     measured = loss(real_vllm.spec(vllm_kv_cache_dtype="fp8"), real_vllm.spec(), ids)
     assert 5 < measured.reference < 50
     assert abs(measured.rise) < 0.2

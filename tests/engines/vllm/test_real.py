@@ -42,7 +42,7 @@ WEATHER = {
 
 
 def prompt(text: str, **fields: Any) -> Prompt:
-    tokens = real_vllm.vocabulary().encode(fake_helpers.chatml(("user", text)))
+    tokens = real_vllm.tokenizer().encode(fake_helpers.chatml(("user", text)))
     return Prompt(
         **{"parts": (TokenRun(tokens),), "sampling": Sampling(temperature=0), "max_tokens": 8, "cache": "main"} | fields
     )

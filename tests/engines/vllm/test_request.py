@@ -21,7 +21,7 @@ from modelyard.engines.vllm.request import (
     IGNORED,
     PRIORITIES,
     ControlTokens,
-    LoraAdapters,
+    VllmAdapters,
     multi_modal_data,
     sampling_arguments,
     structured_output_arguments,
@@ -283,18 +283,18 @@ async def test_unreadable_image_fails_only_its_job() -> None:
 
 
 @pytest.fixture
-def adapters(tmp_path: Path) -> LoraAdapters:
-    return LoraAdapters({"law": str(adapter(tmp_path / "law"))})
+def adapters(tmp_path: Path) -> VllmAdapters:
+    return VllmAdapters({"law": str(adapter(tmp_path / "law"))})
 
 
-def test_adapter_is_selected_by_its_name(adapters: LoraAdapters) -> None:
+def test_adapter_is_selected_by_its_name(adapters: VllmAdapters) -> None:
     selected = adapters.select((("law", 1.0),))
     assert selected is not None
     assert (selected.name, selected.id) == ("law", 1)
     assert adapters.select(()) is None
 
 
-def test_replaced_adapter_has_another_identity_in_vllm(adapters: LoraAdapters, tmp_path: Path) -> None:
+def test_replaced_adapter_has_another_identity_in_vllm(adapters: VllmAdapters, tmp_path: Path) -> None:
     """Otherwise it would reuse the KV of the adapter before it."""
     first = adapters.select((("law", 1.0),))
     adapters.load(f"law={adapter(tmp_path / 'other')}")
@@ -305,7 +305,7 @@ def test_replaced_adapter_has_another_identity_in_vllm(adapters: LoraAdapters, t
     assert first.id != second.id
 
 
-def test_unloaded_adapter_is_unknown(adapters: LoraAdapters) -> None:
+def test_unloaded_adapter_is_unknown(adapters: VllmAdapters) -> None:
     adapters.unload("law")
     with pytest.raises(NotFound, match="law"):
         adapters.select((("law", 1.0),))
@@ -313,7 +313,7 @@ def test_unloaded_adapter_is_unknown(adapters: LoraAdapters) -> None:
         adapters.unload("law")
 
 
-def test_several_adapters_and_partial_strength_are_refused(adapters: LoraAdapters) -> None:
+def test_several_adapters_and_partial_strength_are_refused(adapters: VllmAdapters) -> None:
     with pytest.raises(Unsupported, match="one adapter"):
         adapters.select((("law", 1.0), ("law", 1.0)))
     with pytest.raises(Unsupported, match="full strength"):
@@ -322,16 +322,16 @@ def test_several_adapters_and_partial_strength_are_refused(adapters: LoraAdapter
 
 def test_folder_without_an_adapter_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=str(tmp_path)):
-        LoraAdapters({"law": str(tmp_path)})
+        VllmAdapters({"law": str(tmp_path)})
 
 
 def test_model_without_configured_adapters_refuses_them(tmp_path: Path) -> None:
-    none = LoraAdapters({})
+    none = VllmAdapters({})
     for act in (lambda: none.select((("law", 1.0),)), lambda: none.load(f"law={adapter(tmp_path / 'law')}")):
         with pytest.raises(Unsupported, match="lora setting"):
             act()
 
 
-def test_load_argument_without_a_name_is_refused(adapters: LoraAdapters) -> None:
+def test_load_argument_without_a_name_is_refused(adapters: VllmAdapters) -> None:
     with pytest.raises(InvalidRequest, match="name=folder"):
         adapters.load("law")

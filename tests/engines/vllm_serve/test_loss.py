@@ -14,7 +14,7 @@ from modelyard.engines import vllm_serve
 from modelyard.engines.vllm.loss import TOP_LOGPROBS
 from modelyard.engines.vllm_serve.loss import loss
 from modelyard.tune.trial_process import QUALITY_TEXT
-from tests.engines.vllm.real_vllm import vocabulary
+from tests.engines.vllm.real_vllm import tokenizer
 from tests.engines.vllm_serve import real_server
 from tests.engines.vllm_serve.helpers import behaviour, options, recorded
 
@@ -60,7 +60,7 @@ def test_real_server_reads_the_built_in_text_with_both_cache_types() -> None:
     def served(**chosen: Any) -> EngineSpec:
         return EngineSpec("smollm2", vllm_serve.Options(**real_server.fields(**chosen)), {"main": CacheInfo(2048, 8)})
 
-    lost = loss(served(vllm_kv_cache_dtype="fp8"), served(), vocabulary().encode_plain(QUALITY_TEXT))
+    lost = loss(served(vllm_kv_cache_dtype="fp8"), served(), tokenizer().encode_plain(QUALITY_TEXT))
     assert 5 < lost.reference < 50
     assert abs(lost.rise) < 0.2
     assert lost.divergence is not None
