@@ -32,7 +32,7 @@ from rich.console import Console
 from bench.servers import Server, modelyard_server
 from modelyard.benchmark.load import COUNTER, LoadGenerator, RequestTarget, RoundLength, Sample
 from modelyard.benchmark.statistics import Interval, mean_interval, percentile
-from tests.workbench.screen import chrome
+from tests.workbench.browser import chrome
 
 TARGET = 0.02
 RATE, ROWS = 50, 1000

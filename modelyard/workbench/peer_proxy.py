@@ -1,8 +1,8 @@
 """One workbench for several gateway processes: the first hosts it, the others forward requests over a unix socket.
 
 A page lives in one process, but the kernel gives each connection to any of them. So with several processes the page
-uses plain HTTP polling instead of a WebSocket, and every process forwards the polls to the host. The page uses the admin
-API of the host.
+uses plain HTTP polling instead of a WebSocket, and every process forwards the polls to the host. The page uses the
+admin API of the host.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.workbench.screen import setup_script
+from tests.workbench.browser import setup_script
 
 script = setup_script()
 

@@ -1,4 +1,4 @@
-"""The workbench in a real browser, against a real server with the real default model."""
+"""The workbench in a real browser, with a real server and the default model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from selenium.webdriver.common.keys import Keys
 
 from modelyard.library import default_model
 from tests.commands import Serving, serve
-from tests.workbench.screen import Screen, chrome
-from tests.workbench.test_findings import run as found_run
+from tests.workbench.browser import BrowserPage, chrome
+from tests.workbench.pages.test_optimizer import optimizer_run
 
 pytestmark = pytest.mark.browser
 
@@ -68,45 +68,45 @@ PAGES = {
     "/routes": "Routes",
 }
 HTML = '<img src=x onerror="window.hacked = 1"><b>bold</b>{{7 * 7}}'
-PICTURE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 MESSAGE = "textarea[aria-label=Message]"
 
 
-class Server:
-    """It can be stopped and started again on the same port."""
+class RestartableServer:
+    """A server that can be stopped and started again on the same port."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._stack = folder, ExitStack()
-        self._serving = self._begin("0")
+        self._serving = self._start("0")
         self.url = self._serving.url
 
-    def _begin(self, port: str) -> Serving:
+    def _start(self, port: str) -> Serving:
         return self._stack.enter_context(serve(self._folder, "--port", port, config=CONFIG))
 
     def stop(self) -> None:
         assert self._serving.stop() == 0
         self._stack.close()
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         self._stack = ExitStack()
-        self._serving = self._begin(self.url.rpartition(":")[2])
+        self._serving = self._start(self.url.rpartition(":")[2])
 
     def close(self) -> None:
         self._stack.close()
 
-    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+    def api(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
         reply = httpx.request(method, self.url + path, json=body, headers={**OWNER, **headers}, timeout=60)
         assert reply.status_code < 400, reply.text
         return reply.json()
 
     def model(self, name: str) -> Any:
-        return self.ask("GET", f"/v1/admin/models/{name}")
+        return self.api("GET", f"/v1/admin/models/{name}")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RestartableServer]:
     default_model.fetch()
-    made = Server(tmp_path_factory.mktemp("workbench"))
+    made = RestartableServer(tmp_path_factory.mktemp("workbench"))
     try:
         yield made
     finally:
@@ -114,168 +114,168 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def locked(server: Server) -> Iterator[Screen]:
+def locked(server: RestartableServer) -> Iterator[BrowserPage]:
     with chrome() as driver:
-        yield Screen(driver, server.url)
+        yield BrowserPage(driver, server.url)
 
 
 @pytest.fixture
-def screen(locked: Screen, server: Server) -> Iterator[Screen]:
-    """Its tab knows the key already."""
+def page(locked: BrowserPage, server: RestartableServer) -> Iterator[BrowserPage]:
+    """A page whose tab has the key."""
     locked.open("/routes")
     locked.run("sessionStorage.setItem('modelyard-key', 'the-owner')")
     yield locked
     locked.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-def choose(screen: Screen, model: str) -> None:
-    screen.open(f"/playground?model={model}")
-    screen.until(lambda: model in screen.see(".model input").get_attribute("value"), f"{model} is chosen")
+def choose(page: BrowserPage, model: str) -> None:
+    page.open(f"/playground?model={model}")
+    page.wait_until(lambda: model in page.find(".model input").get_attribute("value"), f"{model} is chosen")
 
 
-def say(screen: Screen, text: str) -> None:
-    screen.type(MESSAGE, text, Keys.ENTER)
+def send(page: BrowserPage, text: str) -> None:
+    page.type(MESSAGE, text, Keys.ENTER)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_key_is_refused_and_the_owners_opens(locked: Screen) -> None:
+def test_only_an_admin_key_unlocks_the_page(locked: BrowserPage) -> None:
     locked.open("")
     locked.type("input[type=password]", "wrong", Keys.ENTER)
-    locked.see(".trouble", "missing or wrong")
+    locked.find(".error", "missing or wrong")
     locked.type("input[type=password]", "a-guest", Keys.ENTER)
-    locked.see(".trouble", "admin key")
-    assert not locked.all("[data-model]")
+    locked.find(".error", "admin key")
+    assert not locked.find_all("[data-model]")
     locked.type("input[type=password]", "the-owner", Keys.ENTER)
-    locked.see("[data-model=demo]", "ready")
-    locked.gone("input[type=password]")
+    locked.find("[data-model=demo]", "ready")
+    locked.wait_gone("input[type=password]")
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_loaded_with_an_override(screen: Screen, server: Server) -> None:
-    screen.open("")
-    screen.click("[data-model=smollm2] button", "Load")
-    screen.see(".q-dialog", "it fits")
-    screen.type(".q-dialog input[aria-label=n_ctx]", "1024")
-    screen.click(".q-dialog button", "Load")
-    screen.see("[data-model=smollm2] .state", "ready")
-    screen.see("[data-model=smollm2] .tag", "1\u202f024 tokens")
+def test_a_model_is_loaded_with_an_override(page: BrowserPage, server: RestartableServer) -> None:
+    page.open("")
+    page.click("[data-model=smollm2] button", "Load")
+    page.find(".q-dialog", "it fits")
+    page.type(".q-dialog input[aria-label=n_ctx]", "1024")
+    page.click(".q-dialog button", "Load")
+    page.find("[data-model=smollm2] .state", "ready")
+    page.find("[data-model=smollm2] .tag", "1\u202f024 tokens")
     assert server.model("smollm2")["overrides"] == {"n_ctx": 1024}
 
 
-def test_a_load_that_fails_says_why(screen: Screen) -> None:
-    screen.open("")
-    screen.click("[data-model=missing] button", "Load")
-    screen.click(".q-dialog button", "Load")
-    screen.see("[data-model=missing] .trouble", "/no/such/file.gguf")
-    screen.see("[data-model=missing] .state", "failed")
+def test_a_failed_load_shows_the_reason(page: BrowserPage) -> None:
+    page.open("")
+    page.click("[data-model=missing] button", "Load")
+    page.click(".q-dialog button", "Load")
+    page.find("[data-model=missing] .error", "/no/such/file.gguf")
+    page.find("[data-model=missing] .state", "failed")
 
 
-def test_an_override_out_of_range_is_refused_with_a_sentence(screen: Screen) -> None:
-    screen.open("")
-    screen.click("[data-model=missing] button", "Load")
-    screen.type(".q-dialog input[aria-label=n_threads]", "99999")
-    screen.click(".q-dialog .name", "Load")  # leaving the field brings it into its range
-    screen.until(
-        lambda: screen.see(".q-dialog input[aria-label=n_threads]").get_attribute("value") == "1024", "clipped"
+def test_an_override_is_clipped_to_its_range(page: BrowserPage) -> None:
+    page.open("")
+    page.click("[data-model=missing] button", "Load")
+    page.type(".q-dialog input[aria-label=n_threads]", "99999")
+    page.click(".q-dialog .name", "Load")  # leaving the field clips its value
+    page.wait_until(
+        lambda: page.find(".q-dialog input[aria-label=n_threads]").get_attribute("value") == "1024", "clipped"
     )
 
 
 # --- playground -------------------------------------------------------------------------------------------------------
 
 
-def test_tokens_of_the_real_model_appear_one_after_another(screen: Screen, server: Server) -> None:
-    server.ask("POST", "/v1/admin/models/smollm2/load")
-    choose(screen, "smollm2")
-    screen.type("input[aria-label='Max tokens']", "200", Keys.TAB)
-    screen.run(
+def test_tokens_of_a_real_model_are_streamed(page: BrowserPage, server: RestartableServer) -> None:
+    server.api("POST", "/v1/admin/models/smollm2/load")
+    choose(page, "smollm2")
+    page.type("input[aria-label='Max tokens']", "200", Keys.TAB)
+    page.run(
         "window.lengths = new Set();"
-        "new MutationObserver(() => { const said = document.querySelector('.said');"
+        "new MutationObserver(() => { const said = document.querySelector('.answer');"
         " if (said) window.lengths.add(said.textContent.length) })"
         ".observe(document.body, {childList: true, subtree: true, characterData: true})"
     )
-    say(screen, "Write a long story about a dragon.")
-    screen.see(".turn.assistant", "tok/s")
-    assert screen.run("return window.lengths.size") > 1
-    assert screen.run("return Math.max(...window.lengths)") > 100
+    send(page, "Write a long story about a dragon.")
+    page.find(".turn.assistant", "tok/s")
+    assert page.run("return window.lengths.size") > 1
+    assert page.run("return Math.max(...window.lengths)") > 100
 
 
-def test_the_stop_button_ends_an_answer_here_and_there(screen: Screen, server: Server) -> None:
-    choose(screen, "demo")
-    say(screen, "endless")
-    screen.until(lambda: len(screen.see(".said").text) > 20, "tokens appear")
+def test_the_stop_button_cancels_the_request_on_the_server(page: BrowserPage, server: RestartableServer) -> None:
+    choose(page, "demo")
+    send(page, "endless")
+    page.wait_until(lambda: len(page.find(".answer").text) > 20, "tokens appear")
     assert server.model("demo")["queue"]["running"] == 1
-    screen.click("button", "Stop")
-    screen.see(".turn.assistant", "stopped")
-    screen.until(lambda: server.model("demo")["queue"]["running"] == 0, "the server stopped, too")
-    screen.see("button", "Send")
+    page.click("button", "Stop")
+    page.find(".turn.assistant", "stopped")
+    page.wait_until(lambda: server.model("demo")["queue"]["running"] == 0, "the server stopped as well")
+    page.find("button", "Send")
 
 
-def test_leaving_the_page_ends_its_answer(screen: Screen, server: Server) -> None:
-    choose(screen, "demo")
-    say(screen, "endless")
-    screen.until(lambda: server.model("demo")["queue"]["running"] == 1, "it runs")
-    screen.click(".nav", "Models")
-    screen.until(lambda: server.model("demo")["queue"]["running"] == 0, "it was hung up")
+def test_leaving_the_page_cancels_the_request(page: BrowserPage, server: RestartableServer) -> None:
+    choose(page, "demo")
+    send(page, "endless")
+    page.wait_until(lambda: server.model("demo")["queue"]["running"] == 1, "it runs")
+    page.click(".nav", "Models")
+    page.wait_until(lambda: server.model("demo")["queue"]["running"] == 0, "the request was cancelled")
 
 
 @pytest.mark.parametrize("wire", ["OpenAI Chat Completions", "OpenAI Responses", "Anthropic Messages"])
-def test_thinking_stands_apart_in_every_protocol(screen: Screen, wire: str) -> None:
-    choose(screen, "demo")
-    screen.click(".wire")
-    screen.click(".q-menu .q-item", wire)
-    say(screen, "think")
-    screen.see(".turn.assistant", "tok/s")
-    assert screen.text(".thought") == "Let me see."
-    assert screen.text(".said") == "Forty-two."
-    screen.click(".q-tab", "Events")
-    screen.see(".sse", "data:")
-    screen.click(".q-tab", "curl")
-    screen.see(".well", "curl -N http://127.0.0.1")
-    assert "the-owner" not in screen.text(".raw")  # a snippet is pasted elsewhere: it names no key
+def test_reasoning_is_shown_separately_in_every_protocol(page: BrowserPage, wire: str) -> None:
+    choose(page, "demo")
+    page.click(".protocol")
+    page.click(".q-menu .q-item", wire)
+    send(page, "think")
+    page.find(".turn.assistant", "tok/s")
+    assert page.text(".reasoning") == "Let me see."
+    assert page.text(".answer") == "Forty-two."
+    page.click(".q-tab", "Events")
+    page.find(".sse", "data:")
+    page.click(".q-tab", "curl")
+    page.find(".code-block", "curl -N http://127.0.0.1")
+    assert "the-owner" not in page.text(".inspector")  # snippets are pasted elsewhere
 
 
-def test_a_picture_goes_along_with_the_next_message(screen: Screen, tmp_path: Path) -> None:
-    (tmp_path / "dot.png").write_bytes(base64.b64decode(PICTURE))
-    choose(screen, "demo")
-    screen.driver.find_element("css selector", "input[type=file]").send_keys(str(tmp_path / "dot.png"))
-    screen.see("section .q-img")
-    say(screen, "think")
-    screen.see(".turn.user .q-img")
-    screen.see(".well", "data:image/png;base64")
-    screen.see(".turn.assistant", "tok/s")
+def test_an_image_is_sent_with_the_next_message(page: BrowserPage, tmp_path: Path) -> None:
+    (tmp_path / "dot.png").write_bytes(base64.b64decode(IMAGE))
+    choose(page, "demo")
+    page.driver.find_element("css selector", "input[type=file]").send_keys(str(tmp_path / "dot.png"))
+    page.find("section .q-img")
+    send(page, "think")
+    page.find(".turn.user .q-img")
+    page.find(".code-block", "data:image/png;base64")
+    page.find(".turn.assistant", "tok/s")
 
 
-def test_a_tools_result_goes_back_to_the_model(screen: Screen) -> None:
-    choose(screen, "demo")
-    screen.click(".settings .q-expansion-item", "Tools")
-    screen.type(".settings textarea.q-field__native[aria-label=JSON]", '[{"name": "weather", "parameters": {}}]')
-    say(screen, "tool")
-    screen.see(".call", '{"city":')
-    screen.type("input[aria-label='What weather says']", "sunny")
-    screen.click("button", "Send results")
-    screen.see(".said", "Take a hat.")
+def test_a_tool_result_is_sent_to_the_model(page: BrowserPage) -> None:
+    choose(page, "demo")
+    page.click(".settings .q-expansion-item", "Tools")
+    page.type(".settings textarea.q-field__native[aria-label=JSON]", '[{"name": "weather", "parameters": {}}]')
+    send(page, "tool")
+    page.find(".call", '{"city":')
+    page.type("input[aria-label='Result of weather']", "sunny")
+    page.click("button", "Send results")
+    page.find(".answer", "Take a hat.")
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_requests_page_shows_its_timeline_and_its_texts(screen: Screen) -> None:
-    choose(screen, "demo")
-    say(screen, "think of the request page")
-    screen.click(".turn.assistant a", "see the request")
-    screen.see(".timeline")
-    screen.see(".card", "decode")
+def test_the_page_of_a_request_shows_its_timeline_and_texts(page: BrowserPage) -> None:
+    choose(page, "demo")
+    send(page, "think of the request page")
+    page.click(".turn.assistant a", "view request")
+    page.find(".timeline")
+    page.find(".card", "decode")
     for name, text in (("RENDERED PROMPT", "think of the request page"), ("RAW OUTPUT", "<think>")):
-        assert text in screen.text(".card", name)
-    assert "finished" in screen.text(".card", "PARSED EVENTS")
-    screen.see(".card", "prompt tokens came from the cache")
+        assert text in page.text(".card", name)
+    assert "finished" in page.text(".card", "PARSED EVENTS")
+    page.find(".card", "prompt tokens came from the cache")
 
 
-def test_a_running_request_is_in_the_table_and_is_cancelled_there(screen: Screen, server: Server) -> None:
+def test_a_running_request_can_be_cancelled_in_the_table(page: BrowserPage, server: RestartableServer) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "endless"}]}
     statuses: list[int] = []
 
@@ -285,117 +285,117 @@ def test_a_running_request_is_in_the_table_and_is_cancelled_there(screen: Screen
 
     asking = threading.Thread(target=ask)
     asking.start()
-    screen.open("/requests")
-    screen.see(".ag-row [col-id=status]", "running")
-    screen.click(".ag-row [col-id=act]", "cancel")
-    screen.see(".ag-row [col-id=status]", "cancelled")
+    page.open("/requests")
+    page.find(".ag-row [col-id=status]", "running")
+    page.click(".ag-row [col-id=act]", "cancel")
+    page.find(".ag-row [col-id=status]", "cancelled")
     asking.join(600)
     assert statuses
     assert statuses[0] >= 400
 
 
-def test_a_row_opens_with_the_enter_key(screen: Screen, server: Server) -> None:
-    server.ask("POST", "/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "think"}]})
-    screen.open("/requests")
-    screen.see(".ag-row [col-id=model]", "demo")
-    screen.run("document.querySelector('.ag-row [col-id=model]').focus()")
-    screen.driver.switch_to.active_element.send_keys(Keys.ENTER)
-    screen.see("[role=heading]", "Request req_")
+def test_a_row_opens_with_the_enter_key(page: BrowserPage, server: RestartableServer) -> None:
+    server.api("POST", "/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "think"}]})
+    page.open("/requests")
+    page.find(".ag-row [col-id=model]", "demo")
+    page.run("document.querySelector('.ag-row [col-id=model]').focus()")
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    page.find("[role=heading]", "Request req_")
 
 
-def test_nothing_that_somebody_wrote_becomes_html(screen: Screen, server: Server) -> None:
+def test_user_text_is_never_rendered_as_html(page: BrowserPage, server: RestartableServer) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": HTML}], "prompt_cache_key": HTML}
-    server.ask("POST", "/v1/chat/completions", body)
-    screen.open("/requests")
-    screen.see(".ag-row [col-id=session]", "<img")
-    screen.click(".ag-row [col-id=session]", "<img")
-    screen.see(".mono", HTML)
-    choose(screen, "demo")
-    say(screen, HTML)
-    screen.see(".turn.user", HTML)
-    screen.see(".turn.assistant", "tok/s")
-    assert screen.run("return document.querySelectorAll('main b, .turn b, .ag-row img, .turn img').length") == 0
-    assert screen.run("return window.hacked") is None
+    server.api("POST", "/v1/chat/completions", body)
+    page.open("/requests")
+    page.find(".ag-row [col-id=session]", "<img")
+    page.click(".ag-row [col-id=session]", "<img")
+    page.find(".mono", HTML)
+    choose(page, "demo")
+    send(page, HTML)
+    page.find(".turn.user", HTML)
+    page.find(".turn.assistant", "tok/s")
+    assert page.run("return document.querySelectorAll('main b, .turn b, .ag-row img, .turn img').length") == 0
+    assert page.run("return window.hacked") is None
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- every page -------------------------------------------------------------------------------------------------------
 
 
-def test_every_page_opens_at_phone_width_without_complaint(screen: Screen) -> None:
-    screen.driver.execute_cdp_cmd(
+def test_every_page_fits_a_phone_without_errors(page: BrowserPage) -> None:
+    page.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     )
-    screen.errors()
+    page.errors()
     for path, title in PAGES.items():
-        screen.open(path)
-        screen.see("[role=heading]", title)
-        assert screen.run("return document.documentElement.scrollWidth") <= 390, path
-    assert screen.errors() == []
+        page.open(path)
+        page.find("[role=heading]", title)
+        assert page.run("return document.documentElement.scrollWidth") <= 390, path
+    assert page.errors() == []
 
 
-def test_the_pages_are_reached_by_keyboard(screen: Screen) -> None:
-    screen.open("")
-    screen.see(".nav.here", "Models")
-    screen.run("[...document.querySelectorAll('a.nav')].find(one => one.innerText.includes('Memory')).focus()")
-    screen.driver.switch_to.active_element.send_keys(Keys.ENTER)
-    screen.see("[role=heading]", "Memory")
-    screen.see(".card", "everything else")
-    screen.see(".nav.here", "Memory")
+def test_pages_can_be_opened_by_keyboard(page: BrowserPage) -> None:
+    page.open("")
+    page.find(".nav.active", "Models")
+    page.run("[...document.querySelectorAll('a.nav')].find(one => one.innerText.includes('Memory')).focus()")
+    page.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    page.find("[role=heading]", "Memory")
+    page.find(".card", "everything else")
+    page.find(".nav.active", "Memory")
 
 
-def test_a_name_shows_where_it_leads(screen: Screen) -> None:
-    screen.open("/routes")
-    screen.type("input[aria-label='Model name']", "smollm2")
-    screen.see(".figures", "smollm2")
-    screen.type("input[aria-label='Model name']", "no-such-model")
-    screen.see(".trouble", "no-such-model")
+def test_the_routes_page_resolves_a_name(page: BrowserPage) -> None:
+    page.open("/routes")
+    page.type("input[aria-label='Model name']", "smollm2")
+    page.find(".stats", "smollm2")
+    page.type("input[aria-label='Model name']", "no-such-model")
+    page.find(".error", "no-such-model")
 
 
-def test_light_and_dark_are_chosen_and_remembered(screen: Screen) -> None:
-    screen.open("")
-    screen.see(".nav.here")
-    screen.click("button[aria-label='Light or dark']")
-    screen.see("body.body--dark")
-    screen.open("/memory")
-    screen.see("body.body--dark [role=heading]", "Memory")
-    screen.run("localStorage.clear()")
+def test_the_theme_is_remembered(page: BrowserPage) -> None:
+    page.open("")
+    page.find(".nav.active")
+    page.click("button[aria-label='Light or dark']")
+    page.find("body.body--dark")
+    page.open("/memory")
+    page.find("body.body--dark [role=heading]", "Memory")
+    page.run("localStorage.clear()")
 
 
-def test_a_model_is_unloaded(screen: Screen, server: Server) -> None:
-    server.ask("POST", "/v1/admin/models/smollm2/load")
-    screen.open("")
-    screen.click("[data-model=smollm2] button", "Unload")
-    screen.see("[data-model=smollm2] .state", "stopped")
+def test_a_model_is_unloaded(page: BrowserPage, server: RestartableServer) -> None:
+    server.api("POST", "/v1/admin/models/smollm2/load")
+    page.open("")
+    page.click("[data-model=smollm2] button", "Unload")
+    page.find("[data-model=smollm2] .state", "stopped")
     assert server.model("smollm2")["state"] == "stopped"
 
 
-def test_the_page_comes_back_by_itself_when_the_server_does(screen: Screen, server: Server) -> None:
-    screen.open("")
-    screen.see("[data-model=demo]", "ready")
-    screen.run("document.querySelector('[data-model=demo]').id = 'before'")
+def test_the_page_reconnects_when_the_server_is_back(page: BrowserPage, server: RestartableServer) -> None:
+    page.open("")
+    page.find("[data-model=demo]", "ready")
+    page.run("document.querySelector('[data-model=demo]').id = 'before'")
     server.stop()
-    screen.see("#popup", "Connection lost")
-    server.begin_again()
-    screen.gone("#before")
-    screen.see("[data-model=demo]", "ready")
-    assert not screen.all("input[type=password]")
+    page.find("#popup", "Connection lost")
+    server.restart()
+    page.wait_gone("#before")
+    page.find("[data-model=demo]", "ready")
+    assert not page.find_all("input[type=password]")
 
 
 # --- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-def test_what_the_optimizer_has_found_is_drawn_and_never_read_as_html(locked: Screen, tmp_path: Path) -> None:
-    told = found_run(verdict=HTML, toml="[models.m]\nn_ubatch = 64", left_out=[HTML])
+def test_optimizer_runs_are_shown_and_never_rendered_as_html(locked: BrowserPage, tmp_path: Path) -> None:
+    told = optimizer_run(verdict=HTML, toml="[models.m]\nn_ubatch = 64", left_out=[HTML])
     (tmp_path / "tune").mkdir()
     (tmp_path / "tune" / "20261115T120203-m-chat.json").write_text(json.dumps(told))
     fake = '[models.demo]\nbackend = "fake"\n'
     with serve(tmp_path, config=fake, MODELYARD_CACHE=str(tmp_path)) as running:
-        screen = Screen(locked.driver, running.url)
-        screen.open("/plots")
-        screen.see(".q-expansion-item", "m for chat · 1.50 times as good")
-        screen.see(".q-expansion-item canvas")
-        screen.see(".q-table", "best: n_ubatch = 64")
-        screen.see(".q-expansion-item .well", "n_ubatch = 64")
-        screen.see(".q-expansion-item", HTML)
-        assert not screen.run("return window.hacked")
-        screen.driver.get("about:blank")  # a page whose server is gone complains for ever
+        page = BrowserPage(locked.driver, running.url)
+        page.open("/plots")
+        page.find(".q-expansion-item", "m for chat · 1.50 times as good")
+        page.find(".q-expansion-item canvas")
+        page.find(".q-table", "best: n_ubatch = 64")
+        page.find(".q-expansion-item .code-block", "n_ubatch = 64")
+        page.find(".q-expansion-item", HTML)
+        assert not page.run("return window.hacked")
+        page.driver.get("about:blank")  # a page without its server reports errors for ever

@@ -1,16 +1,44 @@
-"""The words on a model's card, from a real server's record."""
+"""The texts of a model's card, from the record of a real server, and the values of the load dialog."""
 
 from __future__ import annotations
 
-from modelyard.workbench.pages.models import abilities, context, facts
+from typing import Any
+
+import pytest
+
+from modelyard.workbench.pages.models import capability_tags, detail_lines, fit_text, override_value, windows_text
 from tests.http.front import door
 
 
-async def test_a_record_is_told_in_words() -> None:
+async def test_the_texts_of_a_record() -> None:
     async with door(loaded=True) as client:
         (record,) = (await client.get("/v1/admin/models")).json()["data"]
-    assert context(record) == "2\u202f048 / 4\u202f096 tokens"
-    assert {"text", "tools", "thinking"} <= set(abilities(record))
-    lines = list(facts(record))
+    assert windows_text(record) == "2\u202f048 / 4\u202f096 tokens"
+    assert {"text", "tools", "thinking"} <= set(capability_tags(record))
+    lines = list(detail_lines(record))
     assert "cache main: 4 × 4\u202f096 tokens" in lines
     assert any(line.startswith("replica 1: ready") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("kind", "entered", "sent"),
+    [
+        ("boolean", "on", True),
+        ("boolean", "off", False),
+        ("integer", 8.0, 8),
+        ("number", 0.5, 0.5),
+        ("string", "x", "x"),
+    ],
+)
+def test_an_override_is_sent_in_the_type_of_its_schema(kind: str, entered: Any, sent: Any) -> None:
+    value = override_value({"type": kind}, entered)
+    assert (value, type(value)) == (sent, type(sent))
+
+
+def test_the_estimate_says_whether_the_model_fits() -> None:
+    def estimate(free: int) -> dict[str, Any]:
+        sizes = {"weights": 2**30, "kv": 2**29, "compute": 0, "total": 3 * 2**29}
+        return {"estimate": sizes, "free": free, "fits": free >= sizes["total"]}
+
+    assert "1.5 GB (weights 1.0 GB, kv 512 MB, compute 0 B); 2.0 GB are free: it fits." in fit_text(estimate(2**31))
+    assert "does not fit" in fit_text(estimate(2**30))

@@ -1,4 +1,4 @@
-"""A headless browser as a person uses it: look for words, click on them, type. Every wait has a deadline."""
+"""A headless browser for tests: find elements by their text, click, type. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 120  # for a busy machine; nothing here waits for it when all is well
+TIMEOUT_S = 120  # for a busy machine
 _FLAGS = (
     "--headless=new",
-    "--no-sandbox",  # containers have none to give, and only our own pages are opened
+    "--no-sandbox",  # not available in containers, and only our own pages are opened
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--no-first-run",
@@ -44,11 +44,11 @@ def setup_script() -> ModuleType:
 
 @contextmanager
 def chrome() -> Iterator[webdriver.Chrome]:
-    """Where CI runs there must be one; elsewhere its absence is said."""
+    """Without a browser the test fails in CI and is skipped elsewhere."""
     found = setup_script().find()
     if found is None:
-        why = "no Chrome or Chromium with its driver is here: .venv/bin/python setup/browser.py fetches one"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(why)
+        reason = "Chrome or Chromium with its driver is missing: .venv/bin/python setup/browser.py installs it"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     options = webdriver.ChromeOptions()
     options.binary_location = str(found.browser)
     for flag in _FLAGS:
@@ -62,46 +62,49 @@ def chrome() -> Iterator[webdriver.Chrome]:
         driver.quit()
 
 
-class Screen:
+class BrowserPage:
     def __init__(self, driver: webdriver.Chrome, url: str) -> None:
         self.driver, self.url = driver, url
 
     def open(self, path: str) -> None:
         self.driver.get(f"{self.url}/workbench{path}")
 
-    def until(self, true: Callable[[], Any], what: str) -> Any:
-        """Elements come and go while the page renews itself: one that is gone is looked for again."""
+    def wait_until(self, condition: Callable[[], Any], description: str) -> Any:
+        """Retries if an element was replaced while the condition looked at it."""
 
-        def looked(_: Any) -> Any:
+        def check(_: Any) -> Any:
             try:
-                return true()
+                return condition()
             except StaleElementReferenceException:
                 return None
 
-        return WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.1).until(looked, f"it did not happen: {what}")
+        return WebDriverWait(self.driver, TIMEOUT_S, poll_frequency=0.1).until(check, f"timed out: {description}")
 
-    def all(self, css: str, text: str = "") -> list[WebElement]:
+    def find_all(self, css: str, text: str = "") -> list[WebElement]:
+        """The visible elements that contain the text."""
         found = self.driver.find_elements(By.CSS_SELECTOR, css)
-        return [one for one in found if text in one.text and one.is_displayed()]
+        return [element for element in found if text in element.text and element.is_displayed()]
 
-    def see(self, css: str, text: str = "") -> WebElement:
-        found: list[WebElement] = self.until(lambda: self.all(css, text), f"{css} with {text!r}")
+    def find(self, css: str, text: str = "") -> WebElement:
+        found: list[WebElement] = self.wait_until(lambda: self.find_all(css, text), f"{css} with {text!r}")
         return found[0]
 
     def text(self, css: str, text: str = "") -> str:
-        """Of what is seen: in one look, since what was seen may be drawn anew a moment later."""
-        found: list[str] = self.until(lambda: [one.text for one in self.all(css, text)], f"{css} with {text!r}")
+        """Finds and reads in one step, because the element may be replaced a moment later."""
+        found: list[str] = self.wait_until(
+            lambda: [element.text for element in self.find_all(css, text)], f"{css} with {text!r}"
+        )
         return found[0]
 
-    def gone(self, css: str, text: str = "") -> None:
-        self.until(lambda: not self.all(css, text), f"no {css} with {text!r}")
+    def wait_gone(self, css: str, text: str = "") -> None:
+        self.wait_until(lambda: not self.find_all(css, text), f"no {css} with {text!r}")
 
     def click(self, css: str, text: str = "") -> None:
-        """What covers a button for a moment, such as a notice, goes away."""
+        """Retries while another element, such as a notification, covers the target."""
 
         def clicked() -> bool:
             try:
-                self.see(css, text).click()
+                self.find(css, text).click()
             except StaleElementReferenceException:
                 return False
             except WebDriverException as error:
@@ -110,16 +113,16 @@ class Screen:
                 return False
             return True
 
-        self.until(clicked, f"a click on {css} {text!r}")
+        self.wait_until(clicked, f"a click on {css} {text!r}")
 
     def type(self, css: str, text: str, *keys: str) -> None:
         def typed() -> bool:
-            field = self.see(css)
+            field = self.find(css)
             field.send_keys(Keys.CONTROL + "a")
             field.send_keys(text, *keys)
             return True
 
-        self.until(typed, f"{text!r} is typed into {css}")
+        self.wait_until(typed, f"typing {text!r} into {css}")
 
     def run(self, script: str) -> Any:
         return self.driver.execute_script(script)

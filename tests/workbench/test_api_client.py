@@ -1,0 +1,114 @@
+"""The client of the admin API and the protocols, against a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from modelyard.core.errors import Conflict, InvalidRequest, NotFound, Unauthenticated
+from modelyard.http.errors import load_protocol
+from modelyard.processes.ports import listen
+from modelyard.workbench.api_client import ApiClient, ServerUnreachable
+from modelyard.workbench.conversation import PROTOCOLS, PlaygroundConversation
+from tests.serving import Served, demo, serving
+
+KEYS = [{"name": "owner", "key": "secret", "admin": True}]
+SCRIPT = [
+    {"when": "^endless", "steps": [{"text": "so far"}, {"hang": True}]},
+    {"steps": [{"text": "Hello there."}]},
+]
+CHAT = load_protocol("openai_chat")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving({**demo(SCRIPT, replica_max=2), "keys": KEYS, "log": {"history_texts": True}}) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[ApiClient]:
+    made = ApiClient(served.url, "secret")
+    yield made
+    await made.close()
+
+
+def body(protocol: str = "openai_chat", text: str = "hi") -> bytes:
+    conversation = PlaygroundConversation()
+    conversation.settings.model = "demo"
+    conversation.add_user_message(text)
+    return load_protocol(protocol).write_request(conversation.request())
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+async def test_an_answer_is_streamed_in_every_protocol(client: ApiClient, name: str) -> None:
+    protocol = load_protocol(name)
+    received = b"".join([data async for data in client.stream(protocol, body(name))])
+    reader = protocol.reader()
+    events = [*reader.feed(received), *reader.finish()]
+    assert "".join(getattr(event, "text", "") for event in events) == "Hello there."
+
+
+async def test_closing_the_stream_cancels_the_request(client: ApiClient) -> None:
+    stream = client.stream(CHAT, body(text="endless"))
+    assert await anext(stream)
+    (live,) = (await client.requests(10, 0))["live"]
+    assert live["state"] == "running"
+    await stream.aclose()  # type: ignore[attr-defined]
+    while (await client.requests(10, 0))["live"]:
+        pass
+
+
+async def test_requests_are_listed_since_a_time_and_read_by_id(client: ApiClient) -> None:
+    async for _ in client.stream(CHAT, body()):
+        pass
+    (newest, *_) = (await client.requests(1, 0))["ended"]
+    assert (await client.requests(10, newest["at"] + 1))["ended"] == []
+    prompt = (await client.request(newest["id"]))["texts"]["prompt"]
+    assert "hi" in prompt
+    assert prompt.startswith(await client.prompt_prefix("demo", prompt, newest["usage"]["prompt"] // 2))
+
+
+async def test_actions_on_models_succeed_or_raise_the_servers_error(client: ApiClient) -> None:
+    assert (await client.estimate("demo", {"token_delay": 1}))["fits"] is True
+    await client.scale("demo", 2)
+    with pytest.raises(Conflict, match="loaded with other settings"):
+        await client.load("demo", {"token_delay": 1})
+    with pytest.raises(InvalidRequest, match="path cannot be set"):
+        await client.estimate("demo", {"path": "/etc/passwd"})
+    with pytest.raises((Conflict, InvalidRequest)):
+        await client.scale("demo", 3)
+    with pytest.raises(NotFound):
+        await client.estimate("unknown", {})
+    with pytest.raises(NotFound):
+        await client.cancel("req_none")
+
+
+async def test_everything_that_the_pages_show_can_be_read(client: ApiClient) -> None:
+    assert [record["id"] for record in await client.models()] == ["demo"]
+    assert {row["cache"] for row in await client.caches()} == {"main", "fast"}
+    assert (await client.memory())["ram"]["total"] > 0
+    assert (await client.route("claude-haiku", "/v1/messages"))["cache"] == "fast"
+    assert (await client.history())["texts"] is True
+    await client.keep_texts(True)
+    assert isinstance(await client.optimizer_runs(), list)
+
+
+async def test_a_wrong_key_and_an_unreachable_server_are_different_errors(served: Served) -> None:
+    wrong = ApiClient(served.url, "wrong")
+    with pytest.raises(Unauthenticated):
+        await wrong.models()
+    await wrong.close()
+    with listen("127.0.0.1", 0, shared=False) as closed:
+        port = closed.getsockname()[1]
+    unreachable = ApiClient(f"http://127.0.0.1:{port}")
+    with pytest.raises(ServerUnreachable, match="no server answers"):
+        await unreachable.models()
+    await unreachable.close()
+
+
+async def test_a_refused_stream_raises_the_servers_error(client: ApiClient) -> None:
+    stream = client.stream(load_protocol("anthropic_messages"), b"{")
+    with pytest.raises(InvalidRequest, match="JSON"):
+        await anext(stream)

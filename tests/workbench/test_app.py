@@ -1,0 +1,114 @@
+"""Access to the workbench: only pages of the same origin, no cost before the first visit, limited uploads."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from modelyard.workbench.app import ServerAddress, local_address
+from tests.commands import DEMO, Serving, environment, serve
+from tests.serving import Served, demo, serving
+
+SOCKET = "/workbench/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
+POLLING = "/workbench/_nicegui_ws/socket.io/?EIO=4&transport=polling"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """For refused requests only: NiceGUI is never started in the process of the tests."""
+    with serving({**demo(), "http": {"cors_enabled": True}}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serve(tmp_path_factory.mktemp("server"), *DEMO, MODELYARD_API_KEY="secret") as running:
+        yield running
+
+
+def handshake(url: str, path: str = SOCKET, **headers: str) -> str:
+    """The status line of the reply to a WebSocket handshake."""
+    host, port = url.removeprefix("http://").split(":")
+    lines = [f"GET {path} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in {"Host": f"{host}:{port}", "Origin": url, **headers}.items()]
+    lines += ["Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13"]
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall("\r\n".join([*lines, "Sec-WebSocket-Key: MDEyMzQ1Njc4OTAxMjM0NQ==", "", ""]).encode())
+        return connection.makefile("rb").readline().decode().strip()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},  # another server on this machine is another origin
+        {"Host": "evil.example", "Origin": "http://evil.example"},  # DNS rebinding
+    ],
+)
+def test_another_origin_gets_no_websocket_even_with_cors_enabled(served: Served, headers: dict[str, str]) -> None:
+    assert handshake(served.url, **headers).startswith("HTTP/1.1 403")
+
+
+def test_only_the_workbench_accepts_websockets(served: Served) -> None:
+    assert handshake(served.url, "/v1/messages").startswith("HTTP/1.1 403")
+
+
+def test_another_origin_reaches_no_part_of_the_workbench(served: Served) -> None:
+    for method in ("GET", "POST"):
+        for path in ("/workbench", POLLING):
+            for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}):
+                assert httpx.request(method, served.url + path, headers=headers).status_code == 403
+
+
+def test_the_page_gets_its_websocket_and_cannot_be_framed(server: Serving) -> None:
+    page = httpx.get(server.url + "/workbench")
+    assert page.status_code == 200
+    assert page.headers["x-frame-options"] == "DENY"
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    assert "secret" not in page.text
+    assert handshake(server.url).startswith("HTTP/1.1 101")
+    assert httpx.get(server.url + POLLING, headers={"origin": server.url}).status_code == 200
+
+
+def test_the_page_needs_no_key_but_the_admin_api_does(server: Serving) -> None:
+    assert httpx.get(server.url + "/workbench/requests").status_code == 200
+    assert httpx.get(server.url + "/v1/admin/requests").status_code == 401
+    assert httpx.get(server.url + "/workbenches").status_code == 401
+
+
+def test_a_body_that_is_too_large_or_of_unknown_length_is_refused(server: Serving) -> None:
+    def chunks() -> Iterator[bytes]:
+        yield b"x"
+
+    assert httpx.post(server.url + "/workbench/_nicegui/upload", content=chunks()).status_code == 413
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(f"POST /workbench HTTP/1.1\r\nHost: {host}\r\nContent-Length: {2**40}\r\n\r\n".encode())
+        assert connection.makefile("rb").readline().startswith(b"HTTP/1.1 413")
+
+
+def test_a_server_does_not_import_nicegui_before_the_first_visit(tmp_path: Path) -> None:
+    code = "import sys, modelyard.server.serve, modelyard.workbench.app; sys.exit('nicegui' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), cwd=tmp_path, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("server_address", "scheme", "address"),
+    [
+        (("127.0.0.1", 8000), "http", ServerAddress("http://127.0.0.1:8000")),
+        (("::1", 80), "ws", ServerAddress("http://[::1]:80")),
+        (("10.0.0.1", 443), "https", ServerAddress("https://10.0.0.1:443", verify=False)),
+    ],
+)
+def test_the_page_uses_the_server_that_was_visited(
+    server_address: tuple[str, int], scheme: str, address: ServerAddress
+) -> None:
+    assert local_address({"server": server_address, "scheme": scheme}) == address
