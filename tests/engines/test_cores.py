@@ -1,4 +1,4 @@
-"""The cores that may be computed on, and numbers of threads worth trying."""
+"""The cores of the process, and thread counts worth trying."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from modelyard.engines import cores
 
 
 @pytest.mark.parametrize(
-    ("logical", "physical", "tried"),
+    ("logical", "physical", "expected"),
     [
         (1, 1, (1,)),
         (2, 2, (1, 2)),
@@ -20,11 +20,11 @@ from modelyard.engines import cores
         (4, None, (1, 2, 3, 4)),
     ],
 )
-def test_thread_counts_are_the_powers_of_two_and_the_numbers_of_cores(logical, physical, tried, monkeypatch):
+def test_thread_counts_are_powers_of_two_and_the_numbers_of_cores(logical, physical, expected, monkeypatch):
     monkeypatch.setattr(cores, "logical", lambda: logical)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: physical)
-    assert cores.thread_counts() == tried
+    assert cores.thread_counts() == expected
 
 
-def test_a_process_has_at_least_one_core_and_no_more_than_it_may_use():
+def test_process_has_at_least_one_core_and_no_more_than_it_may_use():
     assert 1 <= cores.physical() <= cores.logical()

@@ -1,4 +1,4 @@
-"""Compiled constraints: remembered, handed out fresh, and made on a thread that is nobody else's."""
+"""Compiled constraints: cached, returned as new matchers, and compiled on a separate thread."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def tokenizer() -> LLTokenizer:
 
 @pytest.fixture
 def grammars() -> Iterator[Grammars]:
-    made = Grammars(tokenizer)
-    yield made
-    made.close()
+    grammars = Grammars(tokenizer)
+    yield grammars
+    grammars.close()
 
 
-def test_matcher_is_fresh_each_time_though_its_grammar_is_compiled_once() -> None:
-    asked: list[int] = []
+def test_each_matcher_is_new_and_its_grammar_is_compiled_once() -> None:
+    loads: list[int] = []
 
     def counted() -> LLTokenizer:
-        asked.append(1)
+        loads.append(1)
         return tokenizer()
 
     grammars = Grammars(counted)
@@ -40,19 +40,19 @@ def test_matcher_is_fresh_each_time_though_its_grammar_is_compiled_once() -> Non
         matcher = grammars.matcher(DIGIT)
         assert matcher.consume_tokens(seven)
         assert matcher.is_stopped()
-    assert asked == [1]
+    assert loads == [1]
 
 
-def test_grammars_are_compiled_on_a_thread_of_their_own(grammars: Grammars) -> None:
-    here = grammars.submit(threading.get_ident).result(60)
-    assert here == grammars.submit(threading.get_ident).result(60) != threading.get_ident()
+def test_grammars_are_compiled_on_a_separate_thread(grammars: Grammars) -> None:
+    compiler = grammars.submit(threading.get_ident).result(60)
+    assert compiler == grammars.submit(threading.get_ident).result(60) != threading.get_ident()
 
 
-def test_what_cannot_be_compiled_names_the_field(grammars: Grammars) -> None:
+def test_bad_grammar_names_the_field_of_the_request(grammars: Grammars) -> None:
     with pytest.raises(InvalidRequest, match="the regex cannot be compiled") as caught:
         grammars.submit(lambda: grammars.matcher(Constraint("regex", "(a"))).result(60)
     assert (caught.value.code, caught.value.param) == ("bad_grammar", "regex")
 
 
-def test_one_that_was_never_used_closes() -> None:
+def test_unused_grammars_can_be_closed() -> None:
     Grammars(tokenizer).close()
