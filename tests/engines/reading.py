@@ -1,15 +1,15 @@
-"""Reading a token engine's jobs: to the end, to a kind of chunk, and side by side with another run of the same job."""
+"""Reads the jobs of text engines, and compares two runs of the same job."""
 
 from __future__ import annotations
 
 from modelyard.core.engine import Accepted, Chunk, End, Generation, Tokens
 from modelyard.core.tokenizer import IdLogprob
 
-# A row that is computed alone takes another kernel than one in a batch, and adds in another order. With unquantized
-# weights that moves the best log probabilities by less than 0.001, so two runs must agree within `TOLERANCE`
-# (tests/engines/llama_cpp/test_isolation.py shows it with the bare C API). Quantized weights also round what goes through
-# them to eight bits: on SmolLM2 Q4_1 the bare library was seen to differ from itself by 0.28, as much as another KV
-# type makes. Comparisons there are coarse (`ROUNDED`); whatever must be exact is tested on unquantized models.
+# A row that is computed alone uses another kernel than one in a batch, which adds in another order. With unquantized
+# weights the best log probabilities move by less than 0.001, so two runs must agree within `TOLERANCE`
+# (tests/engines/llama_cpp/test_isolation.py shows it with the bare C API). Quantized weights also round activations to
+# eight bits: on SmolLM2 Q4_1 the bare library differed from itself by 0.28, as much as with another KV type.
+# Comparisons there are coarse (`ROUNDED`); tests that need exact results use unquantized models.
 TOLERANCE = 1e-2
 ROUNDED = 0.5
 
@@ -19,7 +19,7 @@ async def read(generation: Generation[Chunk]) -> list[Chunk]:
 
 
 async def until(generation: Generation[Chunk], kind: type) -> list[Chunk]:
-    """Everything up to the first batch that holds such a chunk."""
+    """Reads up to the first batch that has such a chunk."""
     got: list[Chunk] = []
     while not any(isinstance(chunk, kind) for chunk in got):
         got += await anext(generation)
@@ -35,7 +35,7 @@ def logprobs(chunks: list[Chunk]) -> list[IdLogprob]:
 
 
 def accepted(chunks: list[Chunk]) -> Accepted:
-    """Checks the frame of a job that ran: Accepted first, End last, each once."""
+    """Checks that Accepted is first, End is last, and each occurs once."""
     first = chunks[0]
     assert isinstance(first, Accepted)
     assert sum(isinstance(chunk, Accepted) for chunk in chunks) == 1
