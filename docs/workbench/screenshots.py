@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/workbench.md anew, of a real server: `python -m docs.workbench.shots`."""
+"""Takes the screenshots of docs/workbench.md from a real server: `python -m docs.workbench.screenshots`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from selenium.webdriver.common.keys import Keys
 
 from modelyard.library import default_model
 from tests.commands import serve
-from tests.workbench.screen import Screen, chrome
+from tests.workbench.browser import BrowserPage, chrome
 
 HERE = Path(__file__).parent
 _TRAFFIC_S = 150.0
@@ -42,7 +42,7 @@ script = [
 [models.large]
 backend = "llama_cpp"
 path = "/models/large-70b.Q4_K_M.gguf"
-description = "Its file is not here"
+description = "A model whose file is missing"
 enabled = false
 
 [caches.main]
@@ -71,118 +71,118 @@ cache = "main"
 _TOPICS = ("the sea", "a dragon", "bread", "the moon", "a train", "winter", "chess", "the weather")
 
 
-def traffic(url: str, over: threading.Event) -> None:
-    """Conversations that grow, in three sessions, so that caches have something to reuse."""
+def send_traffic(url: str, stop: threading.Event) -> None:
+    """Three growing conversations, so that caches have something to reuse."""
     chance = random.Random(7)  # noqa: S311
-    talks: dict[str, list[dict[str, object]]] = {name: [] for name in ("editor", "agent", "notes")}
+    conversations: dict[str, list[dict[str, object]]] = {name: [] for name in ("editor", "agent", "notes")}
     with httpx.Client(base_url=url, timeout=60) as client:
-        while not over.is_set():
-            session = chance.choice(list(talks))
-            talk = talks[session]
-            talk.append({"role": "user", "content": f"One sentence about {chance.choice(_TOPICS)}."})
+        while not stop.is_set():
+            session = chance.choice(list(conversations))
+            messages = conversations[session]
+            messages.append({"role": "user", "content": f"One sentence about {chance.choice(_TOPICS)}."})
             model = chance.choice(["smollm2", "claude-haiku-4-5", "demo", "demo"])
-            body = {"model": model, "messages": talk, "max_tokens": 30, "prompt_cache_key": session}
+            body = {"model": model, "messages": messages, "max_tokens": 30, "prompt_cache_key": session}
             reply = client.post("/v1/chat/completions", json=body)
-            if reply.status_code == 200 and len(talk) < 12:
-                talk.append(reply.json()["choices"][0]["message"] | {"annotations": None})
+            if reply.status_code == 200 and len(messages) < 12:
+                messages.append(reply.json()["choices"][0]["message"] | {"annotations": None})
             else:
-                talks[session] = []
-            over.wait(chance.random() * 0.6)
+                conversations[session] = []
+            stop.wait(chance.random() * 0.6)
 
 
 def main() -> None:
     default_model.fetch()
-    over = threading.Event()
+    stop = threading.Event()
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder), config=_CONFIG) as running, chrome() as driver:
         running.until("the model smollm2 is ready")
-        asking = threading.Thread(target=traffic, args=(running.url, over), daemon=True)
-        asking.start()
+        sender = threading.Thread(target=send_traffic, args=(running.url, stop), daemon=True)
+        sender.start()
         time.sleep(_TRAFFIC_S)
         driver.set_window_size(1360, 1040)
         try:
-            take(Screen(driver, running.url))
+            take_all(BrowserPage(driver, running.url))
         finally:
-            over.set()
-            asking.join()
+            stop.set()
+            sender.join()
 
 
-def take(screen: Screen) -> None:
-    models(screen)
+def take_all(page: BrowserPage) -> None:
+    models(page)
     for name in ("requests", "memory", "caches", "plots"):
-        screen.open(f"/{name}")
+        page.open(f"/{name}")
         time.sleep(12 if name == "caches" else 5)
-        keep(screen, name)
-    optimizer(screen)
-    playground(screen)
-    request(screen)
-    routes(screen)
-    night_and_phone(screen)
+        save(page, name)
+    optimizer(page)
+    playground(page)
+    request(page)
+    routes(page)
+    dark_and_phone(page)
 
 
-def optimizer(screen: Screen) -> None:
-    """The newest run that `modelyard optimize` has left on this machine."""
-    screen.open("/plots")
-    screen.see(".q-expansion-item .q-table")
-    screen.run("document.querySelector('.q-expansion-item').scrollIntoView(); window.scrollBy(0, -90)")
+def optimizer(page: BrowserPage) -> None:
+    """The newest report of `modelyard optimize` on this machine."""
+    page.open("/plots")
+    page.find(".q-expansion-item .q-table")
+    page.run("document.querySelector('.q-expansion-item').scrollIntoView(); window.scrollBy(0, -90)")
     time.sleep(2)
-    keep(screen, "optimizer")
+    save(page, "optimizer")
 
 
-def models(screen: Screen) -> None:
-    screen.open("")
-    screen.see("[data-model=demo]", "ready")
+def models(page: BrowserPage) -> None:
+    page.open("")
+    page.find("[data-model=demo]", "ready")
     time.sleep(2)
-    keep(screen, "models")
-    screen.click("[data-model=large] button", "Load")
-    screen.type(".q-dialog input[aria-label=n_threads]", "8")
+    save(page, "models")
+    page.click("[data-model=large] button", "Load")
+    page.type(".q-dialog input[aria-label=n_threads]", "8")
     time.sleep(2)
-    keep(screen, "load")
+    save(page, "load")
 
 
-def playground(screen: Screen) -> None:
-    screen.open("/playground?model=demo")
-    screen.type("textarea[aria-label=Message]", "What is the weather like in Rome?", Keys.ENTER)
-    screen.see(".turn.assistant", "tok/s")
-    screen.click(".q-tab", "Events")
+def playground(page: BrowserPage) -> None:
+    page.open("/playground?model=demo")
+    page.type("textarea[aria-label=Message]", "What is the weather like in Rome?", Keys.ENTER)
+    page.find(".turn.assistant", "tok/s")
+    page.click(".q-tab", "Events")
     time.sleep(1)
-    keep(screen, "playground")
+    save(page, "playground")
 
 
-def request(screen: Screen) -> None:
-    """One of the real model that went on from a cached conversation."""
-    ended = httpx.get(f"{screen.url}/v1/admin/requests").json()["ended"]
-    found = next(one for one in ended if one["model"] == "smollm2" and one["divergence"])
-    screen.open(f"/requests/{found['id']}")
-    screen.see(".timeline")
+def request(page: BrowserPage) -> None:
+    """A request to the real model that continued a cached conversation."""
+    ended = httpx.get(f"{page.url}/v1/admin/requests").json()["ended"]
+    found = next(record for record in ended if record["model"] == "smollm2" and record["divergence"])
+    page.open(f"/requests/{found['id']}")
+    page.find(".timeline")
     time.sleep(2)
-    keep(screen, "request")
+    save(page, "request")
 
 
-def routes(screen: Screen) -> None:
-    screen.open("/routes")
-    screen.type("input[aria-label='Model name']", "claude-haiku-4-5")
-    screen.see(".figures", "fast")
+def routes(page: BrowserPage) -> None:
+    page.open("/routes")
+    page.type("input[aria-label='Model name']", "claude-haiku-4-5")
+    page.find(".stats", "fast")
     time.sleep(1)
-    keep(screen, "routes")
+    save(page, "routes")
 
 
-def night_and_phone(screen: Screen) -> None:
-    screen.run("localStorage.setItem('modelyard-dark', 'dark')")
-    screen.open("/plots")
-    screen.see("body.body--dark")
+def dark_and_phone(page: BrowserPage) -> None:
+    page.run("localStorage.setItem('modelyard-dark', 'dark')")
+    page.open("/plots")
+    page.find("body.body--dark")
     time.sleep(4)
-    keep(screen, "dark")
-    screen.driver.execute_cdp_cmd(
+    save(page, "dark")
+    page.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
     )
-    screen.open("")
-    screen.see("[data-model=demo]", "ready")
+    page.open("")
+    page.find("[data-model=demo]", "ready")
     time.sleep(2)
-    keep(screen, "phone")
+    save(page, "phone")
 
 
-def keep(screen: Screen, name: str) -> None:
-    screen.driver.save_screenshot(str(HERE / f"{name}.png"))
+def save(page: BrowserPage, name: str) -> None:
+    page.driver.save_screenshot(str(HERE / f"{name}.png"))
 
 
 if __name__ == "__main__":

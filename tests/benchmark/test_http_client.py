@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -43,20 +43,24 @@ async def test_an_incomplete_response_has_an_error(reply: bytes) -> None:
 async def counting_server() -> AsyncIterator[tuple[str, list[int]]]:
     """A keep-alive server; the number of requests on each connection."""
     counts: list[int] = []
+    writers: list[asyncio.StreamWriter] = []
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         place = len(counts)
         counts.append(0)
-        try:
+        writers.append(writer)
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
             while await reader.readuntil(b"\r\n\r\n"):
                 counts[place] += 1
                 writer.write(OK + b"content-length: 2\r\n\r\nok")
-        except (asyncio.IncompleteReadError, ConnectionError):
-            writer.close()
 
     server = await asyncio.start_server(respond, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", counts
+        for writer in writers:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
 
 
 @pytest.mark.parametrize(("keep_alive", "expected"), [(True, [3]), (None, [1, 1, 1])])

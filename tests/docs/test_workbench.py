@@ -1,4 +1,4 @@
-"""The page on the workbench: every picture it shows is there, and every page of the workbench is on it."""
+"""docs/workbench.md: every screenshot exists and is shown, and every page of the workbench is described."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "workbench.md").read_text()
 
 
-def test_every_picture_is_there_and_every_one_that_is_there_is_shown() -> None:
+def test_every_screenshot_exists_and_is_shown() -> None:
     shown = re.findall(r"!\[[^\]]+\]\((workbench/[a-z]+\.png)\)", PAGE)
     assert sorted(shown) == sorted(f"workbench/{file.name}" for file in (DOCS / "workbench").glob("*.png"))
 
 
-def test_every_page_is_told_of() -> None:
+def test_every_page_is_described() -> None:
     assert [name for _, name, _ in NAVIGATION if name.lower() not in PAGE.lower()] == []

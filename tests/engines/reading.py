@@ -20,10 +20,10 @@ async def read(generation: Generation[Chunk]) -> list[Chunk]:
 
 async def until(generation: Generation[Chunk], kind: type) -> list[Chunk]:
     """Reads up to the first batch that has such a chunk."""
-    got: list[Chunk] = []
-    while not any(isinstance(chunk, kind) for chunk in got):
-        got += await anext(generation)
-    return got
+    chunks: list[Chunk] = []
+    while not any(isinstance(chunk, kind) for chunk in chunks):
+        chunks += await anext(generation)
+    return chunks
 
 
 def ids(chunks: list[Chunk]) -> list[int]:
@@ -52,15 +52,15 @@ def end(chunks: list[Chunk]) -> End:
 
 
 def assert_alike(one: list[Chunk], other: list[Chunk], tolerance: float = TOLERANCE) -> None:
-    """The same greedy answer; texts may part only where the two best tokens lie closer to each other than the
-    tolerance. Both jobs must have asked for two logprobs at least."""
+    """The same greedy answer. Texts may differ only after a tie: two best tokens closer than the tolerance. Both jobs
+    must have requested at least two logprobs."""
     assert logprobs(one), "nothing to compare"
     for a, b in zip(logprobs(one), logprobs(other), strict=False):
         if a.id != b.id:
-            assert _margin(a) < tolerance, f"{a} and {b} part without a tie"
+            assert _margin(a) < tolerance, f"{a} and {b} differ without a tie"
             return
-        assert abs(a.logprob - b.logprob) < tolerance, f"{a} and {b} are too far from each other"
-    assert len(ids(one)) == len(ids(other)), "one answer goes on where the other ends"
+        assert abs(a.logprob - b.logprob) < tolerance, f"{a} and {b} differ too much"
+    assert len(ids(one)) == len(ids(other)), "one answer is longer than the other"
 
 
 def _margin(choice: IdLogprob) -> float:

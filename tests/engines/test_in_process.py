@@ -205,14 +205,16 @@ async def test_close_ends_running_jobs_and_may_be_called_twice() -> None:
 
 async def test_what_waits_for_a_dead_thread_is_rejected() -> None:
     async with running() as engine:
-        block = threading.Event()
+        stepping, block = threading.Event(), threading.Event()
 
         def die() -> None:
+            stepping.set()
             block.wait(DEADLINE_S)
             raise RuntimeError("device lost")
 
         engine.before_step = die
-        await until(engine.generate(prompt()), Accepted)
+        engine.generate(prompt())
+        assert await asyncio.to_thread(stepping.wait, DEADLINE_S)
         queued = engine.generate(prompt())
         call = asyncio.create_task(engine.run_on_thread(lambda: None))
         await asyncio.sleep(0)

@@ -1,16 +1,17 @@
-"""The knobs of every engine that has some: they are its own fields, and what it holds now is known for each."""
+"""The knobs of every engine that has some: each is an option or a cache setting, with a current value."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+from functools import cache
 from typing import Any
 
 import pytest
 
 from modelyard import plugins
 from modelyard.core.engine import AvailableMemory, CacheInfo, EngineSpec
-from modelyard.core.knobs import Setting
+from modelyard.core.knobs import Setting, Value
 from modelyard.router.settings import CacheSettings, ModelSettings
 from tests.engines.ct2.helpers import model_folder
 from tests.engines.llama_cpp.helpers import model_file
@@ -18,51 +19,51 @@ from tests.engines.llama_cpp.helpers import model_file
 GPU = AvailableMemory(8 << 30, {"GPU-1": 8 << 30})
 CPU = AvailableMemory(8 << 30)
 CACHES = {"main": CacheInfo(4096, 4)}
+GOALS = ("chat", "agent", "batch", "memory")
+ENGINES = [
+    name for name in plugins.names("engines") if importlib.util.find_spec(f"modelyard.engines.{name}.knobs") is not None
+]
 
 
-def options(backend: str) -> Any:
-    kind = plugins.load("engines", backend).Options
-    path = {"llama_cpp": model_file, "llama_server": model_file, "ct2": model_folder}.get(backend)
-    told: dict[str, Any] = {"path": str(path())} if path is not None else {}
+def knobs_module(backend: str) -> Any:
+    return importlib.import_module(f"modelyard.engines.{backend}.knobs")
+
+
+@cache
+def engine_spec(backend: str) -> EngineSpec:
+    files = {"llama_cpp": model_file, "llama_server": model_file, "ct2": model_folder}
+    fields: dict[str, Any] = {"path": str(files[backend]())} if backend in files else {}
     if backend in ("vllm", "vllm_serve", "exllamav3"):
-        told = {"path": "/nowhere"}
-    return kind(**told)
+        fields = {"path": "/nowhere"}
+    return EngineSpec("m", plugins.load("engines", backend).Options(**fields), CACHES)
 
 
-def with_knobs() -> list[str]:
-    names = plugins.names("engines")
-    return [name for name in names if importlib.util.find_spec(f"modelyard.engines.{name}.knobs") is not None]
-
-
-ENGINES = with_knobs()
-
-
-def test_the_engines_that_compute_here_have_knobs():
+def test_engines_that_run_on_this_machine_have_knobs() -> None:
     assert {"ct2", "exllamav3", "fake", "llama_cpp", "llama_server", "vllm", "vllm_serve"} <= set(ENGINES)
 
 
-@pytest.mark.parametrize("goal", ["chat", "agent", "batch", "memory"])
-@pytest.mark.parametrize("here", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("backend", ENGINES)
-def test_every_knob_is_a_field_with_a_current_value_and_values_that_are_allowed(backend, here, goal):
-    module = importlib.import_module(f"modelyard.engines.{backend}.knobs")
-    spec = EngineSpec("m", options(backend), CACHES)
-    held = module.current(spec, "main")
-    fields = type(spec.options).model_fields
-    for knob in module.knobs(spec, here, goal):
-        own = CacheSettings.model_fields if knob.place == "cache" else {**fields, **ModelSettings.model_fields}
-        assert knob.name in own, knob.name
-        assert knob.name in held
-        assert len(set(knob.values)) == len(knob.values) > 0
-        if knob.name in fields:
-            for value in knob.values:
-                spec.options.__class__.model_validate({**spec.options.model_dump(), knob.name: value})
+def test_every_knob_is_a_field_with_a_current_value_and_valid_values(backend: str) -> None:
+    spec, module = engine_spec(backend), knobs_module(backend)
+    current, fields = module.current(spec, "main"), type(spec.options).model_fields
+    known = {"cache": CacheSettings.model_fields, "model": {**fields, **ModelSettings.model_fields}}
+    for here in (CPU, GPU):
+        for goal in GOALS:
+            for knob in module.knobs(spec, here, goal):
+                known = (
+                    CacheSettings.model_fields if knob.place == "cache" else {**fields, **ModelSettings.model_fields}
+                )
+                assert knob.name in known[knob.place], knob.name
+                assert knob.name in current
+                assert len(set(knob.values)) == len(knob.values) > 0
+                for value in knob.values if knob.name in fields else ():
+                    type(spec.options).model_validate({**spec.options.model_dump(), knob.name: value})
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_what_holds_by_itself_is_allowed(backend):
-    module = importlib.import_module(f"modelyard.engines.{backend}.knobs")
-    assert module.forbids(Setting.of(module.current(EngineSpec("m", options(backend), CACHES), "main"))) is None
+def test_current_values_are_allowed_together(backend: str) -> None:
+    module = knobs_module(backend)
+    assert module.forbids(Setting.of(module.current(engine_spec(backend), "main"))) is None
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,5 @@ def test_what_holds_by_itself_is_allowed(backend):
         ("vllm", {"vllm_max_num_seqs": 256, "vllm_max_num_batched_tokens": 128}),
     ],
 )
-def test_what_cannot_run_together_is_forbidden_in_words(backend, values):
-    module = importlib.import_module(f"modelyard.engines.{backend}.knobs")
-    assert module.forbids(Setting.of(values))
+def test_values_that_exclude_each_other_are_forbidden_with_a_reason(backend: str, values: dict[str, Value]) -> None:
+    assert knobs_module(backend).forbids(Setting.of(values))

@@ -25,10 +25,10 @@ def test_every_model_is_told_of_in_order() -> None:
 
 
 def test_the_default_model_takes_its_file_and_its_caches() -> None:
-    default_model.fetch()
+    size = default_model.fetch().stat().st_size
     (told,) = estimate_all(load_config(env={}).config, HERE)
     assert told.memory is not None
-    assert 90 * 2**20 < told.memory.weights < 100 * 2**20
+    assert size <= told.memory.weights < 1.5 * size  # on a CPU with AMX the tied output matrix is a copy
     # 30 layers × 2 × 192 numbers of two bytes a token, 24,576 tokens in all
     assert told.memory.kv == 30 * 2 * 192 * 2 * 24_576
 

@@ -66,7 +66,8 @@ def estimate(spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:
     # llama-server reports a missing projector itself.
     if projector and (file := Path(projector).expanduser()).is_file():
         weights += file.stat().st_size
-    return MemoryEstimate(weights, main.kv + draft.kv, main.compute + draft.compute, main.device)
+    page_cache = main.page_cache + draft.page_cache
+    return MemoryEstimate(weights, main.kv + draft.kv, main.compute + draft.compute, main.device, page_cache)
 
 
 def _estimate_file(path: str, layers: str | None, spec: EngineSpec, machine: AvailableMemory) -> MemoryEstimate:

@@ -1,4 +1,4 @@
-"""What the ExLlamaV3 engine's tests share: a model's folder, and engines on the stand-in or on the real library."""
+"""Shared by the ExLlamaV3 tests: a model folder, and engines on the fake or the real library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engines.exllamav3.fake_library import FakeLibrary, in_step_with
 from tests.engines.reading import ids
 
 GREEDY = Sampling(temperature=0)
-# A quantized model for the real library, on a machine that has a GPU; else the stand-in serves.
+# A quantized model for the real library on a machine with a GPU; otherwise the fake library is used.
 REAL = os.environ.get("MODELYARD_EXL3_MODEL")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,7 +48,7 @@ WEIGHTS = {
 
 
 def write_weights(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]] = WEIGHTS) -> Path:
-    """A safetensors file of zeros: 16 bits a number."""
+    """A safetensors file of zeros with 16 bits per number."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -90,14 +90,14 @@ def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> Engin
     return EngineSpec("tiny", exllamav3.Options(**chosen), caches or {"main": CacheInfo(512, 4)})
 
 
-def make(told: EngineSpec, library: FakeLibrary | None = None, *, slow: bool = False) -> ExllamaEngine:
-    """On the real library where there is one; `slow` steps wait until the readers of the last one are done."""
+def make(spec: EngineSpec, library: FakeLibrary | None = None, *, slow: bool = False) -> ExllamaEngine:
+    """On the real library if there is one. `slow`: each step waits for the readers of the previous one."""
     if REAL is not None and library is None:
-        return ExllamaEngine(told, model.load_library)
+        return ExllamaEngine(spec, model.load_library)
     library = library or FakeLibrary()
     if slow:
         library.before_step = in_step_with(asyncio.get_running_loop())
-    return ExllamaEngine(told, library.load)
+    return ExllamaEngine(spec, library.load)
 
 
 @asynccontextmanager

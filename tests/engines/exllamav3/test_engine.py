@@ -432,7 +432,7 @@ async def test_failing_step_ends_all_jobs_and_reports_the_engine_lost() -> None:
 async def test_failing_job_leaves_the_others_running(fault: Exception, kind: type[ModelyardError]) -> None:
     library = FakeLibrary()
     async with running(library=library) as engine:
-        library.fault = fault
+        library.job_error = fault
         assert isinstance(end(await read(engine.generate(prompt("a")))).error, kind)
         assert len(ids(await read(engine.generate(prompt("b"))))) == 8
         assert not engine.lost.done()
@@ -441,7 +441,7 @@ async def test_failing_job_leaves_the_others_running(fault: Exception, kind: typ
 async def test_cuda_error_in_one_job_kills_the_engine() -> None:
     library = FakeLibrary()
     async with running(library=library) as engine:
-        library.fault = RuntimeError("CUDA error: device-side assert triggered")
+        library.job_error = RuntimeError("CUDA error: device-side assert triggered")
         assert isinstance(end(await read(engine.generate(prompt("a")))).error, Unavailable)
         assert isinstance(await asyncio.wait_for(engine.lost, 60), Unavailable)
 

@@ -41,7 +41,8 @@ def vocabulary() -> GgufTokenizer:
 def spec(caches: Mapping[str, CacheInfo] | None = None, **options: Any) -> EngineSpec:
     # One thread: two that spin for each other on a busy machine take ten times as long.
     # No speculation: whether it pays is measured, and a test must not depend on the load of the machine.
-    usual = {"n_threads": 1, "n_ubatch": UBATCH, "n_batch": UBATCH, "speculation": "off"}
+    # Flash attention: the default depends on the library's fp16 arithmetic.
+    usual = {"n_threads": 1, "n_ubatch": UBATCH, "n_batch": UBATCH, "speculation": "off", "flash_attn": "on"}
     chosen = {"path": str(model_file())} | usual | options
     return EngineSpec("smollm2", llama_cpp.Options(**chosen), caches or {"main": CacheInfo(512, 4)})
 

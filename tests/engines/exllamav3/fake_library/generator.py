@@ -144,10 +144,10 @@ class Generator:
 
     def _prefill(self, job: Job, results: list[Result]) -> None:
         start, library = job.kv_position, self.model.config.library
-        if library.fault is not None:
-            fault, library.fault = library.fault, None
+        if library.job_error is not None:
+            error, library.job_error = library.job_error, None
             self._let_go(job)
-            results.append({"job": job, "serial": job.serial_number, "stage": "error", "eos": True, "error": fault})
+            results.append({"job": job, "serial": job.serial_number, "stage": "error", "eos": True, "error": error})
             return
         end = min((start + self.max_chunk_size) // PAGE * PAGE, len(job.ids) - 1)
         if end <= start:

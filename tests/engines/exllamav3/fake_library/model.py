@@ -1,4 +1,4 @@
-"""Config, Model, Cache and Tokenizer: made in the order that the real ones demand."""
+"""Config, Model, Cache and Tokenizer. They check the order in which the real ones must be created."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-_LONGEST = 6  # words that a copy is looked for by
+_LONGEST = 6  # tokens to match
 
 
 class Config:
@@ -31,7 +31,7 @@ class Tokenizer:
         return Tokenizer(config)
 
     def is_whole(self, ids: list[int]) -> bool:
-        """Whether the text does not end within a character."""
+        """Whether the text ends with a complete character."""
         return not self.tokenizer.decode(ids, skip_special_tokens=False).endswith("\ufffd")
 
 
@@ -69,7 +69,7 @@ class Model:
             cache.initialized = False
 
     def logits(self, ids: list[int]) -> Any:
-        """What followed the same words before is likely; the rest is noise that depends on the last two words."""
+        """The token that followed the same tokens before is likely; the rest is noise that depends on the last two."""
         row = np.roll(self._noise, (ids[-1] * 31 + (ids[-2] if len(ids) > 1 else 0) * 17) % self.config.vocab_size)
         if (copied := _copied(ids)) is not None:
             row[copied] += 12

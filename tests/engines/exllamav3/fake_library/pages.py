@@ -1,4 +1,4 @@
-"""Pages of KV: whole ones are found again by all tokens up to their end, a begun one is copied as far as it fits."""
+"""KV pages. A complete page is reused if all tokens up to its end match; a partial one is copied as far as it matches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PageTable:
         return {number: page for number, page in enumerate(self.all_pages) if page.ref_count == 0}
 
     def found(self, ids: list[int]) -> list[Page]:
-        """The whole pages at the prompt's beginning that are there; its last token is always read."""
+        """The complete pages of the prompt that exist; its last token is always read."""
         pages: list[Page] = []
         for end in range(PAGE, len(ids), PAGE):
             before, own = tuple(ids[: end - PAGE]), ids[end - PAGE : end]
@@ -41,7 +41,7 @@ class PageTable:
         return pages
 
     def take(self, ids: list[int], pages: int) -> tuple[list[Page], int]:
-        """The pages of a job, and how many of them are read already."""
+        """The pages of a job, and how many of them are already filled."""
         taken = self.found(ids)
         for page in taken:
             page.ref_count += 1
@@ -56,7 +56,7 @@ class PageTable:
         return [*taken, *fresh], len(taken)
 
     def begun(self, ids: list[int], start: int, own: Page) -> int:
-        """How many tokens from there on another page holds."""
+        """How many tokens from `start` on another page holds."""
         before, wanted, best = tuple(ids[:start]), ids[start : start + PAGE], 0
         for page in self.all_pages:
             if page is not own and page.before == before and page.tokens:

@@ -1,4 +1,4 @@
-"""Sampling steps: those that tests look at compute, the others are only made."""
+"""Sampling steps: those that tests check are computed, the others do nothing."""
 
 from __future__ import annotations
 

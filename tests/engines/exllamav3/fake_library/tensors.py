@@ -1,4 +1,4 @@
-"""As much of torch as the engine uses."""
+"""The part of torch that the engine uses."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tensor(data: Any, dtype: Any) -> Tensor:
 
 
 def from_numpy(array: Any) -> Tensor:
-    """Shares the memory, as the real one does."""
+    """Shares the memory, like the real one."""
     made = Tensor(array)
     assert np.shares_memory(made.array, array)
     return made
