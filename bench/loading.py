@@ -109,7 +109,7 @@ def with_program(gguf: Path) -> float:
         return time.perf_counter() - began
 
 
-def measure(rounds: int, gguf: Path, ct2: Path) -> list[Comparison]:
+def measure(rounds: int, gguf: Path, ct2: Path, warmup: int = 1) -> list[Comparison]:
     engines: dict[str, Callable[[], float]] = {
         "llama_cpp": lambda: with_binding(gguf),
         "ct2": lambda: with_generator(ct2),
@@ -118,7 +118,9 @@ def measure(rounds: int, gguf: Path, ct2: Path) -> list[Comparison]:
     found = []
     with modelyard_server(configuration(gguf, ct2)) as server:
         for name, direct in engines.items():
-            rounds_ = [(through_our_server(server, name), direct()) for _ in track(range(rounds + 1), name)][1:]
+            rounds_ = [(through_our_server(server, name), direct()) for _ in track(range(warmup + rounds), name)][
+                warmup:
+            ]
             ours, theirs = zip(*rounds_, strict=True)
             found.append(Comparison(f"{name}: load to first token", "s", ours, theirs))
     return found

@@ -64,7 +64,8 @@ def replica_bytes(estimate: MemoryEstimate, measured: int | None) -> dict[str, i
     total = estimate.total
     if measured is not None:
         low, high = _TRUSTED_RANGE[device]
-        total = int(min(max(measured, low * total), high * total)) if total else measured
+        needed = measured - estimate.page_cache  # clean pages are resident, too
+        total = int(min(max(needed, low * total), high * total)) if total else measured
     if not total:
         return {}
     # A specific GPU counts for itself and for all GPUs. An engine that names none spreads over all.

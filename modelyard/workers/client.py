@@ -43,7 +43,7 @@ from modelyard.workers.messages import (
     CloseEngine,
     ConnectionRefused,
     ControlEngine,
-    CountTokens,
+    CountChatTokens,
     EmbedTokens,
     EngineClosed,
     EngineLost,
@@ -291,7 +291,7 @@ class WorkerSession:
             self.send(PauseRequest(id))
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """0 is the worker's own heartbeat: it does not say when it heard us last."""
+        """0 is the worker's own heartbeat: it is not a reply."""
         self.last_reply = heartbeat.number or self.last_reply
         self.stats.update(heartbeat.stats)
 
@@ -461,7 +461,7 @@ class RemoteChatEngine(RemoteEngine):
         return self._session.chat(lambda id: AddChat(self.id, id, without_warnings))
 
     async def count(self, request: Request) -> int | None:
-        return (await self._session.call(lambda id: CountTokens(id, self.id, request))).tokens
+        return (await self._session.call(lambda id: CountChatTokens(id, self.id, request))).tokens
 
 
 def remote_engine(

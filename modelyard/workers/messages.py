@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import asdict
 
 from modelyard.core import engine as core
 from modelyard.core.engine import CacheInfo, Control, EngineInfo, EngineSpec, EngineStats, Media, Prompt
@@ -164,7 +165,7 @@ class EmbedTokens(LinkMessage, frozen=True, tag="embed"):
     batch: list[bytes]
 
 
-class CountTokens(LinkMessage, frozen=True, tag="count"):
+class CountChatTokens(LinkMessage, frozen=True, tag="count"):
     request_id: int
     engine: str
     request: Request
@@ -201,7 +202,7 @@ ToWorker = (
     | ResumeRequest
     | ControlEngine
     | EmbedTokens
-    | CountTokens
+    | CountChatTokens
     | DropClient
     | FetchTokenizer
     | ShutdownWorker
@@ -638,32 +639,11 @@ def to_prompt(request: InferRequest) -> Prompt:
 
 
 def to_wire_lease_request(request: LeaseRequest, *, with_prompt: bool) -> WireLeaseRequest:
-    return WireLeaseRequest(
-        model=request.model,
-        cache=request.cache,
-        tokens=request.tokens,
-        weight=request.weight,
-        key=request.key,
-        session=request.session,
-        priority=request.priority,
-        deadline=request.deadline,
-        trace=request.trace,
-        prompt=pack_ids(request.prompt[:_AFFINITY_TOKENS]) if with_prompt else b"",
-        is_retry=request.is_retry,
-    )
+    """Both classes have the same fields; only `prompt` differs."""
+    prompt = pack_ids(request.prompt[:_AFFINITY_TOKENS]) if with_prompt else b""
+    return WireLeaseRequest(**asdict(request) | {"prompt": prompt})
 
 
 def from_wire_lease_request(wire: WireLeaseRequest, *, is_retry: bool = False) -> LeaseRequest:
-    return LeaseRequest(
-        model=wire.model,
-        cache=wire.cache,
-        tokens=wire.tokens,
-        weight=wire.weight,
-        key=wire.key,
-        session=wire.session,
-        priority=wire.priority,
-        deadline=wire.deadline,
-        trace=wire.trace,
-        prompt=unpack_ids(wire.prompt),
-        is_retry=wire.is_retry or is_retry,
-    )
+    fields = {"prompt": unpack_ids(wire.prompt), "is_retry": wire.is_retry or is_retry}
+    return LeaseRequest(**asdict(wire) | fields)

@@ -1,6 +1,6 @@
 """The scheduler's server: gateways request leases, send admin commands and share a store; workers register themselves.
 
-It stands in front of the scheduler and decides nothing itself. A gateway is identified by its name: one that reconnects
+It forwards to the scheduler and decides nothing itself. A gateway is identified by its name: one that reconnects
 keeps the leases of its running requests. When a gateway is gone, its leases are released as soon as the workers have
 ended its requests.
 """

@@ -40,7 +40,7 @@ from modelyard.workers.messages import (
     ChatEvents,
     CloseEngine,
     ControlEngine,
-    CountTokens,
+    CountChatTokens,
     DropClient,
     EmbedTokens,
     EngineClosed,
@@ -232,7 +232,7 @@ def _failure(id: int, kind: str, error: ModelyardError) -> RequestUpdate:
 
 # --- the worker -----------------------------------------------------------------------------------------------------
 
-EngineCall = ControlEngine | EmbedTokens | CountTokens | FetchTokenizer
+EngineCall = ControlEngine | EmbedTokens | CountChatTokens | FetchTokenizer
 
 
 class Worker(PeerServer[WorkerClient]):
@@ -266,7 +266,7 @@ class Worker(PeerServer[WorkerClient]):
             CloseEngine: self._on_close,
             ControlEngine: self._on_engine_call,
             EmbedTokens: self._on_engine_call,
-            CountTokens: self._on_engine_call,
+            CountChatTokens: self._on_engine_call,
             FetchTokenizer: self._on_engine_call,
             DropClient: self._on_drop_client,
             ShutdownWorker: lambda *_: self.shutdown_requested.set(),

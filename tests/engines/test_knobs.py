@@ -50,9 +50,6 @@ def test_every_knob_is_a_field_with_a_current_value_and_valid_values(backend: st
     for here in (CPU, GPU):
         for goal in GOALS:
             for knob in module.knobs(spec, here, goal):
-                known = (
-                    CacheSettings.model_fields if knob.place == "cache" else {**fields, **ModelSettings.model_fields}
-                )
                 assert knob.name in known[knob.place], knob.name
                 assert knob.name in current
                 assert len(set(knob.values)) == len(knob.values) > 0

@@ -57,6 +57,7 @@ def test_limits_are_bytes_by_device(limits: MemoryLimits, gpus: dict[str, int], 
         (MemoryEstimate(weights=10, device="cuda"), None, {"gpu": 10}),
         (MemoryEstimate(weights=10, device="gpu:A"), None, {"gpu": 10, "gpu:A": 10}),
         (MemoryEstimate(), None, {}),
+        (MemoryEstimate(weights=10, page_cache=6), 18, {"cpu": 12}),  # clean pages do not count
     ],
 )
 def test_a_measurement_corrects_an_estimate_within_limits(

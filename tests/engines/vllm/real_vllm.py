@@ -1,4 +1,4 @@
-"""A real vLLM for the tests that are marked: SmolLM2 on the CPU, in the environment of `make vllm-env`."""
+"""A real vLLM for the marked tests: SmolLM2 on the CPU, in the environment of `make vllm-env`."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def tokenizer() -> HuggingFaceTokenizer:
 
 
 @cache
-def seeing_folder() -> Path:
-    """The tiny model that sees, made once by vLLM's interpreter."""
+def vision_folder() -> Path:
+    """The tiny vision model, created once with vLLM's interpreter."""
     folder = cache_dir() / "models" / "tiny-vision"
     if not folder.is_dir():
         script = Path(__file__).parent / "tiny_vision.py"
@@ -65,7 +65,7 @@ def seeing_folder() -> Path:
 
 
 def fields(**chosen: Any) -> dict[str, Any]:
-    """Of a model's section: float32, for bfloat16 kills vLLM on some CPUs; a small cache."""
+    """A model's options: float32, because bfloat16 kills vLLM on some CPUs, and a small cache."""
     base = {
         "vllm_model": str(model_folder()),
         "vllm_dtype": "float32",
@@ -83,7 +83,7 @@ def spec(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> Engine
 
 @asynccontextmanager
 async def running(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) -> AsyncIterator[ProcessTextEngine]:
-    """In a process with vLLM's own interpreter, as a user's model runs."""
+    """In a process with vLLM's interpreter, like a user's model."""
     engine = create_process_engine("vllm", spec(caches, **chosen), "text", PATIENT)
     assert isinstance(engine, ProcessTextEngine)
     try:
@@ -95,7 +95,7 @@ async def running(caches: Mapping[str, CacheInfo] | None = None, **chosen: Any) 
 
 @cache
 def _worker() -> str:
-    """Where the worker listens whose vLLM lasts; it ends with the tests."""
+    """The endpoint of the persistent worker; it ends with the tests."""
     folder = tempfile.mkdtemp(prefix="my-vllm-")
     endpoint, log = f"ipc://{folder}/w", Path(folder) / "log"
     env = dict(os.environ) | {"PYTHONPATH": str(_ROOT)}
@@ -112,7 +112,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class SharedVllmEngine:
-    """An engine in the worker whose vLLM lasts, as any engine looks."""
+    """An engine in the persistent worker."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._id = spec, uuid4().hex[:16]
@@ -151,7 +151,7 @@ class SharedVllmEngine:
 
 
 def write_adapter(folder: Path, *, seed: int = 1, strength: float = 0.1, rank: int = 4) -> Path:
-    """Random, of SmolLM2-135M's shape, and strong enough to change every answer."""
+    """A random adapter for SmolLM2-135M, strong enough to change every answer."""
     folder.mkdir(parents=True, exist_ok=True)
     told = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(told | {"base_model_name_or_path": "smollm2"}))

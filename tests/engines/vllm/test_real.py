@@ -48,11 +48,11 @@ def prompt(text: str, **fields: Any) -> Prompt:
     )
 
 
-def family(pid: int | None) -> list[psutil.Process]:
+def descendants(pid: int | None) -> list[psutil.Process]:
     return psutil.Process(pid or 0).children(recursive=True)
 
 
-async def gone(processes: Sequence[psutil.Process]) -> bool:
+async def have_exited(processes: Sequence[psutil.Process]) -> bool:
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, WAIT_S)
     return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
@@ -60,30 +60,30 @@ async def gone(processes: Sequence[psutil.Process]) -> bool:
 # --- processes ------------------------------------------------------------------------------------------------------
 
 
-async def test_death_of_vllms_own_process_in_mid_stream_is_told_and_leaves_nothing_behind() -> None:
+async def test_death_of_vllms_process_during_a_stream_is_reported_and_leaves_no_processes() -> None:
     async with running() as engine, asyncio.timeout(WAIT_S * 2):
-        everybody = family(engine.pid)
-        (core,) = [each for each in everybody if "EngineCore" in " ".join([each.name(), *each.cmdline()])]
+        processes = descendants(engine.pid)
+        (core,) = [each for each in processes if "EngineCore" in " ".join([each.name(), *each.cmdline()])]
         job = engine.generate(prompt("Count to a thousand.", max_tokens=1500))
         seen = await until(job, Tokens)
         core.kill()
-        last, told = end(seen + await read(job)), await asyncio.shield(engine.lost)
+        last, lost = end(seen + await read(job)), await asyncio.shield(engine.lost)
         assert isinstance(last.error, Unavailable)
-        assert "SIGKILL" in told.message
-    assert await gone(everybody)
+        assert "SIGKILL" in lost.message
+    assert await have_exited(processes)
 
 
-async def test_kill_of_the_worker_in_mid_stream_leaves_nothing_behind() -> None:
+async def test_kill_of_the_worker_during_a_stream_leaves_no_processes() -> None:
     async with running() as engine, asyncio.timeout(WAIT_S * 2):
-        everybody = family(engine.pid)
+        processes = descendants(engine.pid)
         job = engine.generate(prompt("Count to a thousand.", max_tokens=1500))
         await until(job, Tokens)
         psutil.Process(engine.pid or 0).kill()
         assert isinstance(end(await read(job)).error, Unavailable)
-        assert await gone(everybody)
+        assert await have_exited(processes)
 
 
-async def test_what_keeps_it_from_loading_is_told_in_its_own_words() -> None:
+async def test_failed_load_is_reported_with_vllms_message() -> None:
     engine = real_vllm.create_process_engine(
         "vllm", real_vllm.spec({"main": CacheInfo(2048, 2)}, vllm_kv_cache_memory_bytes=1 << 20), "text"
     )
@@ -109,9 +109,9 @@ def server() -> Iterator[Served]:
         **real_vllm.fields(),
     }
     with serving({"models": {MODEL: model}}, ready=False) as served:
-        until = time.monotonic() + LOAD_S
+        deadline = time.monotonic() + LOAD_S
         while len(served.yard.scheduler.engines(MODEL)) < 2:
-            assert time.monotonic() < until, served.status(MODEL)
+            assert time.monotonic() < deadline, served.status(MODEL)
             time.sleep(0.5)
         yield served
 
@@ -122,7 +122,7 @@ def chat(served: Served, text: str = "What is the capital of France?", **more: A
     return reply.raise_for_status().json() if "error" not in reply.json() else reply.json()
 
 
-def test_two_replicas_answer_and_share_the_work(server: Served) -> None:
+def test_two_replicas_share_the_work(server: Served) -> None:
     assert len(server.yard.scheduler.engines(MODEL)) == 2
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda n: chat(server, f"What is the capital of France? ({n})"), range(8)))
@@ -130,7 +130,7 @@ def test_two_replicas_answer_and_share_the_work(server: Served) -> None:
     assert all(engine.stats().evaluated_tokens > 0 for engine in server.yard.scheduler.engines(MODEL))
 
 
-def test_call_that_is_required_comes_with_arguments_of_its_schema(server: Served) -> None:
+def test_required_tool_call_has_arguments_of_its_schema(server: Served) -> None:
     reply = chat(server, "How is the weather in Rome?", tools=[WEATHER], tool_choice="required", max_tokens=200)
     (call,) = reply["choices"][0]["message"]["tool_calls"][:1]
     assert call["function"]["name"] == "get_weather"
@@ -138,8 +138,8 @@ def test_call_that_is_required_comes_with_arguments_of_its_schema(server: Served
     assert reply["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_strict_call_is_free_until_it_begins(server: Served) -> None:
-    """The grammar of the whole answer begins with anything: what is no call is not disturbed."""
+def test_strict_tool_does_not_constrain_text_before_a_call(server: Served) -> None:
+    """The grammar of the whole answer starts with any text."""
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
     reply = chat(server, "What is the capital of France?", tools=[strict], max_tokens=60)
     message = reply["choices"][0]["message"]
@@ -148,23 +148,23 @@ def test_strict_call_is_free_until_it_begins(server: Served) -> None:
     assert message.get("tool_calls") or message["content"]
 
 
-def test_answer_has_the_form_of_its_schema(server: Served) -> None:
+def test_answer_matches_its_schema(server: Served) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema | {"additionalProperties": False}}}
     reply = chat(server, "Give a number.", response_format=form, max_tokens=60)
     assert isinstance(json.loads(reply["choices"][0]["message"]["content"])["n"], int)
 
 
-def test_grammar_that_does_not_compile_is_the_clients_fault(server: Served) -> None:
+def test_bad_grammar_is_an_invalid_request(server: Served) -> None:
     assert chat(server, grammar="root ::= nowhere")["error"]["code"] == "bad_grammar"
 
 
-def test_prompt_that_is_too_long_is_refused_with_its_numbers(server: Served) -> None:
+def test_too_long_prompt_is_refused(server: Served) -> None:
     assert chat(server, "word " * 3000)["error"]["code"] == "context_length_exceeded"
 
 
-def test_abort_under_load_frees_the_places_at_once(server: Served) -> None:
-    """All eight places of both replicas are taken by answers that would take minutes; then their clients leave."""
+def test_abort_under_load_frees_the_slots_at_once(server: Served) -> None:
+    """Long answers take all eight slots of both replicas; then their clients disconnect."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Count to a thousand."}], "stream": True}
     more = {"max_tokens": 1900, "logit_bias": {"0": -100, "2": -100}}
     with httpx.Client(base_url=server.url, timeout=WAIT_S * 2) as client:
@@ -174,13 +174,13 @@ def test_abort_under_load_frees_the_places_at_once(server: Served) -> None:
     assert "Paris" in chat(server)["choices"][0]["message"]["content"]
 
 
-def test_same_prompt_again_is_read_from_the_cache(server: Served) -> None:
+def test_repeated_prompt_is_read_from_the_cache(server: Served) -> None:
     long = "The river runs through the old town. " * 20 + "What is the capital of France?"
     usages = [chat(server, long, max_tokens=4)["usage"] for _ in range(3)]
     assert usages[-1]["prompt_tokens_details"]["cached_tokens"] > usages[-1]["prompt_tokens"] // 2
 
 
-def test_replica_that_dies_is_replaced_and_nobody_notices(server: Served) -> None:
+def test_dead_replica_is_replaced_without_failed_requests(server: Served) -> None:
     victim = server.yard.scheduler.engines(MODEL)[0]
     psutil.Process(victim.pid).kill()  # type: ignore[union-attr]
     with ThreadPoolExecutor(4) as pool:
@@ -188,11 +188,11 @@ def test_replica_that_dies_is_replaced_and_nobody_notices(server: Served) -> Non
     assert all("choices" in reply for reply in replies)
 
 
-# --- pictures -------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------------------------
 
 
 def png(color: tuple[int, int, int], side: int = 40) -> str:
-    """A square of one color, as a `data:` URL."""
+    """A square of one colour as a `data:` URL."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -204,8 +204,8 @@ def png(color: tuple[int, int, int], side: int = 40) -> str:
 
 
 @pytest.fixture(scope="module")
-def seeing() -> Iterator[Served]:
-    chosen = real_vllm.fields(vllm_model=str(real_vllm.seeing_folder()), vllm_limit_mm_per_prompt={"image": 2})
+def vision_server() -> Iterator[Served]:
+    chosen = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
     model = {"backend": "vllm", "python": real_vllm.python(), "n_ctx": 512, "modalities": ["text", "image"], **chosen}
     with loaded(model) as served:
         yield served
@@ -214,63 +214,67 @@ def seeing() -> Iterator[Served]:
 @contextmanager
 def loaded(model: dict[str, Any]) -> Iterator[Served]:
     with serving({"models": {MODEL: model}}, ready=False) as served:
-        until = time.monotonic() + LOAD_S
+        deadline = time.monotonic() + LOAD_S
         while served.status(MODEL).state != "ready":
-            assert time.monotonic() < until, served.status(MODEL)
+            assert time.monotonic() < deadline, served.status(MODEL)
             assert served.status(MODEL).state != "failed", served.status(MODEL).reason
             time.sleep(0.5)
         yield served
 
 
-def shown(served: Served, *pictures: str) -> Any:
-    parts = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+def describe(served: Served, *images: str) -> Any:
+    parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
     content = [{"type": "text", "text": "What do you see?"}, *parts]
     return chat(served, messages=[{"role": "user", "content": content}], logprobs=True, max_tokens=4)
 
 
-def odds(reply: Any) -> list[float]:
+def logprobs(reply: Any) -> list[float]:
     return [each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]]
 
 
-def test_picture_is_seen(seeing: Served) -> None:
-    """A random model says nonsense, but another nonsense for another picture, and the same for the same."""
-    red, blue, again = shown(seeing, png((255, 0, 0))), shown(seeing, png((0, 0, 255))), shown(seeing, png((255, 0, 0)))
-    assert odds(red) == pytest.approx(odds(again), abs=1e-3)
-    assert odds(red) != pytest.approx(odds(blue), abs=1e-3)
+def test_answer_depends_on_the_image(vision_server: Served) -> None:
+    """A random model writes nonsense, but the same for the same image and something else for another."""
+    red, blue, again = (
+        describe(vision_server, png((255, 0, 0))),
+        describe(vision_server, png((0, 0, 255))),
+        describe(vision_server, png((255, 0, 0))),
+    )
+    assert logprobs(red) == pytest.approx(logprobs(again), abs=1e-3)
+    assert logprobs(red) != pytest.approx(logprobs(blue), abs=1e-3)
 
 
-def test_two_ranks_that_share_its_layers_see_the_same(seeing: Served) -> None:
-    """Served, besides: pictures and chat template go another way there, and the prompt is the same."""
+def test_tensor_parallel_server_gives_the_same_logprobs(vision_server: Served) -> None:
+    """vllm serve renders the chat template and the images itself; the prompt must be the same."""
     red = png((255, 0, 0))
     cores = sorted(os.sched_getaffinity(0))
-    bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}  # by itself it wants a NUMA node for each
-    chosen = real_vllm.fields(vllm_model=str(real_vllm.seeing_folder()), vllm_limit_mm_per_prompt={"image": 2})
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}"}  # by default it wants a NUMA node for each rank
+    chosen = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
     ranks = {"vllm_tensor_parallel_size": 2, "vllm_serve_env": bound, "vllm_serve_binary": str(vllm_env.program())}
     model = {"backend": "vllm_serve", "n_ctx": 512, "modalities": ["text", "image"], **chosen, **ranks}
     with loaded(model) as two:
-        one, other = shown(seeing, red), shown(two, red)
-    assert odds(other) == pytest.approx(odds(one), abs=1e-3)
+        one, other = describe(vision_server, red), describe(two, red)
+    assert logprobs(other) == pytest.approx(logprobs(one), abs=1e-3)
     assert other["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
 
 
-def test_each_picture_counts_as_its_patches(seeing: Served) -> None:
-    """32 by 32 pixels in patches of 8, four of them a token, and three markers around them."""
-    one, two = shown(seeing, png((9, 9, 9))), shown(seeing, png((9, 9, 9)), png((8, 8, 8)))
+def test_each_image_counts_as_its_patches(vision_server: Served) -> None:
+    """32 by 32 pixels in patches of 8, four patches per token, and three markers."""
+    one, two = describe(vision_server, png((9, 9, 9))), describe(vision_server, png((9, 9, 9)), png((8, 8, 8)))
     assert two["usage"]["prompt_tokens"] - one["usage"]["prompt_tokens"] == 7
 
 
-def test_more_pictures_than_the_model_takes_are_refused(seeing: Served) -> None:
-    reply = shown(seeing, *(png((n, n, n)) for n in range(3)))
+def test_more_images_than_the_limit_are_refused(vision_server: Served) -> None:
+    reply = describe(vision_server, *(png((n, n, n)) for n in range(3)))
     assert reply["error"]["code"] == "refused_by_engine"
 
 
-# Fields that change how a real vLLM computes, on the CPU: what it says stays the same.
+# --- speculation ----------------------------------------------------------------------------------------------------
 
-WAIT_SRealComputing = 240.0
+SPECULATION_S = 240.0
 REPEATED = "Say three times: the river runs through the old town and under the old bridge."
-GUESSERS: dict[str, dict[str, Any]] = {
-    "out of the text": {"vllm_speculative_method": "ngram", "vllm_num_speculative_tokens": 4},
-    "by a draft model": {
+SPECULATION: dict[str, dict[str, Any]] = {
+    "ngram": {"vllm_speculative_method": "ngram", "vllm_num_speculative_tokens": 4},
+    "draft_model": {
         "vllm_speculative_method": "draft_model",
         "vllm_speculative_model": "smollm2-hf",
         "vllm_num_speculative_tokens": 3,
@@ -279,7 +283,7 @@ GUESSERS: dict[str, dict[str, Any]] = {
 
 
 async def answer(engine: ProcessTextEngine | SharedVllmEngine) -> list[Chunk]:
-    async with asyncio.timeout(WAIT_SRealComputing):
+    async with asyncio.timeout(SPECULATION_S):
         return await read(engine.generate(prompt(REPEATED, max_tokens=40, logprobs=2)))
 
 
@@ -293,16 +297,16 @@ async def plain() -> list[Chunk]:
 
 
 async def counted(engine: ProcessTextEngine) -> EngineStats:
-    """As soon as its process has told of a guess."""
-    async with asyncio.timeout(WAIT_SRealComputing):
-        while not engine.stats().guessed_tokens:  # noqa: ASYNC110  it is another process that tells
+    """Waits until the engine's process has reported speculated tokens."""
+    async with asyncio.timeout(SPECULATION_S):
+        while not engine.stats().guessed_tokens:  # noqa: ASYNC110  another process reports them
             await asyncio.sleep(0.05)
     return engine.stats()
 
 
-@pytest.mark.parametrize("how", GUESSERS)
-async def test_guesses_change_nothing_that_is_said(how: str) -> None:
-    async with running(**GUESSERS[how]) as engine:
+@pytest.mark.parametrize("method", SPECULATION)
+async def test_speculation_does_not_change_the_answer(method: str) -> None:
+    async with running(**SPECULATION[method]) as engine:
         assert_alike(await plain(), await answer(engine))
         stats = await counted(engine)
         assert 0 < stats.accepted_tokens <= stats.guessed_tokens

@@ -1,4 +1,4 @@
-"""KV pages. A complete page is reused if all tokens up to its end match; a partial one is copied as far as it matches."""
+"""KV pages: complete ones are reused if all tokens up to their end match, partial ones as far as they match."""
 
 from __future__ import annotations
 
