@@ -6,7 +6,7 @@ import msgspec
 
 from modelyard.core.engine import Capabilities
 from modelyard.core.errors import Unsupported
-from modelyard.core.request import Image, Message, Request, Sampling, Text, ToolResult
+from modelyard.core.request import DEFAULT_SAMPLING, Image, Message, Request, Sampling, Text, ToolResult
 from modelyard.gateway.model import Model
 
 _IMAGE_PLACEHOLDER = Text("[image: this model reads text only]")
@@ -77,6 +77,8 @@ def check_capabilities(request: Request, can: Capabilities, name: str, *, images
 
 def ignored_parameters(sampling: Sampling, can: Capabilities) -> tuple[str, ...]:
     """The sampling parameters that the client set and the engine does not support."""
+    if sampling is DEFAULT_SAMPLING:
+        return ()
     return tuple(name for name in can.ignored if getattr(sampling, name, None) is not None)
 
 

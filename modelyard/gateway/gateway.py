@@ -133,10 +133,9 @@ class Gateway:
         target, model, engine = self._resolve(request.model, caller, request.allow_remote)
         request, capabilities = await self._adapt(request, caller, model, engine)
         requested = request.max_tokens if request.max_tokens is not None else model.max_tokens
-        prompts = tuple(
-            RenderedPrompt(ids, text, output_budget(len(ids), requested, target.window, target.strict))
-            for ids, text in await self._render(request, model)
-        )
+        prompts: list[RenderedPrompt] = []
+        for ids, text in await self._render(request, model):
+            prompts.append(RenderedPrompt(ids, text, output_budget(len(ids), requested, target.window, target.strict)))
         constraint, warnings = request.constraint, request.warnings
         if constraint is not None or request.tools:
             structured = capabilities is None or capabilities.structured
@@ -150,7 +149,7 @@ class Gateway:
             caller=caller,
             target=target,
             model=model,
-            prompts=prompts,
+            prompts=tuple(prompts),
             sampling=request.sampling.over(model.sampling),
             constraint=constraint,
             created=int(time.time()),
@@ -530,7 +529,8 @@ class ChoiceStream:
         return started
 
     def _observe(self, batch: Sequence[Any], tokens: int) -> None:
-        tokens = tokens or sum(isinstance(item, BlockDelta) for item in batch)
+        if not tokens:  # a ChatEngine reports its usage at the end
+            tokens = [*map(type, batch)].count(BlockDelta)
         if not tokens:
             return
         now, model, metrics = time.perf_counter(), self.prepared.model.name, self._gateway.metrics

@@ -182,7 +182,9 @@ async def read_body(receive: Receive, context: RequestContext, settings: HttpSet
         body = b"".join(chunks)
     if len(body) > limit:
         raise _too_large(limit)
-    fault = await run_sized(len(body), json_fault, body, settings.max_json_depth)
+    depth = settings.max_json_depth
+    is_long = len(body) > INLINE_BYTES
+    fault = await asyncio.to_thread(json_fault, body, depth) if is_long else json_fault(body, depth)
     if fault is not None:
         raise InvalidRequest(fault, code="invalid_json")
     return body

@@ -8,18 +8,10 @@ from typing import Any
 import pytest
 
 from modelyard.core.request import Tool
-from modelyard.scanner.arguments import (
-    escape_json,
-    parameter_name,
-    schema_types,
-    to_json,
-)
+from modelyard.scanner.arguments import escape_json, parameter_name, schema_types, to_json
 from tests.scanner.helpers import calls_of, scan, text_of
 
-WRITE = Tool(
-    "write",
-    parameters={"properties": {"path": {"type": "string"}, "content": {"type": "string"}}},
-)
+WRITE = Tool("write", parameters={"properties": {"path": {"type": "string"}, "content": {"type": "string"}}})
 
 
 def _read(format: str, raw: str) -> object:
@@ -103,10 +95,7 @@ def test_a_known_name_opens_a_parameter_on_the_same_line() -> None:
 
 def test_a_known_name_that_was_given_opens_nothing() -> None:
     raw = _coder(_parameter("path", "a.py"), _parameter("content", "Say <parameter=path> here."))
-    assert _read("qwen3_coder", raw) == {
-        "path": "a.py",
-        "content": "Say <parameter=path> here.",
-    }
+    assert _read("qwen3_coder", raw) == {"path": "a.py", "content": "Say <parameter=path> here."}
 
 
 def test_an_unknown_name_without_a_closing_tag_before_it_is_text() -> None:
@@ -122,13 +111,7 @@ def test_a_parameter_name_has_no_quotes_and_attributes(raw: str) -> None:
 
 # --- types ----------------------------------------------------------------------------------------------------------
 
-ROOT = {
-    "$defs": {
-        "Level": {"enum": [1, 2, "max"]},
-        "Self": {"$ref": "#/$defs/Self"},
-        "a/b": {"type": "array"},
-    }
-}
+ROOT = {"$defs": {"Level": {"enum": [1, 2, "max"]}, "Self": {"$ref": "#/$defs/Self"}, "a/b": {"type": "array"}}}
 
 
 @pytest.mark.parametrize(
@@ -137,10 +120,7 @@ ROOT = {
         ({"type": "string"}, ("string",)),
         ({"type": ["integer", "null"]}, ("integer", "null")),
         ({"anyOf": [{"type": "number"}, {"type": "null"}]}, ("number", "null")),
-        (
-            {"oneOf": [{"type": "string"}, {"anyOf": [{"type": "object"}]}]},
-            ("string", "object"),
-        ),
+        ({"oneOf": [{"type": "string"}, {"anyOf": [{"type": "object"}]}]}, ("string", "object")),
         ({"enum": ["a", "b"]}, ("string",)),
         ({"const": True}, ("boolean",)),
         ({"$ref": "#/$defs/Level"}, ("integer", "string")),

@@ -11,17 +11,8 @@ ADD = Tool("add", parameters={"properties": {"a": {}, "b": {}}, "required": ["a"
 
 
 def test_a_tool_is_found_by_every_name_a_model_may_use() -> None:
-    read, now, cloud = (
-        Tool("read", namespace="fs"),
-        Tool("now"),
-        Tool("web", kind="server"),
-    )
-    assert tools_by_name([read, now, cloud]) == {
-        "read": read,
-        "fs.read": read,
-        "fs__read": read,
-        "now": now,
-    }
+    read, now, cloud = (Tool("read", namespace="fs"), Tool("now"), Tool("web", kind="server"))
+    assert tools_by_name([read, now, cloud]) == {"read": read, "fs.read": read, "fs__read": read, "now": now}
 
 
 def test_the_first_of_two_tools_with_the_same_name_wins() -> None:

@@ -11,13 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelyard.core.request import Tool
-from modelyard.scanner.custom_grammar import (
-    InputPattern,
-    NotRegular,
-    input_pattern,
-    lark_to_regex,
-    read_rules,
-)
+from modelyard.scanner.custom_grammar import InputPattern, NotRegular, input_pattern, lark_to_regex, read_rules
 from tests.scanner.patches import APPLY_PATCH, GRAMMAR, PATCH, is_patch
 
 PATTERN = re.compile(lark_to_regex(GRAMMAR))
@@ -66,10 +60,7 @@ DOUBLING = "\n".join(f"r{n}: r{n + 1} r{n + 1}" for n in range(45))
         ('start: "\\N"', "is not a string"),
         (f'start: r0\n{DOUBLING}\nr45: "x"', "longer than"),
         ("start: " + "(" * 60 + '"x"' + ")" * 60, "nested too deeply"),
-        (
-            "\n".join(f"{a}: {b}" for a, b in zip(["start", *"abcdefghij"], "abcdefghijk", strict=True)),
-            "not defined",
-        ),
+        ("\n".join(f"{a}: {b}" for a, b in zip(["start", *"abcdefghij"], "abcdefghijk", strict=True)), "not defined"),
         ("start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(60)), "too deeply"),
         ("start: " + "x" * 20_001, "longer than"),
         ("start: +", "not understood"),
@@ -108,14 +99,8 @@ def test_a_patch_matches_the_grammar() -> None:
     ("fields", "expected"),
     [
         ({}, InputPattern()),
-        (
-            {"grammar": {"syntax": "regex", "definition": "[ab]+"}},
-            InputPattern("[ab]+"),
-        ),
-        (
-            {"grammar": {"syntax": "lark", "definition": 'start: "a"'}},
-            InputPattern("a"),
-        ),
+        ({"grammar": {"syntax": "regex", "definition": "[ab]+"}}, InputPattern("[ab]+")),
+        ({"grammar": {"syntax": "lark", "definition": 'start: "a"'}}, InputPattern("a")),
         (
             {"grammar": {"syntax": "lark", "definition": "start: start"}},
             InputPattern(error="the rule 'start' refers to itself"),
@@ -124,13 +109,7 @@ def test_a_patch_matches_the_grammar() -> None:
             {"grammar": {"syntax": "gbnf", "definition": "x"}},
             InputPattern(error="the syntax 'gbnf' is not supported, only lark and regex are"),
         ),
-        (
-            {
-                "grammar": {"syntax": "lark", "definition": 'start: "a"'},
-                "kind": "function",
-            },
-            InputPattern(),
-        ),
+        ({"grammar": {"syntax": "lark", "definition": 'start: "a"'}, "kind": "function"}, InputPattern()),
     ],
 )
 def test_the_input_pattern_of_a_tool_comes_from_its_grammar(fields: dict[str, Any], expected: InputPattern) -> None:
@@ -141,31 +120,15 @@ def test_the_input_pattern_of_a_tool_comes_from_its_grammar(fields: dict[str, An
 def test_rules_are_read_by_their_names() -> None:
     rules, imported = read_rules('start: a | "x" // a comment\n  | /y+/i\n?a.2: "b"~2..3 -> named\n%import common.LF\n')
     assert rules == {
-        "start": [
-            ("name", "a"),
-            ("sign", "|"),
-            ("string", '"x"'),
-            ("sign", "|"),
-            ("regex", "/y+/i"),
-        ],
-        "a": [
-            ("string", '"b"'),
-            *(("sign", sign) for sign in ("~", "2", "..", "3", "->")),
-            ("name", "named"),
-        ],
+        "start": [("name", "a"), ("sign", "|"), ("string", '"x"'), ("sign", "|"), ("regex", "/y+/i")],
+        "a": [("string", '"b"'), *(("sign", sign) for sign in ("~", "2", "..", "3", "->")), ("name", "named")],
     }
     assert imported == {"LF": r"\n"}
 
 
 def test_a_question_mark_between_two_names_belongs_to_the_first() -> None:
     rules, _ = read_rules('start: ("a")?b\nb: "c"')
-    assert rules["start"] == [
-        ("sign", "("),
-        ("string", '"a"'),
-        ("sign", ")"),
-        ("sign", "?"),
-        ("name", "b"),
-    ]
+    assert rules["start"] == [("sign", "("), ("string", '"a"'), ("sign", ")"), ("sign", "?"), ("name", "b")]
 
 
 @pytest.mark.parametrize(

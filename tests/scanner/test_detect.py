@@ -50,10 +50,7 @@ def test_the_reason_is_given() -> None:
 
 
 def test_an_unknown_setting_lists_the_known_ones() -> None:
-    with pytest.raises(
-        UnknownPlugin,
-        match=r"'hermez' is not one of .*hermes, .*plain, .*Did you mean 'hermes'",
-    ):
+    with pytest.raises(UnknownPlugin, match=r"'hermez' is not one of .*hermes, .*plain, .*Did you mean 'hermes'"):
         detect("hermez", "", "")
 
 

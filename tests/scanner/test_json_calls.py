@@ -58,10 +58,7 @@ def _warnings(raw: str, format: str, size: int) -> list[str]:
         ("pythonic", 'So: [fly(to="Rome")]'),
         ("pythonic", "[ fly( ) ]"),
         ("llama4_pythonic", "[fly(to = 'Rome', when=1)]"),
-        (
-            "minimax_m2",
-            '<invoke name="fly">\n<parameter name="to">Rome</parameter>\n</invoke>',
-        ),
+        ("minimax_m2", '<invoke name="fly">\n<parameter name="to">Rome</parameter>\n</invoke>'),
     ],
 )
 def test_a_bare_call_of_a_tool_that_is_not_offered_is_text_with_a_warning(format: str, raw: str) -> None:

@@ -14,9 +14,7 @@ from modelyard.scanner.lexer import ParseError, TextBuffer
 
 _leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 _json = st.recursive(
-    _leaves,
-    lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4),
-    max_leaves=12,
+    _leaves, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.text(), v, max_size=4), max_leaves=12
 )
 
 

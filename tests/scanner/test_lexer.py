@@ -9,11 +9,7 @@ import pytest
 from modelyard.core.output_format import OutputFormat, Region
 from modelyard.scanner.lexer import Incremental, ParseError, TextBuffer, marker_table
 
-FORM = OutputFormat(
-    name="x",
-    regions={"text": Region("text", {})},
-    hidden_markers=("<a>", "<a>>", "[b]"),
-)
+FORM = OutputFormat(name="x", regions={"text": Region("text", {})}, hidden_markers=("<a>", "<a>>", "[b]"))
 
 
 def _drive(steps: Incremental[object], buffer: TextBuffer, *chunks: str) -> object:

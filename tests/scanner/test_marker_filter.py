@@ -11,11 +11,7 @@ from modelyard.core.events import BlockDelta
 from modelyard.core.tokenizer import IdLogprob, Piece
 from modelyard.scanner import Scanner, parse
 from modelyard.scanner.formats import load, names
-from modelyard.scanner.marker_filter import (
-    MarkerFilter,
-    MarkerSpellings,
-    remove_markers,
-)
+from modelyard.scanner.marker_filter import MarkerFilter, MarkerSpellings, remove_markers
 from tests.scanner.helpers import ScannedBlock, marker_tokens, scan, text_of
 
 TEXT = MarkerSpellings(["<ab>", "[x]"], [])
@@ -50,15 +46,7 @@ def test_only_the_rest_of_a_marker_is_removed_if_its_first_half_was_shown() -> N
 
 def test_nested_markers_are_removed_from_the_inside_out() -> None:
     assert _run(TEXT, "1 [", None, "x", None, "] 2") == ["1 ", "", "", "", " 2", ""]
-    assert _run(TEXT, "1 <[", None, "x", None, "]", "ab> 2") == [
-        "1 <",
-        "",
-        "",
-        "",
-        "",
-        " 2",
-        "",
-    ]
+    assert _run(TEXT, "1 <[", None, "x", None, "]", "ab> 2") == ["1 <", "", "", "", "", " 2", ""]
 
 
 def test_a_removed_marker_may_leave_another_one() -> None:
@@ -118,11 +106,7 @@ def test_markers_and_tokens_do_not_join_around_another_one(format: str) -> None:
             assert not [m for m in form.markers if m in parsed.content or m in parsed.reasoning], (outer, inner)
     specials = marker_tokens(form)
     for outer, inner in pairwise([*specials, *specials]):
-        given = [
-            Piece("a " + outer[:2]),
-            Piece(inner, special=True),
-            Piece(outer[2:] + " b"),
-        ]
+        given = [Piece("a " + outer[:2]), Piece(inner, special=True), Piece(outer[2:] + " b")]
         blocks = scan(given, form, specials=specials)
         assert outer not in text_of(blocks), (outer, inner)
         assert outer not in text_of(blocks, "thinking"), (outer, inner)
@@ -167,20 +151,13 @@ def test_a_stop_string_that_was_held_back_before_a_call_ends_the_output() -> Non
 
 
 def test_a_name_with_a_marker_is_not_a_name() -> None:
-    parsed = parse(
-        ['<tool_call>{"name": "f</think>", "arguments": {}}</tool_call>'],
-        format="hermes",
-    )
+    parsed = parse(['<tool_call>{"name": "f</think>", "arguments": {}}</tool_call>'], format="hermes")
     assert (parsed.tool_calls, parsed.content) == ((), '{"name": "f", "arguments": {}}')
 
 
 def test_a_marker_that_the_prompt_began_counts() -> None:
     prefill = "<|im_start|>assistant\nSo. <tool_"
-    blocks = scan(
-        list('call>{"name": "now", "arguments": {}}</tool_call>'),
-        "hermes",
-        prefill=prefill,
-    )
+    blocks = scan(list('call>{"name": "now", "arguments": {}}</tool_call>'), "hermes", prefill=prefill)
     assert blocks == [ScannedBlock("tool_call", "{}", "now")]
     assert scan(list("box."), "hermes", prefill=prefill) == [ScannedBlock("text", "box.")]
     assert scan(["<|im_end|>call> b"], "hermes", prefill=prefill) == [ScannedBlock("text", " b")]
@@ -192,10 +169,4 @@ def test_log_probabilities_of_a_joined_marker_are_not_shown() -> None:
     made = [Piece(word, logprob=IdLogprob(i, -1.0)) for i, word in enumerate(words)]
     events = [e for piece in made for e in scanner.feed([piece])] + scanner.finish()
     shown = [(e.text, [p.token for p in e.logprobs]) for e in events if isinstance(e, BlockDelta)]
-    assert shown == [
-        ("a", ["t0"]),
-        (" ", []),
-        ("b", ["t4"]),
-        (" ", []),
-        ("<tool_c", ["t5", "t7"]),
-    ]
+    assert shown == [("a", ["t0"]), (" ", []), ("b", ["t4"]), (" ", []), ("<tool_c", ["t5", "t7"])]

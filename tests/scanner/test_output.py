@@ -42,10 +42,7 @@ def test_blocks_of_the_prompt_are_discarded_except_for_an_open_call() -> None:
     blocks.start_call("c", "f", None, False)
     blocks.parts.append('{"a"')
     blocks.discard_prompt()
-    assert blocks.take_events() == [
-        BlockStart(0, "tool_call", "c", "f"),
-        BlockDelta(0, '{"a"'),
-    ]
+    assert blocks.take_events() == [BlockStart(0, "tool_call", "c", "f"), BlockDelta(0, '{"a"')]
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------------
@@ -79,10 +76,7 @@ def test_only_the_shortest_possible_suffix_is_held_back() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-    st.lists(st.text("abc", max_size=5), max_size=6),
-)
+@given(st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.lists(st.text("abc", max_size=5), max_size=6))
 def test_the_chunks_do_not_change_where_a_stop_string_is_found(stops: list[str], chunks: list[str]) -> None:
     text = "".join(chunks)
     assert _find_stop(stops, chunks) == _find_stop(stops, [text]) == _find_stop(stops, list(text))

@@ -97,11 +97,7 @@ def test_the_command_prints_the_same_for_all_chunk_sizes() -> None:
 
 
 def test_the_command_accepts_an_empty_output() -> None:
-    assert _parse("", "--format", "hermes") == {
-        "reasoning": "",
-        "content": "",
-        "tool_calls": [],
-    }
+    assert _parse("", "--format", "hermes") == {"reasoning": "", "content": "", "tool_calls": []}
 
 
 def test_the_command_lists_the_formats_if_the_format_is_unknown() -> None:
@@ -158,10 +154,7 @@ def test_tools_are_read_in_the_shape_of_every_protocol(given: Any) -> None:
     assert (tool.name, tool.parameters) == ("add", SCHEMA)
 
 
-@pytest.mark.parametrize(
-    "given",
-    ["{", "3", '["add"]', '[{"type": "function"}]', '[{"name": 7}]', '{"tools": 1}'],
-)
+@pytest.mark.parametrize("given", ["{", "3", '["add"]', '[{"type": "function"}]', '[{"name": 7}]', '{"tools": 1}'])
 def test_anything_but_a_list_of_tools_is_an_error(given: str) -> None:
     with pytest.raises(InvalidRequest):
         read_tools(given.encode())

@@ -9,26 +9,10 @@ from modelyard.core.request import Tool
 from modelyard.core.tokenizer import IdLogprob, Piece
 from modelyard.scanner import Scanner
 from modelyard.scanner.formats import load, names
-from tests.scanner.helpers import (
-    TOOLS,
-    ScannedBlock,
-    blocks_of,
-    calls_of,
-    delta_texts,
-    marker_tokens,
-    scan,
-    text_of,
-)
+from tests.scanner.helpers import TOOLS, ScannedBlock, blocks_of, calls_of, delta_texts, marker_tokens, scan, text_of
 
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
-TOKENS = {
-    "<think>": 1,
-    "</think>": 2,
-    "<tool_call>": 3,
-    "</tool_call>": 4,
-    "<|im_end|>": 5,
-    "<|pad|>": 6,
-}
+TOKENS = {"<think>": 1, "</think>": 2, "<tool_call>": 3, "</tool_call>": 4, "<|im_end|>": 5, "<|pad|>": 6}
 
 
 def _scanner(format: str = "hermes", **options: object) -> Scanner:
@@ -63,10 +47,7 @@ def test_pieces_of_one_feed_make_one_delta() -> None:
 
 
 def test_many_pieces_in_one_feed_give_the_same_result_as_one_by_one() -> None:
-    thought, words = (
-        "<think>|so| many| thoughts|</think>",
-        "and| then| words| < more| and|\n|end",
-    )
+    thought, words = ("<think>|so| many| thoughts|</think>", "and| then| words| < more| and|\n|end")
     pieces = [Piece(word, word in TOKENS) for word in f"{thought}|{words}".split("|")]
     together, apart = _scanner(specials=TOKENS), _scanner(specials=TOKENS)
     all_at_once = blocks_of([*together.feed(pieces), *together.finish()])
@@ -93,10 +74,7 @@ def test_pieces_without_text_make_no_event() -> None:
 def test_arguments_stream_from_their_first_byte() -> None:
     scanner = _scanner()
     assert scanner.feed([Piece('<tool_call>{"name": "get_weather", "arguments": ')]) == []
-    assert scanner.feed([Piece("{")]) == [
-        BlockStart(0, "tool_call", "call_0", "get_weather"),
-        BlockDelta(0, "{"),
-    ]
+    assert scanner.feed([Piece("{")]) == [BlockStart(0, "tool_call", "call_0", "get_weather"), BlockDelta(0, "{")]
     assert delta_texts(scanner.feed([Piece('"city": "Pa')])) == ['"city": "Pa']
     assert scanner.feed([Piece('ris"}')]) == [BlockDelta(0, 'ris"}'), BlockEnd(0)]
 
@@ -127,12 +105,7 @@ def test_quoted_markers_are_text_if_the_vocabulary_has_the_token() -> None:
 
 
 def test_marker_tokens_count_if_the_vocabulary_has_them() -> None:
-    chunks = [
-        Piece("<think>", True),
-        Piece("a </think> b"),
-        Piece("</think>", True),
-        Piece("c"),
-    ]
+    chunks = [Piece("<think>", True), Piece("a </think> b"), Piece("</think>", True), Piece("c")]
     assert scan(chunks, "hermes", specials=TOKENS) == [
         ScannedBlock("thinking", "a </think> b"),
         ScannedBlock("text", "c"),
@@ -146,10 +119,7 @@ def test_special_tokens_are_never_shown() -> None:
 
 
 def test_a_marker_token_ends_a_broken_string() -> None:
-    chunks = [
-        Piece("<tool_call>", True),
-        Piece('{"name": "get_weather", "arguments": {"city": "Par'),
-    ]
+    chunks = [Piece("<tool_call>", True), Piece('{"name": "get_weather", "arguments": {"city": "Par')]
     blocks = scan([*chunks, Piece("</tool_call>", True), Piece("ok")], "hermes", specials=TOKENS)
     assert calls_of(blocks, complete=False) == [("get_weather", '{"city": "Par')]
     assert text_of(blocks) == "ok"
@@ -164,20 +134,7 @@ def test_hidden_reasoning_is_parsed_and_counted() -> None:
 
 def test_reasoning_tokens_do_not_count_calls() -> None:
     scanner = _scanner()
-    scanner.feed(
-        [
-            Piece(t)
-            for t in (
-                "<think>",
-                "a",
-                CALL[:20],
-                CALL[20:60],
-                CALL[60:],
-                "b",
-                "</think>",
-            )
-        ]
-    )
+    scanner.feed([Piece(t) for t in ("<think>", "a", CALL[:20], CALL[20:60], CALL[60:], "b", "</think>")])
     assert scanner.reasoning_tokens == 4  # the piece that ends the call is back in the reasoning
 
 
@@ -236,10 +193,7 @@ def test_custom_tools_get_the_text_inside_the_json() -> None:
     scanner = _scanner(tools=[Tool("patch", kind="custom")])
     raw = '<tool_call>{"name": "patch", "arguments": {"input": "*** Begin\\n+x"}}</tool_call>'
     events = scanner.feed([Piece(raw)])
-    assert events[:2] == [
-        BlockStart(0, "tool_call", "call_0", "patch", custom=True),
-        BlockDelta(0, "*** Begin\n+x"),
-    ]
+    assert events[:2] == [BlockStart(0, "tool_call", "call_0", "patch", custom=True), BlockDelta(0, "*** Begin\n+x")]
 
 
 def test_custom_tools_of_harmony_get_the_body_unchanged() -> None:
@@ -260,13 +214,7 @@ def test_logprobs_stay_with_their_text() -> None:
     made = [Piece(w, logprob=IdLogprob(i, -float(i), ((i, -1.0),))) for i, w in enumerate(words)]
     events = [e for piece in made for e in scanner.feed([piece])] + scanner.finish()
     shown = [(e.text, [p.token for p in e.logprobs]) for e in events if isinstance(e, BlockDelta)]
-    assert shown == [
-        ("a", ["t1"]),
-        ("b", ["t5"]),
-        (" ", []),
-        ("<c", ["t6", "t7"]),
-        ('{"city": "Paris"}', []),
-    ]
+    assert shown == [("a", ["t1"]), ("b", ["t5"]), (" ", []), ("<c", ["t6", "t7"]), ('{"city": "Paris"}', [])]
     first = next(e for e in events if isinstance(e, BlockDelta)).logprobs[0]
     assert (first.logprob, first.bytes, first.top[0].token) == (-1.0, b"\x01", "t1")
 
@@ -313,15 +261,8 @@ def test_a_marker_ends_what_is_left_of_a_broken_call() -> None:
 
 
 def test_a_word_that_a_limit_cut_off_is_not_shown() -> None:
-    blocks = scan(
-        list('{"name": "search", "parameters": {"exact": tru'),
-        "llama3_json",
-        truncated=True,
-    )
-    assert (calls_of(blocks, complete=False), text_of(blocks)) == (
-        [("search", '{"exact": ')],
-        "",
-    )
+    blocks = scan(list('{"name": "search", "parameters": {"exact": tru'), "llama3_json", truncated=True)
+    assert (calls_of(blocks, complete=False), text_of(blocks)) == ([("search", '{"exact": ')], "")
 
 
 def test_a_broken_python_call_ends_where_it_cannot_be_read() -> None:
@@ -371,10 +312,7 @@ def test_brackets_without_an_end_hide_no_text() -> None:
     assert calls_of(blocks) == []
 
 
-@pytest.mark.parametrize(
-    "raw",
-    ["[f(x=b'z'), h(a=1)] So.", "[g(x=1), h(a=1)] So.", "[f(x=1, y=z(2)), h(a=1)] So."],
-)
+@pytest.mark.parametrize("raw", ["[f(x=b'z'), h(a=1)] So.", "[g(x=1), h(a=1)] So.", "[f(x=1, y=z(2)), h(a=1)] So."])
 def test_a_broken_member_of_a_list_does_not_affect_the_others(raw: str) -> None:
     for chunks in ([raw], list(raw)):
         blocks = scan(chunks, "pythonic", tools=[Tool("f"), Tool("h")], tool_stream=False)
@@ -395,10 +333,7 @@ def test_prose_in_brackets_hides_no_call() -> None:
     assert text_of(blocks) == "See [f(x  and [f(x=y), see h] there."
 
 
-TOOL = Tool(
-    "get_weather",
-    parameters={"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-)
+TOOL = Tool("get_weather", parameters={"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
 
 
 def test_no_word_is_lost_if_a_call_breaks_after_any_marker() -> None:
@@ -406,13 +341,5 @@ def test_no_word_is_lost_if_a_call_breaks_after_any_marker() -> None:
     for form in map(load, names()):
         specials = marker_tokens(form)
         for marker in specials:
-            blocks = scan(
-                [Piece(marker, special=True), Piece(call)],
-                form,
-                specials=specials,
-                tools=[TOOL],
-            )
-            assert "oops" in "".join(block.text for block in blocks), (
-                form.name,
-                marker,
-            )
+            blocks = scan([Piece(marker, special=True), Piece(call)], form, specials=specials, tools=[TOOL])
+            assert "oops" in "".join(block.text for block in blocks), (form.name, marker)

@@ -13,14 +13,7 @@ from modelyard.prompt.template import ChatTemplate
 from modelyard.prompt.template_source import builtin
 from modelyard.scanner.detect import detect
 from modelyard.scanner.formats import load
-from tests.scanner.helpers import (
-    ScannedBlock,
-    calls_of,
-    marker_tokens,
-    pieces,
-    scan,
-    text_of,
-)
+from tests.scanner.helpers import calls_of, marker_tokens, pieces, scan, text_of
 
 # Small chat templates with the structure of each family: a user turn, the opening of a reply, the reply.
 _ARGUMENTS = "c.function.arguments | tojson"
@@ -83,18 +76,9 @@ FAMILIES = {
         _GO_ON + _each(f"'\n<tool_call>\n' ~ ({_OBJECT}) ~ '\n</tool_call>'") + "<|im_end|>\n",
     ),
     "qwen3_coder": Family(
-        "qwen3_coder",
-        _CHATML,
-        "<|im_start|>assistant\n",
-        "{{ m.content }}" + _FUNCTION + "<|im_end|>\n",
-        thinks=False,
+        "qwen3_coder", _CHATML, "<|im_start|>assistant\n", "{{ m.content }}" + _FUNCTION + "<|im_end|>\n", thinks=False
     ),
-    "qwen3.5": Family(
-        "qwen3_coder",
-        _CHATML,
-        "<|im_start|>assistant\n<think>\n",
-        _GO_ON + _FUNCTION + "<|im_end|>\n",
-    ),
+    "qwen3.5": Family("qwen3_coder", _CHATML, "<|im_start|>assistant\n<think>\n", _GO_ON + _FUNCTION + "<|im_end|>\n"),
     "harmony": Family(
         "harmony",
         ("<|start|>user<|message|>", "<|end|>"),
@@ -240,20 +224,11 @@ _PROPERTIES = {
     "options": {"type": "object"},
     "tags": {"type": "array"},
 }
-TOOLS = (
-    Tool("write_file", parameters={"type": "object", "properties": _PROPERTIES}),
-    Tool("now"),
-)
+TOOLS = (Tool("write_file", parameters={"type": "object", "properties": _PROPERTIES}), Tool("now"))
 CODE = 'def f(x: int) -> str:\n    """Größe «x»."""\n\n    return f"<b>{x}</b>" if x < 3 else \'\\n\'  # 😀'
 CALLS: list[tuple[str, dict[str, Any]]] = [
-    (
-        "write_file",
-        {"path": "a b/ü.py", "content": CODE, "size": 42, "ratio": 0.5, "really": True},
-    ),
-    (
-        "write_file",
-        {"options": {"a": [1, None, {"b": "c"}], "d": {}}, "tags": ["x", "<y>", "{z}"]},
-    ),
+    ("write_file", {"path": "a b/ü.py", "content": CODE, "size": 42, "ratio": 0.5, "really": True}),
+    ("write_file", {"options": {"a": [1, None, {"b": "c"}], "d": {}}, "tags": ["x", "<y>", "{z}"]}),
     ("now", {}),
 ]
 USER = {"role": "user", "content": "Please do."}
@@ -261,19 +236,10 @@ USER = {"role": "user", "content": "Please do."}
 
 def turn(reasoning: str, text: str, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     made = [
-        {
-            "id": f"abcdefgh{at}",
-            "type": "function",
-            "function": {"name": name, "arguments": arguments},
-        }
+        {"id": f"abcdefgh{at}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for at, (name, arguments) in enumerate(calls)
     ]
-    return {
-        "role": "assistant",
-        "content": text,
-        "reasoning_content": reasoning,
-        "tool_calls": made,
-    }
+    return {"role": "assistant", "content": text, "reasoning_content": reasoning, "tool_calls": made}
 
 
 def render(template: str, reply: dict[str, Any]) -> tuple[str, str]:
@@ -286,58 +252,27 @@ def render(template: str, reply: dict[str, Any]) -> tuple[str, str]:
     return prompt, whole[len(prompt) :]
 
 
-def read(format: str, prompt: str, raw: str, *, as_tokens: bool) -> list[ScannedBlock]:
+def check(format: str, template: str, reasoning: str, text: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    """The turn that the template writes is read back, with markers as text and as tokens."""
     form = load(format)
-    specials = marker_tokens(form) if as_tokens else []
-    return scan(pieces(raw, specials), form, tools=TOOLS, prefill=prompt, specials=specials)
+    prompt, raw = render(template, turn(reasoning, text, calls))
+    for specials in ([], marker_tokens(form)):
+        blocks = scan(pieces(raw, specials), form, tools=TOOLS, prefill=prompt, specials=specials)
+        assert [(name, json.loads(arguments)) for name, arguments in calls_of(blocks)] == calls
+        assert text_of(blocks, "thinking") == reasoning
+        assert text_of(blocks).strip() == text
+        assert calls_of(blocks, complete=False) == []
 
 
-def check(
-    blocks: list[ScannedBlock],
-    reasoning: str,
-    text: str,
-    calls: list[tuple[str, dict[str, Any]]],
-) -> None:
-    assert [(name, json.loads(arguments)) for name, arguments in calls_of(blocks)] == calls
-    assert text_of(blocks, "thinking") == reasoning
-    assert text_of(blocks).strip() == text
-    assert calls_of(blocks, complete=False) == []
-
-
-@pytest.fixture(params=[False, True], ids=["spellings", "marker_tokens"])
-def as_tokens(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
-
-
-@pytest.fixture(params=sorted(FAMILIES))
-def family(request: pytest.FixtureRequest) -> Family:
-    return FAMILIES[request.param]
-
-
-@pytest.mark.parametrize("one", range(len(CALLS)))
-def test_a_call_is_read_back(family: Family, one: int, as_tokens: bool) -> None:
-    reasoning = "A tool knows." if family.thinks else ""
-    prompt, raw = render(family.template, turn(reasoning, "", CALLS[one : one + 1]))
-    check(
-        read(family.format, prompt, raw, as_tokens=as_tokens),
-        reasoning,
-        "",
-        CALLS[one : one + 1],
-    )
-
-
-def test_a_complete_turn_is_read_back(family: Family, as_tokens: bool) -> None:
-    reasoning = "First this,\nthen that." if family.thinks else ""
-    text, calls = (
-        "Let me look.\n\nNow." if family.writes_text else "",
-        CALLS[: 3 if family.calls > 1 else 1],
-    )
-    prompt, raw = render(family.template, turn(reasoning, text, calls))
-    check(read(family.format, prompt, raw, as_tokens=as_tokens), reasoning, text, calls)
-
-
-def test_the_format_is_detected_from_the_template(family: Family) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_turns_of_a_family_are_detected_and_read_back(name: str) -> None:
+    family = FAMILIES[name]
     assert detect(None, family.template, "").format == family.format
+    for call in CALLS:
+        check(family.format, family.template, "A tool knows." if family.thinks else "", "", [call])
+    reasoning = "First this,\nthen that." if family.thinks else ""
+    text = "Let me look.\n\nNow." if family.writes_text else ""
+    check(family.format, family.template, reasoning, text, CALLS[: 3 if family.calls > 1 else 1])
 
 
 BUILT_IN = {
@@ -350,18 +285,8 @@ BUILT_IN = {
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_turns_of_the_built_in_templates_are_read_back(name: str, as_tokens: bool) -> None:
-    thinks, found = (
-        name not in ("llama3_template", "mistral_template"),
-        detect(None, builtin(name), ""),
-    )
-    assert found.format == BUILT_IN[name]
-    reasoning = "A tool knows." if thinks else ""
+def test_turns_of_the_built_in_templates_are_detected_and_read_back(name: str) -> None:
+    assert detect(None, builtin(name), "").format == BUILT_IN[name]
+    reasoning = "" if name in ("llama3_template", "mistral_template") else "A tool knows."
     for calls in (CALLS[:1], CALLS[1:2], CALLS):
-        prompt, raw = render(builtin(name), turn(reasoning, "Let me look.", calls))
-        check(
-            read(found.format, prompt, raw, as_tokens=as_tokens),
-            reasoning,
-            "Let me look.",
-            calls,
-        )
+        check(BUILT_IN[name], builtin(name), reasoning, "Let me look.", calls)

@@ -403,12 +403,7 @@ def _xlam(reasoning: str, text: str, calls: Calls) -> str:
 
 
 # These write only calls, without reasoning and text.
-CALL_WRITERS: dict[str, Writer] = {
-    "harmony": _harmony,
-    "hermes": _hermes,
-    "plain": _plain,
-    "qwen3_coder": _qwen3_coder,
-}
+CALL_WRITERS: dict[str, Writer] = {"harmony": _harmony, "hermes": _hermes, "plain": _plain, "qwen3_coder": _qwen3_coder}
 TURN_WRITERS: dict[str, Writer] = {
     "apertus": _apertus,
     "apriel": _apriel,

@@ -187,7 +187,7 @@ def test_real_trials_of_the_fake_engine_end_in_a_saved_report_and_no_history(
     monkeypatch.setattr(knobs, "knobs", one_knob)
     few = SearchRules(rounds=1, passes=1, pairs=0, min_rounds=1, max_rounds=1)
     monkeypatch.setattr(optimize_module, "OptimizerPlan", partial(OptimizerPlan, rules=few))
-    workspace = Workspace(tmp_path, TOML.replace("token_delay = 0.02     # slow\n", ""))  # the default
+    workspace = Workspace(tmp_path, TOML.replace("0.02", "0.005"))
     assert workspace.optimize() == 0
     (kept,) = tuning_runs(workspace.tune)
     assert kept["trials"] >= 4

@@ -10,6 +10,7 @@ from modelyard.core.engine import Capabilities, Engine, EngineSpec
 from modelyard.core.errors import ModelyardError
 from modelyard.engines.vllm.errors import with_cause
 from modelyard.engines.vllm.estimate import estimate
+from modelyard.engines.vllm.log_parser import failure_reason
 from modelyard.engines.vllm.model_folder import require_folder
 from modelyard.engines.vllm.options import LIVE_OVERRIDES
 from modelyard.engines.vllm.options import VllmOptions as Options
@@ -59,6 +60,4 @@ def chat_template(options: Options) -> str | None:
 
 def explain(error: ModelyardError, lines: Sequence[str]) -> ModelyardError:
     """vLLM's message often says only that one of its processes failed; the cause is in that process's output."""
-    from modelyard.engines.vllm_serve.log_parser import failure_reason  # which itself builds on this package
-
     return with_cause(error, failure_reason(lines))

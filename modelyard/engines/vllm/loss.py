@@ -23,9 +23,9 @@ from modelyard.core.engine import CacheInfo, EngineSpec
 from modelyard.core.errors import InvalidRequest
 from modelyard.core.knobs import Loss
 from modelyard.engines.vllm.async_llm import ENVIRONMENT_DEFAULTS
+from modelyard.engines.vllm.log_parser import failure_reason
 from modelyard.engines.vllm.model_folder import resolve_companions, resolve_model
 from modelyard.engines.vllm.options import engine_arguments
-from modelyard.engines.vllm_serve.log_parser import failure_reason
 from modelyard.processes.child_process import ChildProcess, describe_exit
 
 PromptLogprobs = Sequence[Mapping[int, float]]  # by token, for each token of the text except the first

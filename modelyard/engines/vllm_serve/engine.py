@@ -13,8 +13,8 @@ from modelyard.core.request import Request
 from modelyard.engines.managed.engine import ManagedEngine, server_request
 from modelyard.engines.managed.server import ManagedServer
 from modelyard.engines.upstream.forwarding import append_fields, reject_bare_prompts
+from modelyard.engines.vllm.log_parser import startup_stage
 from modelyard.engines.vllm.options import max_model_len
-from modelyard.engines.vllm_serve.log_parser import startup_stage
 from modelyard.engines.vllm_serve.options import VllmServeOptions
 from modelyard.engines.vllm_serve.server import lists_models, model_template, server_command, tool_call_parser
 from modelyard.engines.vllm_serve.sleep import sleeping_servers

@@ -234,11 +234,7 @@ def logprobs(reply: Any) -> list[float]:
 
 def test_answer_depends_on_the_image(vision_server: Served) -> None:
     """A random model writes nonsense, but the same for the same image and something else for another."""
-    red, blue, again = (
-        describe(vision_server, png((255, 0, 0))),
-        describe(vision_server, png((0, 0, 255))),
-        describe(vision_server, png((255, 0, 0))),
-    )
+    red, blue, again = (describe(vision_server, png(colour)) for colour in ((255, 0, 0), (0, 0, 255), (255, 0, 0)))
     assert logprobs(red) == pytest.approx(logprobs(again), abs=1e-3)
     assert logprobs(red) != pytest.approx(logprobs(blue), abs=1e-3)
 
