@@ -35,7 +35,7 @@ from modelyard.library.cache_dir import cache_dir
 from modelyard.prompt.template_source import builtin
 from modelyard.telemetry.history import RequestRecord
 from tests.clients.bench import Bench, Done
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 WINDOW, SLOTS = 65536, 3
 TARGET = 0.02
@@ -116,7 +116,7 @@ def run(session: AgentSession, template: str, llama_server: bool) -> SessionResu
         write_files(bench.work)
         script = Path(folder) / "replay.jsonl"
         script.write_text("".join(json.dumps(rule) + "\n" for rule in session.rules(bench.work)))
-        with serving(configuration(script, template)) as served:
+        with live_server(configuration(script, template)) as served:
             bench.talk_to(served)
             _drive(bench, session)
             records = sorted(served.yard.gateway.history.recent(1000), key=lambda one: one.at)
@@ -175,7 +175,7 @@ def _turn(record: RequestRecord) -> Turn:
     return Turn(record.session or "", record.usage.prompt, record.usage.cached, record.usage.output, cause)
 
 
-def _recorded(served: Served, record: RequestRecord) -> RecordedRequest:
+def _recorded(served: LiveServer, record: RequestRecord) -> RecordedRequest:
     found = httpx.get(f"{served.url}/v1/admin/requests/req_{record.trace}", timeout=60, trust_env=False).json()
     return RecordedRequest(record.endpoint, found["texts"]["request"])
 

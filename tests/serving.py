@@ -16,7 +16,7 @@ from modelyard.http import server as front
 from modelyard.server.app import ServerApp, compose
 
 
-class Served:
+class LiveServer:
     """`url` to talk to; `yard` to look inside. Its loop runs in another thread: look, but change nothing there."""
 
     def __init__(self, url: str, yard: ServerApp, loop: asyncio.AbstractEventLoop) -> None:
@@ -26,7 +26,7 @@ class Served:
         return self.yard.scheduler.status()[model]
 
 
-def demo(script: list[dict[str, Any]] | None = None, **model: Any) -> dict[str, Any]:
+def demo_config(script: list[dict[str, Any]] | None = None, **model: Any) -> dict[str, Any]:
     """A configuration with one scripted model behind every name: caches main (4 places) and fast (2)."""
     model = {"backend": "fake", "token_delay": 0, "script": script or [{"steps": [{"text": "Hello there."}]}], **model}
     return {
@@ -40,7 +40,9 @@ def demo(script: list[dict[str, Any]] | None = None, **model: Any) -> dict[str, 
 
 
 @contextmanager
-def serving(config: dict[str, Any], env: dict[str, str] | None = None, *, ready: bool = True) -> Iterator[Served]:
+def live_server(
+    config: dict[str, Any], env: dict[str, str] | None = None, *, ready: bool = True
+) -> Iterator[LiveServer]:
     """Serve `config` (in our own names) on a free port until the block ends."""
     loaded = load_config(env=env or {}, overrides={**config, "http": {**config.get("http", {}), "port": 0}})
     began, ended = threading.Event(), threading.Event()
@@ -75,7 +77,7 @@ async def _run(
             await asyncio.sleep(0.001)
         port = server.servers[0].sockets[0].getsockname()[1]
         scheme = "https" if config.http.ssl_certfile else "http"
-        held += [Served(f"{scheme}://127.0.0.1:{port}", yard, asyncio.get_running_loop()), server]
+        held += [LiveServer(f"{scheme}://127.0.0.1:{port}", yard, asyncio.get_running_loop()), server]
     except BaseException as error:
         held.append(error)
         began.set()
@@ -85,7 +87,7 @@ async def _run(
     ended.set()
 
 
-def _until_ready(served: Served) -> None:
+def _until_ready(served: LiveServer) -> None:
     with httpx.Client(verify=False) as client:  # a test's own certificate
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from bench.agents import BEST, EQUAL, QUICK, Conversation, Plan, SessionCost, comparisons, run, session
 from bench.servers import OURS, Server
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 
 def played(plan: Plan) -> list[tuple[Conversation, int]]:
@@ -48,7 +48,7 @@ def test_a_session_is_the_same_every_time() -> None:
 
 async def test_a_session_is_run_to_its_end_and_summed_up() -> None:
     seen: list[str] = []
-    with serving(demo([{"steps": [{"tokens": 3}]}])) as served:
+    with live_server(demo_config([{"steps": [{"tokens": 3}]}])) as served:
         server = Server(psutil.Process(), int(served.url.rpartition(":")[2]))
         found = await asyncio.to_thread(run, server, QUICK, lambda one: seen.append(one.name))
     assert found.requests == len(seen) == sum(1 for _ in session(QUICK))

@@ -26,10 +26,10 @@ from bench.servers import BACKGROUND, LLAMA_SERVER, OURS, Server, llama_cpp_conf
 from modelyard.benchmark.http_client import HttpResponse
 from modelyard.config.load import load_config
 from modelyard.library import default_model
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 
-def server_of(served: Served) -> Server:
+def server_of(served: LiveServer) -> Server:
     return Server(psutil.Process(), int(served.url.rpartition(":")[2]))
 
 
@@ -68,7 +68,7 @@ def test_a_server_that_reports_what_it_evaluated_is_believed() -> None:
 
 async def test_several_answers_come_from_a_running_server() -> None:
     body = chat_body("demo", [{"role": "user", "content": "Grüße"}], 8)
-    with serving(demo([{"steps": [{"tokens": 5}]}])) as served:
+    with live_server(demo_config([{"steps": [{"tokens": 5}]}])) as served:
         answers = await chat_async(server_of(served), body, body, body)
         with pytest.raises(RuntimeError, match="400"):
             await chat_async(server_of(served), b'{"model": "demo"}')
@@ -77,7 +77,7 @@ async def test_several_answers_come_from_a_running_server() -> None:
 
 
 async def test_background_streams_all_run_when_they_are_started() -> None:
-    with serving(demo([{"steps": [{"text": "…"}, {"hang": True}]}])) as served:
+    with live_server(demo_config([{"steps": [{"text": "…"}, {"hang": True}]}])) as served:
         task = await start_streams(server_of(served), "demo", 3)
         assert served.status("demo").running == 3
         task.cancel()
@@ -85,7 +85,7 @@ async def test_background_streams_all_run_when_they_are_started() -> None:
 
 async def test_refused_background_streams_are_an_error() -> None:
     refused = [{"steps": [{"fail": "out of memory", "kind": "unavailable"}]}]
-    with serving(demo(refused)) as served, pytest.raises(RuntimeError, match="did not start"):
+    with live_server(demo_config(refused)) as served, pytest.raises(RuntimeError, match="did not start"):
         await start_streams(server_of(served), "demo", 1)
 
 

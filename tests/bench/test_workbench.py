@@ -26,7 +26,7 @@ from bench.workbench import (
     show,
 )
 from modelyard.benchmark.statistics import Interval
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 
 def test_a_constant_difference_between_the_gateways_cancels_out() -> None:
@@ -85,12 +85,12 @@ def test_both_loads_must_meet_the_target(paced: float, full_load: float, good: b
     assert "1000 rows" in last
 
 
-def server_of(served: Served) -> Server:
+def server_of(served: LiveServer) -> Server:
     return Server(psutil.Process(os.getpid()), int(served.url.rpartition(":")[2]))
 
 
 async def test_responses_are_counted_and_each_costs_cpu_time() -> None:
-    with serving(demo()) as served:
+    with live_server(demo_config()) as served:
         assert await cpu_per_response(server_of(served), 0.0, 0.0) > 0
         wrong = json.dumps(json.loads(request_body()) | {"model": 7})
         with pytest.raises(SystemExit, match="the server did not respond: 400"):
@@ -99,7 +99,7 @@ async def test_responses_are_counted_and_each_costs_cpu_time() -> None:
 
 async def test_the_table_is_filled_with_requests_of_forty_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.workbench.ROWS", 40)
-    with serving(demo()) as served:
+    with live_server(demo_config()) as served:
         await fill_table(server_of(served))
         records = list(served.yard.gateway.history.recent(1000))
     assert len(records) == 40

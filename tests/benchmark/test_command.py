@@ -18,21 +18,21 @@ from modelyard.benchmark.workload import conversation, get_workload
 from modelyard.cli import app
 from tests import commands
 from tests.e2e.servers import until
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 QUICK = ("--prompt-tokens", "20", "--output-tokens", "5", "--rounds", "2", "--seed", "1")
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(demo([{"steps": [{"tokens": 50}]}])) as running:
+def served() -> Iterator[LiveServer]:
+    with live_server(demo_config([{"steps": [{"tokens": 50}]}])) as running:
         yield running
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "modelyard.json"
-    path.write_text(json.dumps(demo([{"steps": [{"tokens": 50}]}])))
+    path.write_text(json.dumps(demo_config([{"steps": [{"tokens": 50}]}])))
     return path
 
 
@@ -63,7 +63,7 @@ def test_several_turns_build_on_each_other(file: Path) -> None:
     assert found["results"][0]["cached_tokens"] > 0
 
 
-def test_two_urls_are_compared_in_interleaved_rounds(served: Served) -> None:
+def test_two_urls_are_compared_in_interleaved_rounds(served: LiveServer) -> None:
     found = run_json("--url", served.url, "--url", served.url + "/v1", "--model", "demo", "--requests", "2")
     assert [(r["subject"], r["answers"]) for r in found["results"]] == [("A", 4), ("B", 4)]
     assert {(c["subject"], c["over"]) for c in found["comparisons"]} == {("B", "A")}
@@ -83,7 +83,7 @@ def test_a_round_may_have_a_duration_instead_of_requests(file: Path) -> None:
 
 
 def test_errors_are_shown_and_the_exit_code_is_1_if_no_request_succeeded() -> None:
-    with serving(demo([{"steps": [{"fail": "out of memory", "kind": "unavailable"}]}])) as broken:
+    with live_server(demo_config([{"steps": [{"fail": "out of memory", "kind": "unavailable"}]}])) as broken:
         done = bench("--url", broken.url, "--model", "demo", *QUICK)
     assert done.exit_code == 1
     assert "+4 failed" in done.stdout
@@ -125,7 +125,7 @@ def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
     number = conversation(workload, 1, "0/1/0 0 1")[0].text.split()[0]
     script = [{"when": f"^{number} ", "steps": [{"hang": True}]}, {"steps": [{"text": "Well."}]}]
     argv = [*commands.MODELYARD, "bench", "--model", "demo", *QUICK, "--warmup", "0", "--json", "--url"]
-    with serving(demo(script)) as stuck:
+    with live_server(demo_config(script)) as stuck:
         process = subprocess.Popen(
             [*argv, stuck.url], cwd=tmp_path, env=commands.environment(), stdout=subprocess.PIPE, text=True
         )
@@ -141,7 +141,7 @@ def test_ctrl_c_prints_what_was_measured(tmp_path: Path) -> None:
     assert [r["answers"] for r in json.loads(out)["results"]] == [1]
 
 
-def _second_hangs(served: Served) -> bool:
+def _second_hangs(served: LiveServer) -> bool:
     requests = httpx.get(f"{served.url}/v1/admin/requests").json()
     ended = {one["id"] for one in requests["ended"]}
     return len(ended) == 1 and any(one["id"] not in ended for one in requests["live"])

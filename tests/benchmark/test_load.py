@@ -34,7 +34,7 @@ from modelyard.core.errors import Incomplete, InvalidRequest, ModelyardError, No
 from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event, Failed, Finished, Started, Usage
 from tests.benchmark.fakes import ScriptedTarget, fake_engine, fake_tokenizer, run_round
 from tests.benchmark.raw_server import chunk, responding, sse
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 AGENT = get_workload("agent", prompt_tokens=20, turns=3)
 CHAT = get_workload("chat", prompt_tokens=50, output_tokens=12)
@@ -368,8 +368,8 @@ SCRIPT: list[dict[str, Any]] = [{"steps": [{"think": "Hm."}, {"tokens": 100}]}]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(demo(SCRIPT)) as running:
+def served() -> Iterator[LiveServer]:
+    with live_server(demo_config(SCRIPT)) as running:
         yield running
 
 
@@ -399,7 +399,7 @@ def test_an_invalid_url_is_refused_with_an_example(url: str) -> None:
         UrlTarget(url)
 
 
-async def test_streams_of_a_real_server_are_measured(served: Served) -> None:
+async def test_streams_of_a_real_server_are_measured(served: LiveServer) -> None:
     found = await measured(served.url, conversations=3, streams=4, model="demo")
     assert {sample.error for sample in found.samples} == {None}
     assert {sample.output_tokens for sample in found.samples} == {24}
@@ -407,23 +407,23 @@ async def test_streams_of_a_real_server_are_measured(served: Served) -> None:
     assert all(sample.ttft_s is not None and sample.ttft_s <= sample.total_s for sample in found.samples)
 
 
-async def test_prompts_come_near_the_wanted_length(served: Served) -> None:
+async def test_prompts_come_near_the_wanted_length(served: LiveServer) -> None:
     samples = (await measured(served.url, conversations=20, model="demo")).samples
     assert abs(sum(s.prompt_tokens for s in samples[5:]) / 15 - 60) < 12
 
 
-async def test_later_turns_are_cached_by_the_server(served: Served) -> None:
+async def test_later_turns_are_cached_by_the_server(served: LiveServer) -> None:
     agent = get_workload("agent", prompt_tokens=200, turn_tokens=20, output_tokens=5, turns=3)
     first, second, third = (await measured(served.url, agent, model="demo")).samples
     assert first.cached_tokens < 100 < second.cached_tokens < third.cached_tokens
 
 
-async def test_the_first_listed_model_is_the_default(served: Served) -> None:
+async def test_the_first_listed_model_is_the_default(served: LiveServer) -> None:
     async with UrlTarget(served.url) as target:
         assert target.model == "demo"
 
 
-async def test_extra_fields_are_added_to_every_request(served: Served) -> None:
+async def test_extra_fields_are_added_to_every_request(served: LiveServer) -> None:
     found = await measured(served.url, model="demo", extra={"max_tokens": 3})
     assert found.samples[0].output_tokens == 3
     refused = await measured(served.url, model="demo", extra={"temperature": -1})
@@ -431,8 +431,8 @@ async def test_extra_fields_are_added_to_every_request(served: Served) -> None:
 
 
 async def test_a_wrong_key_is_an_error() -> None:
-    config = demo(SCRIPT) | {"keys": [{"name": "me", "env": "ITS_KEY"}]}
-    with serving(config, {"ITS_KEY": "sesame-open-please"}) as locked:
+    config = demo_config(SCRIPT) | {"keys": [{"name": "me", "env": "ITS_KEY"}]}
+    with live_server(config, {"ITS_KEY": "sesame-open-please"}) as locked:
         (sample,) = (await measured(locked.url, model="demo")).samples
         assert sample.error is not None
         assert sample.error.startswith("401: ")
@@ -449,7 +449,7 @@ def test_a_key_that_is_not_a_header_value_is_refused() -> None:
 async def test_a_response_that_fails_or_hangs_is_an_error() -> None:
     steps = [{"tokens": 5}, {"delay": 0.05}, {"fail": "out of memory", "kind": "unavailable"}]
     hang = [{"text": "so far"}, {"hang": True}]
-    with serving(demo([{"when": "agent", "steps": steps}, {"steps": hang}])) as broken:
+    with live_server(demo_config([{"when": "agent", "steps": steps}, {"steps": hang}])) as broken:
         async with UrlTarget(broken.url, "demo", limit_s=0.5) as target:
             failed, _ = await target.chat([{"role": "user", "content": "agent"}], 10)
             stuck, _ = await target.chat([{"role": "user", "content": "hang"}], 10)
@@ -529,7 +529,7 @@ def test_no_two_prepared_requests_are_equal_and_their_length_stays() -> None:
     assert {len(request) for request in made} == {len(made[0])}
 
 
-async def test_prepared_requests_are_counted_with_their_events(served: Served) -> None:
+async def test_prepared_requests_are_counted_with_their_events(served: LiveServer) -> None:
     async with RequestTarget(served.url, prepared(stream=False)) as target:
         found = await LoadGenerator(target, None, RoundLength(conversations=2), streams=3).run()
     assert [sample.error for sample in found.samples] == [None] * 6
@@ -561,7 +561,7 @@ def test_an_event_counts_when_its_last_byte_arrives() -> None:
         assert token_times(HttpResponse(0.0, parts=parts)) == [2.0, 2.0]
 
 
-async def test_a_job_runs_in_a_process_of_its_own(served: Served) -> None:
+async def test_a_job_runs_in_a_process_of_its_own(served: LiveServer) -> None:
     job = LoadJob(url=served.url, body=prepared(stream=True), streams=2)
     found = await asyncio.to_thread(job.run_in_process)
     assert [sample.error for sample in found.samples] == [None, None]

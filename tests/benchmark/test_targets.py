@@ -28,14 +28,14 @@ from modelyard.config.load import load_config
 from modelyard.config.settings import Config, LoadedConfig
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
 from tests.benchmark.fakes import run_round
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 A, B = "http://a", "http://b"
 X, Y = Path("x.toml"), Path("y.toml")
 
 
 def loaded(path: Path | None) -> LoadedConfig:
-    return load_config(env={}, overrides=demo())
+    return load_config(env={}, overrides=demo_config())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ SCRIPT: list[dict[str, Any]] = [{"steps": [{"tokens": 50}]}]
 
 
 def config(**model: Any) -> Config:
-    return load_config(env={}, overrides=demo(SCRIPT, **model) | {"workers": {"patience": 1000}}).config
+    return load_config(env={}, overrides=demo_config(SCRIPT, **model) | {"workers": {"patience": 1000}}).config
 
 
 async def measured(spec: TargetSpec) -> tuple[Round, list[str]]:
@@ -154,7 +154,7 @@ async def test_a_model_that_cannot_be_defined_is_an_error() -> None:
 
 async def test_a_server_runs_for_the_time_of_the_measurement(tmp_path: Path) -> None:
     file = tmp_path / "modelyard.json"
-    file.write_text(json.dumps(demo(SCRIPT)))
+    file.write_text(json.dumps(demo_config(SCRIPT)))
     settings = load_config(file, env={}).config
     spec = server_target(settings, file, "mine", find_cache(settings, None, "fast"), Access())
     found, lines = await measured(spec)
@@ -163,7 +163,7 @@ async def test_a_server_runs_for_the_time_of_the_measurement(tmp_path: Path) -> 
 
 
 async def test_a_url_is_measured() -> None:
-    with serving(demo(SCRIPT)) as running:
+    with live_server(demo_config(SCRIPT)) as running:
         found, _ = await measured(url_target(running.url, None, Access(extra={"max_tokens": 4})))
     assert [sample.output_tokens for sample in found.succeeded] == [4, 4]
 
@@ -185,12 +185,12 @@ async def test_a_url_without_a_server_is_an_error() -> None:
 def test_over_http_a_cache_is_requested_by_a_name_that_leads_to_it(
     routes: list[dict[str, Any]], cache: str, name: str
 ) -> None:
-    settings = load_config(env={}, overrides={**demo(), "routes": routes}).config
+    settings = load_config(env={}, overrides={**demo_config(), "routes": routes}).config
     assert model_name(settings, find_cache(settings, "demo", cache)) == name
 
 
 def test_a_cache_without_a_name_cannot_be_measured_over_http() -> None:
-    settings = load_config(env={}, overrides={**demo(), "routes": [{"match": "*", "cache": "main"}]}).config
+    settings = load_config(env={}, overrides={**demo_config(), "routes": [{"match": "*", "cache": "main"}]}).config
     with pytest.raises(InvalidRequest, match="no route or name leads to the cache fast of demo"):
         server_target(settings, None, "mine", find_cache(settings, "demo", "fast"), Access())
 
@@ -212,7 +212,7 @@ async def test_a_server_that_exits_at_once_is_reported_with_its_output(tmp_path:
 
 async def test_an_unknown_key_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "modelyard.json"
-    file.write_text(json.dumps(demo() | {"keys": [{"name": "me", "key": "sesame-open-please"}]}))
+    file.write_text(json.dumps(demo_config() | {"keys": [{"name": "me", "key": "sesame-open-please"}]}))
     with pytest.raises(ModelyardError, match="key"):
         async with running_server(file, "demo", None, lambda line: None):
             raise AssertionError

@@ -20,7 +20,7 @@ from modelyard.core.events import BlockDelta, BlockEnd, BlockStart, Event
 from modelyard.core.request import Message, Text
 from tests import commands
 from tests.e2e.servers import until
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 SCRIPT: list[dict[str, Any]] = [
     {"when": "^think", "steps": [{"think": "Let me see."}, {"text": "Forty-two."}]},
@@ -32,8 +32,8 @@ SCRIPT: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(demo(SCRIPT)) as running:
+def served() -> Iterator[LiveServer]:
+    with live_server(demo_config(SCRIPT)) as running:
         yield running
 
 
@@ -62,7 +62,7 @@ def said(talk: ChatSession) -> list[tuple[str, str]]:
     return [(m.role, "".join(p.text for p in m.parts if isinstance(p, Text))) for m in talk.messages]
 
 
-def test_an_answer_is_shown_with_what_it_cost(served: Served):
+def test_an_answer_is_shown_with_what_it_cost(served: LiveServer):
     screen, talk = Typed("hi"), ChatSession(served.url, "demo")
     talk.run(screen)
     assert screen.text.startswith("Hello there.\n")
@@ -70,19 +70,19 @@ def test_an_answer_is_shown_with_what_it_cost(served: Served):
     assert said(talk) == [("user", "hi"), ("assistant", "Hello there.")]
 
 
-def test_the_conversation_grows_and_empty_lines_are_passed_over(served: Served):
+def test_the_conversation_grows_and_empty_lines_are_passed_over(served: LiveServer):
     talk = ChatSession(served.url, "demo", system="Be brief.")
     talk.run(Typed("hi", "", "  ", "again"))
     assert [role for role, _ in said(talk)] == ["system", "user", "assistant", "user", "assistant"]
 
 
-def test_without_a_name_the_first_model_of_the_server_answers(served: Served):
+def test_without_a_name_the_first_model_of_the_server_answers(served: LiveServer):
     talk = ChatSession(served.url + "/")
     talk.run(Typed("hi"))
     assert said(talk)[-1] == ("assistant", "Hello there.")
 
 
-def test_reasoning_is_dim_and_the_answer_is_not(served: Served):
+def test_reasoning_is_dim_and_the_answer_is_not(served: LiveServer):
     screen = Typed("think", colour=True)
     ChatSession(served.url, "demo").run(screen)
     assert "\x1b[2;3mLet me see." in screen.text
@@ -102,13 +102,13 @@ def test_a_call_is_named_with_its_arguments():
     assert screen.text == 'I look.\ncalls see {"at": "Rome"}'
 
 
-def test_what_the_model_says_is_shown_as_it_stands_but_cannot_steer_the_terminal(served: Served):
+def test_what_the_model_says_is_shown_as_it_stands_but_cannot_steer_the_terminal(served: LiveServer):
     screen = Typed("odd")
     ChatSession(served.url, "demo").run(screen)
     assert screen.text.startswith(":smile: [red]x[/red] ␛[2J end\n")
 
 
-def test_a_failure_is_told_and_the_question_forgotten(served: Served):
+def test_a_failure_is_told_and_the_question_forgotten(served: LiveServer):
     screen, talk = Typed("fail", "hi"), ChatSession(served.url, "demo")
     talk.run(screen)
     assert "out of [memory]" in screen.text
@@ -116,13 +116,13 @@ def test_a_failure_is_told_and_the_question_forgotten(served: Served):
 
 
 def test_an_unknown_model_is_told_in_the_servers_words():
-    with serving({"models": {"solo": {"backend": "fake"}}}) as served:
+    with live_server({"models": {"solo": {"backend": "fake"}}}) as served:
         screen = Typed("hi")
         ChatSession(served.url, "nobody").run(screen)
     assert "The model 'nobody' does not exist here. Models: solo." in screen.text
 
 
-def test_an_interrupted_answer_stays_as_far_as_it_came(served: Served):
+def test_an_interrupted_answer_stays_as_far_as_it_came(served: LiveServer):
     screen, talk = Typed("endless", interrupt="so far"), ChatSession(served.url, "demo")
     talk.run(screen)
     assert screen.text == "so far\nstopped\n"
@@ -145,7 +145,7 @@ def test_a_url_that_is_none_is_a_sentence_too(url: str):
     assert screen.text.count("\n") == 2
 
 
-def test_a_server_that_lists_nothing_asks_for_a_name(served: Served):
+def test_a_server_that_lists_nothing_asks_for_a_name(served: LiveServer):
     screen = Typed("hi")
     ChatSession(served.url + "/health", None).run(screen)
     assert "there is no /health/v1/models here" in screen.text
@@ -205,7 +205,7 @@ class Terminal:
         os.close(self._ours)
 
 
-def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(served: Served):
+def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(served: LiveServer):
     terminal = Terminal("chat", "demo", "--url", served.url)
     try:
         terminal.shows("› ")
@@ -224,7 +224,7 @@ def test_on_a_terminal_control_c_stops_an_answer_and_control_d_the_chat(served: 
         terminal.close()
 
 
-def test_through_pipes_questions_come_in_and_answers_go_out(served: Served):
+def test_through_pipes_questions_come_in_and_answers_go_out(served: LiveServer):
     ended = subprocess.run(
         [*commands.MODELYARD, "chat", "--url", served.url],
         input="hi\nthink\n",

@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.cli.config import engine_problems
 from modelyard.config.load import load_config
-from tests.serving import demo
+from tests.serving import demo_config
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def lacking(tmp_path: Path) -> str:
 
 
 def problems(python: str) -> list[tuple[str, str]]:
-    found = engine_problems(load_config(env={}, overrides=demo(python=python)).config)
+    found = engine_problems(load_config(env={}, overrides=demo_config(python=python)).config)
     return [(problem.path, problem.message) for problem in found]
 
 

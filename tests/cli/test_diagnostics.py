@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from modelyard.cli import app
 from modelyard.cli.diagnostics import COLUMNS, request_rows
 from modelyard.core.errors import Forbidden, NotFound, Unavailable
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 RULES = "You are a careful helper. " * 20
 
@@ -21,7 +21,7 @@ def ask(url: str, session: str, text: str, system: str = RULES, key: str = "x") 
 
 
 def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
-    with serving(demo()) as served:
+    with live_server(demo_config()) as served:
         ask(served.url, "talk-1", "hello")
         ask(served.url, "talk-1", "hello", system="It is Monday. " + RULES)
         ask(served.url, "talk-2", "something else")
@@ -38,7 +38,7 @@ def test_the_last_requests_of_a_session_are_told_in_their_order() -> None:
 
 
 def test_what_cannot_be_shown_is_one_sentence() -> None:
-    with serving(demo()) as served:
+    with live_server(demo_config()) as served:
         with pytest.raises(NotFound, match="not answered any request yet"):
             request_rows(served.url, None, None, 5)
         ask(served.url, "talk-1", "hello")
@@ -50,7 +50,7 @@ def test_what_cannot_be_shown_is_one_sentence() -> None:
 
 def test_a_server_with_keys_wants_an_administrators() -> None:
     keys = [{"name": "boss", "key": "s3cret-boss", "admin": True}, {"name": "guest", "key": "s3cret-guest"}]
-    with serving({**demo(), "keys": keys}) as served:
+    with live_server({**demo_config(), "keys": keys}) as served:
         ask(served.url, "talk-1", "hello", key="s3cret-guest")
         assert len(request_rows(served.url, "s3cret-boss", None, 5)[1]) == 1
         with pytest.raises(Forbidden, match="--key"):

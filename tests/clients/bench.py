@@ -24,7 +24,7 @@ from modelyard.launch.launch import write_files
 from modelyard.launch.plan import LaunchTarget
 from modelyard.launch.server import TargetServer
 from tests.e2e.servers import until
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 DEADLINE = 240.0  # seconds, for a busy machine: an agent that is well needs a few
 _DEAD_END = "http://127.0.0.1:9"  # nobody listens on the discard port
@@ -48,13 +48,13 @@ class Bench:
         self.work.mkdir()
         self.program = self.agent.pinned_program()
         assert self.program.is_file(), f"{self.agent.title} is not installed: .venv/bin/python setup/clients.py"
-        self.served: Served
+        self.served: LiveServer
         self.asked: list[Request] = []
         self._started: list[subprocess.Popen[str]] = []
 
     @contextmanager
-    def serve(self, script: list[dict[str, Any]], *, n_ctx: int = 131072, **model: Any) -> Iterator[Served]:
-        with ExitStack() as self._held, serving(_config(script, n_ctx, model)) as served:
+    def serve(self, script: list[dict[str, Any]], *, n_ctx: int = 131072, **model: Any) -> Iterator[LiveServer]:
+        with ExitStack() as self._held, live_server(_config(script, n_ctx, model)) as served:
             self.talk_to(served)
             try:
                 yield served
@@ -67,7 +67,7 @@ class Bench:
             process.kill()
             process.communicate()
 
-    def talk_to(self, served: Served) -> None:
+    def talk_to(self, served: LiveServer) -> None:
         self.served = served
         self._listen(served.yard.gateway)
 

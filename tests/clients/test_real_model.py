@@ -11,13 +11,13 @@ from openai import OpenAI
 
 from modelyard.library import default_model
 from tests.clients.bench import Bench
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 SHORT = "You are a helpful assistant. Answer in one sentence.\n"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[LiveServer]:
     default_model.fetch()
     config = {
         "models": {"smollm2": {"n_threads": 1}},
@@ -25,24 +25,24 @@ def served() -> Iterator[Served]:
         "routes": [{"match": "*", "cache": "main"}],
         "engine": {"decoding": {"temperature": 0}},
     }
-    with serving(config) as running:
+    with live_server(config) as running:
         yield running
 
 
-def bench(name: str, folder: Path, served: Served) -> Bench:
+def bench(name: str, folder: Path, served: LiveServer) -> Bench:
     made = Bench(name, folder)
     made.talk_to(served)
     return made
 
 
-def test_claude_code_starts_bare_and_is_answered(tmp_path: Path, served: Served) -> None:
+def test_claude_code_starts_bare_and_is_answered(tmp_path: Path, served: LiveServer) -> None:
     claude = bench("claude", tmp_path, served)
     done = claude.run("-p", "Say hello.")
     assert (done.code, bool(done.out.strip())) == (0, True), done
     assert [tool.name for tool in claude.asked[0].tools] == ["Bash", "Edit", "Read"]
 
 
-def test_codex_with_short_instructions_is_answered(tmp_path: Path, served: Served) -> None:
+def test_codex_with_short_instructions_is_answered(tmp_path: Path, served: LiveServer) -> None:
     codex = bench("codex", tmp_path, served)
     (tmp_path / "short.md").write_text(SHORT)
     less = (
@@ -57,12 +57,12 @@ def test_codex_with_short_instructions_is_answered(tmp_path: Path, served: Serve
     assert (done.code, bool(done.out.strip())) == (0, True), done
 
 
-def test_continue_is_answered(tmp_path: Path, served: Served) -> None:
+def test_continue_is_answered(tmp_path: Path, served: LiveServer) -> None:
     done = bench("continue", tmp_path, served).run("-p", "Say hello.")
     assert (done.code, bool(done.out.strip())) == (0, True), done
 
 
-def test_aider_is_answered(tmp_path: Path, served: Served) -> None:
+def test_aider_is_answered(tmp_path: Path, served: LiveServer) -> None:
     aider = bench("aider", tmp_path, served)
     done = aider.run("--yes-always", "--no-git", "--no-pretty", "--message", "Say hello.")
     assert done.code == 0, done
@@ -70,7 +70,7 @@ def test_aider_is_answered(tmp_path: Path, served: Served) -> None:
     assert len(aider.asked) >= 1
 
 
-def test_both_sdks_stream_the_same_answer(served: Served) -> None:
+def test_both_sdks_stream_the_same_answer(served: LiveServer) -> None:
     """On three protocols; greedy, so the words are the model's own each time."""
     question = [{"role": "user", "content": "Say hello."}]
     with Anthropic(base_url=served.url, api_key="none") as sdk:

@@ -17,7 +17,7 @@ import pytest
 
 from modelyard.config.load import load_config as load_config
 from tests.commands import DEADLINE, environment
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 ROOT = Path(__file__).parent.parent.parent
 SYSTEMD = ROOT / "deploy" / "systemd"
@@ -150,7 +150,7 @@ def settle(home: Path, port: int, **model: str) -> None:
 
 
 def test_a_restart_waits_until_the_service_answers(home: Path, checkout: Path) -> None:
-    with serving(demo()) as served:
+    with live_server(demo_config()) as served:
         settle(home, int(served.url.rpartition(":")[2]))
         done = run([checkout / "deploy" / "systemd" / "restart.sh"], home)
     assert done.returncode == 0, done.stderr
@@ -174,14 +174,14 @@ def settings(port: int, **more: str) -> object:
 
 
 def test_a_server_that_answers_is_well() -> None:
-    with serving(demo()) as served:
+    with live_server(demo_config()) as served:
         port = int(served.url.rpartition(":")[2])
         assert health.ask(settings(port), {}) == "it answers; models: demo"
         assert health.wait(settings(port), {}, 0) == "it answers; models: demo"
 
 
 def test_a_server_that_wants_a_key_is_well_and_answers_to_its_key() -> None:
-    with serving(demo(), env={"MODELYARD_API_KEY": "secret"}) as served:
+    with live_server(demo_config(), env={"MODELYARD_API_KEY": "secret"}) as served:
         here = settings(int(served.url.rpartition(":")[2]))
         assert "wants a key" in health.ask(here, {})
         assert health.ask(here, {"MODELYARD_API_KEY": "secret"}) == "it answers; models: demo"
@@ -190,7 +190,7 @@ def test_a_server_that_wants_a_key_is_well_and_answers_to_its_key() -> None:
 def test_silence_is_a_fault(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with serving(demo()) as served:
+    with live_server(demo_config()) as served:
         port = int(served.url.rpartition(":")[2])
     with pytest.raises(health.Silent, match=f"127.0.0.1:{port} does not answer"):
         health.wait(settings(port), {}, 0)

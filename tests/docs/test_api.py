@@ -12,7 +12,7 @@ import pytest
 from starlette.routing import Route
 
 from tests.docs.pages import DOCS, Call, calls
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 DEMO = DOCS.parent / "configs" / "demo.toml"
 
@@ -20,18 +20,18 @@ _UNLISTED = {"/docs/oauth2-redirect"}  # FastAPI's own, for keys that are OAuth
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(tomllib.loads(DEMO.read_text())) as running:
+def served() -> Iterator[LiveServer]:
+    with live_server(tomllib.loads(DEMO.read_text())) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def response_id(served: Served) -> str:
+def response_id(served: LiveServer) -> str:
     made: str = httpx.post(served.url + "/v1/responses", json={"model": "demo", "input": "Hi"}).json()["id"]
     return made
 
 
-def endpoints(served: Served) -> set[tuple[str, str]]:
+def endpoints(served: LiveServer) -> set[tuple[str, str]]:
     app: Any = served.yard.app
     while not hasattr(app, "routes"):
         app = app._app
@@ -39,12 +39,12 @@ def endpoints(served: Served) -> set[tuple[str, str]]:
     return {(m, r.path.replace(":path", "")) for r in found for m in r.methods or () if m != "HEAD"}
 
 
-def test_the_page_lists_every_endpoint_and_no_other(served: Served):
+def test_the_page_lists_every_endpoint_and_no_other(served: LiveServer):
     listed = set(re.findall(r"`(GET|POST|DELETE) (/[^ `]*)`", (DOCS / "api.md").read_text()))
     assert listed == endpoints(served)
 
 
-def test_every_endpoint_has_a_command(served: Served):
+def test_every_endpoint_has_a_command(served: LiveServer):
     shown = {(call.method, re.sub(r"\?.*", "", call.path).replace("$ID", "{id}")) for call in calls("api.md")}
     for method, path in endpoints(served):
         pattern = re.escape(path).replace(r"\{id\}", r"[^?]+") + "$"
@@ -52,7 +52,7 @@ def test_every_endpoint_has_a_command(served: Served):
 
 
 @pytest.mark.parametrize("call", calls("api.md"), ids=lambda call: f"{call.method} {call.path}")
-def test_every_command_works(served: Served, response_id: str, call: Call):
+def test_every_command_works(served: LiveServer, response_id: str, call: Call):
     path, body = call.path.replace("$ID", response_id), call.body.replace("$ID", response_id)
     reply = httpx.request(call.method, served.url + path, content=body, headers=call.headers)
     assert reply.status_code == 200, reply.text

@@ -12,31 +12,31 @@ import pytest
 
 from tests import commands
 from tests.docs.pages import DOCS, Call, blocks, calls
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 DOCUMENTED_URL = "http://localhost:8000"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(demo()) as running:
+def served() -> Iterator[LiveServer]:
+    with live_server(demo_config()) as running:
         yield running
 
 
 @pytest.mark.parametrize("call", calls("clients.md"), ids=lambda call: call.path)
-def test_curl_commands_work(served: Served, call: Call):
+def test_curl_commands_work(served: LiveServer, call: Call):
     reply = httpx.request(call.method, served.url + call.path, content=call.body)
     assert reply.status_code == 200
     assert "Hello there." in reply.text
 
 
 @pytest.mark.parametrize("code", blocks("clients.md", "python"), ids=["openai", "anthropic"])
-def test_sdk_examples_work(served: Served, code: str, capsys: pytest.CaptureFixture[str]):
+def test_sdk_examples_work(served: LiveServer, code: str, capsys: pytest.CaptureFixture[str]):
     exec(compile(code.replace(DOCUMENTED_URL, served.url), "clients.md", "exec"), {})
     assert capsys.readouterr().out.count("Hello there.") == code.count("print(")
 
 
-def test_the_chat_command_works(served: Served):
+def test_the_chat_command_works(served: LiveServer):
     (line,) = (text for text in blocks("clients.md", "console") if text.startswith("modelyard"))
     argv = shlex.split(line.replace(DOCUMENTED_URL, served.url))[1:]
     done = subprocess.run(

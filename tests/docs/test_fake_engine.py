@@ -15,7 +15,7 @@ from modelyard.core.errors import Kind
 from modelyard.engines.fake import Options
 from modelyard.engines.fake.script import ScriptStep
 from tests.docs.pages import DOCS, blocks
-from tests.serving import serving
+from tests.serving import live_server
 
 _TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
@@ -68,7 +68,7 @@ def test_example_gives_the_documented_conversation(example: str, tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     lines = _LINE.findall(example)
     actual: list[tuple[str, str]] = []
-    with serving({}) as served:
+    with live_server({}) as served:
         conversation = Conversation(served.url)
         for kind, text in lines:
             if kind in ("you", "result"):

@@ -9,17 +9,17 @@ import pytest
 
 from tests.e2e.servers import config
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 
 @pytest.fixture(scope="package")
-def served() -> Iterator[Served]:
-    with serving(config()) as running:
+def served() -> Iterator[LiveServer]:
+    with live_server(config()) as running:
         yield running
 
 
 @pytest.fixture(scope="package")
-def client(served: Served) -> Iterator[httpx.Client]:
+def client(served: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url) as client:
         yield client
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.frames import Frame, arriving
-from tests.serving import Served, demo
+from tests.serving import LiveServer, demo_config
 
 SCRIPT: list[dict[str, Any]] = [
     {"result": "sunny", "steps": [{"text": "Take a hat: it is sunny."}]},
@@ -47,7 +47,7 @@ SCRIPT: list[dict[str, Any]] = [
 
 
 def config(**more: Any) -> dict[str, Any]:
-    return demo(SCRIPT) | more
+    return demo_config(SCRIPT) | more
 
 
 def narrow(**more: Any) -> dict[str, Any]:
@@ -67,15 +67,15 @@ def until(true: Callable[[], object], what: str, patience_s: float = 180.0) -> N
         time.sleep(0.001)
 
 
-def is_running(served: Served, count: int) -> None:
+def is_running(served: LiveServer, count: int) -> None:
     until(lambda: served.status("demo").running == count, f"{count} running")
 
 
-def is_waiting(served: Served, count: int) -> None:
+def is_waiting(served: LiveServer, count: int) -> None:
     until(lambda: served.status("demo").waiting == count, f"{count} waiting")
 
 
-def is_idle(served: Served) -> None:
+def is_idle(served: LiveServer) -> None:
     """No lease, nobody queued, no job in the engine, and no request that the edge still works on."""
     status = lambda: served.status("demo")  # noqa: E731
     until(lambda: (status().running, status().waiting) == (0, 0), "all places free")
@@ -83,7 +83,7 @@ def is_idle(served: Served) -> None:
     until(lambda: httpx.get(served.url + "/health").json()["active_requests"] == 0, "no request in the gateway")
 
 
-def stats(served: Served) -> Any:
+def stats(served: LiveServer) -> Any:
     engine: Any = served.yard.scheduler.engine("demo")
     return engine.stats()
 
@@ -91,7 +91,7 @@ def stats(served: Served) -> Any:
 class Caller:
     """A client on a raw socket: it can leave at any moment, and leaving is a closed connection and nothing else."""
 
-    def __init__(self, served: Served, path: str, body: dict[str, Any]) -> None:
+    def __init__(self, served: LiveServer, path: str, body: dict[str, Any]) -> None:
         host, port = served.url.removeprefix("http://").split(":")
         self._socket = socket.create_connection((host, int(port)), timeout=180)
         data = json.dumps(body).encode()
@@ -111,7 +111,7 @@ class Caller:
 
 
 @contextmanager
-def calling(served: Served, path: str, body: dict[str, Any]) -> Iterator[Caller]:
+def calling(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Caller]:
     caller = Caller(served, path, body)
     try:
         yield caller
@@ -120,7 +120,7 @@ def calling(served: Served, path: str, body: dict[str, Any]) -> Iterator[Caller]
 
 
 @contextmanager
-def streaming(served: Served, path: str, body: dict[str, Any]) -> Iterator[Iterator[Frame]]:
+def streaming(served: LiveServer, path: str, body: dict[str, Any]) -> Iterator[Iterator[Frame]]:
     """The frames of a streamed answer as they arrive."""
     with httpx.Client(timeout=180) as client, client.stream("POST", served.url + path, json=body) as response:
         yield arriving(response.iter_text())

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from modelyard.library import default_model
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 TOOLS = [{"name": "Bash", "description": "Runs a command. " * 20, "input_schema": {"type": "object", "properties": {}}}]
 SYSTEM = [
@@ -21,7 +21,7 @@ ASKED = {"role": "user", "content": "Fix the tests."}
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[Served]:
+def real() -> Iterator[LiveServer]:
     default_model.fetch()
     caches = {"main": {"n_ctx": 1024, "parallel": 1}, "fast": {"n_ctx": 256, "parallel": 1}}
     with pytest.MonkeyPatch.context() as patch:
@@ -29,11 +29,11 @@ def real() -> Iterator[Served]:
         patch.setattr(
             "modelyard.engines.llama_cpp.sequences.is_copy_worthwhile", lambda saved, moved, costs: saved >= 8
         )
-        with serving({"models": {"smollm2": {"n_threads": 1}}, "caches": caches}) as running:
+        with live_server({"models": {"smollm2": {"n_threads": 1}}, "caches": caches}) as running:
             yield running
 
 
-def ask(served: Served, agent: str | None = None, **body: Any) -> dict[str, Any]:
+def ask(served: LiveServer, agent: str | None = None, **body: Any) -> dict[str, Any]:
     headers = {"x-claude-code-session-id": "s1"} | ({"x-claude-code-agent-id": agent} if agent else {})
     whole = {"model": "smollm2", "max_tokens": 8, "temperature": 0, "messages": [ASKED]} | body
     reply = httpx.post(served.url + "/v1/messages", json=whole, headers=headers, timeout=120)
@@ -45,7 +45,7 @@ def prompt_tokens(usage: dict[str, int]) -> int:
     return usage["input_tokens"] + usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
 
 
-def test_the_next_turn_reads_only_what_is_new(real: Served) -> None:
+def test_the_next_turn_reads_only_what_is_new(real: LiveServer) -> None:
     first = ask(real, system=SYSTEM, tools=TOOLS)
     ask(real, system="Explore the code.", tools=TOOLS, agent="a1")
     ask(real, output_config=TITLE, max_tokens=32)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from tests.e2e.servers import calling, config, is_idle, narrow
 from tests.e2e.wires import TOOLS, WIRES
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 MODEL = "demo"
 TEXT = "Hello there, friend."
@@ -34,13 +34,13 @@ def asked(text: str, **more: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def sdk(served: Served) -> Iterator[Anthropic]:
+def sdk(served: LiveServer) -> Iterator[Anthropic]:
     with Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-async def async_sdk(served: Served) -> AsyncIterator[AsyncAnthropic]:
+async def async_sdk(served: LiveServer) -> AsyncIterator[AsyncAnthropic]:
     async with AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -134,7 +134,7 @@ def test_tokens_are_counted_as_a_message_would(sdk: Anthropic) -> None:
 def test_models_are_listed_page_by_page_and_found() -> None:
     settings = config()
     settings["models"]["demo"]["aliases"] = ["team/demo"]
-    with serving(settings) as served, Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
+    with live_server(settings) as served, Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
         page = sdk.models.list(limit=1)
         assert (len(page.data), page.has_more) == (1, True)
         assert {model.id for model in page} == {"demo", "team/demo"}
@@ -164,14 +164,14 @@ def test_a_failure_in_mid_stream_is_raised(sdk: Anthropic) -> None:
 
 def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
     settings = config(routes=[{"match": "demo", "cache": "main"}])
-    with serving(settings) as served, Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
+    with live_server(settings) as served, Anthropic(base_url=served.url, api_key="none", max_retries=0) as sdk:
         for stream in (False, True):
             with pytest.raises(anthropic.NotFoundError, match="demo"):
                 sdk.messages.create(**asked("text", stream=stream) | {"model": "claude-9"})
 
 
 def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> None:
-    with serving(config(keys=[{"name": "ada", "key": "sk-right"}])) as served:
+    with live_server(config(keys=[{"name": "ada", "key": "sk-right"}])) as served:
         with Anthropic(base_url=served.url, api_key="sk-wrong", max_retries=0) as sdk:
             with pytest.raises(anthropic.AuthenticationError) as caught:
                 sdk.messages.create(**asked("text"))
@@ -187,7 +187,7 @@ def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> Non
 
 def test_a_full_queue_is_overloaded_and_says_when_to_come_back() -> None:
     chat = WIRES["chat"]
-    with serving(narrow(scheduler={"max_waiting": 0})) as served:
+    with live_server(narrow(scheduler={"max_waiting": 0})) as served:
         with calling(served, chat.path, chat.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
             sdk = Anthropic(base_url=served.url, api_key="none", max_retries=0)

@@ -15,7 +15,7 @@ from modelyard.prompt.render import Renderer
 from modelyard.tokenizer.huggingface import HuggingFaceTokenizer
 from modelyard.tokenizer.prefix_cache import TokenCache
 from tests.e2e.shapes import VALID, refusal
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -24,17 +24,17 @@ GENERATES = (MESSAGES, CHAT, RESPONSES, "/v1/completions")
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    config = demo()
+def served() -> Iterator[LiveServer]:
+    config = demo_config()
     config["models"]["seer"] = config["models"]["demo"] | {"modalities": ["text", "image"]}
     config["routes"] = [{"match": "*haiku*", "cache": "fast"}]
     config["images"] = {"max_bytes": 1000, "allow": ["pictures.example"]}
-    with serving(config) as running:
+    with live_server(config) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[httpx.Client]:
+def client(served: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=60) as made:
         yield made
 
@@ -268,7 +268,7 @@ def test_a_tool_that_is_not_offered_cannot_be_chosen(client: httpx.Client, path:
 
 @pytest.mark.parametrize("path", NAMED)
 def test_ten_thousand_tools_do_not_fit_and_hold_nobody_up(
-    client: httpx.Client, path: str, served: Served, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, path: str, served: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worked = long_work(monkeypatch)
     refused(client, path, json.dumps(VALID[path] | {"tools": tools(path, 10_000)}).encode())
@@ -278,7 +278,7 @@ def test_ten_thousand_tools_do_not_fit_and_hold_nobody_up(
 
 @pytest.mark.parametrize("path", [MESSAGES, "/v1/completions", "/tokenize", "/v1/embeddings"])
 def test_a_text_of_a_megabyte_holds_nobody_up(
-    client: httpx.Client, path: str, served: Served, monkeypatch: pytest.MonkeyPatch
+    client: httpx.Client, path: str, served: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worked = long_work(monkeypatch)
     field = {MESSAGES: "messages", "/v1/completions": "prompt", "/tokenize": "content", "/v1/embeddings": "input"}[path]
@@ -311,7 +311,7 @@ def long_work(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return threads
 
 
-def loop_thread(served: Served) -> int:
+def loop_thread(served: LiveServer) -> int:
     async def ident() -> int:
         return threading.get_ident()
 
@@ -419,6 +419,6 @@ def test_a_missing_and_a_wrong_key_are_refused_before_the_body_is_looked_at(path
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[httpx.Client]:
-    config = demo() | {"keys": [{"name": "ann", "key": "right"}]}
-    with serving(config) as running, httpx.Client(base_url=running.url, timeout=60) as made:
+    config = demo_config() | {"keys": [{"name": "ann", "key": "right"}]}
+    with live_server(config) as running, httpx.Client(base_url=running.url, timeout=60) as made:
         yield made

@@ -14,7 +14,7 @@ import pytest
 
 from modelyard.library import default_model
 from tests.e2e.servers import until
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 
 RULES = "You are an agent who works with files. " * 20
@@ -35,7 +35,7 @@ ECHO = {"path": "a.txt", "n": 5000, "why": "because it was asked for"}  # as a c
 
 
 class Talk:
-    def __init__(self, served: Served, **body: Any) -> None:
+    def __init__(self, served: LiveServer, **body: Any) -> None:
         self.url, self.messages = served.url, [{"role": "user", "content": "look into it"}]
         self.body = {"model": "m", "max_tokens": 100, "system": RULES, "tools": [TOOL], **body}
         self.headers = {"x-claude-code-session-id": "talk"}
@@ -57,7 +57,7 @@ class Talk:
         if url:
             reply = httpx.post(f"{url}/v1/messages/count_tokens", json=body, headers=self.headers, timeout=60)
             return int(reply.raise_for_status().json()["input_tokens"])
-        with serving(demo(SCRIPT)) as stranger:
+        with live_server(demo_config(SCRIPT)) as stranger:
             return self.count(stranger.url)
 
     @property
@@ -71,7 +71,7 @@ def echoed(reply: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_call_that_comes_back_in_another_order_is_read_from_the_cache_all_the_same() -> None:
-    with serving(demo(SCRIPT)) as served:
+    with live_server(demo_config(SCRIPT)) as served:
         talk = Talk(served)
         first = talk.turn()
         assert talk.told["cause"] == "new_session"
@@ -87,7 +87,7 @@ def test_a_call_that_comes_back_in_another_order_is_read_from_the_cache_all_the_
 
 
 def test_reasoning_that_the_client_leaves_out_is_put_back() -> None:
-    with serving(demo(SCRIPT)) as served:
+    with live_server(demo_config(SCRIPT)) as served:
         talk = Talk(served)
         first = talk.turn()
         talk.goes_on(*(block for block in echoed(first) if block["type"] != "thinking"))
@@ -96,7 +96,7 @@ def test_reasoning_that_the_client_leaves_out_is_put_back() -> None:
 
 
 def test_reasoning_that_the_client_was_never_shown_is_put_back() -> None:
-    with serving(demo(SCRIPT, show_thinking=False)) as served:
+    with live_server(demo_config(SCRIPT, show_thinking=False)) as served:
         talk = Talk(served)
         first = talk.turn()
         assert [block["type"] for block in first["content"]] == ["text", "tool_use"]
@@ -109,7 +109,7 @@ def test_line_breaks_before_a_call_are_told_as_they_were_written() -> None:
     """The template writes one, the model wrote three, and the client was shown none of them."""
     first, last = SCRIPT
     script = [first, {**last, "steps": [{"text": "Looking.\n\n\n"}, last["steps"][-1]]}]
-    with serving(demo(script)) as served:
+    with live_server(demo_config(script)) as served:
         talk = Talk(served)
         reply = talk.turn()
         assert reply["content"][0]["text"] == "Looking."
@@ -119,7 +119,7 @@ def test_line_breaks_before_a_call_are_told_as_they_were_written() -> None:
 
 
 def test_a_call_that_the_client_has_changed_is_the_clients_word_and_is_told() -> None:
-    with serving(demo(SCRIPT)) as served:
+    with live_server(demo_config(SCRIPT)) as served:
         talk = Talk(served)
         first = talk.turn()
         blocks = [
@@ -135,7 +135,7 @@ def test_a_change_is_in_the_header_the_log_the_metrics_and_the_record(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "modelyard.http")
-    with serving(demo(SCRIPT)) as served:
+    with live_server(demo_config(SCRIPT)) as served:
         talk = Talk(served)
         talk.turn()
         talk.turn(system="It is Monday. " + RULES, stream=stream)
@@ -159,7 +159,7 @@ def test_a_change_is_in_the_header_the_log_the_metrics_and_the_record(
 def test_tools_and_the_billing_line() -> None:
     bill = [{"type": "text", "text": f"x-anthropic-billing-header: cch={n};"} for n in ("a1", "b2")]
     rules = {"type": "text", "text": RULES}
-    with serving(demo(SCRIPT)) as served:
+    with live_server(demo_config(SCRIPT)) as served:
         talk = Talk(served)
         talk.turn(system=[bill[0], rules])
         talk.turn(system=[bill[1], rules])
@@ -172,7 +172,7 @@ def test_tools_and_the_billing_line() -> None:
 
 
 def test_evicted_by_hand_is_told_as_evicted() -> None:
-    with serving(demo(SCRIPT)) as served:
+    with live_server(demo_config(SCRIPT)) as served:
         talk = Talk(served)
         first = talk.turn()
         talk.goes_on(*echoed(first))
@@ -184,10 +184,10 @@ def test_evicted_by_hand_is_told_as_evicted() -> None:
 
 def test_a_stream_that_a_ping_had_to_open_says_nothing_of_the_cache() -> None:
     """Its headers went out before the engine had looked: the one place is taken for as long as the first hangs."""
-    config = demo([{"steps": [{"text": "ok"}, {"hang": True}]}])
+    config = demo_config([{"steps": [{"text": "ok"}, {"hang": True}]}])
     config["caches"]["main"]["parallel"] = 1
     config["http"] = {"keepalive_s": 0.05}
-    with serving(config) as served, httpx.Client(base_url=served.url, timeout=60) as client:
+    with live_server(config) as served, httpx.Client(base_url=served.url, timeout=60) as client:
         first, second = (stream(client, text) for text in ("one", "two"))
         with first, second as waiting:
             assert waiting.status_code == 200
@@ -200,7 +200,7 @@ def stream(client: httpx.Client, text: str) -> AbstractContextManager[httpx.Resp
 
 
 def test_an_engine_in_a_process_of_its_own_tells_the_same() -> None:
-    with serving(demo(SCRIPT, placement="process") | {"workers": {"patience": 1000}}) as served:
+    with live_server(demo_config(SCRIPT, placement="process") | {"workers": {"patience": 1000}}) as served:
         talk = Talk(served)
         first = talk.turn()
         assert talk.told["cause"] == "new_session"
@@ -213,8 +213,8 @@ def test_an_engine_in_a_process_of_its_own_tells_the_same() -> None:
 
 def test_another_gateway_that_shares_the_store_tells_a_call_in_the_same_words(tmp_path: Path) -> None:
     store = tmp_path / "store.db"
-    config = demo(THOUGHTLESS) | {"store": {"backend": "sqlite", "path": str(store)}}
-    with serving(config) as one, serving(config) as other, closing(sqlite3.connect(store)) as file:
+    config = demo_config(THOUGHTLESS) | {"store": {"backend": "sqlite", "path": str(store)}}
+    with live_server(config) as one, live_server(config) as other, closing(sqlite3.connect(store)) as file:
         talk = Talk(one)
         talk.goes_on(*echoed(talk.turn()))
         until(lambda: file.execute("SELECT entries FROM totals").fetchone()[0] == 1, "the words are in the store")
@@ -233,7 +233,7 @@ def test_the_real_engine_reads_only_what_is_new(tmp_path: Path) -> None:
         "caches": {"main": {"model": "smollm2", "n_ctx": 2048, "parallel": 1}},
         "routes": [{"match": "*", "cache": "main"}],
     }
-    with serving(config) as served:
+    with live_server(config) as served:
         talk = Talk(served, system="You are an agent.")
         first = talk.turn()
         talk.goes_on(*echoed(first))
@@ -248,7 +248,7 @@ def test_a_tool_that_was_found_by_search_moves_nothing_at_the_head() -> None:
     """The client puts it into the middle of its list, and a reference to it into the result of the search."""
     found = TOOL | {"name": "early", "defer_loading": True}
     reference = [{"type": "tool_reference", "tool_name": "early"}]
-    with serving(demo(SCRIPT)) as served:
+    with live_server(demo_config(SCRIPT)) as served:
         talk = Talk(served)
         talk.goes_on(*echoed(talk.turn(tools=[TOOL | {"name": "any"}, TOOL])), result=reference)
         talk.turn(tools=[TOOL | {"name": "any"}, found, TOOL])

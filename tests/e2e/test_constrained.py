@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from modelyard.library import default_model
 from tests.scanner.patches import GRAMMAR, is_patch
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 WEATHER = {
     "type": "object",
@@ -42,15 +42,15 @@ class Pet(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[Served]:
+def real() -> Iterator[LiveServer]:
     default_model.fetch()
     small = {"main": {"n_ctx": 1024, "parallel": 2}, "fast": {"n_ctx": 512, "parallel": 1}}
-    with serving({"models": {"smollm2": {"n_threads": 1}}, "caches": small}) as running:
+    with live_server({"models": {"smollm2": {"n_threads": 1}}, "caches": small}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def sdk(real: Served) -> Iterator[openai.OpenAI]:
+def sdk(real: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -92,7 +92,7 @@ def test_a_call_that_must_come_fits_its_schema(sdk: openai.OpenAI, name: str | N
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
-def ask(real: Served, **fields: Any) -> httpx.Response:
+def ask(real: LiveServer, **fields: Any) -> httpx.Response:
     body = {"model": "smollm2", "messages": ASKED, "max_tokens": 48, "temperature": 0, **fields}
     return httpx.post(real.url + "/v1/chat/completions", json=body, timeout=60)
 
@@ -105,26 +105,26 @@ def ask(real: Served, **fields: Any) -> httpx.Response:
         ({"lark": 'start: "2" ("0" | "1")'}, ("20", "21")),
     ],
 )
-def test_grammars_come_as_extension_fields(real: Served, fields: dict[str, str], said: tuple[str, ...]) -> None:
+def test_grammars_come_as_extension_fields(real: LiveServer, fields: dict[str, str], said: tuple[str, ...]) -> None:
     assert ask(real, **fields).json()["choices"][0]["message"]["content"] in said
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("fields", [{"grammar": "root ::= ("}, {"regex": "(a"}, {"lark": "start: other"}])
-def test_a_bad_grammar_is_a_400_that_names_the_field(real: Served, fields: dict[str, str], stream: bool) -> None:
+def test_a_bad_grammar_is_a_400_that_names_the_field(real: LiveServer, fields: dict[str, str], stream: bool) -> None:
     refused = ask(real, stream=stream, **fields)
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "bad_grammar"
     assert refused.json()["error"]["param"] in fields
 
 
-def test_a_schema_that_nothing_fits_is_a_400(real: Served) -> None:
+def test_a_schema_that_nothing_fits_is_a_400(real: LiveServer) -> None:
     schema = {"type": "object", "properties": {"a": False}, "required": ["a"]}
     refused = ask(real, response_format={"type": "json_schema", "json_schema": {"name": "none", "schema": schema}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
 
 
-def test_keywords_that_no_grammar_enforces_do_not_fail_the_request(real: Served) -> None:
+def test_keywords_that_no_grammar_enforces_do_not_fail_the_request(real: LiveServer) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 2, "maxItems": 2}
     got = ask(real, response_format={"type": "json_schema", "json_schema": {"name": "pair", "schema": schema}})
     assert len(json.loads(got.json()["choices"][0]["message"]["content"])) == 2
@@ -137,7 +137,7 @@ SHORT = GRAMMAR.replace("/(.+)/", "/.{1,6}/").replace("/(.*)/", "/.{0,6}/").repl
 SHORT = SHORT.replace("line+", "line~1..2").replace("(context | changed)+", "(context | changed)~1..2")
 
 
-def patch(real: Served, grammar: str, choice: Any, **fields: Any) -> dict[str, Any]:
+def patch(real: LiveServer, grammar: str, choice: Any, **fields: Any) -> dict[str, Any]:
     shape = {"type": "grammar", "syntax": "lark", "definition": grammar}
     tools = [{"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": shape}]
     body = {"model": "smollm2", "input": "Write hello to a.py.", "tools": tools, "tool_choice": choice}
@@ -147,7 +147,7 @@ def patch(real: Served, grammar: str, choice: Any, **fields: Any) -> dict[str, A
 
 
 @pytest.mark.parametrize("choice", [{"type": "custom", "name": "apply_patch"}, "required"])
-def test_a_custom_tools_input_is_of_its_grammar(real: Served, choice: Any) -> None:
+def test_a_custom_tools_input_is_of_its_grammar(real: LiveServer, choice: Any) -> None:
     reply = patch(real, SHORT, choice, parallel_tool_calls=False, temperature=0)
     (call,) = reply["output"]
     assert (reply["status"], call["type"], call["name"]) == ("completed", "custom_tool_call", "apply_patch")
@@ -155,24 +155,24 @@ def test_a_custom_tools_input_is_of_its_grammar(real: Served, choice: Any) -> No
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_however_it_is_drawn_nothing_but_patches_is_called(real: Served, seed: int) -> None:
+def test_however_it_is_drawn_nothing_but_patches_is_called(real: LiveServer, seed: int) -> None:
     reply = patch(real, SHORT, "required", temperature=1.5, seed=seed)
     assert all(is_patch(item["input"]) for item in reply["output"] if item["type"] == "custom_tool_call")
 
 
-def test_a_patch_without_an_end_is_cut_and_never_called(real: Served) -> None:
+def test_a_patch_without_an_end_is_cut_and_never_called(real: LiveServer) -> None:
     """The grammar as it is has room for any number of lines: what is complete fits it, and nothing else is called."""
     reply = patch(real, GRAMMAR, "required", max_output_tokens=12, temperature=0)
     assert reply["status"] == "incomplete"
     assert "custom_tool_call" not in [item["type"] for item in reply["output"]]
 
 
-def test_a_free_choice_among_custom_tools_still_answers(real: Served) -> None:
+def test_a_free_choice_among_custom_tools_still_answers(real: LiveServer) -> None:
     reply = patch(real, GRAMMAR, "auto", max_output_tokens=24, temperature=0)
     assert reply["output"]
     assert all(is_patch(item["input"]) for item in reply["output"] if item["type"] == "custom_tool_call")
 
 
-def test_a_grammar_that_cannot_be_held_to_never_fails_the_request(real: Served) -> None:
+def test_a_grammar_that_cannot_be_held_to_never_fails_the_request(real: LiveServer) -> None:
     reply = patch(real, 'start: "(" start? ")"', "auto", max_output_tokens=8, temperature=0)
     assert reply["output"]

@@ -10,40 +10,40 @@ import httpx
 import pytest
 
 from tests.engines.ct2.helpers import model_folder
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 CAPITAL = {"role": "user", "content": "What is the capital of France?"}
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[LiveServer]:
     own = {"device": "cpu", "compute_type": "float32", "intra_threads": 1, "decoding": {"temperature": 0}}
     model = {"path": str(model_folder()), "n_ctx": 512, "parallel": 2, **own}
-    with serving({"models": {"smollm2-ct2": model}}) as served:
+    with live_server({"models": {"smollm2-ct2": model}}) as served:
         yield served
 
 
-def post(served: Served, path: str, **body: Any) -> httpx.Response:
+def post(served: LiveServer, path: str, **body: Any) -> httpx.Response:
     return httpx.post(served.url + path, json={"model": "smollm2-ct2", **body}, timeout=120)
 
 
-def chat(served: Served, *messages: dict[str, str], **fields: Any) -> httpx.Response:
+def chat(served: LiveServer, *messages: dict[str, str], **fields: Any) -> httpx.Response:
     return post(served, "/v1/chat/completions", messages=list(messages), **{"max_tokens": 24} | fields)
 
 
-def test_answer_ends_where_the_model_ends_it(served: Served):
+def test_answer_ends_where_the_model_ends_it(served: LiveServer):
     (choice,) = chat(served, CAPITAL).json()["choices"]
     assert "Paris" in choice["message"]["content"]
     assert choice["finish_reason"] == "stop"
 
 
-def test_several_turns_are_read_through_the_folders_template(served: Served):
+def test_several_turns_are_read_through_the_folders_template(served: LiveServer):
     asked = {"role": "user", "content": "Repeat the name of that city."}
     answer = chat(served, CAPITAL, {"role": "assistant", "content": "It is Paris."}, asked).json()
     assert "Paris" in answer["choices"][0]["message"]["content"]
 
 
-def test_stream_says_what_the_whole_answer_says(served: Served):
+def test_stream_says_what_the_whole_answer_says(served: LiveServer):
     whole = chat(served, CAPITAL).json()["choices"][0]["message"]["content"]
     lines = chat(served, CAPITAL, stream=True).text.splitlines()
     parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -52,29 +52,29 @@ def test_stream_says_what_the_whole_answer_says(served: Served):
     assert sum(map(bool, pieces)) > 1
 
 
-def test_logprobs_come_with_their_alternatives(served: Served):
+def test_logprobs_come_with_their_alternatives(served: LiveServer):
     first = chat(served, CAPITAL, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"][0]
     assert len(first["top_logprobs"]) == 3
     assert first["top_logprobs"][0]["token"] == first["token"]
 
 
-def test_a_schema_is_refused_with_its_code(served: Served):
+def test_a_schema_is_refused_with_its_code(served: LiveServer):
     answer = chat(served, CAPITAL, response_format={"type": "json_object"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "structured_unsupported")
 
 
-def test_beam_search_is_asked_for_in_decoding(served: Served):
+def test_beam_search_is_asked_for_in_decoding(served: LiveServer):
     answer = post(served, "/v1/responses", input=CAPITAL["content"], decoding={"beam_size": 2, "max_new_tokens": 24})
     assert answer.status_code == 200
     assert "Paris" in answer.text
 
 
-def test_prompt_beyond_the_window_is_refused_by_the_gateway(served: Served):
+def test_prompt_beyond_the_window_is_refused_by_the_gateway(served: LiveServer):
     answer = chat(served, {"role": "user", "content": "word " * 600})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_a_call_that_is_demanded_is_refused_and_one_that_is_wished_for_is_not(served: Served):
+def test_a_call_that_is_demanded_is_refused_and_one_that_is_wished_for_is_not(served: LiveServer):
     function = {"name": "now", "strict": True, "parameters": {"type": "object", "properties": {}}}
     demanded, wished = [
         chat(served, CAPITAL, tools=[{"type": "function", "function": function}], tool_choice=choice)

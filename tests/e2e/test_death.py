@@ -11,22 +11,22 @@ import pytest
 from tests.e2e.frames import frames, names
 from tests.e2e.servers import config, is_idle, is_running
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 
 
 @pytest.fixture(scope="module")
-def mortal() -> Iterator[Served]:
-    with serving(config()) as running:
+def mortal() -> Iterator[LiveServer]:
+    with live_server(config()) as running:
         yield running
 
 
-def kill(served: Served, wire: Wire = CHAT) -> httpx.Response:
+def kill(served: LiveServer, wire: Wire = CHAT) -> httpx.Response:
     return httpx.post(served.url + wire.path, json=wire.body("death during", stream=True))
 
 
-def test_a_stream_ends_in_its_protocols_error(mortal: Served) -> None:
+def test_a_stream_ends_in_its_protocols_error(mortal: LiveServer) -> None:
     error = {"type": "overloaded_error", "message": "segmentation fault", "code": "engine_unavailable"}
     reply = kill(mortal, MESSAGES)
     last = frames(reply.text)[-1]
@@ -41,14 +41,16 @@ def test_a_stream_ends_in_its_protocols_error(mortal: Served) -> None:
     assert failed.data["response"]["error"] == {"code": "server_error", "message": "segmentation fault"}
 
 
-def test_a_whole_reply_is_refused_with_when_to_come_back(mortal: Served, wire: Wire) -> None:
+def test_a_whole_reply_is_refused_with_when_to_come_back(mortal: LiveServer, wire: Wire) -> None:
     reply = httpx.post(mortal.url + wire.path, json=wire.body("death during"))
     assert reply.status_code == (529 if wire is MESSAGES else 503)
     assert int(reply.headers["retry-after"]) >= 1
     assert reply.json()["error"]["message"] == "segmentation fault"
 
 
-def test_the_next_request_is_answered_by_the_engine_that_came_back(mortal: Served, wire: Wire, stream: bool) -> None:
+def test_the_next_request_is_answered_by_the_engine_that_came_back(
+    mortal: LiveServer, wire: Wire, stream: bool
+) -> None:
     kill(mortal)
     reply = httpx.post(mortal.url + wire.path, json=wire.body("text", stream=stream))
     seen = wire.streamed(frames(reply.text)) if stream else wire.whole(reply.json())
@@ -56,7 +58,7 @@ def test_the_next_request_is_answered_by_the_engine_that_came_back(mortal: Serve
     is_idle(mortal)
 
 
-def test_a_request_that_had_no_word_yet_starts_again_unseen(mortal: Served, wire: Wire, stream: bool) -> None:
+def test_a_request_that_had_no_word_yet_starts_again_unseen(mortal: LiveServer, wire: Wire, stream: bool) -> None:
     with ThreadPoolExecutor(1) as others:
         body = wire.body("slow prefill", stream=stream)
         reading = others.submit(httpx.post, mortal.url + wire.path, json=body, timeout=60)

@@ -12,7 +12,7 @@ import pytest
 from modelyard.cli.models import explain_model
 from modelyard.config.load import load_config
 from modelyard.library import default_model
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 # The overflow example of llama-bridge's guide, to the letter but for the port.
 EXAMPLE = """
@@ -36,9 +36,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[LiveServer]:
     default_model.fetch()
-    with serving(
+    with live_server(
         {
             "models": {"smollm2": {"n_threads": 1}},
             "caches": {"main": {"n_ctx": 1024}, "fast": {"n_ctx": 512, "n_ubatch": 64}},
@@ -48,13 +48,13 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def sdk(served: Served) -> Iterator[openai.OpenAI]:
+def sdk(served: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=served.url + "/v1", api_key="sk-dummy", max_retries=0) as client:
         yield client
 
 
 def test_the_overflow_example_says_how_much_was_asked_and_how_much_there_is(
-    served: Served, capsys: pytest.CaptureFixture[str]
+    served: LiveServer, capsys: pytest.CaptureFixture[str]
 ):
     exec(compile(EXAMPLE.replace("http://localhost:8000", served.url), "example", "exec"), {})
     said = capsys.readouterr().out
@@ -82,7 +82,7 @@ def test_any_name_is_answered_and_haiku_has_the_small_window(sdk: openai.OpenAI,
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_background_requests_leave_the_conversations_cache_alone(served: Served, sdk: openai.OpenAI):
+def test_background_requests_leave_the_conversations_cache_alone(served: LiveServer, sdk: openai.OpenAI):
     talk = [{"role": "user", "content": "Count from one to twenty in words, please. " * 8}]
 
     def cached(model: str, content: list[dict[str, str]]) -> int:
@@ -112,7 +112,7 @@ def cosine(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def test_a_changed_system_prompt_is_counted(served: Served, sdk: openai.OpenAI):
+def test_a_changed_system_prompt_is_counted(served: LiveServer, sdk: openai.OpenAI):
     for day in ("Monday", "Tuesday"):
         talk = [{"role": "system", "content": f"Be kind. It is {day}."}, {"role": "user", "content": "Hi."}]
         sdk.chat.completions.create(model="smollm2", messages=talk, max_tokens=1)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def test_a_changed_system_prompt_is_counted(served: Served, sdk: openai.OpenAI):
     assert 'system_prompt_changes_total{cache="main"} 1.0' in metrics
 
 
-def test_the_model_and_its_caches_are_healthy(served: Served):
+def test_the_model_and_its_caches_are_healthy(served: LiveServer):
     health = httpx.get(served.url + "/health").json()
     assert health["models"]["smollm2"]["state"] == "ready"
 

@@ -13,11 +13,11 @@ from modelyard.engines import exllamav3
 from modelyard.engines.exllamav3.engine import ExllamaEngine
 from tests.engines.exllamav3.fake_library import FakeLibrary
 from tests.engines.exllamav3.helpers import write_model
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     model = {
         "backend": "exllamav3",
         "path": str(write_model(tmp_path_factory.mktemp("exl3") / "tiny")),
@@ -29,11 +29,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exllamav3, "verify", lambda: None)
         patch.setattr(exllamav3, "create", lambda spec: ExllamaEngine(spec, FakeLibrary().load))
-        with serving({"models": {"tiny": model}}) as made:
+        with live_server({"models": {"tiny": model}}) as made:
             yield made
 
 
-def ask(served: Served, **fields: Any) -> httpx.Response:
+def ask(served: LiveServer, **fields: Any) -> httpx.Response:
     body = {
         "model": "tiny",
         "messages": [{"role": "user", "content": "Hello there"}],
@@ -43,7 +43,7 @@ def ask(served: Served, **fields: Any) -> httpx.Response:
     return httpx.post(served.url + "/v1/chat/completions", json=body | fields, timeout=60)
 
 
-def test_answer_counts_its_tokens_and_those_it_found_in_the_cache(served: Served) -> None:
+def test_answer_counts_its_tokens_and_those_it_found_in_the_cache(served: LiveServer) -> None:
     first, second = (ask(served).json() for _ in range(2))
     assert first["choices"][0]["message"] == second["choices"][0]["message"]
     usage = second["usage"]
@@ -51,7 +51,7 @@ def test_answer_counts_its_tokens_and_those_it_found_in_the_cache(served: Served
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - 1
 
 
-def test_answer_has_the_form_that_was_asked_for(served: Served) -> None:
+def test_answer_has_the_form_that_was_asked_for(served: LiveServer) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}},
@@ -64,20 +64,20 @@ def test_answer_has_the_form_that_was_asked_for(served: Served) -> None:
     assert told["finish_reason"] == "stop"
 
 
-def test_prompt_that_is_too_long_is_refused(served: Served) -> None:
+def test_prompt_that_is_too_long_is_refused(served: LiveServer) -> None:
     answer = ask(served, messages=[{"role": "user", "content": "word " * 2000}])
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_stream_ends_as_its_protocol_says(served: Served) -> None:
+def test_stream_ends_as_its_protocol_says(served: LiveServer) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
     with httpx.stream("POST", served.url + "/v1/messages", json=body, timeout=60) as answer:
         events = [line.removeprefix("event: ") for line in answer.iter_lines() if line.startswith("event: ")]
     assert (events[0], events[-1]) == ("message_start", "message_stop")
 
 
-def test_memory_of_the_model_is_told_as_a_gpus(served: Served) -> None:
+def test_memory_of_the_model_is_told_as_a_gpus(served: LiveServer) -> None:
     (told,) = httpx.get(served.url + "/v1/admin/gpu-memory", timeout=60).json()["models"]
     assert told["estimate"]["device"] == "gpu"
     assert told["estimate"]["kv"] > 0

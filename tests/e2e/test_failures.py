@@ -11,7 +11,7 @@ from tests.e2e.frames import frames, names
 from tests.e2e.servers import config, until
 from tests.e2e.shapes import VALID
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 
@@ -151,7 +151,7 @@ def test_a_prompt_as_long_as_the_window_overflows_and_one_token_less_does_not(cl
 def test_a_strict_cache_refuses_an_answer_that_would_not_fit() -> None:
     strict = {"model": "demo", "n_ctx": 4096, "parallel": 4, "overflow": "strict"}
     with (
-        serving(config(caches={"main": strict, "fast": strict})) as served,
+        live_server(config(caches={"main": strict, "fast": strict})) as served,
         httpx.Client(base_url=served.url) as client,
     ):
         counted = client.post("/v1/messages/count_tokens", json=MESSAGES.body("text")).json()["input_tokens"]
@@ -175,7 +175,7 @@ def test_a_failed_request_leaves_the_server_as_it_was(client: httpx.Client, wire
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions", "/v1/responses"])
 def test_a_deadline_ends_an_answer_that_takes_too_long(path: str) -> None:
-    with serving(demo([{"steps": [{"hang": True}]}])) as served:
+    with live_server(demo_config([{"steps": [{"hang": True}]}])) as served:
         reply = httpx.post(served.url + path, json=VALID[path], headers={"x-modelyard-timeout": "0.05"})
         assert reply.status_code == 504
         until(lambda: served.status("demo").running == 0, "its place is free")
@@ -183,7 +183,7 @@ def test_a_deadline_ends_an_answer_that_takes_too_long(path: str) -> None:
 
 @pytest.mark.parametrize("told", ["soon", "0", "-1", "nan", "1e9"])
 def test_a_deadline_that_is_none_is_refused(told: str) -> None:
-    with serving(demo()) as served:
+    with live_server(demo_config()) as served:
         body = VALID["/v1/chat/completions"]
         reply = httpx.post(served.url + "/v1/chat/completions", json=body, headers={"x-modelyard-timeout": told})
         assert reply.status_code == 400

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.e2e.shapes import VALID, refusal
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 SAMPLING: dict[str, Any] = {
@@ -140,9 +140,9 @@ def mutants(draw: st.DrawFn, path: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    config = demo()
+    config = demo_config()
     config["models"]["demo"]["modalities"] = ["text", "image"]
-    with serving(config) as running, httpx.Client(base_url=running.url, timeout=60) as made:
+    with live_server(config) as running, httpx.Client(base_url=running.url, timeout=60) as made:
         yield made
 
 

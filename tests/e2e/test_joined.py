@@ -9,23 +9,23 @@ import pytest
 
 from tests.e2e.servers import calling, is_idle, is_running, is_waiting, narrow
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def one_place() -> Iterator[Served]:
+def one_place() -> Iterator[LiveServer]:
     """What joins needs no second place; what does not would wait for it."""
-    with serving(narrow()) as running:
+    with live_server(narrow()) as running:
         yield running
 
 
-def joined(served: Served) -> float:
+def joined(served: LiveServer) -> float:
     return sum(served.yard.gateway.metrics._joined.values())
 
 
-def test_a_resend_hears_all_of_it_and_outlives_the_first_client(one_place: Served, wire: Wire) -> None:
+def test_a_resend_hears_all_of_it_and_outlives_the_first_client(one_place: LiveServer, wire: Wire) -> None:
     body = wire.body("endless stream", stream=True) | GREEDY
     before = joined(one_place)
     with calling(one_place, wire.path, body) as second:
@@ -41,7 +41,7 @@ def test_a_resend_hears_all_of_it_and_outlives_the_first_client(one_place: Serve
     is_idle(one_place)
 
 
-def test_requests_that_are_left_to_chance_do_not_join(one_place: Served) -> None:
+def test_requests_that_are_left_to_chance_do_not_join(one_place: LiveServer) -> None:
     chat, before = WIRES["chat"], joined(one_place)
     body = chat.body("endless stream", stream=True) | {"temperature": 0.8}
     with calling(one_place, chat.path, body) as first:

@@ -13,7 +13,7 @@ import pytest
 from tests import commands
 from tests.e2e.servers import config, until
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 NAMES = ("1-client-request.json", "2-prompt.txt", "3-model-output.txt")
 
@@ -21,7 +21,7 @@ NAMES = ("1-client-request.json", "2-prompt.txt", "3-model-output.txt")
 class Folder:
     """The journal's folder, and a server that fills it."""
 
-    def __init__(self, folder: Path, served: Served) -> None:
+    def __init__(self, folder: Path, served: LiveServer) -> None:
         self._folder, self.url = folder, served.url
 
     def post(self, path: str, content: bytes, **headers: str) -> tuple[httpx.Response, dict[str, bytes]]:
@@ -38,7 +38,7 @@ class Folder:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folder]:
     home = tmp_path_factory.mktemp("journal") / "debug"
-    with serving(config(log={"debug_dir": str(home)}, http={"max_body_bytes": 4096, "port": 0})) as served:
+    with live_server(config(log={"debug_dir": str(home)}, http={"max_body_bytes": 4096, "port": 0})) as served:
         yield Folder(home, served)
 
 
@@ -93,7 +93,7 @@ def test_a_failure_leaves_what_there_was_until_then(folder: Folder, wire: Wire, 
 def test_no_key_is_ever_written(tmp_path: Path):
     settings: dict[str, Any] = {"log": {"debug_dir": str(tmp_path)}}
     env = {"MODELYARD_API_KEY": "sk-very-secret"}
-    with serving(demo() | settings, env) as served:
+    with live_server(demo_config() | settings, env) as served:
         body = json.dumps(WIRES["messages"].body("hi")).encode()
         _, files = Folder(tmp_path, served).post("/v1/messages", body, **{"x-api-key": "sk-very-secret"})
     assert len(files) == 4
@@ -102,7 +102,7 @@ def test_no_key_is_ever_written(tmp_path: Path):
 
 def test_only_the_last_requests_are_kept(tmp_path: Path):
     settings: dict[str, Any] = {"log": {"debug_dir": str(tmp_path), "debug_max_requests": 2}}
-    with serving(demo() | settings) as served:
+    with live_server(demo_config() | settings) as served:
         folder = Folder(tmp_path, served)
         bodies = [json.dumps(WIRES["chat"].body(f"number {n}")).encode() for n in range(5)]
         for body in bodies:

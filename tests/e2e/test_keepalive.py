@@ -9,20 +9,20 @@ import pytest
 from tests.e2e.frames import Frame, names
 from tests.e2e.servers import calling, is_idle, is_waiting, narrow, streaming
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 SIGN = {"messages": "ping", "chat": ":", "responses": "response.in_progress"}
 
 
 @pytest.fixture(scope="module")
-def quick() -> Iterator[Served]:
-    with serving(narrow(http={"keepalive_s": 0.05})) as running:
+def quick() -> Iterator[LiveServer]:
+    with live_server(narrow(http={"keepalive_s": 0.05})) as running:
         yield running
         is_idle(running)
 
 
-def waited_in_the_queue(quick: Served, wire: Wire, sign: str) -> list[Frame]:
+def waited_in_the_queue(quick: LiveServer, wire: Wire, sign: str) -> list[Frame]:
     """A stream whose place came free only after it had been pinged three times."""
     got: list[Frame] = []
     with calling(quick, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
@@ -36,7 +36,7 @@ def waited_in_the_queue(quick: Served, wire: Wire, sign: str) -> list[Frame]:
     return got
 
 
-def test_messages_pings_even_before_the_message_starts(quick: Served) -> None:
+def test_messages_pings_even_before_the_message_starts(quick: LiveServer) -> None:
     got = waited_in_the_queue(quick, MESSAGES, "ping")
     assert names(got)[:3] == ["ping", "ping", "ping"]
     assert {str(frame.data) for frame in got if frame.event == "ping"} == {"{'type': 'ping'}"}
@@ -45,13 +45,13 @@ def test_messages_pings_even_before_the_message_starts(quick: Served) -> None:
     assert MESSAGES.streamed(rest).text == "Hello there, friend."
 
 
-def test_chat_sends_comments_before_its_first_chunk(quick: Served) -> None:
+def test_chat_sends_comments_before_its_first_chunk(quick: LiveServer) -> None:
     got = waited_in_the_queue(quick, CHAT, ":")
     assert names(got)[:3] == [":", ":", ":"]
     assert CHAT.streamed([frame for frame in got if frame.event != ":"]).text == "Hello there, friend."
 
 
-def test_responses_repeats_that_it_is_in_progress(quick: Served) -> None:
+def test_responses_repeats_that_it_is_in_progress(quick: LiveServer) -> None:
     got = waited_in_the_queue(quick, RESPONSES, "response.in_progress")
     assert names(got)[:4] == ["response.created", *["response.in_progress"] * 3]
     assert names(got).count("response.created") == 1
@@ -61,7 +61,7 @@ def test_responses_repeats_that_it_is_in_progress(quick: Served) -> None:
 
 
 @pytest.mark.parametrize("name", WIRES)
-def test_prefill_is_not_silent(quick: Served, name: str) -> None:
+def test_prefill_is_not_silent(quick: LiveServer, name: str) -> None:
     """Behind the event that opens the answer nothing else is said; before it, only where the machine is slow."""
     wire, got, sign = WIRES[name], list[Frame](), SIGN[name]
     with streaming(quick, wire.path, wire.body("endless prefill", stream=True)) as stream:
@@ -77,7 +77,7 @@ def _behind_the_opening(got: list[Frame], sign: str) -> list[str]:
     return names(got)[opened:]
 
 
-def test_a_refusal_after_the_first_sign_of_life_is_told_in_the_stream(quick: Served, wire: Wire) -> None:
+def test_a_refusal_after_the_first_sign_of_life_is_told_in_the_stream(quick: LiveServer, wire: Wire) -> None:
     """The status is out: only an event can still say it."""
     with calling(quick, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
         holder.reads(b"so far")

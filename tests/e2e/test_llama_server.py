@@ -17,7 +17,7 @@ from tests.e2e.servers import is_idle, streaming, until
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
 from tests.engines.llama_server import helpers
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 WINDOW = 256
 ENDLESS = {"0": -100, "2": -100}  # the tokens that would end its turn
@@ -39,9 +39,9 @@ def config(window: int = WINDOW, **more: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def serving_well(settings: dict[str, Any]) -> Iterator[Served]:
+def serving_well(settings: dict[str, Any]) -> Iterator[LiveServer]:
     """Stops its engines before the server: one that is dropped is ended by its tether, not by us."""
-    with serving(settings) as running:
+    with live_server(settings) as running:
         try:
             yield running
         finally:
@@ -49,13 +49,13 @@ def serving_well(settings: dict[str, Any]) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[LiveServer]:
     with serving_well(config()) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[httpx.Client]:
+def client(served: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=60) as client:
         yield client
 
@@ -68,7 +68,7 @@ def count(url: str, text: str) -> int:
 
 
 def test_it_answers_in_every_protocol_and_counts_as_we_do(
-    served: Served, client: httpx.Client, wire: Wire, stream: bool
+    served: LiveServer, client: httpx.Client, wire: Wire, stream: bool
 ) -> None:
     seen = ask(client, wire, stream, "What is the capital of France?", limit=6)
     assert seen.text
@@ -82,13 +82,13 @@ def test_the_prompt_is_counted_before_it_is_read(client: httpx.Client) -> None:
     assert usage["input_tokens"] == ask(client, MESSAGES, False, "Hi.", limit=2).usage.prompt
 
 
-def test_tokens_are_counted_while_it_is_not_loaded(served: Served) -> None:
+def test_tokens_are_counted_while_it_is_not_loaded(served: LiveServer) -> None:
     with serving_well(config(enabled=False)) as stopped:
         assert count(stopped.url, "Hello!") == count(served.url, "Hello!")
         assert stopped.status("demo").state == "stopped"
 
 
-def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(served: Served, client: httpx.Client) -> None:
+def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(served: LiveServer, client: httpx.Client) -> None:
     long = "word " * 300
     tokens = count(served.url, long)
     told = client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]
@@ -109,12 +109,12 @@ def test_an_answer_that_fills_the_window_says_so(client: httpx.Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def mortal() -> Iterator[Served]:
+def mortal() -> Iterator[LiveServer]:
     with serving_well(config(2048)) as running:
         yield running
 
 
-def kill(served: Served) -> None:
+def kill(served: LiveServer) -> None:
     engine: Any = served.yard.scheduler.engine("demo")
     os.kill(engine.pid, signal.SIGKILL)
 
@@ -124,7 +124,7 @@ def is_content(frame: Frame) -> bool:
     return bool(choices[0]["delta"].get("content")) if choices else "delta" in frame.event
 
 
-def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(mortal: Served, wire: Wire) -> None:
+def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(mortal: LiveServer, wire: Wire) -> None:
     body = wire.body("Count.", limit=1900, logit_bias=ENDLESS, stream=True)
     with streaming(mortal, wire.path, body) as arriving:
         seen = [next(frame for frame in arriving if is_content(frame))]
@@ -144,7 +144,7 @@ def test_a_kill_in_mid_stream_is_an_error_and_the_next_request_is_answered(morta
     is_idle(mortal)
 
 
-def test_a_kill_before_the_first_word_is_not_noticed_by_the_client(mortal: Served) -> None:
+def test_a_kill_before_the_first_word_is_not_noticed_by_the_client(mortal: LiveServer) -> None:
     kill(mortal)
     with httpx.Client(base_url=mortal.url, timeout=60) as client:
         assert ask(client, CHAT, False, "Hello!", limit=4).text

@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.library import default_model
 from tests.engines.llama_cpp.lora_files import write_lora
-from tests.serving import serving
+from tests.serving import live_server
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def sdk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     file = write_lora(tmp_path_factory.mktemp("lora") / "law.gguf", width=576, layers=30, seed=3, strength=0.2)
     models = {"smollm2": {"n_threads": 1, "lora": {"law": str(file)}}}
     with (
-        serving({"models": models, "caches": {"main": {"n_ctx": 512}, "fast": {"n_ctx": 512}}}) as served,
+        live_server({"models": models, "caches": {"main": {"n_ctx": 512}, "fast": {"n_ctx": 512}}}) as served,
         openai.OpenAI(base_url=served.url + "/v1", api_key="sk-dummy", max_retries=0) as client,
     ):
         yield client

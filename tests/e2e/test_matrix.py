@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.frames import frames
 from tests.e2e.servers import config
 from tests.e2e.wires import WIRES, Seen, Wire
-from tests.serving import serving
+from tests.serving import live_server
 
 ROME = ("get_weather", {"city": "Rome"})
 CET = ("get_time", {"zone": "CET"})
@@ -51,7 +51,7 @@ def either(request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     """The two kinds of engine must not be told apart by what a client sees."""
     settings = config()
     settings["models"]["demo"]["kind"] = request.param
-    with serving(settings) as served, httpx.Client(base_url=served.url) as client:
+    with live_server(settings) as served, httpx.Client(base_url=served.url) as client:
         yield client
 
 

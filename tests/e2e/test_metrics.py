@@ -13,7 +13,7 @@ from tests.e2e.frames import frames
 from tests.e2e.servers import calling, is_running, is_waiting, narrow, until
 from tests.e2e.servers import config as scripted
 from tests.e2e.wires import WIRES, Usage, Wire
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 from tests.telemetry.prometheus_text import sample_values
 
 PROMISED = {
@@ -41,7 +41,7 @@ DEMO = ("demo",)
 
 
 class Scrape:
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: LiveServer) -> None:
         reply = httpx.get(served.url + "/metrics")
         assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
         self.text = reply.content
@@ -51,25 +51,25 @@ class Scrape:
 
 
 @pytest.fixture
-def fresh() -> Iterator[Served]:
+def fresh() -> Iterator[LiveServer]:
     """A server of its own, so that every number is this test's."""
-    with serving(scripted()) as served:
+    with live_server(scripted()) as served:
         yield served
 
 
-def ask(served: Served, wire: Wire, said: str, *, stream: bool = False, **more: Any) -> Usage:
+def ask(served: LiveServer, wire: Wire, said: str, *, stream: bool = False, **more: Any) -> Usage:
     reply = httpx.post(served.url + wire.path, json=wire.body(said, stream=stream, **more))
     assert reply.status_code == 200, reply.text
     return (wire.streamed(frames(reply.text)) if stream else wire.whole(reply.json())).usage
 
 
-def test_every_promised_name_is_there_with_its_type(fresh: Served):
+def test_every_promised_name_is_there_with_its_type(fresh: LiveServer):
     families = {family.name: family for family in text_string_to_metric_families(Scrape(fresh).text.decode())}
     assert {name: families[name].type for name in PROMISED} == PROMISED
     assert all(family.documentation for family in families.values())
 
 
-def test_tokens_are_those_that_the_clients_were_told(fresh: Served):
+def test_tokens_are_those_that_the_clients_were_told(fresh: LiveServer):
     told = [
         ask(fresh, wire, said, stream=stream)
         for wire in WIRES.values()
@@ -90,7 +90,7 @@ def test_tokens_are_those_that_the_clients_were_told(fresh: Served):
     assert scrape("finish_reasons_total", "end") == count
 
 
-def test_several_answers_to_one_prompt_count_it_once(fresh: Served):
+def test_several_answers_to_one_prompt_count_it_once(fresh: LiveServer):
     reply = httpx.post(fresh.url + "/v1/chat/completions", json=WIRES["chat"].body("text", n=3)).json()
     scrape = Scrape(fresh)
     assert len(reply["choices"]) == 3
@@ -99,7 +99,7 @@ def test_several_answers_to_one_prompt_count_it_once(fresh: Served):
     assert scrape("request_prompt_tokens_count", *DEMO) == 1
 
 
-def test_requests_are_counted_by_route_method_and_status(fresh: Served):
+def test_requests_are_counted_by_route_method_and_status(fresh: LiveServer):
     for wire in WIRES.values():
         ask(fresh, wire, "text")
     httpx.post(fresh.url + "/v1/messages", content=b"{")
@@ -117,12 +117,12 @@ def test_requests_are_counted_by_route_method_and_status(fresh: Served):
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/embeddings", "/responses"])
-def test_a_path_without_its_prefix_is_the_same_route(fresh: Served, path: str):
+def test_a_path_without_its_prefix_is_the_same_route(fresh: LiveServer, path: str):
     httpx.post(fresh.url + path, content=b"{")
     assert Scrape(fresh)("http_requests_total", "/v1" + path, "POST", "400") == 1
 
 
-def test_every_failed_request_is_counted_once_under_its_code(fresh: Served):
+def test_every_failed_request_is_counted_once_under_its_code(fresh: LiveServer):
     for wire in WIRES.values():
         for stream in (False, True):
             for said in ("error before", "error during"):
@@ -143,14 +143,14 @@ def test_every_failed_request_is_counted_once_under_its_code(fresh: Served):
     assert sum(errors.values()) == 4, errors
 
 
-def test_a_client_that_leaves_is_counted_as_cancelled(fresh: Served):
+def test_a_client_that_leaves_is_counted_as_cancelled(fresh: LiveServer):
     with calling(fresh, "/v1/messages", WIRES["messages"].body("endless stream", stream=True)) as caller:
         caller.reads(b"so far")
     until(lambda: Scrape(fresh)("errors_total", "cancelled") == 1, "it is counted")
 
 
 def test_the_first_token_and_the_time_between_tokens_are_measured():
-    with serving(demo([{"steps": [{"prefill": 0.2}, {"tokens": 20}]}], token_delay=0.002)) as served:
+    with live_server(demo_config([{"steps": [{"prefill": 0.2}, {"tokens": 20}]}], token_delay=0.002)) as served:
         told = [ask(served, WIRES["chat"], "go", stream=stream) for stream in (False, True)]
         scrape = Scrape(served)
     assert scrape("time_to_first_token_seconds_count", *DEMO) == 2
@@ -162,7 +162,7 @@ def test_the_first_token_and_the_time_between_tokens_are_measured():
 
 
 def test_the_queue_is_seen_while_it_stands_and_measured_when_it_moves():
-    with serving(narrow()) as served:
+    with live_server(narrow()) as served:
         endless = WIRES["chat"].body("endless stream", stream=True)
         with calling(served, "/v1/chat/completions", endless) as first:
             first.reads(b"so far")
@@ -182,12 +182,12 @@ def test_the_queue_is_seen_while_it_stands_and_measured_when_it_moves():
     assert moved("queue_wait_seconds_sum", *DEMO) > 0
 
 
-def test_nothing_is_active_when_nobody_asks(fresh: Served):
+def test_nothing_is_active_when_nobody_asks(fresh: LiveServer):
     ask(fresh, WIRES["chat"], "text")
     until(lambda: Scrape(fresh)("active_requests_current") == 0, "all is over")
 
 
-def test_the_machine_is_looked_at(fresh: Served):
+def test_the_machine_is_looked_at(fresh: LiveServer):
     scrape = Scrape(fresh)
     assert scrape("memory_usage_bytes") > 10_000_000
     assert scrape("cpu_usage_percent") >= 0

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from tests.e2e.servers import calling, config, is_idle, narrow
 from tests.e2e.wires import TOOLS, WIRES
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 MODEL = "demo"
 TEXT = "Hello there, friend."
@@ -38,13 +38,13 @@ def user(text: str) -> list[ChatCompletionMessageParam]:
 
 
 @pytest.fixture(scope="module")
-def sdk(served: Served) -> Iterator[OpenAI]:
+def sdk(served: LiveServer) -> Iterator[OpenAI]:
     with OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-async def async_sdk(served: Served) -> AsyncIterator[AsyncOpenAI]:
+async def async_sdk(served: LiveServer) -> AsyncIterator[AsyncOpenAI]:
     async with AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -225,7 +225,7 @@ def test_embeddings_as_numbers_and_as_base64(sdk: OpenAI) -> None:
 def test_models_are_listed_and_found_even_with_a_slash() -> None:
     settings = config()
     settings["models"]["demo"]["aliases"] = ["team/demo"]
-    with serving(settings) as served, OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as sdk:
+    with live_server(settings) as served, OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as sdk:
         assert {"demo", "team/demo"} <= {model.id for model in sdk.models.list()}
         found = sdk.models.retrieve("team/demo")
         assert (found.id, found.object) == ("team/demo", "model")
@@ -260,7 +260,7 @@ def test_a_failure_in_mid_stream_is_raised(sdk: OpenAI) -> None:
 
 
 def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> None:
-    with serving(config(keys=[{"name": "ada", "key": "sk-right"}])) as served:
+    with live_server(config(keys=[{"name": "ada", "key": "sk-right"}])) as served:
         url = served.url + "/v1"
         with OpenAI(base_url=url, api_key="sk-wrong", max_retries=0) as sdk, pytest.raises(openai.AuthenticationError):
             sdk.models.list()
@@ -273,7 +273,7 @@ def test_a_wrong_key_is_an_authentication_error_and_either_header_opens() -> Non
 
 def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
     settings = config(routes=[{"match": "demo", "cache": "main"}])
-    with serving(settings) as served, OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as sdk:
+    with live_server(settings) as served, OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as sdk:
         with pytest.raises(openai.NotFoundError, match="demo"):
             sdk.chat.completions.create(model="gpt-9", messages=user("text"))
         with pytest.raises(openai.NotFoundError, match="demo"):
@@ -282,7 +282,7 @@ def test_an_unknown_model_is_not_found_and_the_known_ones_are_named() -> None:
 
 def test_a_full_queue_is_an_internal_server_error_that_says_when_to_come_back() -> None:
     chat = WIRES["chat"]
-    with serving(narrow(scheduler={"max_waiting": 0})) as served:
+    with live_server(narrow(scheduler={"max_waiting": 0})) as served:
         with calling(served, chat.path, chat.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
             sdk = OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0)

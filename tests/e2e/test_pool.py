@@ -14,12 +14,12 @@ from modelyard.core.pool import RequestSnapshot
 from tests.e2e.frames import frames
 from tests.e2e.servers import calling, config, is_idle, is_running, is_waiting, narrow, until
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 MESSAGES, CHAT, RESPONSES = WIRES.values()
 
 
-def order(served: Served, what: Callable[[], Any]) -> None:
+def order(served: LiveServer, what: Callable[[], Any]) -> None:
     """Given on the server's own loop, and waited for."""
 
     async def carried_out() -> None:
@@ -28,7 +28,7 @@ def order(served: Served, what: Callable[[], Any]) -> None:
     asyncio.run_coroutine_threadsafe(carried_out(), served.loop).result(60)
 
 
-def running(served: Served) -> list[RequestSnapshot]:
+def running(served: LiveServer) -> list[RequestSnapshot]:
     """Looked up on the server's own loop: between two of its steps."""
 
     async def look() -> list[RequestSnapshot]:
@@ -38,7 +38,7 @@ def running(served: Served) -> list[RequestSnapshot]:
 
 
 def test_unloading_by_force_ends_a_stream_in_its_protocols_error(wire: Wire) -> None:
-    with serving(config()) as served, ThreadPoolExecutor(1) as others:
+    with live_server(config()) as served, ThreadPoolExecutor(1) as others:
         scheduler = served.yard.scheduler
         body = wire.body("endless stream", stream=True)
         reading = others.submit(httpx.post, served.url + wire.path, json=body, timeout=60)
@@ -56,7 +56,7 @@ def test_unloading_by_force_ends_a_stream_in_its_protocols_error(wire: Wire) -> 
 def test_a_model_is_loaded_by_the_first_request_for_it() -> None:
     asked = config()
     asked["models"]["demo"] |= {"enabled": False, "autoload": True}
-    with serving(asked) as served:
+    with live_server(asked) as served:
         assert served.status("demo").state == "stopped"
         assert httpx.get(served.url + "/health/ready").status_code == 200
         reply = httpx.post(served.url + CHAT.path, json=CHAT.body("text"))
@@ -66,7 +66,7 @@ def test_a_model_is_loaded_by_the_first_request_for_it() -> None:
 
 def test_a_key_over_its_limit_is_told_when_to_come_back(wire: Wire) -> None:
     asked = config(keys=[{"name": "ann", "key": "secret", "requests_per_minute": 1}])
-    with serving(asked, ready=False) as served:
+    with live_server(asked, ready=False) as served:
         until(lambda: served.status("demo").state == "ready", "the model is ready")
         client = httpx.Client(base_url=served.url, headers={"authorization": "Bearer secret"})
         with client:
@@ -80,7 +80,7 @@ def test_a_key_over_its_limit_is_told_when_to_come_back(wire: Wire) -> None:
 def test_each_replica_has_places_of_its_own() -> None:
     asked = narrow()
     asked["models"]["demo"] |= {"replicas": 2}
-    with serving(asked) as served:
+    with live_server(asked) as served:
         until(lambda: len(served.yard.scheduler.engines("demo")) == 2, "both replicas are ready")
         endless = CHAT.body("endless stream", stream=True)
         with (
@@ -99,7 +99,7 @@ def test_each_replica_has_places_of_its_own() -> None:
 def test_a_request_whose_replica_dies_before_its_first_word_goes_to_the_other() -> None:
     asked = narrow()
     asked["models"]["demo"] |= {"replicas": 2}
-    with serving(asked) as served:
+    with live_server(asked) as served:
         scheduler = served.yard.scheduler
         until(lambda: len(scheduler.engines("demo")) == 2, "both replicas are ready")
         with calling(served, CHAT.path, CHAT.body("endless prefill")):

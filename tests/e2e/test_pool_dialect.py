@@ -10,7 +10,7 @@ import pytest
 
 from modelyard.library import default_model
 from tests.e2e.frames import Frame, frames, names
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 METRICS = {
     "backend_inference_wall_ms",
@@ -99,14 +99,14 @@ def config() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[LiveServer]:
     default_model.fetch()
-    with serving(config()) as running:
+    with live_server(config()) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[httpx.Client]:
+def client(served: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=120) as client:
         yield client
 
@@ -212,7 +212,7 @@ def test_other_bodies_on_the_path_get_openais_shape_with_the_metrics(client: htt
 @pytest.fixture(scope="module")
 def remote() -> Iterator[httpx.Client]:
     """A pool whose model runs on another server."""
-    far = serving(demo([{"steps": [{"text": "From afar."}]}]))
+    far = live_server(demo_config([{"steps": [{"text": "From afar."}]}]))
     with far as upstream, pytest.MonkeyPatch.context() as patch:
         patch.setenv("EXAMPLE_API_KEY", "secret")
         model = {
@@ -225,7 +225,7 @@ def remote() -> Iterator[httpx.Client]:
             "remote_health_check": "config_only",
             "enabled": True,
         }
-        near = serving({"engine": {"models": {"frontier-large": model}}})
+        near = live_server({"engine": {"models": {"frontier-large": model}}})
         with near as here, httpx.Client(base_url=here.url, timeout=60) as client:
             yield client
 

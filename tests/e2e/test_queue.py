@@ -6,12 +6,12 @@ import httpx
 
 from tests.e2e.servers import calling, is_idle, is_waiting, narrow
 from tests.e2e.wires import WIRES, Wire
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 MESSAGES, CHAT, _ = WIRES.values()
 
 
-def refused(served: Served, wire: Wire, stream: bool, position: int) -> None:
+def refused(served: LiveServer, wire: Wire, stream: bool, position: int) -> None:
     reply = httpx.post(served.url + wire.path, json=wire.body("text", stream=stream))
     assert (reply.headers["content-type"], reply.headers["x-queue-position"]) == ("application/json", str(position))
     assert int(reply.headers["retry-after"]) >= 1
@@ -26,7 +26,7 @@ def refused(served: Served, wire: Wire, stream: bool, position: int) -> None:
 
 
 def test_nobody_may_wait_where_the_queue_has_no_room() -> None:
-    with serving(narrow(scheduler={"max_waiting": 0})) as served:
+    with live_server(narrow(scheduler={"max_waiting": 0})) as served:
         with calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
             for wire in WIRES.values():
@@ -36,7 +36,7 @@ def test_nobody_may_wait_where_the_queue_has_no_room() -> None:
 
 
 def test_the_one_who_waits_is_served_and_the_one_behind_is_refused() -> None:
-    with serving(narrow(scheduler={"max_waiting": 1})) as served:
+    with live_server(narrow(scheduler={"max_waiting": 1})) as served:
         for wire in WIRES.values():
             with (
                 calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder,
@@ -51,7 +51,7 @@ def test_the_one_who_waits_is_served_and_the_one_behind_is_refused() -> None:
 
 
 def test_waiting_prompts_are_bounded_by_their_tokens_too() -> None:
-    with serving(narrow(scheduler={"max_waiting_tokens": 20})) as served:
+    with live_server(narrow(scheduler={"max_waiting_tokens": 20})) as served:
         with calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
             reply = httpx.post(served.url + CHAT.path, json=CHAT.body("text " * 50))
@@ -62,7 +62,7 @@ def test_waiting_prompts_are_bounded_by_their_tokens_too() -> None:
 
 
 def test_counting_does_not_queue() -> None:
-    with serving(narrow(scheduler={"max_waiting": 0})) as served:
+    with live_server(narrow(scheduler={"max_waiting": 0})) as served:
         with calling(served, CHAT.path, CHAT.body("endless stream", stream=True)) as holder:
             holder.reads(b"so far")
             for path, wire in (

@@ -15,7 +15,7 @@ from tests.e2e.servers import Caller, config, is_idle, is_running
 from tests.e2e.test_matrix import CASES, WORD, ask
 from tests.e2e.wires import WIRES, Wire
 from tests.engines.upstream.fake_upstream import Answer, FakeUpstream, chat_stream, error_answer, fake_upstream
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 KINDS = ("chat_completions", "responses", "anthropic_messages")
 CONSENT = {"x-modelyard-allow-remote": "true"}
@@ -28,15 +28,15 @@ def front(url: str, kind: str = "chat_completions", **more: Any) -> dict[str, An
 
 
 @pytest.fixture(scope="module")
-def behind() -> Iterator[Served]:
-    with serving(config()) as running:
+def behind() -> Iterator[LiveServer]:
+    with live_server(config()) as running:
         yield running
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def before(behind: Served, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
+def before(behind: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     settings = front(behind.url + "/v1", request.param, remote_extensions=True)
-    with serving(settings) as served, httpx.Client(base_url=served.url, headers=CONSENT) as client:
+    with live_server(settings) as served, httpx.Client(base_url=served.url, headers=CONSENT) as client:
         yield client
 
 
@@ -50,7 +50,7 @@ def test_an_answer_arrives_as_the_upstream_gave_it(before: httpx.Client, name: s
     assert seen.stop == stops[WORD[name]] or (case, seen.stop) == ("stop string", "end_turn")
 
 
-def test_usage_is_the_upstreams(before: httpx.Client, behind: Served, wire: Wire, stream: bool) -> None:
+def test_usage_is_the_upstreams(before: httpx.Client, behind: LiveServer, wire: Wire, stream: bool) -> None:
     through = ask(before, wire, stream, "thinking").usage
     with httpx.Client(base_url=behind.url) as direct:
         straight = ask(direct, wire, stream, "thinking").usage
@@ -68,28 +68,28 @@ def test_a_result_of_a_tool_reaches_the_upstream(before: httpx.Client) -> None:
     assert reply.json()["choices"][0]["message"]["content"] == "Take a hat: it is sunny."
 
 
-def test_the_upstreams_counter_counts(behind: Served) -> None:
+def test_the_upstreams_counter_counts(behind: LiveServer) -> None:
     body = WIRES["messages"].body("How many tokens is this?")
     here = httpx.post(behind.url + "/v1/messages/count_tokens", json=body).json()["input_tokens"]
     for kind in KINDS[1:]:
-        with serving(front(behind.url + "/v1", kind)) as served:
+        with live_server(front(behind.url + "/v1", kind)) as served:
             reply = httpx.post(served.url + "/v1/messages/count_tokens", json=body, headers=CONSENT)
             assert reply.json()["input_tokens"] == here
-    with serving(front(behind.url + "/v1")) as served:
+    with live_server(front(behind.url + "/v1")) as served:
         assert httpx.post(served.url + "/v1/messages/count_tokens", json=body, headers=CONSENT).status_code == 501
 
 
-def test_nothing_leaves_without_consent(behind: Served, wire: Wire, stream: bool) -> None:
-    with serving(front(behind.url + "/v1")) as served:
+def test_nothing_leaves_without_consent(behind: LiveServer, wire: Wire, stream: bool) -> None:
+    with live_server(front(behind.url + "/v1")) as served:
         reply = httpx.post(served.url + wire.path, json=wire.body("text", stream=stream))
         assert reply.status_code == 403
         assert reply.json()["error"]["code"] == "remote_not_allowed"
         is_idle(behind)
 
 
-def test_a_client_that_leaves_frees_the_upstream(behind: Served) -> None:
+def test_a_client_that_leaves_frees_the_upstream(behind: LiveServer) -> None:
     settings = front(behind.url + "/v1") | {"routes": [{"match": "*", "model": "demo", "allow_remote": True}]}
-    with serving(settings) as served:
+    with live_server(settings) as served:
         caller = Caller(served, "/v1/chat/completions", WIRES["chat"].body("endless stream", stream=True))
         caller.reads(b"so far")
         is_running(behind, 1)
@@ -104,7 +104,7 @@ def test_a_client_that_leaves_frees_the_upstream(behind: Served) -> None:
 @asynccontextmanager
 async def gateway(at: FakeUpstream, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
     settings = front(at.url, **more)
-    serving_it = serving(settings)
+    serving_it = live_server(settings)
     served = await asyncio.to_thread(serving_it.__enter__)
     try:
         async with httpx.AsyncClient(base_url=served.url, headers=CONSENT, timeout=60) as client:

@@ -11,12 +11,12 @@ import pytest
 
 from tests.e2e.frames import frames
 from tests.e2e.servers import SCRIPT, config
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 PATH = "/v1/responses"
 
 
-def client(served: Served, key: str = "none") -> httpx.Client:
+def client(served: LiveServer, key: str = "none") -> httpx.Client:
     return httpx.Client(base_url=served.url, headers={"authorization": f"Bearer {key}"})
 
 
@@ -33,12 +33,12 @@ def refused(reply: httpx.Response, id: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Served]:
-    with serving(config(keys=[{"name": "ada", "key": "sk-ada"}, {"name": "bob", "key": "sk-bob"}])) as running:
+def shared() -> Iterator[LiveServer]:
+    with live_server(config(keys=[{"name": "ada", "key": "sk-ada"}, {"name": "bob", "key": "sk-bob"}])) as running:
         yield running
 
 
-def test_a_key_reads_its_own_responses_and_nobody_elses(shared: Served) -> None:
+def test_a_key_reads_its_own_responses_and_nobody_elses(shared: LiveServer) -> None:
     with client(shared, "sk-ada") as ada, client(shared, "sk-bob") as bob:
         made = ask(ada, "text")
         assert ada.get(f"{PATH}/{made['id']}").json() == made
@@ -46,7 +46,7 @@ def test_a_key_reads_its_own_responses_and_nobody_elses(shared: Served) -> None:
         refused(bob.get(f"{PATH}/{made['id']}/input_items"), made["id"])
 
 
-def test_a_key_cannot_continue_or_count_what_is_not_its_own(shared: Served) -> None:
+def test_a_key_cannot_continue_or_count_what_is_not_its_own(shared: LiveServer) -> None:
     with client(shared, "sk-ada") as ada, client(shared, "sk-bob") as bob:
         made = ask(ada, "text")
         body = {"model": "demo", "input": "thinking", "previous_response_id": made["id"]}
@@ -56,7 +56,7 @@ def test_a_key_cannot_continue_or_count_what_is_not_its_own(shared: Served) -> N
         assert ada.post(PATH, json=body).status_code == 200
 
 
-def test_a_key_cannot_delete_what_is_not_its_own(shared: Served) -> None:
+def test_a_key_cannot_delete_what_is_not_its_own(shared: LiveServer) -> None:
     with client(shared, "sk-ada") as ada, client(shared, "sk-bob") as bob:
         made = ask(ada, "text")
         refused(bob.delete(f"{PATH}/{made['id']}"), made["id"])
@@ -66,7 +66,7 @@ def test_a_key_cannot_delete_what_is_not_its_own(shared: Served) -> None:
         refused(ada.delete(f"{PATH}/{made['id']}"), made["id"])
 
 
-def test_what_the_client_does_not_want_stored_is_not(shared: Served) -> None:
+def test_what_the_client_does_not_want_stored_is_not(shared: LiveServer) -> None:
     with client(shared, "sk-ada") as ada:
         for stream in (False, True):
             reply = ada.post(PATH, json={"model": "demo", "input": "text", "store": False, "stream": stream})
@@ -75,7 +75,7 @@ def test_what_the_client_does_not_want_stored_is_not(shared: Served) -> None:
             refused(ada.get(f"{PATH}/{made['id']}"), made["id"])
 
 
-def test_a_streamed_response_is_there_as_soon_as_its_last_event(shared: Served) -> None:
+def test_a_streamed_response_is_there_as_soon_as_its_last_event(shared: LiveServer) -> None:
     with client(shared, "sk-ada") as ada:
         for _ in range(20):
             reply = ada.post(PATH, json={"model": "demo", "input": "text", "stream": True})
@@ -85,7 +85,7 @@ def test_a_streamed_response_is_there_as_soon_as_its_last_event(shared: Served) 
             assert ada.get(f"{PATH}/{made['id']}").json() == made
 
 
-def test_a_failed_response_is_not_stored(shared: Served) -> None:
+def test_a_failed_response_is_not_stored(shared: LiveServer) -> None:
     with client(shared, "sk-ada") as ada:
         reply = ada.post(PATH, json={"model": "demo", "input": "error during", "stream": True})
         failed = frames(reply.text)[-1].data["response"]
@@ -93,7 +93,7 @@ def test_a_failed_response_is_not_stored(shared: Served) -> None:
 
 
 def test_a_chain_carries_the_whole_conversation_but_not_the_instructions() -> None:
-    with serving(demo(SCRIPT)) as served, client(served) as sdk:
+    with live_server(demo_config(SCRIPT)) as served, client(served) as sdk:
         first = ask(sdk, "text one", instructions="Be brief.")
         second = ask(sdk, "text two", previous_response_id=first["id"], instructions="Be long.")
         third = ask(sdk, "text three", previous_response_id=second["id"])
@@ -112,7 +112,7 @@ def items(client: httpx.Client, id: str) -> list[str]:
 
 
 def test_the_store_is_bounded_and_the_oldest_leave_first() -> None:
-    with serving(config(store={"max_entries": 2})) as served, client(served) as sdk:
+    with live_server(config(store={"max_entries": 2})) as served, client(served) as sdk:
         first, second, third = [ask(sdk, "text")["id"] for _ in range(3)]
         refused(sdk.get(f"{PATH}/{first}"), first)
         assert [sdk.get(f"{PATH}/{id}").status_code for id in (second, third)] == [200, 200]
@@ -120,22 +120,22 @@ def test_the_store_is_bounded_and_the_oldest_leave_first() -> None:
 
 def test_a_file_keeps_them_over_a_restart(tmp_path: Path) -> None:
     settings = config(store={"backend": "sqlite", "path": str(tmp_path / "store.sqlite")})
-    with serving(settings) as served, client(served) as sdk:
+    with live_server(settings) as served, client(served) as sdk:
         made = ask(sdk, "text")
-    with serving(settings) as served, client(served) as sdk:
+    with live_server(settings) as served, client(served) as sdk:
         assert sdk.get(f"{PATH}/{made['id']}").json() == made
         assert ask(sdk, "thinking", previous_response_id=made["id"])["output_text"] == "Forty-two."
         assert sdk.delete(f"{PATH}/{made['id']}").status_code == 200
 
 
 def test_memory_forgets_them_at_a_restart() -> None:
-    with serving(config()) as served, client(served) as sdk:
+    with live_server(config()) as served, client(served) as sdk:
         made = ask(sdk, "text")
-    with serving(config()) as served, client(served) as sdk:
+    with live_server(config()) as served, client(served) as sdk:
         refused(sdk.get(f"{PATH}/{made['id']}"), made["id"])
 
 
-def test_an_unknown_response_to_continue_from_names_the_field(served: Served) -> None:
+def test_an_unknown_response_to_continue_from_names_the_field(served: LiveServer) -> None:
     with client(served) as sdk:
         reply = sdk.post(PATH, json={"model": "demo", "input": "text", "previous_response_id": "resp_nowhere"})
         refused(reply, "resp_nowhere")

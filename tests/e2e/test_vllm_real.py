@@ -18,7 +18,7 @@ from tests.e2e.test_llama_server import ENDLESS, count, is_content, serving_well
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
 from tests.engines.vllm_serve.real_server import TOOLS_TEMPLATE, fields
-from tests.serving import Served
+from tests.serving import LiveServer
 
 pytestmark = pytest.mark.vllm
 WINDOW = 1024
@@ -37,20 +37,20 @@ def config(**more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[LiveServer]:
     with serving_well(config()) as running:
         until(lambda: running.status("demo").state == "ready", "the model is loaded", 300)
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[httpx.Client]:
+def client(served: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=120) as client:
         yield client
 
 
 def test_it_answers_in_every_protocol_and_counts_as_we_do(
-    served: Served, client: httpx.Client, wire: Wire, stream: bool
+    served: LiveServer, client: httpx.Client, wire: Wire, stream: bool
 ) -> None:
     seen = ask(client, wire, stream, "What is the capital of France?", limit=12)
     assert seen.text
@@ -58,7 +58,7 @@ def test_it_answers_in_every_protocol_and_counts_as_we_do(
     assert 1 <= seen.usage.output <= 12
 
 
-def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(served: Served, client: httpx.Client) -> None:
+def test_an_overflow_is_told_before_the_first_byte_in_each_dialect(served: LiveServer, client: httpx.Client) -> None:
     long = "word " * 1200
     tokens = count(served.url, long)
     told = client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]
@@ -124,7 +124,7 @@ def test_one_replica_of_two_is_killed_and_the_other_answers_on() -> None:
             assert ask(client, CHAT, False, "Hello!", limit=4).text
 
 
-def _ready(served: Served) -> list[Any]:
+def _ready(served: LiveServer) -> list[Any]:
     """Engines that take work; one that is only being loaded has a process, too."""
     if served.status("demo").state != "ready":
         return []

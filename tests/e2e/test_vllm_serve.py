@@ -17,7 +17,7 @@ from tests.e2e.test_llama_server import count, is_content, kill, serving_well
 from tests.e2e.test_matrix import ask
 from tests.e2e.wires import WIRES, Wire
 from tests.engines.vllm_serve.helpers import behaviour, fake_vllm, recorded
-from tests.serving import Served
+from tests.serving import LiveServer
 
 WINDOW = 64
 MESSAGES, CHAT, RESPONSES = WIRES.values()
@@ -35,19 +35,19 @@ def config(**more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[LiveServer]:
     with serving_well(config()) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[httpx.Client]:
+def client(served: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=60) as client:
         yield client
 
 
 def test_it_answers_in_every_protocol_and_counts_as_it_told_us(
-    served: Served, client: httpx.Client, wire: Wire, stream: bool
+    served: LiveServer, client: httpx.Client, wire: Wire, stream: bool
 ) -> None:
     seen = ask(client, wire, stream, "What is up?", limit=4)
     assert seen.text.split() == ["What", "is", "up?", "one"]
@@ -55,7 +55,7 @@ def test_it_answers_in_every_protocol_and_counts_as_it_told_us(
     assert (seen.usage.cached, seen.usage.output) == (3, 4)
 
 
-def test_its_own_words_for_an_overflow_become_each_dialects(served: Served, client: httpx.Client) -> None:
+def test_its_own_words_for_an_overflow_become_each_dialects(served: LiveServer, client: httpx.Client) -> None:
     long = "word " * 100
     tokens = count(served.url, long)
     told = client.post("/v1/messages", json=MESSAGES.body(long)).json()["error"]["message"]
@@ -98,7 +98,7 @@ def test_one_replica_of_two_is_killed_and_the_other_goes_on() -> None:
             assert (second.stats().running, second.lost.done()) == (1, False)
 
 
-def _pids(served: Served) -> list[Any]:
+def _pids(served: LiveServer) -> list[Any]:
     return [getattr(each, "pid", None) for each in served.yard.scheduler.engines("demo")]
 
 

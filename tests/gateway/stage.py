@@ -22,14 +22,14 @@ from modelyard.prompt.images import Images
 from modelyard.scheduler.scheduler import Scheduler
 from modelyard.server.model_definition import define_model
 from modelyard.telemetry.metrics import Metrics
-from tests.serving import demo
+from tests.serving import demo_config
 
 CALLER = Caller(trace="t1", endpoint="/v1/chat/completions")
 
 
 @cache
 def config() -> Config:
-    return load_config(env={}, overrides=demo()).config
+    return load_config(env={}, overrides=demo_config()).config
 
 
 @cache

@@ -18,7 +18,7 @@ from modelyard.gateway.prepared_request import OutputBudget, PreparedRequest, Re
 from modelyard.router.routes import Target
 from modelyard.server.model_definition import define_model
 from tests.gateway.stage import asked, model
-from tests.serving import demo
+from tests.serving import demo_config
 
 
 def job(request: Request, key: str = "", prompts: int = 1) -> PreparedRequest:
@@ -147,7 +147,7 @@ PICTURE = "data:image/png;base64," + base64.b64encode(b"a picture").decode()
 
 @pytest.mark.parametrize(("template", "shown"), [(SEEING, 1), ("{{ messages[0].content }}", 0)])
 def test_pictures_go_along_where_the_template_has_a_place_for_them(template: str, shown: int) -> None:
-    loaded = load_config(env={}, overrides=demo(modalities=["text", "image"], chat_template=template)).config
+    loaded = load_config(env={}, overrides=demo_config(modalities=["text", "image"], chat_template=template)).config
     seeing = define_model(loaded.router().catalog.models["demo"], loaded.models["demo"]).model
     request = asked(messages=(Message("user", (Text("look"), Image(PICTURE))),))
     made = replace(job(request), model=seeing).engine_prompt(0)

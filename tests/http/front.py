@@ -11,13 +11,13 @@ import httpx
 
 from modelyard.config.load import load_config
 from modelyard.server.app import ServerApp, compose
-from tests.serving import demo
+from tests.serving import demo_config
 
 URL = "http://localhost"
 
 
 def yard(config: dict[str, Any] | None = None, env: dict[str, str] | None = None) -> ServerApp:
-    return compose(load_config(env=env or {}, overrides=config or demo()).config, env or {})
+    return compose(load_config(env=env or {}, overrides=config or demo_config()).config, env or {})
 
 
 @asynccontextmanager

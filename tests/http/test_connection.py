@@ -23,18 +23,18 @@ from modelyard.http.connection import (
     offer_callbacks,
     withdraw_callbacks,
 )
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 POST = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(demo() | {"http": {"max_header_bytes": 4096}}) as running:
+def served() -> Iterator[LiveServer]:
+    with live_server(demo_config() | {"http": {"max_header_bytes": 4096}}) as running:
         yield running
 
 
-def connect(served: Served) -> socket.socket:
+def connect(served: LiveServer) -> socket.socket:
     host, port = served.url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=60)
 
@@ -51,7 +51,7 @@ def read_reply(line: socket.socket) -> tuple[int, dict[str, str], Any]:
     return int(first.split()[1]), headers, json.loads(body)
 
 
-def is_alive(served: Served) -> bool:
+def is_alive(served: LiveServer) -> bool:
     return httpx.get(served.url + "/health").status_code == 200
 
 
@@ -64,7 +64,7 @@ def is_alive(served: Served) -> bool:
         b"POST /v1/messages" + b"a" * 5000,
     ],
 )
-def test_headers_that_exceed_the_limit_before_they_end_are_refused(served: Served, data: bytes) -> None:
+def test_headers_that_exceed_the_limit_before_they_end_are_refused(served: LiveServer, data: bytes) -> None:
     with connect(served) as line:
         line.sendall(data)
         status, headers, body = read_reply(line)
@@ -74,7 +74,7 @@ def test_headers_that_exceed_the_limit_before_they_end_are_refused(served: Serve
     assert is_alive(served)
 
 
-def test_large_complete_headers_are_refused_in_the_shape_of_the_protocol(served: Served) -> None:
+def test_large_complete_headers_are_refused_in_the_shape_of_the_protocol(served: LiveServer) -> None:
     for path, kind in (("/v1/messages", "request_too_large"), ("/v1/responses", "invalid_request_error")):
         reply = httpx.post(served.url + path, headers={"x-large": "a" * 5000}, json={})
         assert reply.status_code in (413, 431)
@@ -83,7 +83,7 @@ def test_large_complete_headers_are_refused_in_the_shape_of_the_protocol(served:
     assert is_alive(served)
 
 
-def test_headers_below_the_limit_are_accepted(served: Served) -> None:
+def test_headers_below_the_limit_are_accepted(served: LiveServer) -> None:
     assert httpx.get(served.url + "/", headers={"x-large": "a" * 3000}).status_code == 200
 
 
@@ -101,7 +101,7 @@ def test_headers_below_the_limit_are_accepted(served: Served) -> None:
         POST + b"x: a\x00b\r\n\r\n",
     ],
 )
-def test_invalid_http_is_refused_in_json(served: Served, data: bytes) -> None:
+def test_invalid_http_is_refused_in_json(served: LiveServer, data: bytes) -> None:
     with connect(served) as line:
         line.sendall(data)
         status, headers, body = read_reply(line)
@@ -110,7 +110,7 @@ def test_invalid_http_is_refused_in_json(served: Served, data: bytes) -> None:
     assert is_alive(served)
 
 
-def test_one_connection_serves_many_requests(served: Served) -> None:
+def test_one_connection_serves_many_requests(served: LiveServer) -> None:
     with httpx.Client(base_url=served.url) as client:
         for _ in range(3):
             assert client.post("/tokenize", json={"content": "a" * 3000}, headers={"x": "a" * 3000}).status_code == 200
@@ -127,7 +127,7 @@ SILENCES = [
 
 @pytest.mark.parametrize("data", SILENCES)
 def test_a_client_that_stops_before_its_request_is_complete_is_disconnected(
-    served: Served, monkeypatch: pytest.MonkeyPatch, data: bytes
+    served: LiveServer, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     monkeypatch.setattr(LimitedConnection, "receive_timeout_s", 0.05)
     with connect(served) as line:
@@ -290,14 +290,14 @@ ASKED = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}
 
 
 @pytest.fixture(scope="module")
-def served_write_coalescer() -> Iterator[Served]:
-    with serving(demo() | {"http": {"cors_enabled": True, "cors_origins": [ORIGIN]}}) as running:
+def served_write_coalescer() -> Iterator[LiveServer]:
+    with live_server(demo_config() | {"http": {"cors_enabled": True, "cors_origins": [ORIGIN]}}) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
-    with serving(demo()) as running:
+def plain() -> Iterator[LiveServer]:
+    with live_server(demo_config()) as running:
         yield running
 
 
@@ -309,7 +309,7 @@ def request(*headers: str, version: str = "1.1", path: str = "/v1/chat/completio
 class Line:
     """A connection that is read reply by reply."""
 
-    def __init__(self, served_write_coalescer: Served) -> None:
+    def __init__(self, served_write_coalescer: LiveServer) -> None:
         host, port = served_write_coalescer.url.removeprefix("http://").split(":")
         self._socket = socket.create_connection((host, int(port)), timeout=60)
         self._got = b""
@@ -347,7 +347,7 @@ class Line:
         return not self._got and not self._socket.recv(65536)
 
 
-def test_a_connection_is_kept_alive_after_a_reply(plain: Served) -> None:
+def test_a_connection_is_kept_alive_after_a_reply(plain: LiveServer) -> None:
     with Line(plain) as line:
         for _ in range(3):
             line.send(request())
@@ -358,7 +358,7 @@ def test_a_connection_is_kept_alive_after_a_reply(plain: Served) -> None:
             assert body["choices"][0]["message"]["content"] == "Hello there."
 
 
-def test_pipelined_requests_are_answered_in_order(plain: Served) -> None:
+def test_pipelined_requests_are_answered_in_order(plain: LiveServer) -> None:
     with Line(plain) as line:
         line.send(request(path="/apply-template") + request() + request(path="/apply-template"))
         kinds = [line.reply()[2].get("object", "prompt") for _ in range(3)]
@@ -366,7 +366,7 @@ def test_pipelined_requests_are_answered_in_order(plain: Served) -> None:
 
 
 @pytest.mark.parametrize("asked", [request("Connection: close"), request(version="1.0")])
-def test_a_client_that_asks_to_close_sees_the_end(plain: Served, asked: bytes) -> None:
+def test_a_client_that_asks_to_close_sees_the_end(plain: LiveServer, asked: bytes) -> None:
     with Line(plain) as line:
         line.send(asked)
         first, headers, body = line.reply()
@@ -375,13 +375,13 @@ def test_a_client_that_asks_to_close_sees_the_end(plain: Served, asked: bytes) -
         assert line.is_over
 
 
-def test_expect_100_continue_is_answered(plain: Served) -> None:
+def test_expect_100_continue_is_answered(plain: LiveServer) -> None:
     with Line(plain) as line:
         line.send(request("Expect: 100-continue") + request())
         assert [line.reply()[0] for _ in range(2)] == ["HTTP/1.1 200 OK"] * 2
 
 
-def test_a_middleware_in_between_adds_its_headers(served_write_coalescer: Served) -> None:
+def test_a_middleware_in_between_adds_its_headers(served_write_coalescer: LiveServer) -> None:
     told = httpx.post(f"{served_write_coalescer.url}/v1/chat/completions", content=ASKED, headers={"origin": ORIGIN})
     assert told.status_code == 200
     assert told.headers["access-control-allow-origin"] == ORIGIN

@@ -9,7 +9,7 @@ import pytest
 from modelyard.core.lease import ModelStatus
 from modelyard.http.health import health_status
 from tests.http.front import door
-from tests.serving import demo
+from tests.serving import demo_config
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ async def test_a_well_server_says_so_with_every_field() -> None:
 
 
 async def test_a_server_without_a_model_that_answers_is_not_ready() -> None:
-    broken = demo(tokenizer_path="/nowhere/at/all")
+    broken = demo_config(tokenizer_path="/nowhere/at/all")
     async with door(broken, loaded=True) as client:
         reply = await client.get("/health")
         assert (reply.status_code, reply.json()["status"]) == (503, "unhealthy")
@@ -63,7 +63,7 @@ async def test_a_server_without_a_model_that_answers_is_not_ready() -> None:
 
 
 async def test_strangers_learn_that_it_is_well_and_not_what_runs() -> None:
-    async with door(demo() | {"keys": [{"name": "ann", "key": "hush"}]}, loaded=True) as client:
+    async with door(demo_config() | {"keys": [{"name": "ann", "key": "hush"}]}, loaded=True) as client:
         assert "models" not in (await client.get("/health")).json()
         assert "models" in (await client.get("/health", headers={"x-api-key": "hush"})).json()
 

@@ -20,7 +20,7 @@ from modelyard.http.request_context import RequestContext
 from modelyard.http.settings import HttpSettings
 from modelyard.protocols import openai_chat
 from tests.http.front import door
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 REQUEST = Request(model="m", messages=(Message("user", (Text("hi"),)),), stream=True)
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -110,11 +110,11 @@ async def test_a_client_that_reads_nothing_for_stall_s_is_cancelled() -> None:
 def test_a_stalled_client_on_a_socket_frees_its_slot() -> None:
     """http.stall_s, end to end: the client sends a request for an endless stream and never reads."""
     endless = [{"steps": [{"repeat": 100_000, "steps": [{"text": "word " * 2000}]}]}]
-    config = demo(endless) | {"http": {"stall_s": 0.2, "keepalive_s": 0.05}}
+    config = demo_config(endless) | {"http": {"stall_s": 0.2, "keepalive_s": 0.05}}
     config["caches"] = {"main": {"model": "demo", "n_ctx": 100_000_000, "parallel": 1}}
     config["routes"] = [{"match": "*", "cache": "main"}]
     body = httpx.Request("POST", "http://x", json=BODY | {"stream": True}).read()
-    with serving(config) as served:
+    with live_server(config) as served:
         host, port = served.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -143,7 +143,7 @@ async def test_a_handler_runs_in_a_task_so_that_asyncio_timeout_works() -> None:
             seen.append(asyncio.current_task())
             await original(self, scope, receive, send)
 
-    with pytest.MonkeyPatch.context() as patch, serving(demo()) as served:
+    with pytest.MonkeyPatch.context() as patch, live_server(demo_config()) as served:
         patch.setattr(RequestMiddleware, "__call__", with_timeout)
         reply = await asyncio.to_thread(httpx.post, f"{served.url}/v1/chat/completions", json=BODY)
     assert reply.status_code == 200

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from tests.http.front import door
-from tests.serving import demo
+from tests.serving import demo_config
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
 def config() -> dict[str, Any]:
-    made = demo()
+    made = demo_config()
     made["models"] = {
         "org/big-model": made["models"]["demo"] | {"aliases": ["big", "claude-x"]},
         "small": made["models"]["demo"] | {"n_ctx": 512},
@@ -110,7 +110,7 @@ async def test_the_window_of_a_remote_model_is_known_only_where_it_was_told() ->
 
 async def test_a_card_has_the_window_of_the_cache_that_the_routes_lead_to() -> None:
     """Agents size themselves by it: the model's own default cache may be larger."""
-    made = demo()
+    made = demo_config()
     made["routes"] = [{"match": "*", "cache": "fast"}]
     async with door(made) as client:
         assert (await client.get("/v1/models/demo")).json()["context_length"] == 2048

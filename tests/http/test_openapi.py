@@ -10,7 +10,7 @@ import pytest
 from starlette.routing import Route
 
 from tests.http.front import door, yard
-from tests.serving import demo
+from tests.serving import demo_config
 
 UNDESCRIBED = {"/", "/docs", "/openapi.json", "/docs/oauth2-redirect"}
 
@@ -81,6 +81,6 @@ async def test_bodies_are_json_schemas_that_take_a_body_and_refuse_another() -> 
 async def test_the_page_is_served_and_can_be_closed() -> None:
     async with door() as client:
         assert "text/html" in (await client.get("/docs")).headers["content-type"]
-    async with door(demo() | {"http": {"docs": False}}) as client:
+    async with door(demo_config() | {"http": {"docs": False}}) as client:
         for path in ("/docs", "/openapi.json"):
             assert (await client.get(path)).status_code == 404

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from tests.http.front import door
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 SECRET = "a-very-secret-key"
-KEYED = demo() | {"keys": [{"name": "ann", "key": SECRET}, {"name": "boss", "env": "BOSS_KEY", "admin": True}]}
+KEYED = demo_config() | {"keys": [{"name": "ann", "key": SECRET}, {"name": "boss", "env": "BOSS_KEY", "admin": True}]}
 ENV = {"BOSS_KEY": "the-boss-key"}
 PAGE = "https://chat.example"
 SELF_SIGNED = (
@@ -209,7 +209,7 @@ def test_https_with_a_certificate_of_ones_own(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )
-    with serving(demo() | {"http": {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}}) as served:
+    with live_server(demo_config() | {"http": {"ssl_certfile": str(cert), "ssl_keyfile": str(key)}}) as served:
         assert served.url.startswith("https://")
         with httpx.Client(verify=ssl.create_default_context(cafile=cert)) as client:
             assert client.head(served.url + "/").status_code == 200

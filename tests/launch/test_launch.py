@@ -18,12 +18,12 @@ from modelyard.core.errors import InvalidRequest, NotFound, Unavailable
 from modelyard.launch.launch import LaunchOptions, launch_agent
 from tests.commands import DEADLINE, DEMO, MODELYARD, environment
 from tests.launch.test_server import free_port
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving(demo()) as served:
+    with live_server(demo_config()) as served:
         yield served.url
 
 

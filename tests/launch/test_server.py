@@ -12,7 +12,7 @@ import pytest
 from modelyard.core.errors import InvalidRequest, ModelyardError, NotFound, Unauthenticated, Unavailable
 from modelyard.launch.plan import PLACEHOLDER_KEY, LaunchTarget
 from modelyard.launch.server import BACKGROUND_MODEL, TargetServer, TemporaryServer
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 
 def free_port() -> int:
@@ -24,9 +24,9 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    config = demo()
+    config = demo_config()
     config["models"]["demo"]["aliases"] = ["team/demo"]
-    with serving(config) as served:
+    with live_server(config) as served:
         yield served.url
 
 
@@ -48,32 +48,32 @@ def test_target_may_be_any_name_that_the_server_resolves(url: str) -> None:
 
 
 def test_window_is_the_window_of_the_cache_that_the_name_is_routed_to() -> None:
-    config = demo()
+    config = demo_config()
     config["routes"] = [{"match": "*", "cache": "fast"}]
-    with serving(config) as served:
+    with live_server(config) as served:
         assert target(served.url, "demo").window == 2048
 
 
 def test_background_model_is_the_model_itself_without_a_route() -> None:
-    config = demo()
+    config = demo_config()
     config["routes"] = [{"match": "demo", "cache": "main"}]
-    with serving(config) as served:
+    with live_server(config) as served:
         assert target(served.url).background == "demo"
         with pytest.raises(NotFound, match="demo"):
             target(served.url, "unknown")
 
 
 def test_key_is_sent_and_a_wrong_key_is_refused() -> None:
-    with serving({**demo(), "keys": [{"name": "ada", "key": "sk-right"}]}) as served:
+    with live_server({**demo_config(), "keys": [{"name": "ada", "key": "sk-right"}]}) as served:
         assert target(served.url, key="sk-right").key == "sk-right"
         with pytest.raises(Unauthenticated):
             target(served.url, key="sk-wrong")
 
 
 def test_model_that_fails_to_load_is_an_error() -> None:
-    config = demo()
+    config = demo_config()
     config["models"]["demo"]["tokenizer_path"] = "/nowhere/tokenizer.json"
-    with serving(config) as served, pytest.raises(ModelyardError):
+    with live_server(config) as served, pytest.raises(ModelyardError):
         target(served.url)
 
 

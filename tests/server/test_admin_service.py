@@ -15,7 +15,7 @@ from modelyard.config.load import load_config
 from modelyard.core.errors import Conflict
 from modelyard.server.admin_service import public_settings
 from modelyard.server.app import compose
-from tests.serving import demo
+from tests.serving import demo_config
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -47,7 +47,7 @@ async def kept(file: Path, config: dict[str, Any]) -> AsyncIterator[tuple[Kept, 
 
 
 def saying(text: str) -> dict[str, Any]:
-    config = demo([{"steps": [{"text": text}]}])
+    config = demo_config([{"steps": [{"text": text}]}])
     del config["routes"]
     return config
 
@@ -100,7 +100,7 @@ async def test_what_only_a_restart_changes_is_told(tmp_path: Path) -> None:
 
 
 async def test_a_server_without_a_file_has_nothing_to_read() -> None:
-    yard = compose(load_config(env={}, overrides=demo()).config, {})
+    yard = compose(load_config(env={}, overrides=demo_config()).config, {})
     with pytest.raises(Conflict):
         await yard.admin.reload()
     await yard.stop()

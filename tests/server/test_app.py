@@ -18,7 +18,7 @@ from modelyard.core.errors import InvalidRequest, NotFound
 from modelyard.http.auth import Key
 from modelyard.server.app import ServerApp, compose
 from tests import commands
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 
 HANG = """
 [models.demo]
@@ -56,10 +56,10 @@ def test_keys_come_from_the_given_environment():
 
 
 def test_a_model_that_cannot_be_made_fails_alone_and_says_why(tmp_path: Path):
-    config = demo()
+    config = demo_config()
     config["models"]["odd"] = {"backend": "fake", "tokenizer_path": str(tmp_path / "nowhere")}
     config["routes"] = [{"match": "odd", "model": "odd"}, {"match": "*", "cache": "main"}]
-    with serving(config) as served:
+    with live_server(config) as served:
         bad = httpx.post(served.url + "/v1/chat/completions", json={"model": "odd", **ASKED["/v1/chat/completions"]})
         good = httpx.post(served.url + "/v1/chat/completions", json={"model": "demo", **ASKED["/v1/chat/completions"]})
         health = httpx.get(served.url + "/health").json()
@@ -73,11 +73,11 @@ def test_a_model_that_cannot_be_made_fails_alone_and_says_why(tmp_path: Path):
 
 def test_explaining_a_model_that_is_not_there_names_those_that_are():
     with pytest.raises(NotFound, match="there are demo"):
-        explain_model(load_config(env={}, overrides=demo()).config, "domo")
+        explain_model(load_config(env={}, overrides=demo_config()).config, "domo")
 
 
 async def test_stopping_refuses_what_comes_later_and_may_be_done_twice():
-    yard = compose(load_config(env={}, overrides=demo()).config, {})
+    yard = compose(load_config(env={}, overrides=demo_config()).config, {})
     yard.scheduler.load("demo")
     await yard.stop()
     await yard.stop()
@@ -99,7 +99,7 @@ async def test_stopping_ends_those_who_run_and_those_who_wait():
         load_config(
             env={},
             overrides={
-                **demo([{"steps": [{"hang": True}]}]),
+                **demo_config([{"steps": [{"hang": True}]}]),
                 "caches": {"main": {"model": "demo", "n_ctx": 4096}},
                 "routes": [],
             },

@@ -15,7 +15,7 @@ from modelyard.core.pool import ModelSpec
 from modelyard.engines.fake.engine import FakeTextEngine
 from modelyard.server.engine_factory import allowed_overrides, model_specs, override_schemas, with_overrides
 from modelyard.workers.process_engine import ProcessTextEngine
-from tests.serving import demo
+from tests.serving import demo_config
 
 
 def made(config: dict[str, Any] | None = None, **model: Any) -> ModelSpec:
@@ -70,7 +70,7 @@ async def test_engine_with_an_interpreter_of_its_own_has_a_process_of_its_own():
 
 
 async def test_a_model_with_a_fault_fails_when_it_is_made():
-    config = load_config(env={}, overrides=demo()).config
+    config = load_config(env={}, overrides=demo_config()).config
     blueprint = model_specs(config, {"demo": InvalidRequest("no tokenizer")})["demo"]
     with pytest.raises(InvalidRequest, match="no tokenizer"):
         blueprint.make()

@@ -21,7 +21,7 @@ from modelyard.tune.trial import (
     run_trial,
 )
 from tests.engines.llama_cpp.helpers import model_file
-from tests.serving import demo
+from tests.serving import demo_config
 
 LONG = TrialLimits(300.0)
 SHORT = Workload(name="chat", prompt_tokens=24, output_tokens=6)
@@ -34,7 +34,7 @@ def job(config: dict[str, Any], **more: Any) -> TrialJob:
 
 
 def fake(*steps: dict[str, Any], **more: Any) -> TrialJob:
-    return job(demo([{"steps": list(steps)}]), **more)
+    return job(demo_config([{"steps": list(steps)}]), **more)
 
 
 def llama(**model: Any) -> TrialJob:

@@ -12,7 +12,7 @@ from modelyard.benchmark.workload import Workload
 from modelyard.core.errors import InvalidRequest, ModelyardError, Unavailable
 from modelyard.tune.trial import Measurement, Outcome, TrialFailure, TrialJob
 from modelyard.tune.trial_process import fit_workload, main, run_job, summarize
-from tests.serving import demo
+from tests.serving import demo_config
 
 LOAD = Workload(name="chat", prompt_tokens=100, output_tokens=20)
 
@@ -73,7 +73,7 @@ def test_a_failure_to_load_says_whether_memory_was_the_reason(
 
 
 def test_the_outcome_file_is_complete(tmp_path: Path):
-    config = {key: demo([{"steps": [{"tokens": 50}]}])[key] for key in ("models", "caches")}
+    config = {key: demo_config([{"steps": [{"tokens": 50}]}])[key] for key in ("models", "caches")}
     job, outcome = tmp_path / "job.json", tmp_path / "outcome.json"
     job.write_bytes(msgspec.json.encode(TrialJob(config=config, model="demo", workload=LOAD)))
     main([str(job), str(outcome)])
@@ -82,7 +82,7 @@ def test_the_outcome_file_is_complete(tmp_path: Path):
 
 
 def test_fewer_slots_run_the_same_number_of_answers():
-    raw = demo([{"steps": [{"tokens": 30}]}])
+    raw = demo_config([{"steps": [{"tokens": 30}]}])
     raw["caches"]["main"]["parallel"] = 2
     config = {key: raw[key] for key in ("models", "caches")}
     many = Workload(name="batch", prompt_tokens=20, output_tokens=5, streams=8)
@@ -90,6 +90,6 @@ def test_fewer_slots_run_the_same_number_of_answers():
 
 
 def test_a_chat_engine_is_measured():
-    raw = demo([{"steps": [{"tokens": 30}]}], kind="chat")
+    raw = demo_config([{"steps": [{"tokens": 30}]}], kind="chat")
     config = {key: raw[key] for key in ("models", "caches")}
     assert isinstance(run_job(TrialJob(config=config, model="demo", workload=LOAD)), Measurement)

@@ -11,7 +11,7 @@ from modelyard.http.errors import load_protocol
 from modelyard.processes.ports import listen
 from modelyard.workbench.api_client import ApiClient, ServerUnreachable
 from modelyard.workbench.conversation import PROTOCOLS, PlaygroundConversation
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 KEYS = [{"name": "owner", "key": "secret", "admin": True}]
 SCRIPT = [
@@ -22,13 +22,13 @@ CHAT = load_protocol("openai_chat")
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving({**demo(SCRIPT, replica_max=2), "keys": KEYS, "log": {"history_texts": True}}) as running:
+def served() -> Iterator[LiveServer]:
+    with live_server({**demo_config(SCRIPT, replica_max=2), "keys": KEYS, "log": {"history_texts": True}}) as running:
         yield running
 
 
 @pytest.fixture
-async def client(served: Served) -> AsyncIterator[ApiClient]:
+async def client(served: LiveServer) -> AsyncIterator[ApiClient]:
     made = ApiClient(served.url, "secret")
     yield made
     await made.close()
@@ -95,7 +95,7 @@ async def test_everything_that_the_pages_show_can_be_read(client: ApiClient) -> 
     assert isinstance(await client.optimizer_runs(), list)
 
 
-async def test_a_wrong_key_and_an_unreachable_server_are_different_errors(served: Served) -> None:
+async def test_a_wrong_key_and_an_unreachable_server_are_different_errors(served: LiveServer) -> None:
     wrong = ApiClient(served.url, "wrong")
     with pytest.raises(Unauthenticated):
         await wrong.models()

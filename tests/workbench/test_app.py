@@ -13,16 +13,16 @@ import pytest
 
 from modelyard.workbench.app import ServerAddress, local_address
 from tests.commands import DEMO, Serving, environment, serve
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 SOCKET = "/workbench/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
 POLLING = "/workbench/_nicegui_ws/socket.io/?EIO=4&transport=polling"
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served() -> Iterator[LiveServer]:
     """For refused requests only: NiceGUI is never started in the process of the tests."""
-    with serving({**demo(), "http": {"cors_enabled": True}}) as running:
+    with live_server({**demo_config(), "http": {"cors_enabled": True}}) as running:
         yield running
 
 
@@ -52,15 +52,15 @@ def handshake(url: str, path: str = SOCKET, **headers: str) -> str:
         {"Host": "evil.example", "Origin": "http://evil.example"},  # DNS rebinding
     ],
 )
-def test_another_origin_gets_no_websocket_even_with_cors_enabled(served: Served, headers: dict[str, str]) -> None:
+def test_another_origin_gets_no_websocket_even_with_cors_enabled(served: LiveServer, headers: dict[str, str]) -> None:
     assert handshake(served.url, **headers).startswith("HTTP/1.1 403")
 
 
-def test_only_the_workbench_accepts_websockets(served: Served) -> None:
+def test_only_the_workbench_accepts_websockets(served: LiveServer) -> None:
     assert handshake(served.url, "/v1/messages").startswith("HTTP/1.1 403")
 
 
-def test_another_origin_reaches_no_part_of_the_workbench(served: Served) -> None:
+def test_another_origin_reaches_no_part_of_the_workbench(served: LiveServer) -> None:
     for method in ("GET", "POST"):
         for path in ("/workbench", POLLING):
             for headers in ({"origin": "http://evil.example"}, {"host": "evil.example"}):

@@ -20,7 +20,7 @@ from modelyard.engines import fake, llama_cpp
 from modelyard.workers.process_engine import ProcessTextEngine, create_process_engine
 from modelyard.workers.transport import HeartbeatConfig
 from tests.engines.reading import end, read, until
-from tests.serving import demo, serving
+from tests.serving import demo_config, live_server
 from tests.workers.harness import DEADLINE_S, LENIENT, expect_silence, fake_spec, prompt
 from tests.workers.harness import until as wait_until
 
@@ -142,8 +142,8 @@ def test_a_request_without_output_is_retried_after_its_process_was_killed() -> N
         {"when": "talk", "steps": [{"text": "so"}, {"hang": True}]},
         {"steps": [{"text": "Hello."}]},
     ]
-    config = demo(script, placement="process") | {"workers": {"patience": 1000}}  # the machine may be busy
-    with serving(config) as served, httpx.Client(base_url=served.url, timeout=60) as client:
+    config = demo_config(script, placement="process") | {"workers": {"patience": 1000}}  # the machine may be busy
+    with live_server(config) as served, httpx.Client(base_url=served.url, timeout=60) as client:
         pid = _pid(client)
         with client.stream("POST", "/v1/chat/completions", json=_asked("talk", stream=True)) as answer:
             lines = answer.iter_lines()

@@ -46,7 +46,7 @@ from modelyard.workers.worker import HostedEngine, Worker
 from modelyard.workers.worker_pool import WorkerPool, create_worker_engine
 from tests.engines.reading import end, ids, read
 from tests.engines.reading import until as read_until
-from tests.serving import demo
+from tests.serving import demo_config
 from tests.workers.conftest import Closing
 from tests.workers.harness import (
     DEADLINE_S,
@@ -648,7 +648,7 @@ HANGING_REPLY = [{"steps": [{"text": "so far"}, {"hang": True}]}]
 @asynccontextmanager
 async def gateways(folder: Path) -> AsyncIterator[tuple[Deployment, list[httpx.AsyncClient]]]:
     """Two complete gateways with one scheduler and one worker."""
-    loaded = load_config(env={}, overrides=demo(HANGING_REPLY))
+    loaded = load_config(env={}, overrides=demo_config(HANGING_REPLY))
     async with deployed(folder, parallel=4, script=HANGING_REPLY) as deployment, AsyncExitStack() as stack:
         clients = []
         for name in ("a", "b"):

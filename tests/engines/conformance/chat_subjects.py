@@ -14,7 +14,7 @@ from modelyard.engines.openai_remote.options import ApiKind
 from tests.engines.llama_server import helpers as llama_helpers
 from tests.engines.vllm_serve import helpers as vllm_helpers
 from tests.engines.vllm_serve import real_server as vllm_real
-from tests.serving import serving
+from tests.serving import live_server
 
 CACHES = {"main": CacheInfo(2048, 2)}
 ECHO: dict[str, Any] = {
@@ -91,7 +91,7 @@ class Remote:
 
     @asynccontextmanager
     async def create(self) -> AsyncIterator[ChatEngine]:
-        with serving({"models": {"demo": {"backend": "fake", "n_ctx": 4096, "parallel": 8, **ECHO}}}) as other:
+        with live_server({"models": {"demo": {"backend": "fake", "n_ctx": 4096, "parallel": 8, **ECHO}}}) as other:
             options = openai_remote.Options(
                 remote_base_url=f"{other.url}/v1",
                 remote_model="demo",

@@ -27,7 +27,7 @@ from tests.engines.fake import helpers as fake_helpers
 from tests.engines.reading import assert_alike, end, read, until
 from tests.engines.vllm import real_vllm
 from tests.engines.vllm.real_vllm import SharedVllmEngine, running
-from tests.serving import Served, serving
+from tests.serving import LiveServer, live_server
 
 pytestmark = pytest.mark.vllm
 WAIT_S, LOAD_S = 120.0, 600.0
@@ -98,7 +98,7 @@ async def test_failed_load_is_reported_with_vllms_message() -> None:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server() -> Iterator[LiveServer]:
     """Two replicas: about 8 GB."""
     model = {
         "backend": "vllm",
@@ -108,7 +108,7 @@ def server() -> Iterator[Served]:
         "replicas": 2,
         **real_vllm.fields(),
     }
-    with serving({"models": {MODEL: model}}, ready=False) as served:
+    with live_server({"models": {MODEL: model}}, ready=False) as served:
         deadline = time.monotonic() + LOAD_S
         while len(served.yard.scheduler.engines(MODEL)) < 2:
             assert time.monotonic() < deadline, served.status(MODEL)
@@ -116,13 +116,13 @@ def server() -> Iterator[Served]:
         yield served
 
 
-def chat(served: Served, text: str = "What is the capital of France?", **more: Any) -> Any:
+def chat(served: LiveServer, text: str = "What is the capital of France?", **more: Any) -> Any:
     body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24}
     reply = httpx.post(f"{served.url}/v1/chat/completions", json=body | more, timeout=WAIT_S * 2)
     return reply.raise_for_status().json() if "error" not in reply.json() else reply.json()
 
 
-def test_two_replicas_share_the_work(server: Served) -> None:
+def test_two_replicas_share_the_work(server: LiveServer) -> None:
     assert len(server.yard.scheduler.engines(MODEL)) == 2
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda n: chat(server, f"What is the capital of France? ({n})"), range(8)))
@@ -130,7 +130,7 @@ def test_two_replicas_share_the_work(server: Served) -> None:
     assert all(engine.stats().evaluated_tokens > 0 for engine in server.yard.scheduler.engines(MODEL))
 
 
-def test_required_tool_call_has_arguments_of_its_schema(server: Served) -> None:
+def test_required_tool_call_has_arguments_of_its_schema(server: LiveServer) -> None:
     reply = chat(server, "How is the weather in Rome?", tools=[WEATHER], tool_choice="required", max_tokens=200)
     (call,) = reply["choices"][0]["message"]["tool_calls"][:1]
     assert call["function"]["name"] == "get_weather"
@@ -138,7 +138,7 @@ def test_required_tool_call_has_arguments_of_its_schema(server: Served) -> None:
     assert reply["choices"][0]["finish_reason"] == "tool_calls"
 
 
-def test_strict_tool_does_not_constrain_text_before_a_call(server: Served) -> None:
+def test_strict_tool_does_not_constrain_text_before_a_call(server: LiveServer) -> None:
     """The grammar of the whole answer starts with any text."""
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
     reply = chat(server, "What is the capital of France?", tools=[strict], max_tokens=60)
@@ -148,22 +148,22 @@ def test_strict_tool_does_not_constrain_text_before_a_call(server: Served) -> No
     assert message.get("tool_calls") or message["content"]
 
 
-def test_answer_matches_its_schema(server: Served) -> None:
+def test_answer_matches_its_schema(server: LiveServer) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema | {"additionalProperties": False}}}
     reply = chat(server, "Give a number.", response_format=form, max_tokens=60)
     assert isinstance(json.loads(reply["choices"][0]["message"]["content"])["n"], int)
 
 
-def test_bad_grammar_is_an_invalid_request(server: Served) -> None:
+def test_bad_grammar_is_an_invalid_request(server: LiveServer) -> None:
     assert chat(server, grammar="root ::= nowhere")["error"]["code"] == "bad_grammar"
 
 
-def test_too_long_prompt_is_refused(server: Served) -> None:
+def test_too_long_prompt_is_refused(server: LiveServer) -> None:
     assert chat(server, "word " * 3000)["error"]["code"] == "context_length_exceeded"
 
 
-def test_abort_under_load_frees_the_slots_at_once(server: Served) -> None:
+def test_abort_under_load_frees_the_slots_at_once(server: LiveServer) -> None:
     """Long answers take all eight slots of both replicas; then their clients disconnect."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Count to a thousand."}], "stream": True}
     more = {"max_tokens": 1900, "logit_bias": {"0": -100, "2": -100}}
@@ -174,13 +174,13 @@ def test_abort_under_load_frees_the_slots_at_once(server: Served) -> None:
     assert "Paris" in chat(server)["choices"][0]["message"]["content"]
 
 
-def test_repeated_prompt_is_read_from_the_cache(server: Served) -> None:
+def test_repeated_prompt_is_read_from_the_cache(server: LiveServer) -> None:
     long = "The river runs through the old town. " * 20 + "What is the capital of France?"
     usages = [chat(server, long, max_tokens=4)["usage"] for _ in range(3)]
     assert usages[-1]["prompt_tokens_details"]["cached_tokens"] > usages[-1]["prompt_tokens"] // 2
 
 
-def test_dead_replica_is_replaced_without_failed_requests(server: Served) -> None:
+def test_dead_replica_is_replaced_without_failed_requests(server: LiveServer) -> None:
     victim = server.yard.scheduler.engines(MODEL)[0]
     psutil.Process(victim.pid).kill()  # type: ignore[union-attr]
     with ThreadPoolExecutor(4) as pool:
@@ -204,7 +204,7 @@ def png(color: tuple[int, int, int], side: int = 40) -> str:
 
 
 @pytest.fixture(scope="module")
-def vision_server() -> Iterator[Served]:
+def vision_server() -> Iterator[LiveServer]:
     chosen = real_vllm.fields(vllm_model=str(real_vllm.vision_folder()), vllm_limit_mm_per_prompt={"image": 2})
     model = {"backend": "vllm", "python": real_vllm.python(), "n_ctx": 512, "modalities": ["text", "image"], **chosen}
     with loaded(model) as served:
@@ -212,8 +212,8 @@ def vision_server() -> Iterator[Served]:
 
 
 @contextmanager
-def loaded(model: dict[str, Any]) -> Iterator[Served]:
-    with serving({"models": {MODEL: model}}, ready=False) as served:
+def loaded(model: dict[str, Any]) -> Iterator[LiveServer]:
+    with live_server({"models": {MODEL: model}}, ready=False) as served:
         deadline = time.monotonic() + LOAD_S
         while served.status(MODEL).state != "ready":
             assert time.monotonic() < deadline, served.status(MODEL)
@@ -222,7 +222,7 @@ def loaded(model: dict[str, Any]) -> Iterator[Served]:
         yield served
 
 
-def describe(served: Served, *images: str) -> Any:
+def describe(served: LiveServer, *images: str) -> Any:
     parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
     content = [{"type": "text", "text": "What do you see?"}, *parts]
     return chat(served, messages=[{"role": "user", "content": content}], logprobs=True, max_tokens=4)
@@ -232,14 +232,14 @@ def logprobs(reply: Any) -> list[float]:
     return [each["logprob"] for each in reply["choices"][0]["logprobs"]["content"]]
 
 
-def test_answer_depends_on_the_image(vision_server: Served) -> None:
+def test_answer_depends_on_the_image(vision_server: LiveServer) -> None:
     """A random model writes nonsense, but the same for the same image and something else for another."""
     red, blue, again = (describe(vision_server, png(colour)) for colour in ((255, 0, 0), (0, 0, 255), (255, 0, 0)))
     assert logprobs(red) == pytest.approx(logprobs(again), abs=1e-3)
     assert logprobs(red) != pytest.approx(logprobs(blue), abs=1e-3)
 
 
-def test_tensor_parallel_server_gives_the_same_logprobs(vision_server: Served) -> None:
+def test_tensor_parallel_server_gives_the_same_logprobs(vision_server: LiveServer) -> None:
     """vllm serve renders the chat template and the images itself; the prompt must be the same."""
     red = png((255, 0, 0))
     cores = sorted(os.sched_getaffinity(0))
@@ -253,13 +253,13 @@ def test_tensor_parallel_server_gives_the_same_logprobs(vision_server: Served) -
     assert other["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
 
 
-def test_each_image_counts_as_its_patches(vision_server: Served) -> None:
+def test_each_image_counts_as_its_patches(vision_server: LiveServer) -> None:
     """32 by 32 pixels in patches of 8, four patches per token, and three markers."""
     one, two = describe(vision_server, png((9, 9, 9))), describe(vision_server, png((9, 9, 9)), png((8, 8, 8)))
     assert two["usage"]["prompt_tokens"] - one["usage"]["prompt_tokens"] == 7
 
 
-def test_more_images_than_the_limit_are_refused(vision_server: Served) -> None:
+def test_more_images_than_the_limit_are_refused(vision_server: LiveServer) -> None:
     reply = describe(vision_server, *(png((n, n, n)) for n in range(3)))
     assert reply["error"]["code"] == "refused_by_engine"
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.servers import until
-from tests.serving import Served, demo, serving
+from tests.serving import LiveServer, demo_config, live_server
 
 ASK = {"model": "demo", "messages": [{"role": "user", "content": "hi"}]}
 ENDLESS = {"model": "demo", "stream": True, "messages": [{"role": "user", "content": "endless"}]}
@@ -23,19 +23,19 @@ SCRIPT = [
 
 
 def config() -> dict[str, Any]:
-    made = demo(SCRIPT, replica_max=2, description="For tests", aliases=["other"])
+    made = demo_config(SCRIPT, replica_max=2, description="For tests", aliases=["other"])
     made["models"]["broken"] = {"backend": "llama_cpp", "path": "/no/such/file.gguf", "enabled": False}
     return made
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
-    with serving(config()) as running:
+def served() -> Iterator[LiveServer]:
+    with live_server(config()) as running:
         yield running
 
 
 @pytest.fixture
-def client(served: Served) -> Iterator[httpx.Client]:
+def client(served: LiveServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url) as made:
         yield made
 
@@ -167,7 +167,7 @@ def test_a_name_is_resolved_as_a_request_would_be(client: httpx.Client) -> None:
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_running_request_is_seen_and_can_be_ended(client: httpx.Client, served: Served) -> None:
+def test_a_running_request_is_seen_and_can_be_ended(client: httpx.Client, served: LiveServer) -> None:
     with ThreadPoolExecutor(1) as others, httpx.Client(base_url=served.url) as second:
         reading = others.submit(second.post, "/v1/chat/completions", json=ENDLESS)
         until(lambda: client.get("/v1/admin/requests").json()["live"], "the request runs")
@@ -222,7 +222,7 @@ def test_a_wrong_query_is_named(client: httpx.Client, query: str) -> None:
 # --- changes as they happen -------------------------------------------------------------------------------------------
 
 
-def test_changes_are_told_as_they_happen(client: httpx.Client, served: Served) -> None:
+def test_changes_are_told_as_they_happen(client: httpx.Client, served: LiveServer) -> None:
     with httpx.Client(base_url=served.url) as other, other.stream("GET", "/v1/admin/events") as stream:
         lines = stream.iter_lines()
         assert next(lines) == "event: snapshot"
@@ -245,7 +245,7 @@ def test_changes_are_told_as_they_happen(client: httpx.Client, served: Served) -
 
 def test_where_keys_are_set_only_an_admin_may() -> None:
     keys = [{"name": "root", "key": "sk-root", "admin": True}, {"name": "user", "key": "sk-user"}]
-    with serving({**config(), "keys": keys}) as running, httpx.Client(base_url=running.url) as client:
+    with live_server({**config(), "keys": keys}) as running, httpx.Client(base_url=running.url) as client:
         for path in ("models", "gpu-memory", "requests", "events", "history"):
             assert client.get(f"/v1/admin/{path}").status_code == 401
             assert client.get(f"/v1/admin/{path}", headers={"x-api-key": "sk-user"}).status_code == 403
